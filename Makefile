@@ -1,0 +1,56 @@
+# Every check that a change must pass, each as one short command.
+
+VENV ?= .venv
+PYTHON ?= $(VENV)/bin/python
+BASE_PYTHON ?= python3
+PIP = $(PYTHON) -m pip install -qq --disable-pip-version-check
+PYTEST = $(PYTHON) -m pytest -q -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check lint format types imports dependencies test test-ci test-all docs wheel clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+setup:  ## a virtual environment in .venv with everything to develop and test
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) --no-deps megatron-core==0.16.1
+	$(PIP) -e '.[dev,exact]'
+
+check:  ## style, types, floors of the house, dependencies (15 s)
+	@$(MAKE) --no-print-directory --keep-going --output-sync -j 2 types lint format imports dependencies
+
+lint:
+	$(PYTHON) -m ruff check -q .
+
+format:
+	$(PYTHON) -m ruff format -q --check .
+
+types:
+	$(PYTHON) -m mypy
+
+imports:
+	$(PYTHON) -c 'from importlinter.cli import lint_imports_command as main; main()' --no-logo
+
+dependencies:
+	$(PYTHON) -m deptry optimus
+
+test:  ## the tests to run after every change (60 s)
+	$(PYTEST) -m 'not ci and not heavy'
+
+test-ci:  ## the slower tests, on the minutes granted to each area (tests/conftest.py)
+	$(PYTEST) -m 'ci and not heavy' --ci-budget
+
+test-all:  ## every test
+	$(PYTEST)
+
+docs:  ## the documentation, in site/
+	$(PYTHON) -m mkdocs build -q --strict
+
+wheel:  ## the distribution, in dist/
+	$(PYTHON) -m build -n --wheel
+
+clean:  ## remove what the commands above left behind, but not .venv
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find optimus tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""`python -m optimus`."""
+
+from optimus.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Data only: models, clusters, jobs and measured curves, every number with its source."""

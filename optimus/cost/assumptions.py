@@ -1,0 +1,95 @@
+"""Named sets of assumptions behind a price, each parameter with a sourced default."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from optimus.errors import UserError, nearest
+from optimus.job.model import Recompute
+
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What the cost model takes for granted; printed with every result.
+
+    `dp_exposure` says which data-parallel traffic nothing can hide:
+      chunks  what the data flow exposes: a gather before a chunk's first forward, a reduce
+              after its last backward (the first chunk's, as in the paper's Table 1)
+      all     every byte, before and after all compute
+      lump    `dp_exposed_share` of the bytes before and after compute, the rest chunk by
+              chunk under it, all on the NIC
+      slack   the time of that share off the NIC (sync, norm, cast), all bytes in even chunks
+    """
+
+    name: str
+    # A resident collective takes SMs from compute: 5-15 % in NCCL's default channel counts
+    # (design note: profiled factor, default 10 %).
+    residence_slowdown: float = 0.10
+    # Host cost of one launch: 5 us is what eager PyTorch spends per operator on a server CPU.
+    launch_s: float = 5e-6
+    # Share of exposed TP communication that the framework already hides (0 for plain
+    # Megatron-LM; up to 0.7 with userbuffer overlap in TransformerEngine).
+    tp_overlapped_share: float = 0.0
+    # Megatron-LM's linears hide two gathers under dgrad and two scatters under wgrad per
+    # layer; the paper counts four exposed collectives per direction.
+    tp_backward: Literal["overlapped", "exposed"] = "overlapped"
+    recompute: Recompute | None = None  # overrides `auto` of every module
+    dp_exposure: Literal["chunks", "all", "lump", "slack"] = "chunks"
+    dp_exposed_share: float = 0.35
+    # Achieved NIC bandwidth per GPU for gather and reduce; None: the cluster's own.
+    nic_gather_bytes_per_s: float | None = None
+    nic_reduce_bytes_per_s: float | None = None
+    p2p_latency_only: bool = False
+    optimizer_time: bool = True
+    fused_attention: bool = True  # FlashAttention: scores are never stored
+    efficiency: float = 1.0  # multiplies every achieved compute rate (calibration, sensitivity)
+
+    def describe(self) -> dict[str, object]:
+        return asdict(self)
+
+
+_DEFAULT = Assumptions(name="default")
+# The paper's jobs: full recomputation and four exposed collectives per layer and direction.
+_PAPER = replace(
+    _DEFAULT,
+    name="paper",
+    residence_slowdown=0.0,
+    launch_s=0.0,
+    tp_backward="exposed",
+    recompute="full",
+    dp_exposure="all",
+    optimizer_time=False,
+)
+# Idealised: 33 and 24 GB/s make all of GPT-175B's bytes take Table 1's 0.167 s and 0.458 s.
+_CLEAN = replace(
+    _DEFAULT,
+    name="clean",
+    residence_slowdown=0.0,
+    launch_s=0.0,
+    recompute="none",
+    dp_exposure="lump",
+    nic_gather_bytes_per_s=33 * GB,
+    nic_reduce_bytes_per_s=24 * GB,
+    p2p_latency_only=True,
+    optimizer_time=False,
+)
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        _DEFAULT,
+        _PAPER,
+        replace(_PAPER, name="paper-first-chunk", dp_exposure="chunks"),
+        _CLEAN,
+        replace(_CLEAN, name="clean-slack", dp_exposure="slack"),
+    )
+}
+
+
+def preset(name: str) -> Assumptions:
+    """The set of assumptions called `name`."""
+    if name not in PRESETS:
+        raise UserError(field="--preset", value=name, problem="is not a preset", hint=nearest(name, PRESETS))
+    return PRESETS[name]

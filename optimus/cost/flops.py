@@ -1,0 +1,51 @@
+"""Model FLOPs of a step: what MFU is measured against (no recomputation, frozen modules forward only)."""
+
+from __future__ import annotations
+
+from optimus.job.model import Encoder, Llm, Model, Stack
+from optimus.job.workload import Load, Workload
+
+
+def forward_flops(module: Encoder | Llm, load: Load) -> float:
+    """One forward pass over `load`."""
+    stack = module.stack
+    layers = sum(layer_flops(stack, layer, load) for layer in range(stack.layers))
+    if isinstance(module, Llm):
+        return layers + head_flops(module, load)
+    return layers + embedding_flops(module, load) + projector_flops(module, load)
+
+
+def layer_flops(stack: Stack, layer: int, load: Load) -> float:
+    """Two FLOPs per active weight and token, and attention over what a token may see."""
+    attention = stack.attention
+    window = attention.window_of(layer)
+    squares = load.squares if window is None else min(load.squares, load.tokens * window)
+    weights = stack.layer_parameters(layer, active=True) - 2 * stack.norm_parameters
+    per_pair = 2.0 * attention.heads * (attention.score_dim + attention.value_dim)
+    return 2.0 * weights * load.tokens + per_pair * squares * (0.5 if attention.causal else 1.0)
+
+
+def head_flops(llm: Llm, load: Load) -> float:
+    """The logits."""
+    return 2.0 * load.tokens * llm.vocab * llm.stack.hidden
+
+
+def embedding_flops(encoder: Encoder, load: Load) -> float:
+    """Patches, or mel frames, to hidden states."""
+    return 2.0 * load.tokens * encoder.patch_inputs * encoder.stack.hidden
+
+
+def projector_flops(encoder: Encoder, load: Load) -> float:
+    """Encoder tokens to LLM tokens, once per LLM layer fed."""
+    rows = load.tokens / encoder.projector.merge * len(encoder.feeds)
+    return sum(2.0 * rows * k * n for k, n in encoder.projector.linears(encoder.stack.hidden))
+
+
+def step_flops(model: Model, workload: Workload) -> float:
+    """One step over the whole batch: three times the forward pass for what is trained."""
+    total = 0.0
+    for encoder in model.encoders:
+        load = workload.encoder_load(encoder.name, encoder.projector.merge)
+        total += forward_flops(encoder, load) * (3 if encoder.train else 1)
+    total += forward_flops(model.llm, workload.llm_load()) * (3 if model.llm.train else 1)
+    return total * workload.sequences_per_step

@@ -1,0 +1,74 @@
+"""Kernels: what the cost model prices, and lists of them in the order in which they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from optimus.cost.network import Collective
+from optimus.cost.prices import Prices
+from optimus.program.op import Kind, Lane
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """What the cost model prices. `after`: places in the list it waits for (none: what came before)."""
+
+    name: str
+    kind: Kind
+    lane: Lane
+    duration_s: float
+    size_bytes: float = 0.0
+    after: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True)
+class KernelList:
+    """Collects kernels; each waits for the one added before it unless told otherwise."""
+
+    prices: Prices
+    module: str
+    kind: Kind
+    tokens: float
+    tp: int
+    kernels: list[Kernel] = field(default_factory=list)
+    last: tuple[int, ...] = ()  # what the next kernel waits for
+
+    def compute(self, name: str, seconds: float, *, after: tuple[int, ...] | None = None) -> int:
+        return self._add(name, Lane.COMPUTE, seconds, 0.0, after)
+
+    def collective(
+        self, name: str, kind: Collective, size_bytes: float, *, after: tuple[int, ...] | None = None
+    ) -> int | None:
+        """A TP collective; none when the module is not divided."""
+        if self.tp == 1:
+            return None
+        seconds = self.prices.tp_s(kind, size_bytes, self.tp)
+        return self._add(name, Lane.TP, seconds, size_bytes, after)
+
+    def group(self, name: str, kind: Collective, size_bytes: float, *, ranks: int, stride: int) -> None:
+        """A cp or ep collective, on the NIC when it leaves the node."""
+        if ranks > 1:
+            seconds = self.prices.group_s(kind, size_bytes, ranks=ranks, stride=stride)
+            self._add(name, self.prices.group_lane(ranks, stride), seconds, size_bytes, None)
+
+    def join(self, *places: int | None) -> None:
+        """The next kernel waits for all of these."""
+        self.last = tuple(place for place in places if place is not None)
+
+    def _add(
+        self, name: str, lane: Lane, seconds: float, size_bytes: float, after: tuple[int, ...] | None
+    ) -> int:
+        measured = self.prices.measured_s(self.module, self.kind, name, self.tokens, self.tp)
+        self.kernels.append(
+            Kernel(
+                name=name,
+                kind=self.kind,
+                lane=lane,
+                duration_s=seconds if measured is None else measured,
+                size_bytes=size_bytes,
+                after=self.last if after is None else after,
+            )
+        )
+        place = len(self.kernels) - 1
+        self.last = (place,)
+        return place

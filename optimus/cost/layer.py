@@ -1,0 +1,173 @@
+"""A layer as an ordered list of compute and communication kernels, in every direction."""
+
+from __future__ import annotations
+
+from optimus.cost.kernel import Kernel, KernelList
+from optimus.cost.network import Collective
+from optimus.cost.shape import Gemm, LayerShape
+from optimus.job.model import BF16_BYTES, Experts, Mlp
+from optimus.program.op import Kind
+
+
+def forward(shape: LayerShape, kind: Kind = Kind.F) -> list[Kernel]:
+    """Norm, gather, QKV, attention, output, scatter; norm, gather, up, down, scatter."""
+    kernels = shape.kernels(kind)
+    size = shape.hidden_bytes
+    kernels.compute("norm1", shape.norm_s())
+    kernels.collective("gather1", Collective.ALL_GATHER, size)
+    kernels.compute("qkv", shape.forward_s(shape.qkv_gemms()))
+    _context_exchange(kernels, shape)
+    kernels.compute("attention", shape.attention_s())
+    kernels.compute("out", shape.forward_s([shape.out_gemm()]))
+    kernels.collective("scatter1", Collective.REDUCE_SCATTER, size)
+    kernels.compute("norm2", shape.norm_s())
+    experts = shape.stack.experts
+    if experts and shape.stack.has_experts(shape.layer):
+        _experts(kernels, shape, experts, [Kind.F])
+        return kernels.kernels
+    _mlp_forward(kernels, shape, shape.stack.mlp)
+    return kernels.kernels
+
+
+def _mlp_forward(kernels: KernelList, shape: LayerShape, mlp: Mlp) -> None:
+    size = shape.hidden_bytes
+    kernels.collective("gather2", Collective.ALL_GATHER, size)
+    up_s = shape.forward_s([shape.up_gemm(mlp)])
+    kernels.compute("up", up_s + shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp))
+    kernels.compute("down", shape.forward_s([shape.down_gemm(mlp)]))
+    kernels.collective("scatter2", Collective.REDUCE_SCATTER, size)
+
+
+def backward(shape: LayerShape, *, weights: bool) -> list[Kernel]:
+    """Kind B (input and weight gradients, Megatron's overlaps), or kind I without `weights`."""
+    kernels = shape.kernels(Kind.B if weights else Kind.I)
+    experts = shape.stack.experts
+    if experts and shape.stack.has_experts(shape.layer):
+        _experts(kernels, shape, experts, [Kind.I, Kind.W] if weights else [Kind.I])
+    else:
+        _mlp_backward(kernels, shape, shape.stack.mlp, weights=weights)
+    kernels.compute("norm2", shape.norm_s(backward=True))
+    _row_backward(kernels, shape, "out", [shape.out_gemm()], weights=weights)
+    _context_exchange(kernels, shape)
+    kernels.compute("attention", shape.attention_s(backward=True))
+    _column_backward(kernels, shape, "qkv", shape.qkv_gemms(), weights=weights)
+    kernels.compute("norm1", shape.norm_s(backward=True))
+    return kernels.kernels
+
+
+def _mlp_backward(kernels: KernelList, shape: LayerShape, mlp: Mlp, *, weights: bool) -> None:
+    extra = shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp, backward=True)
+    _row_backward(kernels, shape, "down", [shape.down_gemm(mlp)], weights=weights, extra_s=extra)
+    _column_backward(kernels, shape, "up", [shape.up_gemm(mlp)], weights=weights)
+
+
+def _row_backward(
+    kernels: KernelList,
+    shape: LayerShape,
+    name: str,
+    gemms: list[Gemm],
+    *,
+    weights: bool,
+    extra_s: float = 0.0,
+) -> None:
+    """A row-parallel linear: the output's gradient is gathered, exposed, then both products."""
+    kernels.collective(f"{name}.gather", Collective.ALL_GATHER, shape.hidden_bytes)
+    kernels.compute(f"{name}.dgrad", shape.input_gradient_s(gemms) + extra_s)
+    if weights:
+        kernels.compute(f"{name}.wgrad", shape.weight_gradient_s(gemms))
+
+
+def _column_backward(
+    kernels: KernelList, shape: LayerShape, name: str, gemms: list[Gemm], *, weights: bool
+) -> None:
+    """A column-parallel linear: its input is gathered under dgrad, its result scattered under wgrad."""
+    size, before = shape.hidden_bytes, kernels.last
+    dgrad_s, wgrad_s = shape.input_gradient_s(gemms), shape.weight_gradient_s(gemms)
+    if not weights or shape.prices.assumptions.tp_backward == "exposed":
+        kernels.compute(f"{name}.dgrad", dgrad_s)
+        kernels.collective(f"{name}.scatter", Collective.REDUCE_SCATTER, size)
+        if weights:
+            kernels.compute(f"{name}.wgrad", wgrad_s)
+        return
+    gathered = kernels.collective(f"{name}.gather", Collective.ALL_GATHER, size)
+    dgrad = kernels.compute(f"{name}.dgrad", dgrad_s, after=before)
+    scattered = kernels.collective(f"{name}.scatter", Collective.REDUCE_SCATTER, size, after=(dgrad,))
+    waits = (dgrad,) if gathered is None else (dgrad, gathered)
+    wgrad = kernels.compute(f"{name}.wgrad", wgrad_s, after=waits)
+    kernels.join(wgrad, scattered)
+
+
+def weight_gradients(shape: LayerShape) -> list[Kernel]:
+    """Kind W: what kind I left out; inputs of column-parallel linears are gathered under other products."""
+    kernels = shape.kernels(Kind.W)
+    experts = shape.stack.experts
+    if experts and shape.stack.has_experts(shape.layer):
+        _experts(kernels, shape, experts, [Kind.W])
+    else:
+        mlp = shape.stack.mlp
+        _gather_under(kernels, shape, "down", [shape.down_gemm(mlp)], "up", [shape.up_gemm(mlp)])
+    _gather_under(kernels, shape, "out", [shape.out_gemm()], "qkv", shape.qkv_gemms())
+    return kernels.kernels
+
+
+def _gather_under(
+    kernels: KernelList,
+    shape: LayerShape,
+    row: str,
+    row_gemms: list[Gemm],
+    column: str,
+    column_gemms: list[Gemm],
+) -> None:
+    before = kernels.last
+    gathered = kernels.collective(f"{column}.gather", Collective.ALL_GATHER, shape.hidden_bytes)
+    product = kernels.compute(f"{row}.wgrad", shape.weight_gradient_s(row_gemms), after=before)
+    kernels.join(product, gathered)
+    kernels.compute(f"{column}.wgrad", shape.weight_gradient_s(column_gemms))
+
+
+def _context_exchange(kernels: KernelList, shape: LayerShape) -> None:
+    """Context parallelism: every rank gathers the keys and values of the whole sequence, exposed."""
+    layout, attention = shape.layout, shape.stack.attention
+    size = shape.load.tokens * attention.key_value_width / layout.tp * BF16_BYTES
+    kernels.group("context", Collective.ALL_GATHER, size, ranks=layout.cp, stride=layout.tp)
+
+
+def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: list[Kind]) -> None:
+    """Router, dispatch, grouped products, combine; shared experts as an ordinary MLP beside them."""
+    size, ep = shape.dispatch_bytes(experts), shape.layout.ep
+    router = [(shape.shard, float(experts.count), float(shape.stack.hidden))]
+    product = {Kind.F: shape.forward_s, Kind.I: shape.input_gradient_s, Kind.W: shape.weight_gradient_s}
+    moves = parts != [Kind.W]
+    if moves:
+        first = "dispatch" if Kind.F in parts else "combine"
+        kernels.compute("router", sum(product[part](router) for part in parts))
+        kernels.group(first, Collective.ALL_TO_ALL, size, ranks=ep, stride=1)
+    rows = shape.shard * experts.active
+    mlp = Mlp(width=experts.width)
+    seconds = shape.activation_s(mlp, rows, tp=1, backward=Kind.F not in parts) if moves else 0.0
+    for part in parts:
+        seconds += sum(times * product[part]([(m, n, k)]) for times, m, n, k in shape.expert_gemms(experts))
+    kernels.compute("experts", seconds)
+    if moves:
+        last = "combine" if Kind.F in parts else "dispatch"
+        kernels.group(last, Collective.ALL_TO_ALL, size, ranks=ep, stride=1)
+    shared = shape.shared_mlp
+    if shared is None:
+        return
+    if parts == [Kind.F]:
+        _mlp_forward(kernels, shape, shared)
+    elif parts == [Kind.W]:
+        _gather_under(kernels, shape, "down", [shape.down_gemm(shared)], "up", [shape.up_gemm(shared)])
+    else:
+        _mlp_backward(kernels, shape, shared, weights=Kind.W in parts)
+
+
+def selective_recompute(shape: LayerShape) -> list[Kernel]:
+    """Kind R, selective: the scores where they would be stored, else norms and the non-linearity."""
+    kernels = shape.kernels(Kind.R)
+    if not shape.prices.assumptions.fused_attention:
+        kernels.compute("attention", shape.attention_s())
+        return kernels.kernels
+    activation_s = shape.activation_s(shape.stack.mlp, shape.tokens, tp=shape.layout.tp)
+    kernels.compute("cheap", 2 * shape.norm_s() + activation_s)
+    return kernels.kernels

@@ -1,0 +1,84 @@
+"""Bytes on a rank by component, over the ops of its program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from optimus.cost.module import PricedLayer
+from optimus.job.model import Precision
+from optimus.program.op import Kind
+
+# Buffers of one NCCL communicator (aiconfigurator-core 0.12.0, h100_sxm.yaml `nccl_mem`:
+# 342 MiB for 2 GPUs, 392 MiB for 4 and 8; labelled unofficial there).
+COMMUNICATOR_BYTES = {1: 0, 2: 342 * 2**20}
+COMMUNICATOR_BYTES_MANY = 392 * 2**20
+
+NOT_MODELLED = (
+    "allocator fragmentation beyond the reserve",
+    "power capping and clock drift",
+    "host stalls and data loading",
+    "contention with other jobs on the fabric",
+    "variation between microbatches (each costs the mean of the workload)",
+    "stragglers, restarts and checkpoints",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank at its high-water mark."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    llm_activations: float = 0.0
+    encoder_activations: float = 0.0
+    logits: float = 0.0
+    seam: float = 0.0
+    communicators: float = 0.0
+    reserve: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(asdict(self).values()))
+
+    @property
+    def states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def states(layers: Iterable[PricedLayer], precision: Precision) -> Memory:
+    """Model states on a rank: bf16 parameters, gradients, and the sharded optimizer.
+
+    Parameters and gradients are the paper's k (DP_enc P_enc + DP_llm P_llm) / n with k = 6;
+    the optimizer's 12 bytes are divided over the ranks that hold the same parameters.
+    """
+    parameters = gradients = optimizer = 0.0
+    for layer in layers:
+        held = layer.parameters + layer.expert_parameters
+        parameters += held * precision.parameter_bytes
+        if layer.trained:
+            gradients += held * precision.gradient_bytes
+            optimizer += layer.shard_parameters * precision.optimizer_bytes
+    return Memory(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
+def high_water(
+    order: Sequence[tuple[Kind, int, int]], kept_bytes: Sequence[Sequence[float]]
+) -> tuple[float, ...]:
+    """Activations alive when most are, while a stage runs `order`; `kept_bytes[chunk]` by component.
+
+    A chunk's bytes live from its forward to its backward, or to its W where that is split off.
+    """
+    kind, chunk, _ = np.array(order, np.int64).T
+    releases = kind == (Kind.W if (kind == Kind.W).any() else Kind.B)
+    sign = (kind == Kind.F).astype(np.int64) - releases
+    alive = np.cumsum(sign[:, None] * np.array(kept_bytes, np.float64)[chunk], axis=0)
+    return tuple(float(value) for value in alive[alive.sum(axis=1).argmax()])
+
+
+def communicator_bytes(*group_sizes: int) -> float:
+    """Buffers of one communicator per group that has more than one rank."""
+    return float(sum(COMMUNICATOR_BYTES.get(size, COMMUNICATOR_BYTES_MANY) for size in group_sizes))

@@ -1,0 +1,194 @@
+"""A module at one place of a layout: its layers in order, each with kernels, parameters and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from optimus.cost import ends, flops
+from optimus.cost.activations import activation_bytes
+from optimus.cost.kernel import Kernel
+from optimus.cost.layer import backward, forward, selective_recompute, weight_gradients
+from optimus.cost.prices import Prices
+from optimus.cost.shape import LayerShape
+from optimus.job.layout import Layout
+from optimus.job.model import BF16_BYTES, Encoder, Llm, Stack
+from optimus.job.workload import Load
+from optimus.program.op import Kind
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PricedLayer:
+    """What can be placed on a stage: a transformer layer, an embedding, a projector or a head."""
+
+    name: str
+    module: str
+    layout: Layout  # of its module
+    kernels: dict[Kind, tuple[Kernel, ...]]  # F, B, I, W; recomputation stands inside B and I
+    parameters: float  # on one rank, without experts
+    activation_bytes: float  # kept from forward to backward, per microbatch
+    output_bytes: float  # what a rank sends on, per microbatch
+    trained: bool
+    flops: float = 0.0  # of the model's forward pass, all ranks together
+    expert_parameters: float = 0.0  # on one rank
+    working_bytes: float = 0.0  # alive only while the layer's own backward runs
+    logits_bytes: float = 0.0
+
+    @property
+    def shard_parameters(self) -> float:
+        """Parameters a rank keeps when those that hold the same ones divide them."""
+        dense = self.parameters / self.layout.replica_ranks
+        return dense + self.expert_parameters / self.layout.expert_replica_ranks
+
+
+def price_encoder(
+    encoder: Encoder, load: Load, layout: Layout, prices: Prices, recompute: str
+) -> tuple[PricedLayer, ...]:
+    """Patch embedding, layers, projector."""
+    tokens, hidden, tp = load.tokens, encoder.stack.hidden, layout.tp
+    state_bytes = tokens / tp * hidden * BF16_BYTES
+    llm_width = encoder.projector.widths[-1]
+    llm_tokens = tokens / encoder.projector.merge
+    projected_bytes = llm_tokens / tp * llm_width * BF16_BYTES * len(encoder.feeds)
+    kept = 1.0 if encoder.train else 0.0
+    inputs = encoder.projector.input_width(hidden)
+    middle = sum(encoder.projector.widths[:-1])
+    first = PricedLayer(
+        name=f"{encoder.name}.embedding",
+        module=encoder.name,
+        layout=layout,
+        kernels=ends.encoder_embedding(encoder, tokens, layout, prices),
+        parameters=encoder.embedding_parameters,
+        activation_bytes=kept * tokens / tp * encoder.patch_inputs * BF16_BYTES,
+        output_bytes=state_bytes,
+        trained=encoder.train,
+        flops=flops.embedding_flops(encoder, load),
+    )
+    last = PricedLayer(
+        name=f"{encoder.name}.projector",
+        module=encoder.name,
+        layout=layout,
+        kernels=ends.projector(encoder, tokens, layout, prices),
+        parameters=encoder.projector_parameters + encoder.stack.norm_parameters,
+        activation_bytes=llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES * len(encoder.feeds),
+        output_bytes=projected_bytes,
+        trained=encoder.projector.train,
+        flops=flops.projector_flops(encoder, load),
+    )
+    layers = _stack_layers(
+        encoder.name,
+        encoder.stack,
+        load,
+        layout,
+        prices,
+        recompute,
+        train=encoder.train,
+        passes_gradients=encoder.train,
+    )
+    return (first, *layers, last)
+
+
+def price_llm(
+    llm: Llm, load: Load, layout: Layout, prices: Prices, recompute: str, *, upstream_trained: bool = True
+) -> tuple[PricedLayer, ...]:
+    """Embedding, layers, head. A frozen LLM still passes gradients to what is trained before it."""
+    tokens, hidden, tp = load.tokens / layout.cp, llm.stack.hidden, layout.tp
+    state_bytes = tokens / tp * hidden * BF16_BYTES
+    passes = llm.train or upstream_trained
+    embedding = PricedLayer(
+        name=f"{llm.name}.embedding",
+        module=llm.name,
+        layout=layout,
+        kernels=ends.llm_embedding(llm, tokens, layout, prices),
+        parameters=llm.embedding_parameters / tp,
+        activation_bytes=0.0,
+        output_bytes=state_bytes,
+        trained=llm.train,
+    )
+    kernels = ends.llm_head(llm, tokens, layout, prices)
+    tied = llm.vocab * hidden / tp if llm.tied and layout.pp > 1 else 0.0  # the last stage's own copy
+    head = PricedLayer(
+        name=f"{llm.name}.head",
+        module=llm.name,
+        layout=layout,
+        kernels=kernels if passes else {kind: kernels[kind] if kind == Kind.F else () for kind in kernels},
+        parameters=llm.head_parameters / tp + tied,
+        activation_bytes=2 * state_bytes,
+        output_bytes=0.0,
+        trained=llm.train,
+        flops=flops.head_flops(llm, load),
+        logits_bytes=tokens * llm.vocab / tp * ends.KEPT_BYTES_PER_LOGIT,
+    )
+    layers = _stack_layers(
+        llm.name, llm.stack, load, layout, prices, recompute, train=llm.train, passes_gradients=passes
+    )
+    return (embedding, *layers, head)
+
+
+def _stack_layers(
+    module: str,
+    stack: Stack,
+    load: Load,
+    layout: Layout,
+    prices: Prices,
+    recompute: str,
+    *,
+    train: bool,
+    passes_gradients: bool,
+) -> list[PricedLayer]:
+    """Every layer of a stack; equal layers share one price."""
+    priced: dict[tuple[bool, int | None], PricedLayer] = {}
+    layers = []
+    for index in range(stack.layers):
+        sort = (stack.has_experts(index), stack.attention.window_of(index))
+        if sort not in priced:
+            shape = LayerShape(
+                module=module, stack=stack, layer=index, load=load, layout=layout, prices=prices
+            )
+            priced[sort] = _price_layer(shape, recompute, train=train, passes_gradients=passes_gradients)
+        layers.append(replace(priced[sort], name=f"{module}.{index}"))
+    return layers
+
+
+def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradients: bool) -> PricedLayer:
+    again: tuple[Kernel, ...] = ()
+    if recompute == "full":
+        again = tuple(forward(shape, Kind.R))
+    elif recompute == "selective":
+        again = tuple(selective_recompute(shape))
+    inputs = _chain(again, tuple(backward(shape, weights=False))) if passes_gradients else ()
+    both = _chain(again, tuple(backward(shape, weights=True))) if train else inputs
+    stack, layout = shape.stack, shape.layout
+    experts = stack.expert_parameters(shape.layer)
+    kept = activation_bytes(shape, recompute) if passes_gradients else 0.0
+    return PricedLayer(
+        name="",
+        module=shape.module,
+        layout=layout,
+        kernels={
+            Kind.F: tuple(forward(shape)),
+            Kind.B: both,
+            Kind.I: inputs,
+            Kind.W: tuple(weight_gradients(shape)) if train else (),
+        },
+        parameters=(stack.layer_parameters(shape.layer) - experts) / layout.tp,
+        expert_parameters=experts / layout.ep,
+        activation_bytes=kept,
+        working_bytes=activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
+        output_bytes=shape.shard * stack.hidden * BF16_BYTES,
+        trained=train,
+        flops=flops.layer_flops(stack, shape.layer, shape.load),
+    )
+
+
+def _chain(first: tuple[Kernel, ...], second: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """Two lists as one: what starts the second waits for what ends the first."""
+    if not first:
+        return second
+    waited = {place for kernel in first for place in kernel.after}
+    ends_of_first = tuple(place for place in range(len(first)) if place not in waited)
+    shift = len(first)
+    moved = (
+        replace(k, after=tuple(place + shift for place in k.after) if k.after else ends_of_first)
+        for k in second
+    )
+    return (*first, *moved)

@@ -1,0 +1,82 @@
+"""One place to ask what a kernel costs: a profile first, then curves under the chosen assumptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from optimus.cost import compute, network
+from optimus.cost.assumptions import Assumptions
+from optimus.cost.measured import KernelKey, Profile
+from optimus.job.cluster import Cluster
+from optimus.job.layout import Layout
+from optimus.program.op import Kind, Lane
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Seconds of kernels on one cluster."""
+
+    cluster: Cluster
+    assumptions: Assumptions
+    profile: Profile = field(default_factory=Profile)
+
+    def gemm_s(self, m: float, n: float, k: float) -> float:
+        return compute.gemm_s(self.cluster.gpu, m, n, k) / self.assumptions.efficiency
+
+    def attention_s(
+        self, *, flops: float, tokens: float, head_dim: int, causal: bool, backward: bool = False
+    ) -> float:
+        seconds = compute.attention_s(
+            self.cluster.gpu, flops=flops, tokens=tokens, head_dim=head_dim, causal=causal, backward=backward
+        )
+        return seconds / self.assumptions.efficiency
+
+    def memory_s(self, size_bytes: float) -> float:
+        return compute.memory_bound_s(self.cluster.gpu, size_bytes)
+
+    def tp_s(self, collective: network.Collective, size_bytes: float, tp: int) -> float:
+        """A collective inside a layer, less what the framework already hides."""
+        seconds = network.collective_s(self.cluster, collective, size_bytes, ranks=tp, stride=1)
+        return seconds * (1.0 - self.assumptions.tp_overlapped_share)
+
+    def group_s(self, collective: network.Collective, size_bytes: float, *, ranks: int, stride: int) -> float:
+        return network.collective_s(self.cluster, collective, size_bytes, ranks=ranks, stride=stride)
+
+    def gather_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
+        """Data-parallel all-gather of `size_bytes` of parameters."""
+        return network.collective_s(
+            self.cluster,
+            network.Collective.ALL_GATHER,
+            size_bytes,
+            ranks=ranks,
+            stride=stride,
+            nic_bytes_per_s=self.assumptions.nic_gather_bytes_per_s,
+        )
+
+    def reduce_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
+        """Data-parallel reduce-scatter of `size_bytes` of gradients."""
+        return network.collective_s(
+            self.cluster,
+            network.Collective.REDUCE_SCATTER,
+            size_bytes,
+            ranks=ranks,
+            stride=stride,
+            nic_bytes_per_s=self.assumptions.nic_reduce_bytes_per_s,
+        )
+
+    def send_s(self, size_bytes: float, *, across_nodes: bool) -> float:
+        size = min(size_bytes, 1.0) if self.assumptions.p2p_latency_only else size_bytes
+        return network.send_s(self.cluster, size, across_nodes=across_nodes)
+
+    def group_lane(self, ranks: int, stride: int) -> Lane:
+        """Links inside a node, or the NIC when the group leaves it."""
+        return Lane.TP if self.cluster.nodes_spanned(ranks, stride) == 1 else Lane.DP
+
+    def stages_cross_nodes(self, layout: Layout) -> bool:
+        """Whether neighbouring pipeline stages sit in different nodes (pp is the slowest axis)."""
+        return self.cluster.gpus > self.cluster.gpus_per_node
+
+    def measured_s(self, module: str, kind: Kind, kernel: str, tokens: float, tp: int) -> float | None:
+        return self.profile.measured_s(
+            KernelKey(module=module, kind=kind, kernel=kernel, tokens=round(tokens), tp=tp)
+        )

@@ -1,0 +1,140 @@
+"""The sizes of a transformer layer at one place of a layout, and what its pieces cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optimus.cost.kernel import KernelList
+from optimus.cost.prices import Prices
+from optimus.job.layout import Layout
+from optimus.job.model import BF16_BYTES, Experts, Mlp, Stack
+from optimus.job.workload import Load
+from optimus.program.op import Kind
+
+NORM_TENSORS = 4  # read input and residual, write residual and output
+NORM_BACKWARD_TENSORS = 6
+Gemm = tuple[float, float, float]  # tokens, outputs, inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """A transformer layer at one place of a layout, for one microbatch."""
+
+    module: str
+    stack: Stack
+    layer: int
+    load: Load  # of the whole microbatch
+    layout: Layout
+    prices: Prices
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a TP group works on."""
+        return self.load.tokens / self.layout.cp
+
+    @property
+    def shard(self) -> float:
+        """Tokens a rank holds between TP regions (sequence parallelism)."""
+        return self.tokens / self.layout.tp
+
+    @property
+    def hidden_bytes(self) -> float:
+        """The hidden state of a TP group's tokens."""
+        return self.tokens * self.stack.hidden * BF16_BYTES
+
+    @property
+    def squares(self) -> float:
+        """Sum of squared attention spans of the microbatch in this layer."""
+        window = self.stack.attention.window_of(self.layer)
+        if window is None or window >= self.load.span:
+            return self.load.squares
+        return self.load.tokens * window
+
+    def kernels(self, kind: Kind) -> KernelList:
+        return KernelList(
+            prices=self.prices, module=self.module, kind=kind, tokens=self.tokens, tp=self.layout.tp
+        )
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a rank: padded where tp does not divide them."""
+        return math.ceil(self.stack.attention.heads / self.layout.tp)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of a rank: repeated where tp exceeds them."""
+        attention = self.stack.attention
+        return self.heads if attention.latent else math.ceil(attention.kv_heads / self.layout.tp)
+
+    # Prices of the pieces --------------------------------------------------------------
+
+    def norm_s(self, *, backward: bool = False) -> float:
+        tensors = NORM_BACKWARD_TENSORS if backward else NORM_TENSORS
+        return self.prices.memory_s(tensors * self.shard * self.stack.hidden * BF16_BYTES)
+
+    def attention_s(self, *, backward: bool = False) -> float:
+        attention = self.stack.attention
+        pairs = self.squares / self.layout.cp * (0.5 if attention.causal else 1.0)
+        heads = self.heads
+        flops = 2.0 * pairs * (attention.score_dim + attention.value_dim) * heads
+        span = self.squares / self.load.tokens if self.load.tokens else 0.0
+        return self.prices.attention_s(
+            flops=flops, tokens=span, head_dim=attention.score_dim, causal=attention.causal, backward=backward
+        )
+
+    def qkv_gemms(self) -> list[Gemm]:
+        """(tokens, outputs, inputs) of every projection before attention, per rank."""
+        attention, hidden = self.stack.attention, self.stack.hidden
+        if attention.latent is None:
+            width = self.heads * attention.score_dim
+            width += self.kv_heads * (attention.score_dim + attention.value_dim)
+            return [(self.tokens, width, hidden)]
+        latent = attention.latent
+        down = latent.query_rank + latent.key_value_rank + latent.rope_head_dim
+        keys = self.heads * (latent.nope_head_dim + latent.value_head_dim)
+        return [
+            (self.shard, down, hidden),
+            (self.tokens, self.heads * attention.score_dim, latent.query_rank),
+            (self.tokens, keys, latent.key_value_rank),
+        ]
+
+    def out_gemm(self) -> Gemm:
+        return self.tokens, self.stack.hidden, self.heads * self.stack.attention.value_dim
+
+    def up_gemm(self, mlp: Mlp) -> Gemm:
+        return self.tokens, mlp.up_width / self.layout.tp, self.stack.hidden
+
+    def down_gemm(self, mlp: Mlp) -> Gemm:
+        return self.tokens, self.stack.hidden, mlp.width / self.layout.tp
+
+    def activation_s(self, mlp: Mlp, tokens: float, *, tp: int, backward: bool = False) -> float:
+        """The non-linearity: reads what `up` wrote, writes what `down` reads (twice that backward)."""
+        size = tokens * (mlp.up_width + mlp.width) / tp * BF16_BYTES
+        return self.prices.memory_s(size * (2 if backward else 1)) if mlp.width else 0.0
+
+    def forward_s(self, gemms: list[Gemm]) -> float:
+        return sum(self.prices.gemm_s(m, n, k) for m, n, k in gemms)
+
+    def input_gradient_s(self, gemms: list[Gemm]) -> float:
+        return sum(self.prices.gemm_s(m, k, n) for m, n, k in gemms)
+
+    def weight_gradient_s(self, gemms: list[Gemm]) -> float:
+        return sum(self.prices.gemm_s(k, n, m) for m, n, k in gemms)
+
+    # Mixture of experts ----------------------------------------------------------------
+
+    @property
+    def shared_mlp(self) -> Mlp | None:
+        experts = self.stack.experts
+        return Mlp(width=experts.shared_width) if experts and experts.shared_width else None
+
+    def expert_gemms(self, experts: Experts) -> list[tuple[float, float, float, float]]:
+        """(times, tokens, outputs, inputs) of the grouped products of a rank, tokens spread evenly."""
+        local = experts.count / self.layout.ep
+        rows = self.shard * experts.active / local
+        hidden = self.stack.hidden
+        return [(local, rows, 2 * experts.width, hidden), (local, rows, hidden, experts.width)]
+
+    def dispatch_bytes(self, experts: Experts) -> float:
+        return self.shard * experts.active * self.stack.hidden * BF16_BYTES

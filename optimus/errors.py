@@ -1,0 +1,81 @@
+"""Typed errors that name the field, both numbers and the nearest valid choice."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class OptimusError(Exception):
+    """Anything Optimus raises on purpose."""
+
+
+class UserError(OptimusError):
+    """A mistake in what the user wrote: where it stands, what is wrong, what would be right."""
+
+    def __init__(
+        self,
+        *,
+        field: str,
+        problem: str,
+        hint: str,
+        value: object = None,
+        file: str | None = None,
+        line: int | None = None,
+    ) -> None:
+        self.field, self.value, self.problem, self.hint = field, value, problem, hint
+        self.file, self.line = file, line
+        super().__init__(field, problem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _user_error, (self.field, self.problem, self.hint, self.value, self.file, self.line)
+
+    def __str__(self) -> str:
+        where = "" if self.file is None else self.file
+        if self.file is not None and self.line is not None:
+            where += f":{self.line}"
+        what = self.field if self.value is None else f"{self.field} = {show_value(self.value)}"
+        head = " ".join(part for part in (where, what, self.problem) if part)
+        return f"error: {head}\nhint: {self.hint}"
+
+
+def _user_error(
+    field: str, problem: str, hint: str, value: object, file: str | None, line: int | None
+) -> UserError:
+    """For unpickling, e.g. from a worker process."""
+    return UserError(field=field, problem=problem, hint=hint, value=value, file=file, line=line)
+
+
+class DoesNotFit(OptimusError):
+    """The answer is no: nothing of what was asked for fits or can run."""
+
+    def __init__(self, problem: str, hint: str) -> None:
+        self.problem, self.hint = problem, hint
+        super().__init__(problem, hint)
+
+    def __str__(self) -> str:
+        return f"no: {self.problem}\nhint: {self.hint}"
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """A hint that proposes the closest of `choices` to what was written, then lists them."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    listed = one_of(known)
+    return f"did you mean {close[0]}? known: {listed}" if close and len(known) > 1 else f"use {listed}"
+
+
+def one_of(choices: Iterable[object]) -> str:
+    """`1, 2, 4 or 8`."""
+    words = [str(choice) for choice in choices]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def show_value(value: object) -> str:
+    """A value as the user would recognise it, never longer than a line."""
+    text = value if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,136 @@
+"""The language model of a released config.json: grouped-query or latent attention, dense or experts."""
+
+from __future__ import annotations
+
+from optimus.errors import one_of
+from optimus.job.hf_json import HfConfig
+from optimus.job.model import Attention, Experts, LatentAttention, Llm, Mlp, Stack
+
+QKV_BIAS = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # by their architecture
+QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3_text")
+QWEN_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
+LATENT = ("deepseek_v3", "kimi_k2")
+TEXT_TYPES = ("llama", "mistral", "internlm2", *QKV_BIAS, *QK_NORM, *LATENT)
+
+
+def read_llm(text: HfConfig, tied: HfConfig) -> Llm:
+    """The LLM of the object `text`; `tied` is the object that states tie_word_embeddings."""
+    kind = text.word("model_type")
+    if kind not in TEXT_TYPES:
+        hint = f"supported: {one_of(sorted(TEXT_TYPES))}; or write dimensions by hand in a job file"
+        raise text.error("model_type", "is not a supported language model", hint, kind)
+    hidden = text.count("hidden_size")
+    layers = text.count("num_hidden_layers")
+    stack = Stack(
+        hidden=hidden,
+        layers=layers,
+        attention=_latent_attention(text) if kind in LATENT else _attention(text, kind, hidden, layers),
+        mlp=Mlp(
+            width=text.count("intermediate_size"), bias=_optional_flag(text, "mlp_bias", kind == "llama")
+        ),
+        experts=_experts(text, kind),
+    )
+    if text.values.get("num_nextn_predict_layers"):
+        text.derived.append("multi-token-prediction layers are left out")
+    tied_flag = (text if text.has("tie_word_embeddings") else tied).flag("tie_word_embeddings")
+    source = f"{text.file} ({kind})"
+    return Llm(stack=stack, vocab=text.count("vocab_size"), tied=tied_flag, source=source)
+
+
+def _optional_flag(text: HfConfig, key: str, expected: bool) -> bool:
+    """A flag that older files leave out because it did not exist: then false, and said so."""
+    if text.has(key):
+        return text.flag(key)
+    return bool(text.derive(key, False, "left out")) if expected else False
+
+
+def _head_dim(text: HfConfig, hidden: int, heads: int) -> int:
+    if text.has("head_dim"):
+        return text.count("head_dim")
+    if hidden % heads:
+        hint = "add head_dim to a copy of the file"
+        raise text.error("num_attention_heads", f"does not divide hidden_size = {hidden}", hint, heads)
+    return int(text.derive("head_dim", hidden // heads, "hidden_size / num_attention_heads"))
+
+
+def _attention(text: HfConfig, kind: str, hidden: int, layers: int) -> Attention:
+    heads = text.count("num_attention_heads")
+    if kind in QKV_BIAS:
+        bias = True
+    else:
+        bias = _optional_flag(text, "bias" if kind == "internlm2" else "attention_bias", True)
+    window, full = _window(text, kind, layers)
+    return Attention(
+        heads=heads,
+        kv_heads=text.count("num_key_value_heads"),
+        head_dim=text.count("head_dim") if kind in QK_NORM else _head_dim(text, hidden, heads),
+        bias=bias,
+        output_bias=False if kind in QKV_BIAS else None,
+        qk_norm=kind in QK_NORM,
+        window_tokens=window,
+        full_layers=full,
+    )
+
+
+def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """Gemma 3 alternates windowed and full layers; Qwen's `use_sliding_window` must be off."""
+    if kind == "gemma3_text":
+        window = text.count("sliding_window")
+        if text.has("layer_types"):
+            names = text.get("layer_types")
+            if isinstance(names, list) and len(names) == layers:
+                return window, tuple(i for i, name in enumerate(names) if name == "full_attention")
+            raise text.error("layer_types", f"does not name {layers} layers", "correct the file")
+        pattern = text.count("sliding_window_pattern")
+        return window, tuple(i for i in range(min(layers, 10_000)) if (i + 1) % pattern == 0)
+    if text.values.get("use_sliding_window"):
+        hint = "write dimensions by hand in a job file (attention.window_tokens and full_layers)"
+        raise text.error("use_sliding_window", "is not supported", hint, "true")
+    return None, ()
+
+
+def _latent_attention(text: HfConfig) -> Attention:
+    heads = text.count("num_attention_heads")
+    nope, rope = text.count("qk_nope_head_dim"), text.count("qk_rope_head_dim")
+    return Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=nope + rope,
+        latent=LatentAttention(
+            query_rank=text.count("q_lora_rank"),
+            key_value_rank=text.count("kv_lora_rank"),
+            nope_head_dim=nope,
+            rope_head_dim=rope,
+            value_head_dim=text.count("v_head_dim"),
+        ),
+    )
+
+
+def _experts(text: HfConfig, kind: str) -> Experts | None:
+    if kind in QWEN_EXPERTS:
+        _only(text, "decoder_sparse_step", 1)
+        _only(text, "mlp_only_layers", [])
+        return Experts(
+            count=text.count("num_experts"),
+            active=text.count("num_experts_per_tok"),
+            width=text.count("moe_intermediate_size"),
+        )
+    if kind in LATENT:
+        _only(text, "moe_layer_freq", 1)
+        width = text.count("moe_intermediate_size")
+        return Experts(
+            count=text.count("n_routed_experts"),
+            active=text.count("num_experts_per_tok"),
+            width=width,
+            shared_width=width * text.count("n_shared_experts", least=0),
+            leading_dense_layers=text.count("first_k_dense_replace", least=0),
+        )
+    return None
+
+
+def _only(text: HfConfig, key: str, value: object) -> None:
+    """Mixtures with other patterns of dense layers are not modelled."""
+    found = text.values.get(key, value)
+    if found != value:
+        hint = "write dimensions by hand in a job file (experts.leading_dense_layers)"
+        raise text.error(key, f"is not {value}, the only pattern supported", hint, found)

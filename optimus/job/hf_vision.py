@@ -1,0 +1,222 @@
+"""The vision encoder and projector of a released config.json, family by family."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from optimus.errors import one_of
+from optimus.job.hf_json import HfConfig
+from optimus.job.model import Attention, Encoder, Llm, Mlp, Projector, Stack
+
+RGB = 3
+SIGLIP, CLIP = "siglip_vision_model", "clip_vision_model"
+
+
+def _stack(
+    vision: HfConfig,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    width: int,
+    gated: bool = False,
+    bias: bool = True,
+    qk_norm: bool = False,
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm",
+    window_tokens: int | None = None,
+    full_layers: tuple[int, ...] = (),
+) -> Stack:
+    """A bidirectional transformer whose head width is hidden / heads."""
+    if hidden % heads:
+        problem = f"is not a divisor of the hidden size {hidden}"
+        raise vision.error("num_heads", problem, "correct the file", heads)
+    attention = Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        bias=bias,
+        output_bias=None if bias else True,
+        qk_norm=qk_norm,
+        causal=False,
+        window_tokens=window_tokens,
+        full_layers=full_layers,
+    )
+    mlp = Mlp(width=width, gated=gated, bias=True)
+    return Stack(hidden=hidden, layers=layers, attention=attention, mlp=mlp, norm=norm)
+
+
+def _channels(vision: HfConfig) -> int:
+    for key in ("in_channels", "in_chans", "num_channels"):
+        if vision.has(key):
+            return vision.count(key)
+    return int(vision.derive("in_channels", RGB, "images are RGB"))
+
+
+def _qwen_encoder(
+    vision: HfConfig, stack: Stack, llm: Llm, *, outputs: int, positions: int = 0, feeds: int = 1
+) -> Encoder:
+    """Qwen's patch embedding over two frames and its 2x2 merger, one per LLM layer fed."""
+    patch, merge = vision.count("patch_size"), vision.count("spatial_merge_size") ** 2
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(stack.hidden * merge, outputs), merge=merge),
+        patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
+        positions=positions,
+        feeds=tuple(range(feeds)),
+        source=f"{vision.file} (vision_config)",
+    )
+
+
+def qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Qwen2-VL: LayerNorm, plain MLP."""
+    vision = config.inner("vision_config")
+    hidden = vision.count("embed_dim")
+    stack = _stack(
+        vision,
+        hidden=hidden,
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=round(vision.number("mlp_ratio") * hidden),
+    )
+    return _qwen_encoder(vision, stack, llm, outputs=vision.count("hidden_size"))
+
+
+def qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Qwen2.5-VL: RMSNorm, gated MLP, windows of `window_size` pixels except in a few layers."""
+    vision = config.inner("vision_config")
+    side = vision.count("window_size") // vision.count("patch_size")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=vision.count("intermediate_size"),
+        gated=True,
+        norm="rmsnorm",
+        window_tokens=max(1, side**2),
+        full_layers=vision.counts("fullatt_block_indexes"),
+    )
+    return _qwen_encoder(vision, stack, llm, outputs=vision.count("out_hidden_size"))
+
+
+def qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Qwen3-VL: deepstack features are added to the output of LLM layers 0, 1, ...: inputs of 1, 2, ..."""
+    vision = config.inner("vision_config")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=vision.count("intermediate_size"),
+    )
+    return _qwen_encoder(
+        vision,
+        stack,
+        llm,
+        outputs=vision.count("out_hidden_size"),
+        positions=vision.count("num_position_embeddings"),
+        feeds=1 + len(vision.counts("deepstack_visual_indexes")),
+    )
+
+
+def internvl(config: HfConfig, llm: Llm) -> Encoder:
+    """InternVL: InternViT, pixel shuffle, two linear layers."""
+    vision = config.inner("vision_config")
+    layers = vision.count("num_hidden_layers")
+    norm = vision.word("norm_type")
+    if norm not in ("rms_norm", "layer_norm"):
+        raise vision.error("norm_type", "is not known", "use rms_norm or layer_norm", norm)
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=_layers_used(config, "select_layer", layers),
+        heads=vision.count("num_attention_heads"),
+        width=vision.count("intermediate_size"),
+        bias=vision.flag("qkv_bias"),
+        qk_norm=vision.flag("qk_normalization"),
+        norm="rmsnorm" if norm == "rms_norm" else "layernorm",
+    )
+    patch = vision.count("patch_size")
+    merge = round(1 / config.number("downsample_ratio") ** 2)
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(llm.stack.hidden, llm.stack.hidden), merge=max(1, merge)),
+        patch_inputs=_channels(vision) * patch**2,
+        positions=(vision.count("image_size") // patch) ** 2 + 1,
+        source=f"{vision.file} (vision_config)",
+    )
+
+
+def kimi(config: HfConfig, llm: Llm) -> Encoder:
+    """Kimi-K2.5: MoonViT and a patch merger."""
+    vision = config.inner("vision_config")
+    stack = _stack(
+        vision,
+        hidden=vision.count("vt_hidden_size"),
+        layers=vision.count("vt_num_hidden_layers"),
+        heads=vision.count("vt_num_attention_heads"),
+        width=vision.count("vt_intermediate_size"),
+    )
+    merge = 1
+    for side in vision.counts("merge_kernel_size"):
+        merge *= side
+    outputs = vision.count("text_hidden_size")
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(stack.hidden * merge, outputs), merge=max(1, merge)),
+        patch_inputs=_channels(vision) * vision.count("patch_size") ** 2,
+        positions=vision.count("init_pos_emb_height") * vision.count("init_pos_emb_width"),
+        source=f"{vision.file} (vision_config)",
+    )
+
+
+def llava(config: HfConfig, llm: Llm) -> Encoder:
+    """LLaVA and its successors: CLIP or SigLIP up to `vision_feature_layer`, two linear layers."""
+    width = llm.stack.hidden
+    return _tower(config, "vision_feature_layer", Projector(widths=(width, width)))
+
+
+def gemma3(config: HfConfig, llm: Llm) -> Encoder:
+    """Gemma 3: SigLIP, average pooling to a fixed number of tokens, one matrix."""
+    vision = config.inner("vision_config")
+    patches = (vision.count("image_size") // vision.count("patch_size")) ** 2
+    merge = max(1, patches // config.count("mm_tokens_per_image"))
+    projector = Projector(widths=(llm.stack.hidden,), merge=merge, concatenates=False, bias=False)
+    return _tower(config, None, projector)
+
+
+def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encoder:
+    vision = config.inner("vision_config")
+    kind = vision.word("model_type")
+    if kind not in (SIGLIP, CLIP):
+        hint = f"supported: {one_of((CLIP, SIGLIP))}; or write dimensions by hand in a job file"
+        raise vision.error("model_type", "is not a supported vision tower", hint, kind)
+    layers = vision.count("num_hidden_layers")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=layers if select is None else _layers_used(config, select, layers),
+        heads=vision.count("num_attention_heads"),
+        width=vision.count("intermediate_size"),
+    )
+    patch = vision.count("patch_size")
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=projector,
+        patch_inputs=_channels(vision) * patch**2,
+        positions=(vision.count("image_size") // patch) ** 2 + (1 if kind == CLIP else 0),
+        source=f"{vision.file} (vision_config)",
+    )
+
+
+def _layers_used(config: HfConfig, key: str, layers: int) -> int:
+    """-1 is the output of the last layer, -2 of the one before it."""
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not -layers <= value <= -1:
+        problem = f"is not one of -{layers} to -1"
+        raise config.error(key, problem, "write dimensions by hand in a job file", value)
+    return layers + value + 1

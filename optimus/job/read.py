@@ -1,0 +1,166 @@
+"""Turns what a user names (a YAML file, a catalog name, a config.json) into a checked job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from optimus.errors import UserError, nearest, one_of
+from optimus.job import catalog
+from optimus.job.checks import check_job
+from optimus.job.cluster import GB, Cluster
+from optimus.job.hf_config import read_hf_config
+from optimus.job.job import Job, Today
+from optimus.job.layout import Constraints, LayoutChoice, Limits, parse_layout
+from optimus.job.model import Model
+from optimus.job.read_cluster import cluster_node, read_cluster
+from optimus.job.read_model import catalog_model, read_model
+from optimus.job.read_workload import default_workload, read_workload
+from optimus.job.run import Run
+from optimus.job.schema import JobFile, Placement, TodayBlock
+from optimus.job.typed import Places
+from optimus.job.yaml_nodes import Node, load_yaml
+
+JOB_ENDINGS = (".yaml", ".yml")
+
+
+def find_job(name_or_path: str | Path, on: str | None = None) -> Job:
+    """JOB of every command: a YAML file, a catalog job, or a catalog model or config.json with `on`."""
+    name, path = str(name_or_path), Path(name_or_path)
+    if name in catalog.names("jobs"):
+        return _assemble(catalog.node("jobs", name), name, Path(), on)
+    if path.suffix in JOB_ENDINGS:
+        return load_job(path, on=on)
+    if name in catalog.names("models") or _is_config(path):
+        return make_job(model=name, on=on)
+    known = (*catalog.names("jobs"), *catalog.names("models"))
+    hint = f"{nearest(name, known)}; or the path of a job.yaml or config.json"
+    problem = "is neither a job.yaml, a config.json nor in the catalog"
+    raise UserError(field="JOB", value=name, problem=problem, hint=hint)
+
+
+def make_job(*, model: str | Path | Model, on: str | None) -> Job:
+    """A job without a file: a catalog model or a config.json, on a cluster such as `h100:512`."""
+    found = model if isinstance(model, Model) else load_model(model)
+    if on is None:
+        short = sorted(catalog.aliases())
+        hint = f"add --on {short[-2]}:512 (clusters: {one_of(short)})"
+        raise UserError(
+            field="--on", problem=f"is missing: the model {found.name} needs a cluster", hint=hint
+        )
+    places = Places()
+    cluster = read_cluster(places, cluster_node(on))
+    workload, notes = default_workload(found, cluster.gpus)
+    job = Job(name=found.name, model=found, cluster=cluster, workload=workload, notes=notes)
+    check_job(job, places)
+    return job
+
+
+def load_model(name_or_path: str | Path) -> Model:
+    """A catalog model by name, or a released config.json (or the folder that holds one)."""
+    path = Path(name_or_path)
+    if str(name_or_path) not in catalog.names("models") and _is_config(path):
+        return read_hf_config(path / "config.json" if path.is_dir() else path)
+    return catalog_model(str(name_or_path), field="model")
+
+
+def load_cluster(on: str) -> Cluster:
+    """`h100:512`: a catalog cluster by name or alias, and its GPUs."""
+    return read_cluster(Places(), cluster_node(on))
+
+
+def load_job(path: str | Path, *, on: str | None = None) -> Job:
+    """A job file; `on` puts it on another cluster."""
+    path = Path(path)
+    return _assemble(load_yaml(path), path.stem, path.parent, on)
+
+
+def with_layouts(job: Job, stated: Iterable[str]) -> Job:
+    """The same job with layouts stated on top of its own: `llm=pp8,tp4`; `dp` follows where it can."""
+    modules = dict(job.layout.modules)
+    names = [module.name for module in job.model.modules]
+    for text in stated:
+        name, choice = parse_layout(text, field="--layout")
+        if name not in names:
+            problem = f"names {name}, which is not a module of {job.model.name}"
+            raise UserError(field="--layout", value=text, problem=problem, hint=nearest(name, names))
+        axes = {**modules.get(name, LayoutChoice()).stated(), **choice.stated()}
+        if choice.dp is None and {"pp", "cp", "tp"} & set(choice.stated()):
+            axes.pop("dp", None)  # it followed from the others
+        modules[name] = LayoutChoice(**axes)
+    changed = replace(job, layout=replace(job.layout, modules=modules))
+    check_job(changed, Places())
+    return changed
+
+
+def _is_config(path: Path) -> bool:
+    return path.suffix == ".json" or (path / "config.json").is_file()
+
+
+def _assemble(root: Node, name: str, folder: Path, on: str | None) -> Job:
+    places = Places()
+    file = places.read(JobFile, root, "")
+    model = read_model(places, file.model, folder)
+    cluster = read_cluster(places, file.cluster if on is None else cluster_node(on))
+    if file.workload is None:
+        workload, notes = default_workload(model, cluster.gpus)
+    else:
+        workload, notes = read_workload(places, file.workload, model, folder)
+    job = Job(
+        name=file.name or name,
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        layout=_constraints(places, file.layout, model),
+        today=None if file.today is None else _today(places, file.today, model),
+        run=Run(settings=file.run),
+        notes=notes,
+    )
+    check_job(job, places)
+    return job
+
+
+def _constraints(places: Places, node: Node | None, model: Model) -> Constraints:
+    if node is None:
+        return Constraints()
+    names = [module.name for module in model.modules]
+    blocks = places.read(dict[str, Node], node, "layout")
+    places.refuse_unknown(node, "layout", (*names, "limits"))
+    limits = Limits()
+    if "limits" in blocks:
+        limits = places.read(Limits, blocks["limits"], "layout.limits")
+    choices = {
+        name: places.read(LayoutChoice, blocks[name], f"layout.{name}") for name in names if name in blocks
+    }
+    stated = {name: choice for name, choice in choices.items() if choice.stated()}
+    return Constraints(modules=stated, limits=limits)
+
+
+def _today(places: Places, block: TodayBlock, model: Model) -> Today:
+    llm, placement = LayoutChoice(), "stage0"
+    if block.layout is not None:
+        blocks = places.read(dict[str, Node], block.layout, "today.layout")
+        places.refuse_unknown(block.layout, "today.layout", [module.name for module in model.modules])
+        if "llm" in blocks:
+            llm = places.read(LayoutChoice, blocks["llm"], "today.layout.llm")
+        placements = {
+            name: str(places.read_as(Placement, node, f"today.layout.{name}"))
+            for name, node in blocks.items()
+            if name != "llm"
+        }
+        for name, found in placements.items():
+            first = next(iter(placements))
+            if found != placements[first]:
+                problem = f"differs from today.layout.{first} = {placements[first]}"
+                raise places.error(f"today.layout.{name}", problem, "place all encoders alike", found)
+            placement = found
+    measured = block.measured
+    peak = measured.peak_memory_gb
+    return Today(
+        framework=block.framework,
+        llm=llm,
+        placement=placement,
+        measured_step_s=measured.step_s,
+        measured_memory_bytes=None if peak is None else peak * GB,
+    )

@@ -1,0 +1,90 @@
+"""Writes the commented job file of `optimus init`: every default stands in it, to be corrected."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from pathlib import Path
+
+from optimus.job import catalog
+from optimus.job.job import Job
+from optimus.job.read import make_job
+from optimus.job.read_workload import DEFAULT_SOURCE, default_percentiles
+
+HEAD = """\
+# A job for Optimus: what to train, on what, with which data, and what is already decided.
+# What is stated is kept; what is left out is searched. Lines with "assumed" are guesses: correct them.
+format: optimus.job/1
+name: {name}
+model:
+  {origin}
+  modules:                               # recompute: auto | none | selective | full
+{modules}  precision: {{compute: bf16, gradients: fp32, optimizer: adamw-fp32}}
+cluster:
+  use: {cluster}
+  gpus: {gpus}
+  # gpus_per_node, reserve_gb_per_gpu, gpu, within_node, between_nodes: override the catalog, for example
+  # between_nodes: {{gb_per_s_per_gpu: 46, source: "nccl-tests"}}
+workload:
+{source}
+  sequence_tokens: {sequence_tokens}                  # packed
+  sequences_per_step: {sequences_per_step}
+  # lengths: ./lengths.jsonl             # better: {row} per packed sequence
+{tokens}"""
+
+TAIL = """\
+layout:                                  # for example llm: {tp: 8, pp: 4}, vision: {tp: 1}
+  llm: {}
+  limits: {microbatch_sequences: [1, 2]} # also max_pp: 8
+# today:                                 # how the job runs now: becomes the system "today" in every table
+#   framework: megatron-core
+#   layout: {llm: {dp: 16, pp: 4, tp: 8}, vision: stage0}
+#   measured: {step_s: 17.9, peak_memory_gb: 71}
+# run: {steps: 20000}                    # data, optimizer, paths: never part of a plan's hash
+"""
+
+
+def write_job_yaml(model: str | Path, on: str, *, folder: Path | None = None) -> str:
+    """The job file of a catalog model or config.json on `h100:512`, to be saved in `folder`."""
+    job = make_job(model=model, on=on)
+    return _head(job, _origin(model, folder or Path()), on.partition(":")[0]) + TAIL
+
+
+def _origin(model: str | Path, folder: Path) -> str:
+    if str(model) in catalog.names("models"):
+        return f"use: {model}"
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    shown = str(path) if path.is_absolute() else os.path.relpath(path, folder)
+    return f"hf: {_quoted(shown)}"
+
+
+def _head(job: Job, origin: str, cluster: str) -> str:
+    workload, encoders = job.workload, job.model.encoders
+    modules = "".join(
+        f"    {module.name}: {{train: true, recompute: auto}}\n" for module in job.model.modules
+    )
+    tokens = ""
+    for encoder in encoders:
+        found = default_percentiles(len(encoders), workload.sequence_tokens)
+        numbers = f"p50: {found.p50:.0f}, p95: {found.p95:.0f}, max: {found.max:.0f}, item: {found.item}"
+        tokens += f"  {encoder.name}_tokens: {{{numbers}, text_only_share: 0}}\n"
+    row = json.dumps({"text": 4710, **{encoder.name: [1024] for encoder in encoders}})
+    return HEAD.format(
+        name=_quoted(job.name),
+        origin=origin,
+        modules=modules,
+        cluster=cluster,
+        gpus=job.cluster.gpus,
+        source=textwrap.fill(DEFAULT_SOURCE, 106, initial_indent="  # ", subsequent_indent="  # "),
+        sequence_tokens=workload.sequence_tokens,
+        sequences_per_step=workload.sequences_per_step,
+        row=row,
+        tokens=tokens,
+    )
+
+
+def _quoted(text: str) -> str:
+    """Plain where that is safe, else in double quotes (JSON's are YAML's)."""
+    plain = all(letter.isalnum() or letter in "./_-" for letter in text) and text[:1].isalpha()
+    return text if plain and text.isascii() else json.dumps(text, ensure_ascii=False)

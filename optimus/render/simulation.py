@@ -1,0 +1,169 @@
+"""A comparison of systems as text for people and as an object for tools."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from optimus.cost.memory import NOT_MODELLED, Memory
+from optimus.render.text import billions, columns, gigabytes, seconds, wrap
+from optimus.schedule.bubbles import CAUSES
+from optimus.schedule.systems import System
+from optimus.search.compare import Comparison
+
+SCHEMA = "optimus.simulate/1"
+SHORT = {
+    "dp_all_gather": "DP ag",
+    "dp_reduce_scatter": "DP rs",
+    "pp_warmup": "warm",
+    "pp_cooldown": "cool",
+    "pp_other": "other",
+    "tp": "TP",
+}
+
+
+def simulation_json(comparison: Comparison) -> dict[str, object]:
+    """The object of `optimus simulate --json`."""
+    job, setting = comparison.job, comparison.setting
+    return {
+        "schema": SCHEMA,
+        "job": job.name,
+        "gpus": job.cluster.gpus,
+        "cluster": job.cluster.name,
+        "preset": comparison.assumptions.name,
+        "assumptions": comparison.assumptions.describe(),
+        "layout": {"llm": asdict(setting.layout)},
+        "floor_s": comparison.floor_s,
+        "floor_1f1b_s": comparison.floor_1f1b_s,
+        "systems": {name: _system_json(comparison, system) for name, system in comparison.systems.items()},
+        "not_possible": comparison.missing,
+        "rejected": [{"layout": str(r.layout), "reason": r.reason} for r in comparison.rejected],
+        "notes": list(job.notes),
+        "not_modelled": list(NOT_MODELLED),
+    }
+
+
+def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
+    result: dict[str, object] = {
+        "step_s": system.step_s,
+        "step_over_floor": comparison.over_floor(system.name),
+        "peak_memory_bytes": system.memory.total,
+        "fits": system.fits,
+        "mfu": system.mfu,
+        "tokens_per_s_per_gpu": system.tokens_per_s_per_gpu,
+        "bubbles_s": asdict(system.bubbles),
+        "memory_bytes": asdict(system.memory),
+        "worst_rank": system.worst_rank,
+        "how": system.how,
+        "tasks": len(system.schedule),
+    }
+    if system.measured_step_s is not None:
+        result["measured_step_s"] = system.measured_step_s
+    if system.measured_memory_bytes is not None:
+        result["measured_memory_bytes"] = system.measured_memory_bytes
+    return result
+
+
+def simulation_text(comparison: Comparison) -> list[str]:
+    """The table of systems, what each chose, memory of the worst rank, and what is not modelled."""
+    lines = _head(comparison)
+    lines += ["", *_table(comparison), ""]
+    lines += ["  Bubbles are shares of the step in which the mean GPU computes nothing, by cause.", ""]
+    for name, system in comparison.systems.items():
+        lines += wrap(f"  {name}", system.how, indent=18)
+    for name, reason in comparison.missing.items():
+        lines += wrap(f"  {name}", f"not possible: {reason}", indent=18)
+    lines += ["", *_memory(comparison), ""]
+    lines += wrap("not modelled", "; ".join(NOT_MODELLED))
+    return lines
+
+
+def _head(comparison: Comparison) -> list[str]:
+    job, model, workload = comparison.job, comparison.job.model, comparison.job.workload
+    parts = " + ".join(f"{module.name} {billions(module.parameters())}" for module in model.modules)
+    lines = [
+        "   ".join(
+            (
+                job.name,
+                f"{model.name} ({parts})",
+                f"{job.cluster.gpus} x {job.cluster.gpu.name}",
+                f"{workload.sequences_per_step} x {workload.sequence_tokens} tokens/step",
+            )
+        )
+    ]
+    lines += wrap("cost model", f"{comparison.setting.prices.profile.source}; preset {_preset(comparison)}")
+    stated = job.layout.of("llm").stated()
+    chosen = "as the job states it" if {"pp", "tp"} <= set(stated) else "smallest that fits"
+    lines += wrap("llm layout", f"{comparison.setting.layout} ({chosen})")
+    for note in job.notes:
+        lines += wrap("assumed", note)
+    return lines
+
+
+def _preset(comparison: Comparison) -> str:
+    a = comparison.assumptions
+    parts = [
+        a.name,
+        f"slow-down under collectives {a.residence_slowdown:.0%}",
+        f"launch {a.launch_s * 1e6:.0f} us",
+        f"TP overlapped {a.tp_overlapped_share:.0%}",
+        f"DP exposed: {a.dp_exposure}",
+    ]
+    return ", ".join(parts)
+
+
+def _table(comparison: Comparison) -> list[str]:
+    header = ["system", "step s", "/floor", "MFU %", "tok/s/GPU", "peak GB"]
+    header += [f"{SHORT[cause]} %" for cause in CAUSES]
+    rows = []
+    for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
+        label = f"{name} (floor)" if name == "llm-only" else name
+        row = [
+            label,
+            seconds(system.step_s),
+            f"{comparison.over_floor(name):.3f}",
+            f"{100 * system.mfu:.1f}",
+            f"{system.tokens_per_s_per_gpu:.0f}",
+            gigabytes(system.memory.total) + ("" if system.fits else " !"),
+        ]
+        row += [f"{100 * getattr(system.bubbles, cause) / system.step_s:.1f}" for cause in CAUSES]
+        rows.append(row)
+        if system.measured_step_s is not None:
+            rows.append(_measured_row(comparison, system, len(header)))
+    lines = columns(header, rows)
+    if any(not system.fits for system in comparison.systems.values()):
+        capacity = gigabytes(comparison.setting.capacity_bytes)
+        lines.append(f"  ! does not fit in {capacity} GB, even with everything recomputed")
+    return lines
+
+
+def _measured_row(comparison: Comparison, system: System, width: int) -> list[str]:
+    """What the user measured, under what we compute."""
+    assert system.measured_step_s is not None
+    row = ["  measured", seconds(system.measured_step_s)]
+    row.append(f"{system.measured_step_s / comparison.floor_s:.3f}")
+    row += ["", "", ""]
+    if system.measured_memory_bytes is not None:
+        row[-1] = gigabytes(system.measured_memory_bytes)
+    return row + [""] * (width - len(row))
+
+
+def _memory(comparison: Comparison) -> list[str]:
+    """Worst rank of every system, by component."""
+    names = [
+        name for name in asdict(Memory()) if any(_component(s, name) for s in comparison.systems.values())
+    ]
+    header = ["GB on the worst rank", *(name.replace("_", " ") for name in names), "total", "rank"]
+    rows = [
+        [
+            name,
+            *(gigabytes(_component(system, part)) for part in names),
+            gigabytes(system.memory.total),
+            system.worst_rank,
+        ]
+        for name, system in comparison.systems.items()
+    ]
+    return columns(header, rows)
+
+
+def _component(system: System, name: str) -> float:
+    return float(getattr(system.memory, name))

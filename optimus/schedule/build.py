@@ -1,0 +1,191 @@
+"""Puts blocks of kernels, in program order, together into one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.program.op import Ints, Kind, Lane, Schedule
+
+ROW = np.dtype(
+    [
+        ("duration_s", np.float64),
+        ("bytes", np.int64),
+        ("segment", np.int32),
+        ("kind", np.int8),
+        ("module", np.int8),
+        ("lane", np.int8),
+    ]
+)
+NO_EDGES = np.zeros((0, 2), np.int64)
+NO_MODULE = -1  # the last of a schedule's modules, "all"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Template:
+    """The rows that one op of a pipeline expands to, with dependencies among them.
+
+    `entries` wait for what comes before the block, `exits` are what comes after waits for.
+    """
+
+    rows: NDArray[Any]  # of dtype ROW
+    edges: Ints  # pairs (row, row it waits for)
+    entries: tuple[int, ...]
+    exits: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def single(kind: Kind, lane: Lane, duration_s: float, *, segment: int = 0, size_bytes: float = 0) -> Template:
+    """A template of one row that belongs to no single module."""
+    rows = np.array([(duration_s, round(size_bytes), segment, kind, NO_MODULE, lane)], ROW)
+    return Template(rows=rows, edges=NO_EDGES, entries=(0,), exits=(0,))
+
+
+class Builder:
+    """Collects blocks and the waits between them.
+
+    A device's program is its blocks in the order in which they were added, except that a
+    block added `right_after` another (which was not itself added so) stands there.
+    """
+
+    def __init__(self, modules: Sequence[str], num_devices: int) -> None:
+        self._modules = (*modules, "all")
+        self._num_devices = num_devices
+        self._templates: list[Template] = []
+        self._numbers: dict[int, int] = {}  # id of a template -> its number
+        self._count = 0
+        self._blocks: list[Ints] = []  # columns: template, device, chunk, microbatch, position, doubled
+        self._waits: list[Ints] = []  # columns: block, what it waits for
+
+    def register(self, template: Template) -> int:
+        """The number of a template, for `add_many`."""
+        number = self._numbers.get(id(template))
+        if number is None:
+            number = self._numbers[id(template)] = len(self._templates)
+            self._templates.append(template)
+        return number
+
+    def add(
+        self,
+        template: Template,
+        *,
+        device: int,
+        chunk: int = 0,
+        microbatch: int = 0,
+        after: Sequence[int] = (),
+        right_after: int | None = None,
+    ) -> int:
+        """Appends a block to a device's program and returns its number."""
+        position = 2 * self._count if right_after is None else 2 * right_after + 1
+        row = (self.register(template), device, chunk, microbatch, position)
+        self._blocks.append(np.array(row, np.int64)[:, None])
+        if after:
+            self.wait(np.full(len(after), self._count), np.array(after))
+        self._count += 1
+        return self._count - 1
+
+    def add_many(
+        self,
+        templates: Ints,
+        device: int,
+        chunks: Ints,
+        microbatches: Ints,
+        *,
+        right_after: Ints | None = None,
+    ) -> Ints:
+        """Appends blocks of registered templates to a device's program and returns their numbers."""
+        numbers = np.arange(self._count, self._count + len(templates))
+        columns = np.empty((5, len(templates)), np.int64)
+        columns[0], columns[1], columns[2], columns[3] = templates, device, chunks, microbatches
+        columns[4] = 2 * numbers if right_after is None else 2 * right_after + 1
+        self._blocks.append(columns)
+        self._count += len(templates)
+        return numbers
+
+    def wait(self, blocks: Sequence[int] | Ints, sources: Sequence[int] | Ints) -> None:
+        """Each block starts only after the source at the same place has ended."""
+        if len(blocks):
+            self._waits.append(np.array((blocks, sources), np.int64))
+
+    def build(self) -> Schedule:
+        """Expands all blocks to rows."""
+        blocks = np.concatenate(self._blocks, axis=1)
+        order = np.argsort(blocks[4], kind="stable")
+        template_of, device, chunk, microbatch, _ = blocks[:, order]
+        sizes = np.array([len(template) for template in self._templates], np.int64)
+        first_row = np.concatenate([[0], np.cumsum(sizes[template_of])])
+        total = int(first_row[-1])
+        block_of = np.repeat(np.arange(self._count), sizes[template_of])
+        table_first = np.cumsum(sizes) - sizes
+        table_row = table_first[template_of[block_of]] + np.arange(total) - first_row[block_of]
+        table = np.empty(int(sizes.sum()), ROW)
+        for template, first in zip(self._templates, table_first, strict=True):
+            table[first : first + len(template)] = template.rows
+        rows = table[table_row]
+        number = np.empty(len(order), np.int64)
+        number[order] = np.arange(len(order))
+        waits = number[np.concatenate([NO_EDGES.T, *self._waits], axis=1)].T
+        edges = np.concatenate(
+            [self._edges_inside(template_of, first_row), self._edges_between(template_of, first_row, waits)]
+        )
+        dep_offset, deps = _group_by_first(edges, total)
+        return Schedule(
+            modules=self._modules,
+            num_devices=self._num_devices,
+            kind=rows["kind"].copy(),
+            module=rows["module"] % len(self._modules),
+            chunk=chunk[block_of].astype(np.int32),
+            segment=rows["segment"].copy(),
+            microbatch=microbatch[block_of].astype(np.int32),
+            device=device[block_of].astype(np.int32),
+            lane=rows["lane"].copy(),
+            stream=np.zeros(total, np.int8),
+            communicator=np.where(rows["lane"] == Lane.COMPUTE, -1, rows["lane"]).astype(np.int16),
+            bytes=rows["bytes"].copy(),
+            duration_s=rows["duration_s"].copy(),
+            dep_offset=dep_offset,
+            deps=deps,
+        )
+
+    def _edges_inside(self, template_of: Ints, first_row: Ints) -> Ints:
+        """Dependencies inside blocks, as pairs of rows."""
+        parts = [NO_EDGES]
+        for index, template in enumerate(self._templates):
+            if len(template.edges):
+                starts = first_row[:-1][template_of == index]
+                parts.append((starts[:, None, None] + template.edges[None, :, :]).reshape(-1, 2))
+        return np.concatenate(parts)
+
+    def _edges_between(self, template_of: Ints, first_row: Ints, waits: Ints) -> Ints:
+        """Dependencies between blocks: every entry of one waits for every exit of the other."""
+        entries, entry_count, entry_first = _ragged([t.entries for t in self._templates])
+        exits, exit_count, exit_first = _ragged([t.exits for t in self._templates])
+        block, source = template_of[waits[:, 0]], template_of[waits[:, 1]]
+        pairs = entry_count[block] * exit_count[source]
+        wait = np.repeat(np.arange(len(waits)), pairs)
+        nth = np.arange(len(wait)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
+        entry = entries[entry_first[block[wait]] + nth // exit_count[source[wait]]]
+        leave = exits[exit_first[source[wait]] + nth % exit_count[source[wait]]]
+        rows = first_row[waits[wait]]
+        return np.stack([rows[:, 0] + entry, rows[:, 1] + leave], axis=1)
+
+
+def _ragged(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints, Ints]:
+    """Lists of different lengths as values, lengths and offsets."""
+    count = np.array([len(part) for part in lists], np.int64)
+    values = np.array([value for part in lists for value in part], np.int64)
+    return values, count, np.cumsum(count) - count
+
+
+def _group_by_first(edges: Ints, count: int) -> tuple[Ints, Ints]:
+    """Edges (row, dep) as offsets and deps, rows ascending."""
+    order = np.argsort(edges[:, 0], kind="stable")
+    offset: Ints = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(edges[:, 0], minlength=count), out=offset[1:])
+    return offset, edges[order, 1].astype(np.int32)

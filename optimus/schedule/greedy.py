@@ -1,0 +1,139 @@
+"""Makes an op order by list scheduling: a stage that is free takes the best op that is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from optimus.program.op import Kind
+from optimus.schedule.pipelines import Pipeline, PipelineOp
+
+UNLIMITED = 1 << 30
+Event = tuple[float, bool, int, PipelineOp]  # when; an end, else an op gets ready; stage; op
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpTimes:
+    """Seconds of the ops of every virtual stage, and of what it sends to the next (and gets back)."""
+
+    stages: int
+    seconds: Mapping[Kind, Sequence[float]]  # of F, I, W; or of F, B
+    send_s: Sequence[float]
+
+    @property
+    def backward(self) -> Kind:
+        """The kind of op that the virtual stage before waits for."""
+        return Kind.I if Kind.I in self.seconds else Kind.B
+
+    def followers(self, stage: int, op: PipelineOp) -> Iterator[tuple[float, int, PipelineOp]]:
+        """What may run once `op` has ended: after how many seconds, on which stage, which op."""
+        _, chunk, microbatch = op
+        virtual = chunk * self.stages + stage
+        if op.kind is Kind.F and virtual + 1 < len(self.send_s):
+            chunk, stage = divmod(virtual + 1, self.stages)
+            yield self.send_s[virtual], stage, PipelineOp(Kind.F, chunk, microbatch)
+        elif op.kind is Kind.F:
+            yield 0.0, stage, PipelineOp(self.backward, chunk, microbatch)
+        elif op.kind is not Kind.W:
+            if op.kind is Kind.I:
+                yield 0.0, stage, PipelineOp(Kind.W, chunk, microbatch)
+            if virtual:
+                chunk, stage = divmod(virtual - 1, self.stages)
+                yield self.send_s[virtual - 1], stage, PipelineOp(op.kind, chunk, microbatch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """An op order with the start of every op, as a search compares them: without data-parallel traffic."""
+
+    times: OpTimes
+    starts: Mapping[tuple[int, PipelineOp], float]  # by stage and op
+    step_s: float
+
+    @property
+    def order(self) -> Pipeline:
+        """Ops by start; of those that start together, what takes no time first, as data flows."""
+        stages = self.times.stages
+        rows: list[list[tuple[float, float, int, int, PipelineOp]]] = [[] for _ in range(stages)]
+        for (stage, op), start in self.starts.items():
+            virtual = op.chunk * stages + stage
+            finish = start + self.times.seconds[op.kind][virtual]
+            depth = virtual if op.kind is Kind.F else -virtual
+            rows[stage].append((start, finish, op.kind, depth, op))
+        return tuple(tuple(row[-1] for row in sorted(ops)) for ops in rows)
+
+
+def greedy(times: OpTimes, microbatches: int, *, cap: int = UNLIMITED, breadth_first: bool = False) -> Draft:
+    """A backward runs before a forward before a weight gradient; the older microbatch first.
+
+    No microbatch enters a stage on which the activations of `cap` chunks are alive: the knob between
+    ZB-H2 (arXiv 2401.10241) and what memory allows. What has entered is never held up, so that no
+    cap can deadlock. Forwards run in rounds of as many microbatches as there are stages, as Megatron's
+    do, or breadth first: all microbatches through a chunk.
+    """
+    rounds = UNLIMITED if breadth_first else times.stages
+    stages = [_Stage(cap=cap, rounds=rounds) for _ in range(times.stages)]
+    events: list[Event] = [(0.0, False, 0, PipelineOp(Kind.F, 0, nth)) for nth in range(microbatches)]
+    starts: dict[tuple[int, PipelineOp], float] = {}
+    now = 0.0
+    while events:
+        now, touched = events[0][0], set()
+        while events and events[0][0] == now:
+            _, ended, here, op = heappop(events)
+            touched.add(here)
+            if ended:
+                stages[here].end(op, split=times.backward is Kind.I)
+                for after_s, there, follower in times.followers(here, op):
+                    heappush(events, (now + after_s, False, there, follower))
+            else:
+                stages[here].add(op)
+        for here in sorted(touched):
+            taken = stages[here].take()
+            if taken is not None:
+                starts[here, taken] = now
+                took_s = times.seconds[taken.kind][taken.chunk * times.stages + here]
+                heappush(events, (now + took_s, True, here, taken))
+    return Draft(times=times, starts=starts, step_s=now)
+
+
+Queue = list[tuple[int, int, PipelineOp]]
+
+
+@dataclass(kw_only=True)
+class _Stage:
+    """Ops that are ready on one stage, best first."""
+
+    cap: int
+    rounds: int
+    busy: bool = False
+    alive: int = 0  # chunks whose activations are kept
+    backwards: Queue = field(default_factory=list)
+    entering: Queue = field(default_factory=list)  # forwards of the first chunk
+    forwards: Queue = field(default_factory=list)  # of later chunks
+    weights: Queue = field(default_factory=list)
+
+    def add(self, op: PipelineOp) -> None:
+        if op.kind is Kind.F:
+            queue = self.forwards if op.chunk else self.entering
+            heappush(queue, (op.microbatch // self.rounds, op.chunk, op))
+        else:
+            heappush(self.weights if op.kind is Kind.W else self.backwards, (op.microbatch, -op.chunk, op))
+
+    def end(self, op: PipelineOp, *, split: bool) -> None:
+        self.busy = False
+        if op.kind is (Kind.W if split else Kind.B):
+            self.alive -= 1
+
+    def take(self) -> PipelineOp | None:
+        """The op to start now, if the stage is free and has one."""
+        forwards = [queue for queue in (self.forwards, self.entering) if queue]
+        if self.alive >= self.cap and self.entering:
+            forwards.remove(self.entering)
+        queue = self.backwards or min(forwards, default=[]) or self.weights
+        if self.busy or not queue:
+            return None
+        op = heappop(queue)[-1]
+        self.busy = True
+        self.alive += op.kind is Kind.F
+        return op

@@ -1,0 +1,187 @@
+"""Encoders on GPUs of their own, ahead of the LLM's pipeline as a leading stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from optimus.cost.flops import step_flops
+from optimus.cost.memory import Memory, communicator_bytes, high_water
+from optimus.job.layout import Layout
+from optimus.program.op import Kind, Lane, Schedule
+from optimus.schedule.assemble import PipelineBlocks, add_pipeline
+from optimus.schedule.balance import strong_pipelines
+from optimus.schedule.build import Builder, Template, single
+from optimus.schedule.chunk import concatenate
+from optimus.schedule.inline import InlinePipeline
+from optimus.schedule.setting import Setting
+from optimus.schedule.spread import SpreadEncoder, encoder_choices, serve_replicas
+from optimus.schedule.timeline import evaluate
+from optimus.schedule.traffic import update
+
+LEADS = (0.0, 0.1, 0.3, 1.0)  # parts of a step that encoder forwards may run ahead
+MOST_REFINED = 6  # choices whose leads are tried
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SeparateGpus:
+    """`llm` on fewer replicas, the encoders on the GPUs that frees; device 0..pp-1 and one more."""
+
+    setting: Setting
+    llm: InlinePipeline
+    encoders: tuple[SpreadEncoder, ...]
+    encoder_gpus: int
+    lead: float = 0.0
+
+    @property
+    def stages(self) -> int:
+        return len(self.llm.order)
+
+    def schedule(self) -> Schedule:
+        return self._build(kernels=True)
+
+    def _build(self, *, kernels: bool) -> Schedule:
+        setting, plan, device = self.setting, self.llm.plan, self.stages
+        builder = Builder(setting.chunks.modules, self.stages + 1)
+        blocks = add_pipeline(builder, plan, setting.chunks, kernels=kernels)
+        gathers = [builder.add(spread.gather, device=device) for spread in self.encoders]
+        send = self._send()
+        forward, backward = (self._template(kind, kernels=kernels) for kind in (Kind.F, Kind.B))
+        previous = gathers
+        for kind, microbatch in self._order:
+            template = forward if kind == Kind.F else backward
+            previous = [builder.add(template, device=device, microbatch=microbatch, after=previous)]
+            if kind == Kind.F:
+                sent = builder.add(send, device=device, microbatch=microbatch, after=previous)
+                builder.wait([self._entry(blocks, Kind.F, microbatch)], [sent])
+            else:
+                source = self._entry(blocks, Kind.B, microbatch)
+                back = builder.add(send, device=0, microbatch=microbatch, after=[source], right_after=source)
+                builder.wait(previous, [back])
+        reduces = list(blocks.reduces)
+        reduces += [builder.add(spread.reduce, device=device, after=previous) for spread in self.encoders]
+        if setting.prices.assumptions.optimizer_time:
+            for stage in range(self.stages):
+                builder.add(update(setting.prices, plan.traffic_of(stage)), device=stage, after=reduces)
+            own = update(setting.prices, [spread.traffic for spread in self.encoders])
+            builder.add(own, device=device, after=reduces)
+        return builder.build()
+
+    @cached_property
+    def estimate_s(self) -> float:
+        """Step time with every op as one piece."""
+        slowdown = self.setting.prices.assumptions.residence_slowdown
+        return evaluate(self._build(kernels=False), slowdown=slowdown).step_s
+
+    @property
+    def rough_s(self) -> float:
+        """Rank of this choice: the busier of LLM and encoders, and one encoder microbatch at either end."""
+        once_s = self._seconds(Kind.F) + self._seconds(Kind.B)
+        return max(self.llm.estimate_s, len(self._order) / 2 * once_s) + once_s
+
+    @cached_property
+    def memories(self) -> tuple[Memory, ...]:
+        return (*self.llm.memories, self._encoder_memory())
+
+    @property
+    def fits(self) -> bool:
+        return max(memory.total for memory in self.memories) <= self.setting.capacity_bytes
+
+    @cached_property
+    def _order(self) -> list[tuple[Kind, int]]:
+        """Encoder ops as the LLM alone would need and release them, forwards earlier by `lead` steps."""
+        starts, ends, step_s = self.llm.seam_times
+        when = [(float(start) - self.lead * step_s, Kind.F, place) for place, start in enumerate(starts)]
+        when += [(float(end), Kind.B, place) for place, end in enumerate(ends)]
+        return [(kind, microbatch) for _, kind, microbatch in sorted(when)]
+
+    def _entry(self, blocks: PipelineBlocks, kind: Kind, microbatch: int) -> int:
+        """Stage 0's own op on this microbatch."""
+        kinds = (Kind.F,) if kind == Kind.F else (Kind.B, Kind.I)
+        return next(blocks.ops[k, 0, microbatch] for k in kinds if (k, 0, microbatch) in blocks.ops)
+
+    def _seconds(self, kind: Kind) -> float:
+        return sum(self.setting.chunks.make(spread.layers).seconds[kind] for spread in self.encoders)
+
+    def _template(self, kind: Kind, *, kernels: bool) -> Template:
+        if not kernels:
+            return single(kind, Lane.COMPUTE, self._seconds(kind))
+        names = self.setting.chunks.modules
+        spreads = self.encoders if kind == Kind.F else self.encoders[::-1]
+        lists = []
+        for spread in spreads:
+            layers = spread.layers if kind == Kind.F else spread.layers[::-1]
+            lists += [(layer.kernels[kind], names.index(layer.module)) for layer in layers]
+        return concatenate(lists, kind)
+
+    def _send(self) -> Template:
+        """A group's part of one microbatch; groups send side by side, each on its own NICs."""
+        size = sum(spread.output_bytes for spread in self.encoders)
+        seconds = self.setting.prices.send_s(size, across_nodes=True)
+        return single(Kind.SEND, Lane.P2P, seconds, size_bytes=size)
+
+    def _encoder_memory(self) -> Memory:
+        memory = Memory(reserve=self.setting.job.cluster.reserve_bytes)
+        order = [(kind, 0, microbatch) for kind, microbatch in self._order]
+        for spread in self.encoders:
+            held, (kept,) = spread.states, high_water(order, [(spread.kept_bytes,)])
+            memory = replace(
+                memory,
+                parameters=memory.parameters + held.parameters,
+                gradients=memory.gradients + held.gradients,
+                optimizer=memory.optimizer + held.optimizer,
+                encoder_activations=memory.encoder_activations + kept + spread.working_bytes,
+                communicators=memory.communicators + communicator_bytes(spread.layout.tp, spread.layout.dp),
+            )
+        return memory
+
+
+def separate_choices(setting: Setting, floor: InlinePipeline) -> Iterator[SeparateGpus]:
+    """LLM replicas, or stages, given up to make room for the encoders: about their share of the work."""
+    roughly = sorted(_shares(setting, floor), key=lambda choice: choice.rough_s)
+    refined = 0
+    for choice in roughly:
+        led = [replace(choice, lead=lead) for lead in LEADS]
+        fitting = [choice for choice in led if choice.fits]
+        yield from fitting
+        refined += bool(fitting)
+        if refined == MOST_REFINED:
+            return
+
+
+def _shares(setting: Setting, floor: InlinePipeline) -> Iterator[SeparateGpus]:
+    """Every smaller LLM with every tp and recomputation of the encoders beside it."""
+    model = setting.job.model
+    for shrunk in _smaller_layouts(setting):
+        own = replace(setting, layout=shrunk, uneven=True)
+        chunks = floor.layout.virtual_stages // shrunk.pp
+        pipelines = strong_pipelines(own, (model.llm,), chunk_counts={1, chunks}, starts=1, evaluations=0)
+        if not pipelines:
+            continue
+        llm = pipelines[0]
+        gpus = setting.job.cluster.gpus - shrunk.gpus
+        per_encoder = [
+            [
+                serve_replicas(own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences)
+                for tp, again in encoder_choices(own, e)
+                if gpus >= tp
+            ]
+            for e in model.encoders
+        ]
+        for combination in product(*per_encoder):
+            yield SeparateGpus(setting=own, llm=llm, encoders=combination, encoder_gpus=gpus)
+
+
+def _smaller_layouts(setting: Setting) -> Iterator[Layout]:
+    """The LLM on fewer replicas or fewer stages, around what the encoders' share of the FLOPs asks for."""
+    model, workload, layout = setting.job.model, setting.job.workload, setting.layout
+    whole = step_flops(model, workload)
+    share = 1.0 - step_flops(replace(model, encoders=()), workload) / whole
+    for axis, size in (("dp", layout.dp), ("pp", layout.pp)):
+        near = int(share * size)
+        for count in range(max(1, near), near + 3):
+            shrunk = layout.with_(**{axis: max(1, size - count)})
+            if count < size and (shrunk.dp * shrunk.cp * shrunk.tp) % shrunk.ep == 0:
+                yield shrunk

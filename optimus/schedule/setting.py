@@ -1,0 +1,129 @@
+"""What every system is built from: a job, its prices, and the layout of its LLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from optimus.cost.module import PricedLayer, price_encoder, price_llm
+from optimus.cost.prices import Prices
+from optimus.job.job import Job
+from optimus.job.layout import Layout
+from optimus.job.model import Encoder, Llm
+from optimus.program.op import Kind
+from optimus.schedule.chunk import Chunks
+
+SMALL_ENCODER = 0.03  # share of a GPU's memory up to which an encoder's parameters are copied to every rank
+Policy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setting:
+    """A job with everything decided that all systems share. `layout.chunks` is the job's own V."""
+
+    job: Job
+    prices: Prices
+    layout: Layout
+    microbatch_sequences: int
+    uneven: bool = False  # replicas and microbatches may be of different sizes
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        names = [module.name for module in self.job.model.modules]
+        return Chunks(names, self.prices.assumptions.residence_slowdown)
+
+    @cached_property
+    def _priced(self) -> dict[object, tuple[PricedLayer, ...]]:
+        return {}
+
+    @property
+    def capacity_bytes(self) -> float:
+        return self.job.cluster.gpu.memory_bytes
+
+    def microbatches(self, sequences: int, *, multiple_of: int = 1) -> tuple[int, float] | None:
+        """Microbatches per step and replica, and sequences in each; None if the batch does not divide.
+
+        Where replicas may be uneven, microbatches are taken as equal fractions of what a replica gets.
+        """
+        own = self.job.workload.sequences_per_step / self.layout.dp
+        count = math.ceil(own / sequences)
+        if self.uneven:
+            count = math.ceil(count / multiple_of) * multiple_of
+            return count, own / count
+        return (count, sequences) if count * sequences == own and count % multiple_of == 0 else None
+
+    def policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[Policy]:
+        """Recomputation to try, cheapest in time first: what is stated is kept, `auto` is open."""
+        ladders = []
+        for module in modules:
+            stated = module.recompute if module.recompute != "auto" else self.prices.assumptions.recompute
+            ladder = ("none", "selective", "full") if stated in (None, "auto") else (stated,)
+            ladders.append([(module.name, step) for step in ladder])
+        weight = {"none": 0, "selective": 1, "full": 2}
+        combinations = sorted(product(*ladders), key=lambda c: [weight[step] for _, step in reversed(c)])
+        yield from combinations
+
+    def encoder_layers(
+        self, encoder: Encoder, layout: Layout, sequences: float, recompute: str
+    ) -> tuple[PricedLayer, ...]:
+        """An encoder's layers for a microbatch of `sequences` sequences (a fraction is a piece of one)."""
+        key = encoder.name, layout, sequences, recompute
+        if key not in self._priced:
+            load = self.job.workload.encoder_load(encoder.name, encoder.projector.merge)
+            self._priced[key] = price_encoder(encoder, load.times(sequences), layout, self.prices, recompute)
+        return self._priced[key]
+
+    def llm_layers(self, layout: Layout, sequences: float, recompute: str) -> tuple[PricedLayer, ...]:
+        key = "llm", layout, sequences, recompute
+        if key not in self._priced:
+            model = self.job.model
+            upstream = any(e.train or e.projector.train for e in model.encoders)
+            self._priced[key] = price_llm(
+                model.llm,
+                self.job.workload.llm_load().times(sequences),
+                layout,
+                self.prices,
+                recompute,
+                upstream_trained=upstream,
+            )
+        return self._priced[key]
+
+    def layers(
+        self,
+        modules: tuple[Encoder | Llm, ...],
+        sequences: float,
+        policy: Policy,
+        layout: Layout | None = None,
+    ) -> tuple[PricedLayer, ...]:
+        """Modules one after another in one layout, the LLM's own by default."""
+        recompute, where = dict(policy), layout or self.layout
+        layers: list[PricedLayer] = []
+        for module in modules:
+            if isinstance(module, Encoder):
+                layers += self._encoder_beside_llm(module, where, sequences, recompute[module.name])
+            else:
+                layers += self.llm_layers(where, sequences, recompute[module.name])
+        return tuple(layers)
+
+    def _encoder_beside_llm(
+        self, encoder: Encoder, layout: Layout, sequences: float, recompute: str
+    ) -> tuple[PricedLayer, ...]:
+        """An encoder on the ranks of one LLM stage: divided as the LLM is, or its images dealt out.
+
+        A small encoder wastes a wide TP group; then every rank holds all of it and takes a share of
+        the images, as trainers with small vision towers do. The faster of the two is taken.
+        """
+        divided = self.encoder_layers(encoder, layout, sequences, recompute)
+        whole_bytes = encoder.parameters() * self.job.model.precision.parameter_bytes
+        if layout.tp == 1 or whole_bytes > SMALL_ENCODER * self.capacity_bytes:
+            return divided
+        dealt_layout = layout.with_(dp=layout.dp * layout.tp, tp=1, ep=1)
+        dealt = self.encoder_layers(encoder, dealt_layout, sequences / layout.tp, recompute)
+        return min(divided, dealt, key=self._seconds)
+
+    def _seconds(self, layers: tuple[PricedLayer, ...]) -> float:
+        seconds = self.chunks.make(layers).seconds
+        return seconds[Kind.F] + seconds[Kind.B]

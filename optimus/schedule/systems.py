@@ -1,0 +1,273 @@
+"""All systems to compare: named ways to run a job, each at its best, in the same IR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from optimus.cost.flops import step_flops
+from optimus.cost.memory import Memory
+from optimus.cost.module import PricedLayer
+from optimus.errors import DoesNotFit
+from optimus.job.layout import Layout
+from optimus.program.op import Floats, Schedule
+from optimus.schedule.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
+from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
+from optimus.schedule.inline import ORDERS, Cut, InlinePipeline
+from optimus.schedule.separate import separate_choices
+from optimus.schedule.setting import Policy, Setting
+from optimus.schedule.sharded import sharded_choices
+from optimus.schedule.three_phase import three_phase_choices
+from optimus.schedule.timeline import Timeline, evaluate
+
+MOST_PLAYED = 4  # choices of a system that are played kernel by kernel
+
+
+class Way(Protocol):
+    """One way to run a job, before it is played."""
+
+    @property
+    def fits(self) -> bool: ...
+
+    @property
+    def memories(self) -> tuple[Memory, ...]: ...
+
+    @property
+    def estimate_s(self) -> float: ...
+
+    def schedule(self) -> Schedule: ...
+
+
+W = TypeVar("W", bound=Way)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class System:
+    """A named way to run the job, played kernel by kernel."""
+
+    name: str
+    how: str  # what was chosen, in one line
+    step_s: float
+    mfu: float
+    tokens_per_s_per_gpu: float
+    memory: Memory  # of the worst rank
+    worst_rank: str
+    bubbles: Bubbles
+    fits: bool
+    schedule: Schedule
+    timeline: Timeline
+    measured_step_s: float | None = None
+    measured_memory_bytes: float | None = None
+
+
+class Systems:
+    """Makes systems of one setting; what several of them share is made once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def make(self, name: str) -> System:
+        """The system called `name`, or DoesNotFit with the reason."""
+        return MAKERS[name](self)
+
+    @cached_property
+    def floor(self) -> InlinePipeline:
+        """The LLM alone at the job's layout: best V, schedule and cut."""
+        return self._llm_alone(ORDERS)
+
+    @cached_property
+    def floor_1f1b(self) -> InlinePipeline:
+        """The same with (interleaved) 1F1B only."""
+        plain = ("1f1b", "interleaved")
+        return self.floor if self.floor.order_name in plain else self._llm_alone(plain)
+
+    @property
+    def own_layout(self) -> Layout:
+        """The job's layout; a V it does not state is the floor's."""
+        if self.setting.job.layout.of("llm").chunks is not None:
+            return self.setting.layout
+        return self.setting.layout.with_(chunks=self.floor_1f1b.layout.chunks)
+
+    @cached_property
+    def _all_modules(self) -> list[InlinePipeline]:
+        return strong_pipelines(self.setting, self.setting.job.model.modules)
+
+    def _llm_alone(self, orders: Collection[str]) -> InlinePipeline:
+        """What is found for the LLM, and what is found for all modules less its encoders."""
+        setting, llm = self.setting, self.setting.job.model.llm
+        pipelines = strong_pipelines(setting, (llm,), orders=orders)
+        pipelines += [made.only(llm.name) for made in self._all_modules if made.order_name in orders]
+        if not pipelines:
+            raise DoesNotFit(
+                f"the LLM alone does not fit at {setting.layout} on {setting.job.cluster.name}",
+                "use more GPUs per replica (tp, pp), recompute: full, or a GPU with more memory",
+            )
+        return self._fastest("llm-only", pipelines)
+
+    def llm_only(self) -> System:
+        return self._of_inline("llm-only", self.floor)
+
+    def stage0(self) -> System:
+        """Megatron-LM: encoders in the first virtual stage, before the LLM's layers."""
+        return self._of_inline("stage0", self.inline("stage0"))
+
+    def balanced(self) -> System:
+        """The paper's dynamic program over virtual stages, at the job's V."""
+        return self._of_inline("balanced", self.inline("balanced"))
+
+    def balanced_best(self) -> System:
+        """The strongest pipeline of all layers we can make."""
+        return self._of_inline("balanced-best", self._fastest("balanced-best", self._all_modules))
+
+    def three_phase(self) -> System:
+        """All encoder forwards, the LLM's pipeline, all encoder backwards."""
+        fitting = [choice for llm in self._llm_ladder() for choice in three_phase_choices(self.setting, llm)]
+        choice = self._fastest("three-phase", fitting)
+        encoders = "; ".join(f"{s.encoder.name} {s.layout} recompute {s.recompute}" for s in choice.encoders)
+        return self._played("three-phase", f"{encoders}; {_describe(choice.llm)}", choice)
+
+    def separate_gpus(self) -> System:
+        """Encoders on GPUs of their own."""
+        choice = self._fastest("separate-gpus", separate_choices(self.setting, self.floor))
+        gpus = self.setting.job.cluster.gpus
+        encoders = "; ".join(f"{s.encoder.name} {s.layout}" for s in choice.encoders)
+        how = f"{gpus - choice.encoder_gpus}+{choice.encoder_gpus} GPUs; {encoders}; {_describe(choice.llm)}"
+        weights = np.full(choice.stages + 1, (gpus - choice.encoder_gpus) / choice.stages)
+        weights[-1] = choice.encoder_gpus
+        return self._played("separate-gpus", how, choice, weights=weights)
+
+    def fsdp(self) -> System:
+        """Fully sharded data parallelism, with tensor parallelism where it helps."""
+        choice = self._fastest("fsdp", sharded_choices(self.setting))
+        size = f"microbatch {choice.sequences} x {choice.accumulate}"
+        how = f"{choice.layout}; {size}; {_recompute(choice.policy)}"
+        return self._played("fsdp", how, choice)
+
+    def today(self) -> System:
+        """What the job says runs now."""
+        today = self.setting.job.today
+        if today is None:
+            raise DoesNotFit("the job has no `today` section", "add `today: {framework, layout, measured}`")
+        layout = self.setting.layout.with_(**{"chunks": 1, **today.llm.stated()})
+        there = Systems(replace(self.setting, layout=layout))
+        system = there._of_inline("today", there.inline(today.placement, layout))
+        return replace(
+            system,
+            how=f"{today.framework or 'framework not stated'}; {system.how}",
+            measured_step_s=today.measured_step_s,
+            measured_memory_bytes=today.measured_memory_bytes,
+        )
+
+    def step_s(self, way: Way) -> float:
+        """Step time of one way, kernel by kernel."""
+        return self._play(way.schedule()).step_s
+
+    # ------------------------------------------------------------------------ shared parts
+
+    def _llm_ladder(self) -> Iterable[InlinePipeline]:
+        """The floor's pipeline with its own recomputation, and with more."""
+        floor = self.floor
+        yield floor
+        llm = self.setting.job.model.llm
+        policies = list(self.setting.policies((llm,)))
+        for policy in policies[policies.index(floor.policy) + 1 :]:
+            layers = self.setting.layers((llm,), floor.sequences, policy)
+            yield replace(floor, layers=layers, policy=policy)
+
+    def inline(self, name: str, layout: Layout | None = None) -> InlinePipeline:
+        """`stage0` or `balanced` at the job's own layout, with the least recomputation that fits."""
+        setting, layout = self.setting, layout or self.own_layout
+        divided = setting.microbatches(setting.microbatch_sequences)
+        assert divided is not None, "a setting's batch divides into its microbatches"
+        microbatches, sequences = divided
+        for policy in setting.policies(setting.job.model.modules):
+            layers = setting.layers(setting.job.model.modules, sequences, policy)
+            pipeline = InlinePipeline(
+                setting=setting,
+                layers=layers,
+                cut=self._cut(name, layers, layout.virtual_stages),
+                order_name="1f1b" if layout.chunks == 1 else "interleaved",
+                microbatches=microbatches,
+                layout=layout,
+                sequences=sequences,
+                policy=policy,
+            )
+            if pipeline.fits:
+                break
+        return pipeline
+
+    def _cut(self, name: str, layers: Sequence[PricedLayer], parts: int) -> Cut:
+        if name == "stage0":
+            return stage0_cut(layers, self.setting.job.model.llm.name, parts)
+        # The paper takes layer times from FLOPs.
+        weights = [layer.flops * (3 if layer.trained else 1) for layer in layers]
+        return smallest_maximum_cut(weights, parts)
+
+    def _fastest(self, name: str, choices: Iterable[W]) -> W:
+        """The fastest of the choices that fit: ranked by estimate, the first few played."""
+        fitting = [choice for choice in choices if choice.fits]
+        if not fitting:
+            raise DoesNotFit(
+                f"{name} fits in {self.setting.capacity_bytes / 1e9:.0f} GB in no way that was tried",
+                "use another system, more GPUs, or recompute: full",
+            )
+        ranked = sorted(fitting, key=lambda choice: choice.estimate_s)[:MOST_PLAYED]
+        return min(ranked, key=self.step_s)
+
+    def _of_inline(self, name: str, pipeline: InlinePipeline) -> System:
+        return self._played(name, _describe(pipeline), pipeline)
+
+    def _play(self, schedule: Schedule) -> Timeline:
+        assumptions = self.setting.prices.assumptions
+        return evaluate(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
+
+    def _played(self, name: str, how: str, way: Way, *, weights: Floats | None = None) -> System:
+        """`way` as a system; `weights` are the GPUs that each device stands for, if they differ."""
+        job, memories = self.setting.job, way.memories
+        schedule = way.schedule()
+        timeline = self._play(schedule)
+        worst = max(range(len(memories)), key=lambda rank: memories[rank].total)
+        model = replace(job.model, encoders=()) if name == "llm-only" else job.model
+        peak_flops = job.cluster.gpu.peak_flops * job.cluster.gpus
+        tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
+        return System(
+            name=name,
+            how=how,
+            step_s=timeline.step_s,
+            mfu=step_flops(model, job.workload) / (timeline.step_s * peak_flops),
+            tokens_per_s_per_gpu=tokens / timeline.step_s / job.cluster.gpus,
+            memory=memories[worst],
+            worst_rank=f"stage {worst}",
+            bubbles=mean_bubbles(find_bubbles(schedule, timeline), weights),
+            fits=memories[worst].total <= self.setting.capacity_bytes,
+            schedule=schedule,
+            timeline=timeline,
+        )
+
+
+def _describe(pipeline: InlinePipeline) -> str:
+    size = f"microbatch {pipeline.sequences:.3g}"
+    return f"llm {pipeline.layout}; {pipeline.order_name}; {size}; {_recompute(pipeline.policy)}"
+
+
+def _recompute(policy: Policy) -> str:
+    """`recompute none`, or module by module where they differ."""
+    if len({step for _, step in policy}) == 1:
+        return f"recompute {policy[0][1]}"
+    return "recompute " + " ".join(f"{name} {step}" for name, step in policy)
+
+
+MAKERS: dict[str, Callable[[Systems], System]] = {
+    "llm-only": Systems.llm_only,
+    "stage0": Systems.stage0,
+    "balanced": Systems.balanced,
+    "balanced-best": Systems.balanced_best,
+    "three-phase": Systems.three_phase,
+    "separate-gpus": Systems.separate_gpus,
+    "fsdp": Systems.fsdp,
+    "today": Systems.today,
+}

@@ -1,0 +1,124 @@
+"""All encoder forwards on all GPUs, then the LLM's pipeline, then all encoder backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from optimus.cost.memory import Memory, communicator_bytes
+from optimus.job.model import BF16_BYTES
+from optimus.program.op import Kind, Lane, Schedule
+from optimus.schedule.assemble import add_pipeline
+from optimus.schedule.build import Builder, single
+from optimus.schedule.inline import InlinePipeline
+from optimus.schedule.setting import Setting
+from optimus.schedule.spread import SpreadEncoder, encoder_choices, spread_over_all
+from optimus.schedule.traffic import update
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ThreePhase:
+    """One way to run the three phases."""
+
+    setting: Setting
+    encoders: tuple[SpreadEncoder, ...]
+    llm: InlinePipeline
+
+    def schedule(self) -> Schedule:
+        setting, plan = self.setting, self.llm.plan
+        builder = Builder(setting.chunks.modules, plan.stages)
+        sends = [self._forwards(builder, stage) for stage in range(plan.stages)]
+        blocks = add_pipeline(builder, plan, setting.chunks, kernels=True)
+        builder.wait([blocks.first[0]] * len(sends), sends)
+        back = self._seam(builder, 0, [blocks.last[0]])
+        reduces = list(blocks.reduces)
+        for stage in range(plan.stages):
+            reduces += self._backwards(builder, stage, back)
+        if setting.prices.assumptions.optimizer_time:
+            for stage in range(plan.stages):
+                traffic = [*plan.traffic_of(stage), *(spread.traffic for spread in self.encoders)]
+                builder.add(update(setting.prices, traffic), device=stage, after=reduces)
+        return builder.build()
+
+    @property
+    def estimate_s(self) -> float:
+        """Rank of this choice: the phases one after another."""
+        chunks = self.setting.chunks
+        encoder_s = sum(
+            spread.pieces * sum(chunks.make(spread.layers).seconds[kind] for kind in (Kind.F, Kind.B))
+            + spread.traffic.gather_s
+            + spread.traffic.reduce_s
+            for spread in self.encoders
+        )
+        return self.llm.estimate_s + encoder_s
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """The LLM's, with every encoder's states, activations of all its pieces, and the seam."""
+        return tuple(self._with_encoders(memory, stage) for stage, memory in enumerate(self.llm.memories))
+
+    @property
+    def fits(self) -> bool:
+        return max(memory.total for memory in self.memories) <= self.setting.capacity_bytes
+
+    def _forwards(self, builder: Builder, stage: int) -> int:
+        """All encoder forwards of a group; returns the send of their outputs."""
+        last = []
+        for spread in self.encoders:
+            previous = builder.add(spread.gather, device=stage)
+            template = spread.template(Kind.F)
+            for piece in range(spread.pieces):
+                previous = builder.add(template, device=stage, microbatch=piece, after=[previous])
+            last.append(previous)
+        return self._seam(builder, stage, last)
+
+    def _backwards(self, builder: Builder, stage: int, back: int) -> list[int]:
+        """All encoder backwards of a group; returns the reduces."""
+        reduces, previous = [], back
+        for spread in reversed(self.encoders):
+            template = spread.template(Kind.B)
+            for piece in range(spread.pieces):
+                previous = builder.add(template, device=stage, microbatch=piece, after=[previous])
+            reduces.append(builder.add(spread.reduce, device=stage, after=[previous]))
+        return reduces
+
+    def _seam(self, builder: Builder, stage: int, after: Sequence[int]) -> int:
+        """Encoder outputs of one group travel to stage 0, or their gradients back."""
+        size = sum(spread.pieces * spread.output_bytes for spread in self.encoders)
+        seconds = self.setting.prices.send_s(size, across_nodes=True)
+        return builder.add(single(Kind.SEND, Lane.P2P, seconds, size_bytes=size), device=stage, after=after)
+
+    def _with_encoders(self, memory: Memory, stage: int) -> Memory:
+        for spread in self.encoders:
+            held = spread.states
+            memory = replace(
+                memory,
+                parameters=memory.parameters + held.parameters,
+                gradients=memory.gradients + held.gradients,
+                optimizer=memory.optimizer + held.optimizer,
+                encoder_activations=memory.encoder_activations
+                + spread.pieces * spread.kept_bytes
+                + spread.working_bytes,
+                communicators=memory.communicators + communicator_bytes(spread.layout.dp),
+                seam=memory.seam + (self._seam_bytes(spread) if stage == 0 else 0.0),
+            )
+        return memory
+
+    def _seam_bytes(self, spread: SpreadEncoder) -> float:
+        """Encoder outputs of all microbatches, waiting at stage 0."""
+        workload, layout = self.setting.job.workload, self.setting.layout
+        projector = spread.encoder.projector
+        load = workload.encoder_load(spread.encoder.name, projector.merge)
+        tokens = load.tokens / projector.merge * workload.sequences_per_step / layout.dp / layout.cp
+        return tokens * projector.widths[-1] * len(spread.encoder.feeds) * BF16_BYTES / layout.tp
+
+
+def three_phase_choices(setting: Setting, llm: InlinePipeline) -> Iterator[ThreePhase]:
+    """Every choice of tp and recomputation of the encoders beside one LLM pipeline."""
+    per_encoder = [
+        [spread_over_all(setting, e, tp=tp, recompute=again) for tp, again in encoder_choices(setting, e)]
+        for e in setting.job.model.encoders
+    ]
+    for combination in product(*per_encoder):
+        yield ThreePhase(setting=setting, encoders=combination, llm=llm)

@@ -1,0 +1,1 @@
+"""Decides what a job leaves open: layouts for now, and why the others were not taken."""

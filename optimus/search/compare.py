@@ -1,0 +1,80 @@
+"""Answers one question: where does the time and memory of a job go, under each known way to run it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from optimus.cost.assumptions import Assumptions, preset
+from optimus.cost.measured import Profile
+from optimus.errors import DoesNotFit, UserError, nearest
+from optimus.job.job import Job
+from optimus.schedule.setting import Setting
+from optimus.schedule.systems import MAKERS, System, Systems
+from optimus.search.layouts import Rejected, decide_setting
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """Every system that was asked for; those that cannot run the job, with the reason."""
+
+    job: Job
+    assumptions: Assumptions
+    setting: Setting
+    systems: dict[str, System]
+    missing: dict[str, str]
+    floor_s: float
+    floor_1f1b_s: float
+    rejected: tuple[Rejected, ...]
+
+    def over_floor(self, name: str) -> float:
+        return self.systems[name].step_s / self.floor_s
+
+
+def compare_systems(
+    job: Job,
+    *,
+    names: Iterable[str] | None = None,
+    assumptions: Assumptions | str = "default",
+    profile: Profile | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Comparison:
+    """Simulates the job under each named system (all that apply, by default)."""
+    assumed = preset(assumptions) if isinstance(assumptions, str) else assumptions
+    asked = _check_names(job, names)
+    setting, rejected = decide_setting(job, assumed, profile)
+    systems = Systems(setting)
+    made: dict[str, System] = {}
+    missing: dict[str, str] = {}
+    for place, name in enumerate(["llm-only", *(name for name in asked if name != "llm-only")]):
+        progress(name, place, len(asked) + 1)
+        try:
+            made[name] = systems.make(name)
+        except DoesNotFit as no:
+            if name == "llm-only":
+                raise
+            missing[name] = no.problem
+    progress("floor", len(asked), len(asked) + 1)
+    floor = made["llm-only"] if "llm-only" in asked else made.pop("llm-only")
+    return Comparison(
+        job=job,
+        assumptions=assumed,
+        setting=setting,
+        systems={name: made[name] for name in asked if name in made},
+        missing=missing,
+        floor_s=floor.step_s,
+        floor_1f1b_s=systems.step_s(systems.floor_1f1b),
+        rejected=rejected,
+    )
+
+
+def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:
+    if names is None:
+        return [name for name in MAKERS if name != "today" or job.today is not None]
+    asked = list(dict.fromkeys(names))
+    for name in asked:
+        if name not in MAKERS:
+            raise UserError(
+                field="--system", value=name, problem="is not a system", hint=nearest(name, MAKERS)
+            )
+    return asked

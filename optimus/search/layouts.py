@@ -1,0 +1,115 @@
+"""The LLM's layout: what the job states is kept, what it leaves out is the smallest that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optimus.cost.assumptions import Assumptions
+from optimus.cost.measured import Profile
+from optimus.cost.memory import states
+from optimus.cost.prices import Prices
+from optimus.errors import DoesNotFit
+from optimus.job.job import Job
+from optimus.job.layout import Layout
+from optimus.schedule.balance import first_fitting
+from optimus.schedule.setting import Setting
+
+MAX_TP = 8  # never across nodes
+MAX_PP = 16
+MAX_EP = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A layout that was not taken, and why."""
+
+    layout: Layout
+    reason: str
+
+
+def decide_setting(
+    job: Job, assumptions: Assumptions, profile: Profile | None = None
+) -> tuple[Setting, tuple[Rejected, ...]]:
+    """A setting for every system of the job, and the layouts passed over on the way.
+
+    Open axes grow in this order until all layers fit in one pipeline: tp up to 8 at pp 1, then
+    pp, then ep beyond a node; first without recomputing whole layers, then with.
+    """
+    prices = Prices(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
+    rejected: list[Rejected] = []
+    stated = job.layout.of("llm").stated()
+    whole = {"pp", "tp"} <= set(stated)
+    for full_recompute in (False, True):
+        for layout in _layouts(job):
+            setting = _setting(job, prices, layout)
+            if isinstance(setting, str):
+                rejected.append(Rejected(layout=layout, reason=setting))
+                continue
+            if whole:
+                return setting, ()
+            reason = _why_not(setting, full_recompute=full_recompute)
+            if reason is None:
+                return setting, tuple(rejected)
+            rejected.append(Rejected(layout=layout, reason=reason))
+    last = rejected[-1].reason if rejected else "no layout divides the GPUs"
+    raise DoesNotFit(
+        f"{job.model.name} fits {job.cluster.gpus} x {job.cluster.gpu.name} in none of "
+        f"{len({r.layout for r in rejected})} layouts; the last: {last}",
+        "use more GPUs or GPUs with more memory, or fewer sequence_tokens",
+    )
+
+
+def _layouts(job: Job) -> Iterator[Layout]:
+    """Layouts that agree with what is stated, smallest first."""
+    stated, experts = job.layout.of("llm").stated(), job.model.llm.stack.experts
+    cp = stated.get("cp", 1)
+    widths = [stated["tp"]] if "tp" in stated else [tp for tp in (1, 2, 4, 8) if tp <= MAX_TP]
+    limit = job.layout.limits.max_pp or MAX_PP
+    depths = [stated["pp"]] if "pp" in stated else [2**n for n in range(6) if 2**n <= limit]
+    spreads = [stated["ep"]] if "ep" in stated else _expert_spreads(job) if experts else [1]
+    for ep in spreads:
+        for pp in depths:
+            for tp in widths if pp == depths[0] else widths[-1:]:
+                dp, rest = divmod(job.cluster.gpus, pp * cp * tp)
+                if dp and not rest and (dp * cp * tp) % ep == 0 and stated.get("dp", dp) == dp:
+                    chunks = stated.get("chunks", 1)
+                    yield Layout(dp=dp, pp=pp, cp=cp, ep=ep, tp=tp, chunks=chunks)
+
+
+def _expert_spreads(job: Job) -> list[int]:
+    """Inside a node first, then wider."""
+    experts = job.model.llm.stack.experts
+    assert experts is not None
+    first = job.cluster.gpus_per_node
+    return [ep for ep in (first, 2 * first, 4 * first, MAX_EP) if ep <= MAX_EP and experts.count % ep == 0]
+
+
+def _setting(job: Job, prices: Prices, layout: Layout) -> Setting | str:
+    """The setting at a layout, or why there is none."""
+    if layout.pp > job.model.llm.stack.layers:
+        return f"pp {layout.pp} is more than the LLM's {job.model.llm.stack.layers} layers"
+    sizes = job.layout.limits.microbatch_sequences
+    for sequences in sizes:
+        setting = Setting(job=job, prices=prices, layout=layout, microbatch_sequences=sequences)
+        if setting.microbatches(sequences) is not None:
+            return setting
+    batch = job.workload.sequences_per_step
+    return f"{batch} sequences do not divide into dp {layout.dp} x microbatch {sizes}"
+
+
+def _why_not(setting: Setting, *, full_recompute: bool) -> str | None:
+    """None if all layers fit in one pipeline at this layout."""
+    job, capacity = setting.job, setting.capacity_bytes
+    modules = job.model.modules
+    policies = list(setting.policies(modules))
+    layers = setting.layers(modules, setting.microbatch_sequences, policies[-1])
+    held = states(layers, job.model.precision).states / setting.layout.pp
+    if held > capacity:
+        return f"memory: model states alone {held / 1e9:.1f} of {capacity / 1e9:.0f} GB"
+    fitting = first_fitting(setting, modules)
+    if fitting is None:
+        return f"memory: with activations above {capacity / 1e9:.0f} GB"
+    if not full_recompute and any(step == "full" for _, step in fitting.policy) and len(policies) > 1:
+        return "memory: fits only with whole layers recomputed"
+    return None

@@ -1,0 +1,65 @@
+"""Keeps the tests marked `ci` within the minutes granted to their area."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+# Sums of the durations of an area's tests; `make test-ci` runs two tests at a time, so it takes about half.
+MINUTES = {
+    "foundation": 4,
+    "plan file": 4,
+    "engine": 5,
+    "search": 3,
+    "sharding": 2,
+    "tensor parallelism": 2,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ci-budget", action="store_true", help="fail if an area uses more than its minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--ci-budget") and not hasattr(config, "workerinput"):  # workers only run tests
+        config.pluginmanager.register(Budget(), "ci-budget")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if marker := item.get_closest_marker("ci"):
+            area = marker.args[0] if marker.args else marker.kwargs.get("area", "foundation")
+            item.user_properties.append(("area", area))  # travels in the test's reports
+
+
+class Budget:
+    """Adds up the seconds of each area and fails the run when one has used more than its minutes."""
+
+    def __init__(self) -> None:
+        self.used_s: dict[str, float] = defaultdict(float)
+
+    def complaint(self, area: str) -> str:
+        if area not in MINUTES:
+            return f"no such area; use one of {', '.join(MINUTES)}"
+        if self.used_s[area] > 60 * MINUTES[area]:
+            return "over: make its tests faster or mark some heavy"
+        return ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == "area":
+                self.used_s[str(value)] += report.duration
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and any(map(self.complaint, self.used_s)):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("minutes of test-ci")
+        for area, seconds in sorted(self.used_s.items()):
+            granted = MINUTES.get(area, 0)
+            terminalreporter.line(
+                f"{area:<20}{seconds / 60:6.2f} of {granted}  {self.complaint(area)}".rstrip()
+            )

@@ -1,0 +1,64 @@
+"""Cuts of layers: against all cuts on small cases, and the shapes that must never happen."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_memory import setting_of
+
+from optimus.schedule.balance import neighbours, proportional_cut, smallest_maximum_cut, stage0_cut
+
+WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
+
+
+def slowest(weights: list[int], cut: tuple[int, ...]) -> int:
+    return max(sum(weights[a:b]) for a, b in pairwise(cut))
+
+
+def is_cut(cut: tuple[int, ...], count: int, parts: int) -> bool:
+    return len(cut) == parts + 1 and (cut[0], cut[-1]) == (0, count) and all(a < b for a, b in pairwise(cut))
+
+
+@given(weights=WEIGHTS, data=st.data())
+def test_the_dynamic_program_is_optimal(weights: list[int], data: st.DataObject) -> None:
+    count = len(weights)
+    parts = data.draw(st.integers(1, count))
+    cut = smallest_maximum_cut(weights, parts)
+    assert is_cut(cut, count, parts)
+    every = ((0, *inner, count) for inner in combinations(range(1, count), parts - 1))
+    assert slowest(weights, cut) == min(slowest(weights, other) for other in every)
+
+
+@given(weights=WEIGHTS, data=st.data())
+def test_a_proportional_cut_leaves_no_part_empty(weights: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(weights)))
+    assert is_cut(proportional_cut([w + 1 for w in weights], parts), len(weights), parts)
+
+
+@given(weights=WEIGHTS, data=st.data())
+def test_neighbours_move_one_layer(weights: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(weights)))
+    cut = proportional_cut([w + 1 for w in weights], parts)
+    for other in neighbours(cut):
+        assert is_cut(other, len(weights), parts)
+        assert sum(abs(a - b) for a, b in zip(cut, other, strict=True)) == 1
+
+
+@pytest.mark.parametrize("name", ["paper/strong-3072", "paper/A", "paper/dual-22-11"])
+def test_stage0_holds_all_encoders_and_an_even_share_of_the_llm(name: str) -> None:
+    setting = setting_of(name)
+    modules = setting.job.model.modules
+    layers = setting.layers(modules, 2, tuple((m.name, "full") for m in modules))
+    parts = setting.layout.virtual_stages
+    cut = stage0_cut(layers, "llm", parts)
+    assert is_cut(cut, len(layers), parts)
+    assert all(layer.module == "llm" for layer in layers[cut[1] :])
+    blocks = [
+        sum(1 for layer in layers[a:b] if layer.module == "llm" and layer.name[4:].isdigit())
+        for a, b in pairwise(cut)
+    ]
+    assert sum(blocks) == setting.job.model.llm.stack.layers
+    assert max(blocks) - min(blocks) <= 1

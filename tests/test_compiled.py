@@ -1,0 +1,232 @@
+"""Compiled loops work wherever Python runs, compile once, and say so only when they do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numba
+import pytest
+
+import optimus.schedule.compiled as subject
+from optimus.environment import cache_candidates
+from optimus.schedule.compiled import announcing_compilation, compiled, first_usable
+
+PACKAGE = Path(subject.__file__).parents[1]
+
+# A process that uses a compiled function: prints where a compilation will be kept, then what it computed.
+SCRIPT = """
+from optimus.schedule.compiled import announcing_compilation, compiled
+
+@compiled
+def total(n):
+    result = 0
+    for i in range(n):
+        result += i
+    return result
+
+with announcing_compilation(lambda kept: print("compiling for", kept)):
+    print(total(5), total(6))
+"""
+
+NOBODY = 65534
+
+
+def add(a: float, b: float) -> float:
+    return a + b
+
+
+# ------------------------------------------------------------------ where the cache is
+
+
+def test_the_users_word_comes_first_and_the_temporary_directory_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/t")
+    chosen = {"OPTIMUS_CACHE_DIR": "/o", "XDG_CACHE_HOME": "/x", "HOME": "/h"}
+    assert cache_candidates(chosen) == (
+        Path("/o"),
+        Path("/x/optimus"),
+        Path("/h/.cache/optimus"),
+        Path(f"/t/optimus-{os.geteuid()}"),
+    )
+
+
+def test_empty_and_relative_variables_are_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/t")
+    variables = {"OPTIMUS_CACHE_DIR": "", "XDG_CACHE_HOME": "here", "HOME": "."}
+    assert cache_candidates(variables) == (Path(f"/t/optimus-{os.geteuid()}"),)
+
+
+def test_there_may_be_neither_a_home_nor_a_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)  # no such user
+    assert cache_candidates({}) == ()
+
+
+def test_a_directory_is_made_for_us_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "b"
+    assert first_usable([directory]) == directory
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert list(directory.iterdir()) == []
+
+
+def in_the_way(path: Path) -> None:
+    path.write_text("a file")
+
+
+def others_may_write(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def of_another_user(path: Path) -> None:
+    path.mkdir(0o700)
+    os.chown(path, NOBODY, NOBODY)
+
+
+def a_link_of_another_user(path: Path) -> None:
+    target = path.with_name("target")
+    target.mkdir(0o700)
+    path.symlink_to(target)
+    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
+@pytest.mark.parametrize("spoil", [in_the_way, others_may_write, of_another_user, a_link_of_another_user])
+def test_a_directory_that_is_not_only_ours_is_passed_over(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    if "another" in spoil.__name__ and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    spoil(tmp_path / "spoiled")
+    assert first_usable([tmp_path / "spoiled", tmp_path / "good"]) == tmp_path / "good"
+    assert first_usable([tmp_path / "spoiled"]) is None
+
+
+def test_a_link_of_ours_to_a_directory_of_ours_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir(0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    assert first_usable([tmp_path / "link"]) == tmp_path / "link"
+
+
+# ------------------------------------------------------------------ compiling
+
+
+def test_numba_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "cache_directory", lambda: tmp_path)
+    before = numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES
+    assert compiled(add)(1, 2) == 3
+    after = numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES
+    assert before == after
+    assert [path.suffix for path in sorted(tmp_path.rglob("*.nb?"))] == [".nbc", ".nbi"]
+
+
+@pytest.mark.parametrize("why", ["no directory", "directory gone"])
+def test_without_a_cache_it_compiles_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(
+        subject, "cache_directory", lambda: None if why == "no directory" else tmp_path / "file"
+    )
+    kept: list[Path | None] = []
+    function = compiled(add)
+    with announcing_compilation(kept.append):
+        assert function(1, 2) == 3
+        assert function(1.5, 2) == 3.5  # a second compilation: not announced again
+    assert kept == [None]
+
+
+def test_importing_it_does_not_import_numba(tmp_path: Path) -> None:
+    lines = run("import sys, optimus.schedule.compiled; print('numba' in sys.modules)", tmp_path, {})
+    assert lines == ["False"]
+
+
+def test_a_process_compiles_only_what_none_has_compiled_before(tmp_path: Path) -> None:
+    cache = {"OPTIMUS_CACHE_DIR": str(tmp_path / "cache")}
+    first = run(SCRIPT, tmp_path, cache)
+    assert len(first) == 2 and first[0].startswith(f"compiling for {tmp_path / 'cache'}/")
+    assert first[1:] == ["10 15"]
+    assert run(SCRIPT, tmp_path, cache) == ["10 15"]
+    assert run(SCRIPT.replace("+= i", "+= 2 * i"), tmp_path, cache)[1:] == ["20 30"]
+    assert not list(tmp_path.glob("__pycache__/*.nb?"))
+
+
+def run(script: str, where: Path, variables: Mapping[str, str], *before: str) -> list[str]:
+    """The lines that `script` prints, run from a file in `where`, with no other variables than these."""
+    path = where / "script.py"
+    path.write_text(script)
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PACKAGE.parent), **variables}
+    command = [*before, sys.executable, "-B", str(path)]
+    done = subprocess.run(
+        command, env=variables, cwd="/", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+# ------------------------------------------------------------------ a service user
+
+
+@pytest.fixture(scope="module")
+def as_nobody() -> list[str]:
+    """A command prefix that runs this very interpreter without privileges.
+
+    Root's Python may lie where no one else can read. Then the process keeps the right to read everything;
+    what it may write is what nobody may write.
+    """
+    drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
+    read = ["--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"]
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv")
+    shell = ["sh", "-c", 'exec "$0" "$@"']  # setpriv itself would still start what only root can read
+    for prefix in ([*drop, *shell], [*drop, *read, *shell]):
+        probe = [*prefix, sys.executable, "-c", "import numba, sys; print(sys.version)"]
+        bare = {"PATH": os.environ["PATH"]}
+        done = subprocess.run(probe, env=bare, capture_output=True, text=True, check=False)
+        if done.stdout.strip() == sys.version:
+            return prefix
+    pytest.skip("an unprivileged process cannot run this interpreter here")
+
+
+@pytest.fixture
+def installed() -> Iterator[Path]:
+    """A directory anyone can read and no one can write: `site-packages` with Optimus, and a script."""
+    where = Path(tempfile.mkdtemp(prefix="optimus-test-"))
+    shutil.copytree(
+        PACKAGE, where / "site-packages" / "optimus", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (where / "tmp").mkdir()
+    subprocess.run(["chmod", "-R", "a+rX,a-w", where], check=True)
+    (where / "tmp").chmod(0o1777)
+    yield where
+    shutil.rmtree(where)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("place", ["temporary directory", "squatted", "nothing can be written"])
+def test_a_service_user_without_home_on_read_only_site_packages(
+    as_nobody: list[str], installed: Path, place: str
+) -> None:
+    own = installed / "tmp" / f"optimus-{NOBODY}"
+    limit = []
+    if place == "squatted":
+        others_may_write(own)
+    if place == "nothing can be written":
+        limit = ["prlimit", "--fsize=0"]
+    variables = {"PYTHONPATH": str(installed / "site-packages"), "TMPDIR": str(installed / "tmp")}
+    first, second = (run(SCRIPT, installed, variables, *as_nobody, *limit) for _ in range(2))
+    assert first[-1] == second[-1] == "10 15"
+    if place == "temporary directory":
+        assert first[0].startswith(f"compiling for {own}/")
+        assert len(second) == 1
+        assert own.stat().st_mode & 0o777 == 0o700 and own.stat().st_uid == NOBODY
+    else:
+        assert first[0] == second[0] == "compiling for None"
+        assert not list(installed.rglob("*.nb?"))

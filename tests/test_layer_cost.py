@@ -1,0 +1,157 @@
+"""Layers as kernels: the paper's own figures, Korthikanti's activation formulas, and invariants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from paper_parts import layer_shape, unfused
+
+from optimus.cost.activations import activation_bytes
+from optimus.cost.assumptions import Assumptions, preset
+from optimus.cost.kernel import Kernel
+from optimus.cost.layer import backward, forward, weight_gradients
+from optimus.cost.measured import KernelKey, Profile
+from optimus.job.model import Experts
+from optimus.program.op import Kind, Lane
+from optimus.schedule.build import Builder
+from optimus.schedule.chunk import concatenate
+from optimus.schedule.timeline import evaluate
+
+
+def makespan_s(kernels: list[Kernel], *, slowdown: float = 0.0) -> float:
+    builder = Builder(["m"], 1)
+    builder.add(concatenate([(kernels, 0)], Kind.F), device=0)
+    return evaluate(builder.build(), slowdown=slowdown).step_s
+
+
+# ------------------------------------------------------------------------ the paper's figures
+
+
+def test_vit_22b_layer_takes_what_the_paper_says() -> None:
+    """Table 1's text: about 1.4 ms forward and 2.0 ms backward at TP 8, TP traffic included."""
+    shape = layer_shape("vision", tokens=4096, span=2048)
+    forward_ms = 1e3 * makespan_s(forward(shape))
+    backward_ms = 1e3 * makespan_s(backward(shape, weights=True))
+    assert forward_ms == pytest.approx(1.4, rel=0.15)
+    assert backward_ms == pytest.approx(2.0, rel=0.15)
+
+
+def test_mean_tp_bubble_of_gpt_175b_is_300_us() -> None:
+    shape = layer_shape("llm", tokens=4096, span=2048)
+    collectives = [k for k in (*forward(shape), *backward(shape, weights=True)) if k.lane == Lane.TP]
+    mean_us = 1e6 * sum(k.duration_s for k in collectives) / len(collectives)
+    assert len(collectives) == 8  # four per direction, as the paper counts them
+    assert mean_us == pytest.approx(300, rel=0.15)
+
+
+# ------------------------------------------------------------------------ activations
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(("tokens", "span"), [(2048, 2048), (4096, 2048), (8192, 8192)])
+def test_activation_bytes_equal_korthikanti(tp: int, tokens: int, span: int) -> None:
+    """sbh(34 + 5as/h)/t with everything kept, 34 sbh/t with selective recomputation."""
+    shape = layer_shape("llm", tokens=tokens, span=span, tp=tp, assumptions=unfused())
+    h, a = shape.stack.hidden, shape.stack.attention.heads
+    assert activation_bytes(shape, "none") == tokens * h * (34 + 5 * a * span / h) / tp
+    assert activation_bytes(shape, "selective") == 34 * tokens * h / tp
+    assert activation_bytes(shape, "full") == 2 * tokens * h / tp
+
+
+def test_fused_attention_keeps_no_scores() -> None:
+    shape = layer_shape("llm", tokens=4096, span=2048)
+    h, a = shape.stack.hidden, shape.stack.attention.heads
+    statistics = 4 * a * 4096 / 8
+    assert activation_bytes(shape, "none") == 34 * 4096 * h / 8 + statistics
+    assert activation_bytes(shape, "selective") < activation_bytes(shape, "none")
+
+
+# ------------------------------------------------------------------------ communication
+
+
+def collectives(kernels: list[Kernel]) -> list[str]:
+    return [k.name for k in kernels if k.lane != Lane.COMPUTE]
+
+
+def test_tp_collectives_of_every_direction() -> None:
+    shape = layer_shape("llm", tokens=4096, span=2048, assumptions=preset("clean"))
+    assert len(collectives(forward(shape))) == 4
+    assert len(collectives(backward(shape, weights=True))) == 6  # 2 exposed, 2 under dgrad, 2 under wgrad
+    assert len(collectives(backward(shape, weights=False))) == 4
+    assert len(collectives(weight_gradients(shape))) == 2
+    alone = layer_shape("llm", tokens=4096, span=2048, tp=1)
+    for kernels in (forward(alone), backward(alone, weights=True), weight_gradients(alone)):
+        assert collectives(kernels) == []
+
+
+def test_overlapped_backward_hides_what_exposed_shows() -> None:
+    exposed = makespan_s(backward(layer_shape("llm", tokens=4096, span=2048), weights=True))
+    shape = layer_shape("llm", tokens=4096, span=2048, assumptions=preset("clean"))
+    hidden = makespan_s(backward(shape, weights=True))
+    compute = sum(k.duration_s for k in backward(shape, weights=True) if k.lane == Lane.COMPUTE)
+    assert compute < hidden < exposed
+
+
+def test_a_share_of_tp_traffic_may_be_hidden_already() -> None:
+    hidden = replace(preset("paper"), tp_overlapped_share=0.7)
+    shown = layer_shape("llm", tokens=4096, span=2048)
+    less = layer_shape("llm", tokens=4096, span=2048, assumptions=hidden)
+    for a, b in zip(forward(shown), forward(less), strict=True):
+        expected = 0.3 * a.duration_s if a.lane == Lane.TP else a.duration_s
+        assert b.duration_s == pytest.approx(expected)
+
+
+def test_context_parallelism_divides_compute_and_adds_an_exchange() -> None:
+    shape = layer_shape("llm", tokens=8192, span=8192)
+    divided = replace(shape, layout=shape.layout.with_(cp=2))
+    names = [k.name for k in forward(divided)]
+    assert names.count("context") == 1
+    assert next(k.lane for k in forward(divided) if k.name == "context") == Lane.DP  # tp fills the node
+    whole, half = (sum(k.duration_s for k in forward(s) if k.lane == Lane.COMPUTE) for s in (shape, divided))
+    assert half == pytest.approx(whole / 2, rel=0.1)
+
+
+def with_experts(assumptions: Assumptions | None = None):  # type: ignore[no-untyped-def]
+    shape = layer_shape("llm", tokens=4096, span=2048, assumptions=assumptions)
+    experts = Experts(count=64, active=4, width=4096, shared_width=4096, leading_dense_layers=1)
+    return replace(shape, stack=replace(shape.stack, experts=experts), layer=1)
+
+
+def test_experts_are_dispatched_and_combined() -> None:
+    shape = with_experts()
+    spread = replace(shape, layout=shape.layout.with_(ep=8))
+    names = [k.name for k in forward(spread)]
+    assert names.count("dispatch") == names.count("combine") == 1
+    wide = replace(shape, layout=shape.layout.with_(ep=32))
+    lanes = {k.name: k.lane for k in forward(wide)}
+    assert lanes["dispatch"] == Lane.DP  # it leaves the node
+    dense = replace(spread, layer=0)  # a leading dense layer
+    assert "dispatch" not in [k.name for k in forward(dense)]
+
+
+def test_input_and_weight_gradients_do_the_work_of_a_whole_backward() -> None:
+    for shape in (layer_shape("llm", tokens=4096, span=2048), with_experts()):
+        work = [
+            sum(k.duration_s for k in kernels if k.lane == Lane.COMPUTE)
+            for kernels in (
+                backward(shape, weights=True),
+                backward(shape, weights=False),
+                weight_gradients(shape),
+            )
+        ]
+        assert work[0] == pytest.approx(work[1] + work[2], rel=1e-2)
+
+
+# ------------------------------------------------------------------------ measured numbers
+
+
+def test_a_measured_kernel_beats_the_formula() -> None:
+    shape = layer_shape("vision", tokens=4096, span=2048)
+    key = KernelKey(module="vision", kind=Kind.F, kernel="attention", tokens=4096, tp=8)
+    measured = replace(shape.prices, profile=Profile(seconds={key: 0.123}, source="test"))
+    found = {k.name: k.duration_s for k in forward(replace(shape, prices=measured))}
+    analytic = {k.name: k.duration_s for k in forward(shape)}
+    assert found.pop("attention") == 0.123
+    analytic.pop("attention")
+    assert found == analytic

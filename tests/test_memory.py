@@ -1,0 +1,90 @@
+"""Bytes on a rank: the paper's formula, the order of ops, and what frozen modules do not hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from paper_parts import PAPER_JOBS, strong_3072
+
+from optimus.cost.assumptions import preset
+from optimus.cost.memory import high_water, states
+from optimus.cost.prices import Prices
+from optimus.job.layout import Layout
+from optimus.job.model import Precision
+from optimus.job.read import find_job
+from optimus.program.op import Kind
+from optimus.schedule.pipelines import interleaved, one_f_one_b, zero_bubble
+from optimus.schedule.setting import Setting
+
+
+def setting_of(name: str) -> Setting:
+    job = find_job(name)
+    stated = job.layout.of("llm").stated()
+    prices = Prices(cluster=job.cluster, assumptions=preset("paper"))
+    return Setting(job=job, prices=prices, layout=Layout(**stated), microbatch_sequences=2)
+
+
+@pytest.mark.parametrize("name", PAPER_JOBS)
+def test_states_equal_the_papers_formula(name: str) -> None:
+    """k (DP_enc P_enc + DP_llm P_llm) / n with k = 6: transformer layers, evenly divided."""
+    setting = setting_of(name)
+    job, llm_layout = setting.job, setting.layout
+    n = job.cluster.gpus
+    encoder_layout = Layout(dp=n // 4, pp=1, tp=4)
+    held = expected = 0.0
+    for encoder in job.model.encoders:
+        layers = setting.encoder_layers(encoder, encoder_layout, 2, "full")[1:-1]
+        memory = states(layers, job.model.precision)
+        held += memory.parameters + memory.gradients
+        expected += 6 * encoder_layout.dp * encoder.stack.parameters() / n
+    llm = setting.llm_layers(llm_layout, 2, "full")[1:-1]
+    per_stage = states(llm, job.model.precision)
+    held += (per_stage.parameters + per_stage.gradients) / llm_layout.pp
+    expected += 6 * llm_layout.dp * job.model.llm.stack.parameters() / n
+    assert held == pytest.approx(expected, rel=1e-12)
+
+
+def test_optimizer_states_are_divided_over_replicas() -> None:
+    setting = setting_of("paper/strong-3072")
+    layers = setting.llm_layers(setting.layout, 2, "full")
+    memory = states(layers, Precision())
+    assert memory.optimizer == pytest.approx(memory.parameters / 2 * 12 / 48)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_1f1b_holds_p_minus_r_microbatches(stages: int) -> None:
+    order = one_f_one_b(stages=stages, microbatches=3 * stages)
+    assert [high_water(ops, [(1.0,)]) for ops in order] == [(float(stages - r),) for r in range(stages)]
+
+
+def test_interleaving_holds_the_warm_up_and_one_more() -> None:
+    stages, chunks = 4, 3
+    order = interleaved(stages=stages, chunks=chunks, microbatches=16)
+    held = [high_water(ops, [(1.0,)] * chunks)[0] for ops in order]
+    assert held == [2 * (stages - 1 - r) + (chunks - 1) * stages + 1 for r in range(stages)]
+
+
+def test_zero_bubble_keeps_activations_until_their_weight_gradient() -> None:
+    order = zero_bubble(stages=4, chunks=1, microbatches=8)
+    held = [high_water(ops, [(1.0,)])[0] for ops in order]
+    assert held == [4.0, 4.0, 4.0, 4.0]  # ZB-H1: 1F1B's peak, on every stage
+
+
+def test_components_stand_for_the_moment_of_the_peak() -> None:
+    order = [(Kind.F, 0, 0), (Kind.B, 0, 0), (Kind.F, 1, 0), (Kind.B, 1, 0)]
+    assert high_water(order, [(3.0, 0.0), (0.0, 2.0)]) == (3.0, 0.0)
+
+
+def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
+    job = strong_3072()
+    encoder = replace(job.model.encoders[0], train=False)
+    setting = setting_of("paper/strong-3072")
+    layers = setting.encoder_layers(encoder, Layout(dp=384, tp=8), 2, "none")
+    middle = layers[1:-1]
+    assert all(layer.activation_bytes == 0 for layer in middle)
+    assert all(not layer.kernels[kind] for layer in middle for kind in (Kind.B, Kind.I, Kind.W))
+    memory = states(middle, Precision())
+    assert memory.gradients == memory.optimizer == 0 < memory.parameters
+    projector = layers[-1]
+    assert projector.trained and projector.kernels[Kind.W]  # the adapter still learns

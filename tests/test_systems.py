@@ -1,0 +1,136 @@
+"""Systems: what must hold whatever the numbers are, and two levels of detail that must agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from paper_parts import PAPER_JOBS
+
+from optimus.cost.assumptions import preset
+from optimus.job.read import find_job
+from optimus.program.op import Kind, Lane
+from optimus.schedule.bubbles import CAUSES, busy_s, find_bubbles
+from optimus.schedule.systems import MAKERS, Systems
+from optimus.schedule.timeline import evaluate
+from optimus.search.compare import Comparison, compare_systems
+from optimus.search.layouts import decide_setting
+
+
+@cache
+def compared(name: str, on: str | None = None, assumptions: str = "default") -> Comparison:
+    return compare_systems(find_job(name, on), assumptions=assumptions)
+
+
+# ------------------------------------------------------------------------ op level and kernel level
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("assumptions", ["paper", "clean", "clean-slack"])
+@pytest.mark.parametrize("name", PAPER_JOBS)
+def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
+    setting, _ = decide_setting(find_job(name), preset(assumptions))
+    systems = Systems(setting)
+    for way in (systems.inline("stage0"), systems.inline("balanced")):
+        coarse, fine = evaluate(way.op_schedule()).step_s, evaluate(way.schedule()).step_s
+        assert fine == pytest.approx(coarse, abs=1e-6)
+
+
+# ------------------------------------------------------------------------ every system of a job
+
+
+JOBS = ["paper/A", "paper/small-a100"]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_no_system_is_faster_than_the_floor(name: str) -> None:
+    comparison = compared(name)
+    for system in comparison.systems.values():
+        assert system.step_s >= comparison.floor_s * (1 - 1e-9), system.name
+    assert comparison.floor_1f1b_s >= comparison.floor_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_strongest_pipeline_is_not_beaten_by_a_weaker_one(name: str) -> None:
+    systems = compared(name).systems
+    for weaker in ("stage0", "balanced"):
+        assert systems["balanced-best"].step_s <= systems[weaker].step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_bubbles_of_every_system_sum_to_the_idle_time(name: str) -> None:
+    for system in compared(name).systems.values():
+        schedule, timeline = system.schedule, system.timeline
+        busy = busy_s(schedule, timeline)
+        for device, bubbles in enumerate(find_bubbles(schedule, timeline)):
+            assert bubbles.total == pytest.approx(timeline.step_s - busy[device], rel=1e-12)
+            assert all(getattr(bubbles, cause) >= -1e-12 for cause in CAUSES)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_system_does_all_the_work_once(name: str) -> None:
+    """Every system runs the same encoder and LLM layers; only splits of pieces may differ."""
+    comparison = compared(name)
+    for system in comparison.systems.values():
+        schedule = system.schedule
+        kinds = {Kind(kind) for kind in np.unique(schedule.kind)}
+        assert Kind.F in kinds and (Kind.B in kinds or {Kind.I, Kind.W} <= kinds)
+        assert (schedule.duration_s >= 0).all()
+        order = np.lexsort((np.arange(len(schedule)), schedule.device * 8 + schedule.lane))
+        lane = (schedule.device * 8 + schedule.lane)[order]
+        start, finish = system.timeline.start_s[order], system.timeline.finish_s[order]
+        same = lane[1:] == lane[:-1]
+        assert (start[1:][same] >= finish[:-1][same] - 1e-12).all()  # one op at a time per lane
+
+
+def test_memory_names_the_worst_rank() -> None:
+    for system in compared("paper/A").systems.values():
+        assert system.fits == (system.memory.total <= 80e9)
+        assert system.worst_rank
+
+
+def test_all_systems_are_made_for_a_paper_job() -> None:
+    assert set(compared("paper/A").systems) == set(MAKERS) - {"today"}
+
+
+# ------------------------------------------------------------------------ assumptions
+
+
+def test_slower_assumptions_give_slower_steps() -> None:
+    job = find_job("paper/A")
+    base = preset("default")
+    steps = {}
+    for label, changed in {
+        "base": base,
+        "contention": replace(base, residence_slowdown=0.2),
+        "launch": replace(base, launch_s=50e-6),
+        "slow GPUs": replace(base, efficiency=0.8),
+        "TP hidden": replace(base, tp_overlapped_share=0.7),
+    }.items():
+        comparison = compare_systems(job, names=["stage0"], assumptions=changed)
+        steps[label] = comparison.systems["stage0"].step_s
+    assert steps["TP hidden"] < steps["base"] < min(steps["contention"], steps["slow GPUs"])
+    assert steps["launch"] >= steps["base"]
+
+
+def test_paper_preset_exposes_all_parameter_traffic() -> None:
+    everything = compared("paper/A", None, "paper").systems["stage0"].bubbles
+    first = compared("paper/A", None, "paper-first-chunk").systems["stage0"].bubbles
+    assert everything.dp_all_gather > 2 * first.dp_all_gather
+    assert everything.dp_reduce_scatter > 2 * first.dp_reduce_scatter
+
+
+def test_a_frozen_encoder_has_no_backward_and_no_gradient_traffic() -> None:
+    job = find_job("paper/A")
+    vision = job.model.encoders[0]
+    frozen = replace(vision, train=False, projector=replace(vision.projector, train=False))
+    model = replace(job.model, encoders=(frozen,))
+    system = compare_systems(replace(job, model=model), names=["stage0"]).systems["stage0"]
+    schedule = system.schedule
+    encoder_rows = schedule.module == 0
+    compute = (schedule.lane == Lane.COMPUTE) & (schedule.duration_s > 0)
+    assert set(schedule.kind[encoder_rows & compute].tolist()) == {Kind.F}
+    trained = compared("paper/A").systems["stage0"]
+    assert system.step_s < trained.step_s and system.memory.total < trained.memory.total

@@ -1,0 +1,176 @@
+"""The compiled loop against an independent replay, closed forms and hand-made cases."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_replay import replay
+
+from optimus.program.op import Kind, Lane, Schedule
+from optimus.schedule.build import Builder, single
+from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
+from optimus.schedule.timeline import Deadlock, evaluate
+
+UNIT = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+
+
+def pipeline_schedule(order: Pipeline, durations: dict[Kind, float]) -> Schedule:
+    """Free communication: every op one row, waits only for data and its stage."""
+    stages = len(order)
+    builder = Builder(["llm"], stages)
+    templates = {kind: single(kind, Lane.COMPUTE, float(seconds)) for kind, seconds in durations.items()}
+    blocks: dict[tuple[str, int, int], int] = {}
+    last = max(op.chunk for op in order[0]) * stages + stages - 1
+    for stage, ops in enumerate(order):
+        for op in ops:
+            virtual = op.chunk * stages + stage
+            name = {Kind.F: "F", Kind.W: "W"}.get(op.kind, "B")
+            blocks[name, virtual, op.microbatch] = builder.add(
+                templates[op.kind], device=stage, chunk=op.chunk, microbatch=op.microbatch
+            )
+    for (name, virtual, microbatch), block in blocks.items():
+        if name == "F" and virtual > 0:
+            builder.wait([block], [blocks["F", virtual - 1, microbatch]])
+        if name == "B":
+            source = ("F", virtual) if virtual == last else ("B", virtual + 1)
+            builder.wait([block], [blocks[source[0], source[1], microbatch]])
+        if name == "W":
+            builder.wait([block], [blocks["B", virtual, microbatch]])
+    return builder.build()
+
+
+def idle_per_busy(order: Pipeline) -> Fraction:
+    """Exact: whole seconds stay whole in floating point."""
+    schedule = pipeline_schedule(order, UNIT)
+    busy = Fraction(schedule.duration_s.sum())
+    return Fraction(evaluate(schedule).step_s) * len(order) / busy - 1
+
+
+# ------------------------------------------------------------------------ closed forms
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 23, 24, 31, 32])
+def test_1f1b_idles_p_minus_1_over_m(stages: int, microbatches: int) -> None:
+    order = one_f_one_b(stages=stages, microbatches=microbatches)
+    assert idle_per_busy(order) == Fraction(stages - 1, microbatches)
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("chunks", range(2, 6))
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+def test_interleaved_idles_p_minus_1_over_v_m(stages: int, chunks: int, rounds: int) -> None:
+    order = interleaved(stages=stages, chunks=chunks, microbatches=stages * rounds)
+    assert idle_per_busy(order) == Fraction(stages - 1, chunks * stages * rounds)
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("chunks", range(1, 5))
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+def test_zero_bubble_idles_p_minus_1_over_3_v_m(stages: int, chunks: int, rounds: int) -> None:
+    order = zero_bubble(stages=stages, chunks=chunks, microbatches=stages * rounds)
+    assert idle_per_busy(order) == Fraction(stages - 1, 3 * chunks * stages * rounds)
+
+
+# ------------------------------------------------------------------------ independent replay
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stages=st.integers(1, 6),
+    chunks=st.integers(1, 3),
+    rounds=st.integers(1, 3),
+    durations=st.tuples(*[st.integers(1, 9)] * 3),
+    split=st.booleans(),
+)
+def test_equals_the_reference_replay(
+    stages: int, chunks: int, rounds: int, durations: tuple[int, int, int], split: bool
+) -> None:
+    kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
+    make = zero_bubble if split else interleaved
+    order = make(stages=stages, chunks=chunks, microbatches=stages * rounds)
+    seconds = dict(zip(kinds, durations, strict=False))
+    schedule = pipeline_schedule(order, {kind: float(value) for kind, value in seconds.items()})
+    timeline = evaluate(schedule)
+    expected = replay(order, seconds)
+    rows = iter(range(len(schedule)))
+    for stage, ops in enumerate(order):
+        for op in ops:
+            row = next(rows)
+            assert (timeline.start_s[row], timeline.finish_s[row]) == expected[stage, op]
+
+
+# ------------------------------------------------------------------------ slow-down, launch, deadlock
+
+
+def test_compute_slows_down_only_while_a_collective_runs() -> None:
+    builder = Builder(["llm"], 1)
+    builder.add(single(Kind.F, Lane.COMPUTE, 10.0), device=0)
+    builder.add(single(Kind.GATHER, Lane.DP, 2.2), device=0)
+    timeline = evaluate(builder.build(), slowdown=0.1)
+    # 2.2 s at 1/1.1 of the speed do 2.0 s of work; 8.0 s are left.
+    assert timeline.finish_s[0] == pytest.approx(10.2)
+    assert timeline.finish_s[1] == pytest.approx(2.2)
+
+
+def test_two_collectives_at_once_slow_down_like_one() -> None:
+    builder = Builder(["llm"], 1)
+    builder.add(single(Kind.F, Lane.COMPUTE, 10.0), device=0)
+    builder.add(single(Kind.GATHER, Lane.DP, 1.1), device=0)
+    builder.add(single(Kind.F, Lane.TP, 2.2), device=0)
+    assert evaluate(builder.build(), slowdown=0.1).finish_s[0] == pytest.approx(10.2)
+
+
+def test_a_collective_on_another_device_does_not_slow_down() -> None:
+    builder = Builder(["llm"], 2)
+    builder.add(single(Kind.F, Lane.COMPUTE, 10.0), device=0)
+    builder.add(single(Kind.GATHER, Lane.DP, 5.0), device=1)
+    assert evaluate(builder.build(), slowdown=0.1).finish_s[0] == 10.0
+
+
+def test_an_op_starts_no_earlier_than_the_host_has_issued_it() -> None:
+    builder = Builder(["llm"], 1)
+    for _ in range(4):
+        builder.add(single(Kind.F, Lane.COMPUTE, 0.1), device=0)
+    assert evaluate(builder.build(), launch_s=1.0).start_s.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_lanes_run_side_by_side_and_each_in_program_order() -> None:
+    builder = Builder(["llm"], 1)
+    first = builder.add(single(Kind.F, Lane.COMPUTE, 3.0), device=0)
+    builder.add(single(Kind.F, Lane.TP, 1.0), device=0, after=[first])
+    builder.add(single(Kind.F, Lane.TP, 1.0), device=0)  # behind it in its lane, though it waits for nothing
+    assert evaluate(builder.build()).start_s.tolist() == [0.0, 3.0, 4.0]
+
+
+def test_a_schedule_that_cannot_end_is_a_deadlock() -> None:
+    builder = Builder(["llm"], 1)
+    first = builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0)
+    second = builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0)
+    builder.wait([first], [second])
+    with pytest.raises(Deadlock, match="2 ops never start"):
+        evaluate(builder.build())
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_random_graphs_equal_a_longest_path(data: st.DataObject) -> None:
+    """Any lanes, any earlier dependencies: start = max(lane free, dependencies done)."""
+    count = data.draw(st.integers(1, 40))
+    devices = data.draw(st.integers(1, 3))
+    builder = Builder(["llm"], devices)
+    free: dict[tuple[int, Lane], float] = {}
+    finish: list[float] = []
+    for op in range(count):
+        device, lane = data.draw(st.integers(0, devices - 1)), data.draw(st.sampled_from(list(Lane)))
+        seconds = data.draw(st.integers(0, 5))
+        deps = data.draw(st.lists(st.integers(0, op - 1), max_size=3, unique=True)) if op else []
+        builder.add(single(Kind.F, lane, float(seconds)), device=device, after=deps)
+        start = max([free.get((device, lane), 0.0), *(finish[dep] for dep in deps)])
+        finish.append(start + seconds)
+        free[device, lane] = finish[-1]
+    np.testing.assert_array_equal(evaluate(builder.build()).finish_s, finish)
