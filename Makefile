@@ -40,13 +40,15 @@ test:  ## the tests to run after every change (60 s)
 	$(PYTEST) -m 'not ci and not heavy'
 
 test-ci:  ## the slower tests, on the minutes granted to each area (tests/conftest.py)
-	$(PYTEST) -m 'ci and not heavy' --ci-budget
+	$(PYTEST) -m 'ci and not heavy and not alone' --ci-budget
+	$(PYTHON) -m pytest -q -m 'ci and alone' --ci-budget
 
 test-all:  ## every test
-	$(PYTEST)
+	$(PYTEST) -m 'not alone'
+	$(PYTHON) -m pytest -q -m alone
 
 docs:  ## the documentation, in site/
-	$(PYTHON) -m mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build -q --strict
 
 wheel:  ## the distribution, in dist/
 	$(PYTHON) -m build -n --wheel

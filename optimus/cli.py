@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import tyro
 
 from optimus import __version__
-from optimus.errors import DoesNotFit, OptimusError, UserError
+from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
 
 OK, NO, USER_ERROR, OUR_BUG = 0, 1, 2, 70
 
@@ -50,7 +51,12 @@ class Catalog:
 class Init:
     """Write a commented job file from a released config.json."""
 
-    hf: Annotated[str, tyro.conf.arg(metavar="CONFIG.json", help="config.json of the model, or its folder")]
+    hf: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="CONFIG.json", help="the model: its config.json, its folder, or a catalog name"
+        ),
+    ]
     on: Annotated[str, tyro.conf.arg(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
     output: Annotated[
         Path, tyro.conf.arg(aliases=["-o"], metavar="JOB.yaml", help="where to write the job")
@@ -60,18 +66,13 @@ class Init:
     def __call__(self) -> int:
         from optimus.job.write import write_job_yaml
 
+        text = write_job_yaml(self.hf, self.on, folder=self.output.parent)
         if self.output.exists():
             raise UserError(
                 field="--output", value=str(self.output), problem="exists", hint="name another file with -o"
             )
-        text = write_job_yaml(self.hf, self.on, folder=self.output.parent)
-        try:
-            self.output.write_text(text)
-        except OSError as error:
-            raise UserError(
-                field="--output", value=str(self.output), problem=f"cannot be written: {error.strerror}",
-                hint="name a file in a folder that exists and is yours",
-            ) from None  # fmt: skip
+        _check_writable("--output", self.output)
+        self.output.write_text(text)
         found = {"schema": "optimus.init/1", "job": text, "file": str(self.output)}
         lines = [f"wrote {self.output}", f"next   optimus simulate {self.output}"]
         _print(found, lines, as_json=self.json)
@@ -86,7 +87,11 @@ class Simulate:
     on: On = None
     system: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(metavar="NAME ...", help="only these systems (see the table of a run without it)"),
+        tyro.conf.arg(
+            metavar="NAME ...",
+            help="only these: llm-only, stage0, balanced, balanced-best, three-phase, separate-gpus, fsdp, "
+            "today",
+        ),
     ] = ()
     layout: Annotated[
         tuple[str, ...],
@@ -94,7 +99,7 @@ class Simulate:
     ] = ()
     preset: Preset = "default"
     picture: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE.svg", help="draw the stages of the last system over time")
+        Path | None, tyro.conf.arg(metavar="FILE.svg", help="draw every stage of the systems over time")
     ] = None
     json: Json = False
 
@@ -103,13 +108,15 @@ class Simulate:
         from optimus.job.read import find_job, with_layouts
         from optimus.render.simulation import simulation_json, simulation_text
 
+        if self.picture is not None:
+            _check_writable("--picture", self.picture)
         assumptions = preset(self.preset)
         job = with_layouts(find_job(self.job, self.on), self.layout)
         with _progress() as progress, _announced_compilation():
             from optimus.search.compare import compare_systems
 
             comparison = compare_systems(
-                job, names=self.system or None, assumptions=assumptions, progress=progress
+                job, names=_split(self.system) or None, assumptions=assumptions, progress=progress
             )
         lines = simulation_text(comparison)
         if self.picture is not None:
@@ -118,10 +125,10 @@ class Simulate:
             write_picture(comparison, self.picture)
             lines += ["", f"wrote {self.picture}"]
         _print(simulation_json(comparison), lines, as_json=self.json)
-        return OK
+        return OK if comparison.systems else NO
 
 
-Command = Catalog | Init | Simulate
+COMMANDS = (Catalog, Init, Simulate)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -135,8 +142,9 @@ def run(arguments: list[str]) -> int:
         print(__version__)
         return OK
     try:
+        _check_words(arguments)
         command = tyro.cli(
-            Command,
+            Catalog | Init | Simulate,
             prog="optimus",
             args=arguments or ["--help"],
             description="Plans multimodal LLM training: where time and memory go, and how to run it better.",
@@ -163,6 +171,40 @@ def run(arguments: list[str]) -> int:
         return OUR_BUG
 
 
+def _split(names: tuple[str, ...]) -> list[str]:
+    """`a b` and `a,b` are the same list."""
+    return [part for name in names for part in name.split(",") if part]
+
+
+def _check_writable(field: str, path: Path) -> None:
+    """Says before the work, not after it, that a file cannot be written."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(
+            field=field,
+            value=str(path),
+            problem="cannot be written",
+            hint="name a file in a folder that exists and is yours",
+        )
+
+
+def _check_words(arguments: list[str]) -> None:
+    """Mistakes that the parser would take for something else, or answer at length."""
+    commands = [command.__name__.lower() for command in COMMANDS]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        raise UserError(
+            field="command",
+            value=arguments[0],
+            problem="is not a command",
+            hint=nearest(arguments[0], commands),
+        )
+    for flag in ("--system", "--layout"):
+        if arguments.count(flag) > 1:
+            raise UserError(
+                field=flag, problem="is given twice", hint=f"name all after one {flag}, with spaces"
+            )
+
+
 def _print(found: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
@@ -179,7 +221,7 @@ def _announced_compilation() -> Iterator[None]:
         where = (
             f"kept in {kept_in}" if kept_in else "cannot be kept: set OPTIMUS_CACHE_DIR to a folder of yours"
         )
-        print(f"compiling the timeline, about 10 s, once per installation ({where})", file=sys.stderr)
+        print(f"compiling the timeline, about 5 s, once per installation ({where})", file=sys.stderr)
 
     with announcing_compilation(announce):
         yield

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
+from service_user import as_nobody as as_nobody
+from service_user import installed as installed
 
 # Sums of the durations of an area's tests; `make test-ci` runs two tests at a time, so it takes about half.
 MINUTES = {

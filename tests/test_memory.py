@@ -72,7 +72,7 @@ def test_zero_bubble_keeps_activations_until_their_weight_gradient() -> None:
 
 
 def test_components_stand_for_the_moment_of_the_peak() -> None:
-    order = [(Kind.F, 0, 0), (Kind.B, 0, 0), (Kind.F, 1, 0), (Kind.B, 1, 0)]
+    order = ((Kind.F, 0, 0), (Kind.B, 0, 0), (Kind.F, 1, 0), (Kind.B, 1, 0))
     assert high_water(order, [(3.0, 0.0), (0.0, 2.0)]) == (3.0, 0.0)
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optimus.cost.memory import Memory
 from optimus.errors import DoesNotFit, UserError
 from optimus.job.read import find_job
 from optimus.program.op import Kind, Lane
-from optimus.render.picture import IDLE_DP, IDLE_PP, IDLE_TP, PLOT, STACK, _rows, timeline_svg, write_picture
+from optimus.render.boxes import IDLE_DP, IDLE_PP, IDLE_TP, STACK, device_rows
+from optimus.render.picture import PLOT, timeline_svg, write_picture
 from optimus.schedule.bubbles import busy_s, find_bubbles, mean_bubbles
 from optimus.schedule.build import ROW, Builder, Template, single
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
@@ -69,11 +69,16 @@ def system_of(order: Pipeline, *, layers: int = 2, name: str = "stage0", fits: b
         builder.add(single(Kind.FINISH, Lane.COMPUTE, 1e-3), device=stage, after=reduces)
     schedule = builder.build()
     timeline = evaluate(schedule)
-    return System(
-        name=name, how="", step_s=timeline.step_s, mfu=0.5, tokens_per_s_per_gpu=1.0, memory=Memory(),
-        worst_rank="stage 0", bubbles=mean_bubbles(find_bubbles(schedule, timeline)), fits=fits,
-        schedule=schedule, timeline=timeline,
+    return replace(
+        a_system(), name=name, fits=fits, step_s=timeline.step_s, schedule=schedule, timeline=timeline,
+        bubbles=mean_bubbles(find_bubbles(schedule, timeline)),
     )  # fmt: skip
+
+
+@functools.cache
+def a_system() -> System:
+    """For what a picture does not show."""
+    return compare_systems(find_job("paper/small-a100"), names=["stage0"]).systems["stage0"]
 
 
 @functools.cache
@@ -101,7 +106,7 @@ def test_idle_time_in_the_picture_is_the_bubbles_of_the_table_by_cause(make: Cal
     system = make()
     bubbles = find_bubbles(system.schedule, system.timeline)
     busy = busy_s(system.schedule, system.timeline)
-    for row, expected, work in zip(_rows(system), bubbles, busy, strict=True):
+    for row, expected, work in zip(device_rows(system), bubbles, busy, strict=True):
         shown = row.intervals
         spent = np.bincount(shown.fill, shown.end_s - shown.begin_s, minlength=len(STACK))
         assert np.all(shown.begin_s[1:] == shown.end_s[:-1]) and shown.begin_s[0] == 0.0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from optimus.cost.module import PricedLayer
 from optimus.job.model import Precision
-from optimus.program.op import Kind
+from optimus.program.op import Ints, Kind
 
 # Buffers of one NCCL communicator (aiconfigurator-core 0.12.0, h100_sxm.yaml `nccl_mem`:
 # 342 MiB for 2 GPUs, 392 MiB for 4 and 8; labelled unofficial there).
@@ -42,7 +44,15 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return float(sum(asdict(self).values()))
+        return (
+            self.states
+            + self.llm_activations
+            + self.encoder_activations
+            + self.logits
+            + self.seam
+            + self.communicators
+            + self.reserve
+        )
 
     @property
     def states(self) -> float:
@@ -65,18 +75,22 @@ def states(layers: Iterable[PricedLayer], precision: Precision) -> Memory:
     return Memory(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
 
-def high_water(
-    order: Sequence[tuple[Kind, int, int]], kept_bytes: Sequence[Sequence[float]]
-) -> tuple[float, ...]:
+def high_water(order: tuple[tuple[Kind, int, int], ...], kept_bytes: ArrayLike) -> tuple[float, ...]:
     """Activations alive when most are, while a stage runs `order`; `kept_bytes[chunk]` by component.
 
     A chunk's bytes live from its forward to its backward, or to its W where that is split off.
     """
-    kind, chunk, _ = np.array(order, np.int64).T
-    releases = kind == (Kind.W if (kind == Kind.W).any() else Kind.B)
-    sign = (kind == Kind.F).astype(np.int64) - releases
-    alive = np.cumsum(sign[:, None] * np.array(kept_bytes, np.float64)[chunk], axis=0)
+    chunk, sign = _lives(order)
+    alive = np.cumsum(sign[:, None] * np.asarray(kept_bytes, np.float64)[chunk], axis=0)
     return tuple(float(value) for value in alive[alive.sum(axis=1).argmax()])
+
+
+@lru_cache(maxsize=4096)  # the same orders are asked about for many cuts
+def _lives(order: tuple[tuple[Kind, int, int], ...]) -> tuple[Ints, Ints]:
+    """For every op: its chunk, and whether an activation begins (1) or ends (-1) to live."""
+    kind, chunk, _ = np.array(order, np.int64).T
+    ends = kind == (Kind.W if (kind == Kind.W).any() else Kind.B)
+    return chunk, (kind == Kind.F).astype(np.int64) - ends
 
 
 def communicator_bytes(*group_sizes: int) -> float:

@@ -68,15 +68,17 @@ class LayoutChoice:
 
 def parse_layout(text: str, *, field: str) -> tuple[str, LayoutChoice]:
     """`llm=pp8,tp4`: a module and what is stated of its layout."""
-    module, _, stated = text.partition("=")
+    module, equals, stated = text.partition("=")
     axes: dict[str, int] = {}
+    if not equals:
+        module, stated = "", text
     for part in stated.split(","):
         found = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,5})", part.strip())
         if not module or found is None or found[1] not in AXES or found[1] in axes:
             raise UserError(
                 field=field,
                 value=text,
-                problem=f"is not a layout: {part.strip() or 'nothing'} is not an axis and its size",
+                problem="is not a layout" + (f": what is {part.strip()}?" if module and part.strip() else ""),
                 hint=f"write MODULE=AXIS,AXIS such as llm=pp8,tp4; axes: {one_of(AXES)}",
             )
         axes[found[1]] = int(found[2])

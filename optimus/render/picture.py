@@ -1,8 +1,7 @@
 """Draws systems as an SVG: a row per stage, time to the right, and idle time tinted by its cause.
 
-Area is time. A box that is wide enough is one op of one microbatch; narrower ones share a box. What
-fills a box is stacked in it by its share of the box's time, so that TP bubbles of 300 us show in a picture
-of seconds.
+Area is time: what fills a box is stacked in it by its share of the box's time, so that TP bubbles of 300 us
+show in a picture of seconds.
 """
 
 from __future__ import annotations
@@ -18,8 +17,21 @@ from pathlib import Path
 import numpy as np
 
 from optimus.errors import DoesNotFit, UserError, show_value
-from optimus.program.op import Floats, Ints, Kind, Lane
-from optimus.schedule.bubbles import _is_layer_collective, _last_wait
+from optimus.render.boxes import (
+    ENCODER,
+    IDLE_DP,
+    IDLE_PP,
+    IDLE_TP,
+    LLM,
+    OPTIMIZER,
+    STACK,
+    TRAFFIC,
+    Box,
+    Fill,
+    Row,
+    boxes_of,
+    device_rows,
+)
 from optimus.schedule.systems import System
 from optimus.search.compare import Comparison
 
@@ -36,70 +48,7 @@ FONT = "font-family='Helvetica,Arial,sans-serif'"
 INK, FAINT, PAPER = "#1a1a1a", "#5f6368", "#ffffff"
 
 
-@dataclass(frozen=True)
-class Fill:
-    """What an interval of a compute lane is spent on: its words and its colour."""
-
-    label: str
-    colour: str
-
-
-# Okabe and Ito's colours, which colour-blind readers tell apart; within a module dark is late.
-ENCODER = {
-    Kind.F: Fill("encoder forward", "#e69f00"),
-    Kind.R: Fill("encoder recompute", "#f7d68a"),
-    Kind.B: Fill("encoder backward", "#c2500a"),
-    Kind.I: Fill("encoder backward", "#c2500a"),
-    Kind.W: Fill("encoder weight gradient", "#7a2f04"),
-}
-LLM = {
-    Kind.F: Fill("LLM forward", "#56b4e9"),
-    Kind.R: Fill("LLM recompute", "#b5dcf5"),
-    Kind.B: Fill("LLM backward", "#0072b2"),
-    Kind.I: Fill("LLM backward", "#0072b2"),
-    Kind.W: Fill("LLM weight gradient", "#00395c"),
-}
-OPTIMIZER = Fill("optimizer", "#4d4d4d")
-IDLE_TP = Fill("idle: waits for TP", "#e8bcd4")
-IDLE_DP = Fill("idle: waits for DP", "#93d3bd")
-IDLE_PP = Fill("idle: waits for the pipeline", "#e3e3e3")
-# From the bottom of a box to its top.
-STACK = tuple(dict.fromkeys([*ENCODER.values(), *LLM.values(), OPTIMIZER, IDLE_TP, IDLE_DP, IDLE_PP]))
-TRAFFIC = {
-    Kind.GATHER: Fill("DP all-gather", "#00b383"),
-    Kind.REDUCE: Fill("DP reduce-scatter", "#00543d"),
-}
 _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-GAP = -1  # `owner` of an interval between ops
-
-
-@dataclass(frozen=True, eq=False)
-class Intervals:
-    """A device's whole step as consecutive intervals; equal `owner` is one op."""
-
-    begin_s: Floats
-    end_s: Floats
-    fill: Ints  # place in STACK
-    owner: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One device, before it is drawn."""
-
-    label: str
-    intervals: Intervals
-    traffic: dict[Kind, list[tuple[float, float]]]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a row, with the share of its time that each fill takes."""
-
-    begin_s: float
-    end_s: float
-    shares: tuple[float, ...]  # by place in STACK
-    is_op: bool
 
 
 def write_picture(comparison: Comparison, path: Path) -> None:
@@ -121,7 +70,7 @@ def write_picture(comparison: Comparison, path: Path) -> None:
 
 def timeline_svg(systems: Sequence[System], *, job: str, note: str = "") -> str:
     """The systems' steps as one SVG of at most MAX_BYTES; the same bytes for the same systems."""
-    rows = [_rows(system) for system in systems]
+    rows = [device_rows(system) for system in systems]
     picture = ""
     for box_px in BOX_PX:
         picture = _draw(systems, rows, job, note, box_px)
@@ -142,138 +91,6 @@ def headline(system: System, job: str) -> str:
 def _digits(value: float) -> str:
     """Three significant digits: 0.512, 5.86, 12.0, 1234."""
     return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:.0f}"
-
-
-# ---------------------------------------------------------------- from a timeline to intervals
-
-
-def _rows(system: System) -> list[Row]:
-    """Every device of a system."""
-    waits = _waits(system)
-    return [
-        Row(
-            label=_label(system, device),
-            intervals=_intervals(system, device, waits),
-            traffic={kind: _traffic(system, device, kind) for kind in TRAFFIC},
-        )
-        for device in range(system.schedule.num_devices)
-    ]
-
-
-def _label(system: System, device: int) -> str:
-    count = system.schedule.num_devices
-    if count == 1:
-        return "every GPU"
-    return "encoders" if system.name == "separate-gpus" and device == count - 1 else f"stage {device}"
-
-
-def _waits(system: System) -> tuple[Floats, Floats, Floats]:
-    """Of every op: when its parameters were there, and when the collective it waited for began and ended.
-
-    The rules are those of `bubbles`; an optimizer waits for no parameters but for its device's reductions.
-    """
-    schedule, timeline = system.schedule, system.timeline
-    collective = _last_wait(schedule, timeline, _is_layer_collective(schedule))
-    gather = _last_wait(schedule, timeline, schedule.kind == Kind.GATHER)
-    begin, end = np.append(timeline.start_s, 0.0), np.append(timeline.finish_s, 0.0)  # [-1]: no wait
-    gathered = np.maximum(end[gather], end[np.append(gather, -1)[collective]])
-    finish = schedule.kind == Kind.FINISH
-    reduced = np.array([_reduced_s(system, device) for device in range(schedule.num_devices)])
-    return (
-        np.where(finish, reduced[schedule.device], gathered),
-        begin[collective],
-        np.where(finish, 0.0, end[collective]),
-    )
-
-
-def _reduced_s(system: System, device: int) -> float:
-    schedule = system.schedule
-    reduces = (schedule.device == device) & (schedule.kind == Kind.REDUCE)
-    return float(system.timeline.finish_s[reduces].max(initial=0.0))
-
-
-def _intervals(system: System, device: int, waits: tuple[Floats, Floats, Floats]) -> Intervals:
-    """Work and idle time of one device, from 0 to the end of the step, in order."""
-    schedule, timeline = system.schedule, system.timeline
-    ops = np.flatnonzero((schedule.device == device) & (schedule.lane == Lane.COMPUTE))
-    begin, end = timeline.start_s[ops], timeline.finish_s[ops]
-    left = np.concatenate([[0.0], end])[:-1]
-    # Before each op: a wait for parameters, for the pipeline, for a collective, for the pipeline or the host.
-    ready, collective_begin, collective_end = (times[ops] for times in waits)
-    first = np.maximum(left, np.minimum(begin, ready))
-    second = np.clip(collective_begin, first, begin)
-    third = np.maximum(second, np.minimum(begin, collective_end))
-    edges = np.stack([left, first, second, third, begin, end], axis=1)
-    idle = [STACK.index(cause) for cause in (IDLE_DP, IDLE_PP, IDLE_TP, IDLE_PP)]
-    fills = np.stack([*(np.full(len(ops), cause) for cause in idle), _fills(system, ops)], axis=1)
-    owner = _owners(system, ops)
-    same = np.concatenate([[False], owner[1:] == owner[:-1]])[: len(ops)]
-    owners = np.stack([*([np.where(same, owner, GAP)] * len(idle)), owner], axis=1)
-    last = float(end[-1]) if len(ops) else 0.0
-    tail = [last, max(last, _reduced_s(system, device)), timeline.step_s]
-    begins, ends = np.append(edges[:, :-1], tail[:-1]), np.append(edges[:, 1:], tail[1:])
-    some = ends > begins
-    return Intervals(
-        begin_s=begins[some],
-        end_s=ends[some],
-        fill=np.append(fills, idle[:2])[some],
-        owner=np.append(owners, [GAP, GAP])[some],
-    )
-
-
-def _fills(system: System, ops: Ints) -> Ints:
-    """Places in STACK of what ops do."""
-    schedule = system.schedule
-    by_module = [LLM if name == "llm" else ENCODER for name in schedule.modules]
-    table = [[STACK.index(fills.get(kind, OPTIMIZER)) for kind in Kind] for fills in by_module]
-    return np.array(table, np.int64)[schedule.module[ops], schedule.kind[ops]]
-
-
-def _owners(system: System, ops: Ints) -> Ints:
-    """A number that changes wherever another op begins: F, backward or W of a chunk and microbatch."""
-    schedule = system.schedule
-    part = np.array([{Kind.F: 0, Kind.W: 2, Kind.FINISH: 3}.get(kind, 1) for kind in Kind])
-    columns = part[schedule.kind], schedule.module, schedule.chunk, schedule.microbatch
-    keys = np.stack([column[ops] for column in columns])
-    changes = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
-    return np.concatenate([[0], np.cumsum(changes)])[: len(ops)]
-
-
-def _traffic(system: System, device: int, kind: Kind) -> list[tuple[float, float]]:
-    """When a device gathers parameters or reduces gradients, in order."""
-    schedule, timeline = system.schedule, system.timeline
-    ops = np.flatnonzero((schedule.device == device) & (schedule.kind == kind))
-    times = zip(timeline.start_s[ops].tolist(), timeline.finish_s[ops].tolist(), strict=True)
-    return sorted(times)
-
-
-# ---------------------------------------------------------------- from intervals to boxes
-
-
-def _boxes(intervals: Intervals, own_s: float, joined_s: float) -> Iterator[Box]:
-    """Ops and gaps of `own_s` or more as boxes of their own, what is shorter joined up to `joined_s`."""
-    changes = np.flatnonzero(np.diff(intervals.owner)) + 1
-    starts = np.concatenate([[0], changes, [len(intervals.owner)]])
-    gap_pieces = np.flatnonzero(intervals.owner == GAP)
-    starts = np.unique(np.concatenate([starts, gap_pieces, gap_pieces + 1]))  # each cause by itself
-    seconds = np.zeros((len(intervals.fill), len(STACK)))
-    seconds[np.arange(len(intervals.fill)), intervals.fill] = intervals.end_s - intervals.begin_s
-    totals = np.add.reduceat(seconds, starts[:-1], axis=0)
-    begin, end = intervals.begin_s[starts[:-1]], intervals.end_s[starts[1:] - 1]
-    wide = end - begin >= own_s
-    place, count = 0, len(begin)
-    while place < count:
-        stop = place + 1
-        if not wide[place]:
-            while stop < count and not wide[stop] and end[stop - 1] - begin[place] < joined_s:
-                stop += 1
-        parts = totals[place:stop].sum(axis=0)
-        is_op = bool(wide[place]) and intervals.owner[starts[place]] != GAP
-        yield Box(float(begin[place]), float(end[stop - 1]), tuple((parts / parts.sum()).tolist()), is_op)
-        place = stop
-
-
-# ---------------------------------------------------------------- from boxes to SVG
 
 
 @dataclass(frozen=True)
@@ -322,7 +139,7 @@ def _draw(
 
 def _row(row: Row, scale: Scale, top: int, height: int, box_px: float) -> Iterator[str]:
     """One device: its compute lane, and below it the strip of its data-parallel traffic."""
-    boxes = list(_boxes(row.intervals, scale.seconds(OWN_BOX_PX), scale.seconds(box_px)))
+    boxes = list(boxes_of(row.intervals, scale.seconds(OWN_BOX_PX), scale.seconds(box_px)))
     tall = round(height / UNIT)
     yield _text(LEFT - 8, top + height - (height - 9) / 2, row.label, size=12, anchor="end")
     yield f"<g transform='translate({LEFT} {top + height}) scale({UNIT} -{UNIT})'>"

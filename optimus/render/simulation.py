@@ -7,7 +7,7 @@ from dataclasses import asdict
 from optimus.cost.memory import NOT_MODELLED, Memory
 from optimus.render.text import billions, columns, gigabytes, seconds, wrap
 from optimus.schedule.bubbles import CAUSES
-from optimus.schedule.systems import System
+from optimus.schedule.systems import TP_OVERLAP, System
 from optimus.search.compare import Comparison
 
 SCHEMA = "optimus.simulate/1"
@@ -18,6 +18,15 @@ SHORT = {
     "pp_cooldown": "cool",
     "pp_other": "other",
     "tp": "TP",
+}
+
+MEMORY_SHORT = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "llm_activations": "llm act",
+    "encoder_activations": "enc act",
+    "communicators": "nccl",
 }
 
 
@@ -46,6 +55,7 @@ def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
     result: dict[str, object] = {
         "step_s": system.step_s,
         "step_over_floor": comparison.over_floor(system.name),
+        "step_s_if_tp_overlapped": {str(TP_OVERLAP): system.overlapped_step_s},
         "peak_memory_bytes": system.memory.total,
         "fits": system.fits,
         "mfu": system.mfu,
@@ -67,7 +77,13 @@ def simulation_text(comparison: Comparison) -> list[str]:
     """The table of systems, what each chose, memory of the worst rank, and what is not modelled."""
     lines = _head(comparison)
     lines += ["", *_table(comparison), ""]
-    lines += ["  Bubbles are shares of the step in which the mean GPU computes nothing, by cause.", ""]
+    lines += [
+        "  Bubbles are shares of the step in which the mean GPU computes nothing, by cause.",
+        f"  TP {TP_OVERLAP:.0%}: step s if the framework already hid {TP_OVERLAP:.0%} of the TP traffic.",
+    ]
+    if comparison.setting.layout.pp == 1:
+        lines.append("  At pp 1 there is one stage: nothing to balance, and stage0 is balanced.")
+    lines.append("")
     for name, system in comparison.systems.items():
         lines += wrap(f"  {name}", system.how, indent=18)
     for name, reason in comparison.missing.items():
@@ -92,7 +108,7 @@ def _head(comparison: Comparison) -> list[str]:
     ]
     lines += wrap("cost model", f"{comparison.setting.prices.profile.source}; preset {_preset(comparison)}")
     stated = job.layout.of("llm").stated()
-    chosen = "as the job states it" if {"pp", "tp"} <= set(stated) else "smallest that fits"
+    chosen = "as stated" if {"pp", "tp"} <= set(stated) else "the smallest that fits; state another"
     lines += wrap("llm layout", f"{comparison.setting.layout} ({chosen})")
     for note in job.notes:
         lines += wrap("assumed", note)
@@ -112,7 +128,7 @@ def _preset(comparison: Comparison) -> str:
 
 
 def _table(comparison: Comparison) -> list[str]:
-    header = ["system", "step s", "/floor", "MFU %", "tok/s/GPU", "peak GB"]
+    header = ["system", "step s", "/floor", f"TP {TP_OVERLAP:.0%}", "MFU %", "tok/s/GPU", "peak GB"]
     header += [f"{SHORT[cause]} %" for cause in CAUSES]
     rows = []
     for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
@@ -121,6 +137,7 @@ def _table(comparison: Comparison) -> list[str]:
             label,
             seconds(system.step_s),
             f"{comparison.over_floor(name):.3f}",
+            seconds(system.overlapped_step_s),
             f"{100 * system.mfu:.1f}",
             f"{system.tokens_per_s_per_gpu:.0f}",
             gigabytes(system.memory.total) + ("" if system.fits else " !"),
@@ -141,7 +158,7 @@ def _measured_row(comparison: Comparison, system: System, width: int) -> list[st
     assert system.measured_step_s is not None
     row = ["  measured", seconds(system.measured_step_s)]
     row.append(f"{system.measured_step_s / comparison.floor_s:.3f}")
-    row += ["", "", ""]
+    row += ["", "", "", ""]
     if system.measured_memory_bytes is not None:
         row[-1] = gigabytes(system.measured_memory_bytes)
     return row + [""] * (width - len(row))
@@ -152,7 +169,7 @@ def _memory(comparison: Comparison) -> list[str]:
     names = [
         name for name in asdict(Memory()) if any(_component(s, name) for s in comparison.systems.values())
     ]
-    header = ["GB on the worst rank", *(name.replace("_", " ") for name in names), "total", "rank"]
+    header = ["GB on the worst rank", *(MEMORY_SHORT.get(name, name) for name in names), "total", "rank"]
     rows = [
         [
             name,

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from optimus.cost.prices import Prices
 from optimus.job.layout import Layout
-from optimus.job.model import Precision
 from optimus.program.op import Ints, Kind, Lane, Schedule
 from optimus.schedule.build import Builder, Template, single
 from optimus.schedule.chunk import Chunk, Chunks
 from optimus.schedule.pipelines import Pipeline, PipelineOp
-from optimus.schedule.traffic import ParameterTraffic, StageTraffic, parameter_traffic, update
+from optimus.schedule.traffic import Exposure, ParameterTraffic, StageTraffic, update
 
 FORWARD, BACKWARD = 0, 1  # `segment` of a send
 
@@ -26,20 +24,16 @@ class PipelinePlan:
 
     order: Pipeline
     chunks: Sequence[Chunk]
+    traffic: Sequence[ParameterTraffic]  # of every virtual stage
     layout: Layout
     prices: Prices
-    precision: Precision
 
     @property
     def stages(self) -> int:
         return len(self.order)
 
-    def traffic_of(self, stage: int) -> list[ParameterTraffic]:
-        return self._traffic[stage :: self.stages]
-
-    @cached_property
-    def _traffic(self) -> list[ParameterTraffic]:
-        return [parameter_traffic(chunk.layers, self.prices, self.precision) for chunk in self.chunks]
+    def traffic_of(self, stage: int) -> Sequence[ParameterTraffic]:
+        return self.traffic[stage :: self.stages]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +55,7 @@ def assemble(plan: PipelinePlan, chunks: Chunks, *, kernels: bool) -> Schedule:
     blocks = add_pipeline(builder, plan, chunks, kernels=kernels)
     if plan.prices.assumptions.optimizer_time:
         for stage in range(plan.stages):
-            builder.add(update(plan.prices, plan.traffic_of(stage)), device=stage, after=blocks.reduces)
+            builder.add(update(plan.traffic_of(stage)), device=stage, after=blocks.reduces)
     return builder.build()
 
 
@@ -99,7 +93,8 @@ def _add_stage(
     order = plan.order[stage]
     kind, chunk, microbatch = np.array(order, np.int64).T
     virtual = chunk * plan.stages + stage
-    traffic = StageTraffic(builder, stage, plan.traffic_of(stage), plan.prices)
+    exposure = Exposure(chunks=plan.traffic_of(stage), assumptions=plan.prices.assumptions)
+    traffic = StageTraffic(builder, stage, exposure)
     traffic.gather()
     blocks = builder.add_many(templates.ops[kind, virtual], stage, chunk, microbatch)
     # An op waits for its predecessor's trailing collectives too, as Megatron's linears do.

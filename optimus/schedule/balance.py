@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
 from optimus.cost.module import PricedLayer
 from optimus.job.model import Encoder, Llm
 from optimus.program.op import Floats, Kind
+from optimus.schedule.chunk import KINDS
 from optimus.schedule.inline import (
+    GREEDY,
     ORDERS,
-    Cut,
     InlinePipeline,
-    Retimer,
-    layer_weights,
     order_names,
 )
+from optimus.schedule.layer_sums import Cut
+from optimus.schedule.reorder import can_list, list_schedule, reorder
 from optimus.schedule.setting import Policy, Setting
 
-LOCAL_SEARCH_STARTS = 3
-LOCAL_SEARCH_EVALUATIONS = 150  # per start; a count, not a time, so that results repeat
+STARTS = 4  # pipelines whose cut is improved a little; the best FINALISTS of them further
+FINALISTS = 2
+EVALUATIONS = 80  # for each finalist, a fifth for the others; a count, not a time: results repeat
+
+MOST_LISTED = 12  # specs that only a greedy order can run, and that takes time to make
 
 
 def smallest_maximum_cut(weights: Floats | Sequence[float], parts: int) -> Cut:
@@ -86,8 +90,8 @@ def strong_pipelines(
     *,
     orders: Collection[str] = ORDERS,
     chunk_counts: Collection[int] | None = None,
-    starts: int = LOCAL_SEARCH_STARTS,
-    evaluations: int = LOCAL_SEARCH_EVALUATIONS,
+    starts: int = STARTS,
+    evaluations: int = EVALUATIONS,
 ) -> list[InlinePipeline]:
     """The fastest pipelines of these modules that fit: every V, order, microbatch size; then local search.
 
@@ -95,24 +99,44 @@ def strong_pipelines(
     """
     policies = list(setting.policies(modules))
     found: list[InlinePipeline] = []
+    kept, listed = min(starts, FINALISTS), 0
     for spec in sorted(
         _specs(setting, modules, policies[0], orders, chunk_counts), key=lambda s: (s.bound_s, s.order_name)
     ):
-        if len(found) >= starts and spec.bound_s >= found[starts - 1].estimate_s:
+        if len(found) >= kept and spec.bound_s >= found[kept - 1].estimate_s:
             break
+        listed += spec.order_name == GREEDY
+        if spec.order_name == GREEDY and listed > MOST_LISTED:
+            continue
         pipeline = _build(setting, modules, policies, spec)
         if pipeline is not None:
-            found = sorted([*found, pipeline], key=lambda made: made.estimate_s)
-    improved = [improve(start, evaluations) for start in found[:starts]]
-    return sorted(improved, key=lambda made: made.estimate_s)
+            found = sorted([*found, pipeline], key=_estimate)
+    improved = sorted((improve(start, evaluations // 5) for start in found[:starts]), key=_estimate)
+    improved = [improve(start, evaluations) for start in improved[:FINALISTS]] + improved[FINALISTS:]
+    if GREEDY in orders and evaluations:
+        improved += reorder(sorted(improved, key=_estimate))
+    return sorted(improved, key=_estimate)
 
 
-def first_fitting(setting: Setting, modules: tuple[Encoder | Llm, ...]) -> InlinePipeline | None:
-    """Some pipeline of these modules that fits, V = 1, with the least recomputation; nothing is timed."""
+def _estimate(pipeline: InlinePipeline) -> float:
+    return pipeline.estimate_s
+
+
+def first_fitting(setting: Setting, modules: tuple[Encoder | Llm, ...]) -> InlinePipeline:
+    """A pipeline of these modules that fits, V = 1, with the least recomputation; nothing is timed.
+
+    If none fits, the one that needs least.
+    """
     policies = list(setting.policies(modules))
-    specs = sorted(_specs(setting, modules, policies[0], ORDERS, {1}), key=lambda s: s.bound_s)
-    built = (_build(setting, modules, policies, spec) for spec in specs)
-    return next((pipeline for pipeline in built if pipeline is not None), None)
+    specs = sorted(
+        _specs(setting, modules, policies[0], ("1f1b", "zero-bubble"), {1}), key=lambda s: s.bound_s
+    )
+    made: list[InlinePipeline] = []
+    for spec, policy in product(specs, policies):
+        made.append(_pipeline(setting, modules, policy, spec))
+        if made[-1].fits:
+            return made[-1]
+    return min(made, key=lambda pipeline: pipeline.peak_bytes)
 
 
 def _specs(
@@ -127,33 +151,40 @@ def _specs(
     most = sum(module.stack.layers for module in modules) // stages
     counts = [chunks for chunks in range(1, most + 1) if chunk_counts is None or chunks in chunk_counts]
     for size, chunks in product(setting.job.layout.limits.microbatch_sequences, counts):
-        divided = setting.microbatches(size, multiple_of=1 if chunks == 1 else stages)
+        even = setting.microbatches(size, multiple_of=1 if chunks == 1 else stages)
+        divided = even or setting.microbatches(size)
         if divided is None:
             continue
         microbatches, sequences = divided
         layers = setting.layers(modules, sequences, policy)
-        forward, weights = layer_weights(layers, setting, (Kind.F,)), layer_weights(layers, setting)
-        names = order_names(stages=stages, chunks=chunks, microbatches=microbatches)
-        for cut in _cuts(weights, stages * chunks) if names else ():
-            for name in names:
-                if name in orders:
-                    # With weight gradients split off, a stage may end after the drain has passed it.
-                    drained = forward if name == "zero-bubble" else weights
-                    yield _Spec(
-                        bound_s=_bound_s(cut, weights, drained, stages, microbatches),
-                        microbatches=microbatches,
-                        sequences=sequences,
-                        chunks=chunks,
-                        order_name=name,
-                        cut=cut,
-                    )
+        seconds = {kind: setting.sums(layers).layer_seconds(kind) for kind in KINDS}
+        named = order_names(stages=stages, chunks=chunks, microbatches=microbatches)
+        other = (GREEDY,) if not named and can_list(stages, chunks, microbatches) else ()
+        names = [name for name in (*named, *other) if name in orders]
+        cuts = _cuts(seconds[Kind.F] + seconds[Kind.B], stages * chunks) if names else []
+        for cut, name in product(cuts, names):
+            yield _Spec(
+                bound_s=_bound_s(name, cut, seconds, stages, microbatches),
+                microbatches=microbatches,
+                sequences=sequences,
+                chunks=chunks,
+                order_name=name,
+                cut=cut,
+            )
 
 
-def _bound_s(cut: Cut, weights: Floats, passes: Floats, stages: int, microbatches: int) -> float:
+def _bound_s(name: str, cut: Cut, seconds: dict[Kind, Floats], stages: int, microbatches: int) -> float:
     """No stage ends before its own work and what must pass the stages ahead of it, before or after."""
-    busy = np.add.reduceat(weights, cut[:-1]).reshape(-1, stages).sum(axis=0) * microbatches
-    ahead = np.add.reduceat(passes, cut[:-1])[:stages]
-    return float((busy + np.cumsum(ahead) - ahead).max())
+    forward, whole = seconds[Kind.F], seconds[Kind.F] + seconds[Kind.B]
+    # With weight gradients split off, a stage may end after the drain has passed it.
+    split = forward + seconds[Kind.I] + seconds[Kind.W], forward
+    ways = {"zero-bubble": [split], GREEDY: [split, (whole, whole)]}.get(name, [(whole, whole)])
+    bounds = []
+    for weights, passes in ways:
+        busy = np.add.reduceat(weights, cut[:-1]).reshape(-1, stages).sum(axis=0) * microbatches
+        ahead = np.add.reduceat(passes, cut[:-1])[:stages]
+        bounds.append(float((busy + np.cumsum(ahead) - ahead).max()))
+    return min(bounds)
 
 
 def _cuts(weights: Floats, parts: int) -> list[Cut]:
@@ -165,40 +196,77 @@ def _build(
 ) -> InlinePipeline | None:
     """The spec with the first policy under which it fits."""
     for policy in policies:
-        pipeline = InlinePipeline(
-            setting=setting,
-            layers=setting.layers(modules, spec.sequences, policy),
-            cut=spec.cut,
-            order_name=spec.order_name,
-            microbatches=spec.microbatches,
-            layout=setting.layout.with_(chunks=spec.chunks),
-            sequences=spec.sequences,
-            policy=policy,
-        )
-        if pipeline.fits:
+        pipeline = _pipeline(setting, modules, policy, spec)
+        if spec.order_name == GREEDY:
+            listed = list(list_schedule(pipeline))
+            if listed:
+                return min(listed, key=lambda made: made.estimate_s)
+        elif pipeline.fits:
             return pipeline
     return None
 
 
+def _pipeline(
+    setting: Setting, modules: tuple[Encoder | Llm, ...], policy: Policy, spec: _Spec
+) -> InlinePipeline:
+    return InlinePipeline(
+        setting=setting,
+        layers=setting.layers(modules, spec.sequences, policy),
+        cut=spec.cut,
+        order_name=spec.order_name,
+        microbatches=spec.microbatches,
+        layout=setting.layout.with_(chunks=spec.chunks),
+        sequences=spec.sequences,
+        policy=policy,
+    )
+
+
 def improve(start: InlinePipeline, evaluations: int) -> InlinePipeline:
-    """Moves one layer between neighbouring virtual stages while the step gets shorter."""
-    if evaluations == 0:
-        return start
-    retimer = Retimer(start)
-    cut, best = start.cut, retimer.step_s(start.cut)
-    used, found = 1, True
+    """Moves layers between virtual stages, one at a time, while the step gets shorter."""
+    best, used, found = start, 0, True
     while found and used < evaluations:
         found = False
-        for other in neighbours(cut):
-            used += 1
-            step_s = retimer.step_s(other)
-            if step_s < best * (1 - 1e-9) and start.with_cut(other).fits:
-                cut, best, found = other, step_s, True
-                break
+        for cut in _moves(best):
             if used >= evaluations:
                 break
-    moved = start.with_cut(cut)
-    return moved if moved.estimate_s < start.estimate_s else start
+            used += 1
+            moved = best.with_cut(cut)
+            if moved.estimate_s < best.estimate_s * (1 - 1e-9) and moved.fits:
+                best, found = moved, True
+                break
+    return best
+
+
+def _moves(pipeline: InlinePipeline) -> Iterator[Cut]:
+    """From the busiest stages to the idlest, then over every single boundary."""
+    sums, cut = pipeline.sums, pipeline.cut
+    seconds = sums.seconds(Kind.F, cut) + sums.seconds(Kind.B, cut)
+    seen = {cut}
+    for other in chain(transfers(cut, seconds, pipeline.layout.pp), neighbours(cut)):
+        if other not in seen:
+            seen.add(other)
+            yield other
+
+
+def transfers(cut: Cut, seconds: Floats, stages: int) -> Iterator[Cut]:
+    """Cuts in which a busy stage gives a layer and an idle one gets one; those between pass theirs on."""
+    busy = seconds.reshape(-1, stages).sum(axis=0)
+    order = np.argsort(busy, kind="stable").tolist()
+    for giver, taker in product(order[:-3:-1], order[:3]):
+        if busy[giver] <= busy[taker]:
+            continue
+        for virtual in range(giver, len(seconds), stages):
+            below = virtual - (giver - taker) % stages
+            for other in (below, below + stages):
+                if 0 <= other < len(seconds) and cut[virtual + 1] - cut[virtual] > 1:
+                    yield _pass_on(cut, virtual, other)
+
+
+def _pass_on(cut: Cut, giver: int, taker: int) -> Cut:
+    """The cut after `giver` has given its neighbour a layer, that one the next, up to `taker`."""
+    low, high, step = (taker, giver, 1) if taker < giver else (giver, taker, -1)
+    moved = [place + step for place in cut[low + 1 : high + 1]]
+    return (*cut[: low + 1], *moved, *cut[high + 1 :])
 
 
 def neighbours(cut: Cut) -> Iterator[Cut]:

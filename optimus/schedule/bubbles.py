@@ -36,6 +36,7 @@ class Bubbles:
 
 
 CAUSES = tuple(asdict(Bubbles()))
+_GATHER, _REDUCE, _WARMUP, _COOLDOWN, _OTHER, _TP = range(len(CAUSES))
 
 
 def busy_s(schedule: Schedule, timeline: Timeline) -> Floats:
@@ -46,17 +47,41 @@ def busy_s(schedule: Schedule, timeline: Timeline) -> Floats:
     return np.bincount(devices, weights=spent, minlength=schedule.num_devices).astype(np.float64)
 
 
-def find_bubbles(schedule: Schedule, timeline: Timeline) -> tuple[Bubbles, ...]:
-    """Idle seconds by cause, per device; they sum to the step minus the busy time."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Idle:
+    """Idle intervals of compute lanes as columns, by device and in order of time."""
+
+    device: Ints
+    begin_s: Floats
+    end_s: Floats
+    cause: Ints  # place in CAUSES
+    op: Ints  # the op that waits, -1 at the end of the step
+
+
+def find_idle(schedule: Schedule, timeline: Timeline) -> Idle:
+    """Every idle interval and its cause; what a collective waited for, the op behind it waited for too."""
     collective = _last_wait(schedule, timeline, _is_layer_collective(schedule))
     gather = _last_wait(schedule, timeline, schedule.kind == Kind.GATHER)
     begin, end = np.append(timeline.start_s, 0.0), np.append(timeline.finish_s, 0.0)  # [-1]: no wait
-    # What a collective waited for, the op behind it waited for too.
     gathered = np.maximum(end[gather], end[np.append(gather, -1)[collective]])
-    return tuple(
-        _of_device(schedule, timeline, device, begin[collective], end[collective], gathered)
-        for device in range(schedule.num_devices)
+    waits = _Waits(gathered_s=gathered, begin_s=begin[collective], end_s=end[collective])
+    parts = [_idle_of(schedule, timeline, device, waits) for device in range(schedule.num_devices)]
+    return Idle(
+        device=np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts]),
+        begin_s=np.concatenate([part[0] for part in parts]),
+        end_s=np.concatenate([part[1] for part in parts]),
+        cause=np.concatenate([part[2] for part in parts]),
+        op=np.concatenate([part[3] for part in parts]),
     )
+
+
+def find_bubbles(schedule: Schedule, timeline: Timeline) -> tuple[Bubbles, ...]:
+    """Idle seconds by cause, per device; they sum to the step minus the busy time."""
+    idle = find_idle(schedule, timeline)
+    shape = (schedule.num_devices, len(CAUSES))
+    place = idle.device * len(CAUSES) + idle.cause
+    sums = np.bincount(place, weights=idle.end_s - idle.begin_s, minlength=shape[0] * shape[1])
+    return tuple(Bubbles(**dict(zip(CAUSES, row, strict=True))) for row in sums.reshape(shape).tolist())
 
 
 def mean_bubbles(bubbles: tuple[Bubbles, ...], weights: Floats | None = None) -> Bubbles:
@@ -65,6 +90,15 @@ def mean_bubbles(bubbles: tuple[Bubbles, ...], weights: Floats | None = None) ->
         cause: float(np.average([getattr(b, cause) for b in bubbles], weights=weights)) for cause in CAUSES
     }
     return Bubbles(**values)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Waits:
+    """Of every op: when its parameters were there, and when the collective it waited for began and ended."""
+
+    gathered_s: Floats
+    begin_s: Floats
+    end_s: Floats
 
 
 def _is_layer_collective(schedule: Schedule) -> Bools:
@@ -84,46 +118,39 @@ def _last_wait(schedule: Schedule, timeline: Timeline, wanted: Bools) -> Ints:
     return last
 
 
-def _of_device(
-    schedule: Schedule,
-    timeline: Timeline,
-    device: int,
-    collective_begin: Floats,
-    collective_end: Floats,
-    gather_end: Floats,
-) -> Bubbles:
-    here = (schedule.device == device) & (schedule.lane == Lane.COMPUTE)
-    work = np.flatnonzero(here & (schedule.kind != Kind.FINISH))
-    finishes = np.flatnonzero(here & (schedule.kind == Kind.FINISH))
-    if len(work) == 0:
-        return Bubbles(pp_other=timeline.step_s - float(busy_s(schedule, timeline)[device]))
-    begin, end = timeline.start_s[work], timeline.finish_s[work]
-    left = np.concatenate([[0.0], end[:-1]])  # each gap is [left, begin)
-    in_gather = np.clip(np.minimum(begin, gather_end[work]) - left, 0.0, None)
-    since = np.maximum(left + in_gather, collective_begin[work])
-    in_tp = np.clip(np.minimum(begin, collective_end[work]) - since, 0.0, None)
-    rest = begin - left - in_gather - in_tp
-    reduce_s, cooldown_s, other_s = _tail(schedule, timeline, device, float(end[-1]), finishes)
-    return Bubbles(
-        dp_all_gather=float(in_gather.sum()),
-        dp_reduce_scatter=reduce_s,
-        pp_warmup=float(rest[0]),
-        pp_cooldown=cooldown_s,
-        pp_other=float(rest[1:].sum()) + other_s,
-        tp=float(in_tp.sum()),
+def _idle_of(
+    schedule: Schedule, timeline: Timeline, device: int, waits: _Waits
+) -> tuple[Floats, Floats, Ints, Ints]:
+    """Begin, end, cause and op of a device's idle intervals: up to four before every op, two at the end."""
+    here = schedule.device == device
+    ops = np.flatnonzero(here & (schedule.lane == Lane.COMPUTE))
+    finishes = schedule.kind[ops] == Kind.FINISH
+    begin, end = timeline.start_s[ops], timeline.finish_s[ops]
+    left = np.concatenate([[0.0], end[:-1]])[: len(ops)]
+    last_work_s = float(end[~finishes].max(initial=0.0))
+    reduces = here & (schedule.kind == Kind.REDUCE)
+    reduced_s = float(timeline.finish_s[reduces].max(initial=last_work_s))
+    # Before an op: parameters (or, for the optimizer, gradients), the pipeline, a collective, the pipeline.
+    first = np.clip(np.where(finishes, reduced_s, waits.gathered_s[ops]), left, begin)
+    second = np.clip(waits.begin_s[ops], first, begin)
+    third = np.clip(waits.end_s[ops], second, begin)
+    edges = np.stack([left, first, second, third, begin], axis=1)
+    causes = np.empty((len(ops), 4), np.int64)
+    causes[:, 0] = np.where(finishes, _REDUCE, _GATHER)
+    causes[:, 1] = causes[:, 3] = _OTHER
+    causes[:, 2] = _TP
+    worked = len(ops) > int(finishes.sum())
+    if worked:
+        causes[0, [1, 3]] = _WARMUP
+        causes[np.flatnonzero(finishes)[:1], 1:] = _COOLDOWN
+    tail = [float(end[-1]) if len(ops) else 0.0, 0.0, timeline.step_s]
+    tail[1] = tail[0] if finishes.any() else float(np.clip(reduced_s, tail[0], tail[2]))
+    after = _OTHER if finishes.any() or not worked else _COOLDOWN
+    begins, ends = np.append(edges[:, :-1], tail[:2]), np.append(edges[:, 1:], tail[1:])
+    some = ends > begins
+    return (
+        begins[some],
+        ends[some],
+        np.append(causes, [_REDUCE, after])[some],
+        np.append(np.repeat(ops, 4), [-1, -1])[some],
     )
-
-
-def _tail(
-    schedule: Schedule, timeline: Timeline, device: int, end: float, finishes: Ints
-) -> tuple[float, float, float]:
-    """Idle time after the last compute op: own reduction, cool-down, and waits around the optimizer."""
-    reduces = (schedule.device == device) & (schedule.kind == Kind.REDUCE)
-    reduced = float(timeline.finish_s[reduces].max(initial=end))
-    if len(finishes) == 0:
-        in_reduce = max(0.0, reduced - end)
-        return in_reduce, timeline.step_s - end - in_reduce, 0.0
-    begin, done = timeline.start_s[finishes], timeline.finish_s[finishes]
-    in_reduce = max(0.0, min(reduced, float(begin[0])) - end)
-    between = float((begin[1:] - done[:-1]).sum())
-    return in_reduce, float(begin[0]) - end - in_reduce, between + timeline.step_s - float(done[-1])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from optimus.cost.memory import Memory, communicator_bytes, high_water, states
+from optimus.cost.memory import Memory, communicator_bytes, high_water
 from optimus.cost.module import PricedLayer
 from optimus.job.layout import Layout
-from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
-from optimus.schedule.assemble import BACKWARD, FORWARD, PipelinePlan, assemble
+from optimus.program.op import Floats, Kind, Lane, Schedule
+from optimus.schedule.assemble import PipelinePlan, assemble
 from optimus.schedule.chunk import KINDS
-from optimus.schedule.greedy import OpTimes
+from optimus.schedule.layer_sums import Cut, LayerSums, StageBytes
+from optimus.schedule.op_graph import CutSeconds, OpGraph
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
 from optimus.schedule.setting import Policy, Setting
 from optimus.schedule.timeline import evaluate
@@ -24,7 +24,6 @@ GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
 LONG_STEP = 4  # rounds of pp microbatches beyond which a step is extrapolated
 SHORT_STEP = 3  # rounds that fill and drain a pipeline as a long step does
-Cut = tuple[int, ...]  # virtual stage v runs layers[cut[v]:cut[v + 1]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,11 +54,15 @@ class InlinePipeline:
         chunks = self.setting.chunks
         return PipelinePlan(
             order=self.order,
-            chunks=[chunks.make(self.layers[a:b]) for a, b in zip(self.cut, self.cut[1:], strict=False)],
+            chunks=[chunks.make(self.layers[a:b]) for a, b in pairwise(self.cut)],
+            traffic=self.sums.traffic(self.cut),
             layout=self.layout,
             prices=self.setting.prices,
-            precision=self.setting.job.model.precision,
         )
+
+    @property
+    def sums(self) -> LayerSums:
+        return self.setting.sums(self.layers)
 
     def schedule(self) -> Schedule:
         """Kernel by kernel."""
@@ -67,7 +70,25 @@ class InlinePipeline:
 
     def op_schedule(self) -> Schedule:
         """Every op as one piece."""
-        return assemble(self.plan, self.setting.chunks, kernels=False)
+        sums, cut, layout = self.sums, self.cut, self.layout
+        across = self.setting.prices.stages_cross_nodes(layout)
+        seconds = CutSeconds(
+            ops={kind: sums.seconds(kind, cut) for kind in KINDS},
+            sends=sums.send_s(cut, across_nodes=across),
+            traffic=sums.traffic(cut),
+        )
+        return self._graph.timed(seconds)
+
+    @property
+    def _graph(self) -> OpGraph:
+        """Made once for every order."""
+        key = self.listed or self.order_name, self.layout.chunks, self.microbatches
+        graph = self.setting.graphs.get(key)
+        if graph is None:
+            schedule = assemble(self.plan, self.setting.chunks, kernels=False)
+            graph = OpGraph(schedule, self.layout.pp, self.setting.prices.assumptions)
+            self.setting.graphs[key] = graph
+        return graph
 
     @cached_property
     def estimate_s(self) -> float:
@@ -98,7 +119,8 @@ class InlinePipeline:
     @cached_property
     def memories(self) -> tuple[Memory, ...]:
         """Of one rank of every stage."""
-        return tuple(self._memory_of(stage) for stage in range(len(self.order)))
+        held = self.sums.stage_bytes(self.cut, self.layout.pp)
+        return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
 
     @property
     def peak_bytes(self) -> float:
@@ -114,6 +136,8 @@ class InlinePipeline:
     @cached_property
     def shortened(self) -> InlinePipeline:
         """A step long enough to fill and drain as this one does: as much in flight, sooner played."""
+        if self.listed is not None:
+            return self
         return replace(self, microbatches=min(self.microbatches, SHORT_STEP * self.layout.pp))
 
     def only(self, module: str) -> InlinePipeline:
@@ -127,18 +151,13 @@ class InlinePipeline:
             policy=tuple(step for step in self.policy if step[0] == module),
         )
 
-    def _memory_of(self, stage: int) -> Memory:
-        stages, layout, llm = len(self.order), self.layout, self.setting.job.model.llm.name
-        ranges = list(zip(self.cut, self.cut[1:], strict=False))[stage::stages]
-        held = [layer for a, b in ranges for layer in self.layers[a:b]]
-        kept = [_kept(self.layers[a:b], llm) for a, b in ranges]
-        llm_bytes, encoder_bytes = high_water(self.shortened.order[stage], kept)
-        working = max((layer.working_bytes for layer in held), default=0.0)
+    def _memory_of(self, stage: int, held: StageBytes) -> Memory:
+        layout = self.layout
+        llm_bytes, encoder_bytes = high_water(self.shortened.order[stage], held.kept[:, stage])
         return replace(
-            states(held, self.setting.job.model.precision),
-            llm_activations=llm_bytes + working,
+            held.states_of(stage),
+            llm_activations=llm_bytes + float(held.working[stage]),
             encoder_activations=encoder_bytes,
-            logits=sum(layer.logits_bytes for layer in held),
             communicators=communicator_bytes(
                 layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep
             ),
@@ -146,12 +165,7 @@ class InlinePipeline:
         )
 
 
-def _kept(layers: Sequence[PricedLayer], llm: str) -> tuple[float, float]:
-    """Activation bytes of a chunk: the LLM's, the encoders'."""
-    own = sum(layer.activation_bytes for layer in layers if layer.module == llm)
-    return own, sum(layer.activation_bytes for layer in layers) - own
-
-
+@lru_cache(maxsize=256)
 def make_order(name: str, *, stages: int, chunks: int, microbatches: int) -> Pipeline:
     """The op order called `name`."""
     if name == "1f1b":
@@ -169,75 +183,3 @@ def order_names(*, stages: int, chunks: int, microbatches: int) -> tuple[str, ..
     if stages == 1 or microbatches % stages:
         return ()
     return ("interleaved", "zero-bubble")
-
-
-class LayerTimes:
-    """Seconds of the ops and sends of every virtual stage, under any cut of the same layers."""
-
-    def __init__(self, setting: Setting, layers: Sequence[PricedLayer]) -> None:
-        single = [setting.chunks.make([layer]) for layer in layers]
-        self._prefix = {
-            kind: np.concatenate([[0.0], np.cumsum([chunk.seconds[kind] for chunk in single])])
-            for kind in KINDS
-        }
-        prices = setting.prices
-        across = prices.stages_cross_nodes(setting.layout)
-        self._send_s = np.array([prices.send_s(x.output_bytes, across_nodes=across) for x in layers])
-
-    def seconds(self, kind: Kind, cut: Cut) -> Floats:
-        return np.diff(self._prefix[kind][np.array(cut)])
-
-    def send_s(self, cut: Cut) -> Floats:
-        """Of what each virtual stage sends to the next."""
-        return self._send_s[np.array(cut[1:]) - 1]
-
-    def op_times(self, stages: int, cut: Cut, kinds: Sequence[Kind]) -> OpTimes:
-        sends = self.send_s(cut) if stages > 1 else np.zeros(len(cut) - 1)
-        return OpTimes(
-            stages=stages,
-            seconds={kind: self.seconds(kind, cut).tolist() for kind in kinds},
-            send_s=sends.tolist(),
-        )
-
-
-class Retimer:
-    """Step time of one pipeline under other cuts, without building its graph again.
-
-    Only ops and sends get new times; data-parallel traffic keeps that of the first cut.
-    """
-
-    def __init__(self, pipeline: InlinePipeline) -> None:
-        pipeline, whole = pipeline.shortened, pipeline.microbatches
-        self._left_out = whole - pipeline.microbatches
-        self._stages = pipeline.layout.pp
-        self._schedule = schedule = pipeline.op_schedule()
-        self._slowdown = pipeline.setting.prices.assumptions.residence_slowdown
-        self._virtual = schedule.chunk.astype(np.int64) * len(pipeline.order) + schedule.device
-        self._compute = {
-            kind: np.flatnonzero(schedule.kind == kind) for kind in KINDS
-        }
-        sends = schedule.kind == Kind.SEND
-        self._forward = np.flatnonzero(sends & (schedule.segment == FORWARD))
-        self._backward = np.flatnonzero(sends & (schedule.segment == BACKWARD))
-    def step_s(self, cut: Cut) -> float:
-        duration = self._schedule.duration_s.copy()
-        for kind, rows in self._compute.items():
-            duration[rows] = self._times.seconds(kind, cut)[self._virtual[rows]]
-        sends = self._times.send_s(cut)
-        duration[self._forward] = sends[self._virtual[self._forward]]
-        duration[self._backward] = sends[self._virtual[self._backward] - 1]
-        step_s = evaluate(replace(self._schedule, duration_s=duration), slowdown=self._slowdown).step_s
-        return step_s + self._left_out * self._busiest_s(bounds)
-
-    def _busiest_s(self, bounds: Ints) -> float:
-        """Seconds of one microbatch on the busiest stage: what each one left out would add."""
-        per_op = sum(np.diff(self._prefix[kind][bounds]) for kind, rows in self._compute.items() if len(rows))
-        return float(np.asarray(per_op).reshape(-1, self._stages).sum(axis=0).max())
-
-
-def layer_weights(
-    layers: Sequence[PricedLayer], setting: Setting, kinds: tuple[Kind, ...] = (Kind.F, Kind.B)
-) -> Floats:
-    """Seconds of every layer, forward and backward: what balancing evens out."""
-    chunks = (setting.chunks.make([layer]) for layer in layers)
-    return np.array([sum(chunk.seconds[kind] for kind in kinds) for chunk in chunks])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from optimus.cost.flops import step_flops
 from optimus.cost.memory import Memory, communicator_bytes, high_water
 from optimus.job.layout import Layout
 from optimus.program.op import Kind, Lane, Schedule
@@ -22,6 +22,7 @@ from optimus.schedule.timeline import evaluate
 from optimus.schedule.traffic import update
 
 LEADS = (0.0, 0.1, 0.3, 1.0)  # parts of a step that encoder forwards may run ahead
+ROOM = (1.0, 1.15, 1.3)  # GPUs given to the encoders, relative to their share of the work
 MOST_REFINED = 6  # choices whose leads are tried
 
 
@@ -64,8 +65,8 @@ class SeparateGpus:
         reduces += [builder.add(spread.reduce, device=device, after=previous) for spread in self.encoders]
         if setting.prices.assumptions.optimizer_time:
             for stage in range(self.stages):
-                builder.add(update(setting.prices, plan.traffic_of(stage)), device=stage, after=reduces)
-            own = update(setting.prices, [spread.traffic for spread in self.encoders])
+                builder.add(update(plan.traffic_of(stage)), device=stage, after=reduces)
+            own = update([spread.traffic for spread in self.encoders])
             builder.add(own, device=device, after=reduces)
         return builder.build()
 
@@ -124,7 +125,7 @@ class SeparateGpus:
 
     def _encoder_memory(self) -> Memory:
         memory = Memory(reserve=self.setting.job.cluster.reserve_bytes)
-        order = [(kind, 0, microbatch) for kind, microbatch in self._order]
+        order = tuple((kind, 0, microbatch) for kind, microbatch in self._order)
         for spread in self.encoders:
             held, (kept,) = spread.states, high_water(order, [(spread.kept_bytes,)])
             memory = replace(
@@ -175,13 +176,22 @@ def _shares(setting: Setting, floor: InlinePipeline) -> Iterator[SeparateGpus]:
 
 
 def _smaller_layouts(setting: Setting) -> Iterator[Layout]:
-    """The LLM on fewer replicas or fewer stages, around what the encoders' share of the FLOPs asks for."""
-    model, workload, layout = setting.job.model, setting.job.workload, setting.layout
-    whole = step_flops(model, workload)
-    share = 1.0 - step_flops(replace(model, encoders=()), workload) / whole
+    """The LLM on fewer replicas or fewer stages: the encoders' share of the GPU seconds, and some more."""
+    layout, share = setting.layout, _encoder_share(setting)
     for axis, size in (("dp", layout.dp), ("pp", layout.pp)):
-        near = int(share * size)
-        for count in range(max(1, near), near + 3):
+        for count in sorted({math.ceil(room * share * size) for room in ROOM}):
             shrunk = layout.with_(**{axis: max(1, size - count)})
             if count < size and (shrunk.dp * shrunk.cp * shrunk.tp) % shrunk.ep == 0:
                 yield shrunk
+
+
+def _encoder_share(setting: Setting) -> float:
+    """Share of a step's GPU seconds that encoders take when every GPU works alone on them."""
+    llm = setting.job.model.llm
+    policies = dict(next(iter(setting.policies(setting.job.model.modules))))
+    own = setting.gpu_seconds(setting.llm_layers(setting.layout, 1, policies[llm.name]))
+    theirs = sum(
+        setting.gpu_seconds(setting.encoder_layers(e, Layout(), 1, policies[e.name]))
+        for e in setting.job.model.encoders
+    )
+    return theirs / (own + theirs)

@@ -15,6 +15,9 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
 from optimus.program.op import Kind
 from optimus.schedule.chunk import Chunks
+from optimus.schedule.layer_sums import LayerSums
+from optimus.schedule.op_graph import OpGraph
+from optimus.schedule.pipelines import Pipeline
 
 SMALL_ENCODER = 0.03  # share of a GPU's memory up to which an encoder's parameters are copied to every rank
 Policy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
@@ -38,6 +41,23 @@ class Setting:
     @cached_property
     def _priced(self) -> dict[object, tuple[PricedLayer, ...]]:
         return {}
+
+    @cached_property
+    def graphs(self) -> dict[tuple[Pipeline | str, int, int], OpGraph]:
+        """Graphs of named op orders, by name, chunks and microbatches."""
+        return {}
+
+    @cached_property
+    def _sums(self) -> dict[int, tuple[tuple[PricedLayer, ...], LayerSums]]:
+        return {}
+
+    def sums(self, layers: tuple[PricedLayer, ...]) -> LayerSums:
+        """Running sums over `layers`, made once."""
+        if id(layers) not in self._sums:
+            model = self.job.model
+            made = LayerSums(layers, self.chunks, self.prices, model.precision, model.llm.name)
+            self._sums[id(layers)] = layers, made  # kept alive, so that its id stays its own
+        return self._sums[id(layers)][1]
 
     @property
     def capacity_bytes(self) -> float:
@@ -100,13 +120,17 @@ class Setting:
     ) -> tuple[PricedLayer, ...]:
         """Modules one after another in one layout, the LLM's own by default."""
         recompute, where = dict(policy), layout or self.layout
+        key = tuple(module.name for module in modules), where, sequences, policy
+        if key in self._priced:
+            return self._priced[key]
         layers: list[PricedLayer] = []
         for module in modules:
             if isinstance(module, Encoder):
                 layers += self._encoder_beside_llm(module, where, sequences, recompute[module.name])
             else:
                 layers += self.llm_layers(where, sequences, recompute[module.name])
-        return tuple(layers)
+        self._priced[key] = tuple(layers)
+        return self._priced[key]
 
     def _encoder_beside_llm(
         self, encoder: Encoder, layout: Layout, sequences: float, recompute: str
@@ -122,8 +146,11 @@ class Setting:
             return divided
         dealt_layout = layout.with_(dp=layout.dp * layout.tp, tp=1, ep=1)
         dealt = self.encoder_layers(encoder, dealt_layout, sequences / layout.tp, recompute)
-        return min(divided, dealt, key=self._seconds)
+        # Dealt out, each of tp ranks does this much at the same time.
+        return dealt if layout.tp * self.gpu_seconds(dealt) < self.gpu_seconds(divided) else divided
 
-    def _seconds(self, layers: tuple[PricedLayer, ...]) -> float:
+    def gpu_seconds(self, layers: tuple[PricedLayer, ...]) -> float:
+        """Forward and backward of one microbatch, times the GPUs of a TP group."""
         seconds = self.chunks.make(layers).seconds
-        return seconds[Kind.F] + seconds[Kind.B]
+        layout = layers[0].layout
+        return (seconds[Kind.F] + seconds[Kind.B]) * layout.tp * layout.cp

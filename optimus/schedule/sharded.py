@@ -60,7 +60,7 @@ class Sharded:
                     reduce = single(Kind.REDUCE, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
                     reduces.append(builder.add(reduce, device=0, microbatch=microbatch, after=[block]))
         if setting.prices.assumptions.optimizer_time:
-            builder.add(update(setting.prices, self._traffic), device=0, after=reduces)
+            builder.add(update(self._traffic), device=0, after=reduces)
         return builder.build()
 
     def _compute(self, step: tuple[Kind, int]) -> Template:

@@ -14,17 +14,20 @@ from optimus.cost.memory import Memory
 from optimus.cost.module import PricedLayer
 from optimus.errors import DoesNotFit
 from optimus.job.layout import Layout
-from optimus.program.op import Floats, Schedule
+from optimus.program.op import Floats, Lane, Schedule
 from optimus.schedule.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
 from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
-from optimus.schedule.inline import ORDERS, Cut, InlinePipeline
+from optimus.schedule.inline import ORDERS, InlinePipeline
+from optimus.schedule.layer_sums import Cut
 from optimus.schedule.separate import separate_choices
 from optimus.schedule.setting import Policy, Setting
 from optimus.schedule.sharded import sharded_choices
 from optimus.schedule.three_phase import three_phase_choices
 from optimus.schedule.timeline import Timeline, evaluate
 
-MOST_PLAYED = 4  # choices of a system that are played kernel by kernel
+TP_OVERLAP = 0.7  # what a framework with fused or pipelined TP collectives may already hide
+MOST_PLAYED = 4  # choices of a system that are played kernel by kernel,
+CLOSE = 1.02  # if their estimates are this close to the best
 
 
 class Way(Protocol):
@@ -52,6 +55,7 @@ class System:
     name: str
     how: str  # what was chosen, in one line
     step_s: float
+    overlapped_step_s: float  # the same schedule if the framework hid TP_OVERLAP of the TP traffic
     mfu: float
     tokens_per_s_per_gpu: float
     memory: Memory  # of the worst rank
@@ -138,25 +142,29 @@ class Systems:
         how = f"{gpus - choice.encoder_gpus}+{choice.encoder_gpus} GPUs; {encoders}; {_describe(choice.llm)}"
         weights = np.full(choice.stages + 1, (gpus - choice.encoder_gpus) / choice.stages)
         weights[-1] = choice.encoder_gpus
-        return self._played("separate-gpus", how, choice, weights=weights)
+        ranks = [*(f"stage {stage}" for stage in range(choice.stages)), "encoder GPU"]
+        return self._played("separate-gpus", how, choice, weights=weights, ranks=ranks)
 
     def fsdp(self) -> System:
         """Fully sharded data parallelism, with tensor parallelism where it helps."""
         choice = self._fastest("fsdp", sharded_choices(self.setting))
         size = f"microbatch {choice.sequences} x {choice.accumulate}"
         how = f"{choice.layout}; {size}; {_recompute(choice.policy)}"
-        return self._played("fsdp", how, choice)
+        return self._played("fsdp", how, choice, ranks=["every rank"])
 
     def today(self) -> System:
         """What the job says runs now."""
         today = self.setting.job.today
-        if today is None:
-            raise DoesNotFit("the job has no `today` section", "add `today: {framework, layout, measured}`")
+        assert today is not None, "asked of a job without a `today` section"
         layout = self.setting.layout.with_(**{"chunks": 1, **today.llm.stated()})
         there = Systems(replace(self.setting, layout=layout))
-        system = there._of_inline("today", there.inline(today.placement, layout))
+        if today.placement in ("stage0", "balanced"):
+            system = there._of_inline("today", there.inline(today.placement, layout))
+        else:
+            system = there.make(today.placement)
         return replace(
             system,
+            name="today",
             how=f"{today.framework or 'framework not stated'}; {system.how}",
             measured_step_s=today.measured_step_s,
             measured_memory_bytes=today.measured_memory_bytes,
@@ -215,8 +223,9 @@ class Systems:
                 f"{name} fits in {self.setting.capacity_bytes / 1e9:.0f} GB in no way that was tried",
                 "use another system, more GPUs, or recompute: full",
             )
-        ranked = sorted(fitting, key=lambda choice: choice.estimate_s)[:MOST_PLAYED]
-        return min(ranked, key=self.step_s)
+        ranked = sorted(fitting, key=lambda choice: choice.estimate_s)
+        close = [choice for choice in ranked if choice.estimate_s <= CLOSE * ranked[0].estimate_s]
+        return close[0] if len(close) == 1 else min(close[:MOST_PLAYED], key=self.step_s)
 
     def _of_inline(self, name: str, pipeline: InlinePipeline) -> System:
         return self._played(name, _describe(pipeline), pipeline)
@@ -225,8 +234,23 @@ class Systems:
         assumptions = self.setting.prices.assumptions
         return evaluate(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
 
-    def _played(self, name: str, how: str, way: Way, *, weights: Floats | None = None) -> System:
-        """`way` as a system; `weights` are the GPUs that each device stands for, if they differ."""
+    def _with_less_tp(self, schedule: Schedule) -> Schedule:
+        """The schedule with at least TP_OVERLAP of its TP traffic hidden."""
+        hidden = self.setting.prices.assumptions.tp_overlapped_share
+        factor = min(1.0, (1.0 - TP_OVERLAP) / (1.0 - hidden)) if hidden < 1.0 else 1.0
+        scale = np.where(schedule.lane == Lane.TP, factor, 1.0)
+        return replace(schedule, duration_s=schedule.duration_s * scale)
+
+    def _played(
+        self,
+        name: str,
+        how: str,
+        way: Way,
+        *,
+        weights: Floats | None = None,
+        ranks: Sequence[str] | None = None,
+    ) -> System:
+        """`way` as a system; `weights` are the GPUs that each device stands for, `ranks` their names."""
         job, memories = self.setting.job, way.memories
         schedule = way.schedule()
         timeline = self._play(schedule)
@@ -238,10 +262,11 @@ class Systems:
             name=name,
             how=how,
             step_s=timeline.step_s,
+            overlapped_step_s=self._play(self._with_less_tp(schedule)).step_s,
             mfu=step_flops(model, job.workload) / (timeline.step_s * peak_flops),
             tokens_per_s_per_gpu=tokens / timeline.step_s / job.cluster.gpus,
             memory=memories[worst],
-            worst_rank=f"stage {worst}",
+            worst_rank=ranks[worst] if ranks else f"stage {worst}",
             bubbles=mean_bubbles(find_bubbles(schedule, timeline), weights),
             fits=memories[worst].total <= self.setting.capacity_bytes,
             schedule=schedule,

@@ -38,7 +38,7 @@ class ThreePhase:
         if setting.prices.assumptions.optimizer_time:
             for stage in range(plan.stages):
                 traffic = [*plan.traffic_of(stage), *(spread.traffic for spread in self.encoders)]
-                builder.add(update(setting.prices, traffic), device=stage, after=reduces)
+                builder.add(update(traffic), device=stage, after=reduces)
         return builder.build()
 
     @property

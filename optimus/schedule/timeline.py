@@ -36,13 +36,14 @@ def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0
     and never waits: an op starts no earlier than it was issued.
     """
     lane = (schedule.device.astype(np.int32) * NUM_LANES + schedule.lane).astype(np.int32)
-    start, finish = np.zeros(len(schedule)), np.zeros(len(schedule))
+    start, finish = np.full(len(schedule), -1.0), np.full(len(schedule), -1.0)
     played = _play(
         lane,
         schedule.num_devices * NUM_LANES,
         schedule.duration_s,
         schedule.dep_offset.astype(np.int64),
         schedule.deps.astype(np.int32),
+        np.diff(schedule.dep_offset).astype(np.int64),
         slowdown,
         launch_s,
         start,
@@ -61,6 +62,7 @@ def _play(  # noqa: PLR0915
     duration: Floats,
     dep_offset: NDArray[Any],
     deps: NDArray[Any],
+    pending: NDArray[Any],
     slowdown: float,
     launch_s: float,
     start: Floats,
@@ -68,24 +70,26 @@ def _play(  # noqa: PLR0915
 ) -> int:
     """An event loop over lanes. Fills `start` and `finish` (-1: never) and counts ops played.
 
+    `pending` counts the dependencies of every op that have not finished: all of them, at first.
+
     One long function on purpose: every array handed to another costs reference counts per event,
     and made it four times slower.
     """
     follower_offset, followers = _reverse(len(lane), dep_offset, deps)
     queue_offset, queue = _queues(lane, num_lanes)
     issued = _issues(lane, num_lanes, launch_s)
-    pending = np.diff(dep_offset)  # dependencies not yet finished
-    start[:] = finish[:] = -1.0
     head = queue_offset[:num_lanes].copy()  # next op of the lane
-    running = np.full(num_lanes, -1, np.int32)  # op on the lane, -1 when free
-    resident = np.zeros(num_lanes // NUM_LANES, np.int32)  # collectives running, per device
+    running = np.empty(num_lanes, np.int64)  # op on the lane, -1 when free
+    resident = np.zeros(num_lanes // NUM_LANES, np.int64)  # collectives running, per device
     key = np.empty(num_lanes, np.float64)  # next event of the lane: an end, or an issue it waits for
-    heap = np.empty(num_lanes, np.int32)  # lanes by key
-    place = np.full(num_lanes, -1, np.int32)  # where the lane stands in the heap
+    heap = np.empty(num_lanes, np.int64)  # lanes by key
+    place = np.empty(num_lanes, np.int64)  # where the lane stands in the heap, -1 if it does not
     size = 0
-    free = np.arange(num_lanes).astype(np.int32)  # lanes to look at: they may start an op now
+    free = np.empty(num_lanes, np.int64)  # lanes to look at: they may start an op now
     num_free = num_lanes
-    looked_at = np.ones(num_lanes, np.bool_)  # stands in `free`
+    looked_at = np.empty(num_lanes, np.bool_)  # stands in `free`
+    for here in range(num_lanes):
+        running[here], place[here], free[here], looked_at[here] = -1, -1, here, True
     played, now = 0, 0.0
     while True:
         while num_free > 0:

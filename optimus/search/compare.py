@@ -77,4 +77,11 @@ def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:
             raise UserError(
                 field="--system", value=name, problem="is not a system", hint=nearest(name, MAKERS)
             )
+    if "today" in asked and job.today is None:
+        raise UserError(
+            field="--system",
+            value="today",
+            problem="needs a job with a `today` section",
+            hint="add today: {framework, layout, measured} to the job file",
+        )
     return asked

@@ -52,11 +52,14 @@ def decide_setting(
             if reason is None:
                 return setting, tuple(rejected)
             rejected.append(Rejected(layout=layout, reason=reason))
-    last = rejected[-1].reason if rejected else "no layout divides the GPUs"
+    tried = {str(r.layout): r.reason for r in rejected}
+    nearest = (
+        f"the widest, {list(tried)[-1]}: {list(tried.values())[-1]}" if tried else "none divides the GPUs"
+    )
     raise DoesNotFit(
-        f"{job.model.name} fits {job.cluster.gpus} x {job.cluster.gpu.name} in none of "
-        f"{len({r.layout for r in rejected})} layouts; the last: {last}",
-        "use more GPUs or GPUs with more memory, or fewer sequence_tokens",
+        f"{job.model.name} does not fit {job.cluster.gpus} x {job.cluster.gpu.name} "
+        f"in any of {len(tried)} layouts; {nearest}",
+        "use more GPUs, GPUs with more memory, or a smaller model; optimus catalog lists GPUs",
     )
 
 
@@ -108,8 +111,8 @@ def _why_not(setting: Setting, *, full_recompute: bool) -> str | None:
     if held > capacity:
         return f"memory: model states alone {held / 1e9:.1f} of {capacity / 1e9:.0f} GB"
     fitting = first_fitting(setting, modules)
-    if fitting is None:
-        return f"memory: with activations above {capacity / 1e9:.0f} GB"
+    if not fitting.fits:
+        return f"memory: at least {fitting.peak_bytes / 1e9:.1f} of {capacity / 1e9:.0f} GB"
     if not full_recompute and any(step == "full" for _, step in fitting.policy) and len(policies) > 1:
         return "memory: fits only with whole layers recomputed"
     return None

@@ -1,0 +1,65 @@
+"""One op per row: the graph of an op order, timed for any cut without being built again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optimus.cost.assumptions import Assumptions
+from optimus.program.op import Floats, Ints, Kind, Schedule
+from optimus.schedule.assemble import BACKWARD, FORWARD
+from optimus.schedule.chunk import KINDS
+from optimus.schedule.traffic import EXPOSED, HIDDEN, Exposure, ParameterTraffic
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CutSeconds:
+    """Everything a cut decides about a graph: seconds of ops, sends and traffic of every virtual stage."""
+
+    ops: dict[Kind, Floats]
+    sends: Floats
+    traffic: list[ParameterTraffic]
+
+
+class OpGraph:
+    """A schedule of whole ops whose rows know which number of a cut they take."""
+
+    def __init__(self, schedule: Schedule, stages: int, assumptions: Assumptions) -> None:
+        self._schedule, self._stages, self._assumptions = schedule, stages, assumptions
+        virtual = schedule.chunk.astype(np.int64) * stages + schedule.device
+
+        def rows(kind: Kind, segment: int | None = None) -> tuple[Ints, Ints]:
+            wanted = schedule.kind == kind
+            if segment is not None:
+                wanted &= schedule.segment == segment
+            found = np.flatnonzero(wanted)
+            return found, virtual[found]
+
+        self._ops = {kind: rows(kind) for kind in KINDS}
+        self._sends = {direction: rows(Kind.SEND, direction) for direction in (FORWARD, BACKWARD)}
+        self._hidden = {kind: rows(kind, HIDDEN) for kind in (Kind.GATHER, Kind.REDUCE)}
+        self._exposed = {kind: rows(kind, EXPOSED) for kind in (Kind.GATHER, Kind.REDUCE)}
+        self._finish = rows(Kind.FINISH)
+
+    def timed(self, cut: CutSeconds) -> Schedule:
+        """The schedule with the durations of a cut."""
+        duration = np.empty(len(self._schedule))
+        for kind, (rows, virtual) in self._ops.items():
+            duration[rows] = cut.ops[kind][virtual]
+        rows, virtual = self._sends[FORWARD]
+        duration[rows] = cut.sends[virtual]
+        rows, virtual = self._sends[BACKWARD]
+        duration[rows] = cut.sends[virtual - 1]
+        stages = self._stages
+        by_stage = [cut.traffic[stage::stages] for stage in range(stages)]
+        exposures = [Exposure(chunks=chunks, assumptions=self._assumptions) for chunks in by_stage]
+        for kind in (Kind.GATHER, Kind.REDUCE):
+            name = f"{kind.name.lower()}_s"
+            rows, virtual = self._hidden[kind]
+            duration[rows] = [exposures[v % stages].hidden(name, v // stages) for v in virtual.tolist()]
+            rows, virtual = self._exposed[kind]
+            duration[rows] = [exposures[v % stages].exposed(name) for v in virtual.tolist()]
+        rows, virtual = self._finish
+        duration[rows] = [sum(part.update_s for part in by_stage[v % stages]) for v in virtual.tolist()]
+        return replace(self._schedule, duration_s=duration)

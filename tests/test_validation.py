@@ -1,0 +1,12 @@
+"""The figures in docs/validation.md are the ones the code computes today."""
+
+from __future__ import annotations
+
+import pytest
+from validation_tables import PAGE, fill
+
+
+@pytest.mark.ci
+def test_the_page_shows_what_is_computed() -> None:
+    page = PAGE.read_text()
+    assert fill(page) == page, "run python tests/validation_tables.py and read what changed"

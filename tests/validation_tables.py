@@ -1,0 +1,84 @@
+"""The tables of docs/validation.md, computed: run this file to write them anew."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from paper_parts import layer_shape
+
+from optimus.cost.kernel import Kernel
+from optimus.cost.layer import backward, forward
+from optimus.job.read import find_job, with_layouts
+from optimus.program.op import Kind, Lane
+from optimus.schedule.bubbles import CAUSES
+from optimus.schedule.build import Builder
+from optimus.schedule.chunk import concatenate
+from optimus.schedule.timeline import evaluate
+from optimus.search.compare import compare_systems
+
+PAGE = Path(__file__).parents[1] / "docs" / "validation.md"
+TABLE_1 = dict(zip(CAUSES, (3.3, 8.9, 5.0, 9.2, 8.7, 11.2), strict=True))  # shares, per cent
+TABLE_1_STEP_S = 5.12
+
+
+def table_1() -> str:
+    """The paper's Table 1 beside ours."""
+    header = ["", "step s", "DP gather", "DP reduce", "PP warm-up", "PP cool-down", "PP other", "TP", "sum"]
+    rows = [["paper, Table 1", f"{TABLE_1_STEP_S}", *(f"{v:.1f}" for v in TABLE_1.values())]]
+    rows[0].append(f"{sum(TABLE_1.values()):.1f}")
+    for preset in ("paper", "paper-first-chunk"):
+        for chunks in (1, 12):
+            job = with_layouts(find_job("paper/strong-3072"), [f"llm=chunks{chunks}"])
+            comparison = compare_systems(job, names=["stage0", "balanced"], assumptions=preset)
+            for name, system in comparison.systems.items():
+                shares = [100 * getattr(system.bubbles, cause) / system.step_s for cause in CAUSES]
+                label = f"{name}, V = {chunks}, `{preset}`"
+                shown = [f"{share:.1f}" for share in (*shares, sum(shares))]
+                rows.append([label, f"{system.step_s:.2f}", *shown])
+    return markdown(header, rows)
+
+
+def kernels() -> str:
+    """Times the paper states of single layers and collectives."""
+    vit, gpt = layer_shape("vision", tokens=4096, span=2048), layer_shape("llm", tokens=4096, span=2048)
+    both = [*forward(gpt), *backward(gpt, weights=True)]
+    collectives = [kernel.duration_s for kernel in both if kernel.lane == Lane.TP]
+    found = {
+        "ViT-22B layer, forward": (1.4, 1e3 * makespan_s(forward(vit)), "ms"),
+        "ViT-22B layer, backward": (2.0, 1e3 * makespan_s(backward(vit, weights=True)), "ms"),
+        "TP bubble of GPT-175B, mean": (300.0, 1e6 * sum(collectives) / len(collectives), "us"),
+    }
+    rows = [
+        [name, f"{theirs:g} {unit}", f"{ours:.3g} {unit}", f"{100 * (ours / theirs - 1):+.1f} %"]
+        for name, (theirs, ours, unit) in found.items()
+    ]
+    return markdown(["", "paper", "ours", "difference"], rows)
+
+
+def makespan_s(kernels: list[Kernel]) -> float:
+    """A layer played alone."""
+    builder = Builder(["m"], 1)
+    builder.add(concatenate([(kernels, 0)], Kind.F), device=0)
+    return evaluate(builder.build()).step_s
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+TABLES = {"table-1": table_1, "kernels": kernels}
+
+
+def fill(page: str) -> str:
+    """The page with every table between its markers computed."""
+    for name, make in TABLES.items():
+        table = make()
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        page = re.sub(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", page, flags=re.DOTALL)  # noqa: B023
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text()))
