@@ -145,7 +145,8 @@ def test_attention_never_gets_faster_with_tokens(gpu: Gpu, tokens: int, head_dim
         flops = attention_flops(tokens, causal=causal, head_dim=head_dim)
         return attention_s(gpu, flops=flops, tokens=tokens, head_dim=head_dim, causal=causal)
 
-    assert seconds(tokens) <= seconds(tokens + 1) <= seconds(2 * tokens + 1)
+    rounding = 1 + 1e-3  # of the curves' four digits
+    assert seconds(tokens) <= rounding * seconds(tokens + 1) <= rounding**2 * seconds(2 * tokens + 1)
 
 
 def test_attention_backward() -> None:

@@ -173,15 +173,27 @@ def attention_of(data: Path, system: System) -> tuple[Fractions, Fractions, list
     return causal | derive_from(missing, other_causal, causal), unmasked, notes
 
 
+def padded_fractions(fractions: Fractions) -> Fractions:
+    """Fractions of peak under which no length takes longer than a longer one."""
+    result = dict(fractions)
+    for head_dim in {h for h, _ in fractions}:
+        lengths = np.array(sorted(n for h, n in fractions if h == head_dim))
+        times = padded(lengths**2.0 / [fractions[head_dim, n] for n in lengths.tolist()])
+        result |= {(head_dim, int(n)): float(n**2 / t) for n, t in zip(lengths, times, strict=True)}
+    return result
+
+
 def make_attention(data: Path, system: System, out: Path) -> None:
     """Fraction of peak of forward attention by mask, head_dim and tokens."""
     causal, unmasked, choices = attention_of(data, system)
+    causal, unmasked = padded_fractions(causal), padded_fractions(unmasked)
     notes = [
         f"Source: {PACKAGE}, systems/data/{system.name}: attention/*/*/context_attention_perf.parquet",
         "and encoder_attention/*/*/encoder_attention_perf.parquet, bf16, no window.",
         "FLOPs: forward = 4 * sequences * heads * tokens^2 * head_dim; causal counts HALF of that square.",
         f"Derivation: median over all cases with sequences * heads >= {MIN_SEQUENCES_TIMES_HEADS},",
-        "of the kernel that is best from 1024 tokens on; Triton fall-backs left out. Kernels:",
+        "of the kernel that is best from 1024 tokens on; Triton fall-backs left out. No length takes longer",
+        "than a longer one. Kernels:",
         *choices,
         f"Units: tokens per sequence; fraction of {system.peak_flops / 1e12:g} dense bf16 TFLOPS.",
     ]
