@@ -105,13 +105,20 @@ class Simulate:
 
     def __call__(self) -> int:
         from optimus.cost.assumptions import preset
-        from optimus.job.read import find_job, with_layouts
+        from optimus.job.read import find_job
         from optimus.render.simulation import simulation_json, simulation_text
 
+        if self.picture is not None and self.picture.suffix != ".svg":
+            raise UserError(
+                field="--picture",
+                value=str(self.picture),
+                problem="is not an SVG",
+                hint="end its name in .svg",
+            )
         if self.picture is not None:
             _check_writable("--picture", self.picture)
         assumptions = preset(self.preset)
-        job = with_layouts(find_job(self.job, self.on), self.layout)
+        job = find_job(self.job, self.on, self.layout)
         with _progress() as progress, _announced_compilation():
             from optimus.search.compare import compare_systems
 
@@ -147,7 +154,7 @@ def run(arguments: list[str]) -> int:
             Catalog | Init | Simulate,
             prog="optimus",
             args=arguments or ["--help"],
-            description="Plans multimodal LLM training: where time and memory go, and how to run it better.",
+            description="Plans multimodal LLM training: where its time and memory go (--version: prints it).",
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
         )
         return command()

@@ -131,7 +131,7 @@ SECTIONS: dict[str, list[Case]] = {
         named("Half a node too many", "qwen2.5-vl-72b", "h100:508"),
         named("A job file that is not there", "missing.yaml"),
         named("A config.json that is not there", "missing/config.json", "h100:512"),
-        named("A paper job on fewer GPUs than its layout", "paper/D", "h100:256"),
+        named("A paper job on GPUs that its layout does not divide", "paper/D", "h100:96"),
     ],
     "YAML": [
         raw("Brackets that do not close", "format: optimus.job/1\nlayout: {llm: {tp: 8}\nrun: {}\n"),

@@ -18,7 +18,8 @@ def test_every_model_simulates_on_every_cluster(model: str, cluster: str) -> Non
     comparison = compare_systems(find_job(model, f"{cluster}:512"))
     assert {"llm-only", "stage0", "balanced", "balanced-best", "fsdp"} <= set(comparison.systems)
     for system in comparison.systems.values():
-        assert system.step_s >= comparison.floor_s * (1 - 1e-9), system.name
+        if system.name not in ("fsdp", "separate-gpus"):  # their LLM has a layout of its own
+            assert system.step_s >= comparison.floor_s * (1 - 1e-9), system.name
         assert 0 < system.mfu < 1
         assert system.memory.total > 0 and system.fits
         assert all(getattr(system.bubbles, cause) >= -1e-9 for cause in CAUSES)

@@ -34,6 +34,7 @@ SIZES = (  # stages, chunks, microbatches
     (4, 1, 6),
     (4, 2, 2),
     (4, 2, 3),
+    (4, 2, 4),
 )
 TOLERANCE = 1.02
 Row = tuple[tuple[int, int, int], int, int, float]  # size, layers, optimum, ours over it

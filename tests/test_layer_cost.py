@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from paper_parts import layer_shape, unfused
+from paper_parts import layer_shape, strong_3072, unfused
 
 from optimus.cost.activations import activation_bytes
 from optimus.cost.assumptions import Assumptions, preset
+from optimus.cost.flops import attention_pairs
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward, weight_gradients
 from optimus.cost.measured import KernelKey, Profile
-from optimus.job.model import Experts
+from optimus.cost.module import price_encoder
+from optimus.job.layout import Layout
+from optimus.job.model import Attention, Experts
+from optimus.job.read import find_job
+from optimus.job.workload import Load
 from optimus.program.op import Kind, Lane
 from optimus.schedule.build import Builder
 from optimus.schedule.chunk import concatenate
@@ -155,3 +160,53 @@ def test_a_measured_kernel_beats_the_formula() -> None:
     assert found.pop("attention") == 0.123
     analytic.pop("attention")
     assert found == analytic
+
+
+# ------------------------------------------------------------------------ windows, latents, context
+
+
+def brute_pairs(tokens: int, window: int, *, causal: bool) -> int:
+    """Pairs of one causal span in which a token sees the `window` tokens up to itself."""
+    assert causal
+    return sum(min(place + 1, window) for place in range(tokens))
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(64, 8), (100, 100), (512, 32), (96, 200)])
+def test_causal_window_pairs_equal_a_count(tokens: int, window: int) -> None:
+    attention = Attention(heads=1, kv_heads=1, head_dim=8, window_tokens=window)
+    found = attention_pairs(attention, 0, Load(tokens=tokens, squares=float(tokens) ** 2))
+    exact = brute_pairs(tokens, window, causal=True)
+    assert found == pytest.approx(exact, abs=tokens)  # the diagonal counts half or whole
+
+
+def test_windows_of_an_encoder_see_their_window_only() -> None:
+    attention = Attention(heads=1, kv_heads=1, head_dim=8, causal=False, window_tokens=64, full_layers=(1,))
+    load = Load(tokens=1024, squares=1024.0**2)
+    assert attention_pairs(attention, 0, load) == 1024 * 64
+    assert attention_pairs(attention, 1, load) == 1024**2
+
+
+def test_latent_attention_gathers_latents() -> None:
+    kimi = find_job("kimi-k2.5", "h100:512").model.llm.stack
+    shape = replace(layer_shape("llm", tokens=4096, span=4096), stack=kimi)
+    assert kimi.attention.latent is not None
+    gathered = next(k for k in forward(shape) if k.name == "gather1")
+    assert gathered.size_bytes == 4096 * kimi.attention.latent.width * 2
+    assert kimi.attention.latent.width == 1536 + 512 + 64
+    assert kimi.replicated_parameters(0) == kimi.hidden * kimi.attention.latent.width  # a dense layer
+    assert kimi.replicated_parameters(1) == kimi.replicated_parameters(0) + kimi.hidden * 384
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallelism_divides_every_layer_of_an_encoder(cp: int) -> None:
+    shape = layer_shape("vision", tokens=4096, span=2048)
+    encoder = strong_3072().model.encoders[0]
+    whole, divided = (
+        price_encoder(encoder, shape.load, Layout(dp=4, cp=size, tp=8), shape.prices, "none")
+        for size in (1, cp)
+    )
+    for a, b in zip(whole, divided, strict=True):
+        assert b.output_bytes == pytest.approx(a.output_bytes / cp)
+        assert b.activation_bytes == pytest.approx(a.activation_bytes / cp)
+    names = [k.name for k in backward(replace(shape, layout=shape.layout.with_(cp=cp)), weights=True)]
+    assert "context" in names and "context.scatter" in names

@@ -88,3 +88,12 @@ def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
     assert memory.gradients == memory.optimizer == 0 < memory.parameters
     projector = layers[-1]
     assert projector.trained and projector.kernels[Kind.W]  # the adapter still learns
+
+
+def test_what_a_split_backward_makes_again_waits_for_its_weight_gradient() -> None:
+    """Zero-bubble, stage r runs W r backwards late: r + 1 recomputed microbatches at its peak of I."""
+    order = zero_bubble(stages=4, chunks=1, microbatches=8)
+    alone = [high_water(ops, [(0.0,)], [(1.0,)])[0] for ops in order]
+    assert alone == [1.0, 2.0, 3.0, 4.0]
+    whole = one_f_one_b(stages=4, microbatches=8)
+    assert [high_water(ops, [(0.0,)], [(1.0,)])[0] for ops in whole] == [0.0] * 4

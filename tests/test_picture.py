@@ -14,7 +14,7 @@ import pytest
 
 from optimus.errors import DoesNotFit, UserError
 from optimus.job.read import find_job
-from optimus.program.op import Kind, Lane
+from optimus.program.op import Communicator, Kind, Lane
 from optimus.render.boxes import IDLE_DP, IDLE_PP, IDLE_TP, STACK, device_rows
 from optimus.render.picture import PLOT, timeline_svg, write_picture
 from optimus.schedule.bubbles import busy_s, find_bubbles, mean_bubbles
@@ -33,7 +33,8 @@ COMMAND = (
 
 def op_of(kind: Kind, module: int, seconds: float, layers: int = 2) -> Template:
     """Compute kernels with an exposed collective between each two of them."""
-    rows = [(seconds, 0, 0, kind, module, Lane.COMPUTE), (seconds / 5, 0, 1, kind, module, Lane.TP)] * layers
+    compute = (seconds, 0, 0, kind, module, Lane.COMPUTE, Communicator.NONE)
+    rows = [compute, (seconds / 5, 0, 1, kind, module, Lane.TP, Communicator.TP)] * layers
     rows.append(rows[0])
     edges = [(row, row - 1) for row in range(1, len(rows))]
     last = len(rows) - 1

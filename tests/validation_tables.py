@@ -9,7 +9,7 @@ from paper_parts import layer_shape
 
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward
-from optimus.job.read import find_job, with_layouts
+from optimus.job.read import find_job
 from optimus.program.op import Kind, Lane
 from optimus.schedule.bubbles import CAUSES
 from optimus.schedule.build import Builder
@@ -29,7 +29,7 @@ def table_1() -> str:
     rows[0].append(f"{sum(TABLE_1.values()):.1f}")
     for preset in ("paper", "paper-first-chunk"):
         for chunks in (1, 12):
-            job = with_layouts(find_job("paper/strong-3072"), [f"llm=chunks{chunks}"])
+            job = find_job("paper/strong-3072", layouts=[f"llm=chunks{chunks}"])
             comparison = compare_systems(job, names=["stage0", "balanced"], assumptions=preset)
             for name, system in comparison.systems.items():
                 shares = [100 * getattr(system.bubbles, cause) / system.step_s for cause in CAUSES]

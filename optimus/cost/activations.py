@@ -18,8 +18,7 @@ def activation_bytes(shape: LayerShape, recompute: str) -> float:
         return 2.0 * hidden * shape.shard
     widths = 4.0 * hidden + attention.query_width + attention.key_value_width + attention.output_width
     if attention.latent:
-        latent = attention.latent
-        widths += latent.query_rank + latent.key_value_rank + latent.rope_head_dim
+        widths += attention.latent.width
     masks = 2.0 * hidden if stack.dropout else 0.0
     widths += _mlp_widths(shape)
     fused = shape.prices.assumptions.fused_attention

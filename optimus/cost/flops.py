@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimus.job.model import Encoder, Llm, Model, Stack
+from optimus.job.model import Attention, Encoder, Llm, Model, Stack
 from optimus.job.workload import Load, Workload
 
 
@@ -18,11 +18,18 @@ def forward_flops(module: Encoder | Llm, load: Load) -> float:
 def layer_flops(stack: Stack, layer: int, load: Load) -> float:
     """Two FLOPs per active weight and token, and attention over what a token may see."""
     attention = stack.attention
-    window = attention.window_of(layer)
-    squares = load.squares if window is None else min(load.squares, load.tokens * window)
     weights = stack.layer_parameters(layer, active=True) - 2 * stack.norm_parameters
     per_pair = 2.0 * attention.heads * (attention.score_dim + attention.value_dim)
-    return 2.0 * weights * load.tokens + per_pair * squares * (0.5 if attention.causal else 1.0)
+    return 2.0 * weights * load.tokens + per_pair * attention_pairs(attention, layer, load)
+
+
+def attention_pairs(attention: Attention, layer: int, load: Load) -> float:
+    """Pairs of tokens that see each other; a causal window still is full for all but its first tokens."""
+    window = attention.window_of(layer)
+    if window is None or window >= load.span:
+        return load.squares * (0.5 if attention.causal else 1.0)
+    pairs = load.tokens * window
+    return pairs - 0.5 * window**2 * load.tokens / load.span if attention.causal else pairs
 
 
 def head_flops(llm: Llm, load: Load) -> float:
@@ -46,6 +53,9 @@ def step_flops(model: Model, workload: Workload) -> float:
     total = 0.0
     for encoder in model.encoders:
         load = workload.encoder_load(encoder.name, encoder.projector.merge)
-        total += forward_flops(encoder, load) * (3 if encoder.train else 1)
+        projector = projector_flops(encoder, load)
+        total += (forward_flops(encoder, load) - projector) * (3 if encoder.train else 1)
+        passes = encoder.train or encoder.projector.train  # gradients go through it
+        total += projector * (1 + passes + encoder.projector.train)
     total += forward_flops(model.llm, workload.llm_load()) * (3 if model.llm.train else 1)
     return total * workload.sequences_per_step

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from optimus.cost.network import Collective
 from optimus.cost.prices import Prices
-from optimus.program.op import Kind, Lane
+from optimus.program.op import Communicator, Kind, Lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +19,7 @@ class Kernel:
     duration_s: float
     size_bytes: float = 0.0
     after: tuple[int, ...] = ()
+    communicator: Communicator = Communicator.NONE
 
 
 @dataclass(kw_only=True)
@@ -34,7 +35,7 @@ class KernelList:
     last: tuple[int, ...] = ()  # what the next kernel waits for
 
     def compute(self, name: str, seconds: float, *, after: tuple[int, ...] | None = None) -> int:
-        return self._add(name, Lane.COMPUTE, seconds, 0.0, after)
+        return self._add(name, Lane.COMPUTE, seconds, 0.0, after, Communicator.NONE)
 
     def collective(
         self, name: str, kind: Collective, size_bytes: float, *, after: tuple[int, ...] | None = None
@@ -43,20 +44,36 @@ class KernelList:
         if self.tp == 1:
             return None
         seconds = self.prices.tp_s(kind, size_bytes, self.tp)
-        return self._add(name, Lane.TP, seconds, size_bytes, after)
+        return self._add(name, Lane.TP, seconds, size_bytes, after, Communicator.TP)
 
-    def group(self, name: str, kind: Collective, size_bytes: float, *, ranks: int, stride: int) -> None:
+    def group(
+        self,
+        name: str,
+        kind: Collective,
+        size_bytes: float,
+        communicator: Communicator,
+        *,
+        ranks: int,
+        stride: int,
+    ) -> None:
         """A cp or ep collective, on the NIC when it leaves the node."""
         if ranks > 1:
             seconds = self.prices.group_s(kind, size_bytes, ranks=ranks, stride=stride)
-            self._add(name, self.prices.group_lane(ranks, stride), seconds, size_bytes, None)
+            lane = self.prices.group_lane(ranks, stride)
+            self._add(name, lane, seconds, size_bytes, None, communicator)
 
     def join(self, *places: int | None) -> None:
         """The next kernel waits for all of these."""
         self.last = tuple(place for place in places if place is not None)
 
     def _add(
-        self, name: str, lane: Lane, seconds: float, size_bytes: float, after: tuple[int, ...] | None
+        self,
+        name: str,
+        lane: Lane,
+        seconds: float,
+        size_bytes: float,
+        after: tuple[int, ...] | None,
+        communicator: Communicator,
     ) -> int:
         measured = self.prices.measured_s(self.module, self.kind, name, self.tokens, self.tp)
         self.kernels.append(
@@ -67,6 +84,7 @@ class KernelList:
                 duration_s=seconds if measured is None else measured,
                 size_bytes=size_bytes,
                 after=self.last if after is None else after,
+                communicator=communicator,
             )
         )
         place = len(self.kernels) - 1

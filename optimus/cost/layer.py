@@ -6,7 +6,7 @@ from optimus.cost.kernel import Kernel, KernelList
 from optimus.cost.network import Collective
 from optimus.cost.shape import Gemm, LayerShape
 from optimus.job.model import BF16_BYTES, Experts, Mlp
-from optimus.program.op import Kind
+from optimus.program.op import Communicator, Kind
 
 
 def forward(shape: LayerShape, kind: Kind = Kind.F) -> list[Kernel]:
@@ -14,7 +14,9 @@ def forward(shape: LayerShape, kind: Kind = Kind.F) -> list[Kernel]:
     kernels = shape.kernels(kind)
     size = shape.hidden_bytes
     kernels.compute("norm1", shape.norm_s())
-    kernels.collective("gather1", Collective.ALL_GATHER, size)
+    if shape.stack.attention.latent:
+        kernels.compute("latent", shape.forward_s(shape.latent_gemms()))
+    kernels.collective("gather1", Collective.ALL_GATHER, shape.qkv_input_bytes)
     kernels.compute("qkv", shape.forward_s(shape.qkv_gemms()))
     _context_exchange(kernels, shape)
     kernels.compute("attention", shape.attention_s())
@@ -50,7 +52,11 @@ def backward(shape: LayerShape, *, weights: bool) -> list[Kernel]:
     _row_backward(kernels, shape, "out", [shape.out_gemm()], weights=weights)
     _context_exchange(kernels, shape)
     kernels.compute("attention", shape.attention_s(backward=True))
-    _column_backward(kernels, shape, "qkv", shape.qkv_gemms(), weights=weights)
+    _context_exchange(kernels, shape, Collective.REDUCE_SCATTER)  # gradients of keys and values
+    _column_backward(kernels, shape, "qkv", shape.qkv_gemms(), weights=weights, size=shape.qkv_input_bytes)
+    if latent := shape.latent_gemms():
+        seconds = shape.input_gradient_s(latent)
+        kernels.compute("latent", seconds + (shape.weight_gradient_s(latent) if weights else 0.0))
     kernels.compute("norm1", shape.norm_s(backward=True))
     return kernels.kernels
 
@@ -58,7 +64,7 @@ def backward(shape: LayerShape, *, weights: bool) -> list[Kernel]:
 def _mlp_backward(kernels: KernelList, shape: LayerShape, mlp: Mlp, *, weights: bool) -> None:
     extra = shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp, backward=True)
     _row_backward(kernels, shape, "down", [shape.down_gemm(mlp)], weights=weights, extra_s=extra)
-    _column_backward(kernels, shape, "up", [shape.up_gemm(mlp)], weights=weights)
+    _column_backward(kernels, shape, "up", [shape.up_gemm(mlp)], weights=weights, size=shape.hidden_bytes)
 
 
 def _row_backward(
@@ -78,10 +84,10 @@ def _row_backward(
 
 
 def _column_backward(
-    kernels: KernelList, shape: LayerShape, name: str, gemms: list[Gemm], *, weights: bool
+    kernels: KernelList, shape: LayerShape, name: str, gemms: list[Gemm], *, weights: bool, size: float
 ) -> None:
     """A column-parallel linear: its input is gathered under dgrad, its result scattered under wgrad."""
-    size, before = shape.hidden_bytes, kernels.last
+    before = kernels.last
     dgrad_s, wgrad_s = shape.input_gradient_s(gemms), shape.weight_gradient_s(gemms)
     if not weights or shape.prices.assumptions.tp_backward == "exposed":
         kernels.compute(f"{name}.dgrad", dgrad_s)
@@ -107,6 +113,8 @@ def weight_gradients(shape: LayerShape) -> list[Kernel]:
         mlp = shape.stack.mlp
         _gather_under(kernels, shape, "down", [shape.down_gemm(mlp)], "up", [shape.up_gemm(mlp)])
     _gather_under(kernels, shape, "out", [shape.out_gemm()], "qkv", shape.qkv_gemms())
+    if latent := shape.latent_gemms():
+        kernels.compute("latent.wgrad", shape.weight_gradient_s(latent))
     return kernels.kernels
 
 
@@ -119,17 +127,21 @@ def _gather_under(
     column_gemms: list[Gemm],
 ) -> None:
     before = kernels.last
-    gathered = kernels.collective(f"{column}.gather", Collective.ALL_GATHER, shape.hidden_bytes)
+    size = shape.qkv_input_bytes if column == "qkv" else shape.hidden_bytes
+    gathered = kernels.collective(f"{column}.gather", Collective.ALL_GATHER, size)
     product = kernels.compute(f"{row}.wgrad", shape.weight_gradient_s(row_gemms), after=before)
     kernels.join(product, gathered)
     kernels.compute(f"{column}.wgrad", shape.weight_gradient_s(column_gemms))
 
 
-def _context_exchange(kernels: KernelList, shape: LayerShape) -> None:
+def _context_exchange(
+    kernels: KernelList, shape: LayerShape, kind: Collective = Collective.ALL_GATHER
+) -> None:
     """Context parallelism: every rank gathers the keys and values of the whole sequence, exposed."""
     layout, attention = shape.layout, shape.stack.attention
     size = shape.load.tokens * attention.key_value_width / layout.tp * BF16_BYTES
-    kernels.group("context", Collective.ALL_GATHER, size, ranks=layout.cp, stride=layout.tp)
+    name = "context" if kind == Collective.ALL_GATHER else "context.scatter"
+    kernels.group(name, kind, size, Communicator.CP, ranks=layout.cp, stride=layout.tp)
 
 
 def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: list[Kind]) -> None:
@@ -141,7 +153,7 @@ def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: li
     if moves:
         first = "dispatch" if Kind.F in parts else "combine"
         kernels.compute("router", sum(product[part](router) for part in parts))
-        kernels.group(first, Collective.ALL_TO_ALL, size, ranks=ep, stride=1)
+        kernels.group(first, Collective.ALL_TO_ALL, size, Communicator.EP, ranks=ep, stride=1)
     rows = shape.shard * experts.active
     mlp = Mlp(width=experts.width)
     seconds = shape.activation_s(mlp, rows, tp=1, backward=Kind.F not in parts) if moves else 0.0
@@ -150,7 +162,7 @@ def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: li
     kernels.compute("experts", seconds)
     if moves:
         last = "combine" if Kind.F in parts else "dispatch"
-        kernels.group(last, Collective.ALL_TO_ALL, size, ranks=ep, stride=1)
+        kernels.group(last, Collective.ALL_TO_ALL, size, Communicator.EP, ranks=ep, stride=1)
     shared = shape.shared_mlp
     if shared is None:
         return
@@ -168,6 +180,10 @@ def selective_recompute(shape: LayerShape) -> list[Kernel]:
     if not shape.prices.assumptions.fused_attention:
         kernels.compute("attention", shape.attention_s())
         return kernels.kernels
-    activation_s = shape.activation_s(shape.stack.mlp, shape.tokens, tp=shape.layout.tp)
+    experts = shape.stack.experts
+    if experts and shape.stack.has_experts(shape.layer):
+        activation_s = shape.activation_s(Mlp(width=experts.width), shape.shard * experts.active, tp=1)
+    else:
+        activation_s = shape.activation_s(shape.stack.mlp, shape.tokens, tp=shape.layout.tp)
     kernels.compute("cheap", 2 * shape.norm_s() + activation_s)
     return kernels.kernels

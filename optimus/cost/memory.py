@@ -75,22 +75,29 @@ def states(layers: Iterable[PricedLayer], precision: Precision) -> Memory:
     return Memory(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
 
-def high_water(order: tuple[tuple[Kind, int, int], ...], kept_bytes: ArrayLike) -> tuple[float, ...]:
-    """Activations alive when most are, while a stage runs `order`; `kept_bytes[chunk]` by component.
+def high_water(
+    order: tuple[tuple[Kind, int, int], ...], kept_bytes: ArrayLike, made_again_bytes: ArrayLike = 0.0
+) -> tuple[float, ...]:
+    """Activations alive when most are, while a stage runs `order`; bytes are by [chunk, component].
 
-    A chunk's bytes live from its forward to its backward, or to its W where that is split off.
+    A chunk keeps bytes from its forward to its backward, or to its W where that is split off; then what
+    its I has made again (recomputation, gradients of logits) waits for W too.
     """
-    chunk, sign = _lives(order)
-    alive = np.cumsum(sign[:, None] * np.asarray(kept_bytes, np.float64)[chunk], axis=0)
+    chunk, sign, again = _lives(order)
+    kept = np.asarray(kept_bytes, np.float64)
+    more = np.broadcast_to(np.asarray(made_again_bytes, np.float64), kept.shape)
+    alive = np.cumsum(sign[:, None] * kept[chunk] + again[:, None] * more[chunk], axis=0)
     return tuple(float(value) for value in alive[alive.sum(axis=1).argmax()])
 
 
 @lru_cache(maxsize=4096)  # the same orders are asked about for many cuts
-def _lives(order: tuple[tuple[Kind, int, int], ...]) -> tuple[Ints, Ints]:
-    """For every op: its chunk, and whether an activation begins (1) or ends (-1) to live."""
+def _lives(order: tuple[tuple[Kind, int, int], ...]) -> tuple[Ints, Ints, Ints]:
+    """For every op: its chunk, and where (1 begin, -1 end) what F keeps and what I makes again lives."""
     kind, chunk, _ = np.array(order, np.int64).T
-    ends = kind == (Kind.W if (kind == Kind.W).any() else Kind.B)
-    return chunk, (kind == Kind.F).astype(np.int64) - ends
+    split = kind == Kind.W
+    ends = split if split.any() else kind == Kind.B
+    again = ((kind == Kind.I).astype(np.int64) - split) * split.any()
+    return chunk, (kind == Kind.F).astype(np.int64) - ends, again
 
 
 def communicator_bytes(*group_sizes: int) -> float:

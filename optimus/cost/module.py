@@ -44,12 +44,12 @@ def price_encoder(
     encoder: Encoder, load: Load, layout: Layout, prices: Prices, recompute: str
 ) -> tuple[PricedLayer, ...]:
     """Patch embedding, layers, projector."""
-    tokens, hidden, tp = load.tokens, encoder.stack.hidden, layout.tp
+    tokens, hidden, tp = load.tokens / layout.cp, encoder.stack.hidden, layout.tp
     state_bytes = tokens / tp * hidden * BF16_BYTES
     llm_width = encoder.projector.widths[-1]
     llm_tokens = tokens / encoder.projector.merge
     projected_bytes = llm_tokens / tp * llm_width * BF16_BYTES * len(encoder.feeds)
-    kept = 1.0 if encoder.train else 0.0
+    kept, learns = float(encoder.train), float(encoder.train or encoder.projector.train)
     inputs = encoder.projector.input_width(hidden)
     middle = sum(encoder.projector.widths[:-1])
     first = PricedLayer(
@@ -69,7 +69,7 @@ def price_encoder(
         layout=layout,
         kernels=ends.projector(encoder, tokens, layout, prices),
         parameters=encoder.projector_parameters + encoder.stack.norm_parameters,
-        activation_bytes=llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES * len(encoder.feeds),
+        activation_bytes=learns * llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES * len(encoder.feeds),
         output_bytes=projected_bytes,
         trained=encoder.projector.train,
         flops=flops.projector_flops(encoder, load),
@@ -158,7 +158,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
     inputs = _chain(again, tuple(backward(shape, weights=False))) if passes_gradients else ()
     both = _chain(again, tuple(backward(shape, weights=True))) if train else inputs
     stack, layout = shape.stack, shape.layout
-    experts = stack.expert_parameters(shape.layer)
+    experts, replicated = stack.expert_parameters(shape.layer), stack.replicated_parameters(shape.layer)
     kept = activation_bytes(shape, recompute) if passes_gradients else 0.0
     return PricedLayer(
         name="",
@@ -170,7 +170,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
             Kind.I: inputs,
             Kind.W: tuple(weight_gradients(shape)) if train else (),
         },
-        parameters=(stack.layer_parameters(shape.layer) - experts) / layout.tp,
+        parameters=replicated + (stack.layer_parameters(shape.layer) - experts - replicated) / layout.tp,
         expert_parameters=experts / layout.ep,
         activation_bytes=kept,
         working_bytes=activation_bytes(shape, "none") - kept if passes_gradients else 0.0,

@@ -73,8 +73,8 @@ class Prices:
         return Lane.TP if self.cluster.nodes_spanned(ranks, stride) == 1 else Lane.DP
 
     def stages_cross_nodes(self, layout: Layout) -> bool:
-        """Whether neighbouring pipeline stages sit in different nodes (pp is the slowest axis)."""
-        return self.cluster.gpus > self.cluster.gpus_per_node
+        """Whether a pipeline leaves its node (pp is the slowest axis of the rank order)."""
+        return layout.gpus > self.cluster.gpus_per_node
 
     def measured_s(self, module: str, kind: Kind, kernel: str, tokens: float, tp: int) -> float | None:
         return self.profile.measured_s(

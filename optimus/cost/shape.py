@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from optimus.cost.flops import attention_pairs
 from optimus.cost.kernel import KernelList
 from optimus.cost.prices import Prices
 from optimus.job.layout import Layout
@@ -75,7 +76,7 @@ class LayerShape:
 
     def attention_s(self, *, backward: bool = False) -> float:
         attention = self.stack.attention
-        pairs = self.squares / self.layout.cp * (0.5 if attention.causal else 1.0)
+        pairs = attention_pairs(attention, self.layer, self.load) / self.layout.cp
         heads = self.heads
         flops = 2.0 * pairs * (attention.score_dim + attention.value_dim) * heads
         span = self.squares / self.load.tokens if self.load.tokens else 0.0
@@ -91,13 +92,22 @@ class LayerShape:
             width += self.kv_heads * (attention.score_dim + attention.value_dim)
             return [(self.tokens, width, hidden)]
         latent = attention.latent
-        down = latent.query_rank + latent.key_value_rank + latent.rope_head_dim
         keys = self.heads * (latent.nope_head_dim + latent.value_head_dim)
         return [
-            (self.shard, down, hidden),
             (self.tokens, self.heads * attention.score_dim, latent.query_rank),
             (self.tokens, keys, latent.key_value_rank),
         ]
+
+    def latent_gemms(self) -> list[Gemm]:
+        """Down-projections of latent attention: every rank its own tokens, weights on all of them."""
+        latent = self.stack.attention.latent
+        return [(self.shard, latent.width, self.stack.hidden)] if latent else []
+
+    @property
+    def qkv_input_bytes(self) -> float:
+        """What is gathered before the projections that TP divides: hidden states, or latents."""
+        latent = self.stack.attention.latent
+        return self.tokens * latent.width * BF16_BYTES if latent else self.hidden_bytes
 
     def out_gemm(self) -> Gemm:
         return self.tokens, self.stack.hidden, self.heads * self.stack.attention.value_dim

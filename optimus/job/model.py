@@ -23,6 +23,11 @@ class LatentAttention:
     rope_head_dim: Count
     value_head_dim: Count
 
+    @property
+    def width(self) -> int:
+        """Of what the down-projections produce."""
+        return self.query_rank + self.key_value_rank + self.rope_head_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
@@ -148,6 +153,13 @@ class Stack:
         if not (self.experts and self.has_experts(layer)):
             return 0
         return 3 * self.hidden * self.experts.count * self.experts.width
+
+    def replicated_parameters(self, layer: int) -> int:
+        """The part of a layer that every rank of a TP group holds: latent down-projections, the router."""
+        latent = self.attention.latent
+        down = self.hidden * latent.width if latent else 0
+        router = self.hidden * self.experts.count if self.experts and self.has_experts(layer) else 0
+        return down + router
 
     def parameters(self, *, active: bool = False) -> int:
         return sum(self.layer_parameters(layer, active=active) for layer in range(self.layers))

@@ -25,22 +25,25 @@ from optimus.job.yaml_nodes import Node, load_yaml
 JOB_ENDINGS = (".yaml", ".yml")
 
 
-def find_job(name_or_path: str | Path, on: str | None = None) -> Job:
-    """JOB of every command: a YAML file, a catalog job, or a catalog model or config.json with `on`."""
+def find_job(name_or_path: str | Path, on: str | None = None, layouts: Iterable[str] = ()) -> Job:
+    """JOB of every command: a YAML file, a catalog job, or a catalog model or config.json with `on`.
+
+    `layouts` such as `llm=pp8,tp4` are stated on top of the job's own.
+    """
     name, path = str(name_or_path), Path(name_or_path)
     if name in catalog.names("jobs"):
-        return _assemble(catalog.node("jobs", name), name, Path(), on)
+        return _assemble(catalog.node("jobs", name), name, Path(), on, layouts)
     if path.suffix in JOB_ENDINGS:
-        return load_job(path, on=on)
+        return load_job(path, on=on, layouts=layouts)
     if name in catalog.names("models") or _is_config(path):
-        return make_job(model=name, on=on)
+        return make_job(model=name, on=on, layouts=layouts)
     known = (*catalog.names("jobs"), *catalog.names("models"))
     hint = f"{nearest(name, known)}; or the path of a job.yaml or config.json"
     problem = "is neither a job.yaml, a config.json nor in the catalog"
     raise UserError(field="JOB", value=name, problem=problem, hint=hint)
 
 
-def make_job(*, model: str | Path | Model, on: str | None) -> Job:
+def make_job(*, model: str | Path | Model, on: str | None, layouts: Iterable[str] = ()) -> Job:
     """A job without a file: a catalog model or a config.json, on a cluster such as `h100:512`."""
     found = model if isinstance(model, Model) else load_model(model)
     if on is None:
@@ -52,7 +55,8 @@ def make_job(*, model: str | Path | Model, on: str | None) -> Job:
     places = Places()
     cluster = read_cluster(places, cluster_node(on))
     workload, notes = default_workload(found, cluster.gpus)
-    job = Job(name=found.name, model=found, cluster=cluster, workload=workload, notes=notes)
+    layout = _stated_on_top(Constraints(), layouts, found)
+    job = Job(name=found.name, model=found, cluster=cluster, workload=workload, layout=layout, notes=notes)
     check_job(job, places)
     return job
 
@@ -70,35 +74,43 @@ def load_cluster(on: str) -> Cluster:
     return read_cluster(Places(), cluster_node(on))
 
 
-def load_job(path: str | Path, *, on: str | None = None) -> Job:
+def load_job(path: str | Path, *, on: str | None = None, layouts: Iterable[str] = ()) -> Job:
     """A job file; `on` puts it on another cluster."""
     path = Path(path)
-    return _assemble(load_yaml(path), path.stem, path.parent, on)
+    return _assemble(load_yaml(path), path.stem, path.parent, on, layouts)
 
 
-def with_layouts(job: Job, stated: Iterable[str]) -> Job:
-    """The same job with layouts stated on top of its own: `llm=pp8,tp4`; `dp` follows where it can."""
-    modules = dict(job.layout.modules)
-    names = [module.name for module in job.model.modules]
+def _stated_on_top(layout: Constraints, stated: Iterable[str], model: Model) -> Constraints:
+    """Constraints with layouts such as `llm=pp8,tp4` stated on top; `dp` follows where it can."""
+    modules = dict(layout.modules)
+    names = [module.name for module in model.modules]
     for text in stated:
         name, choice = parse_layout(text, field="--layout")
         if name not in names:
-            problem = f"names {name}, which is not a module of {job.model.name}"
+            problem = f"names {name}, which is not a module of {model.name}"
             raise UserError(field="--layout", value=text, problem=problem, hint=nearest(name, names))
         axes = {**modules.get(name, LayoutChoice()).stated(), **choice.stated()}
         if choice.dp is None and {"pp", "cp", "tp"} & set(choice.stated()):
             axes.pop("dp", None)  # it followed from the others
         modules[name] = LayoutChoice(**axes)
-    changed = replace(job, layout=replace(job.layout, modules=modules))
-    check_job(changed, Places())
-    return changed
+    return replace(layout, modules=modules)
+
+
+def _elsewhere(layout: Constraints, today: Today | None) -> tuple[Constraints, Today | None]:
+    """On another cluster dp follows anew, and what was measured was measured elsewhere."""
+    modules = {name: replace(choice, dp=None) for name, choice in layout.modules.items()}
+    if today is not None:
+        today = replace(
+            today, llm=replace(today.llm, dp=None), measured_step_s=None, measured_memory_bytes=None
+        )
+    return replace(layout, modules=modules), today
 
 
 def _is_config(path: Path) -> bool:
     return path.suffix == ".json" or (path / "config.json").is_file()
 
 
-def _assemble(root: Node, name: str, folder: Path, on: str | None) -> Job:
+def _assemble(root: Node, name: str, folder: Path, on: str | None, layouts: Iterable[str]) -> Job:
     places = Places()
     file = places.read(JobFile, root, "")
     model = read_model(places, file.model, folder)
@@ -107,13 +119,17 @@ def _assemble(root: Node, name: str, folder: Path, on: str | None) -> Job:
         workload, notes = default_workload(model, cluster.gpus)
     else:
         workload, notes = read_workload(places, file.workload, model, folder)
+    layout = _constraints(places, file.layout, model)
+    today = None if file.today is None else _today(places, file.today, model)
+    if on is not None:
+        layout, today = _elsewhere(layout, today)
     job = Job(
         name=file.name or name,
         model=model,
         cluster=cluster,
         workload=workload,
-        layout=_constraints(places, file.layout, model),
-        today=None if file.today is None else _today(places, file.today, model),
+        layout=_stated_on_top(layout, layouts, model),
+        today=today,
         run=Run(settings=file.run),
         notes=notes,
     )

@@ -14,7 +14,8 @@ from optimus.job.read_workload import DEFAULT_SOURCE, default_percentiles
 
 HEAD = """\
 # A job for Optimus: what to train, on what, with which data, and what is already decided.
-# What is stated is kept; what is left out is searched. Lines with "assumed" are guesses: correct them.
+# What is stated is kept; a layout that is left out is the smallest that fits. Lines with "assumed" are
+# guesses: correct them.
 format: optimus.job/1
 name: {name}
 model:
@@ -39,8 +40,8 @@ layout:                                  # for example llm: {tp: 8, pp: 4}, visi
   limits: {microbatch_sequences: [1, 2]} # also max_pp: 8
 # today:                                 # how the job runs now: becomes the system "today" in every table
 #   framework: megatron-core
-#   layout: {llm: {dp: 16, pp: 4, tp: 8}, vision: stage0}
-#   measured: {step_s: 17.9, peak_memory_gb: 71}
+#   layout: {llm: {pp: 1, tp: 8}, vision: stage0}
+#   measured: {step_s: 10, peak_memory_gb: 70}
 # run: {steps: 20000}                    # data, optimizer, paths: never part of a plan's hash
 """
 

@@ -44,6 +44,17 @@ class Lane(IntEnum):
 NUM_LANES = len(Lane)
 
 
+class Communicator(IntEnum):
+    """Whose traffic an op is; several share a lane (cp and ep use the node's links, or the NIC)."""
+
+    NONE = -1
+    TP = 0
+    CP = 1
+    EP = 2
+    DP = 3
+    PP = 4
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
     """One entry of a schedule, as a reader sees it."""

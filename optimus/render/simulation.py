@@ -45,6 +45,13 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
         "floor_1f1b_s": comparison.floor_1f1b_s,
         "systems": {name: _system_json(comparison, system) for name, system in comparison.systems.items()},
         "not_possible": comparison.missing,
+        "workload": {
+            "sequence_tokens": job.workload.sequence_tokens,
+            "sequences_per_step": job.workload.sequences_per_step,
+            "encoder_share_of_tokens": {
+                encoder.name: job.workload.share_of_tokens(encoder.name) for encoder in job.model.encoders
+            },
+        },
         "rejected": [{"layout": str(r.layout), "reason": r.reason} for r in comparison.rejected],
         "notes": list(job.notes),
         "not_modelled": list(NOT_MODELLED),
@@ -76,11 +83,15 @@ def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
 def simulation_text(comparison: Comparison) -> list[str]:
     """The table of systems, what each chose, memory of the worst rank, and what is not modelled."""
     lines = _head(comparison)
-    lines += ["", *_table(comparison), ""]
+    lines += ["", *_table(comparison), "", *_verdict(comparison)]
     lines += [
         "  Bubbles are shares of the step in which the mean GPU computes nothing, by cause.",
         f"  TP {TP_OVERLAP:.0%}: step s if the framework already hid {TP_OVERLAP:.0%} of the TP traffic.",
     ]
+    if any(comparison.over_floor(name) < 1 for name in comparison.systems):
+        lines.append(
+            "  The floor is the LLM alone at this layout; a system at another layout may be below it."
+        )
     if comparison.setting.layout.pp == 1:
         lines.append("  At pp 1 there is one stage: nothing to balance, and stage0 is balanced.")
     lines.append("")
@@ -110,9 +121,36 @@ def _head(comparison: Comparison) -> list[str]:
     stated = job.layout.of("llm").stated()
     chosen = "as stated" if {"pp", "tp"} <= set(stated) else "the smallest that fits; state another"
     lines += wrap("llm layout", f"{comparison.setting.layout} ({chosen})")
+    lines += wrap("data", _data(comparison))
     for note in job.notes:
         lines += wrap("assumed", note)
     return lines
+
+
+def _data(comparison: Comparison) -> str:
+    """What encoders find in a mean sequence."""
+    model, workload = comparison.job.model, comparison.job.workload
+    parts = []
+    for encoder in model.encoders:
+        load = workload.encoder_load(encoder.name, encoder.projector.merge)
+        share = workload.share_of_tokens(encoder.name)
+        parts.append(
+            f"{encoder.name} {share:.1%} of a sequence ({load.tokens:,.0f} encoder tokens, "
+            f"{load.tokens / encoder.projector.merge:,.0f} LLM tokens)"
+        )
+    return "mean " + ", ".join(parts)
+
+
+def _verdict(comparison: Comparison) -> list[str]:
+    """How far what was measured lies from what is computed."""
+    today = comparison.systems.get("today")
+    if today is None or today.measured_step_s is None:
+        return []
+    ratio = today.measured_step_s / today.step_s
+    words = f"measured step is {abs(ratio - 1):.0%} {'above' if ratio > 1 else 'below'} the computed one"
+    if not 1 / 1.5 < ratio < 1.5:
+        words += ": check layout, microbatch, recompute and workload of the job before trusting the table"
+    return wrap("today", words)
 
 
 def _preset(comparison: Comparison) -> str:

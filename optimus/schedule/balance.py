@@ -25,7 +25,6 @@ from optimus.schedule.setting import Policy, Setting
 STARTS = 4  # pipelines whose cut is improved a little; the best FINALISTS of them further
 FINALISTS = 2
 EVALUATIONS = 80  # for each finalist, a fifth for the others; a count, not a time: results repeat
-
 MOST_LISTED = 12  # specs that only a greedy order can run, and that takes time to make
 
 
@@ -65,7 +64,8 @@ def stage0_cut(layers: Sequence[PricedLayer], llm: str, parts: int) -> Cut:
     """Encoders in the first virtual stage, the LLM's layers spread evenly: Megatron-LM's default."""
     first = next(place for place, layer in enumerate(layers) if layer.module == llm)
     blocks = len(layers) - first - 2  # without embedding and head
-    sizes = [blocks // parts + (1 if part < blocks % parts else 0) for part in range(parts)]
+    longer = range(parts - 1 - blocks % parts, parts - 1)  # neither the encoders' nor the head's
+    sizes = [blocks // parts + (1 if part in longer else 0) for part in range(parts)]
     cut = [0]
     for size in sizes:
         cut.append((cut[-1] or first + 1) + size)
@@ -114,7 +114,7 @@ def strong_pipelines(
     improved = sorted((improve(start, evaluations // 5) for start in found[:starts]), key=_estimate)
     improved = [improve(start, evaluations) for start in improved[:FINALISTS]] + improved[FINALISTS:]
     if GREEDY in orders and evaluations:
-        improved += reorder(sorted(improved, key=_estimate))
+        improved += sorted(reorder(sorted(improved, key=_estimate)), key=_estimate)[:FINALISTS]
     return sorted(improved, key=_estimate)
 
 

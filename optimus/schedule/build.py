@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.program.op import Ints, Kind, Lane, Schedule
+from optimus.program.op import Communicator, Ints, Kind, Lane, Schedule
 
 ROW = np.dtype(
     [
@@ -19,9 +19,11 @@ ROW = np.dtype(
         ("kind", np.int8),
         ("module", np.int8),
         ("lane", np.int8),
+        ("communicator", np.int8),
     ]
 )
 NO_EDGES = np.zeros((0, 2), np.int64)
+COMMUNICATOR_OF = {Lane.TP: Communicator.TP, Lane.DP: Communicator.DP, Lane.P2P: Communicator.PP}
 NO_MODULE = -1  # the last of a schedule's modules, "all"
 
 
@@ -43,7 +45,8 @@ class Template:
 
 def single(kind: Kind, lane: Lane, duration_s: float, *, segment: int = 0, size_bytes: float = 0) -> Template:
     """A template of one row that belongs to no single module."""
-    rows = np.array([(duration_s, round(size_bytes), segment, kind, NO_MODULE, lane)], ROW)
+    communicator = COMMUNICATOR_OF.get(lane, Communicator.NONE)
+    rows = np.array([(duration_s, round(size_bytes), segment, kind, NO_MODULE, lane, communicator)], ROW)
     return Template(rows=rows, edges=NO_EDGES, entries=(0,), exits=(0,))
 
 
@@ -146,7 +149,7 @@ class Builder:
             device=device[block_of].astype(np.int32),
             lane=rows["lane"].copy(),
             stream=np.zeros(total, np.int8),
-            communicator=np.where(rows["lane"] == Lane.COMPUTE, -1, rows["lane"]).astype(np.int16),
+            communicator=rows["communicator"].copy(),
             bytes=rows["bytes"].copy(),
             duration_s=rows["duration_s"].copy(),
             dep_offset=dep_offset,

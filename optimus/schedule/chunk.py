@@ -91,7 +91,15 @@ def concatenate(lists: Sequence[tuple[Sequence[Kernel], int]], kind: Kind) -> Te
     if not kernels:
         return single(kind, Lane.COMPUTE, 0.0)
     rows = [
-        (kernel.duration_s, round(kernel.size_bytes), place, kernel.kind, owner, kernel.lane)
+        (
+            kernel.duration_s,
+            round(kernel.size_bytes),
+            place,
+            kernel.kind,
+            owner,
+            kernel.lane,
+            kernel.communicator,
+        )
         for place, (kernel, owner) in enumerate(zip(kernels, owners, strict=True))
     ]
     return Template(

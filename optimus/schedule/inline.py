@@ -153,7 +153,8 @@ class InlinePipeline:
 
     def _memory_of(self, stage: int, held: StageBytes) -> Memory:
         layout = self.layout
-        llm_bytes, encoder_bytes = high_water(self.shortened.order[stage], held.kept[:, stage])
+        order = self.shortened.order[stage]
+        llm_bytes, encoder_bytes = high_water(order, held.kept[:, stage], held.made_again[:, stage])
         return replace(
             held.states_of(stage),
             llm_activations=llm_bytes + float(held.working[stage]),

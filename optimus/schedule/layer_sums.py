@@ -29,6 +29,7 @@ class StageBytes:
     logits: Floats
     working: Floats
     kept: Floats  # [chunk, stage, (LLM, encoders)]
+    made_again: Floats  # the same, of what a backward recomputes, and gradients of logits
 
     def states_of(self, stage: int) -> Memory:
         return Memory(
@@ -63,6 +64,8 @@ class LayerSums:
         own = running(lambda x: x.activation_bytes * (x.module == llm))
         self._kept = np.stack([own, running(lambda x: x.activation_bytes) - own], axis=1)
         self._traffic: dict[tuple[float, ...], ParameterTraffic] = {}
+        again = running(lambda x: (x.working_bytes + x.logits_bytes) * (x.module == llm))
+        self._again = np.stack([again, running(lambda x: x.working_bytes * (x.module != llm))], axis=1)
         self._groups: dict[Group, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
         for group in dict.fromkeys(group for layer in layers for group, _ in groups_of(layer)):
             moved = running(lambda x, g=group: x.trained * sum(n for at, n in groups_of(x) if at == g))  # type: ignore[misc]
@@ -110,6 +113,7 @@ class LayerSums:
             logits=by_stage(self._logits),
             working=np.array(working).reshape(-1, stages).max(axis=0),
             kept=np.diff(self._kept[ends], axis=0).reshape(-1, stages, 2),
+            made_again=np.diff(self._again[ends], axis=0).reshape(-1, stages, 2),
         )
 
 

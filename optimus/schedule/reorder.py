@@ -19,7 +19,7 @@ from optimus.schedule.shake import shake
 LISTED_OPS = 5000  # list scheduling of more takes too long
 CAPS = 4  # that are tried until an order fits
 SMALL_OPS = 200  # up to here cut and order are searched together
-NEAR = 1.05  # of the best step: if it is no longer than that
+NEAR = 1.05  # and if their step is at most this times the best
 # The budgets of that search are counts of ops placed, not seconds, so that results repeat.
 EXPLORED_OPS = 60_000  # by list scheduling, cut after cut
 SHAKEN_OPS = ((8, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
@@ -104,9 +104,9 @@ def _most_alive(start: InlinePipeline, kinds: Sequence[Kind]) -> tuple[int, Inli
         worst = max(made.memories, key=lambda memory: memory.total)
         kept = worst.llm_activations + worst.encoder_activations
         room = kept + start.setting.capacity_bytes - worst.total
-        cap = min(cap - 1, int(cap * room / kept))
-        if cap < 1:
+        if room <= 0:
             break
+        cap = max(1, min(cap - 1, int(cap * room / kept)))
     return None
 
 
@@ -134,7 +134,8 @@ def _search(start: InlinePipeline, kinds: Sequence[Kind]) -> Iterator[InlinePipe
             shaken.append((draft, cut))
         drafts = _by_step(shaken)
     for draft, cut in drafts:
-        yield _ordered(start, cut, draft)
+        if _fits(start, cut, draft):  # a greedy order that shaking left alone may not
+            yield _ordered(start, cut, draft)
 
 
 def _explore(start: InlinePipeline, kinds: Sequence[Kind], cap: int) -> Drafts:

@@ -14,7 +14,6 @@ from optimus.program.op import Kind, Lane, Schedule
 from optimus.schedule.assemble import PipelineBlocks, add_pipeline
 from optimus.schedule.balance import strong_pipelines
 from optimus.schedule.build import Builder, Template, single
-from optimus.schedule.chunk import concatenate
 from optimus.schedule.inline import InlinePipeline
 from optimus.schedule.setting import Setting
 from optimus.schedule.spread import SpreadEncoder, encoder_choices, serve_replicas
@@ -47,26 +46,37 @@ class SeparateGpus:
         setting, plan, device = self.setting, self.llm.plan, self.stages
         builder = Builder(setting.chunks.modules, self.stages + 1)
         blocks = add_pipeline(builder, plan, setting.chunks, kernels=kernels)
-        gathers = [builder.add(spread.gather, device=device) for spread in self.encoders]
-        send = self._send()
-        forward, backward = (self._template(kind, kernels=kernels) for kind in (Kind.F, Kind.B))
-        previous = gathers
-        for kind, microbatch in self._order:
-            template = forward if kind == Kind.F else backward
-            previous = [builder.add(template, device=device, microbatch=microbatch, after=previous)]
+        send, order = self._send(), self._order
+        reduces = list(blocks.reduces)
+        previous: list[int] = []
+        last_backward = max(place for place, (kind, _) in enumerate(order) if kind == Kind.B)
+        for place, (kind, microbatch) in enumerate(order):
             if kind == Kind.F:
+                for spread in self.encoders:
+                    previous = [
+                        spread.forwards(builder, device, microbatch, first=place == 0, after=previous)
+                        if kernels
+                        else builder.add(self._whole(spread, kind), device=device, after=previous)
+                    ]
                 sent = builder.add(send, device=device, microbatch=microbatch, after=previous)
                 builder.wait([self._entry(blocks, Kind.F, microbatch)], [sent])
-            else:
-                source = self._entry(blocks, Kind.B, microbatch)
-                back = builder.add(send, device=0, microbatch=microbatch, after=[source], right_after=source)
-                builder.wait(previous, [back])
-        reduces = list(blocks.reduces)
-        reduces += [builder.add(spread.reduce, device=device, after=previous) for spread in self.encoders]
+                continue
+            source = self._entry(blocks, Kind.B, microbatch)
+            back = builder.add(send, device=0, microbatch=microbatch, after=[source], right_after=source)
+            previous = [*previous, back]
+            for spread in reversed(self.encoders):
+                if kernels:
+                    last = place == last_backward
+                    block, sent_back = spread.backwards(
+                        builder, device, microbatch, last=last, after=previous
+                    )
+                    previous, reduces = [block], reduces + sent_back
+                else:
+                    previous = [builder.add(self._whole(spread, kind), device=device, after=previous)]
         if setting.prices.assumptions.optimizer_time:
             for stage in range(self.stages):
                 builder.add(update(plan.traffic_of(stage)), device=stage, after=reduces)
-            own = update([spread.traffic for spread in self.encoders])
+            own = update([part for spread in self.encoders for part in spread.traffic])
             builder.add(own, device=device, after=reduces)
         return builder.build()
 
@@ -106,16 +116,9 @@ class SeparateGpus:
     def _seconds(self, kind: Kind) -> float:
         return sum(self.setting.chunks.make(spread.layers).seconds[kind] for spread in self.encoders)
 
-    def _template(self, kind: Kind, *, kernels: bool) -> Template:
-        if not kernels:
-            return single(kind, Lane.COMPUTE, self._seconds(kind))
-        names = self.setting.chunks.modules
-        spreads = self.encoders if kind == Kind.F else self.encoders[::-1]
-        lists = []
-        for spread in spreads:
-            layers = spread.layers if kind == Kind.F else spread.layers[::-1]
-            lists += [(layer.kernels[kind], names.index(layer.module)) for layer in layers]
-        return concatenate(lists, kind)
+    def _whole(self, spread: SpreadEncoder, kind: Kind) -> Template:
+        """An encoder's op as one piece."""
+        return single(kind, Lane.COMPUTE, self.setting.chunks.make(spread.layers).seconds[kind])
 
     def _send(self) -> Template:
         """A group's part of one microbatch; groups send side by side, each on its own NICs."""

@@ -66,14 +66,20 @@ class Setting:
     def microbatches(self, sequences: int, *, multiple_of: int = 1) -> tuple[int, float] | None:
         """Microbatches per step and replica, and sequences in each; None if the batch does not divide.
 
-        Where replicas may be uneven, microbatches are taken as equal fractions of what a replica gets.
+        Where replicas may be uneven, the busiest gets whole sequences, in microbatches of about equal size.
         """
         own = self.job.workload.sequences_per_step / self.layout.dp
         count = math.ceil(own / sequences)
         if self.uneven:
             count = math.ceil(count / multiple_of) * multiple_of
-            return count, own / count
+            return count, math.ceil(own) / count
         return (count, sequences) if count * sequences == own and count % multiple_of == 0 else None
+
+    def dealt(self, encoder: Encoder, sequences: float, groups: int) -> float:
+        """Sequences' worth of whole images that the busiest of `groups` gets when they are dealt out."""
+        workload = self.job.workload
+        per_sequence = sum(len(s.lengths(encoder.name)) for s in workload.sequences) / len(workload.sequences)
+        return math.ceil(per_sequence * sequences / groups) / per_sequence if per_sequence else 0.0
 
     def policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[Policy]:
         """Recomputation to try, cheapest in time first: what is stated is kept, `auto` is open."""
@@ -145,7 +151,9 @@ class Setting:
         if layout.tp == 1 or whole_bytes > SMALL_ENCODER * self.capacity_bytes:
             return divided
         dealt_layout = layout.with_(dp=layout.dp * layout.tp, tp=1, ep=1)
-        dealt = self.encoder_layers(encoder, dealt_layout, sequences / layout.tp, recompute)
+        dealt = self.encoder_layers(
+            encoder, dealt_layout, self.dealt(encoder, sequences, layout.tp), recompute
+        )
         # Dealt out, each of tp ranks does this much at the same time.
         return dealt if layout.tp * self.gpu_seconds(dealt) < self.gpu_seconds(divided) else divided
 

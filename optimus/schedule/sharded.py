@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from optimus.cost.memory import Memory, communicator_bytes
 from optimus.cost.module import PricedLayer
@@ -14,7 +15,7 @@ from optimus.schedule.build import Builder, Template, single
 from optimus.schedule.setting import Policy, Setting
 from optimus.schedule.traffic import ParameterTraffic, parameter_traffic, update
 
-PREFETCH = 2  # layers gathered ahead of the one that runs
+IN_FLIGHT = 2  # layers gathered at once: the one that runs and the next
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,6 +28,7 @@ class Sharded:
     sequences: int
     accumulate: int
     policy: Policy
+    keeps_gathered: bool = False  # parameters stay gathered from the first forward on (ZeRO-2)
 
     @cached_property
     def _traffic(self) -> list[ParameterTraffic]:
@@ -38,30 +40,38 @@ class Sharded:
         ]
 
     def schedule(self) -> Schedule:
-        setting = self.setting
-        builder = Builder(setting.chunks.modules, 1)
-        order: list[tuple[Kind, int]] = []
+        """Layer by layer; the next layer's gather is issued before a layer runs, and runs under it."""
+        setting, builder = self.setting, Builder(self.setting.chunks.modules, 1)
         count = len(self.layers)
-        order += [(Kind.F, place) for place in range(count)]
+        order = [(Kind.F, place) for place in range(count)]
         order += [(Kind.B, place) for place in reversed(range(count))]
+        steps = [(microbatch, *step) for microbatch in range(self.accumulate) for step in order]
         templates = {step: self._compute(step) for step in order}
-        ran: list[int] = []  # compute blocks of the whole step
+        ran: list[int] = []
         reduces: list[int] = []
-        for microbatch in range(self.accumulate):
-            for kind, place in order:
-                traffic = self._traffic[place]
-                gather = single(Kind.GATHER, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
-                room = [ran[-PREFETCH]] if len(ran) >= PREFETCH else []
-                gathered = builder.add(gather, device=0, microbatch=microbatch, after=room)
-                waits = [gathered, *ran[-1:]]
-                block = builder.add(templates[kind, place], device=0, microbatch=microbatch, after=waits)
-                ran.append(block)
-                if kind == Kind.B and traffic.reduce_s > 0:
-                    reduce = single(Kind.REDUCE, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
-                    reduces.append(builder.add(reduce, device=0, microbatch=microbatch, after=[block]))
+        gathers = [self._gather(builder, steps[0], ran)]
+        for place, (microbatch, kind, layer) in enumerate(steps):
+            if place + 1 < len(steps):
+                gathers.append(self._gather(builder, steps[place + 1], ran))
+            waits = [*gathers[place], *ran[-1:]]
+            block = builder.add(templates[kind, layer], device=0, microbatch=microbatch, after=waits)
+            ran.append(block)
+            traffic = self._traffic[layer]
+            if kind == Kind.B and traffic.reduce_s > 0:
+                reduce = single(Kind.REDUCE, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
+                reduces.append(builder.add(reduce, device=0, microbatch=microbatch, after=[block]))
         if setting.prices.assumptions.optimizer_time:
             builder.add(update(self._traffic), device=0, after=reduces)
         return builder.build()
+
+    def _gather(self, builder: Builder, step: tuple[int, Kind, int], ran: list[int]) -> list[int]:
+        """The gather of one layer, when the layer before the running one has left room for it."""
+        microbatch, kind, layer = step
+        if self.keeps_gathered and (kind != Kind.F or microbatch > 0):
+            return []
+        traffic = self._traffic[layer]
+        op = single(Kind.GATHER, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
+        return [builder.add(op, device=0, microbatch=microbatch, after=ran[-1:])]
 
     def _compute(self, step: tuple[Kind, int]) -> Template:
         chunks = self.setting.chunks
@@ -76,8 +86,11 @@ class Sharded:
         """Rank of this choice: the busier of compute and the NIC."""
         chunks = self.setting.chunks
         seconds = chunks.make(self.layers).seconds
-        traffic_s = sum(2 * part.gather_s + part.reduce_s for part in self._traffic)
-        return self.accumulate * max(seconds[Kind.F] + seconds[Kind.B], traffic_s)
+        gather_s = sum(part.gather_s for part in self._traffic)
+        reduce_s = sum(part.reduce_s for part in self._traffic)
+        traffic_s = self.accumulate * ((0 if self.keeps_gathered else 2 * gather_s) + reduce_s)
+        traffic_s += gather_s if self.keeps_gathered else 0.0
+        return max(self.accumulate * (seconds[Kind.F] + seconds[Kind.B]), traffic_s)
 
     @cached_property
     def _memory(self) -> Memory:
@@ -91,8 +104,10 @@ class Sharded:
             if layer.trained:
                 gradients += shard * precision.gradient_bytes
                 optimizer += shard * precision.optimizer_bytes
-        whole = max(layer.parameters + layer.expert_parameters for layer in self.layers)
-        parameters += (1 + PREFETCH) * whole * precision.parameter_bytes
+        held = [layer.parameters + layer.expert_parameters for layer in self.layers]
+        whole = max(held)
+        gathered = sum(held) if self.keeps_gathered else IN_FLIGHT * whole
+        parameters += gathered * precision.parameter_bytes
         gradients += whole * precision.gradient_bytes
         return Memory(
             parameters=parameters,
@@ -125,13 +140,15 @@ def sharded_choices(setting: Setting) -> Iterator[Sharded]:
         own = -(-job.workload.sequences_per_step // dp)  # of the busiest rank
         if job.workload.sequences_per_step < dp:
             continue
-        for sequences in _divisors(own):
-            choice = _first_fitting(setting, layout, sequences, own // sequences)
+        for sequences, keeps in product(_divisors(own), (False, True)):
+            choice = _first_fitting(setting, layout, sequences, own // sequences, keeps_gathered=keeps)
             if choice is not None:
                 yield choice
 
 
-def _first_fitting(setting: Setting, layout: Layout, sequences: int, accumulate: int) -> Sharded | None:
+def _first_fitting(
+    setting: Setting, layout: Layout, sequences: int, accumulate: int, *, keeps_gathered: bool
+) -> Sharded | None:
     modules = setting.job.model.modules
     for policy in setting.policies(modules):
         choice = Sharded(
@@ -141,6 +158,7 @@ def _first_fitting(setting: Setting, layout: Layout, sequences: int, accumulate:
             sequences=sequences,
             accumulate=accumulate,
             policy=policy,
+            keeps_gathered=keeps_gathered,
         )
         if choice.fits:
             return choice

@@ -12,9 +12,11 @@ from optimus.cost.module import PricedLayer
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.program.op import Kind, Lane
-from optimus.schedule.build import Template, single
+from optimus.schedule.build import Builder, Template, single
 from optimus.schedule.setting import Setting
 from optimus.schedule.traffic import ParameterTraffic, parameter_traffic
+
+BUCKETS = 8  # per encoder: enough to overlap, few enough for large messages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,21 +32,54 @@ class SpreadEncoder:
 
     def template(self, kind: Kind) -> Template:
         """The rows of one piece."""
-        chunks = self.setting.chunks
-        return chunks.template(chunks.make(self.layers), kind)
+        return self._part(self.layers, kind)
 
     @cached_property
-    def traffic(self) -> ParameterTraffic:
+    def buckets(self) -> list[tuple[PricedLayer, ...]]:
+        """Runs of layers whose parameters travel together, under the other buckets' compute."""
+        size = math.ceil(len(self.layers) / BUCKETS)
+        return [self.layers[place : place + size] for place in range(0, len(self.layers), size)]
+
+    @cached_property
+    def traffic(self) -> list[ParameterTraffic]:
+        """Of every bucket."""
         precision = self.setting.job.model.precision
-        return parameter_traffic(self.layers, self.setting.prices, precision)
+        return [parameter_traffic(bucket, self.setting.prices, precision) for bucket in self.buckets]
 
-    @property
-    def gather(self) -> Template:
-        return single(Kind.GATHER, Lane.DP, self.traffic.gather_s, size_bytes=self.traffic.gather_bytes)
+    def forwards(
+        self, builder: Builder, device: int, microbatch: int, *, first: bool, after: list[int]
+    ) -> int:
+        """One piece's forward; the first of a step waits for each bucket's parameters."""
+        if not first:
+            return builder.add(self.template(Kind.F), device=device, microbatch=microbatch, after=after)
+        for bucket, traffic in zip(self.buckets, self.traffic, strict=True):
+            gather = single(Kind.GATHER, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
+            gathered = builder.add(gather, device=device)
+            waits = [*after, gathered]
+            after = [
+                builder.add(self._part(bucket, Kind.F), device=device, microbatch=microbatch, after=waits)
+            ]
+        return after[0]
 
-    @property
-    def reduce(self) -> Template:
-        return single(Kind.REDUCE, Lane.DP, self.traffic.reduce_s, size_bytes=self.traffic.reduce_bytes)
+    def backwards(
+        self, builder: Builder, device: int, microbatch: int, *, last: bool, after: list[int]
+    ) -> tuple[int, list[int]]:
+        """One piece's backward, and the reduces: the last of a step sends each bucket's gradients."""
+        if not last:
+            block = builder.add(self.template(Kind.B), device=device, microbatch=microbatch, after=after)
+            return block, []
+        reduces = []
+        for bucket, traffic in zip(self.buckets[::-1], self.traffic[::-1], strict=True):
+            after = [
+                builder.add(self._part(bucket, Kind.B), device=device, microbatch=microbatch, after=after)
+            ]
+            reduce = single(Kind.REDUCE, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
+            reduces.append(builder.add(reduce, device=device, after=after))
+        return after[0], reduces
+
+    def _part(self, layers: tuple[PricedLayer, ...], kind: Kind) -> Template:
+        chunks = self.setting.chunks
+        return chunks.template(chunks.make(layers), kind)
 
     @property
     def states(self) -> Memory:
@@ -68,12 +103,9 @@ def spread_over_all(setting: Setting, encoder: Encoder, *, tp: int, recompute: s
     """Over every GPU of the job, for a whole step: images are dealt out whole, as evenly as can be."""
     workload = setting.job.workload
     layout = Layout(dp=setting.job.cluster.gpus // tp, tp=tp)
-    items = sum(len(s.lengths(encoder.name)) for s in workload.sequences) / len(workload.sequences)
-    pieces, share = 0, 0.0
-    if items > 0:
-        own = math.ceil(items * workload.sequences_per_step / layout.dp) / items  # sequences' worth
-        pieces = math.ceil(own / setting.microbatch_sequences)
-        share = own / pieces
+    own = setting.dealt(encoder, workload.sequences_per_step, layout.dp)
+    pieces = math.ceil(own / setting.microbatch_sequences)
+    share = own / pieces if pieces else 0.0
     return SpreadEncoder(
         setting=setting,
         encoder=encoder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -12,9 +12,9 @@ import numpy as np
 from optimus.cost.flops import step_flops
 from optimus.cost.memory import Memory
 from optimus.cost.module import PricedLayer
-from optimus.errors import DoesNotFit
+from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.layout import Layout
-from optimus.program.op import Floats, Lane, Schedule
+from optimus.program.op import Communicator, Floats, Schedule
 from optimus.schedule.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
 from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
 from optimus.schedule.inline import ORDERS, InlinePipeline
@@ -89,13 +89,6 @@ class Systems:
         plain = ("1f1b", "interleaved")
         return self.floor if self.floor.order_name in plain else self._llm_alone(plain)
 
-    @property
-    def own_layout(self) -> Layout:
-        """The job's layout; a V it does not state is the floor's."""
-        if self.setting.job.layout.of("llm").chunks is not None:
-            return self.setting.layout
-        return self.setting.layout.with_(chunks=self.floor_1f1b.layout.chunks)
-
     @cached_property
     def _all_modules(self) -> list[InlinePipeline]:
         return strong_pipelines(self.setting, self.setting.job.model.modules)
@@ -147,19 +140,26 @@ class Systems:
 
     def fsdp(self) -> System:
         """Fully sharded data parallelism, with tensor parallelism where it helps."""
-        choice = self._fastest("fsdp", sharded_choices(self.setting))
-        size = f"microbatch {choice.sequences} x {choice.accumulate}"
-        how = f"{choice.layout}; {size}; {_recompute(choice.policy)}"
+        return self._of_sharded(None)
+
+    def _of_sharded(self, tp: int | None) -> System:
+        choices = sharded_choices(self.setting)
+        choice = self._fastest("fsdp", (made for made in choices if tp in (None, made.layout.tp)))
+        kept = " parameters kept gathered;" if choice.keeps_gathered else ""
+        size = f"microbatch {choice.sequences} x {choice.accumulate};{kept}"
+        how = f"{choice.layout}; {size} {_recompute(choice.policy)}"
         return self._played("fsdp", how, choice, ranks=["every rank"])
 
     def today(self) -> System:
         """What the job says runs now."""
         today = self.setting.job.today
         assert today is not None, "asked of a job without a `today` section"
-        layout = self.setting.layout.with_(**{"chunks": 1, **today.llm.stated()})
-        there = Systems(replace(self.setting, layout=layout))
+        setting = self._setting_today(today.llm.stated())
+        there = Systems(setting)
         if today.placement in ("stage0", "balanced"):
-            system = there._of_inline("today", there.inline(today.placement, layout))
+            system = there._of_inline("today", there.inline(today.placement, {setting.layout.chunks}))
+        elif today.placement == "fsdp" and today.llm.tp is not None:
+            system = there._of_sharded(today.llm.tp)
         else:
             system = there.make(today.placement)
         return replace(
@@ -177,36 +177,87 @@ class Systems:
     # ------------------------------------------------------------------------ shared parts
 
     def _llm_ladder(self) -> Iterable[InlinePipeline]:
-        """The floor's pipeline with its own recomputation, and with more."""
-        floor = self.floor
-        yield floor
+        """The floors' pipelines with their own recomputation, and with more."""
         llm = self.setting.job.model.llm
         policies = list(self.setting.policies((llm,)))
-        for policy in policies[policies.index(floor.policy) + 1 :]:
-            layers = self.setting.layers((llm,), floor.sequences, policy)
-            yield replace(floor, layers=layers, policy=policy)
+        for floor in {id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values():
+            yield floor
+            for policy in policies[policies.index(floor.policy) + 1 :]:
+                layers = self.setting.layers((llm,), floor.sequences, policy)
+                yield replace(floor, layers=layers, policy=policy)
 
-    def inline(self, name: str, layout: Layout | None = None) -> InlinePipeline:
-        """`stage0` or `balanced` at the job's own layout, with the least recomputation that fits."""
-        setting, layout = self.setting, layout or self.own_layout
-        divided = setting.microbatches(setting.microbatch_sequences)
-        assert divided is not None, "a setting's batch divides into its microbatches"
-        microbatches, sequences = divided
+    def _setting_today(self, stated: dict[str, int]) -> Setting:
+        """The setting at the layout that runs now; what it does not state is 1, and dp follows."""
+        job = self.setting.job
+        layout = Layout(**{axis: size for axis, size in stated.items() if axis != "dp"})
+        layout = layout.with_(dp=job.cluster.gpus // layout.gpus)
+        for sequences in job.layout.limits.microbatch_sequences:
+            setting = replace(self.setting, layout=layout, microbatch_sequences=sequences)
+            if layout.gpus == job.cluster.gpus and setting.microbatches(sequences) is not None:
+                return setting
+        raise DoesNotFit(
+            f"today's layout {layout} does not divide {job.cluster.gpus} GPUs and "
+            f"{job.workload.sequences_per_step} sequences",
+            "state all of today.layout.llm: dp, pp and tp",
+        )
+
+    def inline(self, name: str, chunk_counts: Collection[int] | None = None) -> InlinePipeline:
+        """`stage0` or `balanced`: the best of its microbatch sizes and, where V is not stated, of V.
+
+        V is 1, or divides the LLM's layers evenly up to the floor's V.
+        """
+        stated = self.setting.job.layout.of("llm").chunks
+        counts = chunk_counts or ({stated} if stated else self._even_counts())
+        made = [
+            pipeline
+            for sequences in self.setting.job.layout.limits.microbatch_sequences
+            for chunks in sorted(counts)
+            for pipeline in self._at(name, sequences, chunks)
+        ]
+        if not made:
+            raise self._no_microbatches(counts)
+        fitting = [pipeline for pipeline in made if pipeline.fits]
+        if not fitting:
+            return min(made, key=lambda pipeline: pipeline.peak_bytes)
+        return min(fitting, key=lambda pipeline: pipeline.estimate_s)
+
+    def _even_counts(self) -> set[int]:
+        layers, stages = self.setting.job.model.llm.stack.layers, self.setting.layout.pp
+        most = self.floor_1f1b.layout.chunks
+        return {1, *(v for v in range(2, most + 1) if layers % (v * stages) == 0)}
+
+    def _at(self, name: str, sequences: int, chunks: int) -> Iterator[InlinePipeline]:
+        """The pipeline at one microbatch size and V, with the least recomputation that fits, if any."""
+        setting, layout = self.setting, self.setting.layout.with_(chunks=chunks)
+        divided = setting.microbatches(sequences, multiple_of=layout.pp if chunks > 1 else 1)
+        if divided is None:
+            return
         for policy in setting.policies(setting.job.model.modules):
             layers = setting.layers(setting.job.model.modules, sequences, policy)
             pipeline = InlinePipeline(
                 setting=setting,
                 layers=layers,
                 cut=self._cut(name, layers, layout.virtual_stages),
-                order_name="1f1b" if layout.chunks == 1 else "interleaved",
-                microbatches=microbatches,
+                order_name="1f1b" if chunks == 1 else "interleaved",
+                microbatches=divided[0],
                 layout=layout,
                 sequences=sequences,
                 policy=policy,
             )
             if pipeline.fits:
                 break
-        return pipeline
+        yield pipeline
+
+    def _no_microbatches(self, counts: Collection[int]) -> UserError:
+        job, layout = self.setting.job, self.setting.layout
+        own = job.workload.sequences_per_step // layout.dp
+        return UserError(
+            field="layout.llm.chunks",
+            value=max(counts),
+            problem=f"needs a multiple of pp = {layout.pp} microbatches, which {own} sequences per replica "
+            f"in microbatches of {one_of(job.layout.limits.microbatch_sequences)} are not",
+            hint="use chunks 1, another microbatch_sequences, or another sequences_per_step",
+        )
 
     def _cut(self, name: str, layers: Sequence[PricedLayer], parts: int) -> Cut:
         if name == "stage0":
@@ -238,7 +289,7 @@ class Systems:
         """The schedule with at least TP_OVERLAP of its TP traffic hidden."""
         hidden = self.setting.prices.assumptions.tp_overlapped_share
         factor = min(1.0, (1.0 - TP_OVERLAP) / (1.0 - hidden)) if hidden < 1.0 else 1.0
-        scale = np.where(schedule.lane == Lane.TP, factor, 1.0)
+        scale = np.where(schedule.communicator == Communicator.TP, factor, 1.0)
         return replace(schedule, duration_s=schedule.duration_s * scale)
 
     def _played(

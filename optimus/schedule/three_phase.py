@@ -37,7 +37,10 @@ class ThreePhase:
             reduces += self._backwards(builder, stage, back)
         if setting.prices.assumptions.optimizer_time:
             for stage in range(plan.stages):
-                traffic = [*plan.traffic_of(stage), *(spread.traffic for spread in self.encoders)]
+                traffic = [
+                    *plan.traffic_of(stage),
+                    *(part for spread in self.encoders for part in spread.traffic),
+                ]
                 builder.add(update(traffic), device=stage, after=reduces)
         return builder.build()
 
@@ -47,8 +50,6 @@ class ThreePhase:
         chunks = self.setting.chunks
         encoder_s = sum(
             spread.pieces * sum(chunks.make(spread.layers).seconds[kind] for kind in (Kind.F, Kind.B))
-            + spread.traffic.gather_s
-            + spread.traffic.reduce_s
             for spread in self.encoders
         )
         return self.llm.estimate_s + encoder_s
@@ -66,21 +67,20 @@ class ThreePhase:
         """All encoder forwards of a group; returns the send of their outputs."""
         last = []
         for spread in self.encoders:
-            previous = builder.add(spread.gather, device=stage)
-            template = spread.template(Kind.F)
+            previous: list[int] = []
             for piece in range(spread.pieces):
-                previous = builder.add(template, device=stage, microbatch=piece, after=[previous])
-            last.append(previous)
+                previous = [spread.forwards(builder, stage, piece, first=piece == 0, after=previous)]
+            last += previous
         return self._seam(builder, stage, last)
 
     def _backwards(self, builder: Builder, stage: int, back: int) -> list[int]:
         """All encoder backwards of a group; returns the reduces."""
         reduces, previous = [], back
         for spread in reversed(self.encoders):
-            template = spread.template(Kind.B)
             for piece in range(spread.pieces):
-                previous = builder.add(template, device=stage, microbatch=piece, after=[previous])
-            reduces.append(builder.add(spread.reduce, device=stage, after=[previous]))
+                last = piece == spread.pieces - 1
+                previous, sent = spread.backwards(builder, stage, piece, last=last, after=[previous])
+                reduces += sent
         return reduces
 
     def _seam(self, builder: Builder, stage: int, after: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from optimus.cost.assumptions import Assumptions
 from optimus.cost.measured import Profile
 from optimus.cost.memory import states
 from optimus.cost.prices import Prices
-from optimus.errors import DoesNotFit
+from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.schedule.balance import first_fitting
@@ -45,6 +45,8 @@ def decide_setting(
             setting = _setting(job, prices, layout)
             if isinstance(setting, str):
                 rejected.append(Rejected(layout=layout, reason=setting))
+                if whole:
+                    raise _batch_error(job, layout)
                 continue
             if whole:
                 return setting, ()
@@ -69,7 +71,11 @@ def _layouts(job: Job) -> Iterator[Layout]:
     cp = stated.get("cp", 1)
     widths = [stated["tp"]] if "tp" in stated else [tp for tp in (1, 2, 4, 8) if tp <= MAX_TP]
     limit = job.layout.limits.max_pp or MAX_PP
-    depths = [stated["pp"]] if "pp" in stated else [2**n for n in range(6) if 2**n <= limit]
+    depths = (
+        [stated["pp"]]
+        if "pp" in stated
+        else [2**n for n in range(6) if 2**n <= min(limit, job.model.llm.stack.layers)]
+    )
     spreads = [stated["ep"]] if "ep" in stated else _expert_spreads(job) if experts else [1]
     for ep in spreads:
         for pp in depths:
@@ -90,15 +96,27 @@ def _expert_spreads(job: Job) -> list[int]:
 
 def _setting(job: Job, prices: Prices, layout: Layout) -> Setting | str:
     """The setting at a layout, or why there is none."""
-    if layout.pp > job.model.llm.stack.layers:
-        return f"pp {layout.pp} is more than the LLM's {job.model.llm.stack.layers} layers"
     sizes = job.layout.limits.microbatch_sequences
     for sequences in sizes:
         setting = Setting(job=job, prices=prices, layout=layout, microbatch_sequences=sequences)
         if setting.microbatches(sequences) is not None:
             return setting
     batch = job.workload.sequences_per_step
-    return f"{batch} sequences do not divide into dp {layout.dp} x microbatch {sizes}"
+    return f"batch: {batch} sequences do not divide into dp {layout.dp} x microbatch {one_of(sizes)}"
+
+
+def _batch_error(job: Job, layout: Layout) -> UserError:
+    """A stated layout that the batch does not divide into."""
+    batch = job.workload.sequences_per_step
+    unit = layout.dp * min(job.layout.limits.microbatch_sequences)
+    nearest = sorted({max(1, batch // unit) * unit, (batch // unit + 1) * unit})
+    return UserError(
+        field="workload.sequences_per_step",
+        value=batch,
+        problem=f"is not a multiple of dp = {layout.dp} times "
+        f"layout.limits.microbatch_sequences = {one_of(job.layout.limits.microbatch_sequences)}",
+        hint=f"use {one_of(nearest)}, another dp or another microbatch",
+    )
 
 
 def _why_not(setting: Setting, *, full_recompute: bool) -> str | None:
