@@ -24,6 +24,7 @@ NOT_MODELLED = (
     "host stalls and data loading",
     "contention with other jobs on the fabric",
     "variation between microbatches (each costs the mean of the workload)",
+    "uneven experts, and the permutation of tokens before and after them",
     "stragglers, restarts and checkpoints",
 )
 
