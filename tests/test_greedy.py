@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reference_replay import dependency
 
 from optimus.program.op import Kind
-from optimus.schedule.greedy import UNLIMITED, OpTimes, greedy
+from optimus.schedule.greedy import PRIORITIES, UNLIMITED, OpTimes, Priority, greedy
 from optimus.schedule.pipelines import Pipeline
 from optimus.schedule.reorder import least_s, slides
 from optimus.schedule.shake import shake
@@ -60,11 +60,11 @@ def replayed_s(order: Pipeline, times: OpTimes) -> float:
 
 
 @settings(deadline=None, max_examples=60)
-@given(op_times(), st.integers(1, 6), st.sampled_from((1, 3, UNLIMITED)), st.booleans())
+@given(op_times(), st.integers(1, 6), st.sampled_from((1, 3, UNLIMITED)), st.sampled_from(PRIORITIES))
 def test_orders_run_in_the_time_they_claim(
-    times: OpTimes, microbatches: int, cap: int, breadth_first: bool
+    times: OpTimes, microbatches: int, cap: int, priority: Priority
 ) -> None:
-    drafts = [greedy(times, microbatches, cap=cap, breadth_first=breadth_first)]
+    drafts = [greedy(times, microbatches, cap=cap, priority=priority)]
     drafts.append(shake(drafts[0], rounds=5, random=Random(0), enough_s=0.0, accept=lambda draft: True))
     for draft in drafts:
         assert sum(map(len, draft.order)) == len(draft.starts)

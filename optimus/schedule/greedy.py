@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Literal
 
 from optimus.program.op import Kind
 from optimus.schedule.pipelines import Pipeline, PipelineOp
 
 UNLIMITED = 1 << 30
+# rounds   backwards first, the oldest microbatch; forwards in rounds of as many as stages, as Megatron's
+# breadth  the same, but forwards of all microbatches through a chunk before those of the next
+# turns    one forward, one backward, of the deepest chunk
+Priority = Literal["rounds", "breadth", "turns"]
+PRIORITIES: tuple[Priority, ...] = ("rounds", "breadth", "turns")
 Event = tuple[float, bool, int, PipelineOp]  # when; an end, else an op gets ready; stage; op
 
 
@@ -64,16 +70,16 @@ class Draft:
         return tuple(tuple(row[-1] for row in sorted(ops)) for ops in rows)
 
 
-def greedy(times: OpTimes, microbatches: int, *, cap: int = UNLIMITED, breadth_first: bool = False) -> Draft:
-    """A backward runs before a forward before a weight gradient; the older microbatch first.
+def greedy(
+    times: OpTimes, microbatches: int, *, cap: int = UNLIMITED, priority: Priority = "rounds"
+) -> Draft:
+    """A stage takes weight gradients last, and of backwards and forwards what has priority.
 
     No microbatch enters a stage on which the activations of `cap` chunks are alive: the knob between
     ZB-H2 (arXiv 2401.10241) and what memory allows. What has entered is never held up, so that no
-    cap can deadlock. Forwards run in rounds of as many microbatches as there are stages, as Megatron's
-    do, or breadth first: all microbatches through a chunk.
+    cap can deadlock.
     """
-    rounds = UNLIMITED if breadth_first else times.stages
-    stages = [_Stage(cap=cap, rounds=rounds) for _ in range(times.stages)]
+    stages = [_Stage(cap=cap, priority=priority, stages=times.stages) for _ in range(times.stages)]
     events: list[Event] = [(0.0, False, 0, PipelineOp(Kind.F, 0, nth)) for nth in range(microbatches)]
     starts: dict[tuple[int, PipelineOp], float] = {}
     now = 0.0
@@ -105,20 +111,27 @@ class _Stage:
     """Ops that are ready on one stage, best first."""
 
     cap: int
-    rounds: int
+    priority: Priority
+    stages: int
     busy: bool = False
     alive: int = 0  # chunks whose activations are kept
+    owes_forward: bool = False  # a backward was the last to run
     backwards: Queue = field(default_factory=list)
     entering: Queue = field(default_factory=list)  # forwards of the first chunk
     forwards: Queue = field(default_factory=list)  # of later chunks
     weights: Queue = field(default_factory=list)
 
     def add(self, op: PipelineOp) -> None:
-        if op.kind is Kind.F:
-            queue = self.forwards if op.chunk else self.entering
-            heappush(queue, (op.microbatch // self.rounds, op.chunk, op))
+        kind, chunk, microbatch = op
+        if kind is Kind.F:
+            queue, rank = self.forwards if chunk else self.entering, (microbatch // self.stages, chunk)
         else:
-            heappush(self.weights if op.kind is Kind.W else self.backwards, (op.microbatch, -op.chunk, op))
+            queue, rank = self.weights if kind is Kind.W else self.backwards, (microbatch, -chunk)
+        if self.priority == "turns" and kind is not Kind.W:
+            rank = -chunk, microbatch
+        elif self.priority == "breadth" and kind is Kind.F:
+            rank = chunk, microbatch
+        heappush(queue, (*rank, op))
 
     def end(self, op: PipelineOp, *, split: bool) -> None:
         self.busy = False
@@ -127,13 +140,15 @@ class _Stage:
 
     def take(self) -> PipelineOp | None:
         """The op to start now, if the stage is free and has one."""
-        forwards = [queue for queue in (self.forwards, self.entering) if queue]
-        if self.alive >= self.cap and self.entering:
-            forwards.remove(self.entering)
-        queue = self.backwards or min(forwards, default=[]) or self.weights
+        entering = self.entering if self.alive < self.cap else []
+        forwards = min((queue for queue in (self.forwards, entering) if queue), default=[])
+        first = forwards if self.owes_forward else self.backwards
+        queue = first or self.backwards or forwards or self.weights
         if self.busy or not queue:
             return None
         op = heappop(queue)[-1]
         self.busy = True
         self.alive += op.kind is Kind.F
+        if op.kind is not Kind.W:
+            self.owes_forward = self.priority == "turns" and op.kind is not Kind.F
         return op

@@ -11,7 +11,7 @@ from math import inf
 from random import Random
 
 from optimus.program.op import Kind
-from optimus.schedule.greedy import Draft, OpTimes, greedy
+from optimus.schedule.greedy import PRIORITIES, Draft, OpTimes, greedy
 from optimus.schedule.inline import GREEDY, LONG_STEP, InlinePipeline
 from optimus.schedule.layer_sums import Cut
 from optimus.schedule.shake import shake
@@ -95,19 +95,27 @@ def slides(cut: Cut) -> Iterator[Cut]:
 
 
 def _most_alive(start: InlinePipeline, kinds: Sequence[Kind]) -> tuple[int, InlinePipeline] | None:
-    """The largest cap found, from none at all downwards, with which a greedy order fits; and that order."""
+    """The largest cap, from none at all downwards, with which a greedy order fits; and the best such."""
     cap, times = start.layout.chunks * start.microbatches, op_times(start, start.cut, kinds)
     for _ in range(CAPS):
-        made = _ordered(start, start.cut, greedy(times, start.microbatches, cap=cap))
-        if made.fits:
-            return cap, made
-        worst = max(made.memories, key=lambda memory: memory.total)
+        made = [_ordered(start, start.cut, draft) for draft in _drafts(times, start.microbatches, cap)]
+        fitting = next((pipeline for pipeline in made if pipeline.fits), None)
+        if fitting is not None:
+            return cap, fitting
+        least = min(made, key=lambda pipeline: pipeline.peak_bytes)
+        worst = max(least.memories, key=lambda memory: memory.total)
         kept = worst.llm_activations + worst.encoder_activations
         room = kept + start.setting.capacity_bytes - worst.total
         if room <= 0:
             break
         cap = max(1, min(cap - 1, int(cap * room / kept)))
     return None
+
+
+def _drafts(times: OpTimes, microbatches: int, cap: int) -> list[Draft]:
+    """Greedy orders by every priority, the shortest first."""
+    drafts = [greedy(times, microbatches, cap=cap, priority=first) for first in PRIORITIES]
+    return sorted(drafts, key=lambda draft: draft.step_s)
 
 
 def _search(start: InlinePipeline, kinds: Sequence[Kind]) -> Iterator[InlinePipeline]:
@@ -142,13 +150,10 @@ def _explore(start: InlinePipeline, kinds: Sequence[Kind], cap: int) -> Drafts:
     """Cuts around that of `start` in greedy order, from the best on to its neighbours; the best first."""
     drafts: dict[Cut, Draft] = {}
     waiting: list[tuple[float, Cut]] = []
-    forwards = (False, True) if start.layout.chunks > 1 else (False,)
-    budget = EXPLORED_OPS // (_num_ops(start) * len(forwards))
+    budget = EXPLORED_OPS // (_num_ops(start) * len(PRIORITIES))
 
     def look_at(cut: Cut) -> None:
-        times = op_times(start, cut, kinds)
-        orders = (greedy(times, start.microbatches, cap=cap, breadth_first=way) for way in forwards)
-        drafts[cut] = min(orders, key=lambda draft: draft.step_s)
+        drafts[cut] = _drafts(op_times(start, cut, kinds), start.microbatches, cap)[0]
         heappush(waiting, (drafts[cut].step_s, cut))
 
     look_at(start.cut)

@@ -16,7 +16,7 @@ from optimus.schedule.balance import strong_pipelines
 from optimus.schedule.build import Builder, Template, single
 from optimus.schedule.inline import InlinePipeline
 from optimus.schedule.setting import Setting
-from optimus.schedule.spread import SpreadEncoder, encoder_choices, serve_replicas
+from optimus.schedule.spread import SpreadEncoder, encoder_choices, promising, serve_replicas
 from optimus.schedule.timeline import evaluate
 from optimus.schedule.traffic import update
 
@@ -167,11 +167,13 @@ def _shares(setting: Setting, floor: InlinePipeline) -> Iterator[SeparateGpus]:
         llm = pipelines[0]
         gpus = setting.job.cluster.gpus - shrunk.gpus
         per_encoder = [
-            [
-                serve_replicas(own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences)
-                for tp, again in encoder_choices(own, e)
-                if gpus >= tp
-            ]
+            promising(
+                [
+                    serve_replicas(own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences)
+                    for tp, again in encoder_choices(own, e)
+                    if gpus >= tp
+                ]
+            )
             for e in model.encoders
         ]
         for combination in product(*per_encoder):

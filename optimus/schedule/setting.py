@@ -155,7 +155,11 @@ class Setting:
             encoder, dealt_layout, self.dealt(encoder, sequences, layout.tp), recompute
         )
         # Dealt out, each of tp ranks does this much at the same time.
-        return dealt if layout.tp * self.gpu_seconds(dealt) < self.gpu_seconds(divided) else divided
+        key = "beside", encoder.name, layout, sequences, recompute
+        if key not in self._priced:
+            faster = layout.tp * self.gpu_seconds(dealt) < self.gpu_seconds(divided)
+            self._priced[key] = dealt if faster else divided
+        return self._priced[key]
 
     def gpu_seconds(self, layers: tuple[PricedLayer, ...]) -> float:
         """Forward and backward of one microbatch, times the GPUs of a TP group."""

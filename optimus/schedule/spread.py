@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,6 +94,16 @@ class SpreadEncoder:
     def working_bytes(self) -> float:
         return max(layer.working_bytes for layer in self.layers)
 
+    @cached_property
+    def seconds(self) -> float:
+        """Forward and backward of all pieces."""
+        found = self.setting.chunks.make(self.layers).seconds
+        return self.pieces * (found[Kind.F] + found[Kind.B])
+
+    @cached_property
+    def held_bytes(self) -> float:
+        return self.states.states + self.pieces * self.kept_bytes + self.working_bytes
+
     @property
     def output_bytes(self) -> float:
         return self.layers[-1].output_bytes
@@ -130,6 +140,19 @@ def serve_replicas(
         pieces=1,
         recompute=recompute,
     )
+
+
+def promising(choices: Sequence[SpreadEncoder]) -> list[SpreadEncoder]:
+    """The choices that no other beats in both time and memory."""
+    return [
+        choice
+        for choice in choices
+        if not any(
+            (other.seconds, other.held_bytes) < (choice.seconds, choice.held_bytes)
+            and other.held_bytes <= choice.held_bytes
+            for other in choices
+        )
+    ]
 
 
 def encoder_choices(setting: Setting, encoder: Encoder) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,7 @@ from optimus.schedule.assemble import add_pipeline
 from optimus.schedule.build import Builder, single
 from optimus.schedule.inline import InlinePipeline
 from optimus.schedule.setting import Setting
-from optimus.schedule.spread import SpreadEncoder, encoder_choices, spread_over_all
+from optimus.schedule.spread import SpreadEncoder, encoder_choices, promising, spread_over_all
 from optimus.schedule.traffic import update
 
 
@@ -47,11 +47,7 @@ class ThreePhase:
     @property
     def estimate_s(self) -> float:
         """Rank of this choice: the phases one after another."""
-        chunks = self.setting.chunks
-        encoder_s = sum(
-            spread.pieces * sum(chunks.make(spread.layers).seconds[kind] for kind in (Kind.F, Kind.B))
-            for spread in self.encoders
-        )
+        encoder_s = sum(spread.seconds for spread in self.encoders)
         return self.llm.estimate_s + encoder_s
 
     @property
@@ -117,7 +113,9 @@ class ThreePhase:
 def three_phase_choices(setting: Setting, llm: InlinePipeline) -> Iterator[ThreePhase]:
     """Every choice of tp and recomputation of the encoders beside one LLM pipeline."""
     per_encoder = [
-        [spread_over_all(setting, e, tp=tp, recompute=again) for tp, again in encoder_choices(setting, e)]
+        promising(
+            [spread_over_all(setting, e, tp=tp, recompute=again) for tp, again in encoder_choices(setting, e)]
+        )
         for e in setting.job.model.encoders
     ]
     for combination in product(*per_encoder):
