@@ -25,7 +25,7 @@ from optimus.job.read import find_job
 from optimus.program.op import Kind, Lane
 from optimus.schedule.layer_sums import Cut
 from optimus.schedule.pipelines import Pipeline, PipelineOp
-from optimus.schedule.setting import Policy, Setting
+from optimus.systems.setting import Policy, Setting
 
 KINDS = (Kind.F, Kind.I, Kind.W)
 Times = tuple[int, int, int]  # of F, I, W

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import setting_of
 
-from optimus.schedule.balance import neighbours, proportional_cut, smallest_maximum_cut, stage0_cut
+from optimus.systems.balance import neighbours, proportional_cut, smallest_maximum_cut, stage0_cut
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 

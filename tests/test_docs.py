@@ -27,7 +27,7 @@ from optimus.job import catalog, layout, model, schema, workload
 from optimus.job.read import load_job
 from optimus.program.op import Kind, Lane
 from optimus.schedule.bubbles import CAUSES
-from optimus.schedule.systems import MAKERS
+from optimus.systems.known import MAKERS
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -11,9 +11,9 @@ pytest.importorskip("ortools")
 
 from exact_pipeline import ExactModel, Optimum, bare_setting, draw
 
-from optimus.schedule.balance import strong_pipelines
-from optimus.schedule.inline import InlinePipeline
 from optimus.schedule.timeline import evaluate
+from optimus.systems.balance import strong_pipelines
+from optimus.systems.inline import InlinePipeline
 
 pytestmark = pytest.mark.ci
 

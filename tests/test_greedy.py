@@ -12,8 +12,8 @@ from reference_replay import dependency
 from optimus.program.op import Kind
 from optimus.schedule.greedy import PRIORITIES, UNLIMITED, OpTimes, Priority, greedy
 from optimus.schedule.pipelines import Pipeline
-from optimus.schedule.reorder import least_s, slides
 from optimus.schedule.shake import shake
+from optimus.systems.reorder import least_s, slides
 
 SPLIT, WHOLE = (Kind.F, Kind.I, Kind.W), (Kind.F, Kind.B)
 

@@ -15,7 +15,7 @@ from optimus.job.model import Precision
 from optimus.job.read import find_job
 from optimus.program.op import Kind
 from optimus.schedule.pipelines import interleaved, one_f_one_b, zero_bubble
-from optimus.schedule.setting import Setting
+from optimus.systems.setting import Setting
 
 
 def setting_of(name: str) -> Setting:

@@ -20,9 +20,9 @@ from optimus.render.picture import PLOT, timeline_svg, write_picture
 from optimus.schedule.bubbles import busy_s, find_bubbles, mean_bubbles
 from optimus.schedule.build import ROW, Builder, Template, single
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
-from optimus.schedule.systems import System
 from optimus.schedule.timeline import evaluate
 from optimus.search.compare import Comparison, compare_systems
+from optimus.systems.known import System
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "strong-3072.svg"

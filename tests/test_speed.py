@@ -17,10 +17,10 @@ from service_user import NOBODY, PACKAGE
 
 from optimus.cost.assumptions import preset
 from optimus.job.read import find_job
-from optimus.schedule.inline import InlinePipeline
-from optimus.schedule.systems import Systems
 from optimus.schedule.timeline import evaluate
 from optimus.search.layouts import decide_setting
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.known import Systems
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]
 COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]

@@ -14,10 +14,10 @@ from optimus.cost.assumptions import preset
 from optimus.job.read import find_job
 from optimus.program.op import Kind, Lane
 from optimus.schedule.bubbles import CAUSES, busy_s, find_bubbles
-from optimus.schedule.systems import MAKERS, Systems
 from optimus.schedule.timeline import evaluate
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.layouts import decide_setting
+from optimus.systems.known import MAKERS, Systems
 
 
 @cache

@@ -13,7 +13,7 @@ import numpy as np
 
 from optimus.program.op import Floats, Ints, Kind, Lane
 from optimus.schedule.bubbles import CAUSES, Idle, find_idle
-from optimus.schedule.systems import System
+from optimus.systems.known import System
 
 
 @dataclass(frozen=True)

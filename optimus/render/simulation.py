@@ -7,8 +7,8 @@ from dataclasses import asdict
 from optimus.cost.memory import NOT_MODELLED, Memory
 from optimus.render.text import billions, columns, gigabytes, seconds, wrap
 from optimus.schedule.bubbles import CAUSES
-from optimus.schedule.systems import TP_OVERLAP, System
 from optimus.search.compare import Comparison
+from optimus.systems.known import TP_OVERLAP, System
 
 SCHEMA = "optimus.simulate/1"
 SHORT = {

@@ -1,1 +1,1 @@
-"""Schedules as data: pipelines, their timelines, their bubbles, and the systems made of them."""
+"""Schedules as data: pipelines, their timelines and their bubbles."""

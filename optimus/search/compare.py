@@ -9,9 +9,9 @@ from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Profile
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
-from optimus.schedule.setting import Setting
-from optimus.schedule.systems import MAKERS, System, Systems
 from optimus.search.layouts import Rejected, decide_setting
+from optimus.systems.known import MAKERS, System, Systems
+from optimus.systems.setting import Setting
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

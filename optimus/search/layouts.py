@@ -12,8 +12,8 @@ from optimus.cost.prices import Prices
 from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout
-from optimus.schedule.balance import first_fitting
-from optimus.schedule.setting import Setting
+from optimus.systems.balance import first_fitting
+from optimus.systems.setting import Setting
 
 MAX_TP = 8  # never across nodes
 MAX_PP = 16

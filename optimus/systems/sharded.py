@@ -12,8 +12,8 @@ from optimus.cost.module import PricedLayer
 from optimus.job.layout import Layout
 from optimus.program.op import Kind, Lane, Schedule
 from optimus.schedule.build import Builder, Template, single
-from optimus.schedule.setting import Policy, Setting
 from optimus.schedule.traffic import ParameterTraffic, parameter_traffic, update
+from optimus.systems.setting import Policy, Setting
 
 IN_FLIGHT = 2  # layers gathered at once: the one that runs and the next
 

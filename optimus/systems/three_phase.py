@@ -11,10 +11,10 @@ from optimus.job.model import BF16_BYTES
 from optimus.program.op import Kind, Lane, Schedule
 from optimus.schedule.assemble import add_pipeline
 from optimus.schedule.build import Builder, single
-from optimus.schedule.inline import InlinePipeline
-from optimus.schedule.setting import Setting
-from optimus.schedule.spread import SpreadEncoder, encoder_choices, promising, spread_over_all
 from optimus.schedule.traffic import update
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.setting import Setting
+from optimus.systems.spread import SpreadEncoder, encoder_choices, promising, spread_over_all
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

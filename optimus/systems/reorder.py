@@ -12,9 +12,9 @@ from random import Random
 
 from optimus.program.op import Kind
 from optimus.schedule.greedy import PRIORITIES, Draft, OpTimes, greedy
-from optimus.schedule.inline import GREEDY, LONG_STEP, InlinePipeline
 from optimus.schedule.layer_sums import Cut
 from optimus.schedule.shake import shake
+from optimus.systems.inline import GREEDY, LONG_STEP, InlinePipeline
 
 LISTED_OPS = 5000  # list scheduling of more takes too long
 CAPS = 4  # that are tried until an order fits

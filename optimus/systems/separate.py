@@ -12,13 +12,13 @@ from optimus.cost.memory import Memory, communicator_bytes, high_water
 from optimus.job.layout import Layout
 from optimus.program.op import Kind, Lane, Schedule
 from optimus.schedule.assemble import PipelineBlocks, add_pipeline
-from optimus.schedule.balance import strong_pipelines
 from optimus.schedule.build import Builder, Template, single
-from optimus.schedule.inline import InlinePipeline
-from optimus.schedule.setting import Setting
-from optimus.schedule.spread import SpreadEncoder, encoder_choices, promising, serve_replicas
 from optimus.schedule.timeline import evaluate
 from optimus.schedule.traffic import update
+from optimus.systems.balance import strong_pipelines
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.setting import Setting
+from optimus.systems.spread import SpreadEncoder, encoder_choices, promising, serve_replicas
 
 LEADS = (0.0, 0.1, 0.3, 1.0)  # parts of a step that encoder forwards may run ahead
 ROOM = (1.0, 1.15, 1.3)  # GPUs given to the encoders, relative to their share of the work

@@ -17,8 +17,8 @@ from optimus.schedule.chunk import KINDS
 from optimus.schedule.layer_sums import Cut, LayerSums, StageBytes
 from optimus.schedule.op_graph import CutSeconds, OpGraph
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
-from optimus.schedule.setting import Policy, Setting
 from optimus.schedule.timeline import evaluate
+from optimus.systems.setting import Policy, Setting
 
 GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)

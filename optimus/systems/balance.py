@@ -12,15 +12,15 @@ from optimus.cost.module import PricedLayer
 from optimus.job.model import Encoder, Llm
 from optimus.program.op import Floats, Kind
 from optimus.schedule.chunk import KINDS
-from optimus.schedule.inline import (
+from optimus.schedule.layer_sums import Cut
+from optimus.systems.inline import (
     GREEDY,
     ORDERS,
     InlinePipeline,
     order_names,
 )
-from optimus.schedule.layer_sums import Cut
-from optimus.schedule.reorder import can_list, list_schedule, reorder
-from optimus.schedule.setting import Policy, Setting
+from optimus.systems.reorder import can_list, list_schedule, reorder
+from optimus.systems.setting import Policy, Setting
 
 STARTS = 4  # pipelines whose cut is improved a little; the best FINALISTS of them further
 FINALISTS = 2

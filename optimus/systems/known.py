@@ -15,15 +15,15 @@ from optimus.cost.module import PricedLayer
 from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.layout import Layout
 from optimus.program.op import Communicator, Floats, Schedule
-from optimus.schedule.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
 from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
-from optimus.schedule.inline import ORDERS, InlinePipeline
 from optimus.schedule.layer_sums import Cut
-from optimus.schedule.separate import separate_choices
-from optimus.schedule.setting import Policy, Setting
-from optimus.schedule.sharded import sharded_choices
-from optimus.schedule.three_phase import three_phase_choices
 from optimus.schedule.timeline import Timeline, evaluate
+from optimus.systems.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
+from optimus.systems.inline import ORDERS, InlinePipeline
+from optimus.systems.separate import separate_choices
+from optimus.systems.setting import Policy, Setting
+from optimus.systems.sharded import sharded_choices
+from optimus.systems.three_phase import three_phase_choices
 
 TP_OVERLAP = 0.7  # what a framework with fused or pipelined TP collectives may already hide
 MOST_PLAYED = 4  # choices of a system that are played kernel by kernel,

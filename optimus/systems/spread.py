@@ -13,8 +13,8 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.program.op import Kind, Lane
 from optimus.schedule.build import Builder, Template, single
-from optimus.schedule.setting import Setting
 from optimus.schedule.traffic import ParameterTraffic, parameter_traffic
+from optimus.systems.setting import Setting
 
 BUCKETS = 8  # per encoder: enough to overlap, few enough for large messages
 
