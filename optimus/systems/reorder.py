@@ -22,7 +22,7 @@ SMALL_OPS = 200  # up to here cut and order are searched together
 NEAR = 1.05  # and if their step is at most this times the best
 # The budgets of that search are counts of ops placed, not seconds, so that results repeat.
 EXPLORED_OPS = 60_000  # by list scheduling, cut after cut
-SHAKEN_OPS = ((8, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
+SHAKEN_OPS = ((40, 2_000), (10, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
 SPLIT, WHOLE = (Kind.F, Kind.I, Kind.W), (Kind.F, Kind.B)
 Drafts = list[tuple[Draft, Cut]]
 
@@ -119,7 +119,7 @@ def _drafts(times: OpTimes, microbatches: int, cap: int) -> list[Draft]:
 
 
 def _search(start: InlinePipeline, kinds: Sequence[Kind]) -> Iterator[InlinePipeline]:
-    """The best cuts found, their greedy orders shaken: many a little, then a few a lot."""
+    """The best cuts found, their greedy orders shaken: many a little, then few a lot."""
     found = _most_alive(start, kinds)
     if found is None:
         return
