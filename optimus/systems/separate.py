@@ -20,7 +20,7 @@ from optimus.systems.inline import InlinePipeline
 from optimus.systems.setting import Setting
 from optimus.systems.spread import SpreadEncoder, encoder_choices, promising, serve_replicas
 
-LEADS = (0.0, 0.1, 0.3, 1.0)  # parts of a step that encoder forwards may run ahead
+LEADS = (0.0, 0.3, 1.0)  # parts of a step that encoder forwards may run ahead
 ROOM = (1.0, 1.15, 1.3)  # GPUs given to the encoders, relative to their share of the work
 MOST_REFINED = 6  # choices whose leads are tried
 
