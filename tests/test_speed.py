@@ -23,7 +23,19 @@ from optimus.systems.inline import InlinePipeline
 from optimus.systems.known import Systems
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]
+# The limits are for a core that adds ten million integers in this time (two-core server, nothing else running);
+# on a machine that is slower at the moment they stretch as it does.
+REFERENCE_S = 0.6
 COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
+
+
+def slowness() -> float:
+    """How many times slower than the reference this machine is now, at least 1."""
+    start = time.perf_counter()
+    total = 0
+    for number in range(10_000_000):
+        total += number
+    return max(1.0, (time.perf_counter() - start) / REFERENCE_S)
 
 
 def paper_pipeline(microbatches: int) -> InlinePipeline:
@@ -47,7 +59,7 @@ def test_one_evaluation(microbatches: int, least_tasks: int, most_s: float) -> N
     # The least of several: other work on the machine only adds.
     per_task = 77_000 if microbatches == 16 else 600_000
     least = min(spent) * per_task / len(schedule)
-    assert least < most_s, f"median {statistics.median(spent):.4f} s for {len(schedule)} tasks"
+    assert least < most_s * slowness(), f"median {statistics.median(spent):.4f} s for {len(schedule)} tasks"
 
 
 def simulate(variables: Mapping[str, str], before: Sequence[str] = ()) -> tuple[float, str]:
@@ -66,15 +78,15 @@ def test_first_run_says_that_it_compiles_and_the_next_is_quick(tmp_path: Path) -
     variables = {"OPTIMUS_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(PACKAGE.parent)}
     first, said = simulate(variables)
     assert said.count("\n") == 1 and said.startswith("compiling the timeline")
-    assert first < 20
+    assert first < 20 * slowness()
     warm = [simulate(variables) for _ in range(3)]
     assert {said for _, said in warm} == {""}
-    assert min(spent for spent, _ in warm) < 5
+    assert min(spent for spent, _ in warm) < 5 * slowness()
 
 
 def test_first_run_of_a_service_user(as_nobody: list[str], installed: Path) -> None:
     """Read-only site-packages, no HOME, not root."""
     variables = {"PYTHONPATH": str(installed / "site-packages"), "TMPDIR": str(installed / "tmp")}
     spent, said = simulate(variables, as_nobody)
-    assert spent < 20
+    assert spent < 20 * slowness()
     assert f"optimus-{NOBODY}" in said
