@@ -23,7 +23,7 @@ from optimus.systems.inline import InlinePipeline
 from optimus.systems.known import Systems
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]
-# The limits are for a core that adds ten million integers in this time (two-core server, nothing else running);
+# The limits are for a core that adds ten million integers in this time (a server with nothing else running);
 # on a machine that is slower at the moment they stretch as it does.
 REFERENCE_S = 0.6
 COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
