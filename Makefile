@@ -41,7 +41,7 @@ test:  ## the tests to run after every change (60 s)
 
 test-ci:  ## the slower tests, on the minutes granted to each area (tests/conftest.py)
 	$(PYTEST) -m 'ci and not heavy and not alone' --ci-budget
-	$(PYTHON) -m pytest -q -m 'ci and alone' --ci-budget
+	$(PYTHON) -m pytest -q -m 'ci and alone and not heavy' --ci-budget
 
 test-all:  ## every test
 	$(PYTEST) -m 'not alone'

@@ -23,19 +23,7 @@ from optimus.systems.inline import InlinePipeline
 from optimus.systems.known import Systems
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]
-# The limits are for a core that adds ten million integers in this time (a server with nothing else running);
-# on a machine that is slower at the moment they stretch as it does.
-REFERENCE_S = 0.6
 COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
-
-
-def slowness() -> float:
-    """How many times slower than the reference this machine is now, at least 1."""
-    start = time.perf_counter()
-    total = 0
-    for number in range(10_000_000):
-        total += number
-    return max(1.0, (time.perf_counter() - start) / REFERENCE_S)
 
 
 def paper_pipeline(microbatches: int) -> InlinePipeline:
@@ -52,14 +40,14 @@ def test_one_evaluation(microbatches: int, least_tasks: int, most_s: float) -> N
     assert len(schedule) >= least_tasks
     evaluate(schedule)  # compiled, or loaded from the cache
     spent = []
-    for _ in range(9):
+    for _ in range(30):
         before = time.perf_counter()
         evaluate(schedule)
         spent.append(time.perf_counter() - before)
     # The least of several: other work on the machine only adds.
     per_task = 77_000 if microbatches == 16 else 600_000
     least = min(spent) * per_task / len(schedule)
-    assert least < most_s * slowness(), f"median {statistics.median(spent):.4f} s for {len(schedule)} tasks"
+    assert least < most_s, f"median {statistics.median(spent):.4f} s for {len(schedule)} tasks"
 
 
 def simulate(variables: Mapping[str, str], before: Sequence[str] = ()) -> tuple[float, str]:
@@ -74,19 +62,26 @@ def simulate(variables: Mapping[str, str], before: Sequence[str] = ()) -> tuple[
     return spent, done.stderr
 
 
-def test_first_run_says_that_it_compiles_and_the_next_is_quick(tmp_path: Path) -> None:
+def test_first_run_says_that_it_compiles_and_the_next_does_not(tmp_path: Path) -> None:
     variables = {"OPTIMUS_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(PACKAGE.parent)}
     first, said = simulate(variables)
     assert said.count("\n") == 1 and said.startswith("compiling the timeline")
-    assert first < 20 * slowness()
-    warm = [simulate(variables) for _ in range(3)]
-    assert {said for _, said in warm} == {""}
-    assert min(spent for spent, _ in warm) < 5 * slowness()
+    assert first < 20
+    assert simulate(variables)[1] == ""
+
+
+@pytest.mark.heavy
+def test_a_warm_run_takes_less_than_five_seconds(tmp_path: Path) -> None:
+    """Not reached on a busy two-core machine; the least of eight: other work only adds."""
+    variables = {"OPTIMUS_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(PACKAGE.parent)}
+    simulate(variables)
+    spent = [simulate(variables)[0] for _ in range(8)]
+    assert min(spent) < 5, spent
 
 
 def test_first_run_of_a_service_user(as_nobody: list[str], installed: Path) -> None:
     """Read-only site-packages, no HOME, not root."""
     variables = {"PYTHONPATH": str(installed / "site-packages"), "TMPDIR": str(installed / "tmp")}
     spent, said = simulate(variables, as_nobody)
-    assert spent < 20 * slowness()
+    assert spent < 20
     assert f"optimus-{NOBODY}" in said
