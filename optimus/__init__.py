@@ -1,4 +1,4 @@
-"""Optimus plans multimodal LLM training: where time and memory go, under each known way to run it."""
+"""Optimus plans multimodal LLM training: where time goes, and encoder work in the LLM's idle time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ if TYPE_CHECKING:
     from optimus.job.read import find_job as find_job
     from optimus.job.read import load_job as load_job
     from optimus.job.read import make_job as make_job
+    from optimus.program.planfile import load_plan as load_plan
+    from optimus.program.planfile import save_plan as save_plan
     from optimus.search.compare import compare_systems as simulate
+    from optimus.search.planning import check_planned as check
+    from optimus.search.planning import make_plan as plan
 
 # Public verbs and where they live. They are loaded on first use: importing `optimus` costs nothing.
 _VERBS = {
     "find_job": ("optimus.job.read", "find_job"),
     "load_job": ("optimus.job.read", "load_job"),
     "make_job": ("optimus.job.read", "make_job"),
+    "load_plan": ("optimus.program.planfile", "load_plan"),
+    "save_plan": ("optimus.program.planfile", "save_plan"),
     "simulate": ("optimus.search.compare", "compare_systems"),
+    "check": ("optimus.search.planning", "check_planned"),
+    "plan": ("optimus.search.planning", "make_plan"),
 }
 
-__all__ = ["find_job", "load_job", "make_job", "simulate"]
+__all__ = ["check", "find_job", "load_job", "load_plan", "make_job", "plan", "save_plan", "simulate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from optimus import __version__
+from optimus.console import announced_compilation, check_writable, progress_bar, show
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
 
 OK, NO, USER_ERROR, OUR_BUG = 0, 1, 2, 70
@@ -27,6 +24,16 @@ Job = Annotated[
     ),
 ]
 On = Annotated[str | None, tyro.conf.arg(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
+LayoutWords = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(metavar="MODULE=AXES ...", help="state layouts, e.g. llm=pp8,tp4,chunks2"),
+]
+Trace = Annotated[
+    Path | None,
+    tyro.conf.arg(metavar="FILE.json.gz", help="write every op as a trace for Perfetto"),
+]
+TRACE_ENDINGS = (".json.gz", ".json")
+PlanFile = tyro.conf.Positional[Path]
 Json = Annotated[bool, tyro.conf.arg(help="print one JSON object and nothing else")]
 Preset = Annotated[
     str,
@@ -43,7 +50,7 @@ class Catalog:
     def __call__(self) -> int:
         from optimus.render.listing import catalog_json, catalog_text
 
-        _print(catalog_json(), catalog_text(), as_json=self.json)
+        show(catalog_json(), catalog_text(), as_json=self.json)
         return OK
 
 
@@ -71,55 +78,58 @@ class Init:
             raise UserError(
                 field="--output", value=str(self.output), problem="exists", hint="name another file with -o"
             )
-        _check_writable("--output", self.output)
+        check_writable("--output", self.output)
         self.output.write_text(text)
         found = {"schema": "optimus.init/1", "job": text, "file": str(self.output)}
         lines = [f"wrote {self.output}", f"next   optimus simulate {self.output}"]
-        _print(found, lines, as_json=self.json)
+        show(found, lines, as_json=self.json)
         return OK
 
 
 @dataclass(frozen=True)
 class Simulate:
-    """Say where the time and memory of a job go, under each known way to run it."""
+    """Say where the time and memory of a job go, under each known way to run it, or play a plan file."""
 
-    job: Job
+    job: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(
+            metavar="JOB|PLAN",
+            help="a job.yaml, a catalog job (paper/strong-3072), with --on a catalog model or a config.json; "
+            "or a plan file",
+        ),
+    ]
     on: On = None
     system: Annotated[
         tuple[str, ...],
         tyro.conf.arg(
             metavar="NAME ...",
             help="only these: llm-only, stage0, balanced, balanced-best, three-phase, separate-gpus, fsdp, "
-            "today",
+            "paper, today",
         ),
     ] = ()
-    layout: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(metavar="MODULE=AXES ...", help="state layouts, e.g. llm=pp8,tp4,chunks2"),
-    ] = ()
+    layout: LayoutWords = ()
     preset: Preset = "default"
     picture: Annotated[
         Path | None, tyro.conf.arg(metavar="FILE.svg", help="draw every stage of the systems over time")
     ] = None
+    trace: Trace = None
     json: Json = False
 
     def __call__(self) -> int:
         from optimus.cost.assumptions import preset
         from optimus.job.read import find_job
+        from optimus.program.planfile import is_plan_file
         from optimus.render.simulation import simulation_json, simulation_text
 
-        if self.picture is not None and self.picture.suffix != ".svg":
-            raise UserError(
-                field="--picture",
-                value=str(self.picture),
-                problem="is not an SVG",
-                hint="end its name in .svg",
-            )
         if self.picture is not None:
-            _check_writable("--picture", self.picture)
+            check_writable("--picture", self.picture, ".svg")
+        if self.trace is not None:
+            check_writable("--trace", self.trace, *TRACE_ENDINGS)
+        if is_plan_file(self.job):
+            return self._replay()
         assumptions = preset(self.preset)
         job = find_job(self.job, self.on, self.layout)
-        with _progress() as progress, _announced_compilation():
+        with progress_bar() as progress, announced_compilation():
             from optimus.search.compare import compare_systems
 
             comparison = compare_systems(
@@ -131,11 +141,144 @@ class Simulate:
 
             write_picture(comparison, self.picture)
             lines += ["", f"wrote {self.picture}"]
-        _print(simulation_json(comparison), lines, as_json=self.json)
+        if self.trace is not None and comparison.systems:
+            from optimus.render.trace import write_trace
+
+            played = {name: (made.schedule, made.timeline) for name, made in comparison.systems.items()}
+            write_trace(played, self.trace)
+            lines += ["", f"wrote {self.trace}"]
+        show(simulation_json(comparison), lines, as_json=self.json)
         return OK if comparison.systems else NO
 
+    def _replay(self) -> int:
+        """A plan file says all of itself."""
+        from optimus.program.planfile import load_plan
+        from optimus.render.replay import replay_json, replay_text
 
-COMMANDS = (Catalog, Init, Simulate)
+        for flag in ("on", "system", "layout", "picture"):
+            if getattr(self, flag):
+                problem = "says nothing to a plan file, which is already decided"
+                raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
+        plan = load_plan(Path(self.job))
+        with announced_compilation():
+            from optimus.search.replaying import replay_plan
+
+            replayed = replay_plan(plan)
+        lines = replay_text(replayed)
+        if self.trace is not None:
+            from optimus.render.trace import write_trace
+
+            write_trace({plan.strategy: (replayed.schedule, replayed.timeline)}, self.trace)
+            lines += ["", f"wrote {self.trace}"]
+        show(replay_json(replayed), lines, as_json=self.json)
+        return OK
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Lay out and schedule a job, prove the schedule, and write the plan file."""
+
+    job: Job
+    on: On = None
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(aliases=["-o"], metavar="PLAN", help="where to write (default: JOB's name.plan.json)"),
+    ] = None
+    strategy: Annotated[str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm)")] = "paper"
+    system: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(metavar="NAME ...", help="compare with these only (default: all that apply)"),
+    ] = ()
+    layout: LayoutWords = ()
+    preset: Preset = "default"
+    trace: Trace = None
+    json: Json = False
+
+    def __call__(self) -> int:
+        from optimus.cost.assumptions import preset
+        from optimus.job.read import find_job
+        from optimus.program.planfile import save_plan
+
+        assumptions = preset(self.preset)
+        job = find_job(self.job, self.on, self.layout)
+        output = self.output or Path(f"{job.name.replace('/', '-')}.plan.json")
+        check_writable("--output", output, ".json")
+        if self.trace is not None:
+            check_writable("--trace", self.trace, *TRACE_ENDINGS)
+        with progress_bar() as progress, announced_compilation():
+            from optimus.render.planning import plan_json, plan_text
+            from optimus.search.planning import make_plan
+
+            planned = make_plan(
+                job,
+                strategy=self.strategy,
+                assumptions=assumptions,
+                systems=_split(self.system) or None,
+                progress=progress,
+            )
+        lines = plan_text(planned)
+        digest = save_plan(planned.plan, output)
+        size = output.stat().st_size / 1e6
+        lines += ["", f"wrote {output} (format 1, {size:.1f} MB, sha256 {digest[:12]})"]
+        if self.trace is not None:
+            from optimus.render.trace import write_trace
+
+            write_trace(
+                {planned.plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace
+            )
+            lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
+        lines.append(f"next   optimus check {output} | optimus simulate {output} --trace FILE.json.gz")
+        show(plan_json(planned, file=output, digest=digest), lines, as_json=self.json)
+        return OK if planned.report.ok else NO
+
+
+@dataclass(frozen=True)
+class Check:
+    """Prove a plan: nine rules, by code that shares nothing with what made it."""
+
+    plan: Annotated[PlanFile, tyro.conf.arg(metavar="PLAN", help="a plan file")]
+    job: Annotated[
+        str | None, tyro.conf.arg(metavar="JOB", help="also check that the plan was made for this job")
+    ] = None
+    on: On = None
+    json: Json = False
+
+    def __call__(self) -> int:
+        from optimus.program.planfile import load_plan
+        from optimus.program.validator import check_plan
+        from optimus.render.checking import check_json, check_text
+
+        plan = load_plan(self.plan)
+        if self.job is not None:
+            from optimus.job.read import find_job
+            from optimus.program.binding import check_binding
+            from optimus.search.planning import bound_parts
+
+            check_binding(plan, bound_parts(find_job(self.job, self.on)), file=str(self.plan))
+        report = check_plan(plan)
+        show(check_json(plan, report), check_text(plan, report), as_json=self.json)
+        return OK if report.ok else NO
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Compare two plans: layouts, step, memory, and the first op that differs."""
+
+    a: Annotated[PlanFile, tyro.conf.arg(metavar="A", help="a plan file")]
+    b: Annotated[PlanFile, tyro.conf.arg(metavar="B", help="another")]
+    json: Json = False
+
+    def __call__(self) -> int:
+        from optimus.program.difference import compare_plans
+        from optimus.program.planfile import load_plan
+        from optimus.render.difference import difference_json, difference_text
+
+        difference = compare_plans(load_plan(self.a), load_plan(self.b))
+        show(difference_json(difference), difference_text(difference), as_json=self.json)
+        return OK if difference.same else NO
+
+
+COMMANDS = (Catalog, Init, Simulate, Plan, Check, Diff)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -151,7 +294,7 @@ def run(arguments: list[str]) -> int:
     try:
         _check_words(arguments)
         command = tyro.cli(
-            Catalog | Init | Simulate,
+            Catalog | Init | Simulate | Plan | Check | Diff,
             prog="optimus",
             args=arguments or ["--help"],
             description="Plans multimodal LLM training: where its time and memory go (--version: prints it).",
@@ -183,18 +326,6 @@ def _split(names: tuple[str, ...]) -> list[str]:
     return [part for name in names for part in name.split(",") if part]
 
 
-def _check_writable(field: str, path: Path) -> None:
-    """Says before the work, not after it, that a file cannot be written."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise UserError(
-            field=field,
-            value=str(path),
-            problem="cannot be written",
-            hint="name a file in a folder that exists and is yours",
-        )
-
-
 def _check_words(arguments: list[str]) -> None:
     """Mistakes that the parser would take for something else, or answer at length."""
     commands = [command.__name__.lower() for command in COMMANDS]
@@ -210,47 +341,3 @@ def _check_words(arguments: list[str]) -> None:
             raise UserError(
                 field=flag, problem="is given twice", hint=f"name all after one {flag}, with spaces"
             )
-
-
-def _print(found: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))
-    else:
-        print("\n".join(lines))
-
-
-@contextmanager
-def _announced_compilation() -> Iterator[None]:
-    """One line on standard error when the timeline's loop is compiled, once per installation."""
-    from optimus.schedule.compiled import announcing_compilation
-
-    def announce(kept_in: Path | None) -> None:
-        where = (
-            f"kept in {kept_in}" if kept_in else "cannot be kept: set OPTIMUS_CACHE_DIR to a folder of yours"
-        )
-        print(f"compiling the timeline, about 5 s, once per installation ({where})", file=sys.stderr)
-
-    with announcing_compilation(announce):
-        yield
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on a terminal; nothing when standard error is piped."""
-    if not sys.stderr.isatty():
-        yield lambda name, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    bar = Progress(
-        TextColumn("{task.description:<16}"), BarColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True,
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("reading")
-
-        def report(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total)
-
-        yield report

@@ -198,12 +198,13 @@ def test_writing_says_what_is_wrong(tmp_path: Path) -> None:
 def a_comparison(systems: dict[str, System], missing: dict[str, str]) -> Comparison:
     from optimus.cost.assumptions import preset
     from optimus.search.layouts import decide_setting
+    from optimus.systems.balance import first_fitting
 
     job, assumptions = find_job("paper/A"), preset("default")
     setting, _ = decide_setting(job, assumptions)
     return Comparison(
         job=job, assumptions=assumptions, setting=setting, systems=systems, missing=missing,
-        floor_s=1.0, floor_1f1b_s=1.0, rejected=(),
+        floor=first_fitting(setting, (job.model.llm,)), floor_s=1.0, floor_1f1b_s=1.0, rejected=(),
     )  # fmt: skip
 
 

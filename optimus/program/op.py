@@ -81,6 +81,7 @@ class Schedule:
     Each lane of a device plays its ops first-in, first-out in that order; an op
     starts when its lane is free and every op in its `deps` has finished.
     `duration_s` is unslowed: whoever replays the schedule applies slow-down.
+    A RECV occupies no lane: its one dependency is its SEND, and it ends with it.
     """
 
     modules: tuple[str, ...]  # the last is "all": traffic and updates of several modules at once
@@ -98,6 +99,8 @@ class Schedule:
     duration_s: Floats
     dep_offset: Ints  # deps of op i are deps[dep_offset[i]:dep_offset[i + 1]]
     deps: Ints
+    # Ops of one meeting (a collective seen by several devices) start together; None, or -1: none.
+    meeting: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -52,7 +52,7 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
                 encoder.name: job.workload.share_of_tokens(encoder.name) for encoder in job.model.encoders
             },
         },
-        "rejected": [{"layout": str(r.layout), "reason": r.reason} for r in comparison.rejected],
+        "rejected": [{"layout": r.words, "reason": r.reason} for r in comparison.rejected],
         "notes": list(job.notes),
         "not_modelled": list(NOT_MODELLED),
     }
@@ -82,7 +82,7 @@ def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
 
 def simulation_text(comparison: Comparison) -> list[str]:
     """The table of systems, what each chose, memory of the worst rank, and what is not modelled."""
-    lines = _head(comparison)
+    lines = head(comparison)
     lines += ["", *_table(comparison), "", *_verdict(comparison)]
     lines += [
         "  Bubbles are shares of the step in which the mean GPU computes nothing, by cause.",
@@ -104,7 +104,8 @@ def simulation_text(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _head(comparison: Comparison) -> list[str]:
+def head(comparison: Comparison) -> list[str]:
+    """Job, cost model, layout and data: what every answer begins with."""
     job, model, workload = comparison.job, comparison.job.model, comparison.job.workload
     parts = " + ".join(f"{module.name} {billions(module.parameters())}" for module in model.modules)
     lines = [

@@ -32,6 +32,12 @@ def seconds(value_s: float) -> str:
     return f"{value_s:.3f}" if value_s < 10 else f"{value_s:.2f}"
 
 
+def apart(a_s: float, b_s: float) -> str:
+    """How far two times are apart; less than a nanosecond is nothing that anybody measures."""
+    gap = abs(a_s - b_s)
+    return "within 1e-9 s" if gap <= 1e-9 else f"{gap:.1e} s apart"
+
+
 def billions(count: float) -> str:
     """Parameters as people say them: 0.67B, 72.7B, 1026B."""
     value = count / 1e9

@@ -137,7 +137,7 @@ class Builder:
         edges = np.concatenate(
             [self._edges_inside(template_of, first_row), self._edges_between(template_of, first_row, waits)]
         )
-        dep_offset, deps = _group_by_first(edges, total)
+        dep_offset, deps = group_by_first(edges, total)
         return Schedule(
             modules=self._modules,
             num_devices=self._num_devices,
@@ -186,7 +186,7 @@ def _ragged(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints, Ints]:
     return values, count, np.cumsum(count) - count
 
 
-def _group_by_first(edges: Ints, count: int) -> tuple[Ints, Ints]:
+def group_by_first(edges: Ints, count: int) -> tuple[Ints, Ints]:
     """Edges (row, dep) as offsets and deps, rows ascending."""
     order = np.argsort(edges[:, 0], kind="stable")
     offset: Ints = np.zeros(count + 1, np.int64)

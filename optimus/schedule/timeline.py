@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.errors import OptimusError
-from optimus.program.op import NUM_LANES, Floats, Lane, Schedule
+from optimus.program.op import NUM_LANES, Floats, Ints, Kind, Lane, Schedule
 from optimus.schedule.compiled import compiled
 
 _COMPUTE, _TP, _DP = int(Lane.COMPUTE), int(Lane.TP), int(Lane.DP)
@@ -31,28 +31,57 @@ class Timeline:
 def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0) -> Timeline:
     """Plays `schedule` and returns its timeline.
 
-    A compute op runs slower by `slowdown` while a collective (lanes tp and dp) runs on
-    its device. The host of a device issues its ops in program order, one per `launch_s`,
-    and never waits: an op starts no earlier than it was issued.
+    A compute op runs slower by `slowdown` while a collective (lanes tp and dp) is resident on its
+    device: from when it could start (it may have to wait for others it meets) until it ends.
+    The host of a device issues its ops in program order, one per `launch_s`, and never waits; a WAIT
+    costs it nothing. An op starts no earlier than it was issued, and a SEND no earlier than its RECV.
     """
     lane = (schedule.device.astype(np.int32) * NUM_LANES + schedule.lane).astype(np.int32)
+    deps, dep_offset = schedule.deps.astype(np.int32), schedule.dep_offset.astype(np.int64)
+    issued = launch_s * _issues(schedule.device, schedule.kind != Kind.WAIT, schedule.num_devices)
+    received = np.flatnonzero(schedule.kind == Kind.RECV)
+    sent = deps[dep_offset[received]]
+    if len(received):  # whoever waits for a RECV waits for its SEND; a SEND is issued when both are
+        lane[received] = -1
+        source = np.arange(len(schedule), dtype=np.int32)
+        source[received] = sent
+        deps = source[deps]
+        np.maximum.at(issued, sent, issued[received])
     start, finish = np.full(len(schedule), -1.0), np.full(len(schedule), -1.0)
-    played = _play(
+    meeting, missing, member_offset, members = _meetings(schedule)
+    _play(
         lane,
         schedule.num_devices * NUM_LANES,
         schedule.duration_s,
-        schedule.dep_offset.astype(np.int64),
-        schedule.deps.astype(np.int32),
-        np.diff(schedule.dep_offset).astype(np.int64),
+        dep_offset,
+        deps,
+        np.diff(dep_offset).astype(np.int64),
+        meeting,
+        missing,
+        member_offset,
+        members,
+        issued,
         slowdown,
-        launch_s,
         start,
         finish,
     )
-    if played < len(schedule):
-        stuck = int(np.flatnonzero(finish < 0)[0])
-        raise Deadlock(f"{len(schedule) - played} ops never start; the first is {schedule[stuck]}")
+    start[received], finish[received] = start[sent], finish[sent]
+    stuck = np.flatnonzero(finish < 0)
+    if len(stuck):
+        raise Deadlock(f"{len(stuck)} ops never start; the first is {schedule[int(stuck[0])]}")
     return Timeline(start_s=start, finish_s=finish, step_s=float(finish.max(initial=0.0)))
+
+
+def _meetings(schedule: Schedule) -> tuple[Ints, Ints, Ints, Ints]:
+    """Of every op its meeting (-1: none); of every meeting its size, and its members as offsets and ops."""
+    if schedule.meeting is None:
+        none = np.zeros(0, np.int64)
+        return np.full(len(schedule), -1, np.int64), none, np.zeros(1, np.int64), none
+    meeting = schedule.meeting.astype(np.int64)
+    some = np.flatnonzero(meeting >= 0)
+    sizes = np.bincount(meeting[some])
+    members = some[np.argsort(meeting[some], kind="stable")]
+    return meeting, sizes, np.concatenate([[0], np.cumsum(sizes)]), members
 
 
 @compiled
@@ -63,21 +92,25 @@ def _play(  # noqa: PLR0915
     dep_offset: NDArray[Any],
     deps: NDArray[Any],
     pending: NDArray[Any],
+    meeting: NDArray[Any],
+    missing: NDArray[Any],
+    member_offset: NDArray[Any],
+    members: NDArray[Any],
+    issued: Floats,
     slowdown: float,
-    launch_s: float,
     start: Floats,
     finish: Floats,
-) -> int:
-    """An event loop over lanes. Fills `start` and `finish` (-1: never) and counts ops played.
+) -> None:
+    """An event loop over lanes. Fills `start` and `finish` (-1: never).
 
-    `pending` counts the dependencies of every op that have not finished: all of them, at first.
+    `pending` counts the dependencies of every op that have not finished, `missing` the members of
+    every meeting that have not come: all of them, at first.
 
     One long function on purpose: every array handed to another costs reference counts per event,
     and made it four times slower.
     """
     follower_offset, followers = _reverse(len(lane), dep_offset, deps)
     queue_offset, queue = _queues(lane, num_lanes)
-    issued = _issues(lane, num_lanes, launch_s)
     head = queue_offset[:num_lanes].copy()  # next op of the lane
     running = np.empty(num_lanes, np.int64)  # op on the lane, -1 when free
     resident = np.zeros(num_lanes // NUM_LANES, np.int64)  # collectives running, per device
@@ -90,7 +123,7 @@ def _play(  # noqa: PLR0915
     looked_at = np.empty(num_lanes, np.bool_)  # stands in `free`
     for here in range(num_lanes):
         running[here], place[here], free[here], looked_at[here] = -1, -1, here, True
-    played, now = 0, 0.0
+    now = 0.0
     while True:
         while num_free > 0:
             num_free -= 1
@@ -107,17 +140,28 @@ def _play(  # noqa: PLR0915
                 continue
             head[here] += 1
             running[here] = op
-            start[op] = now
             device, role = here // NUM_LANES, here % NUM_LANES
-            slowed = role == _COMPUTE and resident[device] > 0
-            key[here] = now + duration[op] * (1.0 + slowdown if slowed else 1.0)
             if role == _TP or role == _DP:  # noqa: SIM109  `in` is slower here
                 resident[device] += 1
                 if resident[device] == 1 and slowdown > 0.0:
                     _rescale(device, now, 1.0 + slowdown, running, key, heap, place, size)
-            size = _insert(here, key, heap, place, size)
+            met = meeting[op]
+            if met >= 0:
+                missing[met] -= 1
+                if missing[met] > 0:  # it waits on its lane for the others
+                    continue
+                first, end = member_offset[met], member_offset[met + 1]
+            else:
+                first, end = 0, 1
+            for position in range(first, end):
+                starts = members[position] if met >= 0 else op
+                there = lane[starts]
+                start[starts] = now
+                slowed = there % NUM_LANES == _COMPUTE and resident[there // NUM_LANES] > 0
+                key[there] = now + duration[starts] * (1.0 + slowdown if slowed else 1.0)
+                size = _insert(there, key, heap, place, size)
         if size == 0:
-            return played
+            return
         here = heap[0]
         now = key[here]
         size = _remove_first(key, heap, place, size)
@@ -127,7 +171,6 @@ def _play(  # noqa: PLR0915
             continue
         finish[op] = now
         running[here] = -1
-        played += 1
         device, role = here // NUM_LANES, here % NUM_LANES
         if role == _TP or role == _DP:  # noqa: SIM109
             resident[device] -= 1
@@ -137,7 +180,7 @@ def _play(  # noqa: PLR0915
             follower = followers[position]
             pending[follower] -= 1
             there = lane[follower]
-            if pending[follower] == 0 and running[there] < 0 and not looked_at[there]:
+            if there >= 0 and pending[follower] == 0 and running[there] < 0 and not looked_at[there]:
                 free[num_free] = there
                 looked_at[there] = True
                 num_free += 1
@@ -156,21 +199,20 @@ def _rescale(
 ) -> None:
     """What is left of the device's compute op takes `factor` times as long from now on."""
     compute = device * NUM_LANES + _COMPUTE
-    if running[compute] >= 0:
+    if running[compute] >= 0 and place[compute] >= 0:  # not one that waits for others
         key[compute] = now + (key[compute] - now) * factor
         _sift_up(place[compute], key, heap, place)
         _sift_down(place[compute], key, heap, place, size)
 
 
 @compiled
-def _issues(lane: NDArray[Any], num_lanes: int, launch_s: float) -> Floats:
-    """When the host of each device has launched each of its ops, one after another."""
-    issued = np.empty(len(lane), np.float64)
-    launched = np.zeros(num_lanes // NUM_LANES, np.int64)
-    for op in range(len(lane)):
-        device = lane[op] // NUM_LANES
-        issued[op] = launched[device] * launch_s
-        launched[device] += 1
+def _issues(device: NDArray[Any], launches: NDArray[Any], num_devices: int) -> Floats:
+    """How many launches the host of each op's device has behind it when it comes to the op."""
+    issued = np.empty(len(device), np.float64)
+    count = np.zeros(num_devices, np.int64)
+    for op in range(len(device)):
+        issued[op] = count[device[op]]
+        count[device[op]] += launches[op]
     return issued
 
 
@@ -197,14 +239,16 @@ def _queues(lane: NDArray[Any], num_lanes: int) -> tuple[NDArray[Any], NDArray[A
     """Ops of every lane in program order."""
     offset = np.zeros(num_lanes + 1, np.int64)
     for here in lane:
-        offset[here + 1] += 1
+        if here >= 0:
+            offset[here + 1] += 1
     for here in range(num_lanes):
         offset[here + 1] += offset[here]
     place = offset[:num_lanes].copy()
     queue = np.empty(len(lane), np.int32)
     for op in range(len(lane)):
-        queue[place[lane[op]]] = op
-        place[lane[op]] += 1
+        if lane[op] >= 0:
+            queue[place[lane[op]]] = op
+            place[lane[op]] += 1
     return offset, queue
 
 

@@ -9,8 +9,10 @@ from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Profile
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
-from optimus.search.layouts import Rejected, decide_setting
-from optimus.systems.known import MAKERS, System, Systems
+from optimus.search.layouts import decide_setting
+from optimus.systems.encoder_layouts import Rejected
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.known import MAKERS, STRATEGIES, System, Systems
 from optimus.systems.setting import Setting
 
 
@@ -23,6 +25,7 @@ class Comparison:
     setting: Setting
     systems: dict[str, System]
     missing: dict[str, str]
+    floor: InlinePipeline
     floor_s: float
     floor_1f1b_s: float
     rejected: tuple[Rejected, ...]
@@ -39,7 +42,7 @@ def compare_systems(
     profile: Profile | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Comparison:
-    """Simulates the job under each named system (all that apply, by default)."""
+    """Simulates the job under each named system (by default all that apply and schedule no encoder work)."""
     assumed = preset(assumptions) if isinstance(assumptions, str) else assumptions
     asked = _check_names(job, names)
     setting, rejected = decide_setting(job, assumed, profile)
@@ -62,6 +65,7 @@ def compare_systems(
         setting=setting,
         systems={name: made[name] for name in asked if name in made},
         missing=missing,
+        floor=systems.floor,
         floor_s=floor.step_s,
         floor_1f1b_s=systems.step_s(systems.floor_1f1b),
         rejected=rejected,
@@ -70,7 +74,8 @@ def compare_systems(
 
 def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:
     if names is None:
-        return [name for name in MAKERS if name != "today" or job.today is not None]
+        apply = [name for name in MAKERS if name != "today" or job.today is not None]
+        return [name for name in apply if name not in STRATEGIES]
     asked = list(dict.fromkeys(names))
     for name in asked:
         if name not in MAKERS:

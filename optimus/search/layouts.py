@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.measured import Profile
@@ -13,19 +12,12 @@ from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.systems.balance import first_fitting
+from optimus.systems.encoder_layouts import Rejected
 from optimus.systems.setting import Setting
 
 MAX_TP = 8  # never across nodes
 MAX_PP = 16
 MAX_EP = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejected:
-    """A layout that was not taken, and why."""
-
-    layout: Layout
-    reason: str
 
 
 def decide_setting(

@@ -20,11 +20,13 @@ from optimus.schedule.layer_sums import Cut
 from optimus.schedule.timeline import Timeline, evaluate
 from optimus.systems.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
 from optimus.systems.inline import ORDERS, InlinePipeline
+from optimus.systems.paper_search import Found, search_paper
 from optimus.systems.separate import separate_choices
 from optimus.systems.setting import Policy, Setting
 from optimus.systems.sharded import sharded_choices
 from optimus.systems.three_phase import three_phase_choices
 
+PLAIN_ORDERS = ("1f1b", "interleaved")
 TP_OVERLAP = 0.7  # what a framework with fused or pipelined TP collectives may already hide
 MOST_PLAYED = 4  # choices of a system that are played kernel by kernel,
 CLOSE = 1.02  # if their estimates are this close to the best
@@ -64,6 +66,7 @@ class System:
     fits: bool
     schedule: Schedule
     timeline: Timeline
+    found: Found | None = None  # of a system that makes a plan
     measured_step_s: float | None = None
     measured_memory_bytes: float | None = None
 
@@ -86,8 +89,7 @@ class Systems:
     @cached_property
     def floor_1f1b(self) -> InlinePipeline:
         """The same with (interleaved) 1F1B only."""
-        plain = ("1f1b", "interleaved")
-        return self.floor if self.floor.order_name in plain else self._llm_alone(plain)
+        return self.floor if self.floor.order_name in PLAIN_ORDERS else self._llm_alone(PLAIN_ORDERS)
 
     @cached_property
     def _all_modules(self) -> list[InlinePipeline]:
@@ -138,6 +140,42 @@ class Systems:
         ranks = [*(f"stage {stage}" for stage in range(choice.stages)), "encoder GPU"]
         return self._played("separate-gpus", how, choice, weights=weights, ranks=ranks)
 
+    def paper(self) -> System:
+        """The paper's algorithm: encoders in layouts of their own, their work in the LLM's bubbles."""
+        return self._of_plan("paper", self.paper_found)
+
+    @cached_property
+    def paper_found(self) -> Found:
+        """Beside the best V, and beside the V that the job states."""
+        if not self.setting.job.model.encoders:
+            raise DoesNotFit("there is no encoder to place", "use llm-only")
+        llm, stated = self.setting.job.model.llm, self.setting.job.layout.of("llm").chunks
+        bases = [self.floor_1f1b]
+        if stated not in (None, self.floor_1f1b.layout.chunks):
+            bases += strong_pipelines(
+                self.setting, (llm,), orders=PLAIN_ORDERS, chunk_counts={stated}, starts=1, evaluations=0
+            )[:1]
+        found, reasons = [], []
+        for base in bases:
+            try:
+                found.append(search_paper(self.setting, list(self._more_recomputed(base))))
+            except DoesNotFit as no:
+                reasons.append(no)
+        if not found:
+            raise reasons[0]
+        return min(found, key=lambda made: made.filled.step_s)
+
+    def _of_plan(self, name: str, found: Found) -> System:
+        filling = found.choice.filling
+        encoders = "+".join(encoder.name for encoder in self.setting.job.model.encoders)
+        again = _recompute((*filling.recompute.items(), *filling.llm.policy))
+        how = (
+            f"{encoders} {filling.layout}; {_describe_split(found.choice.split)}; llm {filling.llm.layout}; "
+            f"{filling.llm.order_name}; microbatch {filling.llm.sequences:.3g}; {again}"
+        )
+        system = self._played(name, how, found.filled, ranks=found.filled.class_names)
+        return replace(system, found=found)
+
     def fsdp(self) -> System:
         """Fully sharded data parallelism, with tensor parallelism where it helps."""
         return self._of_sharded(None)
@@ -178,13 +216,17 @@ class Systems:
 
     def _llm_ladder(self) -> Iterable[InlinePipeline]:
         """The floors' pipelines with their own recomputation, and with more."""
+        for floor in {id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values():
+            yield from self._more_recomputed(floor)
+
+    def _more_recomputed(self, pipeline: InlinePipeline) -> Iterator[InlinePipeline]:
+        """An LLM pipeline with its own recomputation, and with more."""
         llm = self.setting.job.model.llm
         policies = list(self.setting.policies((llm,)))
-        for floor in {id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values():
-            yield floor
-            for policy in policies[policies.index(floor.policy) + 1 :]:
-                layers = self.setting.layers((llm,), floor.sequences, policy)
-                yield replace(floor, layers=layers, policy=policy)
+        yield pipeline
+        for policy in policies[policies.index(pipeline.policy) + 1 :]:
+            layers = self.setting.layers((llm,), pipeline.sequences, policy)
+            yield replace(pipeline, layers=layers, policy=policy)
 
     def _setting_today(self, stated: dict[str, int]) -> Setting:
         """The setting at the layout that runs now; what it does not state is 1, and dp follows."""
@@ -337,6 +379,13 @@ def _recompute(policy: Policy) -> str:
     return "recompute " + " ".join(f"{name} {step}" for name, step in policy)
 
 
+def _describe_split(split: Sequence[int]) -> str:
+    """`microbatches 8+8`, or in short where all pipelines get as many."""
+    same = len(set(split)) == 1
+    return f"microbatches {len(split)} x {split[0]}" if same else "microbatches " + "+".join(map(str, split))
+
+
+STRATEGIES = ("paper",)  # systems that schedule encoder work into bubbles; `plan` makes them
 MAKERS: dict[str, Callable[[Systems], System]] = {
     "llm-only": Systems.llm_only,
     "stage0": Systems.stage0,
@@ -345,5 +394,6 @@ MAKERS: dict[str, Callable[[Systems], System]] = {
     "three-phase": Systems.three_phase,
     "separate-gpus": Systems.separate_gpus,
     "fsdp": Systems.fsdp,
+    "paper": Systems.paper,
     "today": Systems.today,
 }

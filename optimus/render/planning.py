@@ -1,0 +1,255 @@
+"""A plan with its reasons, as text for people and as an object for tools."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+
+from optimus.cost.memory import NOT_MODELLED
+from optimus.program.validator import RULES
+from optimus.render.simulation import head
+from optimus.render.text import apart, columns, gigabytes, seconds, wrap
+from optimus.schedule.bubbles import Bubbles
+from optimus.search.planning import Planned
+from optimus.systems.known import TP_OVERLAP, System
+
+SCHEMA = "optimus.plan-result/1"
+
+
+def plan_json(planned: Planned, *, file: Path | None, digest: str | None) -> dict[str, object]:
+    """The object of `optimus plan --json`."""
+    plan, comparison, bounds = planned.plan, planned.comparison, planned.bounds
+    return {
+        "schema": SCHEMA,
+        "job": plan.name,
+        "strategy": plan.strategy,
+        "preset": comparison.assumptions.name,
+        "step_s": planned.step_s,
+        "estimate_s": plan.claims.estimate_s,
+        "floor_s": comparison.floor_s,
+        "step_over_floor": planned.step_s / comparison.floor_s,
+        "floor_1f1b_s": comparison.floor_1f1b_s,
+        "step_over_floor_1f1b": planned.step_s / comparison.floor_1f1b_s,
+        "bound_s": bounds.bound_s,
+        "bound": bounds.binds,
+        "bounds_s": {
+            "floor": bounds.floor_s,
+            "total work": bounds.work_s,
+            "critical path": bounds.critical_path_s,
+        },
+        "hidden_share_strict": planned.hidden_strict,
+        "hidden_share_placed": planned.hidden_placed,
+        "speedup": planned.speedup,
+        "worth": _worth(planned),
+        "search_s": planned.search_s,
+        "peak_memory_bytes": max(held.peak for held in plan.memory),
+        "memory_bytes": asdict(planned.system.memory),
+        "bubbles_s": asdict(planned.system.bubbles),
+        "considered": planned.found.considered,
+        "rejected": [{"layout": r.words, "reason": r.reason} for r in planned.rejected],
+        "layouts": {name: asdict(module.layout) for name, module in plan.modules.items()},
+        "systems": {name: {"step_s": system.step_s} for name, system in comparison.systems.items()},
+        "not_possible": comparison.missing,
+        "checked": planned.report.rules,
+        "not_modelled": list(NOT_MODELLED),
+        "file": None if file is None else str(file),
+        "sha256": digest,
+    }
+
+
+def plan_text(planned: Planned) -> list[str]:
+    """What was chosen, the table of systems, what it is worth, memory, what was rejected, the proof."""
+    lines = head(planned.comparison)
+    lines += wrap("search", _search_words(planned))
+    lines += ["", *_chosen(planned), "", *_table(planned), ""]
+    lines += _worth_lines(planned)
+    lines += _hidden_lines(planned)
+    lines += ["", *_memory(planned), ""]
+    lines += _rejected(planned)
+    lines += wrap("not modelled", "; ".join(NOT_MODELLED))
+    lines += wrap("checked", _checked(planned))
+    return lines
+
+
+def _search_words(planned: Planned) -> str:
+    found, choice = planned.found, planned.found.choice
+    fit = found.considered - len(found.rejected)
+    words = f"{found.considered} encoder layouts: {fit} fit and were scheduled, 1 chosen"
+    words += f"; {planned.search_s:.1f} s with all systems"
+    if not choice.all_splits:
+        words += "; too many splits of the microbatches: the uniform one and its neighbours were tried"
+    return words
+
+
+def _chosen(planned: Planned) -> list[str]:
+    plan, choice = planned.plan, planned.found.choice
+    llm = choice.filling.llm
+    rows = [
+        [
+            "llm",
+            str(llm.layout),
+            f"microbatch {llm.sequences:.3g}",
+            f"{llm.microbatches} microbatches",
+            llm.order_name,
+            f"recompute {plan.modules['llm'].recompute}",
+        ]
+    ]
+    split, count = choice.split, len(choice.split)
+    each = str(split[0]) if len(set(split)) == 1 else "+".join(map(str, split))
+    for name, module in plan.encoders.items():
+        pipelines = "1 pipeline" if count == 1 else f"{count} pipelines with"
+        recompute = f"recompute {module.recompute}"
+        rows.append([name, str(module.layout), pipelines, f"{each} microbatches", "", recompute])
+    body = columns(rows[0], rows[1:], left=6)
+    return [f"  chosen {line}" if place == 0 else f"         {line}" for place, line in enumerate(body)]
+
+
+def _table(planned: Planned) -> list[str]:
+    comparison, name = planned.comparison, planned.plan.strategy
+    header = [
+        "system",
+        "step s",
+        "over floor",
+        f"speed-up of {name}",
+        "peak GB",
+        "MFU %",
+        f"TP {TP_OVERLAP:.0%}",
+    ]
+    rows = []
+    for own, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
+        speedup = "-" if own == "llm-only" else f"{system.step_s / planned.step_s:.3f}"
+        rows.append(
+            [
+                f"{own} (floor)" if own == "llm-only" else own,
+                seconds(system.step_s),
+                f"{comparison.over_floor(own):.3f}",
+                speedup,
+                gigabytes(system.memory.total) + ("" if system.fits else " !"),
+                f"{100 * system.mfu:.1f}",
+                seconds(system.overlapped_step_s),
+            ]
+        )
+        if system.measured_step_s is not None:
+            rows.append(_measured(planned, system))
+    lines = columns(header, rows)
+    lines.append(
+        f"  TP {TP_OVERLAP:.0%}: step s if the framework already hid {TP_OVERLAP:.0%} of the TP traffic."
+    )
+    if any(not system.fits for system in comparison.systems.values()):
+        lines.append(f"  ! does not fit in {gigabytes(comparison.setting.capacity_bytes)} GB")
+    for own, reason in comparison.missing.items():
+        lines += wrap(f"  {own}", f"not possible: {reason}", indent=18)
+    return lines
+
+
+def _measured(planned: Planned, system: System) -> list[str]:
+    assert system.measured_step_s is not None
+    over = system.measured_step_s / planned.comparison.floor_s
+    speedup = system.measured_step_s / planned.step_s
+    held = system.measured_memory_bytes
+    row = ["  measured", seconds(system.measured_step_s), f"{over:.3f}", f"{speedup:.3f}"]
+    return [*row, "" if held is None else gigabytes(held), "", ""]
+
+
+def _worth(planned: Planned) -> dict[str, object]:
+    """What leaving stage 0 gives, and what filling adds to the best system without it."""
+    systems, simpler = planned.comparison.systems, planned.simpler
+    reference = "today" if "today" in systems else "stage0"
+    found: dict[str, object] = {
+        "simpler_system": simpler.name,
+        "speedup_over_simpler": planned.speedup.get(simpler.name, 1.0),
+    }
+    if reference in systems:
+        there = planned.speedup[reference]
+        found |= {
+            "reference": reference,
+            "speedup": there,
+            "from_leaving_stage0": there / planned.speedup.get(simpler.name, 1.0),
+        }
+    return found
+
+
+def _worth_lines(planned: Planned) -> list[str]:
+    worth, simpler = _worth(planned), planned.simpler
+    parts = []
+    if "reference" in worth:
+        speedup, leaving = worth["speedup"], worth["from_leaving_stage0"]
+        assert isinstance(speedup, float) and isinstance(leaving, float)
+        gain = planned.speedup.get(simpler.name, 1.0)
+        parts.append(
+            f"{speedup:.3f} times the speed of {worth['reference']} ({1 - 1 / speedup:.1%} less time): "
+            f"{leaving:.3f} by going to {simpler.name}, {gain:.3f} by filling bubbles"
+        )
+    gain = planned.speedup.get(simpler.name, 1.0)
+    if gain < 1.02:
+        than = "no faster than" if gain <= 1.0 else f"only {gain:.3f} times as fast as"
+        parts.append(f"this plan is {than} {simpler.name}, which is simpler: take that")
+    else:
+        parts.append(f"filling bubbles gives {gain:.3f} times the speed of {simpler.name}")
+    return wrap("worth", "; ".join(parts))
+
+
+def _hidden_lines(planned: Planned) -> list[str]:
+    plan, bounds = planned.plan, planned.bounds
+    choice = planned.found.choice
+    hidden = (
+        f"strict {planned.hidden_strict:.0%}, placed {planned.hidden_placed:.0%} "
+        f"(coarse {choice.hidden_share(coarse=True):.0%}); bubbles left {_bubbles(planned.system)}"
+    )
+    over = planned.step_s / bounds.bound_s
+    bound = f"{seconds(bounds.bound_s)} s ({bounds.binds} binds); the step is {over:.3f} times that"
+    claim = (
+        f"{seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; the algorithm's own "
+        f"estimate, without them, is {seconds(plan.claims.estimate_s)} s"
+    )
+    return [*wrap("hidden", hidden), *wrap("bound", bound), *wrap("claim", claim)]
+
+
+def _bubbles(system: System) -> str:
+    found: Bubbles = system.bubbles
+    parts = {
+        "TP": found.tp,
+        "PP": found.pp_warmup + found.pp_cooldown + found.pp_other,
+        "DP": found.dp_all_gather + found.dp_reduce_scatter,
+    }
+    return " ".join(f"{name} {value / system.step_s:.1%}" for name, value in parts.items())
+
+
+def _memory(planned: Planned) -> list[str]:
+    system, capacity = planned.system, planned.comparison.setting.capacity_bytes
+    memory = system.memory
+    parts = {
+        "states": memory.states,
+        "llm activations": memory.llm_activations,
+        "encoder activations": memory.encoder_activations,
+        "logits": memory.logits,
+        "seam": memory.seam,
+        "communicators": memory.communicators,
+        "reserve": memory.reserve,
+    }
+    shown = " | ".join(f"{name} {gigabytes(value)}" for name, value in parts.items())
+    first = f"memory, worst rank ({system.worst_rank})  {gigabytes(memory.total)} of {gigabytes(capacity)} GB"
+    return [f"  {first}", f"    {shown}"]
+
+
+def _rejected(planned: Planned) -> list[str]:
+    """Counts by reason, with the nearest of each."""
+    by_sort: dict[str, list[str]] = defaultdict(list)
+    for rejected in planned.rejected:
+        sort, _, rest = rejected.reason.partition(":")
+        by_sort[sort].append(f"{rejected.words}, {rest.strip()}")
+    words = [f"{len(found)} {sort} (e.g. {found[-1]})" for sort, found in sorted(by_sort.items())]
+    return wrap("rejected", "; ".join(words) if words else "none")
+
+
+def _checked(planned: Planned) -> str:
+    report = planned.report
+    held = sum(report.rules.values())
+    words = f"{held} of {len(RULES)} rules"
+    if report.step_s is not None:
+        gap = apart(report.step_s, planned.step_s)
+        words += f"; an independent replay of the programs and the claim are {gap}"
+    if not report.ok:
+        words += f"; first violation: {report.violations[0]}"
+    return words

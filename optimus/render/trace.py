@@ -1,0 +1,199 @@
+"""Writes timelines as Chrome traces in the shape of PyTorch's profiler, for Perfetto and trace analysers.
+
+Every device is a process, every lane a thread that is numbered as a CUDA stream. Perfetto colours an event by
+its name without the digits, so the name begins with module and kind; chrome://tracing reads `cname`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from optimus.errors import UserError
+from optimus.program.op import Communicator, Kind, Lane, Op, Schedule
+from optimus.schedule.timeline import Timeline
+
+STREAM = {Lane.COMPUTE: 7, Lane.TP: 20, Lane.DP: 24, Lane.P2P: 28, Lane.HOST: 32}
+PIDS_PER_SYSTEM = 1000
+
+# The functions of NCCL's kernels. Which collective a layer's is, a schedule does not say.
+NCCL = {Kind.GATHER: "AllGather", Kind.REDUCE: "ReduceScatter", Kind.SEND: "SendRecv"}
+ANY_COLLECTIVE = "Collective"
+
+# Names of chrome://tracing; as in the pictures, encoders are orange and the LLM is blue.
+LLM_COLOURS = ("thread_state_runnable", "rail_response")  # forward, backward
+ENCODER_COLOURS = ("rail_idle", "bad")
+TRAFFIC_COLOUR, OTHER_COLOUR = "generic_work", "grey"
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Process:
+    """One device of one system."""
+
+    pid: int
+    name: str
+    device: int
+    schedule: Schedule
+    timeline: Timeline
+
+
+def write_trace(systems: Mapping[str, tuple[Schedule, Timeline]], path: Path) -> None:
+    """All systems in one file, each a group of processes; gzipped if the name says so."""
+    processes = [
+        _Process(
+            pid=PIDS_PER_SYSTEM * number + device,
+            name=f"{name} {_device_name(name, device, schedule.num_devices)}",
+            device=device,
+            schedule=schedule,
+            timeline=timeline,
+        )
+        for number, (name, (schedule, timeline)) in enumerate(systems.items())
+        for device in range(schedule.num_devices)
+    ]
+    try:
+        _write(processes, path, rank=0, world_size=len(processes))
+    except OSError as error:
+        raise UserError(
+            field="--trace", value=str(path), problem=f"cannot be written: {error.strerror}",
+            hint="name a file in a folder that exists and is yours",
+        ) from None  # fmt: skip
+
+
+def write_rank_traces(schedule: Schedule, timeline: Timeline, folder: Path) -> None:
+    """A file per device, `rank_0.json.gz` and so on, as HolisticTraceAnalysis reads them.
+
+    They hold no launches of kernels: a timeline does not say when the host issued an op. That analyser rounds
+    to microseconds unless HTA_DISABLE_NS_ROUNDING is 1.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for device in range(schedule.num_devices):
+        process = _Process(
+            pid=device, name=f"stage {device}", device=device, schedule=schedule, timeline=timeline
+        )
+        path = folder / f"rank_{device}.json.gz"
+        _write([process], path, rank=device, world_size=schedule.num_devices)
+
+
+def _device_name(system: str, device: int, count: int) -> str:
+    if count == 1:
+        return "every GPU"
+    return "encoders" if system == "separate-gpus" and device == count - 1 else f"stage {device}"
+
+
+def _write(processes: Sequence[_Process], path: Path, *, rank: int, world_size: int) -> None:
+    """One event per line, behind a first line that says whose trace it is; the same bytes every time."""
+    head = {
+        "schemaVersion": 1,
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world_size},
+        "deviceProperties": [{"id": process.pid, "name": process.name} for process in processes],
+        "displayTimeUnit": "ms",
+        "otherData": {"source": "simulated by Optimus"},
+    }
+    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+    events = chain.from_iterable(chain(_labels(process), _events(process)) for process in processes)
+    with _opened(path) as out:
+        out.write(f'{json.dumps(head)[:-1]}, "traceEvents": [')
+        for place, event in enumerate(events):
+            out.write(f"{',' if place else ''}\n{encode(event)}")
+        out.write("\n]}\n")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    with path.open("wb") as raw:
+        packed = path.suffix == ".gz"
+        binary = gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) if packed else raw
+        with io.TextIOWrapper(binary, encoding="utf-8", newline="\n") as text:
+            yield text
+
+
+def _labels(process: _Process) -> Iterator[Event]:
+    """Names and order of a process and of the threads that have events."""
+    here = process.schedule.device == process.device
+    lanes = [lane for lane in Lane if np.any(process.schedule.lane[here] == lane)]
+    yield _label("process_name", process.pid, 0, name=process.name)
+    yield _label("process_sort_index", process.pid, 0, sort_index=process.pid)
+    for lane in lanes:
+        name = "host" if lane == Lane.HOST else f"stream {STREAM[lane]} {lane.name.lower()}"
+        yield _label("thread_name", process.pid, STREAM[lane], name=name)
+        yield _label("thread_sort_index", process.pid, STREAM[lane], sort_index=STREAM[lane])
+
+
+def _label(what: str, pid: int, tid: int, **args: str | int) -> Event:
+    return {"ph": "M", "name": what, "ts": 0.0, "pid": pid, "tid": tid, "args": args}
+
+
+def _events(process: _Process) -> Iterator[Event]:
+    """Ops of a device in order of time, but none that does not last a nanosecond.
+
+    A receive is not there either: it occupies no lane, and is its send on the other device.
+    """
+    schedule, timeline = process.schedule, process.timeline
+    begin, end = (np.rint(1e9 * times).astype(np.int64) for times in (timeline.start_s, timeline.finish_s))
+    here = (schedule.device == process.device) & (schedule.kind != Kind.RECV)
+    shown = np.flatnonzero(here & (end > begin))
+    shown = shown[np.argsort(begin[shown], kind="stable")]
+    for place, begin_ns, end_ns in zip(
+        shown.tolist(), begin[shown].tolist(), end[shown].tolist(), strict=True
+    ):
+        yield _event(process.pid, schedule[place], begin_ns, end_ns)
+
+
+def _event(pid: int, op: Op, begin_ns: int, end_ns: int) -> Event:
+    on_host = op.lane == Lane.HOST
+    stream = STREAM[op.lane]
+    args = {} if on_host else {"device": op.device, "stream": stream, "correlation": op.id}
+    return {
+        "ph": "X",
+        "cat": "cpu_op" if on_host else "kernel",
+        "name": _name(op),
+        "pid": pid,
+        "tid": stream,
+        "ts": begin_ns / 1e3,
+        "dur": (end_ns - begin_ns) / 1e3,
+        "cname": _colour(op),
+        "args": {
+            **args,
+            "op": op.id,
+            "module": op.module,
+            "kind": op.kind.name,
+            "chunk": op.chunk,
+            "microbatch": op.microbatch,
+            "segment": op.segment,
+            "bytes": op.bytes,
+        },
+    }
+
+
+def _name(op: Op) -> str:
+    """`vision F chunk 3 segment 17 mb 12`; traffic begins with the name of an NCCL kernel."""
+    if op.kind == Kind.FINISH:
+        return "optimizer"
+    whose = "" if op.module == "all" else f"{op.module} "
+    name = f"{whose}{op.kind.name} chunk {op.chunk} segment {op.segment} mb {op.microbatch}"
+    if op.lane in (Lane.COMPUTE, Lane.HOST):
+        return name
+    # NCCL plays an all-to-all as sends and receives.
+    function = "SendRecv" if op.communicator == Communicator.EP else NCCL.get(op.kind, ANY_COLLECTIVE)
+    group = Communicator(op.communicator).name
+    return f"ncclDevKernel_{function}_{group} {name}"
+
+
+def _colour(op: Op) -> str:
+    if op.lane != Lane.COMPUTE:
+        return TRAFFIC_COLOUR
+    if op.module == "all":
+        return OTHER_COLOUR
+    colours = LLM_COLOURS if op.module == "llm" else ENCODER_COLOURS
+    return colours[op.kind not in (Kind.F, Kind.R)]

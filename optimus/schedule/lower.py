@@ -1,0 +1,260 @@
+"""Lowers an arrangement of phases to programs that ranks can play as they stand.
+
+A strategy decides the order in which every device class computes. Lowering adds all communication: messages
+between stages and over the seam, gathers, reduces, the optimizer. Everything is placed by the time at which
+it happens when the arrangement is played without parameter traffic, the same clock on every class: no class
+then waits for something that stands, on another, behind something that waits for it. Times alone would not
+do, because phases that take no time have the same: lines are also counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from optimus.program.op import Communicator, Floats, Ints, Kind, Lane, Schedule
+from optimus.program.plan import WHOLE_STAGE, Plan, Program, Verb
+from optimus.schedule.coupled import couple
+from optimus.schedule.lines import Header, Lines
+from optimus.schedule.timeline import Timeline, evaluate
+from optimus.schedule.transfers import Transfers, find_transfers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lowered:
+    """Programs, the schedule they make up, and when everything happens."""
+
+    programs: tuple[Program, ...]
+    schedule: Schedule
+    timeline: Timeline
+
+
+def lower(plan: Plan, orders: Sequence[Program]) -> Lowered:
+    """`orders` holds the phases that every device class plays; `plan` is a header without programs.
+
+    There must be one order of all phases, each after what it waits for, of which every class plays its part;
+    else `Deadlock` is raised.
+    """
+    header = Header(plan)
+    lines = Lines.of(header, orders)
+    transfers = find_transfers(lines)
+    clock = _Clock(plan, header, lines, transfers)
+    programs = _merge(header, lines, list(_placed(clock)))
+    schedule = couple(plan, programs, header)
+    return Lowered(programs=programs, schedule=schedule, timeline=play(plan, schedule))
+
+
+def play(plan: Plan, schedule: Schedule) -> Timeline:
+    """The replay whose makespan is the claim."""
+    return evaluate(schedule, slowdown=plan.slowdown, launch_s=plan.launch_s)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Extra:
+    """Lines to insert: before the phase line `before` of the class, in order of time, then of number.
+
+    Gathers come first, in the order of their own times.
+    """
+
+    device: Ints
+    before: Ints  # counted over the phase lines of all classes
+    time_s: Floats
+    number: Ints
+    rows: Ints  # (module, verb, chunk, microbatch, place)
+
+
+class _Clock:
+    """When every phase runs, played with messages but without parameter traffic.
+
+    `time_s` never falls along a program or from a phase to what waits for it, and is the same for all that
+    meet; where it stands still, `turn` rises. The two together are one order of all phases of all classes.
+    """
+
+    def __init__(self, plan: Plan, header: Header, lines: Lines, transfers: Transfers) -> None:
+        self.header, self.lines, self.transfers = header, lines, transfers
+        # The phase line with which every class begins, and where the last one ends.
+        self.first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
+        count = len(transfers)
+        programs = _merge(header, lines, [_sends(transfers, np.zeros(count), np.arange(count))])
+        schedule = couple(plan, programs, header)
+        timeline = play(plan, schedule)
+        phases = np.concatenate([program.verb for program in programs]) <= Verb.W
+        self.start_s = timeline.start_s[phases]
+        self.time_s, self.turn = _times(schedule, timeline)[phases], _turns(schedule)[phases]
+        self.end_s: Floats = np.maximum(timeline.finish_s[phases], self.time_s)
+
+    def before_message(self, devices: Ints, produced: Ints) -> Ints:
+        """The phase line of each class before which a message falls that is sent behind `produced`."""
+        rank = _ranks(np.append(self.time_s, self.end_s[produced]), np.append(self.turn, self.turn[produced]))
+        keys, wanted = np.split(rank, [len(self.time_s)])
+        return self._position(keys, devices, wanted)
+
+    def after_time(self, devices: Ints, times_s: Floats) -> Ints:
+        """The first phase line of each class behind all that begins by then."""
+        return self._position(self.time_s, devices, times_s)
+
+    def _position(self, keys: Ints | Floats, devices: Ints, wanted: Ints | Floats) -> Ints:
+        found = np.empty(len(devices), np.int64)
+        for device in np.unique(devices).tolist():
+            first, end = self.first[device], self.first[device + 1]
+            some = devices == device
+            found[some] = first + np.searchsorted(keys[first:end], wanted[some], side="right")
+        return found
+
+
+def _ranks(first: Floats, second: Floats) -> Ints:
+    """Places of pairs in their order; equal pairs have the same."""
+    order = np.lexsort((second, first))
+    rises = (np.diff(first[order], prepend=-1.0) > 0) | (np.diff(second[order], prepend=-1.0) != 0)
+    found = np.empty(len(order), np.int64)
+    found[order] = np.cumsum(rises)
+    return found
+
+
+def _times(schedule: Schedule, timeline: Timeline) -> Floats:
+    """When every line begins, or later: not before the compute that stands before it has ended.
+
+    Launches overtake compute on their lane; sends may stand in a queue, and count from when they could go.
+    """
+    assert schedule.meeting is not None
+    ends = np.flatnonzero(np.diff(schedule.device, prepend=-1, append=-1))
+    compute_s = np.where(schedule.lane == Lane.COMPUTE, timeline.finish_s, 0.0)
+    found = np.where(schedule.kind == Kind.SEND, 0.0, timeline.start_s)
+    for first, end in pairwise(ends):
+        found[first + 1 : end] = np.maximum(found[first + 1 : end], compute_s[first : end - 1])
+    waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
+    meets = np.flatnonzero(schedule.meeting >= 0)
+    meeting = schedule.meeting[meets]
+    latest = np.zeros(1 + int(meeting.max(initial=0)))
+    before = np.zeros(0)
+    while not np.array_equal(before, found):
+        before = found.copy()
+        for first, end in pairwise(ends):
+            found[first:end] = np.maximum.accumulate(found[first:end])
+        np.maximum.at(found, waits, found[schedule.deps])
+        np.maximum.at(latest, meeting, found[meets])
+        found[meets] = latest[meeting]
+    return found
+
+
+def _turns(schedule: Schedule) -> Floats:
+    """How many lines must be played before each, if every class plays one line after another."""
+    lane, duration_s = np.full_like(schedule.lane, Lane.COMPUTE), np.ones(len(schedule))
+    return evaluate(replace(schedule, lane=lane, duration_s=duration_s)).start_s
+
+
+def _placed(clock: _Clock) -> Iterator[_Extra]:
+    """Everything that is not a phase."""
+    produced = clock.transfers.produced
+    ready_s, number = clock.end_s[produced], np.argsort(np.argsort(clock.turn[produced], kind="stable"))
+    yield _sends(clock.transfers, ready_s, number)
+    yield _receives(clock, ready_s, number)
+    yield from _traffic(clock)
+    devices = np.arange(clock.header.devices)
+    rows = np.tile([len(clock.header.names), Verb.FINISH, 0, 0, 0], (len(devices), 1))
+    yield _Extra(
+        device=devices,
+        before=clock.first[1:],
+        time_s=np.full(len(devices), np.inf),
+        number=devices,
+        rows=rows,
+    )
+
+
+def _sends(transfers: Transfers, ready_s: Floats, number: Ints) -> _Extra:
+    """Right behind what makes their data, before any filler."""
+    zeros = np.zeros(len(transfers), np.int64)
+    rows = [transfers.module, transfers.verb, transfers.sender_chunk, transfers.microbatch, zeros]
+    return _Extra(
+        device=transfers.sender,
+        before=transfers.produced + 1,
+        time_s=ready_s,
+        number=number,
+        rows=np.stack(rows, axis=1),
+    )
+
+
+def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _Extra:
+    """Posted when the message is ready on the other side; the LLM's not behind filler."""
+    transfers, lines, header = clock.transfers, clock.lines, clock.header
+    before = clock.before_message(transfers.receiver, transfers.produced)
+    rows_of_llm = np.flatnonzero(lines.module == header.llm)
+    behind = np.searchsorted(rows_of_llm, before) - 1  # the last LLM phase before
+    last = np.where(behind >= 0, rows_of_llm[np.maximum(behind, 0)] + 1 if len(rows_of_llm) else 0, 0)
+    first = clock.first[transfers.receiver]
+    for_llm = (transfers.module == header.llm) | (transfers.verb == Verb.SEND_SEAM)
+    zeros = np.zeros(len(transfers), np.int64)
+    rows = [transfers.module, transfers.verb + 1, transfers.receiver_chunk, transfers.microbatch, zeros]
+    return _Extra(
+        device=transfers.receiver,
+        before=np.where(for_llm, np.maximum(last, first), before),
+        time_s=ready_s,
+        number=number,
+        rows=np.stack(rows, axis=1),
+    )
+
+
+def _traffic(clock: _Clock) -> Iterator[_Extra]:
+    """Gathers first, what is needed first first; reduces when all who meet in them have their gradients."""
+    lines, header = clock.lines, clock.header
+    layer, stage = header.layer[lines.phase], header.stage[lines.module, lines.device]
+    number = 0
+    for module, name in enumerate(header.names):
+        for at, buckets in enumerate(header.plan.modules[name].buckets):
+            devices = np.flatnonzero(header.stage[module] == at)
+            for place, bucket in enumerate(buckets):
+                mine = (lines.module == module) & (stage == at)
+                if bucket.chunk != WHOLE_STAGE:
+                    mine &= (lines.chunk == bucket.chunk) & (layer >= bucket.first_layer)
+                    mine &= layer < bucket.end_layer
+                used = clock.start_s[mine & (lines.verb == Verb.F)]
+                number += 1
+                yield _Extra(
+                    device=devices,
+                    before=clock.first[devices],
+                    time_s=np.full(len(devices), used.min(initial=np.inf)),
+                    number=np.full(len(devices), number),
+                    rows=np.tile([module, Verb.GATHER, max(bucket.chunk, 0), 0, place], (len(devices), 1)),
+                )
+                made = np.flatnonzero(mine & (lines.verb != Verb.F))
+                row = [module, Verb.REDUCE, max(bucket.chunk, 0), 0, place]
+                yield _reduce(clock, devices, made, number, row)
+
+
+def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int]) -> _Extra:
+    """After the lines `made`: right behind them, or when the last class of the group has its own."""
+    lines, header = clock.lines, clock.header
+    own = [made[lines.device[made] == device] for device in devices.tolist()]
+    firsts = clock.first[devices].tolist()
+    last = np.array([rows.max(initial=first - 1) for rows, first in zip(own, firsts, strict=True)], np.int64)
+    finish = np.array([clock.end_s[rows].max(initial=0.0) for rows in own])
+    group = header.group[row[0], Communicator.DP, devices]
+    done = np.array([finish[group == g].max() for g in group.tolist()])
+    alone = header.group_size[row[0], Communicator.DP, devices] == 1
+    when = clock.after_time(devices, done)
+    return _Extra(
+        device=devices,
+        before=np.where(alone, last + 1, np.maximum(when, last + 1)),
+        time_s=done,
+        number=np.full(len(devices), number),
+        rows=np.tile(row, (len(devices), 1)),
+    )
+
+
+def _merge(header: Header, lines: Lines, extras: list[_Extra]) -> tuple[Program, ...]:
+    """Phase lines with everything inserted, class by class."""
+    phases = np.stack([lines.module, lines.verb, lines.chunk, lines.microbatch, lines.place], axis=1)
+    rows = np.concatenate([phases, *(extra.rows for extra in extras)])
+    device = np.concatenate([lines.device, *(extra.device for extra in extras)])
+    own = np.arange(len(phases))
+    before = np.concatenate([own, *(extra.before for extra in extras)])
+    last = np.where(np.arange(len(rows)) < len(phases), 2, rows[:, 1] != Verb.GATHER)
+    time_s = np.concatenate([np.zeros(len(phases)), *(extra.time_s for extra in extras)])
+    number = np.concatenate([own, *(extra.number for extra in extras)])
+    order = np.lexsort((number, time_s, last, before, device))
+    sorted_rows, sorted_device = rows[order], device[order]
+    ends = np.searchsorted(sorted_device, np.arange(header.devices + 1))
+    return tuple(Program.of(sorted_rows[a:b]) for a, b in pairwise(ends))

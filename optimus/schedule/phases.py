@@ -1,0 +1,115 @@
+"""Turns the kernels of a chunk into phases that a rank can play: compute, launches and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from optimus.cost.kernel import Kernel
+from optimus.cost.module import PricedLayer
+from optimus.program.op import Communicator, Kind, Lane
+from optimus.program.plan import Phase, Template
+
+DIGITS = 12  # of a second: durations are whole picoseconds, the same on every machine
+
+
+def chunk_phases(
+    layers: Sequence[PricedLayer],
+    kind: Kind,
+    *,
+    first: Sequence[Kernel] = (),
+    last: Sequence[Kernel] = (),
+) -> Template:
+    """One op of a chunk: layers in order forward, reversed backward; `first` and `last` stand around them.
+
+    A collective is launched where its kernel stands and waited for before the first compute that needs
+    it, at the latest at the end of the op: what follows finds all of its results.
+    """
+    numbers = range(len(layers)) if kind == Kind.F else range(len(layers))[::-1]
+    parts = [(first, numbers[0])] if first and layers else []
+    parts += [(layers[number].kernels[kind], number) for number in numbers]
+    parts += [(last, numbers[-1])] if last and layers else []
+    phases = _Phases()
+    for kernels, layer in parts:
+        phases.add(kernels, layer)
+    return phases.finished()
+
+
+def passing(kind: Kind) -> Template:
+    """An op of a chunk without layers: it hands on what it gets."""
+    return (Phase(name="pass", kind=kind, layer=0),)
+
+
+class _Phases:
+    """Collects kernels as phases."""
+
+    def __init__(self) -> None:
+        self._phases: list[Phase] = []
+        self._waits: dict[int, int] = {}  # phase of a launch -> phase of its wait
+        self._ends: tuple[int, ...] = ()  # what the next list waits for
+
+    def add(self, kernels: Sequence[Kernel], layer: int) -> None:
+        """One list of kernels, after what stands there."""
+        if not kernels:
+            return
+        places: list[int] = []
+        for kernel in kernels:
+            after = tuple(places[other] for other in kernel.after) if kernel.after else self._ends
+            compute = kernel.lane == Lane.COMPUTE
+            if compute:
+                after = tuple(self._waited(place, layer) for place in after)
+            places.append(len(self._phases))
+            self._phases.append(
+                Phase(
+                    name=kernel.name,
+                    kind=kernel.kind if compute else Kind.LAUNCH,
+                    layer=layer,
+                    duration_s=round(kernel.duration_s, DIGITS),
+                    bytes=round(kernel.size_bytes),
+                    lane=kernel.lane,
+                    communicator=kernel.communicator,
+                    after=tuple(sorted(set(after))),
+                )
+            )
+        needed = {other for kernel in kernels for other in kernel.after}
+        self._ends = tuple(place for index, place in enumerate(places) if index not in needed)
+
+    def finished(self) -> Template:
+        """All phases, with a wait for every launch."""
+        for place in list(self._launches()):
+            self._waited(place, self._phases[place].layer)
+        return tuple(self._phases)
+
+    def _launches(self) -> Iterator[int]:
+        return (place for place, phase in enumerate(self._phases) if phase.kind == Kind.LAUNCH)
+
+    def _waited(self, place: int, layer: int) -> int:
+        """The phase after which `place` has ended, seen from the compute lane."""
+        launch = self._phases[place]
+        if launch.kind != Kind.LAUNCH:
+            return place
+        if place not in self._waits:
+            self._waits[place] = len(self._phases)
+            self._phases.append(
+                Phase(
+                    name=launch.name,
+                    kind=Kind.WAIT,
+                    layer=layer,
+                    communicator=launch.communicator,
+                    after=(place,),
+                )
+            )
+        return self._waits[place]
+
+
+def collective(
+    name: str, lane: Lane, communicator: Communicator, seconds: float, size_bytes: float
+) -> Kernel:
+    """A collective that belongs to no layer, such as the seam's."""
+    return Kernel(
+        name=name,
+        kind=Kind.F,
+        lane=lane,
+        duration_s=seconds,
+        size_bytes=size_bytes,
+        communicator=communicator,
+    )

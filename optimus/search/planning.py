@@ -1,0 +1,188 @@
+"""Makes a plan for a job: layouts, schedule, programs, proof; and says what it is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from optimus.cost.assumptions import Assumptions
+from optimus.cost.measured import Profile
+from optimus.cost.memory import Memory
+from optimus.errors import DoesNotFit, UserError, nearest
+from optimus.job.job import Job
+from optimus.program.binding import bind
+from optimus.program.plan import Plan
+from optimus.program.validator import Report, check_plan
+from optimus.search.bounds import Bounds, find_bounds
+from optimus.search.compare import Comparison, compare_systems
+from optimus.search.remedies import what_would_fit
+from optimus.systems.encoder_layouts import Rejected
+from optimus.systems.known import MAKERS, STRATEGIES, System
+from optimus.systems.paper_search import Found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """A plan, the systems it is compared with, and its proof."""
+
+    plan: Plan
+    comparison: Comparison
+    bounds: Bounds
+    report: Report
+    found: Found
+    search_s: float
+
+    @property
+    def system(self) -> System:
+        return self.comparison.systems[self.plan.strategy]
+
+    @property
+    def step_s(self) -> float:
+        return self.plan.claims.step_s
+
+    @property
+    def floor_s(self) -> float:
+        return self.comparison.floor_s
+
+    @property
+    def systems(self) -> dict[str, System]:
+        return self.comparison.systems
+
+    @property
+    def memory(self) -> Memory:
+        """Of the worst rank."""
+        return self.system.memory
+
+    @property
+    def hidden_strict(self) -> float:
+        return self.bounds.hidden_share(self.step_s)
+
+    @property
+    def hidden_placed(self) -> float:
+        """The paper's generous form: the share of encoder work placed inside bubbles."""
+        return self.found.choice.hidden_share()
+
+    @property
+    def speedup(self) -> dict[str, float]:
+        """Time of every other system over this plan's (measured where the job says so)."""
+        return {system.name: _seconds(system) / self.step_s for system in self._others}
+
+    @property
+    def rejected(self) -> list[Rejected]:
+        return [*self.comparison.rejected, *self.found.rejected]
+
+    @property
+    def simpler(self) -> System:
+        """The fastest system that fills no bubbles."""
+        fitting = (system for system in self._others if system.fits)
+        return min(fitting, key=_seconds, default=self.system)
+
+    @property
+    def _others(self) -> list[System]:
+        skipped = "llm-only", self.plan.strategy
+        return [system for name, system in self.comparison.systems.items() if name not in skipped]
+
+
+def make_plan(
+    job: Job,
+    *,
+    strategy: str = "paper",
+    assumptions: Assumptions | str = "default",
+    profile: Profile | None = None,
+    systems: Iterable[str] | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Planned:
+    """Plans a job and proves the plan; DoesNotFit says what would make an impossible one fit.
+
+    `systems` are those to compare with: all that apply, by default.
+    """
+    if strategy not in STRATEGIES:
+        raise UserError(
+            field="--strategy",
+            value=strategy,
+            problem="is not a strategy",
+            hint=nearest(strategy, STRATEGIES),
+        )
+    begin = time.monotonic()
+    asked = [n for n in (MAKERS if systems is None else systems) if n != "today" or job.today is not None]
+    names = dict.fromkeys(["llm-only", *asked, strategy])
+    try:
+        comparison = compare_systems(
+            job, names=names, assumptions=assumptions, profile=profile, progress=progress
+        )
+    except DoesNotFit as no:
+        raise _with_remedies(no, job, assumptions) from no
+    if strategy not in comparison.systems:
+        raise _with_remedies(DoesNotFit(comparison.missing[strategy], ""), job, assumptions)
+    found = comparison.systems[strategy].found
+    assert found is not None
+    bounds = find_bounds(comparison.setting, comparison.floor, comparison.floor_s)
+    progress("check", len(names), len(names) + 1)
+    plan = _with_notes(_bound(found.filled.plan, job, comparison), comparison, bounds, found)
+    report = check_plan(plan)
+    return Planned(
+        plan=plan,
+        comparison=comparison,
+        bounds=bounds,
+        report=report,
+        found=found,
+        search_s=time.monotonic() - begin,
+    )
+
+
+def check_planned(plan: Plan | Planned) -> Report:
+    """Checks a plan, or what `make_plan` returned, by all nine rules."""
+    return check_plan(plan.plan if isinstance(plan, Planned) else plan)
+
+
+def bound_parts(job: Job, profile: Profile | None = None) -> dict[str, Any]:
+    """What a plan is bound to: never what is under `run:`."""
+    measured = {} if profile is None else profile.seconds
+    return {
+        "model": asdict(job.model),
+        "cluster": asdict(job.cluster),
+        "workload": asdict(job.workload),
+        "profile": {"kernels": [[*asdict(key).values(), s] for key, s in measured.items()]},
+    }
+
+
+def _bound(plan: Plan, job: Job, comparison: Comparison) -> Plan:
+    fields, hashes = bind(bound_parts(job, comparison.setting.prices.profile))
+    return replace(plan, bound_to=fields, hashes=hashes)
+
+
+def _with_notes(plan: Plan, comparison: Comparison, bounds: Bounds, found: Found) -> Plan:
+    """Figures for readers of the file; none depends on how long anything took."""
+    notes = {
+        "preset": comparison.assumptions.describe(),
+        "floor_s": comparison.floor_s,
+        "floor_1f1b_s": comparison.floor_1f1b_s,
+        "bound_s": bounds.bound_s,
+        "bound": bounds.binds,
+        "mfu": comparison.systems[plan.strategy].mfu,
+        "hidden_share_strict": bounds.hidden_share(plan.claims.step_s),
+        "hidden_share_placed": found.choice.hidden_share(),
+        "hidden_share_coarse": found.choice.hidden_share(coarse=True),
+        "systems_s": {name: system.step_s for name, system in comparison.systems.items()},
+        "split": list(found.choice.split),
+    }
+    return replace(plan, notes=_rounded(notes))
+
+
+def _rounded(value: Any) -> Any:
+    """Notes to twelve digits, so that they are the same on every machine."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return round(value, 12) if isinstance(value, float) else value
+
+
+def _seconds(system: System) -> float:
+    return system.step_s if system.measured_step_s is None else system.measured_step_s
+
+
+def _with_remedies(no: DoesNotFit, job: Job, assumptions: Assumptions | str) -> DoesNotFit:
+    """The same no, with what was tried and would fit."""
+    remedies = what_would_fit(job, assumptions)
+    return DoesNotFit(no.problem, remedies or no.hint or "nothing that was tried makes it fit")

@@ -1,0 +1,45 @@
+"""Plays a plan file again, as it stands: the claim, and where its time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optimus.errors import UserError
+from optimus.program.op import Schedule
+from optimus.program.plan import Plan
+from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
+from optimus.schedule.coupled import couple
+from optimus.schedule.lower import play
+from optimus.schedule.timeline import Deadlock, Timeline
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replayed:
+    """A plan, played."""
+
+    plan: Plan
+    schedule: Schedule
+    timeline: Timeline
+    bubbles: Bubbles  # of the mean class; every class stands for as many GPUs
+
+    @property
+    def floor_s(self) -> float | None:
+        """As the plan's notes have it."""
+        found = self.plan.notes.get("floor_s")
+        return found if isinstance(found, float) else None
+
+
+def replay_plan(plan: Plan) -> Replayed:
+    """Plays a plan; one that cannot be played is refused with what `optimus check` would say more of."""
+    try:
+        schedule = couple(plan, plan.programs)
+        timeline = play(plan, schedule)
+    except (AssertionError, Deadlock, IndexError) as error:
+        raise UserError(
+            field="PLAN",
+            value=plan.name,
+            problem=f"cannot be played: {str(error) or 'an op is missing'}",
+            hint="optimus check says which rule it breaks; plan again",
+        ) from error
+    bubbles = mean_bubbles(find_bubbles(schedule, timeline))
+    return Replayed(plan=plan, schedule=schedule, timeline=timeline, bubbles=bubbles)

@@ -1,0 +1,54 @@
+"""Encoder layouts beside one LLM layout: all that divide it, and why some are not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optimus.job.layout import Layout
+from optimus.job.model import Encoder
+from optimus.systems.colocated import encoder_layout
+from optimus.systems.setting import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A layout that was not taken, and why."""
+
+    layout: Layout
+    reason: str
+    module: str = "llm"
+
+    @property
+    def words(self) -> str:
+        """`vision dp96 pp4 tp8`, or the LLM's alone."""
+        return str(self.layout) if self.module == "llm" else f"{self.module} {self.layout}"
+
+
+def common_layouts(setting: Setting, llm: Layout) -> Iterator[Layout | Rejected]:
+    """Layouts for all encoders alike: PP_enc divides PP_llm, TP_enc divides TP_llm, over all GPUs."""
+    encoders = setting.job.model.encoders
+    names = "+".join(encoder.name for encoder in encoders)
+    for pp in _divisors(llm.pp):
+        for tp in _divisors(llm.tp):
+            layout = encoder_layout(llm, pp=pp, tp=tp)
+            reasons = [why_not(setting, encoder, layout) for encoder in encoders]
+            found = next((reason for reason in reasons if reason), None)
+            yield Rejected(layout=layout, reason=found, module=names) if found else layout
+
+
+def why_not(setting: Setting, encoder: Encoder, layout: Layout) -> str | None:
+    """The reason why an encoder cannot be divided so, or is not to be."""
+    stack, stated = encoder.stack, setting.job.layout.of(encoder.name).stated()
+    if stack.attention.heads % layout.tp:
+        return f"divisibility: {encoder.name} has {stack.attention.heads} heads, tp is {layout.tp}"
+    if stack.layers < layout.pp:
+        return f"divisibility: {encoder.name} has {stack.layers} layers, pp is {layout.pp}"
+    for axis, size in stated.items():
+        if axis in ("dp", "pp", "tp") and getattr(layout, axis) != size:
+            return f"stated: the job asks for {encoder.name} {axis}{size}"
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

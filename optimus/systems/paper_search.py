@@ -1,0 +1,119 @@
+"""The paper's model planner: every encoder layout beside the LLM's, pruned by memory, scheduled, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from optimus.errors import DoesNotFit
+from optimus.job.layout import Layout
+from optimus.schedule.pipelines import interleaved, least_warmup
+from optimus.systems.encoder_layouts import Rejected, common_layouts
+from optimus.systems.filled import FilledPlan
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.paper import Bases, Choice, Filling
+from optimus.systems.setting import Setting
+
+MOST_REPLAYED = 4  # layouts whose programs are made and replayed,
+CLOSE = 1.05  # if their estimates are this close to the best
+ADJUSTED = "interleaved, adjusted warm-up"
+
+
+@dataclass(kw_only=True, eq=False)
+class Found:
+    """The best plan of the paper's algorithm, and what was passed over."""
+
+    choice: Choice
+    filled: FilledPlan
+    considered: int
+    rejected: list[Rejected] = field(default_factory=list)
+
+
+def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> Found:
+    """Schedules every layout that fits beside each LLM pipeline; the first pipeline for which one fits wins.
+
+    Splits are ranked by the algorithm's own estimate. It leaves out the encoders' parameter traffic, which
+    decides between layouts: those are ranked with it, and the best few by replay.
+    """
+    rejected: list[Rejected] = []
+    considered = 0
+    for llm in llms:
+        choices: list[Choice] = []
+        variants, bases = list(warmups(llm)), Bases()
+        for layout in common_layouts(setting, llm.layout):
+            considered += 1
+            if isinstance(layout, Rejected):
+                rejected.append(layout)
+                continue
+            found = _schedule(setting, variants, bases, layout)
+            if isinstance(found, Rejected):
+                rejected.append(found)
+            else:
+                choices.append(found)
+        plans = _replayed(choices, rejected)
+        if plans:
+            best, choice = min(plans, key=lambda pair: pair[0].step_s)
+            return Found(choice=choice, filled=best, considered=considered, rejected=rejected)
+    reasons = [reason.reason for reason in rejected]
+    raise DoesNotFit(
+        f"encoders fit beside the LLM at {setting.layout} in none of {considered} layouts"
+        + (f"; the last: {reasons[-1]}" if reasons else ""),
+        "use recompute: full, more GPUs, a layout with more tp or pp, or another system",
+    )
+
+
+def _schedule(
+    setting: Setting, llms: Sequence[InlinePipeline], bases: Bases, layout: Layout
+) -> Choice | Rejected:
+    """The best split in one layout, with the least recomputation that fits and the best of the warm-ups."""
+    encoders, llm = setting.job.model.encoders, llms[0]
+    names = "+".join(encoder.name for encoder in encoders)
+    needs: list[str] = []
+    for policy in setting.policies(encoders):
+        filling = Filling(setting, llm, layout, dict(policy))
+        if filling.num_pipelines > llm.microbatches:
+            reason = f"microbatches: {llm.microbatches} for {filling.num_pipelines} encoder pipelines"
+            return Rejected(layout=layout, reason=reason, module=names)
+        most = filling.most_bytes()
+        if most <= setting.capacity_bytes:
+            made = [Filling(setting, each, layout, dict(policy), bases) for each in llms]
+            return min((each.best() for each in made), key=lambda choice: choice.estimate_s)
+        needs.append(f"{most / 1e9:.1f}")
+    capacity = setting.capacity_bytes / 1e9
+    reason = f"memory: {needs[-1]} of {capacity:.0f} GB with the most recomputation"
+    return Rejected(layout=layout, reason=reason, module=names)
+
+
+def warmups(llm: InlinePipeline) -> Iterator[InlinePipeline]:
+    """The pipeline as it is, and with the paper's adjusted warm-up, which defers later forwards."""
+    yield llm
+    layout = llm.layout
+    if layout.chunks > 1 and llm.order_name == "interleaved":
+        order = interleaved(
+            stages=layout.pp,
+            chunks=layout.chunks,
+            microbatches=llm.microbatches,
+            warmup=least_warmup(layout.pp, layout.chunks),
+        )
+        yield replace(llm, listed=order, order_name=ADJUSTED)
+
+
+def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple[FilledPlan, Choice]]:
+    """Programs of the most promising choices; those that turn out not to fit are rejected."""
+
+    def rank(choice: Choice) -> float:
+        return choice.estimate_s + choice.filling.traffic_s
+
+    ranked = sorted(choices, key=rank)
+    found: list[tuple[FilledPlan, Choice]] = []
+    for choice in ranked:
+        if len(found) == MOST_REPLAYED or (found and rank(choice) > CLOSE * rank(ranked[0])):
+            break
+        filled = choice.filling.plan(choice)
+        if filled.fits:
+            found.append((filled, choice))
+            continue
+        peak = max(held.peak for held in filled.plan.memory) / 1e9
+        reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.0f} GB"
+        rejected.append(Rejected(layout=choice.filling.layout, reason=reason, module="encoders"))
+    return found

@@ -1,0 +1,264 @@
+"""Plans that no strategy would make: phases in any order that the rules allow, at any price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+from optimus.job.model import Encoder
+from optimus.program.binding import bind
+from optimus.program.op import Kind
+from optimus.program.plan import VERB_OF, Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
+from optimus.program.ranks import LLM
+from optimus.schedule.phases import DIGITS, chunk_phases
+from optimus.schedule.pipelines import Pipeline, interleaved, least_warmup
+from optimus.systems.colocated import Colocated, ColocatedEncoder, encoder_layout
+from optimus.systems.encoder_layouts import why_not
+from optimus.systems.filled import finish_plan
+from optimus.systems.inline import InlinePipeline, order_names
+from optimus.systems.setting import Setting
+
+ROOM_BYTES = 10**15
+
+
+# ---------------------------------------------------------------------------- headers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Draft:
+    """A plan before anything is arranged."""
+
+    header: Plan
+    order: Pipeline
+    fixed: Sequence[Mapping[str, int]]
+
+
+def random_draft(rng: Random, setting: Setting) -> Draft:
+    """The LLM in one of the known op orders, every encoder in a layout of its own."""
+    llm = random_llm(rng, setting)
+    encoders = [_random_choice(rng, setting, llm, encoder) for encoder in setting.job.model.encoders]
+    colocated = Colocated(setting, llm, encoders)
+    header = colocated.header(strategy="random")
+    if rng.random() < 0.3:
+        header = _with_split_backwards(rng, header, encoders)
+    if rng.random() < 0.7:
+        header = _with_random_costs(rng, header)
+    header = bound(replace(header, capacity_bytes=ROOM_BYTES), setting)
+    return Draft(header=header, order=llm.order, fixed=colocated.fixed_bytes())
+
+
+def bound(plan: Plan, setting: Setting) -> Plan:
+    """The plan with what it was made for."""
+    bound_to, hashes = _binding(setting)
+    return replace(plan, bound_to=bound_to, hashes=hashes)
+
+
+@lru_cache(maxsize=1)
+def _binding(setting: Setting) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    parts = {part: asdict(getattr(setting.job, part)) for part in ("model", "cluster", "workload")}
+    return bind({**parts, "profile": asdict(setting.prices.profile)})
+
+
+def random_llm(rng: Random, setting: Setting, *, splits: bool = True) -> InlinePipeline:
+    """Cut anywhere: some virtual stages may be empty. `splits`: backwards may be I and W."""
+    size, stages = setting.microbatch_sequences, setting.layout.pp
+    divided = setting.microbatches(size)
+    assert divided is not None
+    microbatches, llm = divided[0], setting.job.model.llm
+    policy = rng.choice(list(setting.policies((llm,))))
+    layers = setting.layers((llm,), size, policy)
+    chunks = rng.choice((1, 1, 2, 3)) if microbatches % stages == 0 else 1
+    known = order_names(stages=stages, chunks=chunks, microbatches=microbatches) or ("interleaved",)
+    name = rng.choice([name for name in known if splits or name != "zero-bubble"])
+    listed = None
+    if name == "interleaved" and rng.random() < 0.5:
+        warmup = least_warmup(stages, chunks)
+        listed = interleaved(stages=stages, chunks=chunks, microbatches=microbatches, warmup=warmup)
+    inner = sorted(rng.randint(0, len(layers)) for _ in range(stages * chunks - 1))
+    return InlinePipeline(
+        setting=setting,
+        layers=layers,
+        cut=(0, *inner, len(layers)),
+        order_name=name,
+        microbatches=microbatches,
+        layout=setting.layout.with_(chunks=chunks),
+        sequences=size,
+        policy=policy,
+        listed=listed,
+    )
+
+
+def _random_choice(rng: Random, setting: Setting, llm: InlinePipeline, encoder: Encoder) -> ColocatedEncoder:
+    sizes = [(pp, tp) for pp in range(1, llm.layout.pp + 1) for tp in (1, 2, 4, 8)]
+    inside = [(pp, tp) for pp, tp in sizes if llm.layout.pp % pp == 0 and llm.layout.tp % tp == 0]
+    layouts = [encoder_layout(llm.layout, pp=pp, tp=tp) for pp, tp in inside]
+    layout = rng.choice([layout for layout in layouts if why_not(setting, encoder, layout) is None])
+    pipelines = llm.layout.gpus // llm.layout.dp // (layout.pp * layout.tp)
+    pieces = rng.choice((1, 1, 2, 3))
+    recompute = dict(rng.choice(list(setting.policies((encoder,)))))[encoder.name]
+    return ColocatedEncoder(
+        encoder=encoder,
+        layout=layout,
+        layers=setting.encoder_layers(encoder, layout, llm.sequences / pieces, recompute),
+        pieces=pieces,
+        pipelines=tuple(rng.randrange(pipelines) for _ in range(llm.microbatches * pieces)),
+        recompute=recompute,
+    )
+
+
+def _with_split_backwards(rng: Random, plan: Plan, choices: Sequence[ColocatedEncoder]) -> Plan:
+    """Backwards of encoder stages as I and W, where both have something to do."""
+    modules, templates = dict(plan.modules), dict(plan.templates)
+    for choice in choices:
+        name, chunks = choice.encoder.name, []
+        for stage, (chunk, layers) in enumerate(zip(modules[name].chunks, choice.stages, strict=True)):
+            halves = {kind: chunk_phases(layers, kind) for kind in (Kind.I, Kind.W)}
+            if all(halves.values()) and rng.random() < 0.8:
+                named = {kind: f"{name}.{kind.name}.{stage}" for kind in halves}
+                templates |= {named[kind]: halves[kind] for kind in halves}
+                own = {Kind.F: chunk.templates[Kind.F], **named}
+                chunk = replace(chunk, templates=own, made_again_bytes=rng.randrange(1000))
+            chunks.append(chunk)
+        modules[name] = replace(modules[name], chunks=tuple(chunks))
+    return replace(plan, modules=modules, templates=templates)
+
+
+class _Seconds:
+    """Durations that tie, vanish or differ widely."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng, self._same = rng, rng.random() < 0.4
+        self._zeros = rng.choice((0.0, 0.2, 0.9))
+
+    def __call__(self) -> float:
+        if self._rng.random() < self._zeros:
+            return 0.0
+        return 1.0 if self._same else round(10.0 ** self._rng.uniform(-6, -2), DIGITS)
+
+
+def _with_random_costs(rng: Random, plan: Plan) -> Plan:
+    seconds = _Seconds(rng)
+
+    def timed(template: Template) -> Template:
+        return tuple(
+            phase if phase.kind == Kind.WAIT else replace(phase, duration_s=seconds()) for phase in template
+        )
+
+    def bucket(found: Bucket) -> Bucket:
+        return replace(found, gather_s=seconds(), reduce_s=seconds(), gates=rng.random() < 0.8)
+
+    def chunk(found: PlannedChunk) -> PlannedChunk:
+        return replace(found, send_s=seconds())
+
+    def module(found: PlannedModule) -> PlannedModule:
+        return replace(
+            found,
+            chunks=tuple(map(chunk, found.chunks)),
+            buckets=tuple(tuple(map(bucket, stage)) for stage in found.buckets),
+            seam_s=seconds(),
+        )
+
+    return replace(
+        plan,
+        templates={name: timed(template) for name, template in plan.templates.items()},
+        modules={name: module(found) for name, found in plan.modules.items()},
+        finish_s=tuple(seconds() for _ in plan.finish_s),
+        slowdown=rng.choice((0.0, 0.1)),
+        launch_s=rng.choice((0.0, 5e-6)),
+    )
+
+
+# ---------------------------------------------------------------------------- arrangements
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Op:
+    """One op of all classes that play it together."""
+
+    row: tuple[int, int, int, int]  # module, verb, chunk, microbatch
+    glued: list[bool]  # by phase: nothing may stand between it and the one before
+    classes: list[int]
+    place: int = 0  # of the next phase
+    missing: int = 0  # inputs that are not there yet
+    feeds: list[_Op] = field(default_factory=list)
+
+
+def random_arrangement(rng: Random, plan: Plan, order: Pipeline) -> list[Program]:
+    """What every class plays: one random order of all phases in which each stands after what it needs."""
+    ready = [op for op in _all_ops(plan, order) if not op.missing]
+    played: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(plan.ranks.num_classes)]
+    stays = rng.choice((0.0, 0.5, 0.95))  # how often an op goes on with its next phase
+    while ready:
+        op = ready[rng.randrange(len(ready))]
+        while True:
+            for device in op.classes:
+                played[device].append((*op.row, op.place))
+            op.place += 1
+            if op.place == len(op.glued) or not (op.glued[op.place] or rng.random() < stays):
+                break
+        if op.place == len(op.glued):
+            ready.remove(op)
+            for fed in op.feeds:
+                fed.missing -= 1
+                if not fed.missing:
+                    ready.append(fed)
+    return [Program.of(rows) for rows in played]
+
+
+def _all_ops(plan: Plan, order: Pipeline) -> list[_Op]:
+    """Every op with its inputs counted, in the words of the specification."""
+    ops: dict[tuple[str, Kind, int, int], _Op] = {}  # by module, kind, virtual stage, microbatch
+    for name, module in plan.modules.items():
+        for virtual, chunk in enumerate(module.chunks):
+            for kind, template in chunk.templates.items():
+                for microbatch in range(plan.microbatches * module.pieces):
+                    glued = [name == LLM and phase.kind == Kind.LAUNCH for phase in plan.templates[template]]
+                    row = plan.names.index(name), VERB_OF[kind], virtual // module.layout.pp, microbatch
+                    classes = _classes(plan, name, virtual % module.layout.pp, microbatch)
+                    ops[name, kind, virtual, microbatch] = _Op(row=row, glued=glued, classes=classes)
+    for (name, kind, virtual, microbatch), op in ops.items():
+        pieces, last = plan.modules[name].pieces, len(plan.modules[name].chunks) - 1
+        before: list[_Op | None] = []
+        if kind == Kind.F:
+            before.append(ops.get((name, kind, virtual - 1, microbatch)))
+        elif kind == Kind.W:
+            before.append(ops[name, Kind.I, virtual, microbatch])
+        else:
+            gradient = (name, virtual + 1, microbatch) if virtual < last else (LLM, 0, microbatch // pieces)
+            before.append(ops[name, Kind.F, virtual, microbatch])
+            if virtual < last or name != LLM:
+                before += [ops.get((gradient[0], half, *gradient[1:])) for half in (Kind.B, Kind.I)]
+        if kind == Kind.F and name != LLM and virtual == last:
+            op.feeds.append(ops[LLM, kind, 0, microbatch // pieces])
+            op.feeds[-1].missing += 1
+        for source in filter(None, before):
+            source.feeds.append(op)
+            op.missing += 1
+    for stage, listed in enumerate(order):
+        own = [ops[LLM, op.kind, op.chunk * len(order) + stage, op.microbatch] for op in listed]
+        for one, following in pairwise(own):
+            one.feeds.append(following)
+            following.missing += 1
+    return list(ops.values())
+
+
+def _classes(plan: Plan, name: str, stage: int, microbatch: int) -> list[int]:
+    """The device classes that play an op, all at the same time."""
+    ranks, module = plan.ranks, plan.modules[name]
+    pipeline = 0 if name == LLM else module.pipelines[microbatch]
+    return [
+        device
+        for device in range(ranks.num_classes)
+        if ranks.stage_of(name, device) == stage and ranks.pipeline_of(name, device) == pipeline
+    ]
+
+
+def random_plan(rng: Random, setting: Setting) -> Plan:
+    """A random arrangement of a random draft, lowered."""
+    draft = random_draft(rng, setting)
+    orders = random_arrangement(rng, draft.header, draft.order)
+    return finish_plan(draft.header, orders, draft.fixed, estimate_s=0.0).plan

@@ -1,0 +1,147 @@
+"""The deadlock verdict of the validator against a search of everything that can happen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from all_interleavings import can_stop, streams_stop
+from plan_mutants import move, swap
+from slow_plan_replay import SlowPlan
+from tiny_plans import tiny_plan
+
+from optimus.program.coverage import check_coverage
+from optimus.program.deadlock import check_hosts, check_streams
+from optimus.program.lines import Asked, Lines
+from optimus.program.plan import Plan, Program, Verb
+from optimus.program.validator import check_plan
+from optimus.program.waits import Derivation, Waits
+
+
+def waits_of(plan: Plan) -> Waits:
+    lines, asked = Lines(plan), Asked(plan)
+    assert not list(check_coverage(lines, asked))
+    return Derivation(lines, asked).derive()
+
+
+def disordered(plan: Plan, rng: Random) -> Plan:
+    """A few lines stand elsewhere."""
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        plan = move(plan, rng) if rng.random() < 0.7 else swap(plan, rng) or plan
+    return plan
+
+
+def compare(seeds: range) -> Counter[str]:
+    """How many plans stop and how many do not, by device model; both ways of finding out agree on each."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        rng = Random(seed)
+        plan = disordered(tiny_plan(rng, few=True), rng)
+        waits, slow = waits_of(plan), SlowPlan(plan)
+        hosts = check_hosts(waits) is not None
+        assert hosts == can_stop(slow), seed
+        found["hosts stop" if hosts else "hosts go"] += 1
+        if seed % 4:
+            continue  # the other models on some of them: it takes as long
+        streams = check_streams(waits, one_queue=False) is not None
+        assert streams == streams_stop(slow, one_queue=False), seed
+        one_queue = check_streams(waits, one_queue=True) is not None
+        assert one_queue == streams_stop(slow, one_queue=True), seed
+        found["streams stop" if streams else "streams go"] += 1
+        found["one queue stops" if one_queue else "one queue goes"] += 1
+    assert len(found) == 6
+    return found
+
+
+def test_the_verdict_is_that_of_an_exhaustive_search() -> None:
+    assert min(compare(range(100)).values()) > 3
+
+
+@pytest.mark.ci("plan file")
+def test_the_verdict_is_that_of_an_exhaustive_search_on_5000_plans() -> None:
+    found = compare(range(1000, 6000))
+    assert min(found["hosts stop"], found["hosts go"]) >= 500 and min(found.values()) >= 100
+
+
+def pipeline_of_two(first: list[tuple[Verb, int]], second: list[tuple[Verb, int]]) -> Plan:
+    """Two stages of an LLM that play these verbs of these microbatches."""
+    seed = 0
+    while True:  # the first header of the right shape
+        plan = tiny_plan(Random(seed), few=True)
+        llm = plan.modules["llm"]
+        simple = all(len(template) == 1 for template in plan.templates.values()) and not any(llm.buckets)
+        if (
+            len(plan.modules) == 1
+            and simple
+            and (llm.layout.pp, plan.microbatches, len(plan.templates)) == (2, 2, 2)
+        ):
+            break
+        seed += 1
+    finish = [(1, Verb.FINISH, 0, 0, 0)]
+    programs = [[(0, verb, 0, microbatch, 0) for verb, microbatch in order] for order in (first, second)]
+    return replace(plan, programs=tuple(Program.of(rows + finish) for rows in programs))
+
+
+def test_sends_that_face_each_other_stop() -> None:
+    """Equal sequences per direction are not enough: A = [send f, recv b], B = [send b, recv f]."""
+    F, B = Verb.F, Verb.B
+    first = [
+        (F, 0),
+        (Verb.SEND_F, 0),
+        (F, 1),
+        (Verb.SEND_F, 1),
+        (Verb.RECV_B, 0),
+        (B, 0),
+        (Verb.RECV_B, 1),
+        (B, 1),
+    ]
+    second = [
+        (Verb.RECV_F, 0),
+        (F, 0),
+        (B, 0),
+        (Verb.SEND_B, 0),
+        (Verb.RECV_F, 1),
+        (F, 1),
+        (B, 1),
+        (Verb.SEND_B, 1),
+    ]
+    plan = pipeline_of_two(first, second)
+    report = check_plan(plan)
+    assert not report.rules["pairs"] and not report.rules["deadlock"]
+    circle = check_hosts(waits_of(plan))
+    assert circle is not None
+    texts = {waits_of(plan).lines.text(line).split(": ")[1] for line in circle.lines}
+    assert {"llm.send-f 0 1 0", "llm.send-b 0 0 0"} <= texts
+    assert can_stop(SlowPlan(plan))
+    good = [
+        (F, 0),
+        (Verb.SEND_F, 0),
+        (F, 1),
+        (Verb.RECV_B, 0),
+        (Verb.SEND_F, 1),
+        (B, 0),
+        (Verb.RECV_B, 1),
+        (B, 1),
+    ]
+    plan = pipeline_of_two(good, second)
+    assert check_hosts(waits_of(plan)) is None and not can_stop(SlowPlan(plan))
+    assert check_plan(plan).rules["pairs"] and check_plan(plan).rules["deadlock"]
+
+
+def test_one_queue_is_stricter_than_queues_per_communicator() -> None:
+    """Some valid plans need more than one connection; the report says so, and they may not ask for one."""
+    kinds = set()
+    for seed in range(30):
+        plan = tiny_plan(Random(seed))
+        waits = waits_of(plan)
+        assert check_streams(waits, one_queue=False) is None
+        single = check_streams(waits, one_queue=True) is None
+        kinds.add(single)
+        report = check_plan(replace(plan, single_connection=True))
+        assert report.single_connection_holds == single == report.ok
+        if not single:
+            (violation,) = report.violations
+            assert violation.rule == "deadlock" and " waits for class " in violation.problem
+    assert kinds == {True, False}

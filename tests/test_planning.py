@@ -1,0 +1,290 @@
+"""A plan from job to file: what is chosen, claimed, proved, printed and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import optimus
+from optimus.cli import NO, OK, USER_ERROR, run
+from optimus.cost.assumptions import preset
+from optimus.errors import DoesNotFit, UserError
+from optimus.job import catalog
+from optimus.job.job import Job
+from optimus.job.layout import LayoutChoice
+from optimus.job.read import find_job
+from optimus.program.binding import check_binding
+from optimus.program.planfile import load_plan, plan_text
+from optimus.program.ranks import LLM
+from optimus.search.layouts import decide_setting
+from optimus.search.planning import Planned, bound_parts, make_plan
+from optimus.search.replaying import replay_plan
+from optimus.systems.encoder_layouts import Rejected, common_layouts
+from optimus.systems.known import Systems
+
+ROOT = Path(__file__).parents[1]
+SMALL = "paper/small-a100"
+CONTRACT = {
+    "step_s", "floor_s", "step_over_floor", "floor_1f1b_s", "step_over_floor_1f1b", "bound_s",
+    "hidden_share_strict", "hidden_share_placed", "speedup", "worth", "search_s", "peak_memory_bytes",
+    "considered", "rejected", "layouts",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    return make_plan(find_job(SMALL), systems=["stage0"])
+
+
+def small_job(gpus: int = 16, **llm: int) -> Job:
+    """The small job with few layers on more GPUs, with a pipeline."""
+    job = find_job(SMALL, "a100:16").replace(gpus=gpus)
+    modules = {LLM: LayoutChoice(**(llm or {"pp": 2, "tp": 2}))}
+    vision = job.model.encoders[0]
+    model = replace(
+        job.model,
+        llm=replace(job.model.llm, stack=replace(job.model.llm.stack, layers=4)),
+        encoders=(replace(vision, stack=replace(vision.stack, layers=4)),),
+    )
+    return replace(job, model=model, layout=replace(job.layout, modules=modules))
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def test_encoder_layouts_divide_the_llm_s_over_all_gpus() -> None:
+    setting, _ = decide_setting(find_job("paper/strong-3072"), preset("default"))
+    found = list(common_layouts(setting, setting.layout))
+    assert len(found) == 16
+    for each in found:
+        layout = each.layout if isinstance(each, Rejected) else each
+        assert layout.gpus == 3072 and 8 % layout.pp == 0 and 8 % layout.tp == 0
+
+
+def test_a_stated_encoder_layout_is_kept_and_others_say_why_not() -> None:
+    job = find_job("paper/strong-3072", layouts=["vision=pp4,tp8"])
+    setting, _ = decide_setting(job, preset("default"))
+    found = list(common_layouts(setting, setting.layout))
+    assert [str(each) for each in found if not isinstance(each, Rejected)] == ["dp96 pp4 tp8"]
+    assert {each.reason.partition(":")[0] for each in found if isinstance(each, Rejected)} == {"stated"}
+
+
+def test_heads_that_do_not_divide_are_a_reason() -> None:
+    setting, _ = decide_setting(find_job(SMALL), preset("default"))
+    reasons = [each.reason for each in common_layouts(setting, setting.layout) if isinstance(each, Rejected)]
+    assert reasons == ["divisibility: vision has 18 heads, tp is 4"]
+
+
+@pytest.mark.ci("plan file")
+def test_memory_rejects_with_the_figure() -> None:
+    setting, _ = decide_setting(find_job("paper/strong-3072"), preset("default"))
+    rejected = Systems(setting).paper_found.rejected
+    memory = [each for each in rejected if each.reason.startswith("memory")]
+    assert memory and all("of 80 GB" in each.reason for each in memory)
+    assert any(each.reason.startswith("microbatches: 16 for") for each in rejected)
+
+
+# ---------------------------------------------------------------- claims and proof
+
+
+def test_a_plan_is_proved_and_its_parts_agree(planned: Planned) -> None:
+    assert planned.report.ok and len(planned.report.rules) == 9
+    assert planned.report.step_s == pytest.approx(planned.step_s, abs=1e-9)
+    assert planned.system.step_s == pytest.approx(planned.step_s, abs=1e-9)
+    assert planned.step_s >= planned.bounds.bound_s
+    assert planned.speedup["stage0"] == planned.systems["stage0"].step_s / planned.step_s
+    assert max(held.peak for held in planned.plan.memory) == pytest.approx(planned.memory.total)
+    spent = sum(planned.plan.claims.encoder_s.values())
+    assert spent > 0 and planned.plan.claims.estimate_s > 0
+
+
+@pytest.mark.ci("plan file")
+def test_bounds_hold_for_every_system() -> None:
+    for job in (find_job(SMALL), small_job()):
+        found = make_plan(job, systems=["balanced-best", "three-phase"])
+        # Another layout (fsdp) may be below the floor; at this layout nothing is below the bound.
+        for system in found.systems.values():
+            least = found.bounds.floor_s if system.name == "llm-only" else found.bounds.bound_s
+            assert system.step_s >= least * (1 - 1e-9), system.name
+
+
+@pytest.mark.ci("plan file")
+@pytest.mark.parametrize("name", catalog.names("jobs"))
+def test_the_validator_s_replay_equals_the_claim_on_every_catalog_job(name: str) -> None:
+    """To a nanosecond; every rule holds."""
+    job = find_job(name)
+    setting, _ = decide_setting(job, preset("default"))
+    found = Systems(setting).paper_found
+    from optimus.program.binding import bind
+    from optimus.program.validator import check_plan
+
+    fields, hashes = bind(bound_parts(job))
+    report = check_plan(replace(found.filled.plan, bound_to=fields, hashes=hashes))
+    assert report.ok, report.violations[:3]
+    assert report.step_s == pytest.approx(found.filled.step_s, abs=1e-9)
+
+
+@pytest.mark.ci("plan file")
+@pytest.mark.parametrize("name", ["paper", "clean", "clean-slack", "paper-first-chunk"])
+def test_every_preset_makes_a_plan_that_holds(name: str) -> None:
+    """Gathers and reduces for a whole stage, for chunks, and off the NIC."""
+    found = make_plan(small_job(), systems=[], assumptions=name)
+    assert found.report.ok, found.report.violations[:3]
+
+
+@pytest.mark.ci("plan file")
+def test_a_frozen_encoder_and_one_without_anything_to_learn() -> None:
+    job = small_job()
+    vision = job.model.encoders[0]
+    for encoder in (
+        replace(vision, train=False),
+        replace(vision, train=False, projector=replace(vision.projector, train=False)),
+    ):
+        changed = replace(job, model=replace(job.model, encoders=(encoder,)))
+        found = make_plan(changed, systems=[])
+        assert found.report.ok, found.report.violations[:3]
+        backward = [bool(chunk.templates.keys() - {0}) for chunk in found.plan.modules["vision"].chunks]
+        assert backward[-1] == encoder.projector.train and not any(backward[:-1])
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_a_saved_plan_comes_back_and_plays_the_same(planned: Planned, tmp_path: Path) -> None:
+    path = tmp_path / "small.plan.json"
+    optimus.save_plan(planned.plan, path)
+    plan = optimus.load_plan(path)
+    assert plan_text(plan) == plan_text(planned.plan) == path.read_text()
+    assert optimus.check(plan).ok and optimus.check(planned).ok
+    assert replay_plan(plan).timeline.step_s == pytest.approx(planned.step_s, abs=1e-9)
+
+
+def test_two_runs_give_identical_bytes(tmp_path: Path) -> None:
+    """In processes of their own, with other hash seeds."""
+    texts = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.plan.json"
+        words = f"-m optimus plan {SMALL} --system stage0 -o {path} --json".split()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True)
+        texts.append(path.read_bytes())
+    assert texts[0] == texts[1]
+
+
+def test_a_plan_is_bound_to_its_job_and_not_to_how_it_is_run(planned: Planned) -> None:
+    job = find_job(SMALL)
+    check_binding(planned.plan, bound_parts(job))
+    check_binding(planned.plan, bound_parts(replace(job, run=replace(job.run, settings={"lr": 1.0}))))
+    other = replace(job, cluster=replace(job.cluster, gpus=16))
+    with pytest.raises(UserError) as caught:
+        check_binding(planned.plan, bound_parts(other))
+    assert all(part in str(caught.value) for part in ("gpus", "8", "16"))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_plan_json_has_the_contract_s_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, trace = tmp_path / "a.plan.json", tmp_path / "a.json.gz"
+    assert run(["plan", SMALL, "--system", "stage0", "-o", str(path), "--trace", str(trace), "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) >= CONTRACT and found["schema"] == "optimus.plan-result/1"
+    assert trace.stat().st_size > 1000 and found["file"] == str(path)
+    assert run(["check", str(path), "--json"]) == OK
+    checked = json.loads(capsys.readouterr().out)
+    assert checked["ok"] and set(checked) >= {"ok", "rules", "violations"} and not checked["violations"]
+    assert run(["simulate", str(path), "--json"]) == OK
+    system = json.loads(capsys.readouterr().out)["systems"]["paper"]
+    assert system["step_s"] == pytest.approx(found["step_s"], abs=1e-9)
+    assert set(system) >= {"step_s", "step_over_floor", "peak_memory_bytes", "mfu", "bubbles_s"}
+    assert run(["diff", str(path), str(path)]) == OK
+
+
+def test_plan_prints_what_it_chose_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = "a.plan.json"
+    assert run(["plan", SMALL, "--system", "stage0", "three-phase", "-o", path]) == OK
+    text = capsys.readouterr().out
+    for word in (
+        "chosen",
+        "worth",
+        "hidden",
+        "bound",
+        "claim",
+        "memory, worst rank",
+        "rejected",
+        "not modelled",
+    ):
+        assert word in text
+    assert "9 of 9 rules" in text and f"wrote {path}" in text and "next   optimus check" in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_check_refuses_a_plan_of_another_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.plan.json"
+    assert run(["plan", SMALL, "--system", "stage0", "-o", str(path)]) == OK
+    assert run(["check", str(path), "--job", SMALL]) == OK
+    capsys.readouterr()
+    assert run(["check", str(path), "--job", SMALL, "--on", "a100:16"]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert "gpus" in said and "8" in said and "16" in said and "hint:" in said
+
+
+def test_a_changed_plan_does_not_pass(
+    planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = plan_text(planned.plan).split("\n")
+    at = next(number for number, line in enumerate(lines) if line.startswith('"llm.F 0 '))
+    lines[at + 1], lines[at + 2] = lines[at + 2], lines[at + 1]
+    path = tmp_path / "changed.plan.json"
+    path.write_text("\n".join(lines))
+    assert run(["check", str(path)]) == NO
+    said = capsys.readouterr().out
+    assert "NO  data" in said and "rules do not hold" in said
+    assert load_plan(path) is not None
+
+
+# ---------------------------------------------------------------- the answer is no
+
+
+def test_an_impossible_job_says_what_would_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "qwen2.5-vl-72b", "--on", "h100:16"]) == NO
+    assert "it fits with 32 GPUs" in capsys.readouterr().err
+    assert run(["plan", "qwen2.5-vl-72b", "--on", "h100:64", "--layout", "llm=pp1,tp1"]) == NO
+    assert "it fits with --layout llm=pp" in capsys.readouterr().err
+
+
+def test_recomputation_is_proposed_where_it_is_enough() -> None:
+    """Activations of long sequences at one stage: what is stated as kept would fit if recomputed."""
+    job = find_job("paper/strong-3072", layouts=["llm=pp8,tp8,chunks1"])
+    llm = replace(job.model.llm, recompute="none")
+    vision = replace(job.model.encoders[0], recompute="none")
+    workload = replace(job.workload, sequence_tokens=4 * job.workload.sequence_tokens)
+    limits = replace(job.layout.limits, microbatch_sequences=(4,))
+    changed = replace(
+        job,
+        model=replace(job.model, llm=llm, encoders=(vision,)),
+        workload=workload,
+        layout=replace(job.layout, limits=limits),
+    )
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(changed, systems=[])
+    assert "recompute: full" in caught.value.hint
+
+
+def test_wrong_names_are_answered_before_any_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", SMALL, "--strategy", "papre"]) == USER_ERROR
+    assert "use paper" in capsys.readouterr().err
+    assert run(["plan", SMALL, "-o", "plan.txt"]) == USER_ERROR
+    assert ".json" in capsys.readouterr().err
+    assert run(["check", "missing.plan.json"]) == USER_ERROR
+    assert "hint:" in capsys.readouterr().err
+    assert run(["simulate", "missing.plan.json", "--on", "h100:8"]) == USER_ERROR

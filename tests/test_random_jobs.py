@@ -1,0 +1,84 @@
+"""Random jobs through planner, lowering and validator: every plan is proved, every refusal is typed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from random import Random
+
+import pytest
+from random_jobs import random_job, random_setting
+from random_plans import bound, random_llm, random_plan
+
+from optimus.errors import DoesNotFit, UserError
+from optimus.program.plan import Plan
+from optimus.program.validator import check_plan
+from optimus.systems.known import Systems
+from optimus.systems.paper_search import search_paper
+from optimus.systems.setting import Setting
+
+PLANS_OF_A_JOB = 4  # arrangements that share one priced job; each is counted once
+STRATEGY = 33  # one plan in so many is the paper's; the others are arranged at random
+CI, HEAVY = 5_000, 100_000
+CI_PART, HEAVY_PART = 500, 1_000
+
+
+@lru_cache(maxsize=1)
+def setting_of(number: int) -> Setting:
+    rng = Random(number)
+    return random_setting(rng, random_job(rng))
+
+
+def made(seed: int) -> Plan | None:
+    """The plan of a seed; None if there is none, for a reason that is told."""
+    setting, rng = setting_of(seed // PLANS_OF_A_JOB), Random(seed)
+    if (seed + 1) % STRATEGY:
+        return random_plan(rng, setting)
+    try:
+        if not setting.job.model.encoders:
+            return None
+        return bound(search_paper(setting, [random_llm(rng, setting, splits=False)]).filled.plan, setting)
+    except (DoesNotFit, UserError):
+        return None
+
+
+def failures(seeds: Iterable[int]) -> Iterator[str]:
+    """What went wrong, with the seed to replay it: `list(failures([seed]))`."""
+    for seed in seeds:
+        try:
+            plan = made(seed)
+            violations = () if plan is None else check_plan(plan).violations
+        except Exception as error:
+            yield f"seed {seed}: {type(error).__name__}: {error}"
+        else:
+            yield from (f"seed {seed}: {violation}" for violation in violations[:1])
+
+
+def check(first: int, count: int) -> None:
+    found = list(failures(range(first, first + count)))
+    assert not found, "\n".join(found)
+
+
+def test_sixty_random_plans() -> None:
+    check(0, 60)
+
+
+@pytest.mark.ci("plan file")
+@pytest.mark.parametrize("first", range(0, CI, CI_PART))
+def test_five_thousand_random_plans(first: int) -> None:
+    check(first, CI_PART)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("first", range(CI, HEAVY, HEAVY_PART))
+def test_a_hundred_thousand_random_plans(first: int) -> None:
+    check(first, HEAVY_PART)
+
+
+@pytest.mark.ci("plan file")
+@pytest.mark.parametrize("number", [3, 9, 16, 17, 26])
+def test_with_the_search_for_the_llm_too(number: int) -> None:
+    """It takes most of a strategy's time: few jobs, all of which have a plan."""
+    setting = setting_of(number)
+    report = check_plan(bound(Systems(setting).paper_found.filled.plan, setting))
+    assert report.ok, f"job {number}: {report.violations[0]}"
