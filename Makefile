@@ -7,7 +7,7 @@ PIP = $(PYTHON) -m pip install -qq --disable-pip-version-check
 PYTEST = $(PYTHON) -m pytest -q -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint format types imports dependencies test test-ci test-all docs wheel clean
+.PHONY: oracles help setup check lint format types imports dependencies test test-ci test-all docs wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -43,7 +43,11 @@ test-ci:  ## the slower tests, on the minutes granted to each area (tests/confte
 	$(PYTEST) -m 'ci and not heavy and not alone' --ci-budget
 	$(PYTHON) -m pytest -q -m 'ci and alone and not heavy' --ci-budget
 
-test-all:  ## every test
+oracles:  ## what only the heaviest tests compare with: HolisticTraceAnalysis, without the notebooks it asks for
+	$(PIP) pandas plotly networkx psutil
+	$(PIP) --no-deps HolisticTraceAnalysis==0.5.0
+
+test-all: oracles  ## every test
 	$(PYTEST) -m 'not alone'
 	$(PYTHON) -m pytest -q -m alone
 

@@ -182,12 +182,14 @@ class Plan:
     on: On = None
     output: Annotated[
         Path | None,
-        tyro.conf.arg(aliases=["-o"], metavar="PLAN", help="where to write (default: JOB's name.plan.json)"),
+        tyro.conf.arg(
+            aliases=["-o"], metavar="PLAN", help="where to write; the job's name and .plan.json if left out"
+        ),
     ] = None
     strategy: Annotated[str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm)")] = "paper"
     system: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(metavar="NAME ...", help="compare with these only (default: all that apply)"),
+        tyro.conf.arg(metavar="NAME ...", help="compare with these only; all that apply if left out"),
     ] = ()
     layout: LayoutWords = ()
     preset: Preset = "default"
@@ -297,7 +299,8 @@ def run(arguments: list[str]) -> int:
             Catalog | Init | Simulate | Plan | Check | Diff,
             prog="optimus",
             args=arguments or ["--help"],
-            description="Plans multimodal LLM training: where its time and memory go (--version: prints it).",
+            description="Plans multimodal LLM training: where its time and memory go, and how encoder work "
+            "fits the LLM's idle time (--version: prints it).",
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
         )
         return command()

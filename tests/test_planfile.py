@@ -218,11 +218,11 @@ def restructured(text: str, chance: random.Random) -> str:
 
 
 @pytest.mark.ci("plan file")
-def test_ten_thousand_broken_files(tmp_path: Path) -> None:
+def test_broken_files(tmp_path: Path) -> None:
     chance, path = random.Random(7), tmp_path / "plan.json"
     texts = [plan_text(make()) for make in PLANS]
     outcomes: Counter[str] = Counter()
-    for _ in range(10_000):
+    for _ in range(3_000):
         path.write_bytes(mutated(chance.choice(texts), chance))
         started = time.perf_counter()
         try:
@@ -234,4 +234,4 @@ def test_ten_thousand_broken_files(tmp_path: Path) -> None:
             assert plan_text(read_plan(plan_text(plan), "x")) == plan_text(plan)
             outcomes["read"] += 1
         assert time.perf_counter() - started < 2
-    assert outcomes["refused"] > 5000 and outcomes["read"] > 100 and len(outcomes) == 2, outcomes
+    assert outcomes["refused"] > 1500 and outcomes["read"] > 30 and len(outcomes) == 2, outcomes

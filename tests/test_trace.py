@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,9 @@ def test_names_and_colours_show_modules_at_a_glance(tmp_path: Path) -> None:
 
 
 def test_systems_are_groups_of_named_processes_with_named_threads(tmp_path: Path) -> None:
-    systems = {"balanced-best": two_devices(), "separate-gpus": two_devices(), "fsdp": one_device()}
+    schedule, timeline = two_devices()
+    named = replace(schedule, device_names=("stage 0", "encoders"))
+    systems = {"balanced-best": two_devices(), "separate-gpus": (named, timeline), "fsdp": one_device()}
     write_trace(systems, tmp_path / "step.json")
     trace = read(tmp_path / "step.json")
     assert {"schemaVersion", "distributedInfo", "deviceProperties", "displayTimeUnit"} <= set(trace)
@@ -236,15 +239,16 @@ def test_the_trace_of_the_largest_job_of_the_paper_is_small(tmp_path: Path) -> N
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("name", ["balanced-best", "paper"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pandas, at how the analyser calls it
 def test_holistic_trace_analysis_finds_the_idle_time_that_we_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reason = "HolisticTraceAnalysis is not installed: pip install HolisticTraceAnalysis"
+    reason = "HolisticTraceAnalysis is not installed: run make oracles"
     analysis = pytest.importorskip("hta.trace_analysis", reason=reason)
     files = pytest.importorskip("hta.common.trace_file", reason=reason)
     monkeypatch.setenv("HTA_DISABLE_NS_ROUNDING", "1")
-    system = compare_systems(find_job("paper/strong-3072"), names=["balanced-best"]).systems["balanced-best"]
+    system = compare_systems(find_job("paper/strong-3072"), names=[name]).systems[name]
     write_rank_traces(system.schedule, system.timeline, tmp_path)
     found = files.get_trace_files(str(tmp_path))
     assert sorted(found) == list(range(system.schedule.num_devices))

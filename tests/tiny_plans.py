@@ -9,9 +9,6 @@ from random import Random
 
 from tiny_headers import large_header, tiny_header
 
-from optimus.program.alive import replay_bytes
-from optimus.program.coverage import check_coverage
-from optimus.program.lines import Asked, Lines, backward_verb
 from optimus.program.op import Kind
 from optimus.program.plan import (
     OPS,
@@ -24,10 +21,13 @@ from optimus.program.plan import (
     Template,
     Verb,
 )
+from optimus.program.proof.alive import replay_bytes
+from optimus.program.proof.coverage import check_coverage
+from optimus.program.proof.lines import Asked, Lines, backward_verb
+from optimus.program.proof.replay import replay
+from optimus.program.proof.waits import Derivation
 from optimus.program.ranks import LLM
-from optimus.program.replay import replay
 from optimus.program.validator import encoder_seconds
-from optimus.program.waits import Derivation
 
 Row = tuple[int, int, int, int, int]
 

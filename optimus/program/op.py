@@ -101,6 +101,13 @@ class Schedule:
     deps: Ints
     # Ops of one meeting (a collective seen by several devices) start together; None, or -1: none.
     meeting: Ints | None = None
+    device_names: tuple[str, ...] = ()  # where they are not simply the stages of a pipeline
+
+    def device_name(self, device: int) -> str:
+        """As tables and pictures call a device."""
+        if self.device_names:
+            return self.device_names[device]
+        return "every GPU" if self.num_devices == 1 else f"stage {device}"
 
     def __len__(self) -> int:
         return len(self.kind)

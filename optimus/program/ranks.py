@@ -76,6 +76,13 @@ class Ranks:
         stage, context = divmod(rest, self.llm.cp)
         return stage, context, position
 
+    def class_name(self, device: int) -> str:
+        """`stage 3`, with context rank and TP block where a stage has several classes."""
+        stage, context, position = self.coordinates(device)
+        found = f"stage {stage}"
+        found += f" cp {context}" if self.llm.cp > 1 else ""
+        return found + (f" tp block {position}" if self.positions > 1 else "")
+
     def class_of(self, rank: int) -> int:
         place = self.place(LLM, rank)
         return self.class_at(place.pp, place.cp, place.tp // self.block)

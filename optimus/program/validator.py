@@ -11,16 +11,16 @@ from itertools import islice
 import numpy as np
 
 from optimus.errors import UserError
-from optimus.program.alive import ACTIVATIONS, replay_bytes
-from optimus.program.coverage import check_coverage, check_header
-from optimus.program.deadlock import Circle, check_hosts, check_streams
-from optimus.program.lines import Asked, Lines
 from optimus.program.op import NUM_LANES, Floats
-from optimus.program.order import check_data, check_groups, check_pairs
 from optimus.program.plan import REGIONS, Plan, Verb
+from optimus.program.proof.alive import ACTIVATIONS, replay_bytes
+from optimus.program.proof.coverage import check_coverage, check_header
+from optimus.program.proof.deadlock import Circle, check_hosts, check_streams
+from optimus.program.proof.lines import Asked, Lines
+from optimus.program.proof.order import check_data, check_groups, check_pairs
+from optimus.program.proof.replay import Replay, replay
+from optimus.program.proof.waits import COMPUTE_KINDS, NO_LANE, Derivation, Waits
 from optimus.program.ranks import LLM
-from optimus.program.replay import Replay, replay
-from optimus.program.waits import COMPUTE_KINDS, NO_LANE, Derivation, Waits
 
 RULES = ("coverage", "data", "pairs", "deadlock", "groups", "memory", "lanes", "claim", "binding")
 BOUND_PARTS = ("model", "cluster", "workload", "profile")

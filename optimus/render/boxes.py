@@ -89,19 +89,12 @@ def device_rows(system: System) -> list[Row]:
     idle = find_idle(system.schedule, system.timeline)
     return [
         Row(
-            label=_label(system, device),
+            label=system.schedule.device_name(device),
             intervals=_intervals(system, device, idle),
             traffic={kind: _traffic(system, device, kind) for kind in TRAFFIC},
         )
         for device in range(system.schedule.num_devices)
     ]
-
-
-def _label(system: System, device: int) -> str:
-    count = system.schedule.num_devices
-    if count == 1:
-        return "every GPU"
-    return "encoders" if system.name == "separate-gpus" and device == count - 1 else f"stage {device}"
 
 
 def _intervals(system: System, device: int, idle: Idle) -> Intervals:

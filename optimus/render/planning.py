@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from optimus.render.text import apart, columns, gigabytes, seconds, wrap
 from optimus.schedule.bubbles import Bubbles
 from optimus.search.planning import Planned
 from optimus.systems.known import TP_OVERLAP, System
+from optimus.systems.paper_search import count_by_reason
 
 SCHEMA = "optimus.plan-result/1"
 
@@ -230,17 +230,12 @@ def _memory(planned: Planned) -> list[str]:
     }
     shown = " | ".join(f"{name} {gigabytes(value)}" for name, value in parts.items())
     first = f"memory, worst rank ({system.worst_rank})  {gigabytes(memory.total)} of {gigabytes(capacity)} GB"
-    return [f"  {first}", f"    {shown}"]
+    return [f"  {first}", *wrap("", shown, indent=4)]
 
 
 def _rejected(planned: Planned) -> list[str]:
-    """Counts by reason, with the nearest of each."""
-    by_sort: dict[str, list[str]] = defaultdict(list)
-    for rejected in planned.rejected:
-        sort, _, rest = rejected.reason.partition(":")
-        by_sort[sort].append(f"{rejected.words}, {rest.strip()}")
-    words = [f"{len(found)} {sort} (e.g. {found[-1]})" for sort, found in sorted(by_sort.items())]
-    return wrap("rejected", "; ".join(words) if words else "none")
+    """Counts by reason, with one of each."""
+    return wrap("rejected", "; ".join(count_by_reason(planned.rejected)) or "none")
 
 
 def _checked(planned: Planned) -> str:

@@ -53,7 +53,7 @@ def write_trace(systems: Mapping[str, tuple[Schedule, Timeline]], path: Path) ->
     processes = [
         _Process(
             pid=PIDS_PER_SYSTEM * number + device,
-            name=f"{name} {_device_name(name, device, schedule.num_devices)}",
+            name=f"{name} {schedule.device_name(device)}",
             device=device,
             schedule=schedule,
             timeline=timeline,
@@ -79,16 +79,14 @@ def write_rank_traces(schedule: Schedule, timeline: Timeline, folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     for device in range(schedule.num_devices):
         process = _Process(
-            pid=device, name=f"stage {device}", device=device, schedule=schedule, timeline=timeline
+            pid=device,
+            name=schedule.device_name(device),
+            device=device,
+            schedule=schedule,
+            timeline=timeline,
         )
         path = folder / f"rank_{device}.json.gz"
         _write([process], path, rank=device, world_size=schedule.num_devices)
-
-
-def _device_name(system: str, device: int, count: int) -> str:
-    if count == 1:
-        return "every GPU"
-    return "encoders" if system == "separate-gpus" and device == count - 1 else f"stage {device}"
 
 
 def _write(processes: Sequence[_Process], path: Path, *, rank: int, world_size: int) -> None:

@@ -95,7 +95,8 @@ class Base:
         device = self._plan.ranks.class_at(stage, 0, 0)
         here = np.flatnonzero(schedule.device == device)
         works = here[(schedule.lane[here] == Lane.COMPUTE) & (schedule.kind[here] != Kind.FINISH)]
-        works = works[timeline.finish_s[works] > timeline.start_s[works]]
+        takes = timeline.finish_s[works] > timeline.start_s[works]
+        works = works[takes] if takes.any() else works  # a stage without layers only passes on
         first, last = float(timeline.start_s[works[0]]), float(timeline.finish_s[works[-1]])
         mine = (idle.device == device) & (idle.begin_s >= first) & (idle.end_s <= last)
         tp = idle.cause[mine] == CAUSES.index("tp")
@@ -126,11 +127,33 @@ class Base:
             for op in placed
             for phase in range(len(op.times_s))
         ]
-        times = np.concatenate([np.maximum.accumulate(op.times_s) for op in placed])
+        times = np.concatenate([self._times(plan, device, alone, op) for op in placed])
         order = np.argsort(times, kind="stable")  # forwards and backwards may take turns in the same bubbles
         times, rows = times[order], np.array(lines, llm.dtype)[order]
         before = self._behind_launches[alone][np.searchsorted(keys, times, side="left")]
         return Program.of(np.insert(llm, before, rows, axis=0))
+
+    def _times(self, plan: Plan, device: int, alone: int, op: Placed) -> Floats:
+        """When an op's phases are to run, never falling.
+
+        A launch that falls into LLM compute is enqueued before it: behind it the LLM's own would come first.
+        """
+        times: Floats = np.array(op.times_s, np.float64)
+        template = plan.template_of(op.module, op.kind, plan.ranks.stage_of(op.module, device), 0)
+        launches = np.array([phase.kind == Kind.LAUNCH for phase in template])
+        starts, ends = self._computes[alone]
+        under = np.searchsorted(starts, times, side="right") - 1
+        inside = launches & (under >= 0) & (times < ends[np.maximum(under, 0)])
+        times[inside] = starts[under[inside]]
+        return np.maximum.accumulate(times)
+
+    @cached_property
+    def _computes(self) -> list[tuple[Floats, Floats]]:
+        """Begin and end of every class's LLM compute, phase by phase."""
+        schedule, timeline = self._schedule, self._timeline
+        works = (schedule.lane == Lane.COMPUTE) & (self._verb <= Verb.W) & (schedule.duration_s > 0)
+        rows = [np.flatnonzero(works & (schedule.device == device)) for device in range(schedule.num_devices)]
+        return [(timeline.start_s[mine], timeline.finish_s[mine]) for mine in rows]
 
     @cached_property
     def _behind_launches(self) -> list[Ints]:

@@ -57,9 +57,9 @@ class Builder:
     block added `right_after` another (which was not itself added so) stands there.
     """
 
-    def __init__(self, modules: Sequence[str], num_devices: int) -> None:
+    def __init__(self, modules: Sequence[str], num_devices: int, device_names: Sequence[str] = ()) -> None:
         self._modules = (*modules, "all")
-        self._num_devices = num_devices
+        self._num_devices, self._device_names = num_devices, tuple(device_names)
         self._templates: list[Template] = []
         self._numbers: dict[int, int] = {}  # id of a template -> its number
         self._count = 0
@@ -154,6 +154,7 @@ class Builder:
             duration_s=rows["duration_s"].copy(),
             dep_offset=dep_offset,
             deps=deps,
+            device_names=self._device_names,
         )
 
     def _edges_inside(self, template_of: Ints, first_row: Ints) -> Ints:

@@ -39,6 +39,7 @@ def couple(plan: Plan, programs: Sequence[Program], header: Header | None = None
         dep_offset=dep_offset,
         deps=deps,
         meeting=graph.meetings(),
+        device_names=tuple(plan.ranks.class_name(device) for device in range(len(programs))),
     )
 
 

@@ -257,6 +257,8 @@ def fill(pipelines: Sequence[Pipeline], points: Points, split: Sequence[int]) ->
 
 def less(side: Side, kernels: Sequence[Kernel], begins: Sequence[float]) -> Side:
     """A side without the time that placed kernels take."""
+    if not kernels:
+        return side
     spans = [(begin, begin + seconds) for (_, seconds), begin in zip(kernels, begins, strict=True)]
     compute = [span for span, (what, _) in zip(spans, kernels, strict=True) if what == COMPUTE]
     launches = [span for span, (what, _) in zip(spans, kernels, strict=True) if what == LAUNCH]

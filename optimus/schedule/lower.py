@@ -200,28 +200,29 @@ def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _Extra:
 def _traffic(clock: _Clock) -> Iterator[_Extra]:
     """Gathers first, what is needed first first; reduces when all who meet in them have their gradients."""
     lines, header = clock.lines, clock.header
-    layer, stage = header.layer[lines.phase], header.stage[lines.module, lines.device]
+    stage = header.stage[lines.module, lines.device]
     number = 0
     for module, name in enumerate(header.names):
         for at, buckets in enumerate(header.plan.modules[name].buckets):
             devices = np.flatnonzero(header.stage[module] == at)
+            here = np.flatnonzero((lines.module == module) & (stage == at))
+            chunk, layer = lines.chunk[here], header.layer[lines.phase[here]]
             for place, bucket in enumerate(buckets):
-                mine = (lines.module == module) & (stage == at)
+                mine = here
                 if bucket.chunk != WHOLE_STAGE:
-                    mine &= (lines.chunk == bucket.chunk) & (layer >= bucket.first_layer)
-                    mine &= layer < bucket.end_layer
-                used = clock.start_s[mine & (lines.verb == Verb.F)]
+                    inside = (layer >= bucket.first_layer) & (layer < bucket.end_layer)
+                    mine = here[inside & (chunk == bucket.chunk)]
+                forward = lines.verb[mine] == Verb.F
                 number += 1
                 yield _Extra(
                     device=devices,
                     before=clock.first[devices],
-                    time_s=np.full(len(devices), used.min(initial=np.inf)),
+                    time_s=np.full(len(devices), clock.start_s[mine[forward]].min(initial=np.inf)),
                     number=np.full(len(devices), number),
                     rows=np.tile([module, Verb.GATHER, max(bucket.chunk, 0), 0, place], (len(devices), 1)),
                 )
-                made = np.flatnonzero(mine & (lines.verb != Verb.F))
                 row = [module, Verb.REDUCE, max(bucket.chunk, 0), 0, place]
-                yield _reduce(clock, devices, made, number, row)
+                yield _reduce(clock, devices, mine[~forward], number, row)
 
 
 def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int]) -> _Extra:

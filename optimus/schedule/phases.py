@@ -88,6 +88,8 @@ class _Phases:
         if launch.kind != Kind.LAUNCH:
             return place
         if place not in self._waits:
+            for other in launch.after:
+                self._waited(other, layer)  # one collective after another: they are waited for together
             self._waits[place] = len(self._phases)
             self._phases.append(
                 Phase(

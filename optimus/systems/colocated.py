@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -57,6 +57,7 @@ class Colocated:
         self.setting, self.llm, self.encoders = setting, llm, tuple(encoders)
         self._templates: dict[str, Template] = {}
         self._names: dict[Template, str] = {}
+        self._known: dict[tuple[int, ...], str] = {}  # by the ids of kernels
 
     def header(self, *, strategy: str) -> Plan:
         """Everything but programs and claims."""
@@ -90,11 +91,7 @@ class Colocated:
         across = prices.stages_cross_nodes(plan.layout)
         chunks = []
         for virtual, chunk in enumerate(plan.chunks):
-            seam = self._seam_collectives if virtual == 0 else {}
-            templates = {
-                kind: self._name(LLM, kind, self._llm_phases(chunk, kind, seam.get(kind, ())))
-                for kind in kinds
-            }
+            templates = {kind: self._llm_template(chunk, kind, first=virtual == 0) for kind in kinds}
             chunks.append(
                 PlannedChunk(
                     templates=templates,
@@ -112,9 +109,15 @@ class Colocated:
             recompute=dict(self.llm.policy)[LLM],
         )
 
-    def _llm_phases(self, chunk: Chunk, kind: Kind, seam: Sequence[Kernel]) -> Template:
-        first, last = (seam, ()) if kind == Kind.F else ((), seam)
-        return chunk_phases(chunk.layers, kind, first=first, last=last) or passing(kind)
+    def _llm_template(self, chunk: Chunk, kind: Kind, *, first: bool) -> str:
+        """The name of a chunk's template; most chunks are made of the same kernels."""
+        key = (*(id(layer.kernels[kind]) for layer in chunk.layers), kind, first)
+        if key not in self._known:
+            seam = self._seam_collectives.get(kind, ()) if first else ()
+            before, after = (seam, ()) if kind == Kind.F else ((), seam)
+            phases = chunk_phases(chunk.layers, kind, first=before, last=after) or passing(kind)
+            self._known[key] = self._name(LLM, kind, phases)
+        return self._known[key]
 
     def _encoder(self, choice: ColocatedEncoder) -> PlannedModule:
         name, prices = choice.encoder.name, self.setting.prices
@@ -162,7 +165,7 @@ class Colocated:
 
     @cached_property
     def _seam_collectives(self) -> dict[Kind, tuple[Kernel, ...]]:
-        """Rows that reach single ranks of stage 0 are gathered for all; backward is the adjoint."""
+        """Rows that reach single ranks of stage 0 are gathered for all, tp first; backward is the adjoint."""
         layout, prices = self.llm.layout, self.setting.prices
         size = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
 
@@ -175,7 +178,8 @@ class Colocated:
                 seconds = prices.group_s(kind, size, ranks=layout.cp, stride=layout.tp)
                 lane = prices.group_lane(layout.cp, layout.tp)
                 found.append(collective(f"{name}.cp", lane, Communicator.CP, seconds, size))
-            return tuple(found)
+            ordered = found if kind == Collective.ALL_GATHER else found[::-1]
+            return tuple(replace(k, after=(place - 1,) if place else ()) for place, k in enumerate(ordered))
 
         backward = around(Collective.REDUCE_SCATTER, "seam.scatter") if self._learns else ()
         return {

@@ -33,18 +33,6 @@ class FilledPlan:
         return self.lowered.schedule
 
     @property
-    def class_names(self) -> list[str]:
-        """`stage 3`, with context rank and TP block where a stage has several classes."""
-        ranks, found = self.plan.ranks, []
-        for device in range(ranks.num_classes):
-            stage, context, position = ranks.coordinates(device)
-            parts = [f"stage {stage}"]
-            parts += [f"cp {context}"] if ranks.llm.cp > 1 else []
-            parts += [f"tp block {position}"] if ranks.positions > 1 else []
-            found.append(" ".join(parts))
-        return found
-
-    @property
     def memories(self) -> tuple[Memory, ...]:
         """Of one rank of every device class."""
         return tuple(

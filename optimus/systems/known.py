@@ -137,8 +137,7 @@ class Systems:
         how = f"{gpus - choice.encoder_gpus}+{choice.encoder_gpus} GPUs; {encoders}; {_describe(choice.llm)}"
         weights = np.full(choice.stages + 1, (gpus - choice.encoder_gpus) / choice.stages)
         weights[-1] = choice.encoder_gpus
-        ranks = [*(f"stage {stage}" for stage in range(choice.stages)), "encoder GPU"]
-        return self._played("separate-gpus", how, choice, weights=weights, ranks=ranks)
+        return self._played("separate-gpus", how, choice, weights=weights)
 
     def paper(self) -> System:
         """The paper's algorithm: encoders in layouts of their own, their work in the LLM's bubbles."""
@@ -173,8 +172,7 @@ class Systems:
             f"{encoders} {filling.layout}; {_describe_split(found.choice.split)}; llm {filling.llm.layout}; "
             f"{filling.llm.order_name}; microbatch {filling.llm.sequences:.3g}; {again}"
         )
-        system = self._played(name, how, found.filled, ranks=found.filled.class_names)
-        return replace(system, found=found)
+        return replace(self._played(name, how, found.filled), found=found)
 
     def fsdp(self) -> System:
         """Fully sharded data parallelism, with tensor parallelism where it helps."""
@@ -186,7 +184,7 @@ class Systems:
         kept = " parameters kept gathered;" if choice.keeps_gathered else ""
         size = f"microbatch {choice.sequences} x {choice.accumulate};{kept}"
         how = f"{choice.layout}; {size} {_recompute(choice.policy)}"
-        return self._played("fsdp", how, choice, ranks=["every rank"])
+        return self._played("fsdp", how, choice)
 
     def today(self) -> System:
         """What the job says runs now."""
@@ -341,9 +339,8 @@ class Systems:
         way: Way,
         *,
         weights: Floats | None = None,
-        ranks: Sequence[str] | None = None,
     ) -> System:
-        """`way` as a system; `weights` are the GPUs that each device stands for, `ranks` their names."""
+        """`way` as a system; `weights` are the GPUs that each device stands for."""
         job, memories = self.setting.job, way.memories
         schedule = way.schedule()
         timeline = self._play(schedule)
@@ -359,7 +356,7 @@ class Systems:
             mfu=step_flops(model, job.workload) / (timeline.step_s * peak_flops),
             tokens_per_s_per_gpu=tokens / timeline.step_s / job.cluster.gpus,
             memory=memories[worst],
-            worst_rank=ranks[worst] if ranks else f"stage {worst}",
+            worst_rank=schedule.device_name(worst),
             bubbles=mean_bubbles(find_bubbles(schedule, timeline), weights),
             fits=memories[worst].total <= self.setting.capacity_bytes,
             schedule=schedule,

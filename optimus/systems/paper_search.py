@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from optimus.errors import DoesNotFit
+from optimus.errors import DoesNotFit, one_of
 from optimus.job.layout import Layout
 from optimus.schedule.pipelines import interleaved, least_warmup
 from optimus.systems.encoder_layouts import Rejected, common_layouts
@@ -54,12 +54,31 @@ def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> Found:
         if plans:
             best, choice = min(plans, key=lambda pair: pair[0].step_s)
             return Found(choice=choice, filled=best, considered=considered, rejected=rejected)
-    reasons = [reason.reason for reason in rejected]
+    words = "; ".join(count_by_reason(rejected))
     raise DoesNotFit(
-        f"encoders fit beside the LLM at {setting.layout} in none of {considered} layouts"
-        + (f"; the last: {reasons[-1]}" if reasons else ""),
-        "use recompute: full, more GPUs, a layout with more tp or pp, or another system",
+        f"encoders fit beside the LLM at {setting.layout} in none of {considered} layouts: {words}",
+        _hint(rejected),
     )
+
+
+def count_by_reason(rejected: Sequence[Rejected]) -> list[str]:
+    """`3 memory (e.g. vision dp96 pp4 tp8, 88.4 of 80 GB)`: how often each sort of reason was met."""
+    by_sort: dict[str, list[str]] = {}
+    for each in rejected:
+        sort, _, rest = each.reason.partition(":")
+        by_sort.setdefault(sort, []).append(f"{each.words}, {rest.strip()}")
+    return [f"{len(found)} {sort} (e.g. {found[-1]})" for sort, found in sorted(by_sort.items())]
+
+
+def _hint(rejected: Sequence[Rejected]) -> str:
+    sorts = {each.reason.partition(":")[0] for each in rejected}
+    hints = {
+        "memory": "recompute: full, more GPUs, or more tp or pp",
+        "microbatches": "more sequences per step, or smaller microbatches",
+        "divisibility": "pp and tp that divide the encoders' layers and heads",
+        "stated": "an encoder layout that divides the LLM's",
+    }
+    return f"use {one_of(hint for sort, hint in hints.items() if sort in sorts)}, or another system"
 
 
 def _schedule(
@@ -115,5 +134,6 @@ def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple
             continue
         peak = max(held.peak for held in filled.plan.memory) / 1e9
         reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.0f} GB"
-        rejected.append(Rejected(layout=choice.filling.layout, reason=reason, module="encoders"))
+        names = "+".join(encoder.name for encoder in choice.filling.setting.job.model.encoders)
+        rejected.append(Rejected(layout=choice.filling.layout, reason=reason, module=names))
     return found

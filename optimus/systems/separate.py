@@ -44,7 +44,8 @@ class SeparateGpus:
 
     def _build(self, *, kernels: bool) -> Schedule:
         setting, plan, device = self.setting, self.llm.plan, self.stages
-        builder = Builder(setting.chunks.modules, self.stages + 1)
+        names = [*(f"stage {stage}" for stage in range(self.stages)), "encoders"]
+        builder = Builder(setting.chunks.modules, self.stages + 1, names)
         blocks = add_pipeline(builder, plan, setting.chunks, kernels=kernels)
         send, order = self._send(), self._order
         reduces = list(blocks.reduces)

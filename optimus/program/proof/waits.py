@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus.program.lines import Asked, Lines, Where, backward_verb
 from optimus.program.op import NUM_LANES, Communicator, Floats, Ints, Kind, Lane
-from optimus.program.phases import Phases
 from optimus.program.plan import OPS, SENDS, WHOLE_STAGE, Verb
+from optimus.program.proof.lines import Asked, Lines, Where, backward_verb
+from optimus.program.proof.phases import Phases
 from optimus.program.ranks import LLM
 
 COMPUTE_KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from optimus.program.lines import Lines, backward_verb
 from optimus.program.op import Ints
 from optimus.program.plan import Verb
+from optimus.program.proof.lines import Lines, backward_verb
+from optimus.program.proof.waits import Derivation, Waits
 from optimus.program.ranks import LLM
-from optimus.program.waits import Derivation, Waits
 
 Found = Iterator[tuple[str, str]]  # where, problem
 _SEAM = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)

@@ -7,9 +7,9 @@ from math import isfinite
 
 import numpy as np
 
-from optimus.program.lines import Asked, Block, Lines, backward_verb
 from optimus.program.op import Ints, Kind
 from optimus.program.plan import Plan, Verb
+from optimus.program.proof.lines import Asked, Block, Lines, backward_verb
 from optimus.program.ranks import LLM
 
 Found = Iterator[tuple[str, str]]  # where, problem

@@ -11,8 +11,8 @@ import numpy as np
 
 from optimus.program.op import Ints, Kind, Lane
 from optimus.program.plan import RECVS, Verb
-from optimus.program.replay import followers
-from optimus.program.waits import Waits, chained
+from optimus.program.proof.replay import followers
+from optimus.program.proof.waits import Waits, chained
 
 
 @dataclass(frozen=True, kw_only=True)

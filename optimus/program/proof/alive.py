@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus.program.lines import Lines
 from optimus.program.op import Ints
 from optimus.program.plan import Verb
+from optimus.program.proof.lines import Lines
+from optimus.program.proof.waits import Derivation
 from optimus.program.ranks import LLM
-from optimus.program.waits import Derivation
 
 ACTIVATIONS = ("llm_activations", "encoder_activations", "seam")
 

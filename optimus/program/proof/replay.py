@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from optimus.program.op import Floats, Ints
-from optimus.program.waits import COMPUTE_KINDS, Waits
+from optimus.program.proof.waits import COMPUTE_KINDS, Waits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
