@@ -127,14 +127,14 @@ def test_names_and_colours_show_modules_at_a_glance(tmp_path: Path) -> None:
     events = ops_of(read(tmp_path / "step.json.gz"))
     first = [event["name"] for event in events if event["pid"] == 0]
     assert first == [
-        "ncclDevKernel_AllGather_DP GATHER chunk 0 segment 0 mb 0",
-        "GATHER chunk 0 segment 0 mb 0",
-        "vision F chunk 1 segment 0 mb 5",
-        "ncclDevKernel_Collective_TP vision F chunk 1 segment 1 mb 5",
-        "ncclDevKernel_SendRecv_EP vision F chunk 1 segment 2 mb 5",
-        "vision B chunk 1 segment 3 mb 5",
-        "ncclDevKernel_SendRecv_PP SEND chunk 0 segment 0 mb 0",
-        "ncclDevKernel_ReduceScatter_DP REDUCE chunk 0 segment 0 mb 0",
+        "ncclDevKernel_AllGather_DP GATHER segment 0 chunk 0 mb 0",
+        "GATHER segment 0 chunk 0 mb 0",
+        "vision F segment 0 chunk 1 mb 5",
+        "ncclDevKernel_Collective_TP vision F segment 1 chunk 1 mb 5",
+        "ncclDevKernel_SendRecv_EP vision F segment 2 chunk 1 mb 5",
+        "vision B segment 3 chunk 1 mb 5",
+        "ncclDevKernel_SendRecv_PP SEND segment 0 chunk 0 mb 0",
+        "ncclDevKernel_ReduceScatter_DP REDUCE segment 0 chunk 0 mb 0",
         "optimizer",
     ]
     compute = [event for event in events if event["tid"] == STREAM[Lane.COMPUTE]]

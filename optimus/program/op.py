@@ -72,6 +72,7 @@ class Op:
     bytes: int
     deps: tuple[int, ...]
     duration_s: float
+    label: str = ""  # `layer 3 qkv`, where it is known
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +103,8 @@ class Schedule:
     # Ops of one meeting (a collective seen by several devices) start together; None, or -1: none.
     meeting: Ints | None = None
     device_names: tuple[str, ...] = ()  # where they are not simply the stages of a pipeline
+    labels: tuple[str, ...] = ()
+    label: Ints | None = None  # place in `labels`, -1: none
 
     def device_name(self, device: int) -> str:
         """As tables and pictures call a device."""
@@ -127,6 +130,7 @@ class Schedule:
             bytes=int(self.bytes[index]),
             deps=tuple(int(d) for d in self.deps_of(index)),
             duration_s=float(self.duration_s[index]),
+            label="" if self.label is None or self.label[index] < 0 else self.labels[self.label[index]],
         )
 
     def __iter__(self) -> Iterator[Op]:

@@ -175,17 +175,24 @@ def _event(pid: int, op: Op, begin_ns: int, end_ns: int) -> Event:
 
 
 def _name(op: Op) -> str:
-    """`vision F chunk 3 segment 17 mb 12`; traffic begins with the name of an NCCL kernel."""
+    """`vision F layer 3 qkv chunk 0 mb 12`; traffic begins with the name of an NCCL kernel."""
     if op.kind == Kind.FINISH:
         return "optimizer"
     whose = "" if op.module == "all" else f"{op.module} "
-    name = f"{whose}{op.kind.name} chunk {op.chunk} segment {op.segment} mb {op.microbatch}"
+    what = op.label or f"segment {op.segment}"
+    name = f"{whose}{op.kind.name} {what} chunk {op.chunk} mb {op.microbatch}"
     if op.lane in (Lane.COMPUTE, Lane.HOST):
         return name
     # NCCL plays an all-to-all as sends and receives.
-    function = "SendRecv" if op.communicator == Communicator.EP else NCCL.get(op.kind, ANY_COLLECTIVE)
+    function = "SendRecv" if op.communicator == Communicator.EP else NCCL.get(op.kind, _collective(op.label))
     group = Communicator(op.communicator).name
     return f"ncclDevKernel_{function}_{group} {name}"
+
+
+def _collective(label: str) -> str:
+    """The function of a collective inside a layer, as far as its name tells."""
+    known = {"gather": "AllGather", "scatter": "ReduceScatter"}
+    return next((function for word, function in known.items() if word in label), ANY_COLLECTIVE)
 
 
 def _colour(op: Op) -> str:

@@ -39,6 +39,8 @@ def couple(plan: Plan, programs: Sequence[Program], header: Header | None = None
         dep_offset=dep_offset,
         deps=deps,
         meeting=graph.meetings(),
+        labels=lines.header.labels,
+        label=np.where(lines.phase >= 0, lines.header.label[lines.phase], -1),
         device_names=tuple(plan.ranks.class_name(device) for device in range(len(programs))),
     )
 

@@ -46,6 +46,10 @@ class Header:
         self.lane: Ints = np.array([phase.lane for phase in phases], np.int8)
         self.communicator: Ints = np.array([phase.communicator for phase in phases], np.int8)
         self.layer: Ints = np.array([phase.layer for phase in phases], np.int32)
+        labels = [f"layer {phase.layer} {phase.name}" for phase in phases]
+        self.labels = tuple(dict.fromkeys(labels))
+        places = {label: place for place, label in enumerate(self.labels)}
+        self.label: Ints = np.array([places[label] for label in labels], np.int64)
         self.edges = [  # (phase, phase it comes after) of every template
             np.array([(k, a) for k, p in enumerate(t) for a in p.after], np.int64).reshape(-1, 2)
             for t in templates

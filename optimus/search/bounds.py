@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optimus.job.model import Encoder
+from optimus.cost.module import PricedLayer
 from optimus.program.op import Kind, Lane
 from optimus.schedule.build import Builder
-from optimus.schedule.chunk import KINDS
 from optimus.schedule.timeline import evaluate
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.setting import Setting
@@ -43,27 +43,27 @@ class Bounds:
 
 
 def find_bounds(setting: Setting, floor: InlinePipeline, floor_s: float) -> Bounds:
-    """Bounds of every system at this layout."""
-    best = [_best_alone(setting, encoder) for encoder in setting.job.model.encoders]
-    work = _llm_work_s(floor) + sum(_compute_s(spread) for spread, _ in best)
-    path = sum(_path_s(spread) for spread, _ in best) + _llm_path_s(floor)
+    """Bounds of every system at this layout of the LLM."""
+    encoders = setting.job.model.encoders
+    choices = [
+        [
+            spread_over_all(setting, encoder, tp=tp, recompute=recompute)
+            for tp, recompute in encoder_choices(setting, encoder)
+        ]
+        for encoder in encoders
+    ]
     return Bounds(
-        floor_s=floor_s, work_s=work, critical_path_s=path, encoder_s=sum(seconds for _, seconds in best)
+        floor_s=floor_s,
+        work_s=_llm_work_s(floor) + sum(min(map(_work_s, each)) for each in choices),
+        critical_path_s=_llm_path_s(floor) + sum(min(map(_path_s, each)) for each in choices),
+        encoder_s=sum(min(map(_alone_s, each)) for each in choices),
     )
 
 
-def _best_alone(setting: Setting, encoder: Encoder) -> tuple[SpreadEncoder, float]:
-    """The layout in which an encoder alone is fastest on all GPUs, and its seconds."""
-    choices = [
-        spread_over_all(setting, encoder, tp=tp, recompute=recompute)
-        for tp, recompute in encoder_choices(setting, encoder)
-    ]
-    timed = [(spread, _alone_s(spread)) for spread in choices]
-    return min(timed, key=lambda pair: pair[1])
-
-
 def _alone_s(spread: SpreadEncoder) -> float:
-    """All forwards, then all backwards, with gathers and reduces under them."""
+    """All forwards, then all backwards of an encoder on all GPUs, with gathers and reduces under them."""
+    if not spread.pieces:
+        return 0.0
     builder = Builder(spread.setting.chunks.modules, 1)
     after: list[int] = []
     for piece in range(spread.pieces):
@@ -71,38 +71,32 @@ def _alone_s(spread: SpreadEncoder) -> float:
     for piece in range(spread.pieces):
         block, _ = spread.backwards(builder, 0, piece, last=piece == spread.pieces - 1, after=after)
         after = [block]
-    if not spread.pieces:
-        return 0.0
-    return evaluate(builder.build(), slowdown=spread.setting.prices.assumptions.residence_slowdown).step_s
+    slowdown = spread.setting.prices.assumptions.residence_slowdown
+    return evaluate(builder.build(), slowdown=slowdown).step_s
 
 
-def _compute_s(spread: SpreadEncoder) -> float:
-    """Kernels of all pieces, without any communication."""
-    return spread.pieces * sum(
-        kernel.duration_s
-        for layer in spread.layers
-        for kind in (Kind.F, Kind.B)
-        for kernel in layer.kernels[kind]
-        if kernel.lane == Lane.COMPUTE
-    )
+def _work_s(spread: SpreadEncoder) -> float:
+    """An encoder's kernels on the mean GPU, without communication and as if images could be cut."""
+    setting, sequences = spread.setting, spread.setting.microbatch_sequences
+    layers = setting.encoder_layers(spread.encoder, spread.layout, sequences, spread.recompute)
+    microbatches = setting.job.workload.sequences_per_step / sequences
+    return _compute_s(layers) * microbatches / spread.layout.dp
 
 
 def _llm_work_s(floor: InlinePipeline) -> float:
-    """The LLM's kernels on the mean stage, without any communication."""
-    total = sum(
-        kernel.duration_s
-        for layer in floor.layers
-        for kind in (Kind.F, Kind.B)
-        for kernel in layer.kernels[kind]
-        if kernel.lane == Lane.COMPUTE
-    )
-    return total * floor.microbatches / floor.layout.pp
+    """The LLM's kernels on the mean stage, without communication."""
+    return _compute_s(floor.layers) * floor.microbatches / floor.layout.pp
+
+
+def _compute_s(layers: Sequence[PricedLayer]) -> float:
+    """Forward and backward kernels of one microbatch."""
+    kernels = (kernel for layer in layers for kind in (Kind.F, Kind.B) for kernel in layer.kernels[kind])
+    return sum(kernel.duration_s for kernel in kernels if kernel.lane == Lane.COMPUTE)
 
 
 def _llm_path_s(floor: InlinePipeline) -> float:
     """One microbatch through all stages and back; weight gradients may wait."""
     chunks = [floor.setting.chunks.make([layer]).seconds for layer in floor.layers]
-    assert set(KINDS) <= set(chunks[0])
     return sum(seconds[Kind.F] + min(seconds[Kind.I], seconds[Kind.B]) for seconds in chunks)
 
 
