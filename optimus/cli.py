@@ -155,8 +155,8 @@ class Simulate:
         from optimus.program.planfile import load_plan
         from optimus.render.replay import replay_json, replay_text
 
-        for flag in ("on", "system", "layout", "picture"):
-            if getattr(self, flag):
+        for flag in ("on", "system", "layout", "picture", "preset"):
+            if getattr(self, flag) not in (None, (), "default"):
                 problem = "says nothing to a plan file, which is already decided"
                 raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
         plan = load_plan(Path(self.job))
@@ -199,9 +199,13 @@ class Plan:
     def __call__(self) -> int:
         from optimus.cost.assumptions import preset
         from optimus.job.read import find_job
-        from optimus.program.planfile import save_plan
+        from optimus.program.planfile import is_plan_file, save_plan
 
         assumptions = preset(self.preset)
+        if is_plan_file(self.job):
+            raise UserError(
+                field="JOB", value=self.job, problem="is a plan already", hint="check, simulate or diff it"
+            )
         job = find_job(self.job, self.on, self.layout)
         output = self.output or Path(f"{job.name.replace('/', '-')}.plan.json")
         check_writable("--output", output, ".json")
@@ -219,6 +223,9 @@ class Plan:
                 progress=progress,
             )
         lines = plan_text(planned)
+        if not planned.report.ok:
+            print("\n".join(lines), file=sys.stderr)
+            raise AssertionError(f"the plan does not hold: {planned.report.violations[0]}")
         digest = save_plan(planned.plan, output)
         size = output.stat().st_size / 1e6
         lines += ["", f"wrote {output} (format 1, {size:.1f} MB, sha256 {digest[:12]})"]
@@ -231,7 +238,7 @@ class Plan:
             lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
         lines.append(f"next   optimus check {output} | optimus simulate {output} --trace FILE.json.gz")
         show(plan_json(planned, file=output, digest=digest), lines, as_json=self.json)
-        return OK if planned.report.ok else NO
+        return OK
 
 
 @dataclass(frozen=True)
@@ -251,13 +258,14 @@ class Check:
         from optimus.render.checking import check_json, check_text
 
         plan = load_plan(self.plan)
+        report = check_plan(plan)
         if self.job is not None:
             from optimus.job.read import find_job
-            from optimus.program.binding import check_binding
-            from optimus.search.planning import bound_parts
+            from optimus.search.planning import bound_parts, report_mismatches
 
-            check_binding(plan, bound_parts(find_job(self.job, self.on)), file=str(self.plan))
-        report = check_plan(plan)
+            report = report_mismatches(report, plan, bound_parts(find_job(self.job, self.on)))
+        elif self.on is not None:
+            raise UserError(field="--on", problem="needs --job", hint="name the job, or leave --on out")
         show(check_json(plan, report), check_text(plan, report), as_json=self.json)
         return OK if report.ok else NO
 
@@ -306,6 +314,12 @@ def run(arguments: list[str]) -> int:
         return command()
     except DoesNotFit as no:
         print(no, file=sys.stderr)
+        if "--json" in arguments:
+            show(
+                {"schema": "optimus.no/1", "ok": False, "problem": no.problem, "hint": no.hint},
+                [],
+                as_json=True,
+            )
         return NO
     except OptimusError as error:
         print(error, file=sys.stderr)

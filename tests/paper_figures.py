@@ -112,9 +112,10 @@ def best_estimate(systems: Systems) -> Choice:
         if isinstance(layout, Rejected):
             continue
         fillings = [Filling(setting, each, layout, dict(policy), bases) for each in warmups(llm)]
-        first = fillings[0]
-        if first.num_pipelines <= llm.microbatches and first.most_bytes() <= setting.capacity_bytes:
-            choices += [filling.best() for filling in fillings]
+        most = min(filling.most_microbatches(setting.capacity_bytes) for filling in fillings)
+        count = fillings[0].num_pipelines
+        if count <= llm.microbatches <= count * most:
+            choices += [filling.best(most) for filling in fillings]
     return min(choices, key=lambda choice: choice.estimate_s)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -52,15 +51,13 @@ def random_draft(rng: Random, setting: Setting) -> Draft:
 
 
 def bound(plan: Plan, setting: Setting) -> Plan:
-    """The plan with what it was made for."""
-    bound_to, hashes = _binding(setting)
+    """The plan with what it was made for, on GPUs of the memory that it has."""
+    parts: dict[str, Any] = {
+        part: asdict(getattr(setting.job, part)) for part in ("model", "cluster", "workload")
+    }
+    parts["cluster"]["gpu"]["memory_bytes"] = plan.capacity_bytes
+    bound_to, hashes = bind({**parts, "profile": asdict(setting.prices.profile)})
     return replace(plan, bound_to=bound_to, hashes=hashes)
-
-
-@lru_cache(maxsize=1)
-def _binding(setting: Setting) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    parts = {part: asdict(getattr(setting.job, part)) for part in ("model", "cluster", "workload")}
-    return bind({**parts, "profile": asdict(setting.prices.profile)})
 
 
 def random_llm(rng: Random, setting: Setting, *, splits: bool = True) -> InlinePipeline:
@@ -149,7 +146,7 @@ def _with_random_costs(rng: Random, plan: Plan) -> Plan:
         )
 
     def bucket(found: Bucket) -> Bucket:
-        return replace(found, gather_s=seconds(), reduce_s=seconds(), gates=rng.random() < 0.8)
+        return replace(found, gather_s=seconds(), reduce_s=seconds())
 
     def chunk(found: PlannedChunk) -> PlannedChunk:
         return replace(found, send_s=seconds())

@@ -120,6 +120,19 @@ def test_communication_runs_under_compute_and_never_in_a_tp_bubble() -> None:
     assert found == ((0.0, 4.0, 5.0, 6.0), 7.0)
 
 
+def test_collectives_share_the_links_one_after_another() -> None:
+    side = a_side((0, 1, True), (20, 21, True))
+    kernels: list[Kernel] = [(LAUNCH, 5.0), (LAUNCH, 1.0), (WAIT, 0.0), (WAIT, 0.0)]
+    assert pack(side, kernels, 0.0) == ((1.0, 6.0, 7.0, 7.0), 7.0)
+
+
+def test_communication_takes_the_first_place_it_finds() -> None:
+    """A bubble of the pipeline that begins later, too: waiting longer never brings it forward."""
+    side = a_side((0, 1, True), (2, 10, False), (12, 13, True), (20, 21, True))
+    assert side.carry(1.5, 0.5) == 2.0 == side.carry(1.5, 2.0)
+    assert side.carry(9.0, 0.5) is None
+
+
 def a_pipeline(free: float = 4.0, *, room: int = 20, stages: int = 1) -> Pipeline:
     side = a_side(*((free + 4 + 5 * n, free + 7 + 5 * n, False) for n in range(room)), free=free)
     return Pipeline(sides=[side] * stages, kernels=[[(COMPUTE, 3.0)]] * stages, seconds=[3.0] * stages)
@@ -145,6 +158,13 @@ def test_fine_stops_at_the_first_failure() -> None:
     assert filled.moved == (1,) and filled.delay_s == 3.0
     full = fill([a_pipeline(free=3.0, room=1)], Interchangeable([100.0] * 3), (3,))
     assert full.moved == (1,) and full.delay_s == 3.0
+
+
+def test_what_is_late_delays_but_does_not_end_the_search() -> None:
+    """Moved microbatches end at 10 and 15; with both moved the first is 2 late, which is less than 6."""
+    filled = fill([a_pipeline(free=3.0)], Interchangeable([1.0, 10.0, 15.0]), (3,))
+    assert filled.coarse_delay_s == 6.0
+    assert filled.moved == (2,) and filled.delay_s == 2.0
 
 
 def test_a_pipeline_s_stages_follow_one_another() -> None:

@@ -233,9 +233,11 @@ def test_check_refuses_a_plan_of_another_job(tmp_path: Path, capsys: pytest.Capt
     assert run(["plan", SMALL, "--system", "stage0", "-o", str(path)]) == OK
     assert run(["check", str(path), "--job", SMALL]) == OK
     capsys.readouterr()
-    assert run(["check", str(path), "--job", SMALL, "--on", "a100:16"]) == USER_ERROR
-    said = capsys.readouterr().err
-    assert "gpus" in said and "8" in said and "16" in said and "hint:" in said
+    assert run(["check", str(path), "--job", SMALL, "--on", "a100:16"]) == NO
+    said = capsys.readouterr().out
+    assert "NO  binding" in said and "cluster.gpus: the plan was made for 8, the job has 16" in said
+    assert run(["check", str(path), "--on", "a100:16"]) == USER_ERROR
+    assert "needs --job" in capsys.readouterr().err
 
 
 def test_a_changed_plan_does_not_pass(
@@ -258,8 +260,28 @@ def test_a_changed_plan_does_not_pass(
 def test_an_impossible_job_says_what_would_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "qwen2.5-vl-72b", "--on", "h100:16"]) == NO
     assert "it fits with 32 GPUs" in capsys.readouterr().err
+    assert run(["plan", "qwen2.5-vl-72b", "--on", "h100:16", "--json"]) == NO
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False and found["problem"] and "32 GPUs" in found["hint"]
     assert run(["plan", "qwen2.5-vl-72b", "--on", "h100:64", "--layout", "llm=pp1,tp1"]) == NO
     assert "it fits with --layout llm=pp" in capsys.readouterr().err
+
+
+def test_a_model_without_encoders_has_nothing_to_place() -> None:
+    job = find_job(SMALL)
+    alone = replace(
+        job,
+        model=replace(job.model, encoders=()),
+        workload=replace(job.workload, sequences=job.workload.sequences),
+    )
+    with pytest.raises(DoesNotFit, match="has no encoder to place"):
+        make_plan(alone)
+
+
+def test_a_stated_encoder_layout_asks_for_an_llm_that_it_divides(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", SMALL, "--layout", "vision=pp2"]) == NO
+    said = capsys.readouterr().err
+    assert "--layout llm=pp2" in said and "none of 3 layouts" in said
 
 
 def test_recomputation_is_proposed_where_it_is_enough() -> None:
@@ -288,3 +310,7 @@ def test_wrong_names_are_answered_before_any_work(capsys: pytest.CaptureFixture[
     assert run(["check", "missing.plan.json"]) == USER_ERROR
     assert "hint:" in capsys.readouterr().err
     assert run(["simulate", "missing.plan.json", "--on", "h100:8"]) == USER_ERROR
+    assert run(["simulate", "missing.plan.json", "--preset", "paper"]) == USER_ERROR
+    assert "--preset says nothing to a plan file" in capsys.readouterr().err
+    assert run(["plan", "missing.plan.json"]) == USER_ERROR
+    assert "is a plan already" in capsys.readouterr().err

@@ -58,6 +58,8 @@ def tiny_header(rng: Random, *, few: bool) -> Plan:
         more = {} if name == LLM else _encoder(rng, ranks, name, microbatches, few=few)
         layers = 1 if few else rng.randint(1, 2)
         modules[name] = _module(rng, name, layout, kinds, templates, layers=layers, few=few, **more)
+    if len(modules) > 1:
+        modules[LLM] = _with_seam(modules[LLM], ranks, templates)
     return Plan(
         name="tiny",
         tool="tests",
@@ -77,6 +79,34 @@ def tiny_header(rng: Random, *, few: bool) -> Plan:
         hashes=HASHES,
         finish_s=tuple(float(rng.randint(0, 2)) for _ in range(llm.pp)),
     )
+
+
+def _with_seam(llm: PlannedModule, ranks: Ranks, templates: dict[str, Template]) -> PlannedModule:
+    """The first forward gathers what reached other TP and CP ranks."""
+    groups = [Communicator.TP] * (ranks.positions > 1) + [Communicator.CP] * (ranks.llm.cp > 1)
+    if not groups:
+        return llm
+    first: list[Phase] = []
+    for group in groups:
+        after = (len(first) - 1,) if first else ()
+        first.append(
+            Phase(
+                name="seam",
+                kind=Kind.LAUNCH,
+                layer=0,
+                duration_s=0.25,
+                lane=Lane.TP,
+                communicator=group,
+                after=after,
+            )
+        )
+        first.append(Phase(name="seam", kind=Kind.WAIT, layer=0, after=(len(first) - 1,)))
+    shift = len(first)
+    rest = templates[llm.chunks[0].templates[Kind.F]]
+    moved = [replace(p, after=tuple(a + shift for a in p.after) if p.after else (shift - 1,)) for p in rest]
+    templates["llm-F-first"] = (*first, *moved)
+    chunk = replace(llm.chunks[0], templates={**llm.chunks[0].templates, Kind.F: "llm-F-first"})
+    return replace(llm, chunks=(chunk, *llm.chunks[1:]))
 
 
 def _divisor(rng: Random, number: int) -> int:
@@ -168,10 +198,10 @@ def _buckets(rng: Random, layout: Layout, layers: int, *, few: bool) -> tuple[Bu
             reduce_s=rng.choice((0.0, 1.0)),
             reduce_bytes=2,
             lane=lane,
-            gates=rng.random() < 0.8,
+            gates=chunk != WHOLE_STAGE or rng.random() < 0.8,
         )
 
-    if few and rng.random() < 0.6:
+    if few and layout.replica_ranks == 1 and rng.random() < 0.6:
         return ()
     found = [bucket(chunk, layer, layer + 1) for chunk in range(layout.chunks) for layer in range(layers)]
     if not few and rng.random() < 0.2:
@@ -191,6 +221,7 @@ def large_header(rng: Random, *, microbatches: int, layers: int) -> Plan:
         name: _module(rng, name, layout, kinds, templates, layers=layers, **({} if name == LLM else seam))
         for name, layout in layouts.items()
     }
+    modules[LLM] = _with_seam(modules[LLM], Ranks(layouts=layouts), templates)
     header = replace(
         tiny_header(rng, few=True), microbatches=microbatches, modules=modules, templates=templates
     )

@@ -56,7 +56,7 @@ def llm_head(llm: Llm, tokens: float, layout: Layout, prices: Prices) -> Kernels
         if kind != Kind.W:
             back.compute("head.norm", norm_s)
         result[kind] = tuple(back.kernels)
-    return result
+    return result if llm.train else {**result, Kind.B: result[Kind.I]}
 
 
 def encoder_embedding(encoder: Encoder, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
@@ -92,4 +92,4 @@ def projector(encoder: Encoder, tokens: float, layout: Layout, prices: Prices) -
         if seconds > 0:
             kernels.compute("projector", times * seconds)
         result[kind] = tuple(kernels.kernels)
-    return result
+    return result if encoder.projector.train else {**result, Kind.B: result[Kind.I]}

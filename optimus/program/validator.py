@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from optimus.errors import UserError
 from optimus.program.op import NUM_LANES, Floats
 from optimus.program.plan import REGIONS, Plan, Verb
 from optimus.program.proof.alive import ACTIVATIONS, replay_bytes
+from optimus.program.proof.contents import check_capacity, check_layers, check_parameters, check_seam
 from optimus.program.proof.coverage import check_coverage, check_header
 from optimus.program.proof.deadlock import Circle, check_hosts, check_streams
 from optimus.program.proof.lines import Asked, Lines
@@ -107,15 +108,17 @@ def check_plan(plan: Plan) -> Report:
     report.add("binding", check_binding_hashes(plan))
     if not report.add("coverage", check_header(plan)):
         return _unseen(report, "the header is not sound")
+    if not report.add("coverage", check_layers(plan)):
+        return _unseen(report, "templates and layers do not agree")
     lines, asked = Lines(plan), Asked(plan)
     if not report.add("coverage", check_coverage(lines, asked)):
         return _unseen(report, "coverage does not hold")
     derived = Derivation(lines, asked)
     waits = derived.derive()
-    report.add("data", check_data(derived, waits))
+    report.add("data", chain(check_parameters(plan), check_seam(plan), check_data(derived, waits)))
     report.add("pairs", check_pairs(waits))
     report.add("groups", check_groups(waits))
-    report.add("memory", _memory(derived))
+    report.add("memory", chain(check_capacity(plan), _memory(derived)))
     single = check_streams(waits, one_queue=True)
     streams = check_streams(waits, one_queue=False) if single else None
     circles = [check_hosts(waits), streams, single if plan.single_connection else None]

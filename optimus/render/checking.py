@@ -52,8 +52,10 @@ def check_text(plan: Plan, report: Report) -> list[str]:
         found.append(
             f"replayed {report.step_s:.6f} s, claimed {claimed:.6f} s ({apart(report.step_s, claimed)})"
         )
-    holds = "holds" if report.single_connection_holds else "does not hold (the plan does not ask for it)"
-    found.append(f"one queue for all communication (CUDA_DEVICE_MAX_CONNECTIONS=1): {holds}")
+    if report.rules["coverage"]:
+        holds = "holds" if report.single_connection_holds else "does not hold"
+        holds += "" if plan.single_connection else " (the plan does not ask for it)"
+        found.append(f"one queue for all communication (CUDA_DEVICE_MAX_CONNECTIONS=1): {holds}")
     for violation in report.violations:
         found += wrap(f"  {violation.rule}", f"{violation.where}: {violation.problem}", indent=12)
     for rule, count in report.more.items():

@@ -15,6 +15,7 @@ from optimus.systems.known import TP_OVERLAP, System
 from optimus.systems.paper_search import count_by_reason
 
 SCHEMA = "optimus.plan-result/1"
+WORTH_IT = 1.02  # below this a simpler system is the better answer
 
 
 def plan_json(planned: Planned, *, file: Path | None, digest: str | None) -> dict[str, object]:
@@ -75,7 +76,7 @@ def plan_text(planned: Planned) -> list[str]:
 def _search_words(planned: Planned) -> str:
     found, choice = planned.found, planned.found.choice
     fit = found.considered - len(found.rejected)
-    words = f"{found.considered} encoder layouts: {fit} fit and were scheduled, 1 chosen"
+    words = f"of {found.considered} encoder layouts {fit} fit and were scheduled; the LLM's is not searched"
     words += f"; {planned.search_s:.1f} s with all systems"
     if not choice.all_splits:
         words += "; too many splits of the microbatches: the uniform one and its neighbours were tried"
@@ -97,10 +98,11 @@ def _chosen(planned: Planned) -> list[str]:
     ]
     split, count = choice.split, len(choice.split)
     each = str(split[0]) if len(set(split)) == 1 else "+".join(map(str, split))
+    each += " microbatch" if each == "1" else " microbatches"
     for name, module in plan.encoders.items():
         pipelines = "1 pipeline" if count == 1 else f"{count} pipelines with"
         recompute = f"recompute {module.recompute}"
-        rows.append([name, str(module.layout), pipelines, f"{each} microbatches", "", recompute])
+        rows.append([name, str(module.layout), pipelines, each, "", recompute])
     body = columns(rows[0], rows[1:], left=6)
     return [f"  chosen {line}" if place == 0 else f"         {line}" for place, line in enumerate(body)]
 
@@ -153,40 +155,32 @@ def _measured(planned: Planned, system: System) -> list[str]:
 
 
 def _worth(planned: Planned) -> dict[str, object]:
-    """What leaving stage 0 gives, and what filling adds to the best system without it."""
-    systems, simpler = planned.comparison.systems, planned.simpler
-    reference = "today" if "today" in systems else "stage0"
-    found: dict[str, object] = {
-        "simpler_system": simpler.name,
-        "speedup_over_simpler": planned.speedup.get(simpler.name, 1.0),
+    """What going to the best system without filling gives, and what filling adds to it."""
+    reference, simpler = planned.reference, planned.simpler
+    return {
+        "reference": None if reference is None else reference.name,
+        "speedup": None if reference is None else planned.speedup[reference.name],
+        "simpler_system": None if simpler is None else simpler.name,
+        "speedup_over_simpler": None if simpler is None else planned.speedup[simpler.name],
     }
-    if reference in systems:
-        there = planned.speedup[reference]
-        found |= {
-            "reference": reference,
-            "speedup": there,
-            "from_leaving_stage0": there / planned.speedup.get(simpler.name, 1.0),
-        }
-    return found
 
 
 def _worth_lines(planned: Planned) -> list[str]:
-    worth, simpler = _worth(planned), planned.simpler
-    parts = []
-    if "reference" in worth:
-        speedup, leaving = worth["speedup"], worth["from_leaving_stage0"]
-        assert isinstance(speedup, float) and isinstance(leaving, float)
-        gain = planned.speedup.get(simpler.name, 1.0)
-        parts.append(
-            f"{speedup:.3f} times the speed of {worth['reference']} ({1 - 1 / speedup:.1%} less time): "
-            f"{leaving:.3f} by going to {simpler.name}, {gain:.3f} by filling bubbles"
-        )
-    gain = planned.speedup.get(simpler.name, 1.0)
-    if gain < 1.02:
-        than = "no faster than" if gain <= 1.0 else f"only {gain:.3f} times as fast as"
-        parts.append(f"this plan is {than} {simpler.name}, which is simpler: take that")
-    else:
-        parts.append(f"filling bubbles gives {gain:.3f} times the speed of {simpler.name}")
+    reference, simpler = planned.reference, planned.simpler
+    if simpler is None:
+        return wrap("worth", "nothing that fits was compared; name systems with --system")
+    gain, parts = planned.speedup[simpler.name], []
+    if reference is not None:
+        speedup = planned.speedup[reference.name]
+        words = f"{speedup:.3f} times the speed of {reference.name} ({1 - 1 / speedup:.1%} less time)"
+        if simpler is not reference:
+            words += f": {speedup / gain:.3f} by going to {simpler.name}, {gain:.3f} by this plan"
+        parts.append(words)
+    if gain < WORTH_IT:
+        than = "no faster than" if gain < 1.0005 else f"only {gain:.3f} times as fast as"
+        parts.append(f"it is {than} {simpler.name}, which is simpler: take that")
+    elif simpler is not reference:
+        parts.append(f"{gain:.3f} times the speed of {simpler.name}, the best of the others")
     return wrap("worth", "; ".join(parts))
 
 
@@ -198,7 +192,8 @@ def _hidden_lines(planned: Planned) -> list[str]:
         f"(coarse {choice.hidden_share(coarse=True):.0%}); bubbles left {_bubbles(planned.system)}"
     )
     over = planned.step_s / bounds.bound_s
-    bound = f"{seconds(bounds.bound_s)} s ({bounds.binds} binds); the step is {over:.3f} times that"
+    bound = f"{seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.binds} binds); "
+    bound += f"the step is {over:.3f} times that"
     claim = (
         f"{seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; the algorithm's own "
         f"estimate, without them, is {seconds(plan.claims.estimate_s)} s"

@@ -143,7 +143,8 @@ class Base:
         launches = np.array([phase.kind == Kind.LAUNCH for phase in template])
         starts, ends = self._computes[alone]
         under = np.searchsorted(starts, times, side="right") - 1
-        inside = launches & (under >= 0) & (times < ends[np.maximum(under, 0)])
+        inside = np.flatnonzero(launches & (under >= 0))
+        inside = inside[times[inside] < ends[under[inside]]]
         times[inside] = starts[under[inside]]
         return np.maximum.accumulate(times)
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from optimus.schedule.order import Points
 
 Kernel = tuple[str, float]  # what a phase is ("compute", "launch" or "wait"), and its seconds
 COMPUTE, LAUNCH, WAIT = "compute", "launch", "wait"
+ROUNDING_S = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,10 @@ class Side:
 
     def carry(self, seconds: float, now: float) -> float | None:
         """The first moment at which communication may run: in a bubble that is not TP's, or under compute."""
-        at = bisect_right(self.bubble_ends, now)
-        if at < len(self.bubbles):
-            bubble = self.bubbles[at]
-            if not bubble.tp and bubble.begin_s <= now and now + seconds <= bubble.end_s:
-                return now
         if seconds not in self._carrying:
-            self._carrying[seconds] = _Room.of(self.carriers, seconds)
+            bubbles = [(bubble.begin_s, bubble.end_s) for bubble in self.bubbles if not bubble.tp]
+            self._carrying[seconds] = _Room.of(sorted([*self.carriers, *bubbles]), seconds)
         return self._carrying[seconds].first(seconds, now)
-
-    @cached_property
-    def bubble_ends(self) -> list[float]:
-        return [bubble.end_s for bubble in self.bubbles]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +161,12 @@ def pack(side: Side, kernels: Sequence[Kernel], now: float) -> tuple[tuple[float
     that is long enough, or inside another bubble.
     """
     begins: list[float] = []
-    communicated = now
+    communicated = now  # collectives share the links: one after another
     for what, seconds in kernels:
         if what == WAIT:
             now = max(now, communicated)
         elif what == LAUNCH:
-            begin = side.carry(seconds, now)
+            begin = side.carry(seconds, max(now, communicated))
             if begin is None:
                 return None
             communicated, now = begin + seconds, begin
@@ -237,9 +229,9 @@ def fill(pipelines: Sequence[Pipeline], points: Points, split: Sequence[int]) ->
         others = (before[j].overflow_s for j in numbers if j != critical)
         shorter = max(0.0, left.overflow_s, *others)
         tried = [left if j == critical else before[j] for j in numbers]
-        ends = [[end - shorter for end in tried[j].ends_s] + inside[j] for j in numbers]
-        ends[critical].append(move.end_s)
-        if shorter > delay or points.late_s(ends) > 0.0:
+        moves = [[*inside[j], move.end_s] if j == critical else inside[j] for j in numbers]
+        shorter += max(0.0, points.late_s(_in_llm_time(tried, moves, shorter)))
+        if shorter > delay or points.late_s(_in_llm_time(tried, moves, shorter)) > ROUNDING_S:
             break
         before, delay = tried, shorter
         inside[critical].append(move.end_s)
@@ -250,9 +242,16 @@ def fill(pipelines: Sequence[Pipeline], points: Points, split: Sequence[int]) ->
         moved=tuple(moved),
         delay_s=delay,
         coarse_delay_s=coarse_delay,
-        # In the LLM's time: what stands before it is `delay` further away.
-        ends_s=tuple((*(end - delay for end in before[j].ends_s), *inside[j]) for j in numbers),
+        ends_s=_in_llm_time(before, inside, delay),
     )
+
+
+def _in_llm_time(
+    before: Sequence[Coarse], inside: Sequence[Sequence[float]], delay: float
+) -> tuple[tuple[float, ...], ...]:
+    """Ends by pipeline: what stands before the LLM is `delay` further away, what was moved is where it is."""
+    pairs = zip(before, inside, strict=True)
+    return tuple((*(end - delay for end in coarse.ends_s), *moved) for coarse, moved in pairs)
 
 
 def less(side: Side, kernels: Sequence[Kernel], begins: Sequence[float]) -> Side:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,8 +71,7 @@ class Header:
         ranks, everywhere = self.ranks, range(self.devices)
         shape = len(self.names), self.devices
 
-        def table(value_of: object) -> Ints:
-            assert callable(value_of)
+        def table(value_of: Callable[[str, int], int]) -> Ints:
             found = [[value_of(name, device) for device in everywhere] for name in self.names]
             return np.array(found, np.int64).reshape(shape)
 

@@ -25,9 +25,10 @@ def chunk_phases(
     it, at the latest at the end of the op: what follows finds all of its results.
     """
     numbers = range(len(layers)) if kind == Kind.F else range(len(layers))[::-1]
-    parts = [(first, numbers[0])] if first and layers else []
+    outer = (numbers[0], numbers[-1]) if layers else (0, 0)
+    parts = [(first, outer[0])]
     parts += [(layers[number].kernels[kind], number) for number in numbers]
-    parts += [(last, numbers[-1])] if last and layers else []
+    parts += [(last, outer[1])]
     phases = _Phases()
     for kernels, layer in parts:
         phases.add(kernels, layer)
@@ -35,8 +36,8 @@ def chunk_phases(
 
 
 def passing(kind: Kind) -> Template:
-    """An op of a chunk without layers: it hands on what it gets."""
-    return (Phase(name="pass", kind=kind, layer=0),)
+    """An op of a chunk with nothing to compute: it hands on what it gets, and makes no weight gradient."""
+    return (Phase(name="pass", kind=Kind.F if kind == Kind.F else Kind.I, layer=0),)
 
 
 class _Phases:

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.errors import OptimusError
 from optimus.program.op import NUM_LANES, Floats, Ints, Kind, Lane, Schedule
 from optimus.schedule.compiled import compiled
 
 _COMPUTE, _TP, _DP = int(Lane.COMPUTE), int(Lane.TP), int(Lane.DP)
 
 
-class Deadlock(OptimusError):
-    """A schedule that cannot end: some op waits for one that stands behind it."""
+class Deadlock(RuntimeError):
+    """A schedule that cannot end: some op waits for one that stands behind it. Whoever made it is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

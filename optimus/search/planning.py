@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,9 +12,9 @@ from optimus.cost.measured import Profile
 from optimus.cost.memory import Memory
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
-from optimus.program.binding import bind
+from optimus.program.binding import bind, mismatches
 from optimus.program.plan import Plan
-from optimus.program.validator import Report, check_plan
+from optimus.program.validator import KEPT, Report, Violation, check_plan
 from optimus.search.bounds import Bounds, find_bounds
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.remedies import what_would_fit
@@ -74,10 +74,15 @@ class Planned:
         return [*self.comparison.rejected, *self.found.rejected]
 
     @property
-    def simpler(self) -> System:
-        """The fastest system that fills no bubbles."""
-        fitting = (system for system in self._others if system.fits)
-        return min(fitting, key=_seconds, default=self.system)
+    def simpler(self) -> System | None:
+        """The fastest system that fits and fills no bubbles, of those that were compared."""
+        return min((system for system in self._others if system.fits), key=_seconds, default=None)
+
+    @property
+    def reference(self) -> System | None:
+        """What people run: today's, or everything in stage 0; none if it was not compared or does not fit."""
+        found = self.systems.get("today") or self.systems.get("stage0")
+        return found if found is not None and found.fits else None
 
     @property
     def _others(self) -> list[System]:
@@ -104,6 +109,10 @@ def make_plan(
             value=strategy,
             problem="is not a strategy",
             hint=nearest(strategy, STRATEGIES),
+        )
+    if not job.model.encoders:
+        raise DoesNotFit(
+            f"{job.model.name} has no encoder to place", "optimus simulate says where an LLM's time goes"
         )
     begin = time.monotonic()
     asked = [n for n in (MAKERS if systems is None else systems) if n != "today" or job.today is not None]
@@ -135,6 +144,22 @@ def make_plan(
 def check_planned(plan: Plan | Planned) -> Report:
     """Checks a plan, or what `make_plan` returned, by all nine rules."""
     return check_plan(plan.plan if isinstance(plan, Planned) else plan)
+
+
+def report_mismatches(report: Report, plan: Plan, parts: Mapping[str, Any]) -> Report:
+    """The report with a violation of `binding` for every field in which a plan and a job differ."""
+    found = tuple(
+        Violation(
+            rule="binding",
+            where=f"{each.part}.{each.field}",
+            problem=f"the plan was made for {each.planned}, the job has {each.given}",
+        )
+        for each in mismatches(plan, parts)
+    )
+    holds = report.rules["binding"] and not found
+    return replace(
+        report, rules={**report.rules, "binding": holds}, violations=(*report.violations, *found[:KEPT])
+    )
 
 
 def bound_parts(job: Job, profile: Profile | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from optimus.cost.assumptions import Assumptions, preset
 from optimus.errors import OptimusError, one_of
@@ -55,15 +56,19 @@ def _recomputed(job: Job) -> Job:
 def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
     """Other layouts of the LLM on the same GPUs, in order of their size."""
     stated = job.layout.of("llm").stated()
-    if not stated:
-        return
-    sizes = [
-        (pp, tp) for pp in (1, 2, 4, 8, 16) for tp in (1, 2, 4, 8) if (job.cluster.gpus % (pp * tp)) == 0
-    ]
+    encoders = {name: own for name, own in job.layout.modules.items() if name != "llm"}
+    sizes = product((1, 2, 4, 8, 16), (1, 2, 4, 8))
     for pp, tp in sorted(sizes, key=lambda size: (size[0] * size[1], size[0])):
         choice = LayoutChoice(pp=pp, tp=tp, cp=stated.get("cp"), ep=stated.get("ep"))
-        modules = {"llm": choice}  # an encoder's stated layout may no longer divide it
-        yield f"llm=pp{pp},tp{tp}", replace(job, layout=replace(job.layout, modules=modules))
+        divides = all(_divides(own, choice) for own in encoders.values())
+        if job.cluster.gpus % (pp * tp) == 0 and divides:
+            modules = {**encoders, "llm": choice}
+            yield f"llm=pp{pp},tp{tp}", replace(job, layout=replace(job.layout, modules=modules))
+
+
+def _divides(encoder: LayoutChoice, llm: LayoutChoice) -> bool:
+    """Whether an encoder's stated layout can stand beside this one of the LLM."""
+    return (llm.pp or 1) % (encoder.pp or 1) == 0 and (llm.tp or 1) % (encoder.tp or 1) == 0
 
 
 def _on(job: Job, gpus: int) -> Job:
@@ -86,6 +91,7 @@ def _fits(job: Job, assumptions: Assumptions) -> bool:
             continue
         *_, policy = setting.policies(job.model.encoders)
         filling = Filling(setting, llm, layout, dict(policy))
-        if filling.num_pipelines <= llm.microbatches and filling.most_bytes() <= setting.capacity_bytes:
+        even = -(-llm.microbatches // filling.num_pipelines)
+        if filling.num_pipelines <= llm.microbatches and filling.most_bytes(even) <= setting.capacity_bytes:
             return True
     return False

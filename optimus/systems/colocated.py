@@ -243,7 +243,8 @@ class Colocated:
             layers = choice.stages[stage % choice.layout.pp]
             held.append(states(layers, setting.job.model.precision))
             working += max(layer.working_bytes for layer in layers)
-            groups += [choice.layout.dp, choice.layout.tp if choice.layout.tp != layout.tp else 1]
+            leaves = choice.layout.pp > 1 or stage > 0 or layout.pp > choice.layout.pp  # rows cross the seam
+            groups += [choice.layout.dp, choice.layout.tp, min(choice.layout.pp, 2), 2 if leaves else 1]
         total = {part: sum(getattr(memory, part) for memory in held) for part in PARTS}
         total |= {
             "working": working,

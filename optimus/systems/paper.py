@@ -82,11 +82,6 @@ class Choice:
         """The paper's own latency: the LLM's step and what does not fit."""
         return self.forward.delay_s + self.filling.base.step_s + self.backward.delay_s
 
-    @property
-    def coarse_s(self) -> float:
-        """The same before anything was moved."""
-        return self.forward.coarse_delay_s + self.filling.base.step_s + self.backward.coarse_delay_s
-
     def hidden_share(self, *, coarse: bool = False) -> float:
         """Share of encoder work placed inside the LLM's bubbles: the paper's scheduling efficiency."""
         both = self.forward, self.backward
@@ -233,15 +228,19 @@ class Filling:
 
     # ------------------------------------------------------------------------ the search over splits
 
-    def best(self) -> Choice:
-        """The split with the least latency, even ones first; hopeless ones are left early."""
+    def best(self, most: int) -> Choice:
+        """The split with the least latency that gives no pipeline more than `most` microbatches.
+
+        Even ones come first; hopeless ones are left early.
+        """
         splits, whole = splits_to_try(self.llm.microbatches, self.num_pipelines, self.first_stages)
+        fitting = [split for split in splits if max(split) <= most]
         found: Choice | None = None
-        for split in sorted(splits, key=lambda split: sum(count * count for count in split)):
-            most = None if found is None else found.estimate_s - self.base.step_s
-            if most == 0.0:
+        for split in sorted(fitting, key=lambda split: sum(count * count for count in split)):
+            delay = None if found is None else found.estimate_s - self.base.step_s
+            if delay == 0.0:
                 break
-            filled = self._schedule(split, most)
+            filled = self._schedule(split, delay)
             if filled is not None:
                 found = Choice(
                     filling=self, split=split, forward=filled[0], backward=filled[1], all_splits=whole
@@ -284,19 +283,23 @@ class Filling:
         )
         return max(stages)
 
-    def most_bytes(self) -> float:
-        """What the worst rank holds if all its encoder activations are alive when most of the LLM's are."""
-        each = -(-self.llm.microbatches // self.num_pipelines)
+    def most_bytes(self, microbatches: int) -> float:
+        """At most what the worst rank holds with so many microbatches of the encoders on a pipeline."""
+        modules = [module for name, module in self.header.modules.items() if name != LLM]
+        working = self.llm.sums.stage_bytes(self.llm.cut, self.llm.layout.pp).working  # of the LLM
         found = []
         for stage, memory in enumerate(self.llm.memories):
-            device = self._ranks.class_at(stage, 0, 0)
-            held = sum(self._fixed[device].values()) - self._fixed[device]["working"]
-            encoder_stage = stage % self.layout.pp
-            modules = [module for name, module in self.header.modules.items() if name != LLM]
-            kept = sum(module.chunks[encoder_stage].kept_bytes for module in modules)
+            fixed = self._fixed[self._ranks.class_at(stage, 0, 0)]
+            kept = sum(module.chunks[stage % self.layout.pp].kept_bytes for module in modules)
             seam = sum(module.seam_bytes for module in modules) * self.llm.microbatches if stage == 0 else 0
-            found.append(held + memory.llm_activations + each * kept + seam)
+            llm = memory.llm_activations - float(working[stage])  # which are fixed here
+            found.append(sum(fixed.values()) + llm + microbatches * kept + seam)
         return max(found)
+
+    def most_microbatches(self, capacity_bytes: float) -> int:
+        """As many microbatches of the encoders as fit on one pipeline, of those that there are."""
+        counts = range(self.llm.microbatches, 0, -1)
+        return next((count for count in counts if self.most_bytes(count) <= capacity_bytes), 0)
 
     def fillers(self, choice: Choice) -> tuple[tuple[int, ...], list[list[Placed]]]:
         """The pipeline of every microbatch, and where each class's encoder phases go."""

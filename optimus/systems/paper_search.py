@@ -35,9 +35,8 @@ def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> Found:
     Splits are ranked by the algorithm's own estimate. It leaves out the encoders' parameter traffic, which
     decides between layouts: those are ranked with it, and the best few by replay.
     """
-    rejected: list[Rejected] = []
-    considered = 0
     for llm in llms:
+        considered, rejected = 0, list[Rejected]()
         choices: list[Choice] = []
         variants, bases = list(warmups(llm)), Bases()
         for layout in common_layouts(setting, llm.layout):
@@ -89,17 +88,18 @@ def _schedule(
     names = "+".join(encoder.name for encoder in encoders)
     needs: list[str] = []
     for policy in setting.policies(encoders):
-        filling = Filling(setting, llm, layout, dict(policy))
+        made = [Filling(setting, each, layout, dict(policy), bases) for each in llms]
+        filling = made[0]
         if filling.num_pipelines > llm.microbatches:
             reason = f"microbatches: {llm.microbatches} for {filling.num_pipelines} encoder pipelines"
             return Rejected(layout=layout, reason=reason, module=names)
-        most = filling.most_bytes()
-        if most <= setting.capacity_bytes:
-            made = [Filling(setting, each, layout, dict(policy), bases) for each in llms]
-            return min((each.best() for each in made), key=lambda choice: choice.estimate_s)
-        needs.append(f"{most / 1e9:.1f}")
+        even = -(-llm.microbatches // filling.num_pipelines)
+        most = min(each.most_microbatches(setting.capacity_bytes) for each in made)
+        if most >= even:
+            return min((each.best(most) for each in made), key=lambda choice: choice.estimate_s)
+        needs.append(f"{filling.most_bytes(even) / 1e9:.1f}")
     capacity = setting.capacity_bytes / 1e9
-    reason = f"memory: {needs[-1]} of {capacity:.0f} GB with the most recomputation"
+    reason = f"memory: {needs[-1]} of {capacity:.1f} GB with the most recomputation"
     return Rejected(layout=layout, reason=reason, module=names)
 
 
@@ -133,7 +133,7 @@ def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple
             found.append((filled, choice))
             continue
         peak = max(held.peak for held in filled.plan.memory) / 1e9
-        reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.0f} GB"
+        reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
         names = "+".join(encoder.name for encoder in choice.filling.setting.job.model.encoders)
         rejected.append(Rejected(layout=choice.filling.layout, reason=reason, module=names))
     return found

@@ -289,8 +289,3 @@ class Derivation:
     def _wait_all(self, before: Ints, after: Ints) -> None:
         """In every row, each of `after` waits for each of `before`."""
         self._wait(np.repeat(before, after.shape[1], axis=1).ravel(), np.tile(after, before.shape[1]).ravel())
-
-
-def derive_waits(lines: Lines, asked: Asked) -> Waits:
-    """What waits for what in a plan whose lines are all there."""
-    return Derivation(lines, asked).derive()
