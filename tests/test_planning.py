@@ -165,6 +165,7 @@ def test_a_saved_plan_comes_back_and_plays_the_same(planned: Planned, tmp_path: 
     assert replay_plan(plan).timeline.step_s == pytest.approx(planned.step_s, abs=1e-9)
 
 
+@pytest.mark.ci("plan file")
 def test_two_runs_give_identical_bytes(tmp_path: Path) -> None:
     """In processes of their own, with other hash seeds."""
     texts = []
@@ -257,6 +258,7 @@ def test_a_changed_plan_does_not_pass(
 # ---------------------------------------------------------------- the answer is no
 
 
+@pytest.mark.ci("plan file")
 def test_an_impossible_job_says_what_would_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "qwen2.5-vl-72b", "--on", "h100:16"]) == NO
     assert "it fits with 32 GPUs" in capsys.readouterr().err

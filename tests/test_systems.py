@@ -100,6 +100,7 @@ def test_all_systems_are_made_for_a_paper_job() -> None:
 # ------------------------------------------------------------------------ assumptions
 
 
+@pytest.mark.ci("foundation")
 def test_slower_assumptions_give_slower_steps() -> None:
     job = find_job("paper/A")
     base = preset("default")
@@ -117,6 +118,7 @@ def test_slower_assumptions_give_slower_steps() -> None:
     assert steps["launch"] >= steps["base"]
 
 
+@pytest.mark.ci("foundation")
 def test_paper_preset_exposes_all_parameter_traffic() -> None:
     everything = compared("paper/A", None, "paper").systems["stage0"].bubbles
     first = compared("paper/A", None, "paper-first-chunk").systems["stage0"].bubbles
