@@ -59,14 +59,12 @@ class Draft:
 
     @property
     def order(self) -> Pipeline:
-        """Ops by start; of those that start together, what takes no time first, as data flows."""
+        """Ops by start; of those that start together, what takes no time first, as it was started."""
         stages = self.times.stages
-        rows: list[list[tuple[float, float, int, int, PipelineOp]]] = [[] for _ in range(stages)]
-        for (stage, op), start in self.starts.items():
-            virtual = op.chunk * stages + stage
-            finish = start + self.times.seconds[op.kind][virtual]
-            depth = virtual if op.kind is Kind.F else -virtual
-            rows[stage].append((start, finish, op.kind, depth, op))
+        rows: list[list[tuple[float, float, int, PipelineOp]]] = [[] for _ in range(stages)]
+        for place, ((stage, op), start) in enumerate(self.starts.items()):
+            finish = start + self.times.seconds[op.kind][op.chunk * stages + stage]
+            rows[stage].append((start, finish, place, op))
         return tuple(tuple(row[-1] for row in sorted(ops)) for ops in rows)
 
 
