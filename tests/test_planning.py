@@ -86,7 +86,7 @@ def test_memory_rejects_with_the_figure() -> None:
     setting, _ = decide_setting(find_job("paper/strong-3072"), preset("default"))
     rejected = Systems(setting).paper_found.rejected
     memory = [each for each in rejected if each.reason.startswith("memory")]
-    assert memory and all("of 80 GB" in each.reason for each in memory)
+    assert memory and all("of 80.0 GB" in each.reason for each in memory)
     assert any(each.reason.startswith("microbatches: 16 for") for each in rejected)
 
 
