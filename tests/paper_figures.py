@@ -18,11 +18,12 @@ from optimus.schedule.coupled import couple
 from optimus.schedule.lower import play
 from optimus.search.bounds import Bounds, find_bounds
 from optimus.search.layouts import decide_setting
-from optimus.systems.encoder_layouts import Rejected, common_layouts
+from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.filled import FilledPlan
 from optimus.systems.known import System, Systems
 from optimus.systems.paper import Bases, Choice, Filling
 from optimus.systems.paper_search import ADJUSTED, warmups
+from optimus.systems.rejected import Rejected
 
 SECONDS = "search_s"  # how long a search took: shown, never compared
 Figures = dict[str, Any]

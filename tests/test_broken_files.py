@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_planfile import bytes_changed, token_swapped
 from test_planfile import mutated as mutated_plan
-from test_planfile import token_swapped
 from test_read import _spots as spots
 from tiny_plans import tiny_plan
 
@@ -50,30 +50,20 @@ MOST_S, MOST_MB = 2.0, 500
 
 def mutated_job(text: str, chance: random.Random) -> bytes:
     """One job file with one thing done to it: to bytes, to words, or to a field."""
-    content = bytearray(text.encode())
     way = chance.randrange(5)
-    first = chance.randrange(len(content))
-    end = min(len(content), first + chance.choice([1, 2, 10, 100]))
-    if way == 0:
-        for _ in range(chance.choice([1, 1, 4])):
-            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    elif way == 1:
-        del content[first:end]
-    elif way == 2:
-        content[end:end] = content[first:end]
-    elif way == 3:
+    if way < 3:
+        return bytes_changed(text, chance, longest=100)
+    if way == 3:
         return token_swapped(text, chance).encode()
+    tree = yaml.safe_load(text)
+    block, key = chance.choice(spots(tree))
+    if chance.random() < 0.3:
+        del block[key]
+    elif chance.random() < 0.3 and isinstance(block, dict):
+        block[f"{key}s"] = block.pop(key)
     else:
-        tree = yaml.safe_load(text)
-        block, key = chance.choice(spots(tree))
-        if chance.random() < 0.3:
-            del block[key]
-        elif chance.random() < 0.3 and isinstance(block, dict):
-            block[f"{key}s"] = block.pop(key)
-        else:
-            block[key] = chance.choice(ODD)
-        return yaml.safe_dump(tree).encode()
-    return bytes(content)
+        block[key] = chance.choice(ODD)
+    return yaml.safe_dump(tree).encode()
 
 
 def outcomes_of_jobs(count: int, seed: int, folder: Path) -> Counter[str]:

@@ -165,28 +165,34 @@ VALUES: list[Any] = [
 ]
 
 
-def mutated(text: str, chance: random.Random) -> bytes:
-    """One plan file with one thing done to it."""
+def bytes_changed(text: str, chance: random.Random, longest: int) -> bytes:
+    """Bits flipped, a stretch left out, or a stretch written twice."""
     content = bytearray(text.encode())
     first = chance.randrange(len(content))
-    end = min(len(content), first + chance.choice([1, 2, 10, 100, 1000]))
-    way = chance.randrange(7)
+    end = min(len(content), first + chance.choice([1, 2, 10, 100, longest]))
+    way = chance.randrange(3)
     if way == 0:
         for _ in range(chance.choice([1, 1, 4])):
             content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     elif way == 1:
         del content[first:end]
-    elif way == 2:
+    else:
         content[end:end] = content[first:end]
-    elif way == 3:
+    return bytes(content)
+
+
+def mutated(text: str, chance: random.Random) -> bytes:
+    """One plan file with one thing done to it."""
+    way = chance.randrange(7)
+    if way < 3:
+        return bytes_changed(text, chance, longest=1000)
+    if way == 3:
         return token_swapped(text, chance).encode()
-    elif way == 4:
+    if way == 4:
         numbers = list(re.finditer(r"-?\d+(\.\d+)?(e-?\d+)?", text))
         found = chance.choice(numbers)
         return (text[: found.start()] + chance.choice(NUMBERS) + text[found.end() :]).encode()
-    else:
-        return restructured(text, chance).encode()
-    return bytes(content)
+    return restructured(text, chance).encode()
 
 
 def token_swapped(text: str, chance: random.Random) -> str:

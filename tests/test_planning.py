@@ -25,8 +25,9 @@ from optimus.program.ranks import LLM
 from optimus.search.layouts import decide_setting
 from optimus.search.planning import Planned, bound_parts, make_plan
 from optimus.search.replaying import replay_plan
-from optimus.systems.encoder_layouts import Rejected, common_layouts
+from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.known import Systems
+from optimus.systems.rejected import Rejected
 
 ROOT = Path(__file__).parents[1]
 SMALL = "paper/small-a100"

@@ -12,7 +12,7 @@ from optimus.render.text import apart, columns, gigabytes, seconds, wrap
 from optimus.schedule.bubbles import Bubbles
 from optimus.search.planning import Planned
 from optimus.systems.known import TP_OVERLAP, System
-from optimus.systems.paper_search import count_by_reason
+from optimus.systems.rejected import count_by_reason
 
 SCHEMA = "optimus.plan-result/1"
 WORTH_IT = 1.02  # below this a simpler system is the better answer

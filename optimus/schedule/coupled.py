@@ -71,7 +71,7 @@ class _Graph:
         self._transfers = transfers
         by_key: Ints = np.full(len(lines.ops.number), -1, np.int64)
         moves = np.flatnonzero((lines.verb >= Verb.SEND_F) & (lines.verb <= Verb.RECV_SEAM_B))
-        by_key[self._key_of(moves)] = moves
+        by_key[lines.op_key_of(moves, lines.device[moves])] = moves
         at, verb = transfers.sender, transfers.verb
         self._sent = by_key[self._key(at, verb, transfers.sender_chunk)]
         self._received = by_key[self._key(transfers.receiver, verb + 1, transfers.receiver_chunk)]
@@ -86,16 +86,6 @@ class _Graph:
     def _key(self, device: Ints, verb: Ints, chunk: Ints) -> Ints:
         transfers = self._transfers
         return self._lines.op_key(device, transfers.module, verb, chunk, transfers.microbatch)
-
-    def _key_of(self, rows: Ints) -> Ints:
-        lines = self._lines
-        return lines.op_key(
-            lines.device[rows],
-            lines.module[rows],
-            lines.verb[rows],
-            lines.chunk[rows],
-            lines.microbatch[rows],
-        )
 
     def _buckets(self) -> Iterator[tuple[int, int, int, Bucket]]:
         """Module, stage, number, bucket."""
@@ -286,9 +276,7 @@ class _Graph:
         several = header.group_size[at] > 1
         some, group = some[several], header.group[at][several]
         most = 1 + int(lines.place.max(initial=0))
-        key = lines.op_key(
-            group, lines.module[some], lines.verb[some], lines.chunk[some], lines.microbatch[some]
-        )
+        key = lines.op_key_of(some, group)
         _, number = np.unique(key * most + lines.place[some], return_inverse=True)
         found[some] = number
         found[lines.verb == Verb.FINISH] = 1 + int(found.max(initial=-1))

@@ -93,17 +93,6 @@ class Header:
         for place, members in groups.items():
             self.group[place], self.group_size[place] = min(members), len(members)
 
-    @cached_property
-    def seam_source(self) -> Ints:
-        """By encoder, pipeline and LLM stage 0 class: the class that sends its rows there (-1: none)."""
-        most = 1 + int(self.pipeline.max())
-        found = np.full((len(self.names), most, self.devices), -1, np.int64)
-        for module in range(len(self.names)):
-            last = self.stage[module] == self.pp[module] - 1
-            for device in np.flatnonzero(last) if module != self.llm else []:
-                found[module, self.pipeline[module, device], self.entry[device]] = device
-        return found
-
     def learns(self, module: int, virtual: int) -> bool:
         """Whether this virtual stage or one before it has a backward: then it is sent a gradient."""
         return bool((self.template[module, list(BACKWARDS), : virtual + 1] >= 0).any())

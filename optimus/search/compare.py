@@ -10,9 +10,9 @@ from optimus.cost.measured import Profile
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
 from optimus.search.layouts import decide_setting
-from optimus.systems.encoder_layouts import Rejected
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.known import MAKERS, STRATEGIES, System, Systems
+from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Setting
 
 

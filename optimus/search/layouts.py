@@ -12,7 +12,7 @@ from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.systems.balance import first_fitting
-from optimus.systems.encoder_layouts import Rejected
+from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Setting
 
 MAX_TP = 8  # never across nodes

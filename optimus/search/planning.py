@@ -18,9 +18,9 @@ from optimus.program.validator import KEPT, Report, Violation, check_plan
 from optimus.search.bounds import Bounds, find_bounds
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.remedies import what_would_fit
-from optimus.systems.encoder_layouts import Rejected
 from optimus.systems.known import MAKERS, STRATEGIES, System
 from optimus.systems.paper_search import Found
+from optimus.systems.rejected import Rejected
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

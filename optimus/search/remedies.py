@@ -12,8 +12,9 @@ from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.search.layouts import decide_setting
 from optimus.systems.balance import first_fitting
-from optimus.systems.encoder_layouts import Rejected, common_layouts
+from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.paper import Filling
+from optimus.systems.rejected import Rejected
 
 MOST_TIMES = 64  # as many GPUs are tried
 MOST_HINTS = 3

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.systems.colocated import encoder_layout
+from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Setting
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejected:
-    """A layout that was not taken, and why."""
-
-    layout: Layout
-    reason: str
-    module: str = "llm"
-
-    @property
-    def words(self) -> str:
-        """`vision dp96 pp4 tp8`, or the LLM's alone."""
-        return str(self.layout) if self.module == "llm" else f"{self.module} {self.layout}"
 
 
 def common_layouts(setting: Setting, llm: Layout) -> Iterator[Layout | Rejected]:
     """Layouts for all encoders alike: PP_enc divides PP_llm, TP_enc divides TP_llm, over all GPUs."""
     encoders = setting.job.model.encoders
-    names = "+".join(encoder.name for encoder in encoders)
     for pp in _divisors(llm.pp):
         for tp in _divisors(llm.tp):
             layout = encoder_layout(llm, pp=pp, tp=tp)
             reasons = [why_not(setting, encoder, layout) for encoder in encoders]
             found = next((reason for reason in reasons if reason), None)
-            yield Rejected(layout=layout, reason=found, module=names) if found else layout
+            yield Rejected(layout=layout, reason=found, module=setting.encoder_names) if found else layout
 
 
 def why_not(setting: Setting, encoder: Encoder, layout: Layout) -> str | None:

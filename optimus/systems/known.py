@@ -166,11 +166,10 @@ class Systems:
 
     def _of_plan(self, name: str, found: Found) -> System:
         filling = found.choice.filling
-        encoders = "+".join(encoder.name for encoder in self.setting.job.model.encoders)
         again = _recompute((*filling.recompute.items(), *filling.llm.policy))
         how = (
-            f"{encoders} {filling.layout}; {_describe_split(found.choice.split)}; llm {filling.llm.layout}; "
-            f"{filling.llm.order_name}; microbatch {filling.llm.sequences:.3g}; {again}"
+            f"{self.setting.encoder_names} {filling.layout}; {_describe_split(found.choice.split)}; "
+            f"llm {filling.llm.layout}; {filling.llm.order_name}; microbatch {filling.llm.sequences:.3g}; {again}"
         )
         return replace(self._played(name, how, found.filled), found=found)
 

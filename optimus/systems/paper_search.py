@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from optimus.errors import DoesNotFit, one_of
 from optimus.job.layout import Layout
 from optimus.schedule.pipelines import interleaved, least_warmup
-from optimus.systems.encoder_layouts import Rejected, common_layouts
+from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.filled import FilledPlan
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.paper import Bases, Choice, Filling
+from optimus.systems.rejected import Rejected, count_by_reason
 from optimus.systems.setting import Setting
 
 MOST_REPLAYED = 4  # layouts whose programs are made and replayed,
@@ -19,7 +20,7 @@ CLOSE = 1.05  # if their estimates are this close to the best
 ADJUSTED = "interleaved, adjusted warm-up"
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
     """The best plan of the paper's algorithm, and what was passed over."""
 
@@ -60,15 +61,6 @@ def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> Found:
     )
 
 
-def count_by_reason(rejected: Sequence[Rejected]) -> list[str]:
-    """`3 memory (e.g. vision dp96 pp4 tp8, 88.4 of 80 GB)`: how often each sort of reason was met."""
-    by_sort: dict[str, list[str]] = {}
-    for each in rejected:
-        sort, _, rest = each.reason.partition(":")
-        by_sort.setdefault(sort, []).append(f"{each.words}, {rest.strip()}")
-    return [f"{len(found)} {sort} (e.g. {found[-1]})" for sort, found in sorted(by_sort.items())]
-
-
 def _hint(rejected: Sequence[Rejected]) -> str:
     sorts = {each.reason.partition(":")[0] for each in rejected}
     hints = {
@@ -85,14 +77,13 @@ def _schedule(
 ) -> Choice | Rejected:
     """The best split in one layout, with the least recomputation that fits and the best of the warm-ups."""
     encoders, llm = setting.job.model.encoders, llms[0]
-    names = "+".join(encoder.name for encoder in encoders)
     needs: list[str] = []
     for policy in setting.policies(encoders):
         made = [Filling(setting, each, layout, dict(policy), bases) for each in llms]
         filling = made[0]
         if filling.num_pipelines > llm.microbatches:
             reason = f"microbatches: {llm.microbatches} for {filling.num_pipelines} encoder pipelines"
-            return Rejected(layout=layout, reason=reason, module=names)
+            return Rejected(layout=layout, reason=reason, module=setting.encoder_names)
         even = -(-llm.microbatches // filling.num_pipelines)
         most = min(each.most_microbatches(setting.capacity_bytes) for each in made)
         if most >= even:
@@ -100,7 +91,7 @@ def _schedule(
         needs.append(f"{filling.most_bytes(even) / 1e9:.1f}")
     capacity = setting.capacity_bytes / 1e9
     reason = f"memory: {needs[-1]} of {capacity:.1f} GB with the most recomputation"
-    return Rejected(layout=layout, reason=reason, module=names)
+    return Rejected(layout=layout, reason=reason, module=setting.encoder_names)
 
 
 def warmups(llm: InlinePipeline) -> Iterator[InlinePipeline]:
@@ -134,6 +125,6 @@ def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple
             continue
         peak = max(held.peak for held in filled.plan.memory) / 1e9
         reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
-        names = "+".join(encoder.name for encoder in choice.filling.setting.job.model.encoders)
+        names = choice.filling.setting.encoder_names
         rejected.append(Rejected(layout=choice.filling.layout, reason=reason, module=names))
     return found

@@ -60,6 +60,11 @@ class Setting:
         return self._sums[id(layers)][1]
 
     @property
+    def encoder_names(self) -> str:
+        """All encoders in one word: `vision+audio`."""
+        return "+".join(encoder.name for encoder in self.job.model.encoders)
+
+    @property
     def capacity_bytes(self) -> float:
         return self.job.cluster.gpu.memory_bytes
 

@@ -64,9 +64,6 @@ class Asked:
             wanted.append(here or bool(wanted and wanted[-1]))
         return wanted
 
-    def wants_gradient(self, name: str, virtual: int) -> bool:
-        return self._wanted[name][virtual]
-
     def microbatches(self, name: str, device: int) -> Ints:
         """Microbatches of a module that a device class computes."""
         return self._by_pipeline[name][self.ranks.pipeline_of(name, device)]
