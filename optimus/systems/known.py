@@ -169,7 +169,8 @@ class Systems:
         again = _recompute((*filling.recompute.items(), *filling.llm.policy))
         how = (
             f"{self.setting.encoder_names} {filling.layout}; {_describe_split(found.choice.split)}; "
-            f"llm {filling.llm.layout}; {filling.llm.order_name}; microbatch {filling.llm.sequences:.3g}; {again}"
+            f"llm {filling.llm.layout}; {filling.llm.order_name}; "
+            f"microbatch {filling.llm.sequences:.3g}; {again}"
         )
         return replace(self._played(name, how, found.filled), found=found)
 

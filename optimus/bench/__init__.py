@@ -1,0 +1,1 @@
+"""Side by side with the bare engine: real, paced."""

@@ -1,0 +1,131 @@
+"""A linear map whose weight gradient can be computed later, and the kernels it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optimus.models.segment import Deferred
+
+
+def _input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    return gradient @ weight
+
+
+def _add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
+    """Adds `gradient` transposed times `inputs` to the weight's gradient."""
+    if weight.grad is None:
+        weight.grad = gradient.T @ inputs
+    else:
+        weight.grad.addmm_(gradient.T, inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearKernels:
+    """The three products of a linear map over rows; replace them by faster ones where there are some."""
+
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear
+    input_gradient: Callable[[Tensor, Tensor], Tensor] = _input_gradient
+    add_weight_gradient: Callable[[Tensor, Tensor, Tensor], None] = _add_weight_gradient
+
+
+TORCH = LinearKernels()
+
+
+class _DeferringLinear(torch.autograd.Function):
+    """Rows times weight; the backward gives the input's gradient and leaves the rest in `deferred`."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deferred: Deferred,
+        kernels: LinearKernels,
+    ) -> Tensor:
+        context.save_for_backward(rows, weight, bias)
+        context.deferred, context.kernels = deferred, kernels
+        return kernels.forward(rows, weight, bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        rows, weight, bias = context.saved_tensors
+        kernels: LinearKernels = context.kernels
+        if weight.requires_grad:
+            context.deferred.append(partial(kernels.add_weight_gradient, weight, gradient, rows))
+        if bias is not None and bias.requires_grad:
+            context.deferred.append(partial(_add_bias_gradient, bias, gradient))
+        found = kernels.input_gradient(gradient, weight) if context.needs_input_grad[0] else None
+        return found, None, None, None, None
+
+
+def _add_bias_gradient(bias: Tensor, gradient: Tensor) -> None:
+    found = gradient.sum(0)
+    bias.grad = found if bias.grad is None else bias.grad.add_(found)
+
+
+def linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    deferred: Deferred | None = None,
+    kernels: LinearKernels = TORCH,
+) -> Tensor:
+    """Rows (n, in) to rows (n, out); with `deferred` its weight gradient waits there after the backward."""
+    if deferred is None:
+        return kernels.forward(rows, weight, bias)
+    found: Tensor = _DeferringLinear.apply(rows, weight, bias, deferred, kernels)
+    return found
+
+
+class _DeferringEmbedding(torch.autograd.Function):
+    """Rows of a table; the backward leaves the table's gradient in `deferred`."""
+
+    @staticmethod
+    def forward(context: Any, ids: Tensor, table: Tensor, deferred: Deferred) -> Tensor:
+        context.save_for_backward(ids, table)
+        context.deferred = deferred
+        return functional.embedding(ids, table)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ids, table = context.saved_tensors
+        context.deferred.append(partial(_add_table_gradient, table, gradient, ids))
+        return None, None, None
+
+
+def _add_table_gradient(table: Tensor, gradient: Tensor, ids: Tensor) -> None:
+    if table.grad is None:
+        table.grad = torch.zeros_like(table)
+    table.grad.index_add_(0, ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
+
+
+def embedding(ids: Tensor, table: Tensor, *, deferred: Deferred | None = None) -> Tensor:
+    """Rows of `table`; with `deferred` its gradient waits there after the backward."""
+    if deferred is None:
+        return functional.embedding(ids, table)
+    found: Tensor = _DeferringEmbedding.apply(ids, table, deferred)
+    return found
+
+
+class Linear(nn.Module):
+    """Parameters of a linear map, used through `linear`."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, **where: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
+        self.bias = nn.Parameter(torch.zeros(outputs, **where)) if bias else None
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(
+        self, rows: Tensor, deferred: Deferred | None = None, kernels: LinearKernels = TORCH
+    ) -> Tensor:
+        return linear(rows, self.weight, self.bias, deferred=deferred, kernels=kernels)

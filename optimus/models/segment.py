@@ -1,0 +1,133 @@
+"""The smallest schedulable piece of a module: a pure function with its forward, input and weight gradient.
+
+A segment maps a *state*, a tuple of tensors, to the next state. By default its gradients come from autograd
+on a detached boundary: nothing reaches into the segments beside it, so any other work may run between them.
+Weight gradients that can wait are put into a list, the *deferred* work of one segment and microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+State = tuple[Tensor, ...]
+Gradients = tuple[Tensor | None, ...]
+Deferred = list[Callable[[], None]]  # weight gradients to compute later; each adds to its parameter
+
+
+class Saved:
+    """What one segment keeps of one microbatch, from its forward to its backward."""
+
+    __slots__ = ("inputs", "outputs", "deferred")  # noqa: RUF023  in the order in which they come
+
+    def __init__(self, inputs: State, outputs: State, deferred: Deferred) -> None:
+        self.inputs, self.outputs, self.deferred = inputs, outputs, deferred
+
+
+class Segment(nn.Module):
+    """Subclasses give `forward`, a function of parameters, state and context without other effects.
+
+    `kernels` are those of the cost model that a segment stands for. A segment whose weight gradients all go
+    through `deferred` says `defers = True`; for others the weight half of a backward asks autograd again.
+    """
+
+    kernels: tuple[str, ...] = ()
+    defers = False
+
+    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        """The next state; with `deferred`, linears add their weight gradients to it in the backward."""
+        raise NotImplementedError
+
+    @cached_property
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that get gradients. Freezing is decided before the first step."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def run(self, state: State, needs: tuple[bool, ...], context: Any) -> tuple[State, Saved | None]:
+        """The next state, and what its backward will need: nothing if no gradient is asked for.
+
+        `needs` says which tensors of the state want a gradient.
+        """
+        if not self.trained and not any(needs):
+            with torch.no_grad():
+                return self.forward(state, context), None
+        inputs = tuple(
+            tensor.detach().requires_grad_(need) for tensor, need in zip(state, needs, strict=True)
+        )
+        deferred: Deferred = []
+        with torch.enable_grad():
+            outputs = self.forward(inputs, context, deferred)
+        return outputs, Saved(inputs, outputs, deferred)
+
+    def input_gradient(self, saved: Saved, gradients: Gradients, *, split: bool) -> Gradients:
+        """Gradients of the inputs. Weight gradients are added to their parameters or deferred.
+
+        With `split` as much as possible is deferred.
+        """
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        carried: dict[int, Tensor] = {}
+        inputs = saved.inputs
+        for output, gradient in zip(saved.outputs, gradients, strict=True):
+            if gradient is None or not output.requires_grad:
+                continue
+            if output.is_leaf:  # an input handed on as it is
+                carried[next(at for at, tensor in enumerate(inputs) if tensor is output)] = gradient
+            else:
+                roots.append(output)
+                seeds.append(gradient)
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        later = split and not self.defers and bool(self.trained)
+        trained = [] if later else self.trained
+        found: list[Tensor | None] = [None] * (len(wanted) + len(trained))
+        if roots and found:
+            found = list(
+                torch.autograd.grad(roots, [*wanted, *trained], seeds, retain_graph=later, allow_unused=True)
+            )
+        for parameter, gradient in zip(trained, found[len(wanted) :], strict=True):
+            if gradient is not None:
+                add_gradient(parameter, gradient)
+        if later:
+            saved.deferred.append(lambda: self._weight_gradients(roots, seeds))
+        given = iter(found)
+        return tuple(
+            _sum(next(given), carried.get(at)) if tensor.requires_grad else None
+            for at, tensor in enumerate(inputs)
+        )
+
+    def _weight_gradients(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
+        """The weight half by asking autograd a second time."""
+        found = torch.autograd.grad(roots, self.trained, seeds, allow_unused=True)
+        for parameter, gradient in zip(self.trained, found, strict=True):
+            if gradient is not None:
+                add_gradient(parameter, gradient)
+
+
+class Block(Segment):
+    """Any module as one segment: it maps one or more tensors to one or more tensors."""
+
+    def __init__(self, module: nn.Module, *, takes_context: bool = False) -> None:
+        super().__init__()
+        self.module, self.takes_context = module, takes_context
+
+    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        found = self.module(*state, context) if self.takes_context else self.module(*state)
+        return found if isinstance(found, tuple) else (found,)
+
+
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Adds to a parameter's gradient, in place where there is one."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

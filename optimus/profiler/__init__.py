@@ -1,0 +1,1 @@
+"""Measures segments and links on a machine, for the planner."""
