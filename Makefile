@@ -16,7 +16,7 @@ setup:  ## a virtual environment in .venv with everything to develop and test
 	$(BASE_PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --no-deps megatron-core==0.16.1
-	$(PIP) -e '.[dev,exact]'
+	$(PIP) -e '.[dev,exact,hf]'
 
 check:  ## style, types, floors of the house, dependencies (15 s)
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j 2 types lint format imports dependencies

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from optimus.models.segment import Block, Deferred, Gradients, Saved, Segment, State
@@ -38,11 +39,14 @@ class Chunk(Protocol):
     def layers(self) -> Sequence[nn.Module]:
         """As the plan counts them: an embedding, a projector and a head are layers too."""
 
+    def trained(self, first_layer: int, end_layer: int) -> list[Tensor]:
+        """Parameters of these layers that get gradients."""
+
     def phases(self, kind: Kind, microbatch: int) -> Sequence[Phase]:
         """What an op (F, B, I or W) consists of; asked once for every microbatch, before the first step."""
 
-    def begin(self, microbatch: int, state: State, needs: tuple[bool, ...], context: Any) -> None:
-        """The inputs of a forward; `needs` says which of them want a gradient."""
+    def begin(self, microbatch: int, state: State, needs: tuple[bool, ...] | None, context: Any) -> None:
+        """The inputs of a forward; `needs`: which of them want a gradient, None if no backward comes."""
 
     def output(self, microbatch: int) -> State:
         """What a forward made, detached."""
@@ -59,23 +63,26 @@ class _Frame:
 
     __slots__ = ("context", "deferred", "gradients", "kept", "needs", "saved", "state")
 
-    def __init__(self, state: State, needs: tuple[bool, ...], context: Any, segments: int) -> None:
+    def __init__(self, state: State, needs: tuple[bool, ...] | None, context: Any, segments: int) -> None:
         self.state, self.needs, self.context = state, needs, context
         self.saved: list[Saved | None] = [None] * segments
         self.deferred: list[Deferred] = [[] for _ in range(segments)]
-        self.kept: dict[int, tuple[State, tuple[bool, ...]]] = {}  # inputs of layers to be made again
+        self.kept: dict[int, tuple[State, tuple[bool, ...] | None]] = {}  # inputs of layers to be made again
         self.gradients: Gradients = ()
 
 
 class SegmentedChunk:
     """Layers cut into segments. An opaque chunk is one segment.
 
-    With `recompute` only the inputs of a layer are kept, and its forward runs again before its backward.
+    With `recompute` only the inputs of a layer are kept, and its forward runs again before its backward. A
+    chunk that is `whole` stands for all layers of its stage, however many the plan counts.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Segment]], *, recompute: bool = False) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[Segment]], *, recompute: bool = False, whole: bool = False
+    ) -> None:
         self.layers = nn.ModuleList(nn.ModuleList(layer) for layer in layers)
-        self.recompute = recompute
+        self.recompute, self.whole = recompute, whole
         self._segments = [segment for layer in layers for segment in layer]
         self._layer_of = [number for number, layer in enumerate(layers) for _ in layer]
         self._frames: dict[int, _Frame] = {}
@@ -83,7 +90,7 @@ class SegmentedChunk:
     @classmethod
     def opaque(cls, module: nn.Module, *, takes_context: bool = False) -> SegmentedChunk:
         """Any module as a chunk of one layer and one phase."""
-        return cls([[Block(module, takes_context=takes_context)]])
+        return cls([[Block(module, takes_context=takes_context)]], whole=True)
 
     # ------------------------------------------------------------------------ what an op consists of
 
@@ -106,14 +113,17 @@ class SegmentedChunk:
     def _phase(self, kind: Kind, place: int, play: Callable[[int, int], None], microbatch: int) -> Phase:
         return Phase(
             kind=kind,
-            layer=self._layer_of[place],
+            layer=ANY if self.whole else self._layer_of[place],
             kernels=self._segments[place].kernels,
             run=partial(play, microbatch, place),
         )
 
     # ------------------------------------------------------------------------ data in and out
 
-    def begin(self, microbatch: int, state: State, needs: tuple[bool, ...], context: Any) -> None:
+    def trained(self, first_layer: int, end_layer: int) -> list[Tensor]:
+        return parameters_of(self.layers if self.whole else self.layers[first_layer:end_layer])
+
+    def begin(self, microbatch: int, state: State, needs: tuple[bool, ...] | None, context: Any) -> None:
         self._frames[microbatch] = _Frame(state, needs, context, len(self._segments))
 
     def output(self, microbatch: int) -> State:
@@ -138,27 +148,33 @@ class SegmentedChunk:
 
     def _forward(self, microbatch: int, place: int) -> None:
         frame, segment = self._frames[microbatch], self._segments[place]
+        if frame.needs is None:
+            with torch.no_grad():
+                frame.state = segment.forward(frame.state, frame.context)
+            return
         layer = self._layer_of[place]
         begins = place == 0 or self._layer_of[place - 1] != layer
         if self.recompute and begins and (any(frame.needs) or parameters_of([self.layers[layer]])):
             frame.kept[layer] = frame.state, frame.needs
         frame.state, saved = segment.run(frame.state, frame.needs, frame.context)
-        if saved is not None:
-            frame.needs = tuple(tensor.requires_grad for tensor in frame.state)
-            frame.saved[place] = saved
-            if self.recompute:
-                frame.saved[place] = None
-                frame.state = tuple(tensor.detach() for tensor in frame.state)
+        frame.needs = tuple(saved is not None and tensor.requires_grad for tensor in frame.state)
+        if self.recompute:
+            frame.state = tuple(tensor.detach() for tensor in frame.state)
         else:
-            frame.needs = (False,) * len(frame.state)
+            frame.saved[place] = saved
 
     def _again(self, microbatch: int, place: int) -> None:
         """One segment of a layer's forward, from the layer's kept input."""
         frame, layer = self._frames[microbatch], self._layer_of[place]
-        if layer in frame.kept:
-            frame.state, frame.needs = frame.kept.pop(layer)
+        if layer not in frame.kept:
+            return  # frozen, with nothing trained before it
+        if place == 0 or self._layer_of[place - 1] != layer:
+            frame.state, frame.needs = frame.kept[layer]
+        assert frame.needs is not None
         frame.state, frame.saved[place] = self._segments[place].run(frame.state, frame.needs, frame.context)
         frame.needs = tuple(tensor.requires_grad for tensor in frame.state)
+        if place + 1 == len(self._segments) or self._layer_of[place + 1] != layer:
+            del frame.kept[layer]
 
     def _backward(self, microbatch: int, place: int, *, split: bool) -> None:
         frame, segment = self._frames[microbatch], self._segments[place]
@@ -169,18 +185,23 @@ class SegmentedChunk:
         if split:
             frame.deferred[place] = saved.deferred
         else:
-            for work in saved.deferred:
-                work()
+            _play(saved.deferred)
 
     def _weights(self, microbatch: int, place: int) -> None:
         frame = self._frames.get(microbatch)
         if frame is None:
             return
         deferred, frame.deferred[place] = frame.deferred[place], []
-        for work in deferred:
-            work()
+        _play(deferred)
         if not any(frame.deferred):
             del self._frames[microbatch]
+
+
+def _play(deferred: Deferred) -> None:
+    """Weight gradients: no graph is made of what they are computed from."""
+    with torch.no_grad():
+        for work in deferred:
+            work()
 
 
 def _pass() -> None:

@@ -1,0 +1,76 @@
+"""The ends of an encoder: patches or frames to rows, and the projector to LLM rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optimus.job.model import Encoder
+from optimus.models.dropout import dropout, hashed
+from optimus.models.linear import Linear, embedding, linear
+from optimus.models.norms import Norm
+from optimus.models.numerics import Kernels, Numerics
+from optimus.models.segment import Deferred, Segment, State
+
+
+class Patches(Segment):
+    """(inputs) to (x): a linear map (a convolution over unfolded inputs), then positions."""
+
+    kernels = ("patches",)
+    defers = True
+
+    def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **where: Any) -> None:
+        super().__init__()
+        hidden = encoder.stack.hidden
+        self.compute = compute
+        self.site, self.share = hashed("site", f"{encoder.name}.patches"), numerics.dropout
+        self.weight = nn.Parameter(torch.empty(hidden, encoder.patch_inputs, **where))
+        self.bias = nn.Parameter(torch.empty(hidden, **where))
+        table = torch.empty(encoder.positions, hidden, **where) if encoder.positions else None
+        self.positions = None if table is None else nn.Parameter(table)
+
+    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        (inputs,) = state
+        x = linear(inputs, self.weight, self.bias, deferred=deferred, kernels=self.compute.linear)
+        if self.positions is not None:
+            x = x + embedding(context.positions, self.positions, deferred=deferred)
+        elif context.waves is not None:
+            x = x + context.waves
+        return (dropout(x, context.keys, self.site, self.share),)
+
+
+class Project(Segment):
+    """(x) to (rows of the LLM): the encoder's final norm, then `merge` rows to one, and linear maps."""
+
+    kernels = ("projector",)
+    defers = True
+
+    def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **where: Any) -> None:
+        super().__init__()
+        self.projector, self.compute = encoder.projector, compute
+        stack = encoder.stack
+        self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **where)
+        self.linears = nn.ModuleList(_linears(encoder, **where))
+
+    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        (x,) = state
+        merge = self.projector.merge
+        rows = self.norm(x).unflatten(0, (x.shape[0] // merge, merge))
+        rows = rows.flatten(1) if self.projector.concatenates else rows.mean(1)
+        for number, part in enumerate(self.linears):
+            rows = functional.gelu(rows) if number else rows
+            rows = part(rows, deferred, self.compute.linear)
+        return (rows,)
+
+
+def _linears(encoder: Encoder, *, dtype: torch.dtype, device: torch.device | str) -> list[nn.Module]:
+    """Without values: those come by name, see build.py."""
+    return [
+        Linear(inputs, outputs, bias=encoder.projector.bias, dtype=dtype, device="meta").to_empty(
+            device=device
+        )
+        for inputs, outputs in encoder.projector.linears(encoder.stack.hidden)
+    ]

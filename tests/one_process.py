@@ -1,0 +1,129 @@
+"""The oracle of training: one process, every sample and item for itself, ordinary autograd.
+
+No bins, no padding, no detached boundaries, no deferred gradients. What it shares with the engine are the
+formulas of layers and positions, which `test_models_reference.py` compares with released implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optimus.job.model import Encoder, Llm, Model
+from optimus.models.build import build_layers, named_parameters
+from optimus.models.context import bin_targets, encoder_inputs, llm_inputs
+from optimus.models.numerics import NUMERICS, Numerics
+from optimus.models.sample import Placed, Sample, loss_scale, placed_items
+from optimus.models.segment import Segment
+
+
+def whole(
+    layers: Sequence[Sequence[Segment]], state: tuple[Tensor, ...], context: object
+) -> tuple[Tensor, ...]:
+    """All layers as one graph."""
+    for segment in chain.from_iterable(layers):
+        state = segment(state, context)
+    return state
+
+
+class OneProcess:
+    """All modules of a model; `numerics` by the module's name."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+        numerics: Mapping[str, Numerics] | None = None,
+    ) -> None:
+        self.model, self.dtype, self.seed = model, dtype, seed
+        self.numerics = numerics or {}
+        self.layers = {
+            module.name: build_layers(module, dtype=dtype, seed=seed, numerics=self._numerics(module))
+            for module in model.modules
+        }
+
+    def _numerics(self, module: Encoder | Llm) -> Numerics:
+        return self.numerics.get(module.name, NUMERICS)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By global name; also the frozen ones."""
+        return {
+            name: parameter
+            for module in self.model.modules
+            for name, parameter in named_parameters(module, self.layers[module.name])
+        }
+
+    def encode(self, encoder: Encoder, placed: Placed, step: int) -> Tensor:
+        """LLM rows of one item."""
+        inputs, context = encoder_inputs(
+            encoder,
+            [placed],
+            placed[2].tokens,
+            seed=self.seed,
+            step=step,
+            dtype=self.dtype,
+            numerics=self._numerics(encoder),
+        )
+        (rows,) = whole(self.layers[encoder.name], (inputs,), context)
+        return rows
+
+    def loss(self, sample: Sample, scale: float, step: int) -> Tensor:
+        """Of one sample; one element."""
+        rows, targets = [], []
+        for encoder in self.model.encoders:
+            items = placed_items(sample, encoder.name)
+            if items:
+                rows.append(torch.cat([self.encode(encoder, placed, step) for placed in items]))
+                tokens = sum(item.tokens for _, _, item in items)
+                targets.append(bin_targets(encoder, items, tokens, {sample.number: 0}, sample.length))
+        ids, context = llm_inputs(
+            self.model.llm,
+            [sample],
+            targets,
+            scale,
+            seed=self.seed,
+            step=step,
+            dtype=self.dtype,
+            numerics=self._numerics(self.model.llm),
+            encoders=self.model.encoders,
+        )
+        (loss,) = whole(self.layers["llm"], (ids, *rows), context)
+        return loss
+
+    def loss_and_gradients(self, samples: Sequence[Sample], step: int = 0) -> tuple[float, dict[str, Tensor]]:
+        """Of one step over all samples: of every trained parameter, zeros where nothing reached it."""
+        parameters = self.parameters()
+        for parameter in parameters.values():
+            parameter.grad = None
+        scale, total = loss_scale(samples), 0.0
+        for sample in samples:
+            loss = self.loss(sample, scale, step)
+            if loss.requires_grad:
+                loss.backward()
+            total += float(loss.detach())
+        return total, {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in parameters.items()
+            if parameter.requires_grad
+        }
+
+    def train(
+        self, batches: Sequence[Sequence[Sample]], steps: int | None = None, /, **adamw: Any
+    ) -> list[float]:
+        """Steps of torch's AdamW over the batches in turn, one each when left out; the losses before each."""
+        trained = [parameter for parameter in self.parameters().values() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, foreach=False, **adamw)
+        losses = []
+        for step in range(len(batches) if steps is None else steps):
+            loss, gradients = self.loss_and_gradients(batches[step % len(batches)], step)
+            for name, parameter in self.parameters().items():
+                parameter.grad = gradients.get(name)
+            optimizer.step()
+            losses.append(loss)
+        return losses
