@@ -53,7 +53,7 @@ def module_parameters(file: ModuleFile) -> int:
 
 
 def test_the_catalog_holds_what_is_promised() -> None:
-    assert set(catalog.names("jobs")) == {*JOBS, "paper/small-a100"}
+    assert set(catalog.names("jobs")) == {*JOBS, "paper/small-a100", "cpu/tiny-vl"}
     assert catalog.names("models") == MODELS and catalog.names("clusters") == CLUSTERS
     assert set(catalog.aliases()) == {"a100", "h100", "h200", "b200"}
 
@@ -151,3 +151,14 @@ def test_strong_scaling_has_the_flops_of_the_paper() -> None:
     job = find_job("paper/strong-3072")
     per_sample = step_flops(job.model, job.workload) / job.workload.sequences_per_step * 4 / 3
     assert per_sample == pytest.approx(3.333e15, rel=0.02)
+
+
+def test_the_job_for_a_machine_without_gpus_says_what_is_made_up() -> None:
+    """Small, of cores instead of GPUs, and no number without its origin."""
+    job = find_job("cpu/tiny-vl")
+    assert job.model.parameters() < 3e6 and job.layout.of("llm").pp == 2
+    assert job.cluster.gpu.name == "cpu-core" and job.cluster.gpu.curves == "flat"
+    for source in (job.cluster.gpu.source, job.cluster.within_node.source, job.cluster.between_nodes.source):
+        assert "ASSUMED" in source
+    for source in (job.model.source, job.workload.source, *(module.source for module in job.model.modules)):
+        assert "made up" in source

@@ -12,7 +12,6 @@ from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.flops import attention_pairs
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward, weight_gradients
-from optimus.cost.measured import KernelKey, Profile
 from optimus.cost.module import price_encoder
 from optimus.job.layout import Layout
 from optimus.job.model import Attention, Experts
@@ -146,20 +145,6 @@ def test_input_and_weight_gradients_do_the_work_of_a_whole_backward() -> None:
             )
         ]
         assert work[0] == pytest.approx(work[1] + work[2], rel=1e-2)
-
-
-# ------------------------------------------------------------------------ measured numbers
-
-
-def test_a_measured_kernel_beats_the_formula() -> None:
-    shape = layer_shape("vision", tokens=4096, span=2048)
-    key = KernelKey(module="vision", kind=Kind.F, kernel="attention", tokens=4096, tp=8)
-    measured = replace(shape.prices, profile=Profile(seconds={key: 0.123}, source="test"))
-    found = {k.name: k.duration_s for k in forward(replace(shape, prices=measured))}
-    analytic = {k.name: k.duration_s for k in forward(shape)}
-    assert found.pop("attention") == 0.123
-    analytic.pop("attention")
-    assert found == analytic
 
 
 # ------------------------------------------------------------------------ windows, latents, context

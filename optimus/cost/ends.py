@@ -16,19 +16,19 @@ LOSS_BYTES_PER_LOGIT = BF16_BYTES + 2 * FP32_BYTES
 KEPT_BYTES_PER_LOGIT = BF16_BYTES + FP32_BYTES
 
 
-def _list(prices: Prices, module: str, kind: Kind, tokens: float, tp: int) -> KernelList:
-    return KernelList(prices=prices, module=module, kind=kind, tokens=tokens, tp=tp)
+def _list(prices: Prices, kind: Kind, tp: int) -> KernelList:
+    return KernelList(prices=prices, kind=kind, tp=tp)
 
 
 def llm_embedding(llm: Llm, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
     """A look-up in a table split over the vocabulary; the sum is scattered over the sequence."""
     size = tokens * llm.stack.hidden * BF16_BYTES
-    forward = _list(prices, llm.name, Kind.F, tokens, layout.tp)
+    forward = _list(prices, Kind.F, layout.tp)
     forward.compute("embedding", prices.memory_s(2 * size))
     forward.collective("embedding.scatter", Collective.REDUCE_SCATTER, size)
     result: KernelsByKind = {Kind.F: tuple(forward.kernels), Kind.I: ()}
     for kind in (Kind.B, Kind.W):
-        back = _list(prices, llm.name, kind, tokens, layout.tp)
+        back = _list(prices, kind, layout.tp)
         if llm.train:
             back.collective("embedding.gather", Collective.ALL_GATHER, size)
             back.compute("embedding.wgrad", prices.memory_s(3 * size))
@@ -41,13 +41,13 @@ def llm_head(llm: Llm, tokens: float, layout: Layout, prices: Prices) -> Kernels
     hidden, columns = llm.stack.hidden, llm.vocab / layout.tp
     size, norm_s = tokens * hidden * BF16_BYTES, prices.memory_s(4 * tokens * hidden / layout.tp * BF16_BYTES)
     loss_s = prices.memory_s(tokens * columns * LOSS_BYTES_PER_LOGIT)
-    forward = _list(prices, llm.name, Kind.F, tokens, layout.tp)
+    forward = _list(prices, Kind.F, layout.tp)
     forward.compute("head.norm", norm_s)
     forward.collective("head.gather", Collective.ALL_GATHER, size)
     forward.compute("head", prices.gemm_s(tokens, columns, hidden) + loss_s)
     result: KernelsByKind = {Kind.F: tuple(forward.kernels)}
     for kind in (Kind.B, Kind.I, Kind.W):
-        back = _list(prices, llm.name, kind, tokens, layout.tp)
+        back = _list(prices, kind, layout.tp)
         if kind != Kind.W:
             back.compute("head.dgrad", prices.gemm_s(tokens, hidden, columns) + loss_s)
             back.collective("head.scatter", Collective.REDUCE_SCATTER, size)
@@ -62,11 +62,11 @@ def llm_head(llm: Llm, tokens: float, layout: Layout, prices: Prices) -> Kernels
 def encoder_embedding(encoder: Encoder, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
     """Patches (or mel frames) to hidden states, every rank its own tokens; no input gradient."""
     shard, hidden, inputs = tokens / layout.tp, encoder.stack.hidden, encoder.patch_inputs
-    forward = _list(prices, encoder.name, Kind.F, tokens, layout.tp)
+    forward = _list(prices, Kind.F, layout.tp)
     forward.compute("patches", prices.gemm_s(shard, hidden, inputs))
     result: KernelsByKind = {Kind.F: tuple(forward.kernels), Kind.I: ()}
     for kind in (Kind.B, Kind.W):
-        back = _list(prices, encoder.name, kind, tokens, layout.tp)
+        back = _list(prices, kind, layout.tp)
         if encoder.train:
             back.compute("patches.wgrad", prices.gemm_s(inputs, hidden, shard))
         result[kind] = tuple(back.kernels)
@@ -88,7 +88,7 @@ def projector(encoder: Encoder, tokens: float, layout: Layout, prices: Prices) -
     prices_of[Kind.B] = prices_of[Kind.I] + prices_of[Kind.W]
     result: KernelsByKind = {}
     for kind, seconds in prices_of.items():
-        kernels = _list(prices, encoder.name, kind, tokens, layout.tp)
+        kernels = _list(prices, kind, layout.tp)
         if seconds > 0:
             kernels.compute("projector", times * seconds)
         result[kind] = tuple(kernels.kernels)

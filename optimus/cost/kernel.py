@@ -27,9 +27,7 @@ class KernelList:
     """Collects kernels; each waits for the one added before it unless told otherwise."""
 
     prices: Prices
-    module: str
     kind: Kind
-    tokens: float
     tp: int
     kernels: list[Kernel] = field(default_factory=list)
     last: tuple[int, ...] = ()  # what the next kernel waits for
@@ -75,13 +73,12 @@ class KernelList:
         after: tuple[int, ...] | None,
         communicator: Communicator,
     ) -> int:
-        measured = self.prices.measured_s(self.module, self.kind, name, self.tokens, self.tp)
         self.kernels.append(
             Kernel(
                 name=name,
                 kind=self.kind,
                 lane=lane,
-                duration_s=seconds if measured is None else measured,
+                duration_s=seconds,
                 size_bytes=size_bytes,
                 after=self.last if after is None else after,
                 communicator=communicator,

@@ -2,29 +2,274 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
+from optimus.errors import UserError, one_of
+from optimus.job.model import Encoder, Llm, Model, Stack
+from optimus.program.binding import bind
 from optimus.program.op import Kind
+
+# Sorts of layers that the cost model tells apart; all layers of one sort have one price.
+Layers = Literal["embedding", "full", "full-experts", "window", "window-experts", "projector", "head"]
+# What a segment may stand for: the cost model's compute kernels, without what follows a dot.
+KERNELS = (
+    "norm1", "latent", "qkv", "attention", "out", "norm2", "up", "down", "router", "experts",
+    "patches", "projector", "embedding", "head",
+)  # fmt: skip
+MEASURED_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
+ANALYTIC = "analytic, uncalibrated"
+SHOWN = 4  # kernels that a note names
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelKey:
-    """What was measured: one kernel of one module at one size."""
+class Conditions:
+    """Where, when and with what a profile was measured."""
+
+    host: str
+    date: str  # 2026-05-31
+    torch: str
+    threads: int
+    dtype: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentTime:
+    """One segment of one sort of layer, in one direction, at one size."""
 
     module: str
-    kind: Kind
-    kernel: str
-    tokens: int
+    layers: Layers
+    segment: str
+    kernels: tuple[str, ...]  # of the cost model, which the segment covers
+    kind: Kind  # F, I, W or B
+    tokens: int  # rows of one microbatch that a TP group works on
     tp: int
+    median_s: float
+    p25_s: float
+    p75_s: float
+    repetitions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeTime:
+    """One message size."""
+
+    size_bytes: int
+    median_s: float
+    p25_s: float
+    p75_s: float
+    repetitions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTime:
+    """Sends one way, or all-reduces, between processes: latency and bandwidth, and what they come from."""
+
+    operation: Literal["send", "all_reduce"]
+    backend: str
+    ranks: int
+    latency_s: float
+    bandwidth_bytes_per_s: float  # of a send; of an all-reduce, of its whole tensor
+    sizes: tuple[SizeTime, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds of a segment at the size asked for. `beyond`: outside of what was measured."""
+
+    kernels: tuple[str, ...]
+    seconds: float
+    beyond: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortfall:
+    """What a profile could not say about some layers that were priced."""
+
+    module: str
+    tp: int
+    tokens: float
+    unmeasured: tuple[str, ...]  # `F qkv`: priced by the formula
+    beyond: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measured seconds of kernels; empty for a purely analytic price."""
+    """What was measured; empty for a purely analytic price."""
 
-    seconds: Mapping[KernelKey, float] = field(default_factory=dict)
-    source: str = "analytic, uncalibrated"
+    name: str = ""
+    measured: Conditions | None = None
+    modules: tuple[tuple[str, str], ...] = ()  # name and fingerprint of what was measured
+    segments: tuple[SegmentTime, ...] = ()
+    links: tuple[LinkTime, ...] = ()
+    issue_s: float | None = None  # host time to issue one kernel
 
-    def measured_s(self, key: KernelKey) -> float | None:
-        return self.seconds.get(key)
+    @property
+    def source(self) -> str:
+        """As results print it."""
+        return f"profile {self.name}" if self.segments else ANALYTIC
+
+    @cached_property
+    def _points(self) -> dict[tuple[str, str, Kind, int], dict[str, list[SegmentTime]]]:
+        """Rows by module, sort of layer, kind and tp; then by segment, smallest first."""
+        found: dict[tuple[str, str, Kind, int], dict[str, list[SegmentTime]]] = {}
+        for row in sorted(self.segments, key=lambda row: row.tokens):
+            key = row.module, row.layers, row.kind, row.tp
+            found.setdefault(key, {}).setdefault(row.segment, []).append(row)
+        return found
+
+    @cached_property
+    def _widths(self) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for row in self.segments:
+            found.setdefault(row.module, set()).add(row.tp)
+        return found
+
+    def estimates(
+        self, module: str, layers: Layers, kind: Kind, *, tokens: float, tp: int
+    ) -> tuple[Estimate, ...]:
+        """Every segment measured here. R runs as F does; B is I and W where it was not measured itself.
+
+        A width that was not measured divides the work of the nearest that was.
+        """
+        width = self.nearest_tp(module, tp)
+        if width is None:
+            return ()
+
+        def rows(kind: Kind) -> dict[str, list[SegmentTime]]:
+            return self._points.get((module, layers, kind, width), {})
+
+        whole = rows(Kind.F if kind == Kind.R else kind)
+        found = [_at(points, tokens) for points in whole.values()]
+        if kind == Kind.B:
+            for segment in dict.fromkeys((*rows(Kind.I), *rows(Kind.W))):
+                if segment not in whole:
+                    halves = [_at(rows(k)[segment], tokens) for k in (Kind.I, Kind.W) if segment in rows(k)]
+                    found.append(_sum(halves))
+        if width == tp:
+            return tuple(found)
+        return tuple(replace(each, seconds=each.seconds * width / tp, beyond=True) for each in found)
+
+    def nearest_tp(self, module: str, tp: int) -> int | None:
+        """The width that was measured, or the nearest to it; none if nothing of the module was."""
+        widths = self._widths.get(module, ())
+        return min(widths, key=lambda width: (max(width / tp, tp / width), width), default=None)
+
+    def sizes(self, module: str, tp: int | None) -> tuple[int, int] | None:
+        """The fewest and the most tokens that were measured."""
+        tokens = [row.tokens for row in self.segments if (row.module, row.tp) == (module, tp)]
+        return (min(tokens), max(tokens)) if tokens else None
+
+    def check_model(self, model: Model) -> None:
+        """Refuses a profile of another model: its seconds would be taken for this one's."""
+        own = {module.name: fingerprint(module) for module in model.modules}
+        known = [name for name, _ in self.modules if name in own]
+        if self.segments and not known:
+            raise UserError(
+                field="--profile",
+                value=self.name,
+                problem=f"measures {one_of(name for name, _ in self.modules) or 'nothing'}, "
+                f"and the modules of {model.name} are {one_of(own)}",
+                hint="measure this job: optimus profile JOB -o PROFILE",
+            )
+        for name, measured in self.modules:
+            if name in own and own[name] != measured:
+                raise UserError(
+                    field="--profile",
+                    value=self.name,
+                    problem=f"was measured with another {name} than that of {model.name}",
+                    hint="measure this job: optimus profile JOB -o PROFILE",
+                )
+
+    def bound(self) -> list[list[Any]]:
+        """What a plan depends on: medians by place, not how or where they were measured."""
+        rows = (
+            [r.module, r.layers, r.segment, list(r.kernels), r.kind.name, r.tokens, r.tp, r.median_s]
+            for r in self.segments
+        )
+        return sorted(rows)
+
+    def notes(self, shortfalls: Iterable[Shortfall]) -> list[str]:
+        """Warnings: what was priced by the formula after all, and sizes outside of those measured."""
+        grouped: dict[tuple[str, int], list[Shortfall]] = {}
+        for each in sorted(shortfalls, key=lambda each: (each.module, each.tp, each.tokens)):
+            grouped.setdefault((each.module, each.tp), []).append(each)
+        found = []
+        for (module, tp), group in grouped.items():
+            width = self.nearest_tp(module, tp)
+            where, sizes = f"{module} at tp {tp}", self.sizes(module, width)
+            missing = sorted({name for each in group for name in each.unmeasured})
+            if sizes is None:
+                found.append(f"{module} was not measured: priced by the formula")
+                continue
+            if width != tp:
+                found.append(f"{where} was measured at tp {width} only: extrapolated in proportion")
+            if missing:
+                more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+                found.append(f"{where}: {', '.join(missing[:SHOWN])}{more} priced by the formula")
+            if far := [each.tokens for each in group if not sizes[0] <= each.tokens <= sizes[1]]:
+                found.append(
+                    f"{where} is asked for {_range(far)} tokens, measured at {_range(sizes)}: "
+                    "extrapolated in proportion"
+                )
+        return found
+
+
+def layers_sort(stack: Stack, layer: int) -> Layers:
+    """The sort of a layer of a stack: what of it the cost model prices alike."""
+    windowed, experts = stack.attention.window_of(layer) is not None, stack.has_experts(layer)
+    if experts:
+        return "window-experts" if windowed else "full-experts"
+    return "window" if windowed else "full"
+
+
+def representative_layers(stack: Stack) -> dict[Layers, int]:
+    """The first layer of every sort: what a profiler has to measure."""
+    found: dict[Layers, int] = {}
+    for layer in range(stack.layers):
+        found.setdefault(layers_sort(stack, layer), layer)
+    return found
+
+
+def fingerprint(module: Encoder | Llm) -> str:
+    """A hash of the shapes of a module's layers: not of their number, nor of what is trained."""
+    fields = asdict(module)
+    for name in ("name", "train", "recompute", "source", "feeds"):
+        fields.pop(name, None)
+    fields["stack"].pop("layers")
+    fields["stack"]["attention"].pop("full_layers")
+    fields.get("projector", {}).pop("train", None)
+    if fields["stack"]["experts"]:
+        fields["stack"]["experts"].pop("leading_dense_layers")
+    _, hashes = bind({"module": fields})
+    return hashes["module"][:16]
+
+
+def _at(points: list[SegmentTime], tokens: float) -> Estimate:
+    """Straight lines between sizes; outside, the nearest size in proportion."""
+    first, last = points[0], points[-1]
+    if not first.tokens <= tokens <= last.tokens:
+        nearest = first if tokens < first.tokens else last
+        seconds, beyond = nearest.median_s * tokens / nearest.tokens, True
+    else:
+        high = next(place for place, point in enumerate(points) if point.tokens >= tokens)
+        a, b = points[max(high - 1, 0)], points[high]
+        share = (tokens - a.tokens) / (b.tokens - a.tokens) if b.tokens > a.tokens else 1.0
+        seconds, beyond = a.median_s + share * (b.median_s - a.median_s), False
+    return Estimate(kernels=first.kernels, seconds=seconds, beyond=beyond)
+
+
+def _sum(parts: list[Estimate]) -> Estimate:
+    return Estimate(
+        kernels=parts[0].kernels,
+        seconds=sum(part.seconds for part in parts),
+        beyond=any(part.beyond for part in parts),
+    )
+
+
+def _range(values: Iterable[float]) -> str:
+    low, high = min(values := list(values)), max(values)
+    return f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"

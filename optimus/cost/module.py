@@ -8,8 +8,10 @@ from optimus.cost import ends, flops
 from optimus.cost.activations import activation_bytes
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward, selective_recompute, weight_gradients
+from optimus.cost.measured import Layers, layers_sort
 from optimus.cost.prices import Prices
 from optimus.cost.shape import LayerShape
+from optimus.cost.spread import spread_profile
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, Encoder, Llm, Stack
 from optimus.job.workload import Load
@@ -84,6 +86,8 @@ def price_encoder(
         train=encoder.train,
         passes_gradients=encoder.train,
     )
+    first = _measured(first, "embedding", tokens, prices)
+    last = _measured(last, "projector", tokens, prices)
     return (first, *layers, last)
 
 
@@ -121,6 +125,8 @@ def price_llm(
     layers = _stack_layers(
         llm.name, llm.stack, load, layout, prices, recompute, train=llm.train, passes_gradients=passes
     )
+    embedding = _measured(embedding, "embedding", tokens, prices)
+    head = _measured(head, "head", tokens, prices)
     return (embedding, *layers, head)
 
 
@@ -144,9 +150,18 @@ def _stack_layers(
             shape = LayerShape(
                 module=module, stack=stack, layer=index, load=load, layout=layout, prices=prices
             )
-            priced[sort] = _price_layer(shape, recompute, train=train, passes_gradients=passes_gradients)
+            layer = _price_layer(shape, recompute, train=train, passes_gradients=passes_gradients)
+            priced[sort] = _measured(layer, layers_sort(stack, index), shape.tokens, prices)
         layers.append(replace(priced[sort], name=f"{module}.{index}"))
     return layers
+
+
+def _measured(layer: PricedLayer, sort: Layers, tokens: float, prices: Prices) -> PricedLayer:
+    """The layer at what a profile says of it."""
+    kernels = spread_profile(
+        layer.kernels, prices, module=layer.module, layers=sort, tokens=tokens, tp=layer.layout.tp
+    )
+    return replace(layer, kernels=kernels)
 
 
 def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradients: bool) -> PricedLayer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from optimus.cost.curves import load_curves
-from optimus.job.cluster import Cluster
+from optimus.job.cluster import FLAT, Cluster
 
 
 class Collective(StrEnum):
@@ -93,6 +93,8 @@ def collective_s(
     if ranks <= 1 or size_bytes <= 0:
         return 0.0
     nodes = cluster.nodes_spanned(ranks, stride)
+    if cluster.gpu.curves == FLAT:
+        return _ring_over_link_s(cluster, collective, size_bytes, ranks, nodes, nic_bytes_per_s)
     if nodes == 1:
         return _within_node_s(cluster, collective, size_bytes, ranks)
     group = _Group(
@@ -114,6 +116,20 @@ def send_s(cluster: Cluster, size_bytes: float, *, across_nodes: bool) -> float:
         return 0.0
     link = cluster.between_nodes if across_nodes else cluster.within_node
     return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+
+
+def _ring_over_link_s(
+    cluster: Cluster,
+    collective: Collective,
+    size_bytes: float,
+    ranks: int,
+    nodes: int,
+    nic_bytes_per_s: float | None,
+) -> float:
+    """Where no library's collectives were measured: steps of `size / ranks` over the slowest link."""
+    link = cluster.within_node if nodes == 1 else cluster.between_nodes
+    rate = link.bandwidth_bytes_per_s if nodes == 1 else nic_bytes_per_s or link.bandwidth_bytes_per_s
+    return _passes(collective) * (ranks - 1) * (link.latency_s + size_bytes / ranks / rate)
 
 
 # ---------------------------------------------------------------- inside a node

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from optimus.cost import compute, network
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.measured import KernelKey, Profile
+from optimus.cost.measured import Profile, Shortfall
 from optimus.job.cluster import Cluster
 from optimus.job.layout import Layout
-from optimus.program.op import Kind, Lane
+from optimus.program.op import Lane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class Prices:
         """Whether a pipeline leaves its node (pp is the slowest axis of the rank order)."""
         return layout.gpus > self.cluster.gpus_per_node
 
-    def measured_s(self, module: str, kind: Kind, kernel: str, tokens: float, tp: int) -> float | None:
-        return self.profile.measured_s(
-            KernelKey(module=module, kind=kind, kernel=kernel, tokens=round(tokens), tp=tp)
-        )
+    @cached_property
+    def shortfalls(self) -> set[Shortfall]:
+        """What the profile could not say about what was priced so far; for warnings, never for a price."""
+        return set()

@@ -53,9 +53,7 @@ class LayerShape:
         return self.load.tokens * window
 
     def kernels(self, kind: Kind) -> KernelList:
-        return KernelList(
-            prices=self.prices, module=self.module, kind=kind, tokens=self.tokens, tp=self.layout.tp
-        )
+        return KernelList(prices=self.prices, kind=kind, tp=self.layout.tp)
 
     @property
     def heads(self) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import optimus.catalog
 from optimus.errors import UserError, nearest
+from optimus.job.cluster import FLAT
 from optimus.job.yaml_nodes import Node, parse_yaml, read_text
 
 Kind = Literal["models", "modules", "clusters", "jobs"]
@@ -26,8 +27,8 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 @cache
 def curves() -> tuple[str, ...]:
-    """The systems with measured curves."""
-    return tuple(sorted(path.name for path in (_ROOT / "curves").iterdir() if path.is_dir()))
+    """What `gpu.curves` may name: the systems with measured curves, and none of them."""
+    return (*sorted(path.name for path in (_ROOT / "curves").iterdir() if path.is_dir()), FLAT)
 
 
 @cache

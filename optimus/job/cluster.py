@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GB = 1e9
+FLAT = "flat"  # curves of what nobody measured: peak_flops everywhere, rings over the links
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU: vendor figures, and the name of the measured curves that stand for it."""
+    """One GPU (or core): vendor figures, and the name of the measured curves that stand for it."""
 
     name: str
     peak_flops: float  # dense bf16
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
-    curves: str  # catalog/curves/<name>: measured GEMM, attention and in-node collectives
+    curves: str  # catalog/curves/<name>: measured GEMM, attention and in-node collectives; or FLAT
     source: str = ""
 
 

@@ -114,7 +114,10 @@ def _assemble(root: Node, name: str, folder: Path, on: str | None, layouts: Iter
     places = Places()
     file = places.read(JobFile, root, "")
     model = read_model(places, file.model, folder)
-    cluster = read_cluster(places, file.cluster if on is None else cluster_node(on))
+    if on is None:
+        cluster = read_cluster(places, file.cluster, folder)
+    else:
+        cluster = read_cluster(places, cluster_node(on))
     if file.workload is None:
         workload, notes = default_workload(model, cluster.gpus)
     else:

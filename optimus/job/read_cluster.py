@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from optimus.errors import UserError
 from optimus.job import catalog
 from optimus.job.cluster import GB, Cluster, Gpu, Link
 from optimus.job.schema import ClusterBlock, LinkBlock
 from optimus.job.typed import Places
-from optimus.job.yaml_nodes import Node, merged
+from optimus.job.yaml_nodes import Node, load_yaml, merged
+
+ENDINGS = (".yaml", ".yml")  # of a cluster's own file
 
 
-def read_cluster(places: Places, node: Node) -> Cluster:
-    """The cluster of a job file: what it states, over the catalog's file if it uses one."""
+def read_cluster(places: Places, node: Node, folder: Path = Path()) -> Cluster:
+    """The cluster of a job file in `folder`: what it states, over the file it uses if it uses one."""
     use = node.entries.get("use")
     if use is not None:
         places.note("cluster.use", use)
         name = use.value if isinstance(use.value, str) else str(use.value)
-        base = catalog.find("clusters", name, field="cluster.use", where=use).without("aliases")
+        if name.endswith(ENDINGS):
+            base = load_yaml(folder / name)
+        else:
+            base = catalog.find("clusters", name, field="cluster.use", where=use).without("aliases")
         node = merged(base, node.without("use"))
     block = places.read(ClusterBlock, node, "cluster")
     return Cluster(
@@ -46,8 +53,8 @@ def _link(block: LinkBlock) -> Link:
 
 
 def cluster_node(on: str) -> Node:
-    """`h100:512` as the block a job file would hold."""
-    name, _, count = on.partition(":")
+    """`h100:512` (or `machine.yaml:2`) as the block a job file would hold."""
+    name, _, count = on.rpartition(":")
     if not (count.isascii() and count.isdigit() and 0 < len(count) < 10 and int(count) > 0):
         raise UserError(
             field="--on",
@@ -55,7 +62,8 @@ def cluster_node(on: str) -> Node:
             problem="is not CLUSTER:GPUS",
             hint="write for example --on h100:512",
         )
-    catalog.find("clusters", name, field="--on")
+    if not name.endswith(ENDINGS):
+        catalog.find("clusters", name, field="--on")
     entries: dict[str, str | int] = {"use": name, "gpus": int(count)}
     nodes = {key: Node(value=value, file="--on", line=None) for key, value in entries.items()}
     return Node(value=nodes, file="--on", line=None)

@@ -64,10 +64,34 @@ class Workload:
         count = len(self.sequences)
         return Load(tokens=sum(lengths) / count, squares=sum(n * n for n in lengths) / count)
 
+    def bin_tokens(self, encoder: str, merge: int, sequences: int, pieces: int) -> int:
+        """Encoder tokens for which a piece of a microbatch needs room, whatever sequences it gets.
+
+        Whole items are dealt to the piece that has least: none gets more than its share and one item.
+        """
+        totals = [sum(sequence.lengths(encoder)) for sequence in self.sequences]
+        largest = max((n for sequence in self.sequences for n in sequence.lengths(encoder)), default=0)
+        whole = sequences * max(totals)
+        if pieces == 1:
+            return whole * merge
+        if len(set(self.sequences)) == 1:
+            return max(deal(list(self.sequences[0].lengths(encoder)) * sequences, pieces)[1]) * merge
+        return min(whole, -(-whole // pieces) + largest) * merge
+
     def share_of_tokens(self, encoder: str) -> float:
         """Mean share of a sequence's LLM tokens that come from this encoder."""
         total = sum(sum(sequence.lengths(encoder)) for sequence in self.sequences)
         return total / len(self.sequences) / self.sequence_tokens
+
+
+def deal(sizes: list[int], bins: int) -> tuple[list[int], list[int]]:
+    """The bin of every item, each dealt in order to the one that has least, and what every bin gets."""
+    filled, places = [0] * bins, []
+    for size in sizes:
+        place = filled.index(min(filled))
+        places.append(place)
+        filled[place] += size
+    return places, filled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from optimus.cost.memory import NOT_MODELLED
 from optimus.program.validator import RULES
-from optimus.render.simulation import head
+from optimus.render.simulation import cost_model, head
 from optimus.render.text import apart, columns, gigabytes, seconds, wrap
 from optimus.schedule.bubbles import Bubbles
 from optimus.search.planning import Planned
@@ -26,6 +26,7 @@ def plan_json(planned: Planned, *, file: Path | None, digest: str | None) -> dic
         "job": plan.name,
         "strategy": plan.strategy,
         "preset": comparison.assumptions.name,
+        "cost_model": cost_model(comparison),
         "step_s": planned.step_s,
         "estimate_s": plan.claims.estimate_s,
         "floor_s": comparison.floor_s,

@@ -40,6 +40,7 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
         "cluster": job.cluster.name,
         "preset": comparison.assumptions.name,
         "assumptions": comparison.assumptions.describe(),
+        "cost_model": cost_model(comparison),
         "layout": {"llm": asdict(setting.layout)},
         "floor_s": comparison.floor_s,
         "floor_1f1b_s": comparison.floor_1f1b_s,
@@ -56,6 +57,12 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
         "notes": list(job.notes),
         "not_modelled": list(NOT_MODELLED),
     }
+
+
+def cost_model(comparison: Comparison) -> dict[str, object]:
+    """Where seconds come from, and where a profile was silent or stretched."""
+    profile = comparison.setting.prices.profile
+    return {"source": profile.source, "profile": profile.name or None, "warnings": comparison.profile_notes}
 
 
 def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
@@ -119,6 +126,8 @@ def head(comparison: Comparison) -> list[str]:
         )
     ]
     lines += wrap("cost model", f"{comparison.setting.prices.profile.source}; preset {_preset(comparison)}")
+    for note in comparison.profile_notes:
+        lines += wrap("profile", note)
     stated = job.layout.of("llm").stated()
     chosen = "as stated" if {"pp", "tp"} <= set(stated) else "the smallest that fits; state another"
     lines += wrap("llm layout", f"{comparison.setting.layout} ({chosen})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Profile
@@ -30,6 +30,12 @@ class Comparison:
     floor_1f1b_s: float
     rejected: tuple[Rejected, ...]
 
+    @property
+    def profile_notes(self) -> list[str]:
+        """Where the profile was silent or stretched, over everything that was priced."""
+        prices = self.setting.prices
+        return prices.profile.notes(prices.shortfalls)
+
     def over_floor(self, name: str) -> float:
         return self.systems[name].step_s / self.floor_s
 
@@ -44,6 +50,9 @@ def compare_systems(
 ) -> Comparison:
     """Simulates the job under each named system (by default all that apply and schedule no encoder work)."""
     assumed = preset(assumptions) if isinstance(assumptions, str) else assumptions
+    if profile is not None:
+        profile.check_model(job.model)
+        assumed = _with_host(assumed, profile)
     asked = _check_names(job, names)
     setting, rejected = decide_setting(job, assumed, profile)
     systems = Systems(setting)
@@ -70,6 +79,13 @@ def compare_systems(
         floor_1f1b_s=systems.step_s(systems.floor_1f1b),
         rejected=rejected,
     )
+
+
+def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:
+    """Launches at what the host was measured to take; a preset that leaves them out still does."""
+    if profile.issue_s is None or assumptions.launch_s == 0:
+        return assumptions
+    return replace(assumptions, launch_s=profile.issue_s)
 
 
 def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:

@@ -1,0 +1,151 @@
+"""Measures how fast two processes of this host reach each other over gloo."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing
+
+from optimus.cost.measured import LinkTime, SizeTime
+from optimus.environment import keep_gloo_on_loopback
+from optimus.errors import OptimusError
+
+SIZES = (64, 4096, 65_536, 1_048_576, 8_388_608)  # bytes
+RANKS = 2
+WARM_UP = 3
+LEAST_GAP_S = 1e-5  # a larger message that was not slower: its bandwidth is not known, only large
+
+
+class LinksNotMeasured(OptimusError):
+    """The processes that measure did not come to an end."""
+
+    def __str__(self) -> str:
+        return f"error: links {self.args[0]}\nhint: try again on a quieter machine, or raise the timeout"
+
+
+def measure_links(
+    *, sizes: Sequence[int] = SIZES, repetitions: int = 15, timeout_s: float = 60.0
+) -> tuple[LinkTime, ...]:
+    """Sends one way and all-reduces between two processes with one thread each, on cores of their own."""
+    spawning = multiprocessing.get_context("spawn")
+    answers = spawning.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="optimus-links-") as folder:
+        arguments = (str(Path(folder, "store")), tuple(sizes), repetitions, timeout_s, answers)
+        ranks = [
+            spawning.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            times = _await(ranks, answers, time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                if process.pid is not None:
+                    process.join(1)
+                    process.kill()
+                    process.join()
+            answers.close()
+    return tuple(fit_link(operation, times[operation]) for operation in ("send", "all_reduce"))
+
+
+def fit_link(operation: Literal["send", "all_reduce"], times: Sequence[SizeTime]) -> LinkTime:
+    """Latency of the smallest message; bandwidth of what the largest takes beyond it."""
+    small, large = min(times, key=lambda t: t.size_bytes), max(times, key=lambda t: t.size_bytes)
+    gap = max(large.median_s - small.median_s, LEAST_GAP_S)
+    return LinkTime(
+        operation=operation,
+        backend="gloo",
+        ranks=RANKS,
+        latency_s=small.median_s,
+        bandwidth_bytes_per_s=max(large.size_bytes - small.size_bytes, 1) / gap,
+        sizes=tuple(times),
+    )
+
+
+def summarize(size_bytes: int, seconds: Sequence[float]) -> SizeTime:
+    """Median and quartiles of repetitions."""
+    p25, median, p75 = statistics.quantiles(seconds, n=4, method="inclusive")
+    return SizeTime(size_bytes=size_bytes, median_s=median, p25_s=p25, p75_s=p75, repetitions=len(seconds))
+
+
+def _await(ranks: Sequence[Any], answers: Any, deadline_s: float) -> dict[str, list[SizeTime]]:
+    """What rank 0 found; an error as soon as a rank has failed or the time is over."""
+    while answers.empty():
+        failed = next((process for process in ranks if process.exitcode not in (None, 0)), None)
+        if failed is not None:
+            raise LinksNotMeasured(f"could not be measured: a process ended with {failed.exitcode}")
+        if time.monotonic() > deadline_s:
+            raise LinksNotMeasured("were not measured in time")
+        time.sleep(0.01)
+    found: dict[str, list[SizeTime]] = answers.get()
+    return found
+
+
+# ---------------------------------------------------------------------------- in the processes
+
+
+def _rank(
+    rank: int, store: str, sizes: tuple[int, ...], repetitions: int, timeout_s: float, answers: Any
+) -> None:
+    torch.set_num_threads(1)
+    _take_core(rank)
+    keep_gloo_on_loopback()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        found = {
+            "send": [_timed(size, repetitions, _there_and_back(rank), share=0.5) for size in sizes],
+            "all_reduce": [_timed(size, repetitions, dist.all_reduce, share=1.0) for size in sizes],
+        }
+        if rank == 0:
+            answers.put(found)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _timed(size: int, repetitions: int, play: Callable[[Tensor], Any], *, share: float) -> SizeTime:
+    """`share` of every repetition's seconds, after some that only warm up."""
+    message = torch.zeros(max(1, size // 4))
+    seconds = []
+    for turn in range(WARM_UP + repetitions):
+        dist.barrier()
+        begin = time.perf_counter()
+        play(message)
+        if turn >= WARM_UP:
+            seconds.append(share * (time.perf_counter() - begin))
+    return summarize(message.numel() * 4, seconds)
+
+
+def _there_and_back(rank: int) -> Callable[[Tensor], None]:
+    """Two sends one after the other: half of it is one, without clocks of two processes."""
+
+    def play(message: Tensor) -> None:
+        first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+        first(message, 1 - rank)
+        second(message, 1 - rank)
+
+    return play
+
+
+def _take_core(rank: int) -> None:
+    """A core of its own where there are enough and the system lets us choose."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= RANKS:
+        os.sched_setaffinity(0, {cores[rank]})
