@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,3 +79,66 @@ def progress_bar() -> Iterator[Progress]:
             bar.update(task, description=name, completed=done, total=total)
 
         yield report
+
+
+StepReport = Callable[[int, float, float, float], None]  # step, loss, seconds, tokens per second
+LINES = 20  # of progress where there is no terminal
+
+
+@contextmanager
+def training_progress(steps: int) -> Iterator[StepReport]:
+    """A bar with step time, tokens per second and loss; a line now and then when standard error is piped."""
+    if not sys.stderr.isatty():
+
+        def say(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
+            if step % max(1, steps // LINES) == 0 or step == steps - 1:
+                words = f"step {step:>6}  loss {loss:.4f}  {step_s:.3f} s  {tokens_per_s:,.0f} tokens/s"
+                print(words, file=sys.stderr, flush=True)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+        TimeRemainingColumn(), console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("starting ranks", total=steps)
+
+        def update(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
+            words = f"loss {loss:.4f}  {step_s:.3f} s  {tokens_per_s:,.0f} tokens/s"
+            bar.update(task, description=words, completed=step + 1)
+
+        yield update
+
+
+@contextmanager
+def following(path: Path, steps: int) -> Iterator[None]:
+    """Shows the progress that another process writes to a metrics file, from now on."""
+    begin, over = path.stat().st_size if path.exists() else 0, threading.Event()
+
+    def follow(report: StepReport) -> None:
+        at = begin
+        while True:
+            last = over.wait(0.1)
+            if path.exists():
+                with path.open() as file:
+                    file.seek(at)
+                    for line in file:
+                        if line.endswith("\n"):
+                            at += len(line.encode())
+                            found = json.loads(line)
+                            report(found["step"], found["loss"], found["step_s"], found["tokens_per_s"])
+            if last:
+                return
+
+    with training_progress(steps) as report:
+        thread = threading.Thread(target=follow, args=(report,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(5.0)

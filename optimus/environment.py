@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pwd
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -37,3 +39,67 @@ def _home(variables: Mapping[str, str]) -> str:
         return pwd.getpwuid(os.geteuid()).pw_dir
     except KeyError:
         return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """What torchrun, or our own launcher in the same words, told this process about its place in the run."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int  # 1 if nobody said
+    restart: int  # as this node counts: other nodes may have counted otherwise
+    run_id: str
+    address: str  # of the store
+    port: int
+    store_is_hosted: bool  # by the launcher; otherwise by rank 0
+
+    @property
+    def one_host(self) -> bool:
+        """All ranks are on this host."""
+        return self.local_world == self.world
+
+
+def launched(variables: Mapping[str, str] = os.environ) -> Launched | None:
+    """The place of this process in a run of several; None if it was started by itself.
+
+    A variable that is missing or not a number raises KeyError or ValueError: a launcher sets all of them.
+    """
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
+        return None
+    return Launched(
+        rank=int(variables["RANK"]),
+        world=int(variables["WORLD_SIZE"]),
+        local_rank=int(variables.get("LOCAL_RANK", "0")),
+        local_world=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+        restart=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        run_id=variables.get("TORCHELASTIC_RUN_ID", "run"),
+        address=variables["MASTER_ADDR"],
+        port=int(variables["MASTER_PORT"]),
+        store_is_hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def for_rank(place: Launched, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of a rank that we launch: ours, what `launched` reads, and one BLAS thread."""
+    told = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world,
+        "TORCHELASTIC_RESTART_COUNT": place.restart,
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": place.port,
+        "TORCHELASTIC_USE_AGENT_STORE": place.store_is_hosted,
+        "OMP_NUM_THREADS": 1,
+        "MKL_NUM_THREADS": 1,
+        "OPENBLAS_NUM_THREADS": 1,
+    }
+    return {**variables, **{name: str(value) for name, value in told.items()}}
+
+
+def keep_gloo_on_loopback(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Tells gloo, which listens to nothing but this variable, to open no port to the network."""
+    variables.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")

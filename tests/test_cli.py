@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from optimus import __version__
-from optimus.cli import NO, OK, OUR_BUG, USER_ERROR, run
+from optimus.cli import run
+from optimus.cli.flags import NO, OK, OUR_BUG, USER_ERROR
 
 ROOT = Path(__file__).parents[1]
 SYSTEM_KEYS = {"step_s", "step_over_floor", "peak_memory_bytes", "mfu", "bubbles_s"}

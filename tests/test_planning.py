@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import optimus
-from optimus.cli import NO, OK, USER_ERROR, run
+from optimus.cli import run
+from optimus.cli.flags import NO, OK, USER_ERROR
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.job import catalog

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from optimus.cli import OK, USER_ERROR, run
+from optimus.cli import run
+from optimus.cli.flags import OK, USER_ERROR
 from optimus.errors import UserError
 from optimus.job.read import find_job
 from optimus.program.op import Communicator, Kind, Lane, Schedule

@@ -1,44 +1,31 @@
-"""The command line: parse, call, print."""
+"""Commands that work without torch: look up, plan, check, compare."""
 
 from __future__ import annotations
 
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from optimus import __version__
+from optimus.cli.flags import (
+    NO,
+    OK,
+    TRACE_ENDINGS,
+    Job,
+    Json,
+    LayoutWords,
+    Measured,
+    On,
+    PlanFile,
+    Preset,
+    Trace,
+    load_profile_of,
+    split_names,
+)
 from optimus.console import announced_compilation, check_writable, progress_bar, show
-from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
-
-OK, NO, USER_ERROR, OUR_BUG = 0, 1, 2, 70
-
-Job = Annotated[
-    tyro.conf.Positional[str],
-    tyro.conf.arg(
-        metavar="JOB",
-        help="a job.yaml, a catalog job (paper/strong-3072), or with --on a catalog model or a config.json",
-    ),
-]
-On = Annotated[str | None, tyro.conf.arg(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
-LayoutWords = Annotated[
-    tuple[str, ...],
-    tyro.conf.arg(metavar="MODULE=AXES ...", help="state layouts, e.g. llm=pp8,tp4,chunks2"),
-]
-Trace = Annotated[
-    Path | None,
-    tyro.conf.arg(metavar="FILE.json.gz", help="write every op as a trace for Perfetto"),
-]
-TRACE_ENDINGS = (".json.gz", ".json")
-PlanFile = tyro.conf.Positional[Path]
-Json = Annotated[bool, tyro.conf.arg(help="print one JSON object and nothing else")]
-Preset = Annotated[
-    str,
-    tyro.conf.arg(help="set of assumptions: default, paper, paper-first-chunk, clean or clean-slack"),
-]
+from optimus.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -109,6 +96,7 @@ class Simulate:
     ] = ()
     layout: LayoutWords = ()
     preset: Preset = "default"
+    profile: Measured = None
     picture: Annotated[
         Path | None, tyro.conf.arg(metavar="FILE.svg", help="draw every stage of the systems over time")
     ] = None
@@ -129,11 +117,16 @@ class Simulate:
             return self._replay()
         assumptions = preset(self.preset)
         job = find_job(self.job, self.on, self.layout)
+        profile = load_profile_of(self.profile)
         with progress_bar() as progress, announced_compilation():
             from optimus.search.compare import compare_systems
 
             comparison = compare_systems(
-                job, names=_split(self.system) or None, assumptions=assumptions, progress=progress
+                job,
+                names=split_names(self.system) or None,
+                assumptions=assumptions,
+                profile=profile,
+                progress=progress,
             )
         lines = simulation_text(comparison)
         if self.picture is not None:
@@ -155,7 +148,7 @@ class Simulate:
         from optimus.program.planfile import load_plan
         from optimus.render.replay import replay_json, replay_text
 
-        for flag in ("on", "system", "layout", "picture", "preset"):
+        for flag in ("on", "system", "layout", "picture", "preset", "profile"):
             if getattr(self, flag) not in (None, (), "default"):
                 problem = "says nothing to a plan file, which is already decided"
                 raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
@@ -193,6 +186,7 @@ class Plan:
     ] = ()
     layout: LayoutWords = ()
     preset: Preset = "default"
+    profile: Measured = None
     trace: Trace = None
     json: Json = False
 
@@ -211,6 +205,7 @@ class Plan:
         check_writable("--output", output, ".json")
         if self.trace is not None:
             check_writable("--trace", self.trace, *TRACE_ENDINGS)
+        profile = load_profile_of(self.profile)
         with progress_bar() as progress, announced_compilation():
             from optimus.render.planning import plan_json, plan_text
             from optimus.search.planning import make_plan
@@ -219,7 +214,8 @@ class Plan:
                 job,
                 strategy=self.strategy,
                 assumptions=assumptions,
-                systems=_split(self.system) or None,
+                profile=profile,
+                systems=split_names(self.system) or None,
                 progress=progress,
             )
         lines = plan_text(planned)
@@ -250,6 +246,10 @@ class Check:
         str | None, tyro.conf.arg(metavar="JOB", help="also check that the plan was made for this job")
     ] = None
     on: On = None
+    profile: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FILE.yaml", help="with --job: also that it was made with this profile"),
+    ] = None
     json: Json = False
 
     def __call__(self) -> int:
@@ -263,9 +263,12 @@ class Check:
             from optimus.job.read import find_job
             from optimus.search.planning import bound_parts, report_mismatches
 
-            report = report_mismatches(report, plan, bound_parts(find_job(self.job, self.on)))
-        elif self.on is not None:
-            raise UserError(field="--on", problem="needs --job", hint="name the job, or leave --on out")
+            parts = bound_parts(find_job(self.job, self.on), load_profile_of(self.profile))
+            report = report_mismatches(report, plan, parts)
+        for flag in ("on", "profile") if self.job is None else ():
+            if getattr(self, flag) is not None:
+                hint = f"name the job, or leave --{flag} out"
+                raise UserError(field=f"--{flag}", problem="needs --job", hint=hint)
         show(check_json(plan, report), check_text(plan, report), as_json=self.json)
         return OK if report.ok else NO
 
@@ -286,75 +289,3 @@ class Diff:
         difference = compare_plans(load_plan(self.a), load_plan(self.b))
         show(difference_json(difference), difference_text(difference), as_json=self.json)
         return OK if difference.same else NO
-
-
-COMMANDS = (Catalog, Init, Simulate, Plan, Check, Diff)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Entry point of `optimus` and `optimus-mllm`."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
-
-
-def run(arguments: list[str]) -> int:
-    """Runs one command and returns its exit code."""
-    if arguments in (["--version"], ["-V"]):
-        print(__version__)
-        return OK
-    try:
-        _check_words(arguments)
-        command = tyro.cli(
-            Catalog | Init | Simulate | Plan | Check | Diff,
-            prog="optimus",
-            args=arguments or ["--help"],
-            description="Plans multimodal LLM training: where its time and memory go, and how encoder work "
-            "fits the LLM's idle time (--version: prints it).",
-            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
-        )
-        return command()
-    except DoesNotFit as no:
-        print(no, file=sys.stderr)
-        if "--json" in arguments:
-            show(
-                {"schema": "optimus.no/1", "ok": False, "problem": no.problem, "hint": no.hint},
-                [],
-                as_json=True,
-            )
-        return NO
-    except OptimusError as error:
-        print(error, file=sys.stderr)
-        return USER_ERROR
-    except BrokenPipeError:
-        return OK
-    except KeyboardInterrupt:
-        return 130
-    except Exception:
-        traceback.print_exc()
-        print(
-            f"This is a bug in Optimus {__version__}, not a mistake of yours. "
-            "Please report it with the lines above.",
-            file=sys.stderr,
-        )
-        return OUR_BUG
-
-
-def _split(names: tuple[str, ...]) -> list[str]:
-    """`a b` and `a,b` are the same list."""
-    return [part for name in names for part in name.split(",") if part]
-
-
-def _check_words(arguments: list[str]) -> None:
-    """Mistakes that the parser would take for something else, or answer at length."""
-    commands = [command.__name__.lower() for command in COMMANDS]
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
-        raise UserError(
-            field="command",
-            value=arguments[0],
-            problem="is not a command",
-            hint=nearest(arguments[0], commands),
-        )
-    for flag in ("--system", "--layout"):
-        if arguments.count(flag) > 1:
-            raise UserError(
-                field=flag, problem="is given twice", hint=f"name all after one {flag}, with spaces"
-            )

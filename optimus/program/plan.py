@@ -109,6 +109,7 @@ class PlannedModule:
     # Encoders only. LLM microbatch i is fed by encoder microbatches `i * pieces` to `(i + 1) * pieces - 1`.
     pieces: int = 1
     pipelines: tuple[int, ...] = ()  # which pipeline runs each encoder microbatch
+    bin_tokens: int = 0  # the most encoder tokens in one encoder microbatch: all are padded to it
     seam_bytes: int = 0  # of an encoder microbatch, per rank
     seam_s: float = 0.0
 

@@ -40,7 +40,10 @@ FIELDS = (
     *("finish_s", "capacity_bytes", "claims", "hashes", "bound_to", "notes", "legend", "modules"),
     *("chunks", "buckets", "memory", "templates", "programs"),
 )
-MODULE = ("layout", "recompute", "pieces", "seam_bytes", "seam_s", "chunks", "buckets", "pipelines")
+MODULE = (
+    *("layout", "recompute", "pieces", "bin_tokens", "seam_bytes", "seam_s"),
+    *("chunks", "buckets", "pipelines"),
+)
 
 
 def read_document(root: Json) -> Plan:
@@ -161,6 +164,7 @@ def _module(
         recompute=entries["recompute"].word(),
         pieces=pieces,
         pipelines=pipelines.wholes(inside - 1),
+        bin_tokens=entries["bin_tokens"].whole(),
         seam_bytes=entries["seam_bytes"].whole(),
         seam_s=entries["seam_s"].number(),
     )

@@ -29,6 +29,11 @@ FEATURES: frozenset[str] = frozenset()  # what a plan may require of who plays i
 # ---------------------------------------------------------------------------- writing
 
 
+def plan_digest(plan: Plan) -> str:
+    """The SHA-256 of the bytes that `save_plan` writes."""
+    return hashlib.sha256(plan_text(plan).encode()).hexdigest()
+
+
 def save_plan(plan: Plan, path: Path) -> str:
     """Writes a plan, whole or not at all, and returns the SHA-256 of its bytes."""
     content = plan_text(plan).encode()
@@ -115,6 +120,7 @@ def _module(module: PlannedModule, chunks: _Table, buckets: _Table) -> dict[str,
         "layout": asdict(module.layout),
         "recompute": module.recompute,
         "pieces": int(module.pieces),
+        "bin_tokens": int(module.bin_tokens),
         "seam_bytes": int(module.seam_bytes),
         "seam_s": float(module.seam_s),
         "chunks": [chunks.place(chunk_row(chunk)) for chunk in module.chunks],
@@ -172,9 +178,13 @@ def read_plan(text: str, file: str) -> Plan:
 
 
 def _from_0(document: dict[str, Any]) -> None:
-    """Format 0, of before the first release, had neither of these fields."""
+    """Format 0, of before the first release, had none of these fields."""
     document.setdefault("requires", [])
     document.setdefault("single_connection", False)
+    modules = document.get("modules")
+    for module in modules.values() if isinstance(modules, dict) else ():
+        if isinstance(module, dict):
+            module.setdefault("bin_tokens", 0)
 
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {0: _from_0}  # in place; of the format before

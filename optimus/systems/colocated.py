@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import ceil
 
 from optimus import __version__
 from optimus.cost.kernel import Kernel
@@ -149,9 +150,15 @@ class Colocated:
             recompute=choice.recompute,
             pieces=choice.pieces,
             pipelines=choice.pipelines,
+            bin_tokens=self._bin_tokens(choice),
             seam_bytes=round(rows),
             seam_s=round(prices.send_s(rows, across_nodes=across), DIGITS),
         )
+
+    def _bin_tokens(self, choice: ColocatedEncoder) -> int:
+        workload, encoder = self.setting.job.workload, choice.encoder
+        sequences = ceil(self.llm.sequences)
+        return workload.bin_tokens(encoder.name, encoder.projector.merge, sequences, choice.pieces)
 
     def _name(self, module: str, kind: Kind, phases: Template) -> str:
         """Equal templates are written once."""

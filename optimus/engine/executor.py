@@ -1,0 +1,125 @@
+"""The only loop: plays a rank's program, line by line, for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from optimus.engine.actions import Action, Batch, Compiler, Moment, Shapes, all_layers, describe, only_forward
+from optimus.engine.groups import Groups
+from optimus.engine.mail import Mail
+from optimus.models.chunk import Chunk, parameters_of
+from optimus.models.segment import State
+from optimus.program.plan import Plan
+
+
+class Recorder(Protocol):
+    """Who wants to know which line runs; see `watch.Ring`."""
+
+    def begin(self, line: int) -> None: ...
+
+    def end(self, line: int) -> None: ...
+
+
+class _Nobody:
+    def begin(self, line: int) -> None:
+        """Nobody wants to know."""
+
+    def end(self, line: int) -> None:
+        """Nobody wants to know."""
+
+
+class Executor:
+    """Plays a plan on one rank. After `step` every parameter's gradient is that of the whole batch.
+
+    `tied` are an embedding table and a head on this rank that are one parameter of the model: their gradients
+    are added up, over the first and last stage where they are apart. `chunks` holds this rank's chunks of
+    every module, in order.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Groups,
+        chunks: Mapping[str, tuple[Chunk, ...]],
+        shapes: Shapes,
+        *,
+        device: torch.device,
+        tied: tuple[Tensor, ...] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.plan, self.groups, self.tied = plan, groups, tied
+        self._mail, self._moment = Mail(device), Moment()
+        self._recorder = recorder or _Nobody()
+        compiler = Compiler(plan, groups, chunks, shapes, self._mail, self._moment, self._finish)
+        self.actions = compiler.actions()
+        self._waits_for = {action.line: action.waits_for for action in self.actions}
+        self._forward = only_forward(self.actions)
+        self._buckets = list(compiler.buckets.values())
+        bucketed = {id(p) for bucket in self._buckets for p in bucket.parameters}
+        self._alone = [p for p in parameters_of(all_layers(chunks)) if id(p) not in bucketed]
+
+    def step(self, batch: Batch) -> Tensor | None:
+        """Forward and backward of all microbatches; this rank's part of the loss, where it is made."""
+        for parameter in self._alone:
+            parameter.grad = None
+        for bucket in self._buckets:
+            bucket.reset()
+        self._play(self.actions, batch)
+        return self._loss()
+
+    def eval(self, batch: Batch) -> Tensor | None:
+        """Forward only: nothing is kept for a backward."""
+        self._play(self._forward, batch, learns=False)
+        self._mail.finish()
+        return self._loss()
+
+    @property
+    def outputs(self) -> dict[int, State]:
+        """What the LLM's last stage made besides the loss, by microbatch."""
+        return self._moment.outputs
+
+    def describe(self, line: int) -> str:
+        return describe(self.plan, self.plan.ranks.class_of(self.groups.rank), line)
+
+    def waits_for(self, line: int) -> tuple[int, ...]:
+        """Ranks without which a line does not end."""
+        return self._waits_for.get(line, ())
+
+    def _play(self, actions: list[Action], batch: Batch, *, learns: bool = True) -> None:
+        moment, recorder = self._moment, self._recorder
+        moment.batch, moment.learns, moment.losses, moment.outputs = batch, learns, [], {}
+        for action in actions:
+            recorder.begin(action.line)
+            action.run()
+            recorder.end(action.line)
+        moment.batch = None
+
+    def _loss(self) -> Tensor | None:
+        losses = self._moment.losses
+        return torch.stack(losses).sum() if losses else None
+
+    def _finish(self) -> None:
+        """The last line: everything sent and reduced; a tied parameter's two gradients become one."""
+        self._mail.finish()
+        for bucket in self._buckets:
+            bucket.wait()
+        if not self.tied:
+            return
+        gradients = [_gradient(parameter) for parameter in self.tied]
+        group = self.groups.get("ends")
+        if len(gradients) == 2:
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+        elif group is not None:
+            dist.all_reduce(gradients[0], dist.ReduceOp.SUM, group)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

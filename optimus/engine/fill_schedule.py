@@ -1,0 +1,248 @@
+"""The library face: a schedule like torch's own, which runs encoders inside the pipeline's bubbles.
+
+Users keep their modules, optimizer and trainer. Where a script has
+
+    schedule = Schedule1F1B(stage, n_microbatches, loss_fn)
+    schedule.step(tokens, images, target=labels)
+
+with the encoder inside stage 0, it makes the encoder a list of blocks of its own:
+
+    schedule = FillSchedule([stage], {"images": blocks}, plan, loss_fn=loss_fn)
+    schedule.step(tokens, images=images, target=labels)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from optimus.engine.actions import Shapes
+from optimus.engine.executor import Executor
+from optimus.engine.groups import make_groups
+from optimus.engine.mail import TensorSpec
+from optimus.engine.survey import Survey, survey
+from optimus.errors import UserError
+from optimus.models.chunk import SegmentedChunk
+from optimus.models.segment import Block, Deferred, Segment, State
+from optimus.program.plan import Plan, PlannedModule
+from optimus.program.ranks import LLM
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """What the last stage needs of a microbatch beside its input."""
+
+    target: Tensor | None
+    scale: float
+
+
+class _WithLoss(Segment):
+    """The last stage and the loss: scaled, as it is, and what the stage made."""
+
+    def __init__(self, module: nn.Module, loss: Loss | None) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self, state: State, context: _Target, deferred: Deferred | None = None) -> State:
+        output = self.module(*state)
+        if context.target is None or self.loss is None:
+            zero = output.new_zeros(())
+            return zero, zero, output
+        loss = self.loss(output, context.target)
+        return loss * context.scale, loss.detach(), output
+
+
+class FillSchedule:
+    """`step` and `eval` as torch's schedules have them; every encoder's inputs are a keyword argument.
+
+    `stages` are this rank's stages of the LLM in order, modules or `PipelineStage`s; the first gets the
+    positional arguments of `step` and then the output of every encoder microbatch that feeds it. `encoders`
+    are lists of blocks, whole on every rank: the plan says which of them a rank runs. Gradients are of the
+    loss's mean over microbatches and replicas, and complete when `step` returns: nothing else reduces them.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        encoders: Mapping[str, Sequence[nn.Module]],
+        plan: Plan,
+        *,
+        loss_fn: Loss | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.plan, self.rank = plan, dist.get_rank()
+        self.stages = [getattr(stage, "submod", stage) for stage in stages]
+        self.encoders, self.loss_fn = dict(encoders), loss_fn
+        _check_modules(plan, self.stages, self.encoders)
+        self._groups = make_groups(plan, self.rank, timeout_s=timeout_s)
+        self._chunks = self._make_chunks()
+        self._executor: Executor | None = None
+
+    def step(
+        self,
+        *args: Tensor,
+        target: Tensor | None = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        **inputs: Tensor,
+    ) -> Tensor | None:
+        """Forward and backward of a batch; what the last stage made, on its rank."""
+        batch = self._batch(args, inputs, target)
+        executor = self._ready(batch)
+        executor.step(batch)
+        return self._result(executor, losses, return_outputs=return_outputs)
+
+    def eval(
+        self,
+        *args: Tensor,
+        target: Tensor | None = None,
+        losses: list[Tensor] | None = None,
+        **inputs: Tensor,
+    ) -> Tensor | None:
+        """Forward of a batch without gradients."""
+        batch = self._batch(args, inputs, target)
+        executor = self._ready(batch)
+        executor.eval(batch)
+        return self._result(executor, losses, return_outputs=True)
+
+    # ------------------------------------------------------------------------ modules as chunks
+
+    def _make_chunks(self) -> dict[str, tuple[SegmentedChunk, ...]]:
+        device = self.plan.ranks.class_of(self.rank)
+        chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
+        for name, blocks in self.encoders.items():
+            first, end = _cut(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
+            chunks[name] = (SegmentedChunk([[Block(block)] for block in blocks[first:end]]),)
+        is_last = self.plan.ranks.stage_of(LLM, device) == self.plan.ranks.llm.pp - 1
+        found = [SegmentedChunk.opaque(stage) for stage in self.stages]
+        if is_last:
+            found[-1] = SegmentedChunk([[_WithLoss(self.stages[-1], self.loss_fn)]], whole=True)
+        return {**chunks, LLM: tuple(found)}
+
+    def _ready(self, batch: _Batch) -> Executor:
+        """The executor; at the first step ranks tell each other the shapes of what travels."""
+        if self._executor is None:
+            pieces = {
+                name: (batch.inputs(name, 0)[0], self.plan.modules[name].pieces) for name in self.encoders
+            }
+            with torch.no_grad():
+                seen = survey(
+                    self.stages, self.encoders, batch.inputs(LLM, 0), pieces, pp=self.plan.ranks.llm.pp
+                )
+            self._executor = Executor(
+                self.plan, self._groups, self._chunks, _shapes(self.plan, seen), device=self._device
+            )
+        return self._executor
+
+    @property
+    def _device(self) -> torch.device:
+        parameters = (p for stage in self.stages for p in stage.parameters())
+        found = next(parameters, None)
+        return torch.device("cpu") if found is None else found.device
+
+    # ------------------------------------------------------------------------ data
+
+    def _batch(self, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor], target: Tensor | None) -> _Batch:
+        if set(inputs) != set(self.encoders):
+            raise UserError(
+                field="step",
+                problem=f"has inputs for {sorted(inputs)}, and the encoders are {sorted(self.encoders)}",
+                hint="give one keyword argument per encoder, on every rank",
+            )
+        return _Batch(self.plan, args, inputs, target)
+
+    def _result(
+        self, executor: Executor, losses: list[Tensor] | None, *, return_outputs: bool
+    ) -> Tensor | None:
+        made = executor.outputs
+        if losses is not None:
+            losses[:] = [made[microbatch][0] for microbatch in sorted(made)]
+        if not made or not return_outputs:
+            return None
+        return torch.cat([made[microbatch][1] for microbatch in sorted(made)])
+
+
+class _Batch:
+    """A batch divided along its first dimension, as torch's schedules divide it."""
+
+    def __init__(
+        self, plan: Plan, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor], target: Tensor | None
+    ) -> None:
+        count = plan.microbatches
+        self._inputs: dict[str, list[tuple[Tensor, ...]]] = {
+            name: [(part,) for part in _divided(name, inputs[name], count * module.pieces)]
+            for name, module in plan.encoders.items()
+        }
+        parts = [_divided(f"argument {at}", argument, count) for at, argument in enumerate(args)]
+        self._inputs[LLM] = [tuple(part[i] for part in parts) for i in range(count)]
+        targets = [None] * count if target is None else _divided("target", target, count)
+        scale = 1.0 / (count * plan.ranks.llm.dp)
+        self._targets = [_Target(target=each, scale=scale) for each in targets]
+
+    def inputs(self, module: str, microbatch: int) -> State:
+        return self._inputs[module][microbatch]
+
+    def context(self, module: str, microbatch: int) -> Any:
+        return self._targets[microbatch] if module == LLM else None
+
+
+def _divided(name: str, tensor: Tensor, count: int) -> list[Tensor]:
+    if tensor.shape[0] % count:
+        raise UserError(
+            field=f"step: {name}",
+            value=tuple(tensor.shape),
+            problem=f"cannot be divided into {count} microbatches of equal size",
+            hint=f"give a first dimension that is a multiple of {count}",
+        )
+    return list(tensor.chunk(count))
+
+
+def _cut(module: PlannedModule, stage: int) -> tuple[int, int]:
+    """The blocks of an encoder that one of its stages runs."""
+    ends = [0, *accumulate(chunk.layers for chunk in module.chunks)]
+    return ends[stage], ends[stage + 1]
+
+
+def _check_modules(
+    plan: Plan, stages: Sequence[nn.Module], encoders: Mapping[str, Sequence[nn.Module]]
+) -> None:
+    if set(encoders) != set(plan.encoders):
+        raise UserError(
+            field="encoders",
+            value=sorted(encoders),
+            problem=f"are not those of the plan, {sorted(plan.encoders)}",
+            hint="give a list of blocks for each of them",
+        )
+    for name, blocks in encoders.items():
+        planned = sum(chunk.layers for chunk in plan.modules[name].chunks)
+        if len(blocks) != planned:
+            raise UserError(
+                field=f"encoders.{name}",
+                value=len(blocks),
+                problem=f"blocks were given, and the plan has {planned}",
+                hint="plan again for these blocks",
+            )
+    if len(stages) != plan.ranks.llm.chunks:
+        raise UserError(
+            field="stages",
+            value=len(stages),
+            problem=f"stages were given for a rank that runs {plan.ranks.llm.chunks}",
+            hint="give this rank's stages in order",
+        )
+
+
+def _shapes(plan: Plan, seen: Survey) -> Shapes:
+    inputs: dict[str, list[tuple[TensorSpec, ...]]] = {LLM: [(), *(look.output for look in seen.stages[:-1])]}
+    for name, module in plan.encoders.items():
+        looks = seen.encoders[name]
+        firsts = [_cut(module, stage)[0] for stage in range(module.layout.pp)]
+        inputs[name] = [looks[first - 1].output if first else () for first in firsts]
+    return Shapes(inputs=inputs, rows={name: looks[-1].output for name, looks in seen.encoders.items()})

@@ -1,0 +1,135 @@
+"""One rank's part of a model: its chunks of every module, built from the plan's cut, and what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from optimus.engine.actions import Shapes
+from optimus.engine.mail import TensorSpec
+from optimus.errors import UserError
+from optimus.job.model import Encoder, Llm, Model
+from optimus.models.build import build_layers, layer_count, named_parameters
+from optimus.models.chunk import SegmentedChunk
+from optimus.models.numerics import KERNELS, NUMERICS, Kernels, Numerics
+from optimus.program.plan import Plan
+from optimus.program.ranks import LLM
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankModel:
+    """Chunks by module, parameters by their global names, and tied parameters that are here."""
+
+    chunks: Mapping[str, tuple[SegmentedChunk, ...]]
+    parameters: Mapping[str, Tensor]
+    tied: tuple[Tensor, ...]
+    shapes: Shapes
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+
+
+def build_rank(
+    model: Model,
+    plan: Plan,
+    rank: int,
+    *,
+    llm_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    numerics: Mapping[str, Numerics] = MappingProxyType({}),
+    kernels: Kernels = KERNELS,
+) -> RankModel:
+    """Only what this rank runs is built. `llm_tokens` are those of one LLM microbatch."""
+    refuse_unsupported(plan)
+    chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
+    parameters: dict[str, Tensor] = {}
+    tied: list[Tensor] = []
+    for module in model.modules:
+        mine = []
+        for first, end in ranges_of(plan, module, rank):
+            layers = build_layers(
+                module,
+                dtype=dtype,
+                device=device,
+                seed=seed,
+                first=first,
+                end=end,
+                numerics=numerics.get(module.name, NUMERICS),
+                compute=kernels,
+            )
+            recompute = plan.modules[module.name].recompute == "full"
+            mine.append(SegmentedChunk(layers, recompute=recompute))
+            for name, parameter in named_parameters(module, layers, first=first):
+                known = parameters.setdefault(name, parameter)
+                if known is not parameter:  # the other end of a tied parameter
+                    parameters[f"{name} (head)"] = parameter
+            if isinstance(module, Llm) and module.tied and (first, end) != (0, layer_count(module)):
+                tied += [layers[0][0].weight] if first == 0 else []
+                tied += [layers[-1][0].weight] if end == layer_count(module) else []
+        chunks[module.name] = tuple(mine)
+    return RankModel(
+        chunks=chunks,
+        parameters=parameters,
+        tied=tuple(tied),
+        shapes=shapes_of(model, plan, llm_tokens=llm_tokens, dtype=dtype),
+    )
+
+
+def ranges_of(plan: Plan, module: Encoder | Llm, rank: int) -> list[tuple[int, int]]:
+    """Layers of a module on a rank, chunk by chunk."""
+    planned = plan.modules[module.name]
+    ends = list(accumulate(chunk.layers for chunk in planned.chunks))
+    if ends[-1] != layer_count(module):
+        raise UserError(
+            field=f"plan.modules.{module.name}",
+            problem=f"has {ends[-1]} layers, and the model has {layer_count(module)} with its two ends",
+            hint="plan again for this model",
+        )
+    stage, pp = plan.ranks.stage_of(module.name, plan.ranks.class_of(rank)), planned.layout.pp
+    mine = range(stage, len(ends), pp)
+    return [(ends[virtual - 1] if virtual else 0, ends[virtual]) for virtual in mine]
+
+
+def shapes_of(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) -> Shapes:
+    """Rows that travel between stages, and over the seam."""
+    hidden = model.llm.stack.hidden
+
+    def everywhere(module: str, rows: int, width: int) -> list[tuple[TensorSpec, ...]]:
+        return [(TensorSpec(shape=(rows, width), dtype=dtype),)] * len(plan.modules[module].chunks)
+
+    inputs = {LLM: everywhere(LLM, llm_tokens, hidden)}
+    rows = {}
+    for encoder in model.encoders:
+        tokens = plan.modules[encoder.name].bin_tokens
+        inputs[encoder.name] = everywhere(encoder.name, tokens, encoder.stack.hidden)
+        merged = (tokens // encoder.projector.merge, hidden)
+        rows[encoder.name] = (TensorSpec(shape=merged, dtype=dtype),)
+    return Shapes(inputs=inputs, rows=rows)
+
+
+def refuse_unsupported(plan: Plan) -> None:
+    """Names what a plan asks for and the engine does not run yet."""
+    for name, module in plan.modules.items():
+        for axis in ("tp", "cp", "ep"):
+            if getattr(module.layout, axis) > 1:
+                raise UserError(
+                    field=f"plan.modules.{name}.layout.{axis}",
+                    value=getattr(module.layout, axis),
+                    problem="can be planned, but the engine does not run it yet",
+                    hint=f"plan with {name}={axis}1",
+                )
+        if module.recompute == "selective":
+            raise UserError(
+                field=f"plan.modules.{name}.recompute",
+                value=module.recompute,
+                problem="can be planned, but the engine does not run it yet",
+                hint="use none or full in the job's model",
+            )

@@ -1,0 +1,277 @@
+"""Bugs that an engine could have, each planted by replacing one piece of it, with a case that must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import distributed as dist
+
+from optimus.engine import batches, rank_model
+from optimus.engine.actions import Compiler
+from optimus.engine.executor import Executor
+from optimus.engine.mail import Mail
+from optimus.engine.reduction import FlatGradients
+from optimus.models import linear
+from optimus.models.chunk import SegmentedChunk
+from optimus.models.segment import Segment
+
+Plant = Callable[[], AbstractContextManager[Any]]
+BUGS: dict[str, tuple[str, Plant]] = {}  # name -> case, and what plants it
+
+
+def bug(name: str, case: str) -> Callable[[Plant], Plant]:
+    def keep(plant: Plant) -> Plant:
+        BUGS[name] = case, plant
+        return plant
+
+    return keep
+
+
+def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """`change(original, *args)` in place of a function or method."""
+    original = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+
+
+# ---------------------------------------------------------------------------- seam
+
+
+@bug("the seam's gradient is lost", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    def put(original: Any, self: Mail, key: Any, tensors: Any) -> None:
+        lost = key[0] == "backward" and key[1] == "vision"
+        original(self, key, tuple(torch.zeros_like(t) for t in tensors) if lost else tensors)
+
+    return wrapped(Mail, "put", put)
+
+
+@bug("the seam's gradient is asked for by nobody", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    return wrapped(Compiler, "_needs", lambda original, self, key: key[0] != "rows" and original(self, key))
+
+
+@bug("rows of the batch table are one too late", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    return wrapped(batches, "bin_targets", lambda original, *args: original(*args).roll(1))
+
+
+@bug("padding lands on the first token", "rare images")
+def _() -> AbstractContextManager[Any]:
+    def targets(original: Any, *args: Any) -> Any:
+        found = original(*args)
+        return torch.where(found == args[-1], 0, found)
+
+    return wrapped(batches, "bin_targets", targets)
+
+
+@bug("the second piece goes where the first went", "pieces")
+def _() -> AbstractContextManager[Any]:
+    def targets(original: Any, *args: Any) -> Any:
+        found = original(*args)
+        return [found[0]] * len(found)
+
+    return wrapped(batches.SampleBatch, "_targets", targets)
+
+
+@bug("images attend to each other", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    def inputs(original: Any, encoder: Any, items: Any, capacity: int, **how: Any) -> Any:
+        found, context = original(encoder, items, capacity, **how)
+        return found, replace(context, spans=(capacity,), window_spans=(capacity,))
+
+    return wrapped(batches, "encoder_inputs", inputs)
+
+
+@bug("two images change places", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    return wrapped(
+        batches.SampleBatch, "_encoder", lambda original, self, name, mb: original(self, name, mb ^ 1)
+    )
+
+
+# ---------------------------------------------------------------------------- microbatches and messages
+
+
+@bug("microbatches are swapped", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    def inputs(original: Any, self: Any, module: str, microbatch: int) -> Any:
+        return original(self, module, microbatch ^ 1 if module == "llm" else microbatch)
+
+    return wrapped(batches.SampleBatch, "inputs", inputs)
+
+
+@bug("a message is zeros", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    def send(original: Any, self: Mail, key: Any, other: int, group: Any) -> None:
+        if key[0] == "backward" and key[3] == 1:
+            self.put(key, tuple(torch.zeros_like(t) for t in self.take(key)))
+        original(self, key, other, group)
+
+    return wrapped(Mail, "send", send)
+
+
+@bug("received gradients are taken for those of the next microbatch", "four stages")
+def _() -> AbstractContextManager[Any]:
+    def receive(original: Any, self: Mail, key: Any, *rest: Any) -> None:
+        crossed = (*key[:3], key[3] ^ 1) if key[:2] == ("backward", "llm") else key
+        original(self, crossed, *rest)
+
+    return wrapped(Mail, "receive", receive)
+
+
+@bug("a stage holds the layers of another", "encoder pipeline of two")
+def _() -> AbstractContextManager[Any]:
+    def ranges(original: Any, plan: Any, module: Any, rank: int) -> Any:
+        found = original(plan, module, rank)
+        return [(max(first - 1, 0), end) for first, end in found] if module.name == "vision" else found
+
+    return wrapped(rank_model, "ranges_of", ranges)
+
+
+# ---------------------------------------------------------------------------- reductions
+
+
+@bug("averaged twice", "one stage, two replicas")
+def _() -> AbstractContextManager[Any]:
+    def wait(original: Any, self: FlatGradients) -> None:
+        original(self)
+        if self.group is not None:
+            self.flat /= dist.get_world_size(self.group)
+
+    return wrapped(FlatGradients, "wait", wait)
+
+
+@bug("reduced twice", "one stage, two replicas")
+def _() -> AbstractContextManager[Any]:
+    def launch(original: Any, self: FlatGradients) -> None:
+        if self.group is not None:
+            dist.all_reduce(self.flat, group=self.group)
+        original(self)
+
+    return wrapped(FlatGradients, "launch", launch)
+
+
+@bug("an encoder is not reduced", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    return wrapped(FlatGradients, "launch", lambda original, self: None)
+
+
+@bug("gradients of the step before stay", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    def reset(original: Any, self: FlatGradients) -> None:
+        before = self.flat.clone()
+        original(self)
+        self.flat.copy_(before)
+
+    return wrapped(FlatGradients, "reset", reset)
+
+
+@bug("tied embeddings are not summed", "tied")
+def _() -> AbstractContextManager[Any]:
+    def make(original: Any, self: Executor, *args: Any, tied: Any = (), **rest: Any) -> None:
+        original(self, *args, **rest)
+
+    return wrapped(Executor, "__init__", make)
+
+
+# ---------------------------------------------------------------------------- gradients
+
+
+@bug("a weight gradient is dropped", "zero-bubble")
+def _() -> AbstractContextManager[Any]:
+    def weights(original: Any, self: SegmentedChunk, microbatch: int, place: int) -> None:
+        frame = self._frames.get(microbatch)
+        if place == 1 and frame is not None:
+            frame.deferred[place] = []
+        original(self, microbatch, place)
+
+    return wrapped(SegmentedChunk, "_weights", weights)
+
+
+@bug("a weight gradient is set, not added", "zero-bubble")
+def _() -> AbstractContextManager[Any]:
+    def add(weight: Any, gradient: Any, inputs: Any) -> None:
+        weight.grad = gradient.T @ inputs
+
+    kernels = replace(linear.TORCH, add_weight_gradient=add)
+    return wrapped(linear._DeferringLinear, "apply", lambda original, *args: original(*args[:-1], kernels))
+
+
+@bug("a bias gradient is lost", "plain")
+def _() -> AbstractContextManager[Any]:
+    return patch.object(linear, "_add_bias_gradient", lambda bias, gradient: None)
+
+
+@bug("a table's gradient is set, not added", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    def add(original: Any, table: Any, gradient: Any, ids: Any) -> None:
+        if table.grad is not None:
+            table.grad.zero_()
+        original(table, gradient, ids)
+
+    return wrapped(linear, "_add_table_gradient", add)
+
+
+@bug("the residual's gradient is lost", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    def gradient(original: Any, self: Segment, saved: Any, gradients: Any, *, split: bool) -> Any:
+        cut = tuple(
+            torch.zeros_like(g) if g is not None and o.is_leaf and o.requires_grad else g
+            for o, g in zip(saved.outputs, gradients, strict=True)
+        )
+        return original(self, saved, cut, split=split)
+
+    return wrapped(Segment, "input_gradient", gradient)
+
+
+@bug("the loss is averaged over microbatches", "two ranks")
+def _() -> AbstractContextManager[Any]:
+    def begin(original: Any, self: Compiler, chunk: Any, microbatch: int) -> None:
+        one = self.moment.one
+        assert one is not None
+        self.moment.one = torch.full_like(one, 1 / self.plan.microbatches)
+        original(self, chunk, microbatch)
+
+    return wrapped(Compiler, "_begin_at_loss", begin)
+
+
+@bug("the loss is scaled by the labels of one replica", "one stage, two replicas")
+def _() -> AbstractContextManager[Any]:
+    def make(original: Any, self: Any, *args: Any, scale: float, **rest: Any) -> None:
+        original(self, *args, scale=2 * scale, **rest)
+
+    return wrapped(batches.SampleBatch, "__init__", make)
+
+
+@bug("a layer is made again from the input of another", "recompute")
+def _() -> AbstractContextManager[Any]:
+    def again(original: Any, self: SegmentedChunk, microbatch: int, place: int) -> None:
+        kept = self._frames[microbatch].kept
+        layer = self._layer_of[place]
+        if layer in kept and layer - 1 in kept and layer > 1:
+            kept[layer] = kept[layer - 1]
+        original(self, microbatch, place)
+
+    return wrapped(SegmentedChunk, "_again", again)
+
+
+# ---------------------------------------------------------------------------- dropout
+
+
+@bug("dropout depends on the place in the bin", "dropout")
+def _() -> AbstractContextManager[Any]:
+    def inputs(original: Any, encoder: Any, items: Any, capacity: int, **how: Any) -> Any:
+        placed = [(at, number, item) for at, (_, number, item) in enumerate(items)]
+        return original(encoder, placed, capacity, **how)
+
+    return wrapped(batches, "encoder_inputs", inputs)
+
+
+@bug("dropout is the same at every step", "dropout")
+def _() -> AbstractContextManager[Any]:
+    return wrapped(batches, "llm_inputs", lambda original, *args, step, **how: original(*args, step=0, **how))

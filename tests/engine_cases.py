@@ -1,0 +1,193 @@
+"""Small jobs in many layouts, for comparing what the engine computes with one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from optimus.cost.assumptions import preset
+from optimus.job.job import Job
+from optimus.job.layout import Constraints, LayoutChoice, Limits
+from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
+from optimus.job.read import load_cluster
+from optimus.job.workload import PackedSequence, Workload
+from optimus.models.numerics import Numerics
+from optimus.program.plan import Plan
+from optimus.program.ranks import LLM
+from optimus.search.layouts import decide_setting
+from optimus.systems.listed import Beside, list_plan, llm_pipeline
+
+TOKENS = 24
+SEQUENCES = {
+    "even": (((4, 4), (4,), (2,)),),
+    "uneven": (((4, 2), (2,), ()), ((6,), (), (4,)), ((), (4, 2), (2,)), ((2, 2, 2), (2,), (2,))),
+    "rare": (((), (), ()), ((4,), (4,), (2,)), ((), (), ())),
+}
+NAMES = ("vision", "audio", "video")
+
+
+def stack(
+    hidden: int, layers: int, *, dropout: bool = False, gated: bool = True, **attention: object
+) -> Stack:
+    return Stack(
+        hidden=hidden,
+        layers=layers,
+        attention=Attention(heads=4, kv_heads=2, head_dim=hidden // 4, **attention),  # type: ignore[arg-type]
+        mlp=Mlp(width=2 * hidden, gated=gated, bias=not gated),
+        dropout=dropout,
+        norm="rmsnorm" if gated else "layernorm",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan to run. `encoders` gives pp and pieces of each; `frozen` which of them only run forward."""
+
+    name: str
+    ranks: int
+    pp: int
+    microbatches: int = 4
+    sequences: int = 1  # in a microbatch
+    chunks: int = 1
+    order: str = "1f1b"
+    encoders: tuple[tuple[int, int], ...] = ((1, 1),)
+    frozen: tuple[str, ...] = ()
+    frozen_trunk: tuple[str, ...] = ()
+    frozen_llm: bool = False
+    images: str = "uneven"
+    tied: bool = False
+    dropout: bool = False
+    plain: bool = False  # LayerNorm, biases, learned positions, plain MLP
+    windows: bool = False
+    sections: bool = False  # multimodal rotary
+    recompute: str = "none"
+    layers: int = 4
+    seed: int = 0
+    numerics: dict[str, Numerics] = field(default_factory=dict)
+
+    def _encoder(self, name: str) -> Encoder:
+        attention = {"window_tokens": 16, "full_layers": (1,)} if self.windows and name == "vision" else {}
+        return Encoder(
+            name=name,
+            modality="audio" if name == "audio" else "vision",
+            stack=stack(16, 4, dropout=self.dropout, gated=not self.plain, causal=False, **attention),
+            projector=Projector(
+                widths=(32, 32), merge=2 if name == "audio" else 4, train=name not in self.frozen
+            ),
+            patch_inputs=12,
+            positions=256 if self.plain else 0,
+            train=name not in self.frozen + self.frozen_trunk,
+            recompute="none",
+        )
+
+    @cached_property
+    def job(self) -> Job:
+        names = NAMES[: len(self.encoders)]
+        llm = Llm(
+            stack=stack(32, self.layers, dropout=self.dropout, gated=not self.plain, bias=self.plain),
+            vocab=48,
+            tied=self.tied,
+            positions=TOKENS if self.plain else 0,
+            train=not self.frozen_llm,
+            recompute="none",
+        )
+        sequences = []
+        for lengths in SEQUENCES[self.images]:
+            items = tuple(zip(names, lengths, strict=False))
+            sequences.append(PackedSequence(text=TOKENS - sum(sum(own) for _, own in items), items=items))
+        dp = self.ranks // self.pp
+        return Job(
+            name=self.name,
+            model=Model(name="tiny", encoders=tuple(map(self._encoder, names)), llm=llm),
+            cluster=replace(load_cluster("h100:8"), gpus=self.ranks),
+            workload=Workload(
+                sequence_tokens=TOKENS,
+                sequences_per_step=dp * self.microbatches * self.sequences,
+                sequences=tuple(sequences),
+            ),
+            layout=Constraints(
+                modules={LLM: LayoutChoice(dp=dp, pp=self.pp, cp=1, ep=1, tp=1)},
+                limits=Limits(microbatch_sequences=(self.sequences,)),
+            ),
+        )
+
+    @cached_property
+    def plan(self) -> Plan:
+        setting, _ = decide_setting(self.job, preset("default"))
+        llm = llm_pipeline(setting, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
+        names = NAMES[: len(self.encoders)]
+        beside = {
+            name: Beside(pp=pp, pieces=pieces, recompute=self.recompute)
+            for name, (pp, pieces) in zip(names, self.encoders, strict=True)
+        }
+        return list_plan(setting, llm, beside).plan
+
+    @property
+    def all_numerics(self) -> dict[str, Numerics]:
+        return {LLM: Numerics(rope_sections=(1, 1, 2))} if self.sections else {}
+
+
+CASES = [
+    Case(name="two ranks", ranks=2, pp=2),
+    Case(name="one stage, two replicas", ranks=2, pp=1),
+    Case(name="interleaved", ranks=2, pp=2, chunks=2, order="interleaved"),
+    Case(name="zero-bubble", ranks=2, pp=2, order="zero-bubble"),
+    Case(name="zero-bubble interleaved", ranks=2, pp=2, chunks=2, order="zero-bubble", layers=6),
+    Case(name="encoder pipeline of two", ranks=2, pp=2, encoders=((2, 1),)),
+    Case(name="two encoders", ranks=2, pp=2, encoders=((1, 1), (2, 1))),
+    Case(name="three encoders", ranks=2, pp=2, encoders=((1, 1), (2, 2), (1, 2))),
+    Case(name="frozen encoder", ranks=2, pp=2, frozen=("vision",)),
+    Case(name="frozen trunk, trained projector", ranks=2, pp=2, frozen_trunk=("vision",), encoders=((2, 1),)),
+    Case(name="frozen llm", ranks=2, pp=2, frozen_llm=True),
+    Case(name="rare images", ranks=2, pp=2, images="rare"),
+    Case(name="tied", ranks=2, pp=2, tied=True),
+    Case(name="tied in one stage", ranks=2, pp=1, tied=True),
+    Case(name="dropout", ranks=2, pp=2, dropout=True),
+    Case(name="pieces", ranks=2, pp=2, encoders=((1, 2),), sequences=2),
+    Case(name="plain", ranks=2, pp=2, plain=True),
+    Case(name="windows and sections", ranks=2, pp=2, windows=True, sections=True),
+    Case(name="recompute", ranks=2, pp=2, recompute="full", dropout=True),
+    Case(name="four stages", ranks=4, pp=4, encoders=((2, 1),)),
+    Case(name="four stages, encoder on each", ranks=4, pp=4, encoders=((1, 1),), microbatches=8),
+    Case(name="two by two", ranks=4, pp=2, encoders=((1, 2),), images="rare", sequences=2),
+    Case(
+        name="two by two interleaved",
+        ranks=4,
+        pp=2,
+        chunks=2,
+        order="interleaved",
+        encoders=((2, 1), (1, 1)),
+    ),
+    Case(
+        name="zero-bubble, tied, dropout, two encoders",
+        ranks=4,
+        pp=4,
+        order="zero-bubble",
+        tied=True,
+        dropout=True,
+        encoders=((4, 1), (2, 2)),
+        layers=6,
+    ),
+    Case(name="four replicas", ranks=4, pp=1, tied=True, dropout=True, images="rare"),
+    Case(name="eight: pp 4, encoder pp 2", ranks=8, pp=4, encoders=((2, 2),), sequences=2, tied=True),
+    Case(
+        name="eight: pp 2 interleaved, three encoders",
+        ranks=8,
+        pp=2,
+        chunks=2,
+        order="interleaved",
+        encoders=((1, 1), (2, 1), (1, 2)),
+        frozen=("audio",),
+        images="rare",
+    ),
+    Case(
+        name="eight: pp 8 zero-bubble",
+        ranks=8,
+        pp=8,
+        order="zero-bubble",
+        microbatches=8,
+        encoders=((4, 1), (1, 1)),
+        layers=8,
+        dropout=True,
+    ),
+]
