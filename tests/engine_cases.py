@@ -61,6 +61,8 @@ class Case:
     windows: bool = False
     sections: bool = False  # multimodal rotary
     recompute: str = "none"
+    preset: str = "default"
+    segments: bool = False  # each segment is played for itself, also where nothing stands between them
     layers: int = 4
     seed: int = 0
     numerics: dict[str, Numerics] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        setting, _ = decide_setting(self.job, preset("default"))
+        setting, _ = decide_setting(self.job, preset(self.preset))
         llm = llm_pipeline(setting, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
         names = NAMES[: len(self.encoders)]
         beside = {
@@ -131,22 +133,31 @@ CASES = [
     Case(name="two ranks", ranks=2, pp=2),
     Case(name="one stage, two replicas", ranks=2, pp=1),
     Case(name="interleaved", ranks=2, pp=2, chunks=2, order="interleaved"),
-    Case(name="zero-bubble", ranks=2, pp=2, order="zero-bubble"),
+    Case(name="zero-bubble", ranks=2, pp=2, order="zero-bubble", segments=True),
     Case(name="zero-bubble interleaved", ranks=2, pp=2, chunks=2, order="zero-bubble", layers=6),
     Case(name="encoder pipeline of two", ranks=2, pp=2, encoders=((2, 1),)),
     Case(name="two encoders", ranks=2, pp=2, encoders=((1, 1), (2, 1))),
-    Case(name="three encoders", ranks=2, pp=2, encoders=((1, 1), (2, 2), (1, 2))),
+    Case(name="three encoders", ranks=2, pp=2, segments=True, encoders=((1, 1), (2, 2), (1, 2))),
     Case(name="frozen encoder", ranks=2, pp=2, frozen=("vision",)),
-    Case(name="frozen trunk, trained projector", ranks=2, pp=2, frozen_trunk=("vision",), encoders=((2, 1),)),
+    Case(
+        name="frozen trunk, trained projector",
+        ranks=2,
+        pp=2,
+        segments=True,
+        frozen_trunk=("vision",),
+        encoders=((2, 1),),
+    ),
     Case(name="frozen llm", ranks=2, pp=2, frozen_llm=True),
     Case(name="rare images", ranks=2, pp=2, images="rare"),
     Case(name="tied", ranks=2, pp=2, tied=True),
     Case(name="tied in one stage", ranks=2, pp=1, tied=True),
     Case(name="dropout", ranks=2, pp=2, dropout=True),
-    Case(name="pieces", ranks=2, pp=2, encoders=((1, 2),), sequences=2),
-    Case(name="plain", ranks=2, pp=2, plain=True),
-    Case(name="windows and sections", ranks=2, pp=2, windows=True, sections=True),
-    Case(name="recompute", ranks=2, pp=2, recompute="full", dropout=True),
+    Case(name="pieces", ranks=2, pp=2, segments=True, encoders=((1, 2),), sequences=2),
+    Case(name="plain", ranks=2, pp=2, segments=True, plain=True),
+    Case(name="windows and sections", ranks=2, pp=2, segments=True, windows=True, sections=True),
+    Case(name="recompute", ranks=2, pp=2, segments=True, recompute="full", dropout=True),
+    Case(name="one bucket for a stage", ranks=4, pp=2, preset="clean"),
+    Case(name="recompute, all traffic at the ends", ranks=4, pp=2, preset="paper", recompute="full"),
     Case(name="four stages", ranks=4, pp=4, encoders=((2, 1),)),
     Case(name="four stages, encoder on each", ranks=4, pp=4, encoders=((1, 1),), microbatches=8),
     Case(name="two by two", ranks=4, pp=2, encoders=((1, 2),), images="rare", sequences=2),
@@ -160,6 +171,7 @@ CASES = [
     ),
     Case(
         name="zero-bubble, tied, dropout, two encoders",
+        segments=True,
         ranks=4,
         pp=4,
         order="zero-bubble",
@@ -169,7 +181,15 @@ CASES = [
         layers=6,
     ),
     Case(name="four replicas", ranks=4, pp=1, tied=True, dropout=True, images="rare"),
-    Case(name="eight: pp 4, encoder pp 2", ranks=8, pp=4, encoders=((2, 2),), sequences=2, tied=True),
+    Case(
+        name="eight: pp 4, encoder pp 2",
+        ranks=8,
+        pp=4,
+        segments=True,
+        encoders=((2, 2),),
+        sequences=2,
+        tied=True,
+    ),
     Case(
         name="eight: pp 2 interleaved, three encoders",
         ranks=8,

@@ -52,6 +52,7 @@ class RankRun:
             dtype=torch.float64,
             seed=case.seed,
             numerics=case.all_numerics,
+            fuse=not case.segments,
         )
         groups = make_groups(self.plan, rank, timeout_s=TIMEOUT_S)
         self.executor = Executor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,9 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
+
+import optimus
+from optimus.engine.trainer import BESIDES, words_of
+from optimus.program.plan import Plan
 
 WORKER = (str(Path(__file__).with_name("fault_worker.py")),)
 LINE = re.compile(r"rank (\d+) pid (\d+) restart (\d+) (joined|step (\d+)) at ([\d.]+)")
@@ -68,12 +74,13 @@ class Run:
                 self.steps[restart, rank] = int(match.group(5)), float(match.group(6))
                 self.first_step_s.setdefault((restart, rank), float(match.group(6)))
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.look()
         if self.process.poll() is None:
             self.process.terminate()
         for pid in self.pids.values():
@@ -95,13 +102,16 @@ class Run:
             os.write(2, "\n".join(self.lines[-60:]).encode())
         assert not left, f"processes left: {left}"
 
+    def look(self) -> None:
+        """For what ranks do not print."""
+
     def wait(self, what: str, ask: Callable[[], T | None], limit_s: float) -> T:
         """The answer, when there is one."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             if (answer := ask()) is not None:
                 return answer
-            time.sleep(0.01)
+            time.sleep(0.02)
         raise TimeoutError(f"not within {limit_s} s: {what}")
 
     def wait_for_step(self, restart: int, limit_s: float, more: int = 1) -> float:
@@ -138,9 +148,122 @@ class Run:
         return self.wait(words, ask, limit_s)
 
 
-def kill(run: Run, attempt: int, rank: int) -> tuple[float, float]:
-    """Seconds from `kill -9` of a rank until all ranks have stopped, and until all have made a new step."""
-    run.wait_for_step(attempt, 60, more=3)
+# ---------------------------------------------------------------------------- the trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A job and its plan, in files."""
+
+    ranks: int
+    job: Path
+    plan: Path
+    loaded: Plan
+
+    def lines_of(self, rank: int) -> set[str]:
+        """Words of everything that a rank does in a step."""
+        lines = len(self.loaded.programs[self.loaded.ranks.class_of(rank)])
+        return {words_of(self.loaded, rank, line) for line in range(lines + len(BESIDES))}
+
+
+def prepare(folder: Path, ranks: int, *, encoder_pp: int = 2) -> Prepared:
+    """The catalog's smallest job on 4 or 8 cores: an LLM of 4 stages, once or twice."""
+    text = (ROOT / "optimus" / "catalog" / "jobs" / "cpu" / "tiny-vl.yaml").read_text()
+    for old, new in (
+        ("  gpus: 2\n  gpus_per_node: 2\n", f"  gpus: {ranks}\n  gpus_per_node: {ranks}\n"),
+        ("  llm: {pp: 2, tp: 1}\n", f"  llm: {{pp: 4, tp: 1}}\n  vision: {{pp: {encoder_pp}, tp: 1}}\n"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    job, plan = folder / f"{ranks}.yaml", folder / f"{ranks}.plan.json"
+    job.write_text(text)
+    planned = optimus.plan(optimus.load_job(job), systems=())
+    optimus.save_plan(planned.plan, plan)
+    return Prepared(ranks=ranks, job=job, plan=plan, loaded=planned.plan)
+
+
+class Trainer(Run):
+    """`optimus train` under torchrun: processes are found in /proc, steps in the file of metrics."""
+
+    def __init__(self, prepared: Prepared, folder: Path, *, restarts: int = 0) -> None:
+        self.metrics = folder / "metrics.jsonl"
+        self.seen_s: dict[int, float] = {}  # when an attempt's processes were first seen
+        self.step_s: list[float] = []  # of every step of every attempt
+        self._known: set[int] = set()
+        self._read_lines = 0
+        words = ("train", str(prepared.job), "--plan", str(prepared.plan), "--run-dir", str(folder))
+        worker = ("-m", "optimus", *words, "--steps", "1000000")
+        super().__init__(prepared.ranks, worker=worker, restarts=restarts)
+
+    def look(self) -> None:
+        """Finds new processes and new steps."""
+        for pid in children(self.process.pid):
+            if pid not in self._known and "RANK" in (told := variables(pid)):
+                restart = int(told.get("TORCHELASTIC_RESTART_COUNT", "0"))
+                self.pids[restart, int(told["RANK"])] = pid
+                self.seen_s.setdefault(restart, time.monotonic())
+                self._known.add(pid)
+        if not self.metrics.exists():
+            return
+        ahead_s = time.monotonic() - time.time()
+        lines = self.metrics.read_text().rpartition("\n")[0].splitlines()
+        for found in map(json.loads, lines[self._read_lines :]):
+            self.step_s.append(found["step_s"])
+            for rank in range(self.ranks):  # a step ends with the sum of all ranks' losses
+                key = found["restart"], rank
+                self.steps[key] = found["step"], found["time"] + ahead_s
+                self.first_step_s.setdefault(key, found["time"] + ahead_s)
+        self._read_lines = len(lines)
+
+    def wait(self, what: str, ask: Callable[[], T | None], limit_s: float) -> T:
+        def look_and_ask() -> T | None:
+            self.look()
+            return ask()
+
+        return super().wait(what, look_and_ask, limit_s)
+
+    def wait_for_processes(self, restart: int, limit_s: float) -> float:
+        """When all ranks of an attempt had been started."""
+
+        def ask() -> float | None:
+            there = all((restart, rank) in self.pids for rank in range(self.ranks))
+            return self.seen_s[restart] if there else None
+
+        return self.wait(f"processes of attempt {restart}", ask, limit_s)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def variables(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def kill(
+    run: Trainer, attempt: int, rank: int, *, joining_s: float | None, into_step_s: float
+) -> tuple[float, float]:
+    """Seconds from `kill -9` of a rank until all ranks have stopped, and until all have made a new step.
+
+    It is killed so long after its start, while ranks still come together, or in the middle of a step.
+    """
+    if joining_s is None:
+        run.wait_for_step(attempt, 60, more=2)
+        time.sleep(into_step_s)
+    else:
+        began_s = run.wait_for_processes(attempt, 60)
+        time.sleep(max(0.0, began_s + joining_s - time.monotonic()))
+    run.look()
     killed_s = run.hurt(attempt, rank, signal.SIGKILL)
     stopped_s = run.wait_until_stopped(attempt, 20)
     return stopped_s - killed_s, run.wait_for_step(attempt + 1, 60) - killed_s

@@ -1,102 +1,93 @@
-"""What a step should take by the rules alone: a second, tiny implementation of paced pipelines.
+"""What a plan's step should take, line by line: a third, tiny implementation that knows programs only.
 
-A program is a rank's list of (verb, virtual stage, microbatch): computing (F, B, I, W), launching a message
-(SEND_F, SEND_B), or waiting until all messages of this rank have arrived (WAIT). Computing waits for inputs.
+Every rank plays its lines one after the other. Computing waits for what it needs; all messages of a rank
+follow each other on one lane; a reduce starts when its last member has come to it.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-Line = tuple[str, int, int]
-Seconds = Callable[[str, int, int], float]
+from optimus.program.plan import Plan, Verb
+from optimus.program.ranks import LLM
 
-
-def one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Line]:
-    """What torch's `Schedule1F1B._step_microbatches` does, its waits for sends included."""
-    first, last = rank == 0, rank == ranks - 1
-    warm = min(microbatches, ranks - rank)
-    lines: list[Line] = []
-
-    def send(verb: str, microbatch: int) -> list[Line]:
-        return [] if (last if verb == "SEND_F" else first) else [(verb, rank, microbatch)]
-
-    for forward in range(warm):
-        lines += [("F", rank, forward), ("WAIT", rank, 0)]
-        lines += send("SEND_F", forward) if forward < warm - 1 else []
-    for backward in range(microbatches - warm + 1):
-        forward = warm + backward
-        lines += [*send("SEND_F", forward - 1), ("WAIT", rank, 0), ("B", rank, backward)]
-        lines += send("SEND_B", backward)
-        if forward < microbatches:
-            lines += [("WAIT", rank, 0), ("F", rank, forward)]
-    for backward in range(microbatches - warm + 1, microbatches):
-        lines += [("B", rank, backward), ("WAIT", rank, 0), *send("SEND_B", backward)]
-    return [*lines, ("WAIT", rank, 0)]
+PhaseSeconds = Callable[[str, str, int, int, int], float]  # of module, kind, virtual stage, microbatch, place
+Key = tuple[str, str, int, int]  # what, module, virtual stage that made it, microbatch
 
 
-def from_torch(actions: Sequence[str]) -> list[Line]:
-    """A rank's program from the names of torch's actions; its sends are waited for at the end."""
-    lines: list[Line] = []
-    for action in actions:
-        found = re.fullmatch(r"(\d+)(F|B|I|W|SEND_F|SEND_B)(\d+)", action)
-        if found:
-            lines.append((found[2], int(found[1]), int(found[3])))
-        elif not re.fullmatch(r"\d+(RECV_F|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)", action):
-            raise ValueError(f"what is {action}?")
-    return [*lines, ("WAIT", 0, 0)]
+def replay_lines(
+    plan: Plan, phase_s: PhaseSeconds, message_s: Callable[[str], float], reduce_s: float
+) -> float:
+    """When the last rank is done. For one LLM pipeline whose encoders have one stage."""
+    devices = range(len(plan.programs))
+    rows = [program.rows.tolist() for program in plan.programs]
+    at, now, free = [0 for _ in devices], [0.0 for _ in devices], [0.0 for _ in devices]
+    there: list[dict[Key, float]] = [{} for _ in devices]  # when data is on a rank
+    reducing: dict[tuple[str, int], list[float]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for device in devices:
+            while at[device] < len(rows[device]):
+                number, verb, chunk, microbatch, place = rows[device][at[device]]
+                name = plan.names[number] if number < len(plan.names) else ""
+                virtual = device if name == LLM else 0
+                virtual += chunk * len(plan.programs)
+                word = Verb(verb)
+                if word <= Verb.W:
+                    if place == 0:
+                        needed = _needed(plan, name, word, virtual, microbatch)
+                        if any(key not in there[device] for key in needed):
+                            break
+                        now[device] = max([now[device], *(there[device][key] for key in needed)])
+                    now[device] += phase_s(name, word.name, virtual, microbatch, place)
+                    there[device][word.name, name, virtual, microbatch] = now[device]
+                elif word in (Verb.SEND_F, Verb.SEND_B, Verb.SEND_SEAM, Verb.SEND_SEAM_B):
+                    made, to = _message(plan, name, word, virtual, microbatch, device)
+                    free[device] = max(free[device], now[device]) + message_s(
+                        name if "SEAM" in word.name else LLM
+                    )
+                    for key in made:
+                        if key in there[device]:
+                            there[to][key] = free[device]
+                elif word == Verb.REDUCE:
+                    reducing.setdefault((name, place), []).append(now[device])
+                at[device] += 1
+                moved = True
+    assert all(at[device] == len(rows[device]) for device in devices), "nobody can go on"
+    ends = [max(starts) + reduce_s for starts in reducing.values()]
+    return max([*now, *free, *ends])
 
 
-def replay(
-    programs: Sequence[Sequence[Line]],
-    rank_of: Sequence[int],
-    seconds: Seconds,
-    message_s: float,
-    *,
-    split: bool = False,
-) -> list[float]:
-    """When each rank is done. One message after the other on each link from rank to rank.
-
-    With `split` a whole backward takes what its halves take.
-    """
-    at, now, sent_s = [0] * len(programs), [0.0] * len(programs), [0.0] * len(programs)
-    free_s: dict[tuple[int, int], float] = {}
-    arrived_s: dict[Line, float] = {}  # of the message of a stage and microbatch
-    while any(at[rank] < len(program) for rank, program in enumerate(programs)):
-        before = list(at)
-        for rank, program in enumerate(programs):
-            while at[rank] < len(program):
-                verb, stage, microbatch = program[at[rank]]
-                if verb == "WAIT":
-                    now[rank] = max(now[rank], sent_s[rank])
-                elif verb.startswith("SEND"):
-                    link = rank, rank_of[stage + (1 if verb == "SEND_F" else -1)]
-                    free_s[link] = max(now[rank], free_s.get(link, 0.0)) + message_s
-                    arrived_s[verb, stage, microbatch] = free_s[link]
-                    sent_s[rank] = max(sent_s[rank], free_s[link])
-                else:
-                    needed = _needed(verb, stage, microbatch, rank_of)
-                    if needed is not None and needed not in arrived_s:
-                        break
-                    start_s = now[rank] if needed is None else max(now[rank], arrived_s[needed])
-                    parts = _parts(verb, stage) if split else verb
-                    now[rank] = start_s + sum(seconds(part, stage, microbatch) for part in parts)
-                at[rank] += 1
-        assert at != before, "nobody can go on"
-    return now
+def _needed(plan: Plan, name: str, verb: Verb, virtual: int, microbatch: int) -> list[Key]:
+    """What a phase that opens an op waits for, by who made it."""
+    last = len(plan.modules[name].chunks) - 1
+    if verb == Verb.W:
+        return [("I", name, virtual, microbatch)]
+    if verb == Verb.F:
+        if virtual:
+            return [("F", name, virtual - 1, microbatch)]
+        return [
+            ("F", encoder, 0, microbatch * module.pieces + piece)
+            for encoder, module in (plan.encoders.items() if name == LLM else ())
+            for piece in range(module.pieces)
+        ]
+    own: list[Key] = [("F", name, virtual, microbatch)]
+    if name != LLM:
+        return [*own, ("I", LLM, 0, microbatch // plan.modules[name].pieces)]
+    return own if virtual == last else [*own, ("I", name, virtual + 1, microbatch)]
 
 
-def _needed(verb: str, stage: int, microbatch: int, rank_of: Sequence[int]) -> Line | None:
-    """The message that an op waits for."""
-    other = stage - 1 if verb == "F" else stage + 1
-    if verb == "W" or not 0 <= other < len(rank_of) or rank_of[other] == rank_of[stage]:
-        return None
-    return ("SEND_F" if verb == "F" else "SEND_B", other, microbatch)
-
-
-def _parts(verb: str, stage: int) -> str:
-    """torch skips I on the first stage and runs both halves in its W."""
-    if stage == 0 and verb in "IW":
-        return "" if verb == "I" else "IW"
-    return "IW" if verb == "B" else verb
+def _message(
+    plan: Plan, name: str, verb: Verb, virtual: int, microbatch: int, device: int
+) -> tuple[list[Key], int]:
+    """What a message brings, and to which rank."""
+    world = len(plan.programs)
+    if verb == Verb.SEND_F:
+        return [("F", name, virtual, microbatch)], (device + 1) % world
+    if verb == Verb.SEND_B:
+        return [("I", name, virtual, microbatch)], (device - 1) % world
+    if verb == Verb.SEND_SEAM:
+        return [("F", name, 0, microbatch)], 0
+    module = plan.modules[name]
+    return [("I", LLM, 0, microbatch // module.pieces)], module.pipelines[microbatch]

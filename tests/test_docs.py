@@ -38,7 +38,9 @@ LEFT_OUT = "..."  # a line of its own: lines of the output that are not shown
 ELSEWHERE = ("pip", "make")  # commands that a test does not run but checks
 HOSTS = ("arxiv.org", "keepachangelog.com", "semver.org")
 COMMANDS = {command.__name__.lower(): command for command in cli.COMMANDS}
-OPTIONS = {f"--{field.name}" for command in COMMANDS.values() for field in fields(command)}
+OPTIONS = {
+    f"--{field.name.replace('_', '-')}" for command in COMMANDS.values() for field in fields(command)
+} | {"--nproc-per-node"}  # of torchrun
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from paced_replay import from_torch, one_f_one_b, replay
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from optimus.bench.draws import Draws
 from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_ranks import run_paced_ranks
+from optimus.bench.paced_steps import Step, play_step, step_s
 from optimus.bench.paced_torch import PacedPipeline, PacedStage, TorchPipeline, loss
 from optimus.bench.pacing import Link, PacedClock
+from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
 
 MEAN_S = {"F": 0.025, "B": 0.05, "I": 0.025, "W": 0.025}
 LINK = Link(latency_s=0.002, bandwidth_bytes_per_s=1e6, bytes_scale=250.0)
@@ -45,10 +46,12 @@ def play(rank: int, network: PacedNetwork, name: str, steps: int) -> dict[str, A
     """Steps of one pipeline on this rank, and the program that torch made for it."""
     pipeline = PacedPipeline(PIPELINES[name], clock=network.clock, seconds=seconds)
     pipeline.prepare()
-    found = [(pipeline.step(), network.clock.given_up_s) for _ in range(steps)]
-    order = getattr(pipeline.schedule, "pipeline_order_with_comms", None)
-    actions = [str(action) for action in order[rank]] if order else []
-    return {"steps": found, "actions": actions, "gradients": [g.tolist() for g in pipeline.gradients()]}
+    found = [play_step(network.clock, pipeline.play) for _ in range(steps)]
+    return {
+        "steps": found,
+        "actions": pipeline.actions()[rank],
+        "gradients": [g.tolist() for g in pipeline.gradients()],
+    }
 
 
 def expected_s(name: str, ranks: list[dict[str, Any]]) -> float:
@@ -65,9 +68,8 @@ def expected_s(name: str, ranks: list[dict[str, Any]]) -> float:
 
 def measured_s(ranks: list[dict[str, Any]]) -> list[float]:
     """Every step: from the common start until the last rank is done."""
-    return [
-        max(step for step, _ in steps) for steps in zip(*(found["steps"] for found in ranks), strict=True)
-    ]
+    steps: list[tuple[Step, ...]] = list(zip(*(found["steps"] for found in ranks), strict=True))
+    return [step_s(list(step)) for step in steps]
 
 
 class Spent(PacedClock):

@@ -23,8 +23,9 @@ from optimus.job.read import find_job
 from optimus.program.binding import check_binding
 from optimus.program.planfile import load_plan, plan_text
 from optimus.program.ranks import LLM
+from optimus.program.ready import bound_parts
 from optimus.search.layouts import decide_setting
-from optimus.search.planning import Planned, bound_parts, make_plan
+from optimus.search.planning import Planned, make_plan
 from optimus.search.replaying import replay_plan
 from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.known import Systems

@@ -38,8 +38,9 @@ from optimus.job.yaml_nodes import MAX_BYTES
 from optimus.program.binding import check_binding, hash_of
 from optimus.program.op import Kind, Lane
 from optimus.program.planfile import plan_text
+from optimus.program.ready import bound_parts
 from optimus.search.compare import compare_systems
-from optimus.search.planning import bound_parts, make_plan
+from optimus.search.planning import make_plan
 
 TINY = "cpu/tiny-vl"
 FLAT = "llm=pp1,tp1"  # one stage: no order of ops to search for

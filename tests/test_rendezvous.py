@@ -174,7 +174,7 @@ def test_an_interruption_ends_all_ranks(number: int, entry: str, tmp_path: Path)
             time.sleep(0.02)
         time.sleep(0.1)
         process.send_signal(number)
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 8.0  # it may still load torch, for the store
         while left(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ _HEADER_BYTES = 8  # one float64: when the message arrives
 
 
 class PacedNetwork:
-    """All links of one rank, its clock, and the lanes that groups share."""
+    """All links of one rank, its clock, and the lanes that groups share; `tell` reaches who started it."""
 
-    def __init__(self, clock: PacedClock, link: Link) -> None:
-        self.clock, self.link = clock, link
+    def __init__(
+        self, clock: PacedClock, link: Link, *, tell: Callable[[Any], None] = lambda told: None
+    ) -> None:
+        self.clock, self.link, self.tell = clock, link, tell
         self.sends_free_s: dict[object, float] = {}
         self._lanes: dict[object, _Lane] = {}
         self._groups: list[PacedGroup] = []
@@ -52,8 +55,8 @@ class PacedNetwork:
 
     def _make_group(self, options: Any, link: Link | None) -> PacedGroup:
         rank, size = options.group_rank, options.group_size
-        carrier = gloo_on_loopback(options.store, rank, size, options.timeout)
-        group = PacedGroup(rank, size, carrier, self, link or self.link)
+        made = partial(gloo_on_loopback, options.store, rank, size, options.timeout)
+        group = PacedGroup(rank, size, made, self, link or self.link)
         self._groups.append(group)
         return group
 
@@ -99,11 +102,19 @@ class PacedWork(PythonWork):
 class PacedGroup(PythonGroup):
     """A process group whose transfers take the time of its link."""
 
-    def __init__(self, rank: int, size: int, carrier: Any, network: PacedNetwork, link: Link) -> None:
+    def __init__(
+        self, rank: int, size: int, make_carrier: Callable[[], Any], network: PacedNetwork, link: Link
+    ) -> None:
         super().__init__(rank, size)
-        self._carrier, self._network, self._link, self._size = carrier, network, link, size
+        self._make_carrier, self._network, self._link, self._size = make_carrier, network, link, size
+        if size > 1:  # a carrier costs threads, and groups of one rank are many and hardly used
+            self._carrier.rank()
         self._name, self._description = "", ""
         self._on_its_way: deque[tuple[Any, Tensor]] = deque()
+
+    @cached_property
+    def _carrier(self) -> Any:
+        return self._make_carrier()
 
     def getBackendName(self) -> str:
         return "paced"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,15 +18,22 @@ from torch import distributed as dist
 from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.pacing import Link, PacedClock
 
-_PRELOADED = ["torch.distributed.pipelining", "torch.distributed.tensor", "optimus.bench.paced_torch"]
+_PRELOADED = ["torch.distributed.pipelining", "torch.distributed.tensor", "optimus.bench.paced"]
+_TOLD, _DONE, _FAILED = "told", "done", "failed"
 
 
 def run_paced_ranks(
-    function: Callable[..., Any], world: int, link: Link, *args: Any, timeout_s: float = 60.0
+    function: Callable[..., Any],
+    world: int,
+    link: Link,
+    *args: Any,
+    timeout_s: float = 60.0,
+    hear: Callable[[Any], None] = lambda told: None,
 ) -> list[Any]:
     """What `function(rank, network, *args)` returns on every rank; its default group is a paced one.
 
-    Function, arguments and what it returns are pickled. The first failure ends all ranks and is raised.
+    Function, arguments and what it returns are pickled. The first failure ends all ranks and is raised. What
+    a rank says on its way by `network.tell` is heard here. No two answers are further apart than `timeout_s`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -42,7 +48,7 @@ def run_paced_ranks(
                 process.start()
                 theirs.close()
                 started[ours] = rank, process
-            found = _collect({ours: rank for ours, (rank, _) in started.items()}, timeout_s)
+            found = _collect({ours: rank for ours, (rank, _) in started.items()}, timeout_s, hear)
             for _, finished in started.values():
                 finished.join(5)
             return [found[rank] for rank in range(world)]
@@ -54,24 +60,26 @@ def run_paced_ranks(
                     left.join()
 
 
-def _collect(ranks: dict[Connection, int], timeout_s: float) -> dict[int, Any]:
+def _collect(ranks: dict[Connection, int], timeout_s: float, hear: Callable[[Any], None]) -> dict[int, Any]:
     found: dict[int, Any] = {}
-    last_s = time.monotonic() + timeout_s
     while len(found) < len(ranks):
         silent = [ours for ours, rank in ranks.items() if rank not in found]
-        ready = wait(silent, max(0.0, last_s - time.monotonic()))
+        ready = wait(silent, timeout_s)
         if not ready:
             late = ", ".join(str(ranks[ours]) for ours in silent)
             raise TimeoutError(f"no answer after {timeout_s:g} s from rank {late}")
         for ours in ready:
             assert isinstance(ours, Connection)
             try:
-                failure, answer = ours.recv()
+                word, answer = ours.recv()
             except EOFError:
-                failure, answer = "ended without an answer", None
-            if failure:
-                raise RuntimeError(f"rank {ranks[ours]}: {failure}")
-            found[ranks[ours]] = answer
+                word, answer = _FAILED, "ended without an answer"
+            if word == _FAILED:
+                raise RuntimeError(f"rank {ranks[ours]}: {answer}")
+            if word == _TOLD:
+                hear(answer)
+            else:
+                found[ranks[ours]] = answer
     return found
 
 
@@ -87,7 +95,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        network = PacedNetwork(PacedClock(), link)
+        network = PacedNetwork(PacedClock(), link, tell=lambda told: theirs.send((_TOLD, told)))
         network.register()
         dist.init_process_group(
             "paced",
@@ -101,6 +109,6 @@ def _run(
         network.close()
         dist.destroy_process_group()
     except BaseException:
-        theirs.send((traceback.format_exc(), None))
+        theirs.send((_FAILED, traceback.format_exc()))
         raise SystemExit(1) from None
-    theirs.send(("", found))
+    theirs.send((_DONE, found))

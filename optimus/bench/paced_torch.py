@@ -7,7 +7,6 @@ each part where torch runs it; a single custom function for both would run whole
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +101,7 @@ class PacedPipeline:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._pipeline, self._clock, self._group = pipeline, clock, group
+        self._pipeline, self._ranks = pipeline, ranks
         numbers = pipeline.stages_of(rank, ranks)
         self._modules = [
             PacedStage(clock, seconds, stage=number, width=pipeline.width, split=pipeline.splits)
@@ -131,17 +130,13 @@ class PacedPipeline:
     def prepare(self) -> None:
         """The first step, in which torch connects stages: nothing takes time in it except messages."""
         self._set_free(True)
-        self._play()
+        self.play()
         self._set_free(False)
 
-    def step(self) -> float:
-        """Seconds from the common start until this rank is done; the step takes the longest of all ranks."""
-        dist.barrier(self._group)
-        self._clock.restart()
-        dist.barrier(self._group)
-        start_s = self._clock.ideal_s
-        self._play()
-        return time.monotonic() - start_s
+    def actions(self) -> list[list[str]]:
+        """What torch listed for every rank; its 1F1B lists nothing."""
+        order = getattr(self.schedule, "pipeline_order_with_comms", {})
+        return [[str(action) for action in order.get(rank, ())] for rank in range(self._ranks)]
 
     def gradients(self) -> list[Tensor]:
         """Of every weight of this rank, by chunk."""
@@ -151,7 +146,8 @@ class PacedPipeline:
         for module in self._modules:
             module.free = free
 
-    def _play(self) -> None:
+    def play(self) -> None:
+        """One step."""
         shape, count = self._pipeline, self._pipeline.num_microbatches
         for module in self._modules:
             module.zero_grad()

@@ -261,7 +261,8 @@ class Check:
         report = check_plan(plan)
         if self.job is not None:
             from optimus.job.read import find_job
-            from optimus.search.planning import bound_parts, report_mismatches
+            from optimus.program.ready import bound_parts
+            from optimus.search.planning import report_mismatches
 
             parts = bound_parts(find_job(self.job, self.on), load_profile_of(self.profile))
             report = report_mismatches(report, plan, parts)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from optimus.cli.flags import OK, Job, Json, LayoutWords, Measured, On, Preset, load_profile_of, trainer_part
-from optimus.console import (
-    announced_compilation,
-    check_writable,
-    following,
-    progress_bar,
-    show,
-    training_progress,
+from optimus.cli.flags import (
+    OK,
+    USER_ERROR,
+    Job,
+    Json,
+    LayoutWords,
+    Measured,
+    On,
+    Preset,
+    load_profile_of,
+    trainer_part,
 )
+from optimus.cli.here import make_folder, require_torch, run_ranks
+from optimus.console import announced_compilation, check_writable, progress_bar, show, training_progress
 from optimus.environment import launched
+from optimus.errors import OptimusError
 
 if TYPE_CHECKING:
     from optimus.cost.measured import Profile as MeasuredProfile
@@ -84,64 +91,62 @@ class Train:
     layout: LayoutWords = ()
     preset: Preset = "default"
     steps: Annotated[int | None, tyro.conf.arg(help="steps to train; 20, or what the job's run says")] = None
-    run: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="FOLDER", help="where metrics.jsonl and the plan go; optimus-run if left out"),
-    ] = None
+    run_dir: Annotated[
+        Path,
+        tyro.conf.arg(
+            aliases=["--run"],  # which torchrun takes for an option of its own
+            metavar="FOLDER",
+            help="where metrics.jsonl, the plan and reports of failures go; begun anew by every run",
+        ),
+    ] = Path("optimus-run")
     quiet: Annotated[bool, tyro.conf.arg(help="show no progress")] = False
     json: Json = False
 
     def __call__(self) -> int:
-        from optimus.job.read import find_job
-        from optimus.program.planfile import save_plan
+        if launched() is None:
+            return self._launch()
+        rendezvous = trainer_part("optimus.engine.rendezvous")
+        try:
+            return self._rank()
+        except OptimusError as error:
+            if rendezvous.first_to_say(str(error)):
+                raise
+            time.sleep(0.3)  # until it is said: the first rank to end ends all
+            return USER_ERROR
 
-        trainer_part("torch")
+    def _launch(self) -> int:
+        """Starts the ranks on this host and waits for them."""
+        from optimus.engine.training import training_of
+        from optimus.job.read import find_job
+        from optimus.render.training import prediction, training_json, training_text
+
+        require_torch()
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
-        if launched() is not None:
-            return self._rank(job, profile)
-        folder = self.run or Path("optimus-run")
-        check_writable("--run", folder)
-        plan, path = self._plan(job, profile), folder / "plan.json"
-        folder.mkdir(exist_ok=True)
-        save_plan(plan, path)
-        steps = trainer_part("optimus.engine.trainer").training_of(job.run.settings, steps=self.steps).steps
+        training = training_of(job.run.settings, steps=self.steps, run_dir=self.run_dir)
+        make_folder("--run-dir", self.run_dir)
+        plan = self._plan(job, profile)
         if not self.json:
-            claim = f"predicted step {plan.claims.step_s:.3g} s"
-            print(f"{job.name}   {plan.ranks.world} ranks   plan {path}   {claim}", flush=True)
-        words = ["train", self.job, "--plan", str(path), "--run", str(folder), "--quiet"]
-        words += [] if self.on is None else ["--on", self.on]
-        words += [] if self.profile is None else ["--profile", str(self.profile)]
-        words += ["--layout", *self.layout] if self.layout else []
-        words += ["--steps", str(steps), *(["--json"] if self.json else [])]
-        with following(folder / "metrics.jsonl", steps):
-            code: int = trainer_part("optimus.engine.launch").launch("optimus", words, plan.ranks.world)
+            print(f"{job.name}   {plan.ranks.world} ranks   {prediction(plan)}", flush=True)
+        code, summary = run_ranks(job, plan, training, visible=not self.quiet)
+        if summary is not None:
+            lines = training_text(summary, job, plan)
+            lines.append(f"wrote {training.run_dir}/metrics.jsonl and plan.json")
+            show(training_json(summary), lines, as_json=self.json)
         return code
 
-    def _plan(self, job: JobToRun, profile: MeasuredProfile | None) -> Plan:
-        """The plan that was named, if it is for this job and holds; else a new one."""
-        from optimus.program.planfile import load_plan
-        from optimus.search.planning import make_plan, ready_plan
-
-        if self.plan is not None:
-            plan = load_plan(self.plan)
-            ready_plan(plan, job, profile, file=str(self.plan))
-            return plan
-        with progress_bar() as progress, announced_compilation():
-            return make_plan(
-                job, assumptions=self.preset, profile=profile, systems=(), progress=progress
-            ).plan
-
-    def _rank(self, job: JobToRun, profile: MeasuredProfile | None) -> int:
-        """This process is one rank of several."""
+    def _rank(self) -> int:
+        """This process is one rank of several; rank 0 speaks for all."""
+        from optimus.engine.training import training_of
+        from optimus.job.read import find_job
         from optimus.program.planfile import plan_digest
         from optimus.render.training import training_json, training_text
 
-        trainer = trainer_part("optimus.engine.trainer")
+        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
+        training = training_of(job.run.settings, steps=self.steps, run_dir=self.run_dir)
         plan = self._plan(job, profile)
-        training = trainer.training_of(job.run.settings, steps=self.steps, run_dir=self.run)
-        if self.run is not None:
-            self.run.mkdir(exist_ok=True)
-        with nullcontext() if self.quiet else training_progress(training.steps) as report:
+        trainer = trainer_part("optimus.engine.trainer")
+        make_folder("--run-dir", self.run_dir)
+        with training_progress(training.steps) if self._speaks else nullcontext() as report:
 
             def each(metrics: Any) -> None:
                 if report is not None:
@@ -151,3 +156,34 @@ class Train:
         if summary.rank == 0:
             show(training_json(summary), training_text(summary, job, plan), as_json=self.json)
         return OK
+
+    @property
+    def _speaks(self) -> bool:
+        place = launched()
+        return not self.quiet and (place is None or place.rank == 0)
+
+    def _plan(self, job: JobToRun, profile: MeasuredProfile | None) -> Plan:
+        """The plan that was named, if it is for this job and holds; else a new one."""
+        from optimus.program.ready import ready_plan
+
+        if self.plan is not None:
+            from optimus.program.planfile import load_plan
+
+            plan = load_plan(self.plan)
+            ready_plan(plan, job, profile, file=str(self.plan))
+            return plan
+        from optimus.search.planning import make_plan
+
+        with ExitStack() as stack:
+            progress = stack.enter_context(progress_bar()) if self._speaks else _silent
+            if self._speaks:
+                stack.enter_context(announced_compilation())
+            plan = make_plan(
+                job, assumptions=self.preset, profile=profile, systems=(), progress=progress
+            ).plan
+        ready_plan(plan, job, profile)
+        return plan
+
+
+def _silent(name: str, done: int, total: int) -> None:
+    """Another rank shows progress."""

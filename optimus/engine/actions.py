@@ -15,7 +15,8 @@ from optimus.engine.groups import Groups, edge_of, seam_edge
 from optimus.engine.mail import Key, Mail, TensorSpec
 from optimus.engine.placing import place_phases
 from optimus.engine.reduction import FlatGradients
-from optimus.models.chunk import Chunk
+from optimus.errors import UserError
+from optimus.models.chunk import Chunk, parameters_of
 from optimus.models.chunk import Phase as ChunkPhase
 from optimus.models.segment import Gradients, State
 from optimus.program.op import Kind
@@ -109,16 +110,12 @@ class Compiler:
             flat = self.buckets.get((module, place))
             return None if flat is None else (flat.launch, ())
         if verb == Verb.FINISH:
-            everybody = {
-                rank for name, ranks in self.groups.members.items() if name.endswith(".dp") for rank in ranks
-            }
-            return self.finish, tuple(sorted(everybody - {self.groups.rank}))
+            return self.finish, self._partners()
         return None  # a gather: parameters are already whole on every rank
 
-    def _replicas(self) -> tuple[int, ...]:
-        """Ranks that this one shares parameters with."""
-        shared = (members for axis, members in self.groups.members.items() if axis.endswith(".dp"))
-        return tuple(sorted(set(chain.from_iterable(shared)) - {self.groups.rank}))
+    def _partners(self) -> tuple[int, ...]:
+        """Ranks that this one exchanges anything with: all of it ends with the step."""
+        return tuple(sorted(set(chain.from_iterable(self.groups.members.values())) - {self.groups.rank}))
 
     # ------------------------------------------------------------------------ phases
 
@@ -294,20 +291,37 @@ class Compiler:
     # ------------------------------------------------------------------------ buckets
 
     def _make_buckets(self) -> dict[tuple[str, int], FlatGradients]:
-        """Flat gradients by module and place of the bucket in its stage; each parameter once."""
-        found, taken = {}, set()
+        """Flat gradients by module and place of the bucket in its stage; each parameter once.
+
+        What belongs to no chunk's bucket is in that of the whole stage, if there is one.
+        """
+        found: dict[tuple[str, int], FlatGradients] = {}
         for name, module in self.plan.modules.items():
-            stage = self.plan.ranks.stage_of(name, self.device)
-            for place, bucket in enumerate(module.buckets[stage]):
-                mine = []
+            buckets = list(enumerate(module.buckets[self.plan.ranks.stage_of(name, self.device)]))
+            taken: set[int] = set()
+            for place, bucket in sorted(buckets, key=lambda each: each[1].chunk == WHOLE_STAGE):
+                held: list[Tensor] = []
                 for number, chunk in enumerate(self.chunks[name]):
-                    if bucket.chunk in (number, WHOLE_STAGE):
-                        held = chunk.trained(bucket.first_layer, bucket.end_layer)
-                        mine += [parameter for parameter in held if id(parameter) not in taken]
+                    if bucket.chunk == WHOLE_STAGE:
+                        held += chunk.trained(0, len(chunk.layers))
+                    elif bucket.chunk == number:
+                        held += chunk.trained(bucket.first_layer, bucket.end_layer)
+                mine = [parameter for parameter in held if id(parameter) not in taken]
                 taken |= {id(parameter) for parameter in mine}
                 if mine:
                     found[name, place] = FlatGradients(mine, self.groups.get(f"{name}.dp"))
+            self._check_reduced(name, taken)
         return found
+
+    def _check_reduced(self, name: str, taken: set[int]) -> None:
+        """Where a module has replicas, all that it trains must be reduced."""
+        trained = parameters_of([layer for chunk in self.chunks[name] for layer in chunk.layers])
+        if self.groups.get(f"{name}.dp") is not None and any(id(p) not in taken for p in trained):
+            raise UserError(
+                field=f"plan.modules.{name}.buckets",
+                problem="leave out parameters that are trained on several ranks",
+                hint="plan again for these modules",
+            )
 
 
 def _all(runs: tuple[Run, ...]) -> None:

@@ -110,7 +110,9 @@ class Executor:
             bucket.wait()
         if not self.tied:
             return
-        gradients = [_gradient(parameter) for parameter in self.tied]
+        gradients = [_gradient(parameter) for parameter in self.tied if parameter.requires_grad]
+        if not gradients:
+            return
         group = self.groups.get("ends")
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])

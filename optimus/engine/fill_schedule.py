@@ -26,12 +26,15 @@ from optimus.engine.actions import Shapes
 from optimus.engine.executor import Executor
 from optimus.engine.groups import make_groups
 from optimus.engine.mail import TensorSpec
+from optimus.engine.rank_model import refuse_unsupported
 from optimus.engine.survey import Survey, survey
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Block, Deferred, Segment, State
 from optimus.program.plan import Plan, PlannedModule
+from optimus.program.planfile import plan_digest
 from optimus.program.ranks import LLM
+from optimus.program.validator import check_plan
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -65,8 +68,9 @@ class FillSchedule:
 
     `stages` are this rank's stages of the LLM in order, modules or `PipelineStage`s; the first gets the
     positional arguments of `step` and then the output of every encoder microbatch that feeds it. `encoders`
-    are lists of blocks, whole on every rank: the plan says which of them a rank runs. Gradients are of the
-    loss's mean over microbatches and replicas, and complete when `step` returns: nothing else reduces them.
+    are lists of blocks, whole on every rank: the plan says which of them a rank runs, and only those learn
+    there. Every `step` begins gradients anew; they are of the loss's mean over microbatches and replicas, and
+    complete when it returns: nothing else reduces them. Replicas begin with the parameters of the first.
     """
 
     def __init__(
@@ -80,11 +84,15 @@ class FillSchedule:
     ) -> None:
         self.plan, self.rank = plan, dist.get_rank()
         self.stages = [getattr(stage, "submod", stage) for stage in stages]
-        self.encoders, self.loss_fn = dict(encoders), loss_fn
-        _check_modules(plan, self.stages, self.encoders)
+        _check_modules(plan, self.stages, encoders)
+        self.encoders = {name: list(encoders[name]) for name in plan.encoders}
+        self.loss_fn = loss_fn
+        _check_plan(plan)
         self._groups = make_groups(plan, self.rank, timeout_s=timeout_s)
         self._chunks = self._make_chunks()
+        self._make_replicas_equal()
         self._executor: Executor | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def step(
         self,
@@ -95,6 +103,12 @@ class FillSchedule:
         **inputs: Tensor,
     ) -> Tensor | None:
         """Forward and backward of a batch; what the last stage made, on its rank."""
+        if self.is_last and self.loss_fn is not None and target is None:
+            raise UserError(
+                field="step: target",
+                problem="is missing on the rank that computes the loss",
+                hint="give target=, or call eval",
+            )
         batch = self._batch(args, inputs, target)
         executor = self._ready(batch)
         executor.step(batch)
@@ -113,7 +127,23 @@ class FillSchedule:
         executor.eval(batch)
         return self._result(executor, losses, return_outputs=True)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.plan.ranks.place(LLM, self.rank).pp == self.plan.ranks.llm.pp - 1
+
     # ------------------------------------------------------------------------ modules as chunks
+
+    def _make_replicas_equal(self) -> None:
+        """As DDP does: gradients are shared, so parameters must be."""
+        for name, chunks in self._chunks.items():
+            group = self._groups.get(f"{name}.dp")
+            if group is None:
+                continue
+            source = self._groups.members[f"{name}.dp"][0]
+            for layer in (layer for chunk in chunks for layer in chunk.layers):
+                for tensor in (*layer.parameters(), *layer.buffers()):
+                    dist.broadcast(tensor.detach(), source, group)
 
     def _make_chunks(self) -> dict[str, tuple[SegmentedChunk, ...]]:
         device = self.plan.ranks.class_of(self.rank)
@@ -121,9 +151,8 @@ class FillSchedule:
         for name, blocks in self.encoders.items():
             first, end = _cut(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
             chunks[name] = (SegmentedChunk([[Block(block)] for block in blocks[first:end]]),)
-        is_last = self.plan.ranks.stage_of(LLM, device) == self.plan.ranks.llm.pp - 1
         found = [SegmentedChunk.opaque(stage) for stage in self.stages]
-        if is_last:
+        if self.is_last:
             found[-1] = SegmentedChunk([[_WithLoss(self.stages[-1], self.loss_fn)]], whole=True)
         return {**chunks, LLM: tuple(found)}
 
@@ -157,12 +186,23 @@ class FillSchedule:
                 problem=f"has inputs for {sorted(inputs)}, and the encoders are {sorted(self.encoders)}",
                 hint="give one keyword argument per encoder, on every rank",
             )
-        return _Batch(self.plan, args, inputs, target)
+        batch = _Batch(self.plan, args, inputs, target)
+        given = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        given |= {f"argument {at}": tuple(tensor.shape) for at, tensor in enumerate(args)}
+        self._shapes = self._shapes or given
+        if given != self._shapes:
+            raise UserError(
+                field="step",
+                problem=f"has shapes {given}, and the first step had {self._shapes}",
+                hint="pad batches to one shape: what travels between ranks has a fixed size",
+            )
+        return batch
 
     def _result(
         self, executor: Executor, losses: list[Tensor] | None, *, return_outputs: bool
     ) -> Tensor | None:
-        made = executor.outputs
+        made = dict(executor.outputs)
+        executor.outputs.clear()
         if losses is not None:
             losses[:] = [made[microbatch][0] for microbatch in sorted(made)]
         if not made or not return_outputs:
@@ -236,6 +276,34 @@ def _check_modules(
             value=len(stages),
             problem=f"stages were given for a rank that runs {plan.ranks.llm.chunks}",
             hint="give this rank's stages in order",
+        )
+
+
+def _check_plan(plan: Plan) -> None:
+    """The same plan on every rank, for as many as there are, and one that holds."""
+    refuse_unsupported(plan)
+    world = dist.get_world_size()
+    if plan.ranks.world != world:
+        raise UserError(
+            field="plan",
+            value=plan.ranks.world,
+            problem=f"ranks are planned, and there are {world}",
+            hint="plan for as many ranks as run",
+        )
+    report = check_plan(plan)
+    if not report.ok:
+        first = report.violations[0]
+        raise UserError(
+            field=first.where, problem=f"breaks the rule `{first.rule}`: {first.problem}", hint="plan again"
+        )
+    digests: list[Any] = [None] * world
+    dist.all_gather_object(digests, plan_digest(plan))
+    if len(set(digests)) > 1:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise UserError(
+            field="plan",
+            problem=f"is another on ranks {others} than on rank 0",
+            hint="make it from the same times on every rank; survey gives them to all",
         )
 
 

@@ -46,7 +46,6 @@ def axes_of(plan: Plan) -> list[Axis]:
                     found.append(Axis(name=axis, members=_seam(ranks, name, pipeline)))
     if ranks.llm.pp > 1:
         found.append(Axis(name="ends", members=_ends(ranks)))
-        found.append(Axis(name="pipeline", members=lambda rank: ranks.group_of(LLM, Communicator.PP, rank)))
     return found
 
 
@@ -156,11 +155,15 @@ def _ends(ranks: Ranks) -> Callable[[int], Members]:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """A rank's process groups by axis; none where it would be alone."""
+    """A rank's process groups by axis; none where it would be alone.
+
+    `control` holds all ranks of an LLM pipeline, for what hosts tell each other: never a device's data.
+    """
 
     rank: int
     members: Mapping[str, Members]
     groups: Mapping[str, dist.ProcessGroup]
+    control: dist.ProcessGroup | None = None
 
     def get(self, axis: str) -> dist.ProcessGroup | None:
         return self.groups.get(axis)
@@ -179,11 +182,14 @@ def make_groups(plan: Plan, rank: int, *, timeout_s: float, backend: str | None 
     """
     splits = dist.get_backend() == "nccl" and backend is None
     timeout = timedelta(seconds=timeout_s)
+    control = _control(plan, rank, timeout)  # first: split groups are unequal in number on ranks
     members, groups = {}, {}
     for axis in axes_of(plan):
         mine = members[axis.name] = axis.members(rank)
         if splits:
             every = _all_groups(plan, axis)
+            if not every:
+                continue
             group = dist.split_group(split_ranks=every, timeout=timeout, group_desc=axis.name)
         else:
             group = dist.new_group(
@@ -195,10 +201,31 @@ def make_groups(plan: Plan, rank: int, *, timeout_s: float, backend: str | None 
             )
         if group is not None and len(mine) > 1:
             groups[axis.name] = group
-    return Groups(rank=rank, members=members, groups=groups)
+    return Groups(rank=rank, members=members, groups=groups, control=control)
+
+
+def _control(plan: Plan, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """On CPUs whatever the devices are."""
+    pipeline = plan.ranks.group_of(LLM, Communicator.PP, rank)
+    if len(pipeline) == 1:
+        return None
+    backend = "gloo" if dist.get_backend() == "nccl" else None
+    return dist.new_group(
+        list(pipeline),
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc="control",
+    )
 
 
 def _all_groups(plan: Plan, axis: Axis) -> list[list[int]]:
-    """Every group of an axis, in order of its first rank."""
-    found = {axis.members(rank) for rank in range(plan.ranks.world)}
-    return [list(members) for members in sorted(found) if len(members) > 1]
+    """Every group of an axis, in order of its first rank; each is asked for once."""
+    seen, found = bytearray(plan.ranks.world), []
+    for rank in range(plan.ranks.world):
+        members = () if seen[rank] else axis.members(rank)
+        for member in members:
+            seen[member] = 1
+        if len(members) > 1:
+            found.append(list(members))
+    return found

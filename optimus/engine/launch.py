@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from optimus.engine.rendezvous import host_on_loopback
-from optimus.engine.watch import EXIT_LOST, EXIT_STALLED
+from optimus.engine.watch import EXIT_LOST, EXIT_REFUSED, EXIT_STALLED
 from optimus.environment import Launched, for_rank
 
 POLL_S = 0.02
@@ -53,9 +53,11 @@ def launch(
 
     When a rank fails, or this process is interrupted (Ctrl-C, SIGTERM), the others are told, and killed after
     `grace_s`. A rank that a signal ended counts as 128 + its number, as in a shell. Standard output is
-    shared, standard error goes through here. The store listens on loopback only.
+    shared, standard error goes through here. The store listens on loopback only; it is made, and torch
+    loaded for it, while the ranks load torch themselves.
     """
-    store = host_on_loopback(timeout_s)
+    listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    port = listening.getsockname()[1]
     run_id = uuid.uuid4().hex[:12]
     running: list[_Rank] = []
     with _interruptions() as interruptions:
@@ -69,13 +71,16 @@ def launch(
                     restart=0,
                     run_id=run_id,
                     address="127.0.0.1",
-                    port=store.port,
+                    port=port,
                     store_is_hosted=True,
                 )
                 running.append(_start(entry, args, place))
+            store = _store_on(listening, timeout_s)
             failed = _wait(running, interruptions)
+            del store  # not before the ranks have ended
         finally:
-            _end(running, interruptions[0] if interruptions else signal.SIGTERM, grace_s)
+            _end(running, grace_s)
+            listening.close()
     if interruptions:
         return 128 + interruptions[0]
     return 0 if failed is None else _report(failed)
@@ -138,11 +143,17 @@ def _wait(running: list[_Rank], interruptions: list[int]) -> _Rank | None:
     return None
 
 
-def _end(running: list[_Rank], number: int, grace_s: float) -> None:
-    """Ends what still runs: asks, then kills."""
+def _store_on(listening: socket.socket, timeout_s: float) -> object:
+    from optimus.engine.rendezvous import host_on  # loads torch
+
+    return host_on(listening, timeout_s)
+
+
+def _end(running: list[_Rank], grace_s: float) -> None:
+    """Ends what still runs: asks (not by SIGINT, of which Python speaks at length), then kills."""
     for rank in running:
         if rank.process.poll() is None:
-            rank.signal(number)
+            rank.signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while any(rank.process.poll() is None for rank in running) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -157,6 +168,8 @@ def _end(running: list[_Rank], number: int, grace_s: float) -> None:
 
 def _report(failed: _Rank) -> int:
     code = int(failed.process.returncode)
+    if code == EXIT_REFUSED:  # it has said all there is to say
+        return code
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     lines = b"".join(b"  " + line for line in failed.last_lines) or b"  (none)\n"
     os.write(2, b"rank %d failed first: it %s; its last lines:\n%s" % (failed.rank, how.encode(), lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ class Mail:
         self.device = device
         self._there: dict[Key, tuple[Tensor, ...] | Pending] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        # On a GPU a receive starts after what its stream holds when it is posted: on one of its own, nothing.
+        self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def put(self, key: Key, tensors: tuple[Tensor, ...]) -> None:
         self._there[key] = tensors
@@ -49,6 +52,9 @@ class Mail:
         if isinstance(found, Pending):
             for work in found.works:
                 work.wait()
+            if self._receiving is not None:
+                for tensor in found.tensors:
+                    tensor.record_stream(torch.cuda.current_stream(self.device))
             return found.tensors
         return found
 
@@ -61,8 +67,9 @@ class Mail:
 
     def receive(self, key: Key, specs: tuple[TensorSpec, ...], other: int, group: dist.ProcessGroup) -> None:
         """Posts a receive; whoever takes it waits."""
-        tensors = tuple(spec.empty(self.device) for spec in specs)
-        self._there[key] = Pending(tensors, [dist.irecv(tensor, other, group) for tensor in tensors])
+        with nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving):
+            tensors = tuple([spec.empty(self.device) for spec in specs])
+            self._there[key] = Pending(tensors, [dist.irecv(tensor, other, group) for tensor in tensors])
 
     def finish(self) -> None:
         """Waits for all sends. What nobody took is an error of the program."""

@@ -17,7 +17,8 @@ from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, layer_count, named_parameters
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.numerics import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.program.plan import Plan
+from optimus.models.segment import Fused
+from optimus.program.plan import OPS, Plan, Verb
 from optimus.program.ranks import LLM
 
 
@@ -46,12 +47,17 @@ def build_rank(
     seed: int = 0,
     numerics: Mapping[str, Numerics] = MappingProxyType({}),
     kernels: Kernels = KERNELS,
+    fuse: bool = True,
 ) -> RankModel:
-    """Only what this rank runs is built. `llm_tokens` are those of one LLM microbatch."""
+    """Only what this rank runs is built. `llm_tokens` are those of one LLM microbatch.
+
+    Layers into which nothing is scheduled run as one piece, unless `fuse` is off.
+    """
     refuse_unsupported(plan)
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
     parameters: dict[str, Tensor] = {}
     tied: list[Tensor] = []
+    cut = modules_cut_in_layers(plan, rank) if fuse else set(plan.modules)
     for module in model.modules:
         mine = []
         for first, end in ranges_of(plan, module, rank):
@@ -66,7 +72,8 @@ def build_rank(
                 compute=kernels,
             )
             recompute = plan.modules[module.name].recompute == "full"
-            mine.append(SegmentedChunk(layers, recompute=recompute))
+            parts = layers if module.name in cut else [[Fused(layer)] for layer in layers]
+            mine.append(SegmentedChunk(parts, recompute=recompute))
             for name, parameter in named_parameters(module, layers, first=first):
                 known = parameters.setdefault(name, parameter)
                 if known is not parameter:  # the other end of a tied parameter
@@ -81,6 +88,29 @@ def build_rank(
         tied=tuple(tied),
         shapes=shapes_of(model, plan, llm_tokens=llm_tokens, dtype=dtype),
     )
+
+
+def modules_cut_in_layers(plan: Plan, rank: int) -> set[str]:
+    """Modules into whose layers the program of a rank puts other work: these run segment by segment."""
+    device = plan.ranks.class_of(rank)
+    found: set[str] = set()
+    seen: dict[
+        tuple[int, ...], tuple[int, int]
+    ] = {}  # of an op: the layer that it was last seen in, and when
+    count = 0
+    for module, verb, chunk, microbatch, place in plan.programs[device].rows.tolist():
+        if verb > Verb.W:
+            continue
+        name = plan.names[module]
+        stage = plan.ranks.stage_of(name, device)
+        layer = plan.template_of(name, OPS[Verb(verb)], stage, chunk)[place].layer
+        op = module, verb, chunk, microbatch
+        before = seen.get(op)
+        if before is not None and before[0] == layer and before[1] != count:
+            found.add(name)
+        count += 1
+        seen[op] = layer, count
+    return found
 
 
 def ranges_of(plan: Plan, module: Encoder | Llm, rank: int) -> list[tuple[int, int]]:

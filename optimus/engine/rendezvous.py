@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
 import uuid
@@ -17,6 +18,7 @@ from optimus.environment import Launched, keep_gloo_on_loopback, launched
 from optimus.errors import OptimusError, UserError
 
 FAN_OUT = 16  # ranks that one rank greets
+BACKLOG = 4096  # connections that may wait for the store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +80,11 @@ def join(*, timeout_s: float, backend: str) -> Membership:
 
 def host_on_loopback(timeout_s: float) -> TCPStore:
     """A store on a free port that only this host can reach."""
-    return _host(("127.0.0.1", 0), timeout_s)
+    return host_on(socket.create_server(("127.0.0.1", 0), backlog=BACKLOG), timeout_s)
 
 
-def _host(address: tuple[str, int], timeout_s: float) -> TCPStore:
-    listening = socket.create_server(address, backlog=4096)
+def host_on(listening: socket.socket, timeout_s: float) -> TCPStore:
+    """A store on a socket that already listens: who connected before is answered now."""
     host, port = listening.getsockname()
     return TCPStore(
         host,
@@ -97,7 +99,7 @@ def _host(address: tuple[str, int], timeout_s: float) -> TCPStore:
 def _connect(place: Launched, timeout_s: float) -> TCPStore:
     hosts = place.rank == 0 and not place.store_is_hosted
     if hosts and place.one_host and place.address in ("127.0.0.1", "localhost"):
-        return _host(("127.0.0.1", place.port), timeout_s)
+        return host_on(socket.create_server(("127.0.0.1", place.port), backlog=BACKLOG), timeout_s)
     return TCPStore(
         place.address,
         place.port,
@@ -156,6 +158,25 @@ def _wait(store: Any, key: str, timeout_s: float, who: str) -> None:
         store.wait([key], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         raise NobodyCame(f"{who}, which did not come: has its node started?") from error
+
+
+def first_to_say(words: str, *, timeout_s: float = 5.0) -> bool:
+    """Whether no other rank of this attempt has these words to say; in doubt, yes."""
+    place = launched()
+    if place is None or (place.rank == 0 and not place.store_is_hosted):
+        return True
+    key = f"{place.run_id}/{place.restart}/said/{hashlib.sha256(words.encode()).hexdigest()}"
+    try:
+        store = TCPStore(
+            place.address,
+            place.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        return bool(store.add(key, 1) == 1)
+    except RuntimeError:  # all errors of c10d
+        return True
 
 
 def agree(store: Any, rank: int, world: int, name: str, value: str) -> None:

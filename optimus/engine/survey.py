@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,6 +25,7 @@ class Look:
 
     output: Specs
     seconds: Seconds
+    learns: bool  # whether its output wants a gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,54 +57,65 @@ def survey(
     `pieces` holds, for every encoder, one of its microbatches and how many of them feed one of the LLM's.
     Ranks look one after another, so that nobody is timed beside others.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    looks: dict[str, tuple[Look, ...]] = {}
-    if rank == 0:
-        looks = {name: _blocks(blocks, pieces[name][0], repeats) for name, blocks in encoders.items()}
-    looks = _told(looks, 0)
+    world, device = dist.get_world_size(), microbatch[0].device
+
+    def look_at_encoders() -> dict[str, tuple[Look, ...]]:
+        return {name: _blocks(blocks, pieces[name][0], repeats) for name, blocks in encoders.items()}
+
+    looks: dict[str, tuple[Look, ...]] = _told(look_at_encoders, 0)
     rows = [
-        _blank(spec, True)
+        _blank(spec, looks[name][-1].learns, device)
         for name, (_, count) in pieces.items()
         for _ in range(count)
         for spec in looks[name][-1].output
     ]
     found: list[Look] = []
     for virtual in range(len(stages) * pp):
-        stage, owner = virtual % pp, (virtual % pp) * (world // pp)
-        look = None
-        if rank == owner:
-            given = [_blank(spec, True) for spec in found[-1].output] if found else [*microbatch, *rows]
-            look = look_at(stages[virtual // pp], tuple(given), repeats)
+        given = (*microbatch, *rows)
+        if found:
+            given = tuple(_blank(spec, found[-1].learns, device) for spec in found[-1].output)
+        owner = virtual % pp * (world // pp)
+        look = partial(look_at, stages[virtual // pp], given, repeats)
         found.append(_told(look, owner))
-        assert stage == owner // (world // pp)
     return Survey(stages=tuple(found), encoders=looks)
 
 
-def _told(value: Any, source: int) -> Any:
-    """What the rank `source` has."""
-    box = [value]
+def _told(work: Callable[[], Any], source: int) -> Any:
+    """What `work` gives on the rank `source`; an error there is one everywhere."""
+    box: list[Any] = [None, ""]
+    failure: Exception | None = None
+    if dist.get_rank() == source:
+        try:
+            box[0] = work()
+        except Exception as error:
+            failure, box[1] = error, f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(box, source)
+    if failure is not None:
+        raise failure
+    if box[1]:
+        raise RuntimeError(f"rank {source} could not run its modules on one microbatch: {box[1]}")
     return box[0]
 
 
 def _blocks(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> tuple[Look, ...]:
     found: list[Look] = []
-    given, learns = (inputs,), False
+    given = (inputs,)
     for block in blocks:
-        learns = learns or any(parameter.requires_grad for parameter in block.parameters())
         found.append(look_at(block, given, repeats))
-        given = tuple(_blank(spec, learns) for spec in found[-1].output)
+        given = tuple(_blank(spec, found[-1].learns, inputs.device) for spec in found[-1].output)
     return tuple(found)
 
 
-def _blank(spec: TensorSpec, needs: bool) -> Tensor:
-    return torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(needs and spec.dtype.is_floating_point)
+def _blank(spec: TensorSpec, needs: bool, device: torch.device) -> Tensor:
+    found = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return found.requires_grad_(needs and spec.dtype.is_floating_point)
 
 
 def look_at(module: nn.Module, inputs: tuple[Tensor, ...], repeats: int) -> Look:
     """Shapes of what a module makes; its forward and backward, the median of `repeats`."""
     outputs = _tuple(module(*inputs))
     specs = tuple(TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in outputs)
+    learns = any(tensor.requires_grad for tensor in outputs)
     forwards, backwards = [], []
     for _ in range(repeats):
         outputs, forward_s = _timed(lambda: _tuple(module(*inputs)))
@@ -116,7 +129,7 @@ def look_at(module: nn.Module, inputs: tuple[Tensor, ...], repeats: int) -> Look
         forward_s=median(forwards) if forwards else 0.0,
         backward_s=median(backwards) if backwards else 0.0,
     )
-    return Look(output=specs, seconds=seconds)
+    return Look(output=specs, seconds=seconds, learns=learns)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:

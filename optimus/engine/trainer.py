@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.engine.actions import describe
 from optimus.engine.batch_table import BatchTable, TableExchange, make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.executor import Executor
@@ -22,73 +22,20 @@ from optimus.engine.groups import make_groups
 from optimus.engine.rank_model import build_rank
 from optimus.engine.rendezvous import Membership, agree, join
 from optimus.engine.synthetic import Synthetic
+from optimus.engine.training import METRICS, StepMetrics, Summary, Training
 from optimus.engine.watch import Ring, Watch
+from optimus.environment import launched
 from optimus.errors import UserError
 from optimus.job.job import Job
-from optimus.program.plan import Plan
+from optimus.program.plan import ALL, Plan
 from optimus.program.ranks import LLM
 
 JOIN_S = 120.0  # to come together: the slowest rank still imports torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How to train; what a job file says under `run:`."""
-
-    steps: int = 20
-    seed: int = 0
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.01
-    limit_s: float = 8.0  # how long one op may take before a rank gives up and says why
-    run_dir: Path | None = None  # for metrics and, on errors, the last ops
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """One line of the metrics file."""
-
-    step: int
-    loss: float
-    step_s: float
-    tokens_per_s: float
-
-
-@dataclass(kw_only=True)
-class Summary:
-    """What a run ends with."""
-
-    steps: int
-    final_loss: float | None
-    step_s_median: float | None
-    rank: int
-    device: str
-
-
-def training_of(settings: Mapping[str, Any], *, steps: int | None, run_dir: Path | None = None) -> Training:
-    """What a job's `run:` says, as far as it is known here; `steps` overrides it."""
-    default, optimizer = Training(), settings.get("optimizer", {})
-    found = Training(
-        steps=settings.get("steps", default.steps) if steps is None else steps,
-        seed=settings.get("seed", default.seed),
-        learning_rate=optimizer.get("lr", default.learning_rate),
-        weight_decay=optimizer.get("weight_decay", default.weight_decay),
-        run_dir=run_dir,
-    )
-    for name, value, kind in (
-        ("steps", found.steps, int),
-        ("seed", found.seed, int),
-        ("optimizer.lr", found.learning_rate, float),
-        ("optimizer.weight_decay", found.weight_decay, float),
-    ):
-        if not isinstance(value, int | kind) or isinstance(value, bool) or value < 0:
-            raise UserError(
-                field=f"run.{name}",
-                value=value,
-                problem=f"is not a{' whole' if kind is int else ''} number of 0 or more",
-                hint=f"use {name.split('.')[-1]}: {getattr(default, name, default.learning_rate)}",
-            )
-    return found
-
+GROUP_S = 600.0  # the watch ends a rank long before
+FIRST_STEP_LIMITS = 3  # so many times as long may an op of the first step take: much is made in it
+LAST_STEPS = 20  # an op may take as long as their median
+LOSS, TABLE, OPTIMIZER = range(3)  # what a step does beside the lines of its program
+BESIDES = ("the loss of a step", "the table of a step", "the optimizer's step")
 
 Report = Callable[[StepMetrics], None]
 
@@ -96,20 +43,41 @@ Report = Callable[[StepMetrics], None]
 def train_rank(job: Job, plan: Plan, plan_hash: str, training: Training, report: Report) -> Summary:
     """This process as one rank of the run. Rank 0 writes metrics and reports."""
     torch.set_num_threads(1)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    refuse_another_world(plan)
+    backend = "nccl" if _on_gpus() else "gloo"
     member = join(timeout_s=JOIN_S, backend=backend)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        if member.world != plan.ranks.world:
-            raise UserError(
-                field="plan",
-                value=plan.ranks.world,
-                problem=f"ranks are planned, and {member.world} were started",
-                hint=f"start {plan.ranks.world}, or plan for {member.world} GPUs",
-            )
         agree(member.store, member.rank, member.world, "plan", plan_hash)
         loop = _Loop(job, plan, training, member)
         return loop.run(report if member.rank == 0 else _quiet)
+
+
+def refuse_another_world(plan: Plan) -> None:
+    """Before anybody waits for anybody."""
+    place = launched()
+    if place is not None and place.world != plan.ranks.world:
+        raise UserError(
+            field="plan",
+            problem=f"is for {plan.ranks.world} ranks, and {place.world} were started",
+            hint=f"start {plan.ranks.world} (torchrun --nproc-per-node), or plan for {place.world} GPUs",
+        )
+
+
+def words_of(plan: Plan, rank: int, line: int) -> str:
+    """What a rank does at a line of its program, or besides."""
+    device = plan.ranks.class_of(rank)
+    beside = line - len(plan.programs[device])
+    if beside >= 0:
+        return BESIDES[beside]
+    words = describe(plan, device, line)
+    return "the end of all reductions and sends" if words.startswith(f"{ALL}.") else words
+
+
+def _on_gpus() -> bool:
+    """Whether every rank of this host has a GPU to itself."""
+    place = launched()
+    return place is not None and torch.cuda.device_count() >= place.local_world
 
 
 def _quiet(metrics: StepMetrics) -> None:
@@ -122,9 +90,7 @@ class _Loop:
     def __init__(self, job: Job, plan: Plan, training: Training, member: Membership) -> None:
         self.job, self.plan, self.training, self.member = job, plan, training, member
         rank = member.rank
-        self.device = (
-            torch.device("cuda", member.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        )
+        self.device = torch.device("cuda", member.local_rank) if _on_gpus() else torch.device("cpu")
         self.sequences = job.workload.sequences_per_step // plan.ranks.llm.dp // plan.microbatches
         self.data = Synthetic(job=job, seed=training.seed)
         self.model = build_rank(
@@ -136,7 +102,7 @@ class _Loop:
             device=self.device,
             seed=training.seed,
         )
-        self.groups = make_groups(plan, rank, timeout_s=max(30.0, 4 * training.limit_s))
+        self.groups = make_groups(plan, rank, timeout_s=GROUP_S)
         self.ring = Ring()
         self.executor = Executor(
             plan,
@@ -157,7 +123,7 @@ class _Loop:
         self.replica, self.reads = place.dp, place.pp == 0
         self.tables = TableExchange(
             plan,
-            self.groups.get("pipeline"),
+            self.groups.control,
             reader=plan.ranks.rank_of(0, self.replica, 0, 0),
             rows=self._most_items(),
         )
@@ -172,7 +138,7 @@ class _Loop:
             store=self.member.store,
             text=self._text,
             waits_for=self._waits_for,
-            limit_s=self.training.limit_s,
+            limit_s=FIRST_STEP_LIMITS * self.training.limit_s,
             dump_into=self.training.run_dir,
         )
         watch.start()
@@ -182,6 +148,8 @@ class _Loop:
             for step in range(self.training.steps):
                 metrics = self._step(step)
                 found.append(metrics)
+                usual_s = median(each.step_s for each in found[-LAST_STEPS:])
+                watch.limit_s = max(self.training.limit_s, usual_s)
                 self._write(metrics)
                 report(metrics)
         except Exception as error:
@@ -197,12 +165,14 @@ class _Loop:
 
     def _step(self, step: int) -> StepMetrics:
         begin = time.perf_counter()
-        table = self.tables.take()
-        if step + 1 < self.training.steps:
-            self._start_table(step + 1)
+        with self._beside(TABLE):
+            table = self.tables.take()
+            if step + 1 < self.training.steps:
+                self._start_table(step + 1)
         loss = self.executor.step(self._batch(step, table))
-        if self.optimizer is not None:
-            self.optimizer.step()
+        with self._beside(OPTIMIZER):
+            if self.optimizer is not None:
+                self.optimizer.step()
         total = self._total(loss)
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
@@ -211,11 +181,17 @@ class _Loop:
     def _total(self, loss: Tensor | None) -> float:
         """The loss of the whole batch, on every rank."""
         total = torch.zeros((), device=self.device) if loss is None else loss.float()
-        line = len(self.plan.programs[self._device_class])
+        with self._beside(LOSS):
+            dist.all_reduce(total)
+            return float(total)
+
+    @contextmanager
+    def _beside(self, what: int) -> Iterator[None]:
+        """An op that is no line of the program, for those who watch; one that fails stays open."""
+        line = len(self.plan.programs[self._device_class]) + what
         self.ring.begin(line)
-        dist.all_reduce(total)
+        yield
         self.ring.end(line)
-        return float(total)
 
     @property
     def _device_class(self) -> int:
@@ -260,18 +236,21 @@ class _Loop:
     # ------------------------------------------------------------------------ words
 
     def _text(self, line: int) -> str:
-        if line == len(self.plan.programs[self._device_class]):
-            return "the loss of a step"
-        return self.executor.describe(line)
+        return words_of(self.plan, self.member.rank, line)
 
     def _waits_for(self, line: int) -> tuple[int, ...]:
-        if line == len(self.plan.programs[self._device_class]):
-            rank, world = self.member.rank, self.member.world
+        beside = line - len(self.plan.programs[self._device_class])
+        if beside < 0:
+            return self.executor.waits_for(line)
+        rank, world = self.member.rank, self.member.world
+        if beside == LOSS:
             return tuple(sorted({(rank - 1) % world, (rank + 1) % world} - {rank}))
-        return self.executor.waits_for(line)
+        return () if beside == OPTIMIZER or self.reads else (self.tables.reader,)
 
     def _write(self, metrics: StepMetrics) -> None:
+        """A line; a new run begins the file, a restart goes on."""
         if self.member.rank == 0 and self.training.run_dir is not None:
             line: dict[str, Any] = {**asdict(metrics), "restart": self.member.restart, "time": time.time()}
-            with (self.training.run_dir / "metrics.jsonl").open("a") as file:
+            begins = metrics.step == 0 and self.member.restart == 0
+            with (self.training.run_dir / METRICS).open("w" if begins else "a") as file:
                 file.write(json.dumps(line) + "\n")

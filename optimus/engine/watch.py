@@ -23,7 +23,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from optimus.engine.verdict import Post, behind, give_verdict, name_ranks
+from optimus.errors import OptimusError, UserError
 
+EXIT_REFUSED = 2  # a mistake of the user
 EXIT_LOST = 75  # another rank, or the store, is gone; start again
 EXIT_STALLED = 76  # an op did not end in time
 
@@ -101,7 +103,8 @@ class Watch:
     ) -> None:
         self._rank, self._world, self._ring = rank, world, ring
         self._text, self._waits_for = text, waits_for
-        self._limit_s, self._dump_into, self._leave = limit_s, dump_into, leave
+        self._dump_into, self._leave = dump_into, leave
+        self.limit_s = limit_s  # may change while it watches: nobody knows how long the first step takes
         self._store = store.clone()  # a connection of its own: the other may be blocked
         self._beat_s = max(0.5, world / POSTS_PER_S)
         self._beat = 0
@@ -148,17 +151,20 @@ class Watch:
         self._error = (str(error).strip() or type(error).__name__).splitlines()[0]
         post = self._post()
         lost_peer = _is_lost_peer(error)
+        code = EXIT_LOST if lost_peer else EXIT_REFUSED if isinstance(error, OptimusError) else 1
         words = f"rank {self._rank} failed {post.where}{_whom(post)}: {self._error}"
+        if isinstance(error, UserError):
+            words += f"\nhint: {error.hint}"
         earlier: list[Post] = []
         _within(1.0, lambda: earlier.extend(self._tell_failure(post)))
         for other in earlier:
             words += f"\n  rank {other.rank} had failed {other.where}{_whom(other)}: {other.error}"
-        if not lost_peer:
+        if not lost_peer and not isinstance(error, OptimusError):
             words += "\n" + "".join(traceback.format_exception(error)).rstrip()
         self._say(words + self._dumped("failure"))
         sys.stdout.flush()
-        self._leave(EXIT_LOST if lost_peer else 1)
-        raise SystemExit(EXIT_LOST if lost_peer else 1) from error  # where `leave` returned
+        self._leave(code)
+        raise SystemExit(code) from error  # where `leave` returned
 
     def dump(self, reason: str) -> Path | None:
         """Writes the ring as JSON into the directory given, else to standard error; times are monotonic."""
@@ -244,9 +250,9 @@ class Watch:
             woke_s = now_s
             count, line, since_s = self._ring.current()
             began_s = max(since_s, awake_since_s)
-            if line == NO_OP or now_s < max(began_s + self._limit_s, not_before_s):
+            if line == NO_OP or now_s < max(began_s + self.limit_s, not_before_s):
                 continue
-            if not self._stalled(count, final=now_s - began_s > 4 * self._limit_s):
+            if not self._stalled(count, final=now_s - began_s > 4 * self.limit_s):
                 not_before_s = NOW_S() + 1.0
 
     def _stalled(self, count: int, final: bool) -> bool:

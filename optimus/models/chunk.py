@@ -152,16 +152,27 @@ class SegmentedChunk:
             with torch.no_grad():
                 frame.state = segment.forward(frame.state, frame.context)
             return
-        layer = self._layer_of[place]
-        begins = place == 0 or self._layer_of[place - 1] != layer
-        if self.recompute and begins and (any(frame.needs) or parameters_of([self.layers[layer]])):
-            frame.kept[layer] = frame.state, frame.needs
-        frame.state, saved = segment.run(frame.state, frame.needs, frame.context)
-        frame.needs = tuple(saved is not None and tensor.requires_grad for tensor in frame.state)
         if self.recompute:
-            frame.state = tuple(tensor.detach() for tensor in frame.state)
+            self._keep_input(frame, place)
+        state, saved = segment.run(frame.state, frame.needs, frame.context)
+        if saved is None:
+            frame.needs = (False,) * len(state)
+        else:
+            frame.needs = tuple([tensor.requires_grad for tensor in state])
+        if self.recompute:
+            state = tuple([tensor.detach() for tensor in state])
         else:
             frame.saved[place] = saved
+        frame.state = state
+
+    def _keep_input(self, frame: _Frame, place: int) -> None:
+        """Where a layer begins, what its forward is made again from."""
+        layer = self._layer_of[place]
+        assert frame.needs is not None
+        if place and self._layer_of[place - 1] == layer:
+            return
+        if any(frame.needs) or parameters_of([self.layers[layer]]):
+            frame.kept[layer] = frame.state, frame.needs
 
     def _again(self, microbatch: int, place: int) -> None:
         """One segment of a layer's forward, from the layer's kept input."""
@@ -202,6 +213,7 @@ def _play(deferred: Deferred) -> None:
     with torch.no_grad():
         for work in deferred:
             work()
+    deferred.clear()
 
 
 def _pass() -> None:

@@ -59,7 +59,8 @@ class _DeferringLinear(torch.autograd.Function):
         rows, weight, bias = context.saved_tensors
         kernels: LinearKernels = context.kernels
         if weight.requires_grad:
-            context.deferred.append(partial(kernels.add_weight_gradient, weight, gradient, rows))
+            # Detached: what made the rows may lead back to the list itself, a circle that nobody would free.
+            context.deferred.append(partial(kernels.add_weight_gradient, weight, gradient, rows.detach()))
         if bias is not None and bias.requires_grad:
             context.deferred.append(partial(_add_bias_gradient, bias, gradient))
         found = kernels.input_gradient(gradient, weight) if context.needs_input_grad[0] else None
@@ -123,7 +124,8 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
         self.bias = nn.Parameter(torch.zeros(outputs, **where)) if bias else None
-        nn.init.normal_(self.weight, std=0.02)
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=0.02)
 
     def forward(
         self, rows: Tensor, deferred: Deferred | None = None, kernels: LinearKernels = TORCH

@@ -7,7 +7,7 @@ Weight gradients that can wait are put into a list, the *deferred* work of one s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -55,12 +55,17 @@ class Segment(nn.Module):
         if not self.trained and not any(needs):
             with torch.no_grad():
                 return self.forward(state, context), None
-        inputs = tuple(
-            tensor.detach().requires_grad_(need) for tensor, need in zip(state, needs, strict=True)
-        )
+        detached = [tensor.detach() for tensor in state]
+        for tensor, need in zip(detached, needs, strict=True):
+            if need:
+                tensor.requires_grad_()
+        inputs = tuple(detached)
         deferred: Deferred = []
-        with torch.enable_grad():
+        if torch.is_grad_enabled():  # to make sure of it costs more than to ask
             outputs = self.forward(inputs, context, deferred)
+        else:
+            with torch.enable_grad():
+                outputs = self.forward(inputs, context, deferred)
         return outputs, Saved(inputs, outputs, deferred)
 
     def input_gradient(self, saved: Saved, gradients: Gradients, *, split: bool) -> Gradients:
@@ -70,34 +75,28 @@ class Segment(nn.Module):
         """
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
-        carried: dict[int, Tensor] = {}
-        inputs = saved.inputs
         for output, gradient in zip(saved.outputs, gradients, strict=True):
-            if gradient is None or not output.requires_grad:
-                continue
-            if output.is_leaf:  # an input handed on as it is
-                carried[next(at for at, tensor in enumerate(inputs) if tensor is output)] = gradient
-            else:
-                roots.append(output)
+            if gradient is not None and output.requires_grad:
+                roots.append(output)  # or an input handed on as it is: autograd adds that up, too
                 seeds.append(gradient)
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        inputs = saved.inputs
         later = split and not self.defers and bool(self.trained)
         trained = [] if later else self.trained
-        found: list[Tensor | None] = [None] * (len(wanted) + len(trained))
-        if roots and found:
-            found = list(
-                torch.autograd.grad(roots, [*wanted, *trained], seeds, retain_graph=later, allow_unused=True)
-            )
-        for parameter, gradient in zip(trained, found[len(wanted) :], strict=True):
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        count = len(wanted)
+        asked = wanted + trained if trained else wanted
+        found: Gradients = (None,) * len(asked)
+        if roots and asked:
+            found = torch.autograd.grad(roots, asked, seeds, retain_graph=later, allow_unused=True)
+        for parameter, gradient in zip(trained, found[count:], strict=True):
             if gradient is not None:
                 add_gradient(parameter, gradient)
-        if later:
+        if later and roots:
             saved.deferred.append(lambda: self._weight_gradients(roots, seeds))
+        if count == len(inputs):
+            return found[:count]
         given = iter(found)
-        return tuple(
-            _sum(next(given), carried.get(at)) if tensor.requires_grad else None
-            for at, tensor in enumerate(inputs)
-        )
+        return tuple([next(given) if tensor.requires_grad else None for tensor in inputs])
 
     def _weight_gradients(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
         """The weight half by asking autograd a second time."""
@@ -105,6 +104,21 @@ class Segment(nn.Module):
         for parameter, gradient in zip(self.trained, found, strict=True):
             if gradient is not None:
                 add_gradient(parameter, gradient)
+
+
+class Fused(Segment):
+    """Segments between which nothing is scheduled, as one: one graph, one boundary."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        super().__init__()
+        self.segments = nn.ModuleList(segments)
+        self._parts = list(segments)
+        self.defers = all(segment.defers for segment in segments)
+
+    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        for segment in self._parts:
+            state = segment.forward(state, context, deferred)
+        return state
 
 
 class Block(Segment):
@@ -120,14 +134,11 @@ class Block(Segment):
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Adds to a parameter's gradient, in place where there is one."""
+    """Adds to a parameter's gradient, in place where there is one.
+
+    What autograd gives may share its memory with another gradient, or hold one number for many.
+    """
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = gradient.clone()
     else:
         parameter.grad.add_(gradient)
-
-
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from statistics import quantiles
 from typing import Any
@@ -122,12 +122,12 @@ def _llm_load(llm: Llm, samples: list[Sample]) -> _Load:
 def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
     """The segments of one layer: whole backwards and split ones in turn."""
     module = load.module
-    layers = build_layers(module, dtype=DTYPE, first=layer, end=layer + 1)
+    layers = build_layers(_trained(module), dtype=DTYPE, first=layer, end=layer + 1)
     names = [segment_name(module, layer, place).split(".")[-1] for place in range(len(layers[0]))]
     times: dict[tuple[str, Kind], list[float]] = {}
     for repetition in range(WARM_UP + REPETITIONS):
         for kinds in ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)):
-            timed = _play(SegmentedChunk(layers), kinds, load, first=layer == 0)
+            timed = list(_play(SegmentedChunk(layers), kinds, load, first=layer == 0))
             if repetition >= WARM_UP:
                 for kind, place, seconds in timed:
                     times.setdefault((names[place], kind), []).append(seconds)
@@ -135,13 +135,15 @@ def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
     return [
         _row(load, sort, name, kernels[name], kind, seconds)
         for (name, kind), seconds in times.items()
-        if _exists(module, sort, kind)
+        if not (sort == "embedding" and kind == Kind.I)  # a first layer has no input that wants a gradient
     ]
 
 
-def _exists(module: Encoder | Llm, sort: Layers, kind: Kind) -> bool:
-    """A first layer has no input gradient that anybody wants."""
-    return not (sort == "embedding" and kind == Kind.I)
+def _trained(module: Encoder | Llm) -> Encoder | Llm:
+    """What is trained is the plan's business: all gradients are measured."""
+    if isinstance(module, Llm):
+        return replace(module, train=True)
+    return replace(module, train=True, projector=replace(module.projector, train=True))
 
 
 def _play(

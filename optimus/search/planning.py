@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optimus.cost.assumptions import Assumptions
@@ -12,8 +12,9 @@ from optimus.cost.measured import Profile
 from optimus.cost.memory import Memory
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
-from optimus.program.binding import bind, check_binding, mismatches
+from optimus.program.binding import bind, mismatches
 from optimus.program.plan import Plan
+from optimus.program.ready import bound_parts
 from optimus.program.validator import KEPT, Report, Violation, check_plan
 from optimus.search.bounds import Bounds, find_bounds
 from optimus.search.compare import Comparison, compare_systems
@@ -141,20 +142,6 @@ def make_plan(
     )
 
 
-def ready_plan(plan: Plan, job: Job, profile: Profile | None = None, *, file: str | None = None) -> None:
-    """Refuses, before anything runs, a plan that was made for another job or does not hold."""
-    check_binding(plan, bound_parts(job, profile), file=file)
-    report = check_plan(plan)
-    if not report.ok:
-        first = report.violations[0]
-        raise UserError(
-            field=first.where,
-            problem=f"breaks the rule `{first.rule}`: {first.problem}",
-            hint="plan again; optimus check shows all violations",
-            file=file,
-        )
-
-
 def check_planned(plan: Plan | Planned) -> Report:
     """Checks a plan, or what `make_plan` returned, by all nine rules."""
     return check_plan(plan.plan if isinstance(plan, Planned) else plan)
@@ -174,19 +161,6 @@ def report_mismatches(report: Report, plan: Plan, parts: Mapping[str, Any]) -> R
     return replace(
         report, rules={**report.rules, "binding": holds}, violations=(*report.violations, *found[:KEPT])
     )
-
-
-def bound_parts(job: Job, profile: Profile | None = None) -> dict[str, Any]:
-    """What a plan is bound to: never what is under `run:`."""
-    measured: dict[str, Any] = {"kernels": [] if profile is None else profile.bound()}
-    if profile is not None and profile.issue_s is not None:
-        measured["issue_s"] = profile.issue_s
-    return {
-        "model": asdict(job.model),
-        "cluster": asdict(job.cluster),
-        "workload": asdict(job.workload),
-        "profile": measured,
-    }
 
 
 def _bound(plan: Plan, job: Job, comparison: Comparison) -> Plan:

@@ -20,7 +20,7 @@ from optimus.systems.filled import finish_plan
 from optimus.systems.inline import make_order
 from optimus.systems.listed import STRATEGY
 
-UNLIMITED_BYTES = 2**62  # memory is not modelled here
+UNLIMITED_BYTES = 2**50  # memory is not modelled here
 TINY_S = 1e-9  # a bucket must take some time to be more than nothing
 
 
@@ -91,6 +91,13 @@ def _check(virtual_stages: int, pp: int, ranks: int, encoders: Mapping[str, Enco
             hint="give as many stages to every rank",
         )
     for name, encoder in encoders.items():
+        if len(encoder.blocks) < encoder.pp:
+            raise UserError(
+                field=f"encoders.{name}.pp",
+                value=encoder.pp,
+                problem=f"is more than its {len(encoder.blocks)} blocks",
+                hint="give every stage a block",
+            )
         if pp % encoder.pp:
             fits = one_of(str(n) for n in range(1, pp + 1) if pp % n == 0)
             raise UserError(

@@ -1,0 +1,245 @@
+"""`optimus bench paced`: our plan and torch's schedules on ranks that sleep, each beside its own replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+from torch import distributed as dist
+
+from optimus.bench.draws import Draws
+from optimus.bench.paced_backend import PacedNetwork
+from optimus.bench.paced_job import PacedJob, TorchVariant
+from optimus.bench.paced_plan import PacedPlan, Played
+from optimus.bench.paced_ranks import run_paced_ranks
+from optimus.bench.paced_replays import (
+    NEAR_S,
+    Faults,
+    best_cut,
+    compare_step,
+    replay_plan,
+    replay_torch,
+    torch_s,
+)
+from optimus.bench.paced_steps import DISTURBED_SHARE, Playable, Step, is_disturbed, play_rounds, step_s
+from optimus.bench.paced_torch import PacedPipeline
+from optimus.bench.result import BenchResult, VariantTime
+from optimus.program.plan import Plan
+
+OURS = "ours"
+SEED = 20_250_101  # of the draws; plans are made without it
+ERROR = 0.03  # the most that a step may differ from its replay
+ONCE_S, NEVER_S = 20.0, 60.0  # steps of variants that take longer are played once, or only replayed
+TIMEOUT_S = 300.0
+MEANING = "Pacing proves order, dependencies and messaging, not GPU speed: ranks sleep instead of computing."
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every rank is given."""
+
+    plan: Plan
+    draws: Draws
+    torch_variants: Mapping[str, tuple[TorchVariant, ...]]  # with cuts to choose from
+    rounds: Mapping[str, int]  # of each variant; 0: only its actions are wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAnswer:
+    """What one rank found; lines and phases are those of each of our steps."""
+
+    steps: Mapping[str, list[Step]]
+    begun: list[list[int]]
+    played: list[list[Played]]
+    cuts: Mapping[str, TorchVariant]
+    actions: Mapping[str, list[list[str]]]  # of all ranks, by torch
+
+
+def bench_paced(
+    *,
+    ranks: int = 16,
+    rounds: int = 3,
+    seed: int = SEED,
+    progress: Progress = lambda name, done, total: None,
+) -> BenchResult:
+    """Plans from means, plays drawn durations, and compares with replays of the same draws."""
+    job = PacedJob(ranks=ranks)
+    progress("planning", 0, 1)
+    variants = job.torch_variants()
+    task = Task(
+        plan=job.plan(),
+        draws=Draws(seed=seed),
+        torch_variants=variants,
+        rounds={OURS: rounds, **{name: _rounds(cuts, rounds) for name, cuts in variants.items()}},
+    )
+    total, done = sum(task.rounds.values()), 0
+
+    def hear(name: str) -> None:
+        nonlocal done
+        done += 1
+        progress(name, min(done, total), total)
+
+    progress("starting ranks", 0, total)
+    answers = run_paced_ranks(play_task, ranks, job.link, task, timeout_s=TIMEOUT_S, hear=hear)
+    return compare(job, task, answers)
+
+
+def _rounds(variants: Sequence[TorchVariant], rounds: int) -> int:
+    least_s = min(variant.least_s for variant in variants)
+    return 0 if least_s > NEVER_S else 1 if least_s > ONCE_S else rounds
+
+
+def play_task(rank: int, network: PacedNetwork, task: Task) -> RankAnswer:
+    """One rank: all variants, in turn."""
+    ours = PacedPlan(task.plan, task.draws, network.clock, timeout_s=TIMEOUT_S)
+    cuts: dict[str, TorchVariant] = {}
+
+    def seconds(name: str, kind: str, stage: int, microbatch: int) -> float:
+        return torch_s(cuts[name], task.draws, kind, stage, microbatch)
+
+    pipelines = {
+        name: PacedPipeline(variants[0].pipeline, clock=network.clock, seconds=partial(seconds, name))
+        for name, variants in task.torch_variants.items()
+    }
+    actions = {name: pipeline.actions() for name, pipeline in pipelines.items()}
+    chosen: list[Any] = [None]
+    if rank == 0:
+        found = task.torch_variants.items()
+        chosen = [{name: best_cut(variants, network.link, actions[name]) for name, variants in found}]
+    dist.broadcast_object_list(chosen)
+    cuts.update(chosen[0])
+    begun: list[list[int]] = []
+    played: list[list[Played]] = []
+
+    def after(name: str) -> None:
+        if name == OURS:
+            begun.append(ours.journal.begun)
+            played.append(ours.journal.played)
+
+    everything: dict[str, Playable] = {OURS: ours, **pipelines}
+    wanted = {name: variant for name, variant in everything.items() if task.rounds[name]}
+    return RankAnswer(
+        steps=play_rounds(network, wanted, task.rounds, after),
+        begun=begun,
+        played=played,
+        cuts=cuts,
+        actions=actions,
+    )
+
+
+# ---------------------------------------------------------------------------- results
+
+
+def compare(job: PacedJob, task: Task, answers: list[RankAnswer]) -> BenchResult:
+    """Medians of the steps that count, beside what replays say."""
+    replayed = replay_plan(task.plan, task.draws, job.link)
+    predicted = {OURS: replayed.step_s}
+    for name, variant in answers[0].cuts.items():
+        predicted[name] = replay_torch(variant, task.draws, job.link, answers[0].actions[name])
+    steps = {
+        name: [list(step) for step in zip(*(answer.steps[name] for answer in answers), strict=True)]
+        for name in answers[0].steps
+    }
+    ours_s = median(_counting(steps[OURS]))
+    variants = {name: _variant(found, predicted[name], ours_s) for name, found in steps.items()}
+    faults = our_faults(job, task, answers)
+    problems = [*faults]
+    never = [name for name, found in steps.items() if all(map(is_disturbed, found))]
+    if OURS in never:
+        problems.append("no step of ours was undisturbed, so its time proves nothing: use a calmer host")
+    for name, found in variants.items():
+        if name not in never and found.error is not None and abs(found.error) > ERROR:
+            problems.append(f"{name} is {100 * found.error:+.1f} % off its replay, over {100 * ERROR:g} %")
+    claimed = f"claimed from means {task.plan.claims.step_s:.3f} s, with the draws {replayed.step_s:.3f} s"
+    notes = [
+        f"{job.ranks} ranks, {job.microbatches} microbatches, encoder work half of the LLM's",
+        f"ours: {claimed}",
+        *([] if faults else [_order_note(task.plan, len(steps[OURS]))]),
+        *_disturbance_notes(steps, never),
+        *(
+            f"{name} was not played: its replay takes {seconds:.1f} s, {seconds / ours_s:.2f} of ours"
+            for name, seconds in predicted.items()
+            if name not in variants
+        ),
+        MEANING,
+    ]
+    return BenchResult(
+        bench="paced",
+        variants=variants,
+        ours=OURS,
+        bound_s=job.bound_s,
+        ours_over_bound=ours_s / job.bound_s,
+        notes=tuple(notes),
+        problems=tuple(problems),
+    )
+
+
+def our_faults(job: PacedJob, task: Task, answers: list[RankAnswer]) -> tuple[str, ...]:
+    """Of every step of ours, disturbed or not: the order and the time of every op."""
+    words: dict[str, None] = {}
+    for faults in step_faults(job, task, answers):
+        words.update(dict.fromkeys(faults.words()))
+    return tuple(words)
+
+
+def step_faults(job: PacedJob, task: Task, answers: list[RankAnswer]) -> list[Faults]:
+    """One entry per step of ours. What each rank's host gave up may delay all: the sum explains lateness."""
+    replayed = replay_plan(task.plan, task.draws, job.link)
+    found = []
+    for number in range(len(answers[0].begun)):
+        mine = [answer.steps[OURS][number] for answer in answers]
+        found.append(
+            compare_step(
+                task.plan,
+                replayed,
+                [answer.begun[number] for answer in answers],
+                [answer.played[number] for answer in answers],
+                start_s=min(step.start_s for step in mine),
+                given_up_s=sum(step.given_up_s for step in mine),
+            )
+        )
+    return found
+
+
+def _counting(steps: list[list[Step]]) -> list[float]:
+    """Seconds of the steps that were not disturbed; of all, if all were."""
+    calm = [step_s(step) for step in steps if not is_disturbed(step)]
+    return calm or [step_s(step) for step in steps]
+
+
+def _variant(steps: list[list[Step]], predicted_s: float, ours_s: float) -> VariantTime:
+    counting = _counting(steps)
+    middle = median(counting)
+    return VariantTime(
+        step_s=middle,
+        over_ours=middle / ours_s,
+        step_low_s=min(counting),
+        step_high_s=max(counting),
+        predicted_s=predicted_s,
+        error=middle / predicted_s - 1,
+        steps=len(counting),
+        disturbed=sum(map(is_disturbed, steps)),
+    )
+
+
+def _order_note(plan: Plan, steps: int) -> str:
+    lines = sum(len(plan.programs[plan.ranks.class_of(rank)]) for rank in range(plan.ranks.world))
+    of = (
+        f"ours: {lines:,} lines in each of {steps} steps, all in program order; every op over when the replay"
+    )
+    return f"{of} says to {NEAR_S:g} s, or later by no more than hosts were late for good"
+
+
+def _disturbance_notes(steps: Mapping[str, list[list[Step]]], never: list[str]) -> list[str]:
+    everything = [step for found in steps.values() for step in found]
+    disturbed = sum(map(is_disturbed, everything))
+    late = f"a rank late for good by over {100 * DISTURBED_SHARE:g} %"
+    notes = [f"{disturbed} of {len(everything)} steps were disturbed by the host ({late}) and do not count"]
+    if never:
+        notes.append(f"every step of {', '.join(never)} was disturbed: shown all the same, and not judged")
+    return notes

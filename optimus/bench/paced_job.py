@@ -1,0 +1,157 @@
+"""A job of given times for paced ranks: what the planner is told, and how torch's schedules cut the model.
+
+The LLM has 4 layers per rank of 10 ms forward, the encoder 3 per rank of 6.7 ms, half of the LLM's work; a
+backward takes twice as long, half of that for weight gradients. So that host overhead hides, no op is shorter
+than 20 ms: an LLM chunk is 2 layers or more, and encoder layers run as blocks on a part of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from optimus.bench.paced_torch import TorchPipeline
+from optimus.bench.pacing import Link
+from optimus.errors import UserError
+from optimus.program.module_times import EncoderBlocks, Seconds
+from optimus.program.plan import Plan
+from optimus.systems.balance import proportional_cut, smallest_maximum_cut
+from optimus.systems.modules import plan_modules
+
+ENCODER = "vision"
+LLM_LAYERS, ENCODER_LAYERS = 4, 3  # per rank
+LAYER_S = 0.010
+ENCODER_LAYER_S = LAYER_S * LLM_LAYERS / ENCODER_LAYERS / 2
+SHORTEST_S = 0.020
+CHUNKS = 2  # per rank, where there is a choice
+ROWS, WIDTH = 4, 4  # of the tensor that stands for an activation
+WHOLE_STEP = 3  # forward, and a backward twice as long
+SIZES = (4, 8, 16, 32, 64)
+
+# An activation stands for 4096 tokens of width 2048 in bf16, on a link of 16.8 GB/s: 2 ms with latency. All
+# sends of a rank follow each other, as in plans.
+LINK = Link(latency_s=0.001, bandwidth_bytes_per_s=2.0**24 * 1000, bytes_scale=2.0**18, lane="p2p")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchVariant:
+    """A schedule of torch and the mean forward seconds of its virtual stages."""
+
+    pipeline: TorchPipeline
+    forward_s: tuple[float, ...]
+
+    def mean_s(self, kind: str, stage: int) -> float:
+        return self.forward_s[stage] * (2 if kind == "B" else 1)
+
+    @property
+    def least_s(self) -> float:
+        """What the longest rank computes; no step is shorter."""
+        ranks = len(self.forward_s) // self.pipeline.chunks
+        return max(
+            self.pipeline.num_microbatches
+            * WHOLE_STEP
+            * sum(self.forward_s[stage] for stage in self.pipeline.stages_of(rank, ranks))
+            for rank in range(ranks)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacedJob:
+    """The model on so many ranks, all of them one pipeline of the LLM."""
+
+    ranks: int
+    link: Link = LINK
+
+    def __post_init__(self) -> None:
+        if self.ranks not in SIZES:
+            raise UserError(
+                field="--ranks",
+                value=self.ranks,
+                problem="is not a size of this bench",
+                hint=f"use {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]}",
+            )
+
+    @property
+    def microbatches(self) -> int:
+        return 2 * self.ranks
+
+    @property
+    def pieces(self) -> int:
+        """Encoder microbatches in one of the LLM's."""
+        return min(4, self.ranks // 2)
+
+    @property
+    def bound_s(self) -> float:
+        """All work, by its means, evenly on all ranks."""
+        forward_s = LLM_LAYERS * LAYER_S + ENCODER_LAYERS * ENCODER_LAYER_S
+        return self.microbatches * WHOLE_STEP * forward_s
+
+    def plan(self) -> Plan:
+        """Made from means: draws are unknown here. The order with the shortest claim, at 16 ranks."""
+        rows = torch.zeros(ROWS, WIDTH)
+        stage_s = LLM_LAYERS // CHUNKS * LAYER_S
+        stage = _seconds(stage_s, self.link.message_s(rows))
+        piece_s = self.ranks * ENCODER_LAYERS * ENCODER_LAYER_S / self.pieces
+        count = round(piece_s / SHORTEST_S)
+        block = _seconds(piece_s / count, self.link.message_s(rows[: ROWS // self.pieces]))
+        return plan_modules(
+            stages=[stage] * (self.ranks * CHUNKS),
+            encoders={ENCODER: EncoderBlocks(blocks=[block] * count, pieces=self.pieces)},
+            microbatches=self.microbatches,
+            ranks=self.ranks,
+            pp=self.ranks,
+            order="zero-bubble",
+        )
+
+    def torch_variants(self) -> dict[str, tuple[TorchVariant, ...]]:
+        """The encoder in stage 0, or all layers in model order: each with cuts to choose from."""
+        once = TorchPipeline(schedule="1F1B", num_microbatches=self.microbatches, rows=ROWS, width=WIDTH)
+        twice = replace(once, schedule="Interleaved1F1B", chunks=CHUNKS)
+        zbv = replace(twice, schedule="ZBVZeroBubble")
+        return {
+            "stage0 1F1B": self._stage0(once),
+            "stage0 Interleaved": self._stage0(twice),
+            "balanced 1F1B": self._balanced(once),
+            "balanced Interleaved": self._balanced(twice),
+            "balanced ZBV": self._balanced(zbv),
+        }
+
+    def _stage0(self, pipeline: TorchPipeline) -> tuple[TorchVariant, ...]:
+        """The encoder as stage 0, and the LLM's layers evenly behind it; or few of them on its rank."""
+        encoder_s = self.ranks * ENCODER_LAYERS * ENCODER_LAYER_S
+        layers_s = [LAYER_S] * (self.ranks * LLM_LAYERS)
+        stages = self.ranks * pipeline.chunks
+        even = _parts(layers_s, smallest_maximum_cut(layers_s, stages - 1))
+        found = [TorchVariant(pipeline=pipeline, forward_s=(encoder_s, *even))]
+        if pipeline.chunks > 1:
+            few = pipeline.chunks - 1  # one layer in every later chunk of that rank
+            spread = list(_parts(layers_s, smallest_maximum_cut(layers_s[few:], stages - 1 - few)))
+            for chunk in range(1, pipeline.chunks):
+                spread.insert(chunk * self.ranks - 1, LAYER_S)
+            found.append(TorchVariant(pipeline=pipeline, forward_s=(encoder_s, *spread)))
+        return tuple(found)
+
+    def _balanced(self, pipeline: TorchPipeline) -> tuple[TorchVariant, ...]:
+        """As even as possible from the front, from the back, and by equal shares."""
+        encoder, llm = self.ranks * ENCODER_LAYERS, self.ranks * LLM_LAYERS
+        layers_s = [ENCODER_LAYER_S] * encoder + [LAYER_S] * llm
+        stages, back = self.ranks * pipeline.chunks, layers_s[::-1]
+        cuts = {
+            _parts(layers_s, smallest_maximum_cut(layers_s, stages)): None,
+            _parts(back, smallest_maximum_cut(back, stages))[::-1]: None,
+            _parts(layers_s, proportional_cut(layers_s, stages)): None,
+            _parts(back, proportional_cut(back, stages))[::-1]: None,
+        }
+        return tuple(TorchVariant(pipeline=pipeline, forward_s=cut) for cut in cuts)
+
+
+def _parts(layers_s: Sequence[float], cut: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of every part."""
+    return tuple(sum(layers_s[a:b]) for a, b in pairwise(cut))
+
+
+def _seconds(forward_s: float, send_s: float) -> Seconds:
+    return Seconds(forward_s=forward_s, backward_s=2 * forward_s, weight_s=forward_s, send_s=send_s)

@@ -1,0 +1,144 @@
+"""What paced steps should take by the rules alone: nothing that was measured goes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from optimus.bench.draws import Draws
+from optimus.bench.paced_job import WIDTH, TorchVariant
+from optimus.bench.paced_plan import Played, drawn_s
+from optimus.bench.pacing import Link
+from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
+from optimus.program.op import Floats
+from optimus.program.plan import OPS, Plan, Verb
+from optimus.schedule.coupled import couple
+from optimus.schedule.timeline import evaluate
+
+NEAR_S = 1e-6  # ideal times are exact; this is for sums of floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReplay:
+    """When the step is over, and every line of every device class."""
+
+    step_s: float
+    ends_s: tuple[Floats, ...]
+
+
+def replay_plan(plan: Plan, draws: Draws, link: Link) -> PlanReplay:
+    """The coupled graph of the programs, played with drawn durations and the links' times."""
+    schedule = couple(plan, plan.programs)
+    device = schedule.device
+    seconds = schedule.duration_s.copy()  # sends stand there as the planner was told of the links
+    rows = np.concatenate([program.rows for program in plan.programs]).tolist()
+    for at, (number, verb, chunk, microbatch, place) in enumerate(rows):
+        if verb == Verb.GATHER:
+            seconds[at] = 0.0  # the engine's parameters are whole
+        elif verb == Verb.REDUCE:
+            seconds[at] = _reduce_s(plan, link, plan.names[number], int(device[at]))
+        elif verb in OPS:
+            name = plan.names[number]
+            virtual = chunk * plan.modules[name].layout.pp + plan.ranks.stage_of(name, int(device[at]))
+            seconds[at] = drawn_s(
+                plan, draws, module=name, kind=OPS[Verb(verb)], virtual=virtual, microbatch=microbatch,
+                place=place,
+            )  # fmt: skip
+    timeline = evaluate(replace(schedule, duration_s=seconds))
+    ends = np.flatnonzero(np.diff(device, prepend=-1, append=-1))
+    return PlanReplay(
+        step_s=timeline.step_s, ends_s=tuple(timeline.finish_s[a:b] for a, b in pairwise(ends.tolist()))
+    )
+
+
+def _reduce_s(plan: Plan, link: Link, name: str, device: int) -> float:
+    """Gradients of all layers of a chunk, each a matrix."""
+    module = plan.modules[name]
+    layers = module.chunks[plan.ranks.stage_of(name, device)].layers
+    return link.collective_s([torch.zeros(layers * WIDTH * WIDTH)], ranks=module.layout.dp, passes=2)
+
+
+def replay_torch(variant: TorchVariant, draws: Draws, link: Link, actions: Sequence[Sequence[str]]) -> float:
+    """A step of one of torch's schedules; `actions` are what torch listed for every rank."""
+    pipeline, ranks = variant.pipeline, len(actions)
+    rank_of = {stage: rank for rank in range(ranks) for stage in pipeline.stages_of(rank, ranks)}
+    if pipeline.schedule == "1F1B":
+        programs = [one_f_one_b(rank, ranks, pipeline.num_microbatches) for rank in range(ranks)]
+    else:
+        programs = [from_torch(own) for own in actions]
+    return max(
+        replay(
+            programs,
+            [rank_of[stage] for stage in sorted(rank_of)],
+            lambda kind, stage, microbatch: torch_s(variant, draws, kind, stage, microbatch),
+            link.message_s(torch.zeros(pipeline.rows, pipeline.width)),
+            split=pipeline.splits,
+            shared=link.lane is not None,
+        )
+    )
+
+
+def best_cut(variants: Sequence[TorchVariant], link: Link, actions: Sequence[Sequence[str]]) -> TorchVariant:
+    """By means, as plans are made: without draws."""
+    means = Draws(seed=0, sigma=0.0)
+    return min(variants, key=lambda variant: replay_torch(variant, means, link, actions))
+
+
+def torch_s(variant: TorchVariant, draws: Draws, kind: str, stage: int, microbatch: int) -> float:
+    """What one op of a virtual stage takes."""
+    named = f"{variant.pipeline.schedule} of {len(variant.forward_s)}"
+    factor = draws.factor(module=named, kind=kind, virtual_stage=stage, microbatch=microbatch)
+    return variant.mean_s(kind, stage) * factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """How a step differs from its program and its replay."""
+
+    out_of_order: int  # lines begun, or phases run, elsewhere than where the program has them
+    early_s: float  # the most by which a phase was over before it could be
+    late_s: float  # the most by which one was late, beyond what all hosts gave up
+
+    def words(self) -> tuple[str, ...]:
+        """None if the step is as it should be."""
+        found = []
+        if self.out_of_order:
+            found.append(f"{self.out_of_order} lines were played out of program order")
+        if self.early_s > NEAR_S:
+            found.append(f"an op was over {self.early_s:.4f} s before everything it waits for allows")
+        if self.late_s > NEAR_S:
+            found.append(f"an op was {self.late_s:.4f} s late, which no lateness of the host explains")
+        return tuple(found)
+
+
+def compare_step(
+    plan: Plan,
+    replayed: PlanReplay,
+    begun: Sequence[Sequence[int]],
+    played: Sequence[Sequence[Played]],
+    *,
+    start_s: float,
+    given_up_s: float,
+) -> Faults:
+    """What all ranks played against program and replay; each list has one entry per rank."""
+    wrong, early_s, late_s = 0, 0.0, 0.0
+    for rank, (lines, phases) in enumerate(zip(begun, played, strict=True)):
+        device = plan.ranks.class_of(rank)
+        program, ends_s = plan.programs[device].rows, replayed.ends_s[device]
+        wanted = np.flatnonzero(program[:, 1] != Verb.GATHER)  # parameters are whole: nothing to do
+        wrong += _differences(wanted.tolist(), list(lines))
+        computes = np.flatnonzero(program[:, 1] <= Verb.W)
+        wrong += _differences(list(map(tuple, program[computes].tolist())), [phase.row for phase in phases])
+        wrong += sum(tuple(program[phase.line].tolist()) != phase.row for phase in phases)
+        for phase in phases:
+            gap_s = phase.end_s - start_s - float(ends_s[phase.line])
+            early_s, late_s = max(early_s, -gap_s), max(late_s, gap_s - given_up_s)
+    return Faults(out_of_order=wrong, early_s=early_s, late_s=late_s)
+
+
+def _differences(wanted: Sequence[object], found: Sequence[object]) -> int:
+    return abs(len(wanted) - len(found)) + sum(a != b for a, b in zip(wanted, found, strict=False))

@@ -1,0 +1,53 @@
+"""The command that runs us side by side with torch's own schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from optimus.cli.flags import NO, OK, Json, trainer_part
+from optimus.console import announced_compilation, progress_bar, show
+from optimus.errors import UserError
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Run our schedule and torch's side by side: for real on 2 cores, or paced on more ranks than cores."""
+
+    kind: Annotated[
+        tyro.conf.Positional[Literal["real", "paced"]],
+        tyro.conf.arg(
+            help="real: CPU ranks compute; paced: ranks sleep for given times, order and messages are real"
+        ),
+    ]
+    ranks: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="ranks of `paced`: 4, 8, 16 (default), 32, 64")
+    ] = None
+    rounds: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="times each variant is timed; 28 real, 3 paced")
+    ] = None
+    json: Json = False
+
+    def __call__(self) -> int:
+        from optimus.render.benching import bench_json, bench_text
+
+        given = {} if self.rounds is None else {"rounds": _positive("--rounds", self.rounds)}
+        if self.kind == "real" and self.ranks is not None:
+            raise UserError(
+                field="--ranks", value=self.ranks, problem="is for `paced`", hint="leave it out: `real` has 2"
+            )
+        if self.ranks is not None:
+            given["ranks"] = self.ranks
+        bench = getattr(trainer_part(f"optimus.bench.{self.kind}"), f"bench_{self.kind}")
+        with progress_bar() as progress, announced_compilation():
+            result = bench(progress=progress, **given)
+        show(bench_json(result), bench_text(result), as_json=self.json)
+        return OK if result.ok else NO
+
+
+def _positive(field: str, value: int) -> int:
+    if value < 1:
+        raise UserError(field=field, value=value, problem="is too few", hint="use 1 or more")
+    return value

@@ -1,0 +1,99 @@
+"""What a training run is asked for and what it ends with; read by whoever starts ranks, so without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from optimus.errors import UserError
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How to train; what a job file says under `run:`."""
+
+    steps: int = 20
+    seed: int = 0
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    limit_s: float = 8.0  # how long one op may take (or a usual step, if longer) before a rank says why
+    run_dir: Path | None = None  # for metrics and, on errors, the last ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One line of the metrics file."""
+
+    step: int
+    loss: float
+    step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run ends with."""
+
+    steps: int
+    final_loss: float | None
+    step_s_median: float | None
+    rank: int
+    device: str
+
+    def save(self, path: Path) -> None:
+        """For the process that started this one."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Summary:
+        return cls(**json.loads(path.read_text()))
+
+
+def training_of(settings: Mapping[str, Any], *, steps: int | None, run_dir: Path | None = None) -> Training:
+    """What a job's `run:` says, as far as it is known here; `steps` overrides it."""
+    default, optimizer = Training(), settings.get("optimizer", {})
+    if not isinstance(optimizer, Mapping):
+        raise UserError(
+            field="run.optimizer",
+            value=optimizer,
+            problem="is not a mapping",
+            hint="use optimizer: {lr: 1e-4, weight_decay: 0.01}",
+        )
+    asked = {
+        "steps": (settings.get("steps", default.steps), default.steps),
+        "seed": (settings.get("seed", default.seed), default.seed),
+        "optimizer.lr": (optimizer.get("lr", default.learning_rate), default.learning_rate),
+        "optimizer.weight_decay": (optimizer.get("weight_decay", default.weight_decay), default.weight_decay),
+    }
+    for name, (value, usual) in asked.items():
+        _check_number(f"run.{name}", value, usual)
+    if steps is not None:
+        _check_number("--steps", steps, default.steps)
+    return Training(
+        steps=asked["steps"][0] if steps is None else steps,
+        seed=asked["seed"][0],
+        learning_rate=float(asked["optimizer.lr"][0]),
+        weight_decay=float(asked["optimizer.weight_decay"][0]),
+        run_dir=run_dir,
+    )
+
+
+def _check_number(field: str, value: object, usual: float) -> None:
+    """A number of 0 or more, whole if the usual one is."""
+    whole = isinstance(usual, int)
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if is_number and 0 <= value < math.inf:  # type: ignore[operator]
+        return
+    name = field.removeprefix("run.").split(".")[-1]
+    raise UserError(
+        field=field,
+        value=value,
+        problem=f"is not a{' whole' if whole else ''} number of 0 or more",
+        hint=f"use {name} {usual}" if name.startswith("--") else f"use {name}: {usual}",
+    )

@@ -1,0 +1,303 @@
+"""Our plans on paced ranks: as replayed, in program order, and every seeded fault is noticed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from paced_replay import replay_lines
+
+from optimus.bench.draws import Draws
+from optimus.bench.paced import OURS, RankAnswer, Task, bench_paced, our_faults
+from optimus.bench.paced_backend import PacedNetwork, PacedWork
+from optimus.bench.paced_job import ENCODER, LINK, ROWS, WIDTH, PacedJob
+from optimus.bench.paced_plan import PacedPlan, TinyBatch, TinyStage
+from optimus.bench.paced_ranks import run_paced_ranks
+from optimus.bench.paced_replays import replay_plan
+from optimus.bench.paced_steps import play_rounds
+from optimus.bench.result import BenchResult, VariantTime
+from optimus.cli import run
+from optimus.engine.mail import Pending
+from optimus.program.plan import Plan, Verb
+from optimus.program.ranks import LLM
+from optimus.render.benching import bench_json, bench_text
+
+DRAWS = Draws(seed=5)
+SLOW = replace(LINK, bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s / 9)  # a message takes 10 ms
+JOB = PacedJob(ranks=4, link=SLOW)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return JOB.plan()
+
+
+# ---------------------------------------------------------------- without processes
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_two_replays_agree(plan: Plan, seed: int) -> None:
+    draws = Draws(seed=seed)
+
+    def phase_s(module: str, kind: str, virtual: int, microbatch: int, place: int) -> float:
+        mean_s = 0.04 if (module, kind) == (ENCODER, "B") else 0.02
+        return mean_s * draws.factor(
+            module=module, kind=kind, virtual_stage=virtual, microbatch=microbatch, phase=place
+        )
+
+    def message_s(module: str) -> float:
+        return 0.001 + (0.009 if module == LLM else 0.009 / JOB.pieces)
+
+    reduce_s = 0.001 + 2 * 3 / 4 * 2 * 0.009  # two blocks, each of the bytes of an activation
+    wanted_s = replay_lines(plan, phase_s, message_s, reduce_s)
+    assert replay_plan(plan, draws, SLOW).step_s == pytest.approx(wanted_s, abs=1e-8)
+    assert wanted_s > plan.claims.step_s * 0.9
+
+
+def test_the_job_is_as_it_is_described() -> None:
+    for ranks in (4, 16):
+        job = PacedJob(ranks=ranks)
+        variants = job.torch_variants()
+        forward_s = [sum(cut.forward_s) for cuts in variants.values() for cut in cuts]
+        assert forward_s == pytest.approx([ranks * job.bound_s / job.microbatches / 3] * len(forward_s))
+        assert min(min(cut.forward_s) for cut in variants["balanced ZBV"]) >= 0.02
+        for cuts in variants.values():
+            for cut in cuts:
+                assert len(cut.forward_s) == ranks * cut.pipeline.chunks
+                assert cut.least_s >= job.bound_s * (1 - 1e-9)
+
+
+def test_no_op_of_ours_is_shorter_than_20_ms(plan: Plan) -> None:
+    assert min(phase.duration_s for template in plan.templates.values() for phase in template) >= 0.02 - 1e-9
+
+
+# ---------------------------------------------------------------- four ranks
+
+Spoil = Callable[[int, PacedPlan], None]
+
+
+def _leave(rank: int, ours: PacedPlan) -> None:
+    """Nothing is wrong."""
+
+
+def _swap(rank: int, ours: PacedPlan) -> None:
+    """Rank 1 runs its last two weight gradients in the wrong order: nobody waits for either."""
+    actions = ours.executor.actions
+    *_, first, second = (at for at, action in enumerate(actions) if action.verb == Verb.W)
+    if rank == 1:
+        actions[first], actions[second] = actions[second], actions[first]
+
+
+def _drop(rank: int, ours: PacedPlan) -> None:
+    """Rank 2 takes what is sent to it without waiting for the link."""
+    mail = ours.executor._mail
+    take = mail.take
+
+    def hurried(key: Any) -> tuple[torch.Tensor, ...]:
+        found = mail._there.get(key)
+        if isinstance(found, Pending):
+            for work in found.works:
+                assert isinstance(work, PacedWork)
+                work.end_s()
+            mail._there[key] = found.tensors
+        return take(key)
+
+    if rank == 2:
+        mail.take = hurried  # type: ignore[method-assign]
+
+
+def _play_spoiled(
+    rank: int, network: PacedNetwork, plan: Plan, spoils: list[Spoil], rounds: int
+) -> list[tuple[RankAnswer, list[list[float]]]]:
+    """Steps of ours for each fault, and the gradients of this rank."""
+    found = []
+    for spoil in spoils:
+        ours = PacedPlan(plan, DRAWS, network.clock, timeout_s=60)
+        ours.prepare()
+        spoil(rank, ours)
+        begun: list[list[int]] = []
+        played: list[Any] = []
+
+        def after(name: str, ours: PacedPlan = ours, begun: Any = begun, played: Any = played) -> None:
+            begun.append(ours.journal.begun)
+            played.append(ours.journal.played)
+
+        ours.prepare = lambda: None  # type: ignore[method-assign]  # done before it was spoiled
+        steps = play_rounds(network, {OURS: ours}, {OURS: rounds}, after)
+        gradients = [
+            parameter.grad.flatten().tolist()
+            for name in plan.modules
+            for chunk in ours.chunks[name]
+            for parameter in chunk.trained(0, 99)
+            if parameter.grad is not None
+        ]
+        answer = RankAnswer(steps=steps, begun=begun, played=played, cuts={}, actions={})
+        found.append((answer, gradients))
+    return found
+
+
+def _faults(plan: Plan, answers: list[RankAnswer]) -> tuple[str, ...]:
+    return our_faults(JOB, Task(plan=plan, draws=DRAWS, torch_variants={}, rounds={}), answers)
+
+
+@pytest.fixture(scope="module")
+def spoiled(plan: Plan) -> list[list[tuple[RankAnswer, list[list[float]]]]]:
+    return run_paced_ranks(_play_spoiled, 4, SLOW, plan, [_leave, _swap, _drop], 1)
+
+
+def one_process(plan: Plan) -> dict[str, list[torch.Tensor]]:
+    """Gradients of every matrix, by plain autograd, one microbatch after the other."""
+    batch = TinyBatch(plan)
+    stages = {
+        name: [
+            TinyStage(number, makes_loss=name == LLM and number == len(module.chunks) - 1)
+            for number in range(sum(chunk.layers for chunk in module.chunks))
+        ]
+        for name, module in plan.modules.items()
+    }
+    pieces = plan.modules[ENCODER].pieces
+    for microbatch in range(plan.microbatches):
+        rows: list[torch.Tensor] = []
+        for piece in range(pieces):
+            state = batch.inputs(ENCODER, microbatch * pieces + piece)
+            for stage in stages[ENCODER]:
+                state = stage(state, None)
+            rows += state
+        state = (*batch.inputs(LLM, microbatch), *rows)
+        for stage in stages[LLM]:
+            state = stage(state, batch.context(LLM, microbatch))
+        state[0].backward()
+    return {
+        name: [stage.weight.grad for stage in own if stage.weight.grad is not None]
+        for name, own in stages.items()
+    }
+
+
+@pytest.mark.alone
+@pytest.mark.ci("engine")
+def test_a_sound_run_has_no_fault_and_the_gradients_of_one_process(
+    plan: Plan, spoiled: list[list[tuple[RankAnswer, list[list[float]]]]]
+) -> None:
+    assert _faults(plan, [cases[0][0] for cases in spoiled]) == ()
+    wanted = one_process(plan)
+    assert ROWS % JOB.pieces == 0
+    for rank, cases in enumerate(spoiled):
+        expected = [*wanted[ENCODER], *(wanted[LLM][virtual] for virtual in (rank, rank + 4))]
+        assert len(cases[0][1]) == len(expected)
+        for found, gradient in zip(cases[0][1], expected, strict=True):
+            torch.testing.assert_close(torch.tensor(found).reshape(WIDTH, WIDTH), gradient)
+
+
+@pytest.mark.alone
+@pytest.mark.ci("engine")
+def test_an_op_out_of_order_is_noticed(plan: Plan, spoiled: Any) -> None:
+    words = _faults(plan, [cases[1][0] for cases in spoiled])
+    assert any("out of program order" in word for word in words)
+
+
+@pytest.mark.alone
+@pytest.mark.ci("engine")
+def test_a_dropped_dependency_is_noticed(plan: Plan, spoiled: Any) -> None:
+    words = _faults(plan, [cases[2][0] for cases in spoiled])
+    assert any("before everything it waits for allows" in word for word in words)
+    assert not any("out of program order" in word for word in words)
+
+
+@pytest.mark.alone
+@pytest.mark.ci("engine")
+def test_a_link_slower_than_told_is_noticed(plan: Plan) -> None:
+    slower = replace(
+        SLOW, latency_s=1.25 * SLOW.latency_s, bandwidth_bytes_per_s=SLOW.bandwidth_bytes_per_s / 1.25
+    )
+    answers = run_paced_ranks(_play_spoiled, 4, slower, plan, [_leave], 1)
+    words = _faults(plan, [cases[0][0] for cases in answers])
+    assert any("late, which no lateness of the host explains" in word for word in words)
+
+
+@pytest.mark.alone
+@pytest.mark.ci("engine")
+def test_the_command_prints_one_object() -> None:
+    command = [sys.executable, "-m", "optimus", "bench", "paced", "--ranks", "4", "--rounds", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    found = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert (done.returncode == 0) == found["ok"]
+    assert found["schema"] == "optimus.bench/1"
+    assert len(found["variants"]) == 6
+    for variant in found["variants"].values():
+        assert variant["error"] > -0.001  # nothing is faster than the rules
+        assert variant["error"] < 0.03 or variant["disturbed"]
+    assert found["variants"][OURS]["over_ours"] == 1.0
+    assert found["ours_over_bound"] == pytest.approx(found["variants"][OURS]["step_s"] / found["bound_s"])
+    assert not [problem for problem in found["problems"] if "an op" in problem or "order" in problem]
+    assert any("not GPU speed" in note for note in found["notes"])
+
+
+@pytest.mark.alone
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [16, 32])
+def test_many_ranks(ranks: int) -> None:
+    result = bench_paced(ranks=ranks, rounds=2)
+    assert result.ok, result.problems
+    ours = result.variants[OURS]
+    assert ours.error is not None and -0.001 < ours.error < 0.03
+
+
+# ---------------------------------------------------------------- words
+
+
+def _result(**changes: Any) -> BenchResult:
+    variants = {
+        "slow": VariantTime(step_s=2.0, over_ours=2.0, predicted_s=1.99, error=0.005, steps=3, disturbed=1),
+        OURS: VariantTime(step_s=1.0, over_ours=1.0, predicted_s=1.0, error=0.0, steps=3, disturbed=0),
+    }
+    given: dict[str, Any] = {"bench": "paced", "variants": variants, "ours": OURS, "bound_s": 0.8}
+    return BenchResult(**{**given, "ours_over_bound": 1.25, "notes": ("said",), **changes})
+
+
+def test_a_result_reads_well() -> None:
+    lines = bench_text(_result(problems=("it is wrong",)))
+    assert lines[0].split() == [
+        "variant",
+        "step",
+        "s",
+        "over",
+        "ours",
+        "replayed",
+        "s",
+        "error",
+        "steps",
+        "disturbed",
+    ]
+    assert lines[1].split()[:3] == [OURS, "1.000", "1.000"]
+    assert any(line.startswith("NO") and "it is wrong" in line for line in lines)
+    assert any(line.startswith("bound") and "1.250" in line for line in lines)
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_a_result_for_tools() -> None:
+    found = bench_json(_result())
+    assert found["variants"]["slow"]["over_ours"] == 2.0
+    assert "over_ours_low" not in found["variants"]["slow"]
+    assert (found["bound_s"], found["ours_over_bound"], found["ok"]) == (0.8, 1.25, True)
+    assert not bench_json(_result(problems=("no",)))["ok"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["paced", "--ranks", "5"], "use 4, 8, 16, 32 or 64"),
+        (["paced", "--rounds", "0"], "use 1 or more"),
+        (["real", "--ranks", "4"], "`real` has 2"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", *words]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""`FillSchedule` trains as one process would, and refuses by name what does not fit its plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fill_worker import CASES, FillCase, Scale, Shift, make_batch, make_encoders, make_stages
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from optimus.engine.fill_schedule import FillSchedule
+from optimus.errors import UserError
+from optimus.models.chunk import SegmentedChunk
+from optimus.models.segment import Block
+from optimus.program.op import Kind
+
+DIFFERENCE = 1e-14
+CASE = FillCase(name="refused", ranks=2, pp=2, encoders=((1, 2, 0), (2, 1, 0)))
+
+
+@pytest.mark.ci("engine")
+@pytest.mark.timeout(240)
+def test_gradients_losses_and_outputs_are_those_of_one_process() -> None:
+    """And `eval` gives the same losses and outputs, bit by bit, and leaves gradients alone."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(here / "fill_worker.py")],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["name"] for line in lines] == [case.name for case in CASES]
+    for line in lines:
+        assert "error" not in line, f"{line['name']}: {line['error']}"
+        assert line["gradients"] <= DIFFERENCE and line["losses"] <= DIFFERENCE, line
+        assert line["eval"] == 0 and line["untouched"], line
+        assert line["last ranks"] == 2 * line["replicas"], line  # in each of two steps
+
+
+# ---------------------------------------------------------------------------- gradients of any block
+
+
+def twice(module: nn.Module, *, split: bool = False) -> list[Tensor]:
+    """The gradients handed back for two microbatches, the first still held while the second runs."""
+    chunk, handed = SegmentedChunk([[Block(module)]]), []
+    for microbatch in (0, 1):
+        chunk.begin(microbatch, (torch.ones(2, 4, dtype=torch.float64),), (True,), None)
+        for phase in chunk.phases(Kind.F, microbatch):
+            phase.run()
+        (output,) = chunk.output(microbatch)
+        chunk.begin_backward(microbatch, (torch.ones_like(output),))
+        for kind in (Kind.I,) if split else (Kind.B,):
+            for phase in chunk.phases(kind, microbatch):
+                phase.run()
+        (gradient,) = chunk.input_gradients(microbatch)
+        assert gradient is not None
+        handed.append(gradient)
+        for phase in chunk.phases(Kind.W, microbatch) if split else ():
+            phase.run()
+    return handed
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_parameter_does_not_add_into_a_gradient_that_is_on_its_way(split: bool) -> None:
+    """Autograd gives both the same tensor; a second microbatch must not change what the first sent."""
+    module = Shift().double()
+    first, second = twice(module, split=split)
+    assert torch.equal(first, torch.ones_like(first)) and torch.equal(second, first)
+    assert module.weight.grad is not None and torch.equal(module.weight.grad, 2 * first)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_parameter_whose_gradient_is_one_number_for_all_elements_can_be_added_to(split: bool) -> None:
+    module = Scale().double()
+    twice(module, split=split)
+    assert module.weight.grad is not None
+    assert torch.equal(module.weight.grad, torch.full((4,), 16.0, dtype=torch.float64))
+
+
+def test_what_is_handed_on_twice_gets_both_gradients() -> None:
+    class Twice(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((2,), 3.0))
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            return x, x, x * self.weight, self.weight, y
+
+    block = Block(Twice())
+    _, saved = block.run((torch.ones(2), torch.ones(2)), (True, True), None)
+    assert saved is not None
+    seeds = tuple(torch.full((2,), value) for value in (1.0, 10.0, 100.0, 1000.0))
+    of_x, of_y = block.input_gradient(saved, (*seeds, None), split=False)
+    assert of_x is not None and of_x.tolist() == [311.0, 311.0] and of_y is None
+    assert block.module.weight.grad.tolist() == [1100.0, 1100.0]
+
+
+# ---------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def rank() -> Iterator[None]:
+    """Rank 0 of a world whose backend does nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=CASE.ranks)
+    yield
+    dist.destroy_process_group()
+
+
+def schedule(**changed: Any) -> FillSchedule:
+    given: dict[str, Any] = {"stages": make_stages(CASE)[:1], "encoders": make_encoders(CASE)} | changed
+    return FillSchedule(given["stages"], given["encoders"], CASE.plan)
+
+
+@pytest.mark.usefixtures("rank")
+def test_another_number_of_blocks_is_refused_with_both_numbers() -> None:
+    encoders = make_encoders(CASE)
+    encoders["encoder1"].pop()
+    with pytest.raises(UserError) as error:
+        schedule(encoders=encoders)
+    assert (error.value.field, error.value.value) == ("encoders.encoder1", 3)
+    assert "4" in error.value.problem
+
+
+@pytest.mark.usefixtures("rank")
+def test_other_encoders_than_the_plan_has_are_refused() -> None:
+    encoders = make_encoders(CASE)
+    encoders["sounds"] = encoders.pop("encoder1")
+    with pytest.raises(UserError) as error:
+        schedule(encoders=encoders)
+    assert error.value.field == "encoders"
+    assert "encoder1" in error.value.problem and error.value.value == ["encoder0", "sounds"]
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("count", [0, 2])
+def test_another_number_of_stages_is_refused(count: int) -> None:
+    with pytest.raises(UserError) as error:
+        schedule(stages=make_stages(CASE)[:count])
+    assert (error.value.field, error.value.value) == ("stages", count)
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("way", ["step", "eval"])
+def test_a_step_without_the_inputs_of_an_encoder_is_refused(way: str) -> None:
+    x, images, target = make_batch(CASE, 0)
+    del images["encoder1"]
+    with pytest.raises(UserError) as error:
+        getattr(schedule(), way)(x, target=target, **images)
+    assert error.value.field == "step"
+    assert "['encoder0']" in error.value.problem and "encoder1" in error.value.problem
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize(
+    ("what", "count"), [("argument 0", 4), ("encoder0", 8), ("encoder1", 4), ("target", 4)]
+)
+def test_a_batch_that_cannot_be_divided_is_refused_by_name(what: str, count: int) -> None:
+    x, images, target = make_batch(CASE, 0)
+    given = {"argument 0": x, "target": target, **images}
+    given[what] = given[what][:-1]
+    with pytest.raises(UserError) as error:
+        schedule().step(given.pop("argument 0"), target=given.pop("target"), **given)
+    assert error.value.field == f"step: {what}"
+    assert f"into {count} microbatches" in error.value.problem
+
+
+@pytest.mark.usefixtures("rank")
+def test_stages_of_torch_are_taken_by_their_module() -> None:
+    class PipelineStage:
+        def __init__(self, submod: nn.Module) -> None:
+            self.submod = submod
+
+    (stage,) = make_stages(CASE)[:1]
+    assert schedule(stages=[PipelineStage(stage)]).stages == [stage]

@@ -1,0 +1,244 @@
+"""Who talks to whom: axes divide ranks, both ends of a transfer agree, and all worlds cost the same."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from engine_cases import CASES
+from tiny_plans import tiny_plan
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from optimus.engine import groups as engine_groups
+from optimus.engine.groups import axes_of, edge_of, make_groups, seam_edge
+from optimus.program.module_times import EncoderBlocks, Seconds
+from optimus.program.plan import RECVS, SENDS, Plan, Verb
+from optimus.systems.modules import plan_modules
+
+FULL, FROZEN = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0), Seconds(forward_s=1.0, backward_s=0.0)
+SEAM_VERBS = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)
+WORLDS = (64, 3072, 100_000)
+LISTED_WORLDS = (64, 3072)  # in which every group of every axis is listed
+
+
+def modules_plan(
+    *, ranks: int, pp: int, chunks: int = 1, order: str = "", encoders: tuple[tuple[int, int, Seconds], ...]
+) -> Plan:
+    """Encoders are pp, pieces, and the seconds of each of their eight blocks."""
+    return plan_modules(
+        stages=[FULL] * (pp * chunks),
+        encoders={
+            f"encoder{number}": EncoderBlocks(blocks=[seconds] * 8, pp=own, pieces=pieces)
+            for number, (own, pieces, seconds) in enumerate(encoders)
+        },
+        microbatches=2 * pp,
+        ranks=ranks,
+        pp=pp,
+        order=order,
+    )
+
+
+def plans() -> Iterator[Plan]:
+    """Of many layouts, all with TP and CP 1: what an engine runs."""
+    for pp in (1, 2, 3, 4, 6, 8):
+        fits = [own for own in range(1, pp + 1) if pp % own == 0]
+        for dp in (1, 2, 3):
+            for chunks in (1, 2):
+                own, other = fits[(dp + chunks) % len(fits)], fits[-1 - dp % len(fits)]
+                encoders = ((own, 1, FULL), (other, 2, FROZEN if dp == 2 else FULL))[: (pp + dp) % 3]
+                yield modules_plan(ranks=pp * dp, pp=pp, chunks=chunks, encoders=encoders)
+        yield modules_plan(ranks=pp, pp=pp, order="zero-bubble", encoders=((fits[0], 1, FULL),))
+    found = 0
+    for seed in range(1000):
+        plan = tiny_plan(Random(seed))
+        if plan.ranks.llm.tp == plan.ranks.llm.cp == plan.ranks.llm.ep == 1:
+            found += 1
+            yield plan
+        if found == 15:
+            break
+    yield from (case.plan for case in CASES if case.ranks > 2)
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Plan]:
+    found = list(plans())
+    assert len(found) >= 60
+    return found
+
+
+def test_every_axis_divides_ranks_without_overlap_and_all_members_agree(many: list[Plan]) -> None:
+    for plan in many:
+        everybody = range(plan.ranks.world)
+        for axis in axes_of(plan):
+            for rank in everybody:
+                members = axis.members(rank)
+                assert not members or rank in members, (axis.name, rank)
+                assert list(members) == sorted(set(members)) and set(members) <= set(everybody)
+                assert all(axis.members(other) == members for other in members), (axis.name, rank)
+
+
+def test_axes_have_names_of_their_own_and_do_not_depend_on_the_number_of_replicas(many: list[Plan]) -> None:
+    for plan in many:
+        names = [axis.name for axis in axes_of(plan)]
+        assert len(names) == len(set(names))
+        grown = {
+            name: replace(module, layout=module.layout.with_(dp=3 * module.layout.dp))
+            for name, module in plan.modules.items()
+        }
+        assert [axis.name for axis in axes_of(replace(plan, modules=grown))] == names
+
+
+Line = tuple[str, int, int]  # module, virtual stage at the receiving end of the edge, microbatch
+
+
+def transfers(plan: Plan, rank: int) -> Iterator[tuple[Verb, str, int, Line]]:
+    """Verb, axis, other end and what travels, in the order of a rank's program."""
+    ranks = plan.ranks
+    device = ranks.class_of(rank)
+    for number, verb_number, chunk, microbatch, _ in plan.programs[device].rows.tolist():
+        name, verb = plan.names[number], Verb(verb_number)
+        if verb in SEAM_VERBS:
+            yield verb, *seam_edge(plan, rank, name, verb, microbatch), (name, 0, microbatch)
+        elif verb in SENDS or verb in RECVS:
+            virtual = chunk * plan.modules[name].layout.pp + ranks.stage_of(name, device)
+            later = virtual + (verb in (Verb.SEND_F, Verb.RECV_B))  # the later end of the edge
+            yield verb, *edge_of(plan, rank, name, verb), (name, later, microbatch)
+
+
+def test_both_ends_of_every_transfer_name_the_same_axis_and_each_other(many: list[Plan]) -> None:
+    for plan in many:
+        members = {axis.name: axis.members for axis in axes_of(plan)}
+        sent: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
+        received: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
+        for rank in range(plan.ranks.world):
+            for verb, axis, other, line in transfers(plan, rank):
+                assert other != rank
+                assert members[axis](rank) == tuple(sorted((rank, other))), (verb, axis, rank, other)
+                if verb in SENDS:
+                    sent[axis, rank, other].append(line)
+                else:
+                    received[axis, other, rank].append(line)
+        assert sent == received  # the k-th send with the k-th receive, of the same rows
+
+
+def test_a_pair_has_only_one_direction_on_an_axis(many: list[Plan]) -> None:
+    """So nothing waits behind traffic of the other direction."""
+    for plan in many:
+        directions: dict[str, set[Verb]] = defaultdict(set)
+        for rank in range(plan.ranks.world):
+            for verb, axis, _, _ in transfers(plan, rank):
+                directions[axis].add(verb)
+        assert all(
+            len(found & set(SENDS)) == 1 and len(found & set(RECVS)) == 1 for found in directions.values()
+        )
+
+
+def test_a_wrong_peer_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = modules_plan(ranks=8, pp=4, encoders=((2, 1, FULL),))
+    test_both_ends_of_every_transfer_name_the_same_axis_and_each_other([plan])
+    right = engine_groups._colour
+    monkeypatch.setattr(engine_groups, "_colour", lambda source, pp: right(max(source, 1), pp))
+    with pytest.raises((AssertionError, KeyError)):
+        test_both_ends_of_every_transfer_name_the_same_axis_and_each_other([plan])
+
+
+# ---------------------------------------------------------------------------- process groups
+
+
+def world_plan(world: int) -> Plan:
+    encoders = ((2, 1, FULL), (1, 2, FULL), (4, 1, FROZEN))
+    return modules_plan(ranks=world, pp=4, chunks=2, encoders=encoders)
+
+
+@contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[..., Any]) -> list[Any]:
+    """Calls of a function of torch.distributed, in order."""
+    calls: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return answer(*args, **kwargs)
+
+    monkeypatch.setattr(dist, name, call)
+    return calls
+
+
+def test_ranks_make_as_many_groups_in_a_world_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    calls = counted(monkeypatch, "new_group", dist.new_group)
+    found = {}
+    for world in WORLDS:
+        plan = world_plan(world)
+        names = [axis.name for axis in axes_of(plan)]
+        for rank in (0, world // 2, world - 1):
+            calls.clear()
+            with fake_world(rank, world):
+                began_s = time.perf_counter()
+                made = make_groups(plan, rank, timeout_s=5)
+                seconds = time.perf_counter() - began_s
+                assert {len(made.members[name]) > 1 for name in made.groups} == {True}
+                assert made.get("llm.dp") is not None and made.get("llm.dp").size() == world // 4  # type: ignore[union-attr]
+            # One order on all ranks; the first is for what hosts tell each other.
+            assert [kwargs["group_desc"] for _, kwargs in calls] == ["control", *names]
+            assert all(rank in ranks for (ranks,), _ in calls)
+            found[world, rank] = len(calls)
+            request.node.user_properties.append((f"seconds of rank {rank} of {world}", round(seconds, 3)))
+            assert seconds < 10
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.fixture
+def splitting(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of `split_group`, as a backend that can split gets them; else only hosts get a group, on CPUs."""
+
+    def new_group(*_: Any, backend: str, group_desc: str, **__: Any) -> None:
+        assert (backend, group_desc) == ("gloo", "control")
+
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    monkeypatch.setattr(dist, "new_group", new_group)
+    return counted(monkeypatch, "split_group", lambda **_: None)
+
+
+@pytest.mark.parametrize("world", LISTED_WORLDS)
+def test_a_split_divides_the_ranks_of_its_axis(splitting: list[Any], world: int) -> None:
+    """One call per axis, with every group of it; so all ranks give the same lists."""
+    plan = world_plan(world)
+    make_groups(plan, 0, timeout_s=5)
+    for (_, kwargs), axis in zip(splitting, axes_of(plan), strict=True):
+        lists = kwargs["split_ranks"]
+        named = [member for members in lists for member in members]
+        assert len(named) == len(set(named)) and set(named) <= set(range(world))
+        for rank in {0, 1, world // 2, world - 1}:
+            mine = [members for members in lists if rank in members]
+            assert mine == ([list(axis.members(rank))] if len(axis.members(rank)) > 1 else [])
+
+
+def test_ranks_split_as_often_in_a_world_of_any_size(
+    splitting: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_groups, "_all_groups", lambda *_: [[0, 1]])  # see the test before this one
+    found = set()
+    for world in WORLDS:
+        plan = world_plan(world)
+        for rank in (0, world // 2, world - 1):
+            splitting.clear()
+            make_groups(plan, rank, timeout_s=5)
+            assert [kwargs["group_desc"] for _, kwargs in splitting] == [axis.name for axis in axes_of(plan)]
+            found.add(len(splitting))
+    assert len(found) == 1

@@ -1,0 +1,118 @@
+"""Phases of a chunk at the lines of a plan's op: by kernel, by layer, or all in one piece."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimus.engine.placing import place_phases
+from optimus.errors import UserError
+from optimus.models.chunk import ANY, Phase
+from optimus.program.op import Kind
+from optimus.program.plan import Phase as PlannedPhase
+from optimus.program.plan import Template
+
+FORWARD = ["norm1", "qkv", "attention", "out", "norm2", "up", "down"]
+BACKWARD = (
+    "down.dgrad down.wgrad up.dgrad up.wgrad norm2 out.dgrad out.wgrad attention qkv.dgrad qkv.wgrad norm1"
+)
+
+
+def template(kind: Kind, names: list[str], *, layers: int = 1, duration_s: float = 1.0) -> Template:
+    order = range(layers) if kind == Kind.F else reversed(range(layers))
+    return tuple(
+        PlannedPhase(name=name, kind=kind, layer=layer, duration_s=duration_s)
+        for layer in order
+        for name in names
+    )
+
+
+def phase(kind: Kind, layer: int, *kernels: str) -> Phase:
+    return Phase(kind=kind, layer=layer, kernels=kernels, run=lambda: None)
+
+
+def segments(kind: Kind, *, layers: int = 1) -> list[Phase]:
+    """Five of a layer, in the order of the op."""
+    kernels = [("norm1", "latent", "qkv"), ("attention",), ("out",), ("norm2", "up"), ("down",)]
+    found = [phase(kind, layer, *own) for layer in range(layers) for own in kernels]
+    return found if kind == Kind.F else found[::-1]
+
+
+def lines(placed: list[list[Phase]]) -> list[list[str]]:
+    return [["+".join(phase.kernels) for phase in phases] for phases in placed]
+
+
+def test_a_forward_runs_at_the_last_line_of_its_kernels() -> None:
+    placed = place_phases("llm.F chunk 0", template(Kind.F, FORWARD), segments(Kind.F))
+    assert lines(placed) == [[], ["norm1+latent+qkv"], ["attention"], ["out"], [], ["norm2+up"], ["down"]]
+
+
+def test_a_backward_runs_at_the_first() -> None:
+    placed = place_phases("llm.B chunk 0", template(Kind.B, BACKWARD.split()), segments(Kind.B))
+    assert [at for at, phases in enumerate(placed) if phases] == [0, 2, 5, 7, 8]
+    assert lines(placed)[2] == ["norm2+up"]
+
+
+def test_layers_are_told_apart() -> None:
+    placed = place_phases("llm.F chunk 0", template(Kind.F, FORWARD, layers=3), segments(Kind.F, layers=3))
+    assert [phases[0].layer for phases in placed if phases] == [0] * 5 + [1] * 5 + [2] * 5
+
+
+@pytest.mark.parametrize(("kind", "line"), [(Kind.F, 6), (Kind.B, 0), (Kind.I, 0), (Kind.W, 0)])
+def test_a_chunk_of_one_piece_runs_at_the_end_of_a_forward_and_the_begin_of_a_backward(
+    kind: Kind, line: int
+) -> None:
+    placed = place_phases("llm.x chunk 0", template(kind, FORWARD), [phase(kind, ANY)])
+    assert [at for at, phases in enumerate(placed) if phases] == [line]
+
+
+def test_a_layer_in_one_piece_takes_all_its_kernels() -> None:
+    placed = place_phases(
+        "llm.F chunk 0", template(Kind.F, FORWARD, layers=2), [phase(Kind.F, 0), phase(Kind.F, 1)]
+    )
+    assert [at for at, phases in enumerate(placed) if phases] == [6, 13]
+
+
+def test_a_phase_that_no_line_stands_for_follows_the_one_before_it() -> None:
+    given = [phase(Kind.F, 0, "norm1"), phase(Kind.F, 0, "free"), phase(Kind.F, 0, "up")]
+    placed = place_phases("llm.F chunk 0", template(Kind.F, ["norm1", "up"]), given)
+    assert lines(placed) == [["norm1", "free"], ["up"]]
+
+
+def test_what_is_made_again_is_not_taken_for_the_backward() -> None:
+    planned = (
+        *(PlannedPhase(name=name, kind=Kind.R, layer=0, duration_s=1.0) for name in FORWARD),
+        *template(Kind.B, BACKWARD.split()),
+    )
+    again = [phase(Kind.R, 0, *own.kernels) for own in segments(Kind.F)]
+    placed = place_phases("llm.B chunk 0", planned, [*again, *segments(Kind.B)])
+    kinds = [phases[0].kind for phases in placed if phases]
+    assert kinds == [Kind.R] * 5 + [Kind.B] * 5
+    assert all(phase.kind == Kind.R for phases in placed[:7] for phase in phases)
+
+
+def test_a_kernel_that_the_chunk_does_not_have_is_named() -> None:
+    given = segments(Kind.F)[:-1]
+    with pytest.raises(UserError) as error:
+        place_phases("vision.F chunk 2", template(Kind.F, FORWARD), given)
+    assert error.value.field == "vision.F chunk 2 layer 0 down"
+    assert "nothing for it" in error.value.problem
+
+
+def test_a_kernel_that_takes_no_time_may_be_missing() -> None:
+    planned = (*template(Kind.F, FORWARD[:-1]), *template(Kind.F, ["down"], duration_s=0.0))
+    place_phases("llm.F chunk 0", planned, segments(Kind.F)[:-1])
+
+
+def test_a_collective_without_a_phase_is_named() -> None:
+    launch = PlannedPhase(name="gather1", kind=Kind.LAUNCH, layer=0)
+    with pytest.raises(UserError) as error:
+        place_phases("llm.F chunk 0", (launch, *template(Kind.F, FORWARD)), segments(Kind.F))
+    assert error.value.field == "llm.F chunk 0 layer 0 gather1"
+
+
+def test_segments_in_another_order_than_the_plan_are_named() -> None:
+    given = segments(Kind.F)[::-1]
+    with pytest.raises(UserError) as error:
+        place_phases("llm.F chunk 1", template(Kind.F, FORWARD), given)
+    assert error.value.field == "llm.F chunk 1 layer 0 norm2+up"
+    assert "before" in error.value.problem
