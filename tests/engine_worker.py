@@ -183,7 +183,7 @@ def run_rank(rank: int, case: Case, store: Path, work: Work, result: Path) -> in
 def play(
     case: Case, work: Work, around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> dict[str, Any]:
-    """Forks the ranks of a case; what rank 0 found, or the error of the first rank that has one."""
+    """Forks the ranks of a case; what rank 0 found, or the errors of all ranks."""
     _ = case.plan  # made once, for all
     with tempfile.TemporaryDirectory() as folder:
         store, result = Path(folder, "store"), Path(folder, "result")
@@ -202,8 +202,8 @@ def play(
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
-            errors = sorted(Path(folder).glob("error*"))
-            return {"error": errors[0].read_text() if errors else f"exit codes {codes}"}
+            errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
+            return {"error": "\n".join(errors) or f"exit codes {codes}"}
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 
