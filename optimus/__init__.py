@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from optimus.cli.here import train as train
+    from optimus.cli.local_training import train as train
     from optimus.job.read import find_job as find_job
     from optimus.job.read import load_job as load_job
     from optimus.job.read import make_job as make_job
@@ -27,7 +27,7 @@ _VERBS = {
     "simulate": ("optimus.search.compare", "compare_systems"),
     "check": ("optimus.search.planning", "check_planned"),
     "plan": ("optimus.search.planning", "make_plan"),
-    "train": ("optimus.cli.here", "train"),
+    "train": ("optimus.cli.local_training", "train"),
 }
 
 __all__ = ["check", "find_job", "load_job", "load_plan", "make_job", "plan", "save_plan", "simulate", "train"]

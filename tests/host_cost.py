@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from engine_cases import Case
+from made_profiles import SEGMENTS
 from torch import Tensor
 from torch import distributed as dist
 
@@ -318,21 +319,7 @@ def communication_costs(group: dist.ProcessGroup) -> dict[str, float]:
 
 # ---------------------------------------------------------------------------- a large plan
 
-SEGMENTS = {
-    kernel: segment
-    for segment, kernels in {
-        "qkv": ("norm1", "latent", "qkv"),
-        "attention": ("attention",),
-        "out": ("out",),
-        "up": ("norm2", "up"),
-        "down": ("down",),
-        "embedding": ("embedding",),
-        "head": ("head",),
-        "patches": ("patches",),
-        "projector": ("projector",),
-    }.items()
-    for kernel in kernels
-}
+SEGMENT_OF = {kernel: segment for segment, kernels in SEGMENTS.items() for kernel in kernels}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,7 +343,7 @@ def count_ops(plan: Plan, device: int) -> OpCounts:
             if phase.kind in (Kind.LAUNCH, Kind.WAIT):
                 communications += 1
             else:
-                segment = SEGMENTS[phase.name.split(".")[0]]
+                segment = SEGMENT_OF[phase.name.split(".")[0]]
                 forward = phase.kind in (Kind.F, Kind.R)
                 segments[forward].add((verb, name, chunk, microbatch, phase.layer, segment))
         elif verb != Verb.FINISH:

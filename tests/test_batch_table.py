@@ -15,7 +15,6 @@ from optimus.engine.batch_table import (
     SampleSizes,
     TableExchange,
     make_table,
-    most_items,
 )
 from optimus.errors import UserError
 from optimus.program.module_times import EncoderBlocks, Seconds
@@ -78,7 +77,8 @@ def test_every_item_is_in_one_bin_of_its_own_microbatch(samples: list[SampleSize
 
 @given(steps(), st.integers(0, 5))
 def test_a_table_comes_back_from_whole_numbers(samples: list[SampleSizes], more: int) -> None:
-    table, rows = make_table(PLAN, samples), most_items(samples) + more
+    items = sum(len(lengths) for sample in samples for lengths in sample.items.values())
+    table, rows = make_table(PLAN, samples), items + more
     given_ = table.to_tensor(rows)
     assert given_.shape == (1 + len(samples) + rows * COLUMNS,)
     assert BatchTable.from_tensor(given_, PLAN, rows) == table

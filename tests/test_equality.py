@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_bugs import BUGS
 from engine_cases import CASES
+from worker_lines import run_worker
 
 LOSS, GRADIENT, LEARNED = 1e-12, 1e-12, 1e-9
 QUICK = (
@@ -24,21 +21,6 @@ QUICK = (
 )
 
 
-def run_worker(*arguments: str, timeout_s: float) -> list[dict[str, Any]]:
-    """Lines that the worker printed, one per case."""
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(here / "engine_worker.py"), *arguments],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def check(found: dict[str, Any]) -> None:
     assert "error" not in found, f"{found['name']}: {found['error']}"
     assert found["loss"] <= LOSS, found
@@ -49,7 +31,7 @@ def check(found: dict[str, Any]) -> None:
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(240)
 def test_a_few_plans_compute_what_one_process_does() -> None:
-    lines = run_worker("3", *QUICK, timeout_s=230)
+    lines = run_worker("engine_worker.py", "3", *QUICK, timeout_s=230)
     assert {line["name"] for line in lines} == set(QUICK)
     for line in lines:
         check(line)
@@ -58,7 +40,7 @@ def test_a_few_plans_compute_what_one_process_does() -> None:
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)
 def test_all_plans_compute_what_one_process_does_also_after_twenty_steps() -> None:
-    lines = run_worker("20", timeout_s=1700)
+    lines = run_worker("engine_worker.py", "20", timeout_s=1700)
     assert len(lines) == len(CASES) >= 24
     for line in lines:
         check(line)
@@ -67,7 +49,9 @@ def test_all_plans_compute_what_one_process_does_also_after_twenty_steps() -> No
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(120)
 def test_the_same_plan_gives_the_same_bits() -> None:
-    first, second = (run_worker("2", "two by two interleaved", timeout_s=60)[0] for _ in range(2))
+    first, second = (
+        run_worker("engine_worker.py", "2", "two by two interleaved", timeout_s=60)[0] for _ in range(2)
+    )
     assert first["digests"] == second["digests"]
 
 
@@ -82,7 +66,7 @@ def caught(found: dict[str, Any]) -> bool:
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_every_planted_bug_is_noticed() -> None:
-    lines = run_worker("bugs", timeout_s=850)
+    lines = run_worker("engine_worker.py", "bugs", timeout_s=850)
     missed = [line["name"] for line in lines if not caught(line)]
     assert len(lines) == len(BUGS) >= 25
     assert not missed
@@ -92,5 +76,5 @@ def test_every_planted_bug_is_noticed() -> None:
 @pytest.mark.timeout(120)
 def test_a_planted_bug_is_noticed() -> None:
     names = ["the seam's gradient is lost", "averaged twice"]
-    lines = run_worker("bugs", *names, timeout_s=100)
+    lines = run_worker("engine_worker.py", "bugs", *names, timeout_s=100)
     assert [line["name"] for line in lines] == names and all(map(caught, lines))

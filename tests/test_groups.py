@@ -193,6 +193,8 @@ def test_ranks_make_as_many_groups_in_a_world_of_any_size(
                 made = make_groups(plan, rank, timeout_s=5)
                 seconds = time.perf_counter() - began_s
                 assert {len(made.members[name]) > 1 for name in made.groups} == {True}
+                mesh = made.mesh("llm", "cpu")
+                assert mesh is not None and mesh.size() == world // 4 and mesh.mesh_dim_names == ("dp",)
                 assert made.get("llm.dp") is not None and made.get("llm.dp").size() == world // 4  # type: ignore[union-attr]
             # One order on all ranks; the first is for what hosts tell each other.
             assert [kwargs["group_desc"] for _, kwargs in calls] == ["control", *names]

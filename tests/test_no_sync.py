@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from host_reads import HostRead, no_host_reads
+from worker_lines import run_worker
 
 CASES = (
     "two encoders",
@@ -72,24 +69,10 @@ def test_what_a_step_may_do_is_not() -> None:
         assert count() > 10
 
 
-def run_worker(what: str, *names: str, timeout_s: float) -> list[dict[str, Any]]:
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(here / "no_sync_worker.py"), what, *names],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(240)
 def test_a_step_reads_nothing_from_a_device() -> None:
-    lines = run_worker("nothing", *CASES, timeout_s=220)
+    lines = run_worker("no_sync_worker.py", "nothing", *CASES, timeout_s=220)
     assert {line["name"] for line in lines} == set(CASES)
     for line in lines:
         assert "error" not in line, f"{line['name']}: {line['error']}"
@@ -107,7 +90,7 @@ PLANTED = {
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(240)
 def test_a_planted_read_is_noticed() -> None:
-    lines = run_worker("planted", "zero-bubble", timeout_s=220)
+    lines = run_worker("no_sync_worker.py", "planted", "zero-bubble", timeout_s=220)
     assert [line["name"] for line in lines] == list(PLANTED)
     for line in lines:
         assert "HostRead" in line["error"], line

@@ -18,7 +18,7 @@ from faults import ROOT, Run, alive
 from torch.distributed import HashStore
 
 from optimus.engine.launch import launch
-from optimus.engine.rendezvous import NobodyCame, _attempt, agree, host_on_loopback, join
+from optimus.engine.rendezvous import NobodyCame, _attempt, agree, host_on, join
 from optimus.environment import Launched, for_rank, launched
 from optimus.errors import UserError
 
@@ -105,7 +105,7 @@ def test_ranks_that_agree_go_on_and_others_all_stop() -> None:
 
 
 def test_our_store_is_not_open_to_the_network() -> None:
-    store = host_on_loopback(5.0)
+    store = host_on(socket.create_server(("127.0.0.1", 0)), 5.0)  # as the launcher makes it
     port = f":{store.port:04X}"
     tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table]

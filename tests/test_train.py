@@ -19,7 +19,7 @@ from faults import ROOT, alive, children
 
 import optimus
 from optimus.cli import run
-from optimus.cli.here import RanksFailed
+from optimus.cli.local_training import RanksFailed
 from optimus.engine.training import training_of
 from optimus.errors import UserError
 
@@ -218,7 +218,7 @@ def test_without_torch_train_says_what_to_install(
     def no_torch(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr("optimus.cli.here.find_spec", lambda name: None)
+    monkeypatch.setattr("optimus.cli.local_training.find_spec", lambda name: None)
     monkeypatch.setattr("importlib.import_module", no_torch)
     assert run(["train", TINY, "--run-dir", str(tmp_path)]) == 2
     shown = capsys.readouterr()

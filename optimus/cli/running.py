@@ -22,7 +22,7 @@ from optimus.cli.flags import (
     load_profile_of,
     trainer_part,
 )
-from optimus.cli.here import make_folder, require_torch, run_ranks
+from optimus.cli.local_training import make_folder, require_torch, run_ranks
 from optimus.console import announced_compilation, check_writable, progress_bar, show, training_progress
 from optimus.environment import launched
 from optimus.errors import OptimusError

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,6 +22,7 @@ from optimus.job.model import Count
 from optimus.job.schema import Amount, Rest
 from optimus.job.typed import Places
 from optimus.job.yaml_nodes import Node, load_yaml, parse_yaml
+from optimus.program.files import write_whole
 from optimus.program.op import Kind
 
 FORMAT = "optimus.profile/1"
@@ -215,20 +214,7 @@ def _values(row: Any) -> dict[str, Any]:
 
 def save_profile(profile: Profile, path: Path) -> str:
     """Writes a profile, whole or not at all, and returns the SHA-256 of its bytes."""
-    content = profile_text(profile).encode()
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        try:
-            unfinished.write_bytes(content)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
-        problem = f"cannot be written: {getattr(error, 'strerror', None) or error}"
-        raise UserError(
-            field=str(path), problem=problem, hint="check the directory, its permissions and space"
-        ) from None
-    return hashlib.sha256(content).hexdigest()
+    return write_whole(path, profile_text(profile))
 
 
 def profile_text(profile: Profile) -> str:

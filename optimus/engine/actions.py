@@ -315,7 +315,7 @@ class Compiler:
 
     def _check_reduced(self, name: str, taken: set[int]) -> None:
         """Where a module has replicas, all that it trains must be reduced."""
-        trained = parameters_of([layer for chunk in self.chunks[name] for layer in chunk.layers])
+        trained = parameters_of(all_layers({name: self.chunks[name]}))
         if self.groups.get(f"{name}.dp") is not None and any(id(p) not in taken for p in trained):
             raise UserError(
                 field=f"plan.modules.{name}.buckets",

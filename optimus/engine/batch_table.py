@@ -7,7 +7,7 @@ asked of a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,8 +127,3 @@ class TableExchange:
             self._work.wait()
         found, self._given, self._work = self._given, None, None
         return BatchTable.from_tensor(found, self.plan, self.rows)
-
-
-def most_items(sizes: Iterable[SampleSizes]) -> int:
-    """Items of some samples, of all encoders."""
-    return sum(len(items) for sample in sizes for items in sample.items.values())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.actions import Action, Batch, Compiler, Moment, Shapes, all_layers, describe, only_forward
+from optimus.engine.actions import Action, Batch, Compiler, Moment, Shapes, all_layers, only_forward
 from optimus.engine.groups import Groups
 from optimus.engine.mail import Mail
 from optimus.models.chunk import Chunk, parameters_of
@@ -82,9 +82,6 @@ class Executor:
     def outputs(self) -> dict[int, State]:
         """What the LLM's last stage made besides the loss, by microbatch."""
         return self._moment.outputs
-
-    def describe(self, line: int) -> str:
-        return describe(self.plan, self.plan.ranks.class_of(self.groups.rank), line)
 
     def waits_for(self, line: int) -> tuple[int, ...]:
         """Ranks without which a line does not end."""

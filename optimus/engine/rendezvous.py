@@ -78,11 +78,6 @@ def join(*, timeout_s: float, backend: str) -> Membership:
     )
 
 
-def host_on_loopback(timeout_s: float) -> TCPStore:
-    """A store on a free port that only this host can reach."""
-    return host_on(socket.create_server(("127.0.0.1", 0), backlog=BACKLOG), timeout_s)
-
-
 def host_on(listening: socket.socket, timeout_s: float) -> TCPStore:
     """A store on a socket that already listens: who connected before is answered now."""
     host, port = listening.getsockname()

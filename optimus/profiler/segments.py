@@ -6,18 +6,16 @@ them is part of their time. CPU time of this thread is taken: other tenants of t
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import date
 from statistics import quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optimus.cost.measured import Conditions, Layers, Profile, SegmentTime, fingerprint, representative_layers
+from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint, representative_layers
 from optimus.engine.synthetic import Synthetic
 from optimus.errors import UserError
 from optimus.job.job import Job
@@ -26,6 +24,7 @@ from optimus.models.build import build_layers, layer_count, segment_name
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.context import encoder_inputs, llm_inputs
 from optimus.models.sample import Placed, Sample, placed_items
+from optimus.profiler.machine import conditions, one_thread
 from optimus.program.op import Kind
 
 REPETITIONS = 24
@@ -52,27 +51,16 @@ def profile_job(job: Job, *, progress: Progress = lambda name, done, total: None
             problem="measures CPU time, and this machine has a GPU",
             hint="hide it (CUDA_VISIBLE_DEVICES=) to profile the CPU; GPUs are not measured yet",
         )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    rows: list[SegmentTime] = []
+    with one_thread():
         parts = [
             (load, sort, layer) for load in _loads(job) for sort, layer in _layers_to_measure(load.module)
         ]
-        rows: list[SegmentTime] = []
         for done, (load, sort, layer) in enumerate(parts):
             progress(f"{load.module.name} {sort}", done, len(parts))
             rows += _measure(load, sort, layer)
-    finally:
-        torch.set_num_threads(threads)
     return Profile(
-        measured=Conditions(
-            host=platform.node(),
-            date=date.today().isoformat(),
-            torch=torch.__version__,
-            threads=1,
-            dtype=str(DTYPE).removeprefix("torch."),
-            note="CPU time of one thread",
-        ),
+        measured=conditions("CPU time of one thread"),
         modules=tuple((module.name, fingerprint(module)) for module in job.model.modules),
         segments=tuple(rows),
         issue_s=0.0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from optimus import __version__
-from optimus.errors import UserError
 from optimus.job.yaml_nodes import read_text
+from optimus.program.files import write_whole
 from optimus.program.plan import FORMAT, SCHEMA, Plan, PlannedModule
 from optimus.program.plan_lines import opening, program_lines
 from optimus.program.plan_reader import LEGEND, read_document
@@ -36,23 +35,7 @@ def plan_digest(plan: Plan) -> str:
 
 def save_plan(plan: Plan, path: Path) -> str:
     """Writes a plan, whole or not at all, and returns the SHA-256 of its bytes."""
-    content = plan_text(plan).encode()
-    try:
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with unfinished.open("wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
-        problem = f"cannot be written: {getattr(error, 'strerror', None) or error}"
-        raise UserError(
-            field=str(path), problem=problem, hint="check the directory, its permissions and space"
-        ) from None
-    return hashlib.sha256(content).hexdigest()
+    return write_whole(path, plan_text(plan))
 
 
 def plan_text(plan: Plan) -> str:

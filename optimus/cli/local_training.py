@@ -65,16 +65,16 @@ def run_ranks(
 ) -> tuple[int, Summary | None]:
     """The exit code of the run and, if that is 0, its summary; `plan` must have been checked."""
     from optimus.engine.training import METRICS
-    from optimus.program.planfile import plan_digest, save_plan
+    from optimus.program.planfile import save_plan
 
     handed, launcher = trainer_part("optimus.engine.handed"), trainer_part("optimus.engine.launch")
     with tempfile.TemporaryDirectory(prefix="optimus-") as name:
         private = Path(name)
         folder = training.run_dir or private
         (folder / METRICS).unlink(missing_ok=True)
-        save_plan(plan, folder / "plan.json")
+        digest = save_plan(plan, folder / "plan.json")
         absolute = replace(training, run_dir=folder.absolute())
-        handed.Handed(job=job, plan=plan, plan_hash=plan_digest(plan), training=absolute).save(private)
+        handed.Handed(job=job, plan=plan, plan_hash=digest, training=absolute).save(private)
         shown = following(folder / METRICS, training.steps) if visible else nullcontext()
         with shown:
             code: int = launcher.launch(handed.ENTRY, [name], plan.ranks.world)
