@@ -15,6 +15,7 @@ from optimus.models.numerics import Numerics
 from optimus.program.plan import Plan
 from optimus.program.ranks import LLM
 from optimus.search.layouts import decide_setting
+from optimus.search.planning import make_plan
 from optimus.systems.listed import Beside, list_plan, llm_pipeline
 
 TOKENS = 24
@@ -64,6 +65,7 @@ class Case:
     preset: str = "default"
     segments: bool = False  # each segment is played for itself, also where nothing stands between them
     layers: int = 4
+    strategy: str = "list"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
     seed: int = 0
     numerics: dict[str, Numerics] = field(default_factory=dict)
 
@@ -115,6 +117,8 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
+        if self.strategy != "list":
+            return make_plan(self.job, strategy=self.strategy, assumptions=self.preset, systems=()).plan
         setting, _ = decide_setting(self.job, preset(self.preset))
         llm = llm_pipeline(setting, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
         names = NAMES[: len(self.encoders)]
@@ -158,6 +162,9 @@ CASES = [
     Case(name="recompute", ranks=2, pp=2, segments=True, recompute="full", dropout=True),
     Case(name="one bucket for a stage", ranks=4, pp=2, preset="clean"),
     Case(name="recompute, all traffic at the ends", ranks=4, pp=2, preset="paper", recompute="full"),
+    Case(name="paper", ranks=2, pp=2, strategy="paper", microbatches=8),
+    Case(name="paper, two by two, two encoders", ranks=4, pp=2, strategy="paper", encoders=((1, 1), (1, 1))),
+    Case(name="paper, four stages", ranks=4, pp=4, strategy="paper", images="rare", microbatches=8, layers=8),
     Case(name="four stages", ranks=4, pp=4, encoders=((2, 1),)),
     Case(name="four stages, encoder on each", ranks=4, pp=4, encoders=((1, 1),), microbatches=8),
     Case(name="two by two", ranks=4, pp=2, encoders=((1, 2),), images="rare", sequences=2),

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from optimus.engine.actions import Shapes
+from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule
+from optimus.engine.reduction import FlatGradients
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Block
@@ -174,6 +177,30 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_name(what: str, count: int
         schedule().step(given.pop("argument 0"), target=given.pop("target"), **given)
     assert error.value.field == f"step: {what}"
     assert f"into {count} microbatches" in error.value.problem
+
+
+def test_a_parameter_shared_by_stages_with_replicas_is_refused_by_name() -> None:
+    """The first bucket would be summed over replicas before the other stage has added to it."""
+    case = FillCase(name="shared", ranks=4, pp=2, chunks=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    try:
+        stage, _ = make_stages(case)[:2]
+        mine = FillSchedule([stage, stage], make_encoders(case), case.plan)
+        nothing = Shapes(inputs={}, rows={})
+        with pytest.raises(UserError, match="two of its buckets share") as error:
+            Executor(case.plan, mine._groups, mine._chunks, nothing, device=torch.device("cpu"))
+        assert error.value.field == "llm"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("rank")
+def test_two_types_in_one_bucket_are_refused_with_both() -> None:
+    encoders = make_encoders(CASE)
+    for parameter in list(encoders["encoder0"][0].parameters())[:1]:
+        parameter.data = parameter.data.bfloat16()
+    with pytest.raises(UserError, match=r"torch.bfloat16 and torch.float64"):
+        FlatGradients(list(encoders["encoder0"][0].parameters()), None)
 
 
 @pytest.mark.usefixtures("rank")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from statistics import fmean
 from typing import Any
@@ -18,6 +20,7 @@ from optimus.bench.draws import Draws
 from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_ranks import run_paced_ranks
 from optimus.bench.pacing import Link, PacedClock
+from optimus.bench.real_ranks import run_pinned_ranks
 from optimus.engine.torch_private import all_gather_single, reduce_scatter_single
 
 LINK = Link(latency_s=0.005, bandwidth_bytes_per_s=1e5, bytes_scale=10.0)
@@ -330,6 +333,20 @@ def test_groups_may_share_a_lane(ranks: list[dict[str, Any]]) -> None:
 def _third_fails(rank: int, network: PacedNetwork) -> None:
     if rank == 2:
         raise ValueError("no third rank")
+
+
+def _dies(rank: int, tell: object) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.ci("engine")
+def test_a_rank_that_is_killed_is_named_at_once() -> None:
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank [01]: "):
+        run_pinned_ranks(_dies, 2)
+    assert time.monotonic() - start_s < 60
 
 
 @pytest.mark.ci("engine")

@@ -84,6 +84,7 @@ def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: Planned
     assert started.returncode == 0, started.stderr
     check_json(started.stdout)
     assert len(started.stderr.splitlines()) == 3, started.stderr
+    assert (tmp_path / "ranks" / "plan.json").read_bytes() == planned.file.read_bytes()
 
     summary = optimus.train(
         optimus.find_job(TINY), optimus.load_plan(planned.file), steps=3, run_dir=tmp_path

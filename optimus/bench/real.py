@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.bench.real_ranks import TIMEOUT_S, run_ranks
+from optimus.bench.real_ranks import TIMEOUT_S, run_pinned_ranks
 from optimus.bench.result import BenchResult, VariantTime
 from optimus.bench.torch_stages import Cut, TorchRun, Variant, layers_in_order
 from optimus.cost.assumptions import preset
@@ -91,7 +91,7 @@ def prepare(progress: Progress) -> Prepared:
     """Profiles this machine, plans with it, and cuts the same layers for torch's schedules."""
     job = find_job(JOB)
     progress("profile", 0, 1)
-    profile = run_ranks(_profile, 1, job, tell=lambda done: None)
+    (profile,) = run_pinned_ranks(_profile, 1, job)
     links = measure_links()
     profile = replace(profile, name="of this machine", links=links)
     job = replace(job, cluster=describe_machine(links, ranks=2))
@@ -308,7 +308,9 @@ def bench_real(*, rounds: int = ROUNDS, progress: Progress = lambda name, done, 
     """Profiles, plans, runs all variants, and compares."""
     prepared = prepare(progress)
     progress("starting ranks", 0, rounds)
-    timed = run_ranks(time_variants, 2, prepared, rounds, tell=lambda done: progress("timing", done, rounds))
+    timed = run_pinned_ranks(
+        time_variants, 2, prepared, rounds, hear=lambda done: progress("timing", done, rounds)
+    )[0]
     _check_losses(timed.losses)
     return compare(prepared, timed, rounds)
 

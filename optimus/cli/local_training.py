@@ -64,7 +64,7 @@ def run_ranks(
     job: Job, plan: Plan, training: Training, *, visible: bool = False
 ) -> tuple[int, Summary | None]:
     """The exit code of the run and, if that is 0, its summary; `plan` must have been checked."""
-    from optimus.engine.training import METRICS
+    from optimus.engine.training import METRICS, PLAN
     from optimus.program.planfile import save_plan
 
     handed, launcher = trainer_part("optimus.engine.handed"), trainer_part("optimus.engine.launch")
@@ -72,7 +72,7 @@ def run_ranks(
         private = Path(name)
         folder = training.run_dir or private
         (folder / METRICS).unlink(missing_ok=True)
-        digest = save_plan(plan, folder / "plan.json")
+        digest = save_plan(plan, folder / PLAN)
         absolute = replace(training, run_dir=folder.absolute())
         handed.Handed(job=job, plan=plan, plan_hash=digest, training=absolute).save(private)
         shown = following(folder / METRICS, training.steps) if visible else nullcontext()

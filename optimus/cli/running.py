@@ -24,7 +24,7 @@ from optimus.cli.flags import (
 )
 from optimus.cli.local_training import make_folder, require_torch, run_ranks
 from optimus.console import announced_compilation, check_writable, progress_bar, show, training_progress
-from optimus.environment import launched
+from optimus.environment import Launched, launched
 from optimus.errors import OptimusError
 
 if TYPE_CHECKING:
@@ -103,11 +103,12 @@ class Train:
     json: Json = False
 
     def __call__(self) -> int:
-        if launched() is None:
+        place = launched()
+        if place is None:
             return self._launch()
         rendezvous = trainer_part("optimus.engine.rendezvous")
         try:
-            return self._rank()
+            return self._rank(place)
         except OptimusError as error:
             if rendezvous.first_to_say(str(error)):
                 raise
@@ -129,16 +130,14 @@ class Train:
             print(f"{job.name}   {plan.ranks.world} ranks   {prediction(plan)}", flush=True)
         code, summary = run_ranks(job, plan, training, visible=not self.quiet)
         if summary is not None:
-            lines = training_text(summary, job, plan)
-            lines.append(f"wrote {training.run_dir}/metrics.jsonl and plan.json")
-            show(training_json(summary), lines, as_json=self.json)
+            show(training_json(summary), training_text(summary, job, plan, self.run_dir), as_json=self.json)
         return code
 
-    def _rank(self) -> int:
+    def _rank(self, place: Launched) -> int:
         """This process is one rank of several; rank 0 speaks for all."""
-        from optimus.engine.training import training_of
+        from optimus.engine.training import PLAN, training_of
         from optimus.job.read import find_job
-        from optimus.program.planfile import plan_digest
+        from optimus.program.planfile import plan_digest, save_plan
         from optimus.render.training import training_json, training_text
 
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
@@ -146,15 +145,16 @@ class Train:
         plan = self._plan(job, profile)
         trainer = trainer_part("optimus.engine.trainer")
         make_folder("--run-dir", self.run_dir)
+        digest = save_plan(plan, self.run_dir / PLAN) if place.rank == 0 else plan_digest(plan)
         with training_progress(training.steps) if self._speaks else nullcontext() as report:
 
             def each(metrics: Any) -> None:
                 if report is not None:
                     report(metrics.step, metrics.loss, metrics.step_s, metrics.tokens_per_s)
 
-            summary = trainer.train_rank(job, plan, plan_digest(plan), training, each)
+            summary = trainer.train_rank(job, plan, digest, training, each)
         if summary.rank == 0:
-            show(training_json(summary), training_text(summary, job, plan), as_json=self.json)
+            show(training_json(summary), training_text(summary, job, plan, self.run_dir), as_json=self.json)
         return OK
 
     @property

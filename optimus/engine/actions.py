@@ -307,11 +307,23 @@ class Compiler:
                     elif bucket.chunk == number:
                         held += chunk.trained(bucket.first_layer, bucket.end_layer)
                 mine = [parameter for parameter in held if id(parameter) not in taken]
+                if bucket.chunk != WHOLE_STAGE and len(mine) < len(held):
+                    self._refuse_shared(name)
                 taken |= {id(parameter) for parameter in mine}
                 if mine:
                     found[name, place] = FlatGradients(mine, self.groups.get(f"{name}.dp"))
             self._check_reduced(name, taken)
         return found
+
+    def _refuse_shared(self, name: str) -> None:
+        """One bucket would be reduced while the other part of the gradient is still to come."""
+        if self.groups.get(f"{name}.dp") is not None:
+            raise UserError(
+                field=name,
+                problem="has a parameter that two of its buckets share, and is trained on several ranks",
+                hint="put what shares a parameter into one stage or block, or plan with the preset `clean`, "
+                "whose buckets are whole stages",
+            )
 
     def _check_reduced(self, name: str, taken: set[int]) -> None:
         """Where a module has replicas, all that it trains must be reduced."""

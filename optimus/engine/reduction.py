@@ -8,19 +8,27 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.errors import UserError
+
 
 class FlatGradients:
     """The gradients of some parameters as views of one buffer."""
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         self.parameters, self.group = list(parameters), group
+        types = sorted({str(parameter.dtype) for parameter in self.parameters})
+        if len(types) > 1:
+            raise UserError(
+                field="parameters",
+                problem=f"of one stage or block have the types {' and '.join(types)}",
+                hint="give all that one stage or block trains one type",
+            )
         size = sum(parameter.numel() for parameter in self.parameters)
         like = self.parameters[0]
         self.flat = torch.zeros(size, dtype=like.dtype, device=like.device)
         self._views = []
         at = 0
         for parameter in self.parameters:
-            assert parameter.dtype == like.dtype, "one bucket, one type"
             self._views.append(self.flat[at : at + parameter.numel()].view_as(parameter))
             at += parameter.numel()
         self._work: dist.Work | None = None

@@ -12,6 +12,7 @@ from typing import Any
 from optimus.errors import UserError
 
 METRICS = "metrics.jsonl"
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True, kw_only=True)

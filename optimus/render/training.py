@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from optimus.job.job import Job
@@ -36,8 +37,8 @@ def prediction(plan: Plan) -> str:
     return f"predicted step {plan.claims.step_s:.3g} s ({how})"
 
 
-def training_text(summary: Any, job: Job, plan: Plan) -> list[str]:
-    """Steps, loss, and the measured step beside the predicted one."""
+def training_text(summary: Any, job: Job, plan: Plan, run_dir: Path) -> list[str]:
+    """Steps, loss, the measured step beside the predicted one, and what was written."""
     if not summary.steps:
         return ["no steps were asked for"]
     claim, measured = plan.claims.step_s, summary.step_s_median
@@ -51,4 +52,4 @@ def training_text(summary: Any, job: Job, plan: Plan) -> list[str]:
         lines.append(f"note   {UNCALIBRATED.format(job=job.name)}")
     if summary.device == "cuda":
         lines.append("note   the GPU path is written for NCCL's rules; no run on GPUs is recorded yet")
-    return lines
+    return [*lines, f"wrote {run_dir}/metrics.jsonl and plan.json"]
