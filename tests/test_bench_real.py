@@ -10,18 +10,19 @@ import pytest
 
 pytest.importorskip("torch")
 
+from optimus.bench import real, torch_stages
 from optimus.bench.real import (
     OURS,
-    Prepared,
     Timed,
     bench_real,
     bootstrap,
     busy_s,
     compare,
-    even_cut,
-    stage0_cut,
 )
+from optimus.bench.real_job import VARIANTS, Prepared, chosen_variants, even_cut, stage0_cut
 from optimus.bench.torch_stages import Variant, layers_in_order
+from optimus.engine.synthetic import Synthetic
+from optimus.errors import UserError
 from optimus.job.read import find_job
 from optimus.program.module_times import Seconds
 from optimus.systems.modules import plan_modules
@@ -30,6 +31,18 @@ from optimus.systems.modules import plan_modules
 def test_stage_0_holds_the_whole_encoder_and_the_llm_is_cut_evenly() -> None:
     assert stage0_cut([1, 1, 1, 2, 2, 2, 2], encoder=3, parts=2) == (0, 5, 7)
     assert stage0_cut([1, 1, 1, 2, 2, 2, 2], encoder=3, parts=4) == (0, 4, 5, 6, 7)
+
+
+def test_a_stage_may_end_after_any_layer() -> None:
+    """torch detaches what a stage made in place, which a view cannot be."""
+    job = find_job("cpu/bench-vl")
+    (encoder,) = job.model.encoders
+    sample = Synthetic(job=job, seed=0).sample(0)
+    x, context = real._encoder_inputs(encoder, sample)
+    contexts = {encoder.name: context, "llm": real._llm_context(job, sample, 1.0)}
+    for layer in layers_in_order(job.model):
+        x = torch_stages._stage([layer], contexts, 0)(x, ids=sample.tokens).detach_()
+    assert x.shape == (job.workload.sequence_tokens, job.model.llm.vocab)
 
 
 def test_the_even_cut_is_that_of_the_busiest_rank() -> None:
@@ -81,6 +94,13 @@ def test_medians_and_the_best_balanced_variant_are_told() -> None:
     assert found.variants["stage0 1F1B"].over_ours == pytest.approx(1.3)
     assert found.ours_over_bound == pytest.approx(1 / 0.9)
     assert any("best balanced variant: balanced ZBV, 1.100" in note for note in found.notes)
+
+
+def test_variants_are_chosen_by_name() -> None:
+    assert chosen_variants(()) == tuple(VARIANTS)
+    assert chosen_variants(("balanced ZBV",)) == ("balanced ZBV",)
+    with pytest.raises(UserError, match="balanced ZB is not a variant"):
+        chosen_variants(("balanced ZB",))
 
 
 @pytest.mark.heavy

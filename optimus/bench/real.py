@@ -10,23 +10,20 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.bench.real_job import Prepared, Progress, chosen_variants, prepare
 from optimus.bench.real_ranks import TIMEOUT_S, run_pinned_ranks
 from optimus.bench.result import BenchResult, VariantTime
-from optimus.bench.torch_stages import Cut, TorchRun, Variant, layers_in_order
-from optimus.cost.assumptions import preset
-from optimus.cost.measured import Profile
+from optimus.bench.torch_stages import TorchRun
 from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.executor import Executor
@@ -35,22 +32,11 @@ from optimus.engine.rank_model import build_rank
 from optimus.engine.synthetic import Synthetic
 from optimus.job.job import Job
 from optimus.job.model import Encoder
-from optimus.job.read import find_job
-from optimus.models.build import layer_count
 from optimus.models.context import EncoderContext, LlmContext, bin_targets, encoder_inputs, llm_inputs
 from optimus.models.sample import Sample, loss_scale, placed_items
-from optimus.profiler.links import measure_links
-from optimus.profiler.machine import describe_machine
-from optimus.profiler.segments import profile_job
-from optimus.program.op import Kind
 from optimus.program.plan import Plan
 from optimus.program.ranks import LLM
-from optimus.search.layouts import decide_setting
-from optimus.systems.balance import smallest_maximum_cut
-from optimus.systems.listed import Beside, list_plan, llm_pipeline
-from optimus.systems.setting import Setting
 
-JOB = "cpu/bench-vl"
 OURS = "optimus"
 SEED = 0
 FOREIGN_SHARE = 0.06  # of both cores: more by other processes, and a repetition does not count
@@ -58,7 +44,6 @@ MOST_REPEATS = 4  # of one repetition
 DRAWS = 2000  # of the bootstrap
 WARM_UP = 2  # steps of each variant
 ROUNDS = 28
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,103 +55,6 @@ class Timed:
     dropped: int
     kept: int  # repetitions that count although they were disturbed: no better one came
     foreign: float  # median share of other processes in what counts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What is measured and decided before any rank starts."""
-
-    job: Job
-    plan: Plan
-    variants: tuple[Variant, ...]
-    bound_s: float
-    encoder_share: float
-    how: str
-
-
-# ---------------------------------------------------------------------------- before the ranks start
-
-
-def prepare(progress: Progress) -> Prepared:
-    """Profiles this machine, plans with it, and cuts the same layers for torch's schedules."""
-    job = find_job(JOB)
-    progress("profile", 0, 1)
-    (profile,) = run_pinned_ranks(_profile, 1, job)
-    links = measure_links()
-    profile = replace(profile, name="of this machine", links=links)
-    job = replace(job, cluster=describe_machine(links, ranks=2))
-    setting, _ = decide_setting(job, preset("default"), profile)
-    plan, how = best_plan(setting)
-    weights = layer_seconds(setting)
-    encoder = sum(layer_count(module) for module in job.model.encoders)
-    rounds, there_and_back = ((0, 2), (1, 3)), ((0, 3), (1, 2))  # quarters on each rank
-    variants = (
-        Variant(name="stage0 1F1B", schedule="1F1B", cut=stage0_cut(weights, encoder, 2)),
-        Variant(name="stage0 Interleaved", schedule="Interleaved1F1B", cut=stage0_cut(weights, encoder, 4)),
-        Variant(name="balanced 1F1B", schedule="1F1B", cut=even_cut(weights, ((0,), (1,)))),
-        Variant(name="balanced Interleaved", schedule="Interleaved1F1B", cut=even_cut(weights, rounds)),
-        Variant(
-            name="balanced InterleavedZB",
-            schedule="InterleavedZeroBubble",
-            cut=even_cut(weights, rounds),
-        ),
-        Variant(name="balanced ZBV", schedule="ZBVZeroBubble", cut=even_cut(weights, there_and_back)),
-    )
-    total = sum(weights)
-    return Prepared(
-        job=job,
-        plan=plan,
-        variants=variants,
-        bound_s=total * plan.microbatches / 2,
-        encoder_share=sum(weights[:encoder]) / sum(weights[encoder:]),
-        how=how,
-    )
-
-
-def _profile(rank: int, job: Job, tell: Callable[[int], None]) -> Profile:
-    """On a core of its own, under the conditions of the ranks that will be timed."""
-    return profile_job(job)
-
-
-def best_plan(setting: Setting) -> tuple[Plan, str]:
-    """The best of a few LLM orders, by replay."""
-    found: list[tuple[float, int, Plan, str]] = []
-    for chunks, order in ((1, "1f1b"), (2, "interleaved"), (1, "zero-bubble"), (2, "zero-bubble")):
-        llm = llm_pipeline(setting, chunks=chunks, order_name=order)
-        beside = {encoder.name: Beside() for encoder in setting.job.model.encoders}
-        filled = list_plan(setting, llm, beside)
-        found.append((filled.step_s, len(found), filled.plan, f"{order}, {chunks} chunks a rank"))
-    _, _, plan, how = min(found)
-    return plan, how
-
-
-def layer_seconds(setting: Setting) -> list[float]:
-    """Forward and backward (whole or split, whichever is shorter), of every layer in model order."""
-    model, policy = setting.job.model, tuple((m.name, "none") for m in setting.job.model.modules)
-    layers = setting.layers(model.modules, setting.microbatch_sequences, policy)
-    sums = setting.sums(layers)
-    split = sums.layer_seconds(Kind.I) + sums.layer_seconds(Kind.W)
-    seconds = sums.layer_seconds(Kind.F) + np.minimum(sums.layer_seconds(Kind.B), split)
-    assert len(seconds) == len(layers_in_order(model))
-    return [float(each) for each in seconds]
-
-
-def even_cut(weights: Sequence[float], ranks: tuple[tuple[int, ...], ...]) -> Cut:
-    """Of all cuts into parts that `ranks` hold: the least for the busiest rank, then the shortest parts."""
-    parts, sums = sum(map(len, ranks)), [0.0, *accumulate(weights)]
-
-    def cost(inner: tuple[int, ...]) -> tuple[float, float]:
-        seconds = [sums[b] - sums[a] for a, b in pairwise((0, *inner, len(weights)))]
-        return max(sum(seconds[part] for part in mine) for mine in ranks), max(seconds)
-
-    best = min(combinations(range(1, len(weights)), parts - 1), key=cost)
-    return (0, *best, len(weights))
-
-
-def stage0_cut(weights: Sequence[float], encoder: int, parts: int) -> Cut:
-    """The LLM cut evenly, the whole encoder in front of its first part."""
-    inner = smallest_maximum_cut(weights[encoder:], parts)
-    return (0, *(encoder + at for at in inner[1:]))
 
 
 # ---------------------------------------------------------------------------- on every rank
@@ -304,9 +192,14 @@ def busy_s() -> float:
 # ---------------------------------------------------------------------------- results
 
 
-def bench_real(*, rounds: int = ROUNDS, progress: Progress = lambda name, done, total: None) -> BenchResult:
-    """Profiles, plans, runs all variants, and compares."""
-    prepared = prepare(progress)
+def bench_real(
+    *,
+    rounds: int = ROUNDS,
+    against: Sequence[str] = (),
+    progress: Progress = lambda name, done, total: None,
+) -> BenchResult:
+    """Profiles, plans, runs all variants or those `against` which we are to stand, and compares."""
+    prepared = prepare(chosen_variants(against), progress)
     progress("starting ranks", 0, rounds)
     timed = run_pinned_ranks(
         time_variants, 2, prepared, rounds, hear=lambda done: progress("timing", done, rounds)
@@ -334,17 +227,13 @@ def compare(prepared: Prepared, timed: Timed, rounds: int) -> BenchResult:
             over_ours_low=low,
             over_ours_high=high,
         )
-    balanced = [name for name in variants if name.startswith("balanced")]
-    best = min(balanced, key=lambda name: variants[name].step_s)
-    share, sure = 100 * timed.foreign, variants[best]
-    plan = prepared.plan
-    interval = f"95 % interval {sure.over_ours_low:.3f} to {sure.over_ours_high:.3f}"
+    share, plan = 100 * timed.foreign, prepared.plan
     dropped = f"{timed.dropped} repetitions dropped for more than {100 * FOREIGN_SHARE:.0f} %"
     dropped += f", {timed.kept} kept in spite of it" if timed.kept else ""
     notes = (
         f"our plan: {prepared.how}; predicted {plan.claims.step_s:.3f} s",
         f"encoder work is {prepared.encoder_share:.2f} of the LLM's; {plan.microbatches} microbatches",
-        f"best balanced variant: {best}, {sure.over_ours:.3f} of ours, {interval}",
+        *_best_balanced(variants),
         f"{rounds} rounds; other processes took {share:.1f} % (median) of what counts; {dropped}",
     )
     return BenchResult(
@@ -355,6 +244,17 @@ def compare(prepared: Prepared, timed: Timed, rounds: int) -> BenchResult:
         ours_over_bound=median(ours) / prepared.bound_s,
         notes=notes,
     )
+
+
+def _best_balanced(variants: Mapping[str, VariantTime]) -> list[str]:
+    """How sure it is that we are faster than the best variant without filling, if one ran."""
+    balanced = [name for name in variants if name.startswith("balanced")]
+    if not balanced:
+        return []
+    best = min(balanced, key=lambda name: variants[name].step_s)
+    sure = variants[best]
+    interval = f"95 % interval {sure.over_ours_low:.3f} to {sure.over_ours_high:.3f}"
+    return [f"best balanced variant: {best}, {sure.over_ours:.3f} of ours, {interval}"]
 
 
 def bootstrap(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional
 
+from optimus.engine.torch_private import is_view
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, layer_count
 from optimus.models.context import EncoderContext, LlmContext
@@ -67,7 +68,7 @@ class StageOfLayers(nn.Module):
                 if isinstance(segment, Embedding):
                     state = (ids, *state)
                 state = segment.forward(state, context)
-        return state[0]
+        return state[0].clone() if is_view(state[0]) else state[0]  # torch detaches it in place
 
 
 def layers_in_order(model: Model) -> list[tuple[Encoder | Llm, int]]:

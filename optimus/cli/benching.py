@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -28,18 +28,28 @@ class Bench:
     rounds: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="times each variant is timed; 28 real, 3 paced")
     ] = None
+    against: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(metavar="NAME", help="variants of `real` to time beside ours; all if left out"),
+    ] = ()
     json: Json = False
 
     def __call__(self) -> int:
         from optimus.render.benching import bench_json, bench_text
 
-        given = {} if self.rounds is None else {"rounds": _positive("--rounds", self.rounds)}
+        given: dict[str, Any] = {} if self.rounds is None else {"rounds": _positive("--rounds", self.rounds)}
         if self.kind == "real" and self.ranks is not None:
             raise UserError(
                 field="--ranks", value=self.ranks, problem="is for `paced`", hint="leave it out: `real` has 2"
             )
+        if self.kind == "paced" and self.against:
+            raise UserError(
+                field="--against", value=self.against[0], problem="is for `real`", hint="leave it out"
+            )
         if self.ranks is not None:
             given["ranks"] = self.ranks
+        if self.against:
+            given["against"] = self.against
         bench = getattr(trainer_part(f"optimus.bench.{self.kind}"), f"bench_{self.kind}")
         with progress_bar() as progress, announced_compilation():
             result = bench(progress=progress, **given)

@@ -8,10 +8,18 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 
-__all__ = ["PythonGroup", "PythonWork", "all_gather_single", "gloo_on_loopback", "reduce_scatter_single"]
+__all__ = [
+    "PythonGroup",
+    "PythonWork",
+    "all_gather_single",
+    "gloo_on_loopback",
+    "is_view",
+    "reduce_scatter_single",
+]
 
 PythonGroup: Any = ProcessGroup  # a subclass in Python takes the place of a group and its backend
 PythonWork: Any = Work
@@ -29,3 +37,9 @@ def gloo_on_loopback(store: Store, rank: int, size: int, timeout: timedelta) -> 
 # torch 2.13 has new names and warns about the old ones, which are all that earlier versions have.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether it shares the memory of another tensor that autograd knows."""
+    found: bool = tensor._is_view()
+    return found
