@@ -19,8 +19,13 @@ MINUTES = {
 }
 
 
+SLOW_MACHINE = 2.0  # the same tests take up to twice as long on a busy or slower machine: only more fails
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ci-budget", action="store_true", help="fail if an area uses more than its minutes")
+    parser.addoption(
+        "--ci-budget", action="store_true", help="complain of areas over their minutes, fail if far over"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Budget:
-    """Adds up the seconds of each area and fails the run when one has used more than its minutes."""
+    """Adds up the seconds of each area, says who is over its minutes, and fails a run that is far over."""
 
     def __init__(self) -> None:
         self.used_s: dict[str, float] = defaultdict(float)
@@ -48,6 +53,9 @@ class Budget:
             return "over: make its tests faster or mark some heavy"
         return ""
 
+    def is_too_much(self, area: str) -> bool:
+        return self.used_s[area] > SLOW_MACHINE * 60 * MINUTES.get(area, 0)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
             if name == "area":
@@ -55,7 +63,7 @@ class Budget:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == pytest.ExitCode.OK and any(map(self.complaint, self.used_s)):
+        if session.exitstatus == pytest.ExitCode.OK and any(map(self.is_too_much, self.used_s)):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
