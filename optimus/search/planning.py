@@ -183,6 +183,9 @@ def _with_notes(plan: Plan, comparison: Comparison, bounds: Bounds, found: Found
         "systems_s": {name: system.step_s for name, system in comparison.systems.items()},
         "split": list(found.choice.split),
     }
+    unfit = [name for name, system in comparison.systems.items() if not system.fits]
+    if unfit:
+        notes["systems_unfit"] = unfit
     return replace(plan, notes=_rounded(notes))
 
 

@@ -1,0 +1,56 @@
+"""Plans to export, and exported arguments read back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from plan_by_hand import plan_by_hand
+
+from optimus.job.layout import Layout
+from optimus.job.read import find_job
+from optimus.program.binding import bind
+from optimus.program.plan import Plan
+from optimus.program.ranks import LLM
+from optimus.program.ready import bound_parts
+from optimus.search.planning import make_plan
+
+LAYERS = (3, 3, 3, 4, 2, 3, 3, 3, 3, 3, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 3)  # and two ends
+
+
+@cache
+def planned(name: str, *layout: str) -> Plan:
+    """The plan of a catalog job, made once."""
+    return make_plan(find_job(name, None, layout), systems=()).plan
+
+
+def uneven_plan() -> Plan:
+    """A plan for paper/small-a100 of virtual stages that are unequal, made by hand."""
+    plan = plan_by_hand(Layout(pp=4, tp=2, chunks=7), Layout(dp=8), microbatches=8, name="paper/small-a100")
+    modules = {"vision": plan.modules["enc0"], LLM: plan.modules[LLM]}
+    chunks = tuple(replace(modules[LLM].chunks[0], layers=count) for count in LAYERS)
+    modules[LLM] = replace(modules[LLM], chunks=chunks)
+    fields, hashes = bind(bound_parts(find_job("paper/small-a100", None)))
+    return replace(plan, order="interleaved", modules=modules, bound_to=fields, hashes=hashes)
+
+
+def with_llm(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, modules={**plan.modules, LLM: replace(plan.modules[LLM], **changes)})
+
+
+def parsed(text: str) -> dict[str, list[str]]:
+    """An arguments file as a shell would hand it over: flags with their values."""
+    words = " ".join(line for line in text.splitlines() if not line.startswith("#")).split()
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            assert word not in found
+            last = found[word[2:]] = []
+        else:
+            last.append(word)
+    return found
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
