@@ -309,7 +309,7 @@ def test_recomputation_is_proposed_where_it_is_enough() -> None:
 
 def test_wrong_names_are_answered_before_any_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", SMALL, "--strategy", "papre"]) == USER_ERROR
-    assert "use paper" in capsys.readouterr().err
+    assert "did you mean paper?" in capsys.readouterr().err
     assert run(["plan", SMALL, "-o", "plan.txt"]) == USER_ERROR
     assert ".json" in capsys.readouterr().err
     assert run(["check", "missing.plan.json"]) == USER_ERROR

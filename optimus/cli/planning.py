@@ -179,7 +179,9 @@ class Plan:
             aliases=["-o"], metavar="PLAN", help="where to write; the job's name and .plan.json if left out"
         ),
     ] = None
-    strategy: Annotated[str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm)")] = "paper"
+    strategy: Annotated[
+        str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm) or optimus (ours)")
+    ] = "paper"
     system: Annotated[
         tuple[str, ...],
         tyro.conf.arg(metavar="NAME ...", help="compare with these only; all that apply if left out"),

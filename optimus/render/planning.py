@@ -75,18 +75,15 @@ def plan_text(planned: Planned) -> list[str]:
 
 
 def _search_words(planned: Planned) -> str:
-    found, choice = planned.found, planned.found.choice
+    found = planned.found
     fit = found.considered - len(found.rejected)
     words = f"of {found.considered} encoder layouts {fit} fit and were scheduled; the LLM's is not searched"
     words += f"; {planned.search_s:.1f} s with all systems"
-    if not choice.all_splits:
-        words += "; too many splits of the microbatches: the uniform one and its neighbours were tried"
-    return words
+    return "; ".join([words, *found.remarks])
 
 
 def _chosen(planned: Planned) -> list[str]:
-    plan, choice = planned.plan, planned.found.choice
-    llm = choice.filling.llm
+    plan, llm = planned.plan, planned.found.llm
     rows = [
         [
             "llm",
@@ -97,15 +94,20 @@ def _chosen(planned: Planned) -> list[str]:
             f"recompute {plan.modules['llm'].recompute}",
         ]
     ]
-    split, count = choice.split, len(choice.split)
-    each = str(split[0]) if len(set(split)) == 1 else "+".join(map(str, split))
-    each += " microbatch" if each == "1" else " microbatches"
     for name, module in plan.encoders.items():
-        pipelines = "1 pipeline" if count == 1 else f"{count} pipelines with"
+        split = [module.pipelines.count(pipeline) for pipeline in range(1 + max(module.pipelines))]
+        pipelines = "1 pipeline" if len(split) == 1 else f"{len(split)} pipelines with"
         recompute = f"recompute {module.recompute}"
-        rows.append([name, str(module.layout), pipelines, each, "", recompute])
+        rows.append([name, str(module.layout), pipelines, _each(split, module.pieces), "", recompute])
     body = columns(rows[0], rows[1:], left=6)
     return [f"  chosen {line}" if place == 0 else f"         {line}" for place, line in enumerate(body)]
+
+
+def _each(split: list[int], pieces: int) -> str:
+    """`8 microbatches`, of what size if they are parts of the LLM's."""
+    each = str(split[0]) if len(set(split)) == 1 else "+".join(map(str, split))
+    each += " microbatch" if each == "1" else " microbatches"
+    return each if pieces == 1 else f"{each} of 1/{pieces}"
 
 
 def _table(planned: Planned) -> list[str]:
@@ -187,11 +189,10 @@ def _worth_lines(planned: Planned) -> list[str]:
 
 def _hidden_lines(planned: Planned) -> list[str]:
     plan, bounds = planned.plan, planned.bounds
-    choice = planned.found.choice
-    hidden = (
-        f"strict {planned.hidden_strict:.0%}, placed {planned.hidden_placed:.0%} "
-        f"(coarse {choice.hidden_share(coarse=True):.0%}); bubbles left {_bubbles(planned.system)}"
-    )
+    coarse = planned.found.notes.get("hidden_share_coarse")
+    hidden = f"strict {planned.hidden_strict:.0%}, placed {planned.hidden_placed:.0%}"
+    hidden += "" if coarse is None else f" (coarse {coarse:.0%})"
+    hidden += f"; bubbles left {_bubbles(planned.system)}"
     over = planned.step_s / bounds.bound_s
     bound = f"{seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.binds} binds); "
     bound += f"the step is {over:.3f} times that"

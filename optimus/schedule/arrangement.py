@@ -38,7 +38,7 @@ class Base:
         orders = [_llm_phases(alone, order, alone.ranks.stage_of(LLM, device)) for device in devices]
         lowered = lower(alone, orders)
         self._plan, self._orders = alone, orders
-        self._schedule, self._timeline = lowered.schedule, lowered.timeline
+        self._schedule, self._timeline, self._programs = lowered.schedule, lowered.timeline, lowered.programs
         self._verb = np.concatenate([program.verb for program in lowered.programs])
         self._idle = find_idle(self._schedule, self._timeline)
         self._seen: dict[tuple[int, bool], Side] = {}
@@ -110,20 +110,61 @@ class Base:
         carriers = [(begin, end) for begin, end, _ in without(_joined(compute), busy)]
         return bubbles, carriers, (first, last)
 
+    def _alone(self, plan: Plan, device: int) -> int:
+        """The class of the LLM alone that a class of `plan` runs."""
+        stage, context, _ = plan.ranks.coordinates(device)
+        return self._plan.ranks.class_at(stage, context, 0)
+
+    def llm_rows(self, plan: Plan, device: int) -> Ints:
+        """The LLM's phases on a class of `plan`, as rows of a program."""
+        rows: Ints = self._orders[self._alone(plan, device)].rows.copy()
+        rows[:, 0] = plan.names.index(LLM)
+        return rows
+
+    def begins_s(self, plan: Plan) -> Floats:
+        """When the LLM's phases begin, class after class of `plan`."""
+        found = []
+        for device in range(plan.ranks.num_classes):
+            here = (self._schedule.device == self._alone(plan, device)) & (self._verb <= Verb.W)
+            found.append(self._timeline.start_s[here])
+        return np.concatenate(found)
+
+    def edges_s(self, stage: int, every: int) -> tuple[float, float]:
+        """Of every `every`th stage from `stage` on: when the LLM begins to compute, and when all is over.
+
+        The earliest beginning, counted from stage 0's, and the latest end.
+        """
+        begins, ends = [], []
+        first = self._sides[0][2][0]
+        for each in range(stage, self._plan.ranks.llm.pp, every):
+            begins.append(self._sides[each][2][0] - first)
+            here = self._schedule.device == self._plan.ranks.class_at(each, 0, 0)
+            ends.append(float(self._timeline.finish_s[here & (self._schedule.kind != Kind.FINISH)].max()))
+        return min(begins), max(ends)
+
+    def traffic_order(self) -> dict[tuple[Verb, int, int], int]:
+        """By verb, stage and place of the bucket: where in a program each gather and reduce stands."""
+        found = {}
+        for stage in range(self._plan.ranks.llm.pp):
+            program = self._programs[self._plan.ranks.class_at(stage, 0, 0)]
+            for line in np.flatnonzero(
+                (program.verb == Verb.GATHER) | (program.verb == Verb.REDUCE)
+            ).tolist():
+                found[Verb(program.verb[line]), stage, int(program.place[line])] = line
+        return found
+
     def arrange(self, plan: Plan, fillers: Sequence[Sequence[Placed]]) -> list[Program]:
         """The phases of every class of `plan`: the LLM's, with those of `fillers` put in at their times."""
         return [self._arrange_class(plan, device, placed) for device, placed in enumerate(fillers)]
 
     def _arrange_class(self, plan: Plan, device: int, placed: Sequence[Placed]) -> Program:
-        stage, context, _ = plan.ranks.coordinates(device)
-        number, alone = plan.names.index(LLM), self._plan.ranks.class_at(stage, context, 0)
-        llm = self._orders[alone].rows.copy()
-        llm[:, 0] = number
-        keys = self._keys[alone]
+        llm, names = self.llm_rows(plan, device), plan.names
         if not placed:
             return Program.of(llm)
+        alone = self._alone(plan, device)
+        keys = self._keys[alone]
         lines = [
-            (plan.names.index(op.module), VERB_OF[op.kind], 0, op.microbatch, phase)
+            (names.index(op.module), VERB_OF[op.kind], 0, op.microbatch, phase)
             for op in placed
             for phase in range(len(op.times_s))
         ]

@@ -119,6 +119,11 @@ class Lines:
     def __len__(self) -> int:
         return len(self.verb)
 
+    def program(self, lines: Ints) -> Program:
+        """Some of them, as one class plays them."""
+        columns = [self.module, self.verb, self.chunk, self.microbatch, self.place]
+        return Program.of(np.stack([column[lines] for column in columns], axis=1))
+
     @cached_property
     def phases(self) -> Ints:
         """Lines that play a phase."""

@@ -9,7 +9,7 @@ do, because phases that take no time have the same: lines are also counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -47,9 +47,48 @@ def lower(plan: Plan, orders: Sequence[Program]) -> Lowered:
     return Lowered(programs=programs, schedule=schedule, timeline=play(plan, schedule))
 
 
+def unplaced(plan: Plan, orders: Sequence[Program], traffic: Mapping[Traffic, float]) -> Unplaced:
+    """All lines of an arrangement, messages and traffic among them, before anyone has looked when they fall.
+
+    For whoever gives ops an order of their own: only lanes that he leaves alone are in a good one. Gathers
+    come first and reduces last, by what `traffic` says of each.
+    """
+    header = Header(plan)
+    lines = Lines.of(header, orders)
+    transfers = find_transfers(lines)
+    first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
+    count = len(transfers)
+    extras = [_sends(transfers, np.zeros(count), np.arange(count)), _finish(header, first)]
+    for (module, verb, stage, place), turn in traffic.items():
+        devices = np.flatnonzero(header.stage[module] == stage)
+        chunk = max(plan.modules[header.names[module]].buckets[stage][place].chunk, 0)
+        extras.append(
+            _Extra(
+                device=devices,
+                before=first[devices if verb == Verb.GATHER else devices + 1],
+                time_s=np.full(len(devices), turn),
+                number=np.zeros(len(devices), np.int64),
+                rows=np.tile([module, verb, chunk, 0, place], (len(devices), 1)),
+            )
+        )
+    programs = _merge(header, lines, extras)
+    return Unplaced(lines=Lines.of(header, programs), schedule=couple(plan, programs, header))
+
+
 def play(plan: Plan, schedule: Schedule) -> Timeline:
     """The replay whose makespan is the claim."""
     return evaluate(schedule, slowdown=plan.slowdown, launch_s=plan.launch_s)
+
+
+Traffic = tuple[int, Verb, int, int]  # module, GATHER or REDUCE, stage, place of the bucket in it
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unplaced:
+    """Lines of all classes, and the schedule they make up."""
+
+    lines: Lines
+    schedule: Schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,14 +192,18 @@ def _placed(clock: _Clock) -> Iterator[_Extra]:
     yield _sends(clock.transfers, ready_s, number)
     yield _receives(clock, ready_s, number)
     yield from _traffic(clock)
-    devices = np.arange(clock.header.devices)
-    rows = np.tile([len(clock.header.names), Verb.FINISH, 0, 0, 0], (len(devices), 1))
-    yield _Extra(
+    yield _finish(clock.header, clock.first)
+
+
+def _finish(header: Header, first: Ints) -> _Extra:
+    """The last line of every class; `first` holds the phase line with which each begins, and the end."""
+    devices = np.arange(len(first) - 1)
+    return _Extra(
         device=devices,
-        before=clock.first[1:],
+        before=first[1:],
         time_s=np.full(len(devices), np.inf),
         number=devices,
-        rows=rows,
+        rows=np.tile([len(header.names), Verb.FINISH, 0, 0, 0], (len(devices), 1)),
     )
 
 

@@ -35,9 +35,41 @@ def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0
     The host of a device issues its ops in program order, one per `launch_s`, and never waits; a WAIT
     costs it nothing. An op starts no earlier than it was issued, and a SEND no earlier than its RECV.
     """
+    issued = launch_s * _issues(schedule.device, schedule.kind != Kind.WAIT, schedule.num_devices)
+    nothing = np.zeros(0)
+    return _played(schedule, slowdown, issued, rank=nothing, due_s=nothing, patience_s=0.0)[0]
+
+
+def list_schedule(
+    schedule: Schedule,
+    *,
+    rank: Floats,
+    due_s: Floats,
+    held_s: Floats,
+    patience_s: float,
+    slowdown: float = 0.0,
+) -> tuple[Timeline, Ints]:
+    """Plays `schedule` with some ops in no order of their own; the timeline, and every op's turn.
+
+    An op of rank 0 or more is free: whenever a lane has no other op that is ready, it takes of its free ones
+    that are the one of least rank that ends before the lane's next op in order is due, as late as the last
+    one was; who is overdue is expected after as long again, or after `patience_s`. No op starts before
+    `held_s`.
+    """
+    return _played(schedule, slowdown, held_s, rank=rank, due_s=due_s, patience_s=patience_s)
+
+
+def _played(
+    schedule: Schedule,
+    slowdown: float,
+    issued: Floats,
+    *,
+    rank: Floats,
+    due_s: Floats,
+    patience_s: float,
+) -> tuple[Timeline, Ints]:
     lane = (schedule.device.astype(np.int32) * NUM_LANES + schedule.lane).astype(np.int32)
     deps, dep_offset = schedule.deps.astype(np.int32), schedule.dep_offset.astype(np.int64)
-    issued = launch_s * _issues(schedule.device, schedule.kind != Kind.WAIT, schedule.num_devices)
     received = np.flatnonzero(schedule.kind == Kind.RECV)
     sent = deps[dep_offset[received]]
     if len(received):  # whoever waits for a RECV waits for its SEND; a SEND is issued when both are
@@ -47,6 +79,7 @@ def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0
         deps = source[deps]
         np.maximum.at(issued, sent, issued[received])
     start, finish = np.full(len(schedule), -1.0), np.full(len(schedule), -1.0)
+    turn = np.full(len(schedule) if len(rank) else 0, -1, np.int64)
     meeting, missing, member_offset, members = _meetings(schedule)
     _play(
         lane,
@@ -61,14 +94,18 @@ def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0
         members,
         issued,
         slowdown,
+        rank,
+        due_s,
+        patience_s,
         start,
         finish,
+        turn,
     )
     start[received], finish[received] = start[sent], finish[sent]
     stuck = np.flatnonzero(finish < 0)
     if len(stuck):
         raise Deadlock(f"{len(stuck)} ops never start; the first is {schedule[int(stuck[0])]}")
-    return Timeline(start_s=start, finish_s=finish, step_s=float(finish.max(initial=0.0)))
+    return Timeline(start_s=start, finish_s=finish, step_s=float(finish.max(initial=0.0))), turn
 
 
 def _meetings(schedule: Schedule) -> tuple[Ints, Ints, Ints, Ints]:
@@ -97,10 +134,14 @@ def _play(  # noqa: PLR0915
     members: NDArray[Any],
     issued: Floats,
     slowdown: float,
+    rank: Floats,
+    due: Floats,
+    patience: float,
     start: Floats,
     finish: Floats,
+    turn: NDArray[Any],
 ) -> None:
-    """An event loop over lanes. Fills `start` and `finish` (-1: never).
+    """An event loop over lanes. Fills `start` and `finish` (-1: never), and `turn` where some ops are free.
 
     `pending` counts the dependencies of every op that have not finished, `missing` the members of
     every meeting that have not come: all of them, at first.
@@ -109,8 +150,16 @@ def _play(  # noqa: PLR0915
     and made it four times slower.
     """
     follower_offset, followers = _reverse(len(lane), dep_offset, deps)
-    queue_offset, queue = _queues(lane, num_lanes)
+    listing, turns = len(rank) > 0, 0
+    queue_offset, queue = _queues(lane, rank, num_lanes)
     head = queue_offset[:num_lanes].copy()  # next op of the lane
+    late = np.zeros(num_lanes, np.float64)  # how much after it was due the lane's last op in order began
+    offered = np.full(num_lanes, -1, np.int64)  # free ops that are ready: the first by rank, ...
+    behind = np.full(len(rank), -1, np.int64)  # ... and who comes behind each
+    if listing:
+        for op in range(len(lane)):
+            if rank[op] >= 0.0 and pending[op] == 0:
+                _offer(op, lane[op], rank, offered, behind)
     running = np.empty(num_lanes, np.int64)  # op on the lane, -1 when free
     resident = np.zeros(num_lanes // NUM_LANES, np.int64)  # collectives running, per device
     key = np.empty(num_lanes, np.float64)  # next event of the lane: an end, or an issue it waits for
@@ -128,16 +177,32 @@ def _play(  # noqa: PLR0915
             num_free -= 1
             here = free[num_free]
             looked_at[here] = False
-            if running[here] >= 0 or place[here] >= 0 or head[here] == queue_offset[here + 1]:
+            if running[here] >= 0:
                 continue
-            op = queue[head[here]]
-            if pending[op] > 0:
+            op, room = -1, np.inf  # what may stand between now and the lane's next op in order
+            if head[here] < queue_offset[here + 1]:
+                op = queue[head[here]]
+                if pending[op] > 0:
+                    if listing:  # who is overdue is expected after as long again
+                        room = max(abs(due[op] + late[here] - now), patience)
+                    op = -1
+                elif issued[op] > now:
+                    room = issued[op] - now
+                    op = -1
+                else:
+                    head[here] += 1
+                    if listing:
+                        late[here] = max(now - due[op], 0.0)
+            if op < 0 and listing and offered[here] >= 0:
+                op = _take(here, room / (1.0 + slowdown), duration, offered, behind)
+            if op < 0:
+                if room < np.inf and (not listing or offered[here] >= 0 or pending[queue[head[here]]] == 0):
+                    key[here] = now + room  # look again then
+                    size = _insert(here, key, heap, place, size)
                 continue
-            if issued[op] > now:  # the host is late: look again when it has issued the op
-                key[here] = issued[op]
-                size = _insert(here, key, heap, place, size)
-                continue
-            head[here] += 1
+            if listing:
+                turn[op] = turns
+                turns += 1
             running[here] = op
             device, role = here // NUM_LANES, here % NUM_LANES
             if role == _TP or role == _DP:  # noqa: SIM109  `in` is slower here
@@ -166,7 +231,7 @@ def _play(  # noqa: PLR0915
         size = _remove_first(key, heap, place, size)
         free[0], num_free, looked_at[here] = here, 1, True
         op = running[here]
-        if op < 0:  # it waited for the host
+        if op < 0 or start[op] < 0.0:  # only to be looked at; it may wait for others
             continue
         finish[op] = now
         running[here] = -1
@@ -179,7 +244,11 @@ def _play(  # noqa: PLR0915
             follower = followers[position]
             pending[follower] -= 1
             there = lane[follower]
-            if there >= 0 and pending[follower] == 0 and running[there] < 0 and not looked_at[there]:
+            if there < 0 or pending[follower] > 0:
+                continue
+            if listing and rank[follower] >= 0.0:
+                _offer(follower, there, rank, offered, behind)
+            if running[there] < 0 and not looked_at[there]:
                 free[num_free] = there
                 looked_at[there] = True
                 num_free += 1
@@ -234,21 +303,49 @@ def _reverse(count: int, dep_offset: NDArray[Any], deps: NDArray[Any]) -> tuple[
 
 
 @compiled
-def _queues(lane: NDArray[Any], num_lanes: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ops of every lane in program order."""
+def _queues(lane: NDArray[Any], rank: Floats, num_lanes: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Ops of every lane in program order, but for those that are free."""
+    listing = len(rank) > 0
     offset = np.zeros(num_lanes + 1, np.int64)
-    for here in lane:
-        if here >= 0:
-            offset[here + 1] += 1
+    for op in range(len(lane)):
+        if lane[op] >= 0 and not (listing and rank[op] >= 0.0):
+            offset[lane[op] + 1] += 1
     for here in range(num_lanes):
         offset[here + 1] += offset[here]
     place = offset[:num_lanes].copy()
     queue = np.empty(len(lane), np.int32)
     for op in range(len(lane)):
-        if lane[op] >= 0:
+        if lane[op] >= 0 and not (listing and rank[op] >= 0.0):
             queue[place[lane[op]]] = op
             place[lane[op]] += 1
     return offset, queue
+
+
+@compiled
+def _offer(op: int, here: int, rank: Floats, offered: NDArray[Any], behind: NDArray[Any]) -> None:
+    """Puts a free op that is ready among those of its lane, by rank."""
+    before, after = -1, offered[here]
+    while after >= 0 and (rank[after] < rank[op] or (rank[after] == rank[op] and after < op)):
+        before, after = after, behind[after]
+    behind[op] = after
+    if before < 0:
+        offered[here] = op
+    else:
+        behind[before] = op
+
+
+@compiled
+def _take(here: int, room: float, duration: Floats, offered: NDArray[Any], behind: NDArray[Any]) -> int:
+    """The first free op of the lane that is no longer than `room` (-1: none), no more offered."""
+    before, op = -1, offered[here]
+    while op >= 0 and duration[op] > room:
+        before, op = op, behind[op]
+    if op >= 0:
+        if before < 0:
+            offered[here] = behind[op]
+        else:
+            behind[before] = behind[op]
+    return int(op)
 
 
 # A binary heap of lanes by their next event; ties go to the lower lane, so that runs repeat.
@@ -261,10 +358,14 @@ def _before(a: int, b: int, key: Floats) -> bool:
 
 @compiled
 def _insert(here: int, key: Floats, heap: NDArray[Any], place: NDArray[Any], size: int) -> int:
-    heap[size] = here
-    place[here] = size
-    _sift_up(size, key, heap, place)
-    return size + 1
+    """Puts a lane into the heap, or to where it belongs now if it is there; the new size of the heap."""
+    if place[here] < 0:
+        heap[size] = here
+        place[here] = size
+        size += 1
+    _sift_up(place[here], key, heap, place)
+    _sift_down(place[here], key, heap, place, size)
+    return size
 
 
 @compiled

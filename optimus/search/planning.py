@@ -19,8 +19,8 @@ from optimus.program.validator import KEPT, Report, Violation, check_plan
 from optimus.search.bounds import Bounds, find_bounds
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.remedies import what_would_fit
+from optimus.systems.found import Found
 from optimus.systems.known import MAKERS, STRATEGIES, System
-from optimus.systems.paper_search import Found
 from optimus.systems.rejected import Rejected
 
 
@@ -63,7 +63,7 @@ class Planned:
     @property
     def hidden_placed(self) -> float:
         """The paper's generous form: the share of encoder work placed inside bubbles."""
-        return self.found.choice.hidden_share()
+        return self.found.hidden_share
 
     @property
     def speedup(self) -> dict[str, float]:
@@ -116,7 +116,8 @@ def make_plan(
             f"{job.model.name} has no encoder to place", "optimus simulate says where an LLM's time goes"
         )
     begin = time.monotonic()
-    asked = [n for n in (MAKERS if systems is None else systems) if n != "today" or job.today is not None]
+    others = [name for name in MAKERS if name not in STRATEGIES] if systems is None else systems
+    asked = [name for name in others if name != "today" or job.today is not None]
     names = dict.fromkeys(["llm-only", *asked, strategy])
     try:
         comparison = compare_systems(
@@ -178,10 +179,9 @@ def _with_notes(plan: Plan, comparison: Comparison, bounds: Bounds, found: Found
         "bound": bounds.binds,
         "mfu": comparison.systems[plan.strategy].mfu,
         "hidden_share_strict": bounds.hidden_share(plan.claims.step_s),
-        "hidden_share_placed": found.choice.hidden_share(),
-        "hidden_share_coarse": found.choice.hidden_share(coarse=True),
+        "hidden_share_placed": found.hidden_share,
         "systems_s": {name: system.step_s for name, system in comparison.systems.items()},
-        "split": list(found.choice.split),
+        **found.notes,
     }
     unfit = [name for name, system in comparison.systems.items() if not system.fits]
     if unfit:

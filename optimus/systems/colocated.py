@@ -35,15 +35,26 @@ class ColocatedEncoder:
     pieces: int  # encoder microbatches in one of the LLM's
     pipelines: tuple[int, ...]  # which pipeline runs each encoder microbatch
     recompute: str
+    counts: tuple[int, ...] = ()  # inner layers of every stage; as even as they can be if left out
+    split: bool = False  # gradients of weights are made apart from those of inputs
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What an encoder microbatch is cut into on every stage."""
+        return (Kind.F, Kind.I, Kind.W) if self.split else (Kind.F, Kind.B)
 
     @cached_property
     def stages(self) -> list[tuple[PricedLayer, ...]]:
-        """Layers divided over stages as evenly as they can be; the ends go with their neighbours."""
-        inner, stages = len(self.layers) - 2, self.layout.pp
-        counts = [inner // stages + (stage >= stages - inner % stages) for stage in range(stages)]
+        """Layers divided over stages; the ends go with their neighbours."""
+        counts = self.counts or even_counts(len(self.layers) - 2, self.layout.pp)
         cuts = [0, *(1 + total for total in accumulate(counts))]
         cuts[-1] = len(self.layers)
         return [self.layers[a:b] for a, b in pairwise(cuts)]
+
+
+def even_counts(inner: int, stages: int) -> tuple[int, ...]:
+    """Layers of every stage, as even as they can be; later ones get one more."""
+    return tuple(inner // stages + (stage >= stages - inner % stages) for stage in range(stages))
 
 
 def encoder_layout(llm: Layout, *, pp: int, tp: int) -> Layout:
@@ -126,7 +137,7 @@ class Colocated:
         across = prices.stages_cross_nodes(self.llm.layout)
         chunks, buckets = [], []
         for layers in choice.stages:
-            phases = {kind: chunk_phases(layers, kind) for kind in (Kind.F, Kind.B)}
+            phases = {kind: chunk_phases(layers, kind) for kind in choice.kinds}
             templates = {kind: self._name(name, kind, found) for kind, found in phases.items() if found}
             output = layers[-1].output_bytes
             chunks.append(
@@ -134,6 +145,9 @@ class Colocated:
                     templates=templates,
                     layers=len(layers),
                     kept_bytes=round(sum(layer.activation_bytes for layer in layers)),
+                    made_again_bytes=round(sum(layer.working_bytes for layer in layers))
+                    if choice.split
+                    else 0,
                     output_bytes=round(output),
                     send_s=round(prices.send_s(output, across_nodes=across), DIGITS),
                 )

@@ -19,10 +19,12 @@ from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
 from optimus.schedule.layer_sums import Cut
 from optimus.schedule.timeline import Timeline, evaluate
 from optimus.systems.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
+from optimus.systems.found import Found
 from optimus.systems.inline import ORDERS, InlinePipeline
-from optimus.systems.paper_search import Found, search_paper
+from optimus.systems.ours import search_ours
+from optimus.systems.paper_search import PaperFound, search_paper
 from optimus.systems.separate import separate_choices
-from optimus.systems.setting import Policy, Setting
+from optimus.systems.setting import Setting, describe_recompute
 from optimus.systems.sharded import sharded_choices
 from optimus.systems.three_phase import three_phase_choices
 
@@ -144,7 +146,7 @@ class Systems:
         return self._of_plan("paper", self.paper_found)
 
     @cached_property
-    def paper_found(self) -> Found:
+    def paper_found(self) -> PaperFound:
         """Beside the best V, and beside the V that the job states."""
         if not self.setting.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
@@ -165,14 +167,14 @@ class Systems:
         return min(found, key=lambda made: made.filled.step_s)
 
     def _of_plan(self, name: str, found: Found) -> System:
-        filling = found.choice.filling
-        again = _recompute((*filling.recompute.items(), *filling.llm.policy))
-        how = (
-            f"{self.setting.encoder_names} {filling.layout}; {_describe_split(found.choice.split)}; "
-            f"llm {filling.llm.layout}; {filling.llm.order_name}; "
-            f"microbatch {filling.llm.sequences:.3g}; {again}"
-        )
-        return replace(self._played(name, how, found.filled), found=found)
+        return replace(self._played(name, found.how, found.filled), found=found)
+
+    def optimus(self) -> System:
+        """Our scheduler: list scheduling over all lanes, beside the best LLM pipelines."""
+        if not self.setting.job.model.encoders:
+            raise DoesNotFit("there is no encoder to place", "use llm-only")
+        ladders = [self._more_recomputed(floor) for floor in self._floors()]
+        return self._of_plan("optimus", search_ours(self.setting, ladders))
 
     def fsdp(self) -> System:
         """Fully sharded data parallelism, with tensor parallelism where it helps."""
@@ -183,7 +185,7 @@ class Systems:
         choice = self._fastest("fsdp", (made for made in choices if tp in (None, made.layout.tp)))
         kept = " parameters kept gathered;" if choice.keeps_gathered else ""
         size = f"microbatch {choice.sequences} x {choice.accumulate};{kept}"
-        how = f"{choice.layout}; {size} {_recompute(choice.policy)}"
+        how = f"{choice.layout}; {size} {describe_recompute(choice.policy)}"
         return self._played("fsdp", how, choice)
 
     def today(self) -> System:
@@ -214,8 +216,12 @@ class Systems:
 
     def _llm_ladder(self) -> Iterable[InlinePipeline]:
         """The floors' pipelines with their own recomputation, and with more."""
-        for floor in {id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values():
+        for floor in self._floors():
             yield from self._more_recomputed(floor)
+
+    def _floors(self) -> list[InlinePipeline]:
+        """The best LLM pipelines: of all orders, and of those without split backwards."""
+        return list({id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values())
 
     def _more_recomputed(self, pipeline: InlinePipeline) -> Iterator[InlinePipeline]:
         """An LLM pipeline with its own recomputation, and with more."""
@@ -366,23 +372,10 @@ class Systems:
 
 def _describe(pipeline: InlinePipeline) -> str:
     size = f"microbatch {pipeline.sequences:.3g}"
-    return f"llm {pipeline.layout}; {pipeline.order_name}; {size}; {_recompute(pipeline.policy)}"
+    return f"llm {pipeline.layout}; {pipeline.order_name}; {size}; {describe_recompute(pipeline.policy)}"
 
 
-def _recompute(policy: Policy) -> str:
-    """`recompute none`, or module by module where they differ."""
-    if len({step for _, step in policy}) == 1:
-        return f"recompute {policy[0][1]}"
-    return "recompute " + " ".join(f"{name} {step}" for name, step in policy)
-
-
-def _describe_split(split: Sequence[int]) -> str:
-    """`microbatches 8+8`, or in short where all pipelines get as many."""
-    same = len(set(split)) == 1
-    return f"microbatches {len(split)} x {split[0]}" if same else "microbatches " + "+".join(map(str, split))
-
-
-STRATEGIES = ("paper",)  # systems that schedule encoder work into bubbles; `plan` makes them
+STRATEGIES = ("optimus", "paper")  # systems that schedule encoder work into bubbles; `plan` makes them
 MAKERS: dict[str, Callable[[Systems], System]] = {
     "llm-only": Systems.llm_only,
     "stage0": Systems.stage0,
@@ -392,5 +385,6 @@ MAKERS: dict[str, Callable[[Systems], System]] = {
     "separate-gpus": Systems.separate_gpus,
     "fsdp": Systems.fsdp,
     "paper": Systems.paper,
+    "optimus": Systems.optimus,
     "today": Systems.today,
 }

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from optimus.errors import DoesNotFit, one_of
 from optimus.job.layout import Layout
 from optimus.schedule.pipelines import interleaved, least_warmup
 from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.filled import FilledPlan
+from optimus.systems.found import Found
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.paper import Bases, Choice, Filling
 from optimus.systems.rejected import Rejected, count_by_reason
-from optimus.systems.setting import Setting
+from optimus.systems.setting import Setting, describe_recompute
 
 MOST_REPLAYED = 4  # layouts whose programs are made and replayed,
 CLOSE = 1.05  # if their estimates are this close to the best
+FEW_SPLITS = "too many splits of the microbatches: the uniform one and its neighbours were tried"
 ADJUSTED = "interleaved, adjusted warm-up"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
-    """The best plan of the paper's algorithm, and what was passed over."""
+class PaperFound(Found):
+    """With what the paper's scheduler says of it."""
 
     choice: Choice
-    filled: FilledPlan
-    considered: int
-    rejected: list[Rejected] = field(default_factory=list)
 
 
-def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> Found:
+def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> PaperFound:
     """Schedules every layout that fits beside each LLM pipeline; the first pipeline for which one fits wins.
 
     Splits are ranked by the algorithm's own estimate. It leaves out the encoders' parameter traffic, which
@@ -53,11 +52,36 @@ def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> Found:
         plans = _replayed(choices, rejected)
         if plans:
             best, choice = min(plans, key=lambda pair: pair[0].step_s)
-            return Found(choice=choice, filled=best, considered=considered, rejected=rejected)
+            return PaperFound(
+                filled=best,
+                llm=choice.filling.llm,
+                choice=choice,
+                how=_describe(choice),
+                considered=considered,
+                hidden_share=choice.hidden_share(),
+                notes={
+                    "hidden_share_coarse": choice.hidden_share(coarse=True),
+                    "split": list(choice.split),
+                },
+                remarks=() if choice.all_splits else (FEW_SPLITS,),
+                rejected=rejected,
+            )
     words = "; ".join(count_by_reason(rejected))
     raise DoesNotFit(
         f"encoders fit beside the LLM at {setting.layout} in none of {considered} layouts: {words}",
         _hint(rejected),
+    )
+
+
+def _describe(choice: Choice) -> str:
+    filling, split = choice.filling, choice.split
+    same = len(set(split)) == 1
+    dealt = f"{len(split)} x {split[0]}" if same else "+".join(map(str, split))
+    again = describe_recompute((*filling.recompute.items(), *filling.llm.policy))
+    return (
+        f"{filling.setting.encoder_names} {filling.layout}; microbatches {dealt}; "
+        f"llm {filling.llm.layout}; {filling.llm.order_name}; "
+        f"microbatch {filling.llm.sequences:.3g}; {again}"
     )
 
 

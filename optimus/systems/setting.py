@@ -23,6 +23,13 @@ SMALL_ENCODER = 0.03  # share of a GPU's memory up to which an encoder's paramet
 Policy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
 
 
+def describe_recompute(policy: Policy) -> str:
+    """`recompute none`, or module by module where they differ."""
+    if len({step for _, step in policy}) == 1:
+        return f"recompute {policy[0][1]}"
+    return "recompute " + " ".join(f"{name} {step}" for name, step in policy)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setting:
     """A job with everything decided that all systems share. `layout.chunks` is the job's own V."""

@@ -1,0 +1,209 @@
+"""Our scheduler: the LLM in its order, and encoder work wherever a lane would stand idle.
+
+One event loop plays all lanes of all classes. Ops of the LLM keep their order. Whenever a lane has none that
+is ready, it takes of the encoder work that is ready the most urgent that ends before the LLM is due again:
+forwards first, then gradients of inputs, then those of weights, each in the order in which the LLM needs and
+makes them. When the LLM is due is known from a step without encoders, and then from the pass before: two or
+three passes agree with themselves. Every arrangement is lowered and replayed; the replay is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.program.plan import VERB_OF, Plan, Program, Verb
+from optimus.program.ranks import LLM
+from optimus.schedule.arrangement import Base
+from optimus.schedule.build import group_by_first
+from optimus.schedule.lines import Lines
+from optimus.schedule.lower import Traffic, unplaced
+from optimus.schedule.timeline import list_schedule
+
+PATIENCE_S = 2e-5  # an op that is late by no more is waited for
+URGENCY = {Verb.F: 0, Verb.B: 1, Verb.I: 1, Verb.W: 2}
+MANY = 1 << 20  # more than there are microbatches or layers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arranged:
+    """When every line has its turn, and how long the loop took to play them."""
+
+    fill: Fill
+    turn: Ints
+    step_s: float
+    shift_s: float
+    late_s: float  # by how much the LLM is delayed at most
+    ends_s: Floats  # of every class: when the last work of encoders is over, their traffic included
+
+    def orders(self) -> list[Program]:
+        """The phases of every class in this order."""
+        return self.fill.orders(self.turn)
+
+
+class Fill:
+    """Encoder work of one header beside the LLM's own step."""
+
+    def __init__(self, header: Plan, base: Base, *, by_layer: int = 0) -> None:
+        """`by_layer`: so many of the last microbatches make gradients of weights layer by layer together."""
+        self.header = header
+        made = unplaced(header, list(_coarse(header, base)), _traffic_order(header, base))
+        self.schedule, self._lines = _in_order(made.schedule, made.lines, header.launch_s), made.lines
+        llm = header.names.index(LLM)
+        self._phases = self._lines.verb <= Verb.W
+        self._of_llm = self._phases & (self._lines.module == llm)
+        self._encoders = np.flatnonzero(self._lines.module < llm)
+        self._rank = self._ranks(by_layer)
+        self._due_s = np.full(len(self.schedule), np.inf)
+        self._due_s[self._of_llm] = base.begins_s(header)
+        works = np.flatnonzero(self._of_llm & (self.schedule.lane == Lane.COMPUTE))
+        _, first = np.unique(self._lines.device[works], return_index=True)
+        self._first = works[first]  # with which the LLM begins on every class
+
+    def arrange(self, shift_s: float) -> Arranged:
+        """Encoder work beside an LLM that begins `shift_s` later on every class than without it."""
+        held_s, due_s = np.zeros(len(self.schedule)), self._due_s + shift_s
+        held_s[self._first] = due_s[self._first]
+        timeline, turn = list_schedule(
+            self.schedule,
+            rank=self._rank,
+            due_s=due_s,
+            held_s=held_s,
+            patience_s=PATIENCE_S,
+            slowdown=self.header.slowdown,
+        )
+        llm = self._of_llm
+        ends_s = np.zeros(self.schedule.num_devices)
+        np.maximum.at(ends_s, self.schedule.device[self._encoders], timeline.finish_s[self._encoders])
+        return Arranged(
+            fill=self,
+            turn=turn,
+            step_s=timeline.step_s,
+            shift_s=shift_s,
+            late_s=float((timeline.start_s[llm] - self._due_s[llm]).max()),
+            ends_s=ends_s,
+        )
+
+    def _ranks(self, by_layer: int) -> Floats:
+        """Of every line: how soon it is taken among those that are ready; -1 where order is fixed."""
+        lines, header = self._lines, self._lines.header
+        rank = np.full(len(lines), -1.0)
+        rank[self.schedule.kind == Kind.SEND] = 0.0
+        free = np.flatnonzero(self._phases & ~self._of_llm)
+        verb, number = lines.verb[free], lines.microbatch[free]
+        urgency = np.array([URGENCY.get(verb, 0) for verb in Verb])[verb]
+        pieces = header.pieces[lines.module[free]]
+        first = header.plan.microbatches * pieces - by_layer
+        together = (verb == Verb.W) & (number >= first)
+        layers = MANY - header.layer[lines.phase[free]]
+        order = np.where(together, (MANY + layers) * MANY + number, number / pieces * MANY)
+        rank[free] = urgency * float(4 * MANY * MANY) + order
+        return rank
+
+    def orders(self, turn: Ints) -> list[Program]:
+        """Phases of every class by their turn, but launches where they are to be enqueued."""
+        device, place = self._lines.device, self._lines.place
+        when = self._with_launches(turn)
+        found = []
+        for each in range(self._lines.header.devices):
+            rows = np.flatnonzero(self._phases & (device == each))
+            order = np.lexsort((place[rows], when[rows]))
+            found.append(self._lines.program(rows[order]))
+        return found
+
+    def _with_launches(self, turn: Ints) -> Floats:
+        """Turns, changed so that a link meets its launches in the order in which they had their turns.
+
+        A launch of the LLM stands right behind the compute whose result it sends. What an encoder launched
+        during that compute must then stand before it.
+        """
+        when, kind, device = turn.astype(np.float64), self.schedule.kind, self._lines.device
+        llm = np.flatnonzero(self._of_llm)
+        launches = llm[(kind[llm] == Kind.LAUNCH) & (self._lines.place[llm] > 0)]
+        senders = llm[np.searchsorted(llm, launches) - 1]
+        theirs = np.flatnonzero(self._phases & ~self._of_llm & (kind == Kind.LAUNCH))
+        for each in range(self._lines.header.devices):
+            mine, sent = launches[device[launches] == each], senders[device[launches] == each]
+            some = theirs[device[theirs] == each]
+            if not len(mine):
+                continue
+            at = np.searchsorted(turn[sent], turn[some]) - 1
+            under = (at >= 0) & (turn[some] < turn[mine[at]])
+            some, begin, end = some[under], turn[sent[at[under]]], turn[mine[at[under]]]
+            when[some] = begin - 1 + (turn[some] - begin) / (end - begin)
+        when[launches] = turn[senders]
+        ops = self._lines.ops
+        number = np.repeat(np.arange(len(ops)), np.diff(np.append(ops.first, len(ops.rows))))
+        apart = number * float(len(when) + 1)
+        held = np.minimum.accumulate((when[ops.rows] + apart)[::-1])[::-1] - apart
+        when[ops.rows] = held  # phases of an op in their order: earlier ones come no later
+        return when
+
+
+def _in_order(schedule: Schedule, lines: Lines, launch_s: float) -> Schedule:
+    """With waits of every encoder phase for the one before it in its op, since they are played in order.
+
+    But a phase may overtake a launch, which goes on beside it; not where gradients of weights are made, which
+    have time. No phase is shorter than the host needs to launch it: the loop knows no host.
+    """
+    ops = lines.ops
+    before, after = ops.rows[:-1], ops.rows[1:]
+    same = np.ones(len(ops.rows), np.bool_)
+    same[ops.first] = False
+    late = same[1:] & (lines.module[before] != lines.header.llm)
+    late &= (schedule.kind[before] != Kind.LAUNCH) | (lines.verb[before] == Verb.W)
+    waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
+    edges = np.stack([np.append(waits, after[late]), np.append(schedule.deps, before[late])], axis=1)
+    dep_offset, deps = group_by_first(edges, len(schedule))
+    computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.WAIT) & (schedule.kind != Kind.FINISH)
+    duration_s = np.where(computes, np.maximum(schedule.duration_s, launch_s), schedule.duration_s)
+    return replace(schedule, dep_offset=dep_offset, deps=deps, duration_s=duration_s)
+
+
+def _traffic_order(header: Plan, base: Base) -> dict[Traffic, float]:
+    """Encoders' gathers first, layer by layer; then the LLM's traffic; then encoders' reduces, backwards."""
+    llm = header.names.index(LLM)
+    found: dict[Traffic, float] = {
+        (llm, verb, stage, place): line for (verb, stage, place), line in base.traffic_order().items()
+    }
+    for module, (_, planned) in enumerate(header.encoders.items()):
+        for stage, buckets in enumerate(planned.buckets):
+            for place in range(len(buckets)):
+                found[module, Verb.GATHER, stage, place] = place - len(buckets)
+                found[module, Verb.REDUCE, stage, place] = MANY * MANY - place
+    return found
+
+
+def _coarse(header: Plan, base: Base) -> Iterator[Program]:
+    """Of every class: all forwards of encoders, the LLM, all backwards of encoders."""
+    for device in range(header.ranks.num_classes):
+        forwards = list(_ops(header, device, (Kind.F,)))
+        backwards = list(_ops(header, device, (Kind.B, Kind.I, Kind.W)))
+        yield Program.of(np.concatenate([*forwards, base.llm_rows(header, device), *backwards]))
+
+
+def _ops(header: Plan, device: int, kinds: tuple[Kind, ...]) -> Iterator[Ints]:
+    """Phases of all ops of these kinds that encoders have on a class, microbatch by microbatch."""
+    ranks = header.ranks
+    for number, (name, module) in enumerate(header.encoders.items()):
+        stage, pipeline = ranks.stage_of(name, device), ranks.pipeline_of(name, device)
+        mine = np.flatnonzero(np.array(module.pipelines) == pipeline)
+        made = [kind for kind in kinds if kind in module.chunks[stage].templates]
+        sizes = [len(header.template_of(name, kind, stage, 0)) for kind in made]
+        one = np.array(
+            [
+                (number, VERB_OF[kind], 0, 0, place)
+                for kind, size in zip(made, sizes, strict=True)
+                for place in range(size)
+            ],
+            np.int64,
+        ).reshape(-1, 5)
+        rows = np.tile(one, (len(mine), 1))
+        rows[:, 3] = np.repeat(mine, len(one))
+        yield rows
+
+
+assert set(URGENCY) == set(VERB_OF.values())

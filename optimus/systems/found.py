@@ -1,0 +1,25 @@
+"""What a strategy found: a plan, how it came about, and what was passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from optimus.systems.filled import FilledPlan
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.rejected import Rejected
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """The best plan of a strategy. `hidden_share`: of encoder compute, placed inside the LLM's bubbles."""
+
+    filled: FilledPlan
+    llm: InlinePipeline
+    how: str  # what was chosen, in one line
+    considered: int
+    hidden_share: float
+    notes: Mapping[str, Any] = field(default_factory=dict)  # for readers of the plan file
+    remarks: tuple[str, ...] = ()  # on the search, for those who read its result
+    rejected: list[Rejected] = field(default_factory=list)

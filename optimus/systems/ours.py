@@ -1,0 +1,325 @@
+"""Our system: layouts, pieces and layers of every encoder beside an LLM pipeline, scheduled by `fill`.
+
+What is tried is ranked by the loop's own time; the best are lowered and replayed, and the replay decides.
+Budgets are counts of evaluations, so that the same job gives the same plan on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from optimus.errors import DoesNotFit
+from optimus.job.layout import Layout
+from optimus.job.model import Encoder
+from optimus.schedule.arrangement import Base
+from optimus.schedule.fill import Arranged, Fill
+from optimus.schedule.unfold import unfold
+from optimus.systems.colocated import Colocated, ColocatedEncoder, even_counts
+from optimus.systems.encoder_layouts import common_layouts
+from optimus.systems.filled import FilledPlan, finish_plan
+from optimus.systems.found import Found
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.rejected import Rejected, count_by_reason
+from optimus.systems.setting import Setting, describe_recompute
+from optimus.systems.traffic_cut import counts_by_traffic, moved
+
+MOST_LAYOUTS = 3  # scheduled beside one LLM pipeline, the most promising first
+HALVINGS = 4  # of the shift of the LLM
+MOST_MOVES = 6  # of a layer from one stage to another
+MOST_REFINED = 2  # layouts
+LITTLE = 2e-3  # share of a step: delays below it are not worth a search
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """How one encoder lies beside the LLM."""
+
+    layout: Layout
+    recompute: str
+    pieces: int = 1
+    counts: tuple[int, ...] = ()
+    split: bool = True  # gradients of weights apart from those of inputs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tried:
+    """A way to lay encoders beside the LLM, and the best arrangement that was found for it."""
+
+    trial: Trial
+    arranged: Arranged
+
+    @property
+    def beside(self) -> Mapping[str, Beside]:
+        return self.trial.beside
+
+    @property
+    def step_s(self) -> float:
+        return self.arranged.step_s
+
+
+class Trial:
+    """One LLM pipeline with encoders beside it, ready to be arranged; blocks of a TP group are folded."""
+
+    def __init__(
+        self, setting: Setting, llm: InlinePipeline, beside: Mapping[str, Beside], base: Base | None
+    ) -> None:
+        self.setting, self.llm, self.beside = setting, llm, beside
+        self.header = self._colocated(folded=True).header(strategy="optimus")
+        self.base = base or Base(self.header, llm.order)
+
+    def _colocated(self, *, folded: bool) -> Colocated:
+        encoders = self.setting.job.model.encoders
+        return Colocated(self.setting, self.llm, [self._encoder(e, folded=folded) for e in encoders])
+
+    def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
+        chosen, llm = self.beside[encoder.name], self.llm
+        across = llm.layout.tp // chosen.layout.tp if folded else 1
+        layout = chosen.layout.with_(dp=chosen.layout.dp // across, tp=chosen.layout.tp * across)
+        pieces, pipelines = chosen.pieces // across, layout.dp // llm.layout.dp
+        return ColocatedEncoder(
+            encoder=encoder,
+            layout=layout,
+            layers=self.setting.encoder_layers(
+                encoder, chosen.layout, llm.sequences / chosen.pieces, chosen.recompute
+            ),
+            pieces=pieces,
+            pipelines=tuple(number % pipelines for number in range(llm.microbatches * pieces)),
+            recompute=chosen.recompute,
+            counts=chosen.counts,
+            split=chosen.split and encoder.train,
+        )
+
+    @cached_property
+    def fill(self) -> Fill:
+        return Fill(self.header, self.base)
+
+    def plan(self, arranged: Arranged) -> FilledPlan:
+        """For all blocks, lowered and replayed."""
+        whole = self._colocated(folded=False)
+        header, orders = unfold(whole.header(strategy="optimus"), self.header, arranged.orders())
+        return finish_plan(header, orders, whole.fixed_bytes(), estimate_s=arranged.step_s)
+
+    @cached_property
+    def fixed_bytes(self) -> list[Mapping[str, int]]:
+        return self._colocated(folded=True).fixed_bytes()
+
+
+class Search:
+    """Everything that is tried beside one LLM pipeline."""
+
+    def __init__(self, setting: Setting, llm: InlinePipeline) -> None:
+        self.setting, self.llm = setting, llm
+        self.rejected: list[Rejected] = []
+        self.considered = 0
+        self._base: Base | None = None
+
+    def best(self) -> list[Tried]:
+        """Ways that fit by their bytes, the fastest first: only that one is refined."""
+        found = [self._tried(beside) for beside in self._layouts()]
+        found.sort(key=lambda tried: tried.step_s)
+        refined = [self._refined(tried) for tried in found[:MOST_REFINED]]
+        return sorted([*refined, *found[MOST_REFINED:]], key=lambda tried: tried.step_s)
+
+    # ------------------------------------------------------------------------ layouts
+
+    def _layouts(self) -> Iterator[dict[str, Beside]]:
+        """One layout for all encoders, with the least recomputation that fits; the most promising first."""
+        ranked: list[tuple[float, int, dict[str, Beside]]] = []
+        for layout in common_layouts(self.setting, self.llm.layout):
+            self.considered += 1
+            if isinstance(layout, Rejected):
+                self.rejected.append(layout)
+                continue
+            fitting = self._fitting(layout)
+            if fitting is not None:
+                ranked.append((self._bound_s(fitting), len(ranked), fitting))
+        for _, _, fitting in sorted(ranked)[:MOST_LAYOUTS]:
+            yield fitting
+
+    def _fitting(self, layout: Layout) -> dict[str, Beside] | None:
+        encoders = self.setting.job.model.encoders
+        needs = 0.0
+        for policy in self.setting.policies(encoders):
+            again = dict(policy)
+            pieces = self.llm.layout.tp // layout.tp
+            beside = {e.name: Beside(layout=layout, recompute=again[e.name], pieces=pieces) for e in encoders}
+            needs = self._most_bytes(beside)
+            if needs <= self.setting.capacity_bytes:
+                return beside
+        capacity = f"{self.setting.capacity_bytes / 1e9:.1f} GB"
+        reason = f"memory: {needs / 1e9:.1f} of {capacity} with the most recomputation"
+        self.rejected.append(Rejected(layout=layout, reason=reason, module=self.setting.encoder_names))
+        return None
+
+    def _most_bytes(self, beside: Mapping[str, Beside]) -> float:
+        """At most what a rank holds: all its encoder microbatches at once."""
+        trial = self._trial(beside)
+        working = self.llm.sums.stage_bytes(self.llm.cut, self.llm.layout.pp).working
+        ranks = trial.header.ranks
+        fixed, found = trial.fixed_bytes, []
+        for device in range(ranks.num_classes):
+            stage, _, _ = ranks.coordinates(device)
+            held = self.llm.memories[stage].llm_activations - float(working[stage])
+            for name, module in trial.header.encoders.items():
+                mine = sum(own == ranks.pipeline_of(name, device) for own in module.pipelines)
+                chunk = module.chunks[ranks.stage_of(name, device)]
+                held += mine * chunk.kept_bytes + chunk.made_again_bytes
+                held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
+            found.append(held + sum(fixed[device].values()))
+        return max(found)
+
+    def _bound_s(self, beside: Mapping[str, Beside]) -> float:
+        """Traffic and compute of the encoders on their busiest stage: what cannot all be hidden."""
+        header = self._trial(beside).header
+        found = 0.0
+        for module in header.encoders.values():
+            stages = range(module.layout.pp)
+            found += max(sum(b.gather_s + b.reduce_s for b in module.buckets[stage]) for stage in stages)
+            share = len(module.pipelines) / (1 + max(module.pipelines))
+            found += share * max(
+                sum(
+                    phase.duration_s
+                    for name in module.chunks[s].templates.values()
+                    for phase in header.templates[name]
+                )
+                for s in stages
+            )
+        return found
+
+    # ------------------------------------------------------------------------ evaluations
+
+    def _trial(self, beside: Mapping[str, Beside]) -> Trial:
+        trial = Trial(self.setting, self.llm, beside, self._base)
+        self._base = trial.base
+        return trial
+
+    def _tried(self, beside: Mapping[str, Beside], shift_s: float | None = None) -> Tried:
+        """Arranged with the best shift of the LLM, if none is given: the least that keeps encoders ahead."""
+        trial = self._trial(beside)
+        if shift_s is not None:
+            return Tried(trial=trial, arranged=trial.fill.arrange(shift_s))
+        best = trial.fill.arrange(0.0)
+        low_s, high_s = 0.0, best.late_s
+        for _ in range(HALVINGS if best.late_s > LITTLE * best.step_s else 0):
+            middle = trial.fill.arrange((low_s + high_s) / 2)
+            best = min(best, middle, key=lambda arranged: arranged.step_s)
+            ahead = middle.late_s - middle.shift_s < (high_s - low_s) / 2
+            low_s, high_s = (low_s, middle.shift_s) if ahead else (middle.shift_s, high_s)
+        return Tried(trial=trial, arranged=best)
+
+    def _refined(self, tried: Tried) -> Tried:
+        """With other numbers of layers on stages, and smaller pieces, while that helps."""
+        whole = {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
+        for beside in (whole, self._counted(tried)):
+            tried = self._faster(tried, self._tried(beside))
+        while True:
+            smaller = self._tried(_cut_again(tried.beside))
+            if self._faster(tried, smaller) is tried:
+                break
+            tried = smaller
+        return self._levelled(tried)
+
+    def _levelled(self, tried: Tried) -> Tried:
+        """Layers moved one by one from the stage that ends last to one that ends early, while that helps."""
+        for _ in range(MOST_MOVES):
+            for name in tried.beside:
+                moved = self._moved(tried, name)
+                found = [
+                    self._tried(beside, tried.arranged.shift_s) for beside in moved if self._fits(beside)
+                ]
+                best = min([tried, *found], key=lambda each: each.step_s)
+                if best is tried:
+                    return tried
+                tried = best
+        return tried
+
+    def _moved(self, tried: Tried, name: str) -> list[dict[str, Beside]]:
+        """One layer of an encoder from its last stage to end to each of the two that end first."""
+        module, chosen = tried.trial.header.modules[name], tried.beside[name]
+        stages = module.layout.pp
+        ends = [max(tried.arranged.ends_s[stage::stages]) for stage in range(stages)]
+        inner = next(e.stack.layers for e in self.setting.job.model.encoders if e.name == name)
+        counts = chosen.counts or even_counts(inner, stages)
+        order = sorted(range(stages), key=lambda stage: ends[stage])
+        if stages == 1 or counts[order[-1]] < 2:
+            return []
+        return [
+            {**tried.beside, name: replace(chosen, counts=moved(counts, order[-1], taker))}
+            for taker in order[: min(2, stages - 1)]
+        ]
+
+    def _faster(self, one: Tried, other: Tried) -> Tried:
+        """The faster of two, if it fits."""
+        return other if other.step_s < one.step_s and self._fits(other.beside) else one
+
+    def _fits(self, beside: Mapping[str, Beside]) -> bool:
+        return self._most_bytes(beside) <= self.setting.capacity_bytes
+
+    def _counted(self, tried: Tried) -> dict[str, Beside]:
+        """The same with layers on stages by what their traffic leaves open."""
+        found = {}
+        for name, chosen in tried.beside.items():
+            encoder = next(e for e in self.setting.job.model.encoders if e.name == name)
+            layers = self.setting.encoder_layers(encoder, chosen.layout, self.llm.sequences, chosen.recompute)
+            counts = counts_by_traffic(self.setting, layers, tried.trial.base, chosen.layout.pp)
+            found[name] = replace(chosen, counts=counts)
+        return found
+
+
+def search_ours(setting: Setting, llms: Sequence[Iterable[InlinePipeline]]) -> Found:
+    """The best beside each LLM pipeline, by replay. A pipeline comes with more and more recomputation."""
+    plans: list[tuple[FilledPlan, Tried]] = []
+    rejected: list[Rejected] = []
+    considered = 0
+    for ladder in llms:
+        for llm in ladder:
+            search = Search(setting, llm)
+            made = ((tried.trial.plan(tried.arranged), tried) for tried in search.best())
+            best = next((pair for pair in made if pair[0].fits), None)
+            considered += search.considered
+            rejected += search.rejected
+            if best is not None:
+                plans.append(best)
+                break
+    if not plans:
+        words = "; ".join(count_by_reason(rejected))
+        raise DoesNotFit(
+            f"encoders fit beside the LLM at {setting.layout} in none of {considered} layouts: {words}",
+            "use recompute: full, more GPUs, more tp or pp, or another system",
+        )
+    filled, tried = min(plans, key=lambda pair: pair[0].step_s)
+    return Found(
+        filled=filled,
+        llm=tried.trial.llm,
+        how=_describe(tried),
+        considered=considered,
+        hidden_share=_hidden_share(filled),
+        notes={"shift_s": tried.arranged.shift_s},
+        rejected=rejected,
+    )
+
+
+def _cut_again(beside: Mapping[str, Beside]) -> dict[str, Beside]:
+    """In pieces of half the size."""
+    return {name: replace(chosen, pieces=2 * chosen.pieces) for name, chosen in beside.items()}
+
+
+def _describe(tried: Tried) -> str:
+    llm = tried.trial.llm
+    parts = []
+    for name, chosen in tried.beside.items():
+        counts = "" if not chosen.counts else f" layers {'+'.join(map(str, chosen.counts))}"
+        pieces = "" if chosen.pieces == 1 else f" in {chosen.pieces} pieces"
+        parts.append(f"{name} {chosen.layout}{pieces}{counts}")
+    again = describe_recompute((*((n, c.recompute) for n, c in tried.beside.items()), *llm.policy))
+    size = f"microbatch {llm.sequences:.3g}"
+    return f"{'; '.join(parts)}; llm {llm.layout}; {llm.order_name}; {size}; {again}"
+
+
+def _hidden_share(filled: FilledPlan) -> float:
+    """Share of encoder compute that lies in slots of, or between, the LLM's phases."""
+    seconds = filled.plan.claims.encoder_s
+    total = sum(seconds.values())
+    return (seconds["slots"] + seconds["between"]) / total if total else 1.0

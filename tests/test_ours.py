@@ -1,0 +1,85 @@
+"""Our scheduler: every plan holds, its own time is the replay's, and it stays near the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from random_jobs import random_job, random_setting
+from random_plans import bound, random_llm
+
+from optimus.cost.assumptions import preset
+from optimus.errors import DoesNotFit, UserError
+from optimus.job.read import find_job
+from optimus.program.validator import check_plan
+from optimus.search.layouts import decide_setting
+from optimus.systems.known import Systems
+from optimus.systems.ours import search_ours
+
+Record = Callable[[str, object], None]
+RANDOM, CI_RANDOM, PART = 12, 300, 75
+# Of the LLM's own step with interleaved 1F1B. What is printed is what was found; these must not be exceeded.
+OVER_FLOOR_1F1B = {
+    ("paper/strong-3072", "clean"): 1.025,
+    ("paper/strong-2048", "clean"): 1.018,
+    ("paper/strong-1536", "clean"): 1.014,
+    ("paper/strong-3072", "clean-slack"): 1.006,
+    ("paper/strong-2048", "clean-slack"): 1.004,
+    ("paper/strong-1536", "clean-slack"): 1.003,
+}
+
+
+def check_random(seeds: range) -> None:
+    """Each plan passes all rules; nothing but a typed refusal stops a search."""
+    plans = 0
+    for seed in seeds:
+        rng = Random(seed)
+        setting = random_setting(rng, random_job(rng))
+        if not setting.job.model.encoders:
+            continue
+        try:
+            found = search_ours(setting, [[random_llm(Random(seed), setting, splits=bool(seed % 2))]])
+        except (DoesNotFit, UserError):
+            continue
+        violations = check_plan(bound(found.filled.plan, setting)).violations
+        assert not violations, f"seed {seed}: {violations[0]}"
+        plans += 1
+    assert plans > len(seeds) // 2
+
+
+def test_plans_of_random_jobs_pass_all_rules() -> None:
+    check_random(range(RANDOM))
+
+
+@pytest.mark.ci("search")
+@pytest.mark.parametrize("first", range(0, CI_RANDOM, PART))
+def test_plans_of_many_random_jobs_pass_all_rules(first: int) -> None:
+    check_random(range(first, first + PART))
+
+
+@pytest.mark.ci("search")
+@pytest.mark.parametrize(("name", "assumed"), [key for key in OVER_FLOOR_1F1B if "3072" in key[0]])
+def test_large_encoders_hide_behind_the_llm(name: str, assumed: str, record_property: Record) -> None:
+    check_over_floor(name, assumed, record_property)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("name", "assumed"), [key for key in OVER_FLOOR_1F1B if "3072" not in key[0]])
+def test_large_encoders_hide_behind_the_llm_at_fewer_gpus(
+    name: str, assumed: str, record_property: Record
+) -> None:
+    check_over_floor(name, assumed, record_property)
+
+
+def check_over_floor(name: str, assumed: str, record_property: Record) -> None:
+    """Beside interleaved 1F1B, all traffic of encoders in full; the loop's time is nearly the replay's."""
+    setting, _ = decide_setting(find_job(name), preset(assumed))
+    systems = Systems(setting)
+    floor_s = systems.step_s(systems.floor_1f1b)
+    found = search_ours(setting, [[systems.floor_1f1b]])
+    over = found.filled.step_s / floor_s
+    record_property("over floor-1f1b", round(over, 4))
+    assert over <= OVER_FLOOR_1F1B[name, assumed], f"{over:.4f}"
+    assert found.filled.estimate_s == pytest.approx(found.filled.step_s, rel=2e-3)
+    assert not check_plan(bound(found.filled.plan, setting)).violations
