@@ -20,6 +20,17 @@ CLOSE = 1.05  # if their estimates are this close to the best
 ADJUSTED = "interleaved, adjusted warm-up"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """An encoder layout that fits and was scheduled."""
+
+    layout: Layout
+    module: str
+    step_s: float
+    peak_bytes: float
+    replayed: bool  # or its seconds are the algorithm's estimate, and its bytes an upper bound
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
     """The best plan of the paper's algorithm, and what was passed over."""
@@ -28,6 +39,7 @@ class Found:
     filled: FilledPlan
     considered: int
     rejected: list[Rejected] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
 
 
 def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> Found:
@@ -53,7 +65,13 @@ def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> Found:
         plans = _replayed(choices, rejected)
         if plans:
             best, choice = min(plans, key=lambda pair: pair[0].step_s)
-            return Found(choice=choice, filled=best, considered=considered, rejected=rejected)
+            return Found(
+                choice=choice,
+                filled=best,
+                considered=considered,
+                rejected=rejected,
+                tried=_tried(choices, plans, rejected),
+            )
     words = "; ".join(count_by_reason(rejected))
     raise DoesNotFit(
         f"encoders fit beside the LLM at {setting.layout} in none of {considered} layouts: {words}",
@@ -91,7 +109,9 @@ def _schedule(
         needs.append(f"{filling.most_bytes(even) / 1e9:.1f}")
     capacity = setting.capacity_bytes / 1e9
     reason = f"memory: {needs[-1]} of {capacity:.1f} GB with the most recomputation"
-    return Rejected(layout=layout, reason=reason, module=setting.encoder_names)
+    return Rejected(
+        layout=layout, reason=reason, module=setting.encoder_names, peak_bytes=filling.most_bytes(even)
+    )
 
 
 def warmups(llm: InlinePipeline) -> Iterator[InlinePipeline]:
@@ -126,5 +146,35 @@ def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple
         peak = max(held.peak for held in filled.plan.memory) / 1e9
         reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
         names = choice.filling.setting.encoder_names
-        rejected.append(Rejected(layout=choice.filling.layout, reason=reason, module=names))
+        rejected.append(
+            Rejected(layout=choice.filling.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
+        )
+    return found
+
+
+def _tried(
+    choices: Sequence[Choice], plans: Sequence[tuple[FilledPlan, Choice]], rejected: Sequence[Rejected]
+) -> list[Tried]:
+    """Every layout that fits: as replayed, or as estimated where others were more promising."""
+    replayed = {choice.filling.layout: filled for filled, choice in plans}
+    passed_over = {each.layout for each in rejected}
+    found = []
+    for choice in choices:
+        filling = choice.filling
+        if filling.layout in passed_over:
+            continue
+        filled = replayed.get(filling.layout)
+        if filled is None:
+            step_s, peak = choice.estimate_s + filling.traffic_s, filling.most_bytes(max(choice.split))
+        else:
+            step_s, peak = filled.step_s, float(max(held.peak for held in filled.plan.memory))
+        found.append(
+            Tried(
+                layout=filling.layout,
+                module=filling.setting.encoder_names,
+                step_s=step_s,
+                peak_bytes=peak,
+                replayed=filled is not None,
+            )
+        )
     return found
