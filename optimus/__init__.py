@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from optimus.job.read import make_job as make_job
     from optimus.program.planfile import load_plan as load_plan
     from optimus.program.planfile import save_plan as save_plan
+    from optimus.render.report.writing import write_report as report
     from optimus.search.compare import compare_systems as simulate
     from optimus.search.planning import check_planned as check
     from optimus.search.planning import make_plan as plan
@@ -24,13 +25,25 @@ _VERBS = {
     "make_job": ("optimus.job.read", "make_job"),
     "load_plan": ("optimus.program.planfile", "load_plan"),
     "save_plan": ("optimus.program.planfile", "save_plan"),
+    "report": ("optimus.render.report.writing", "write_report"),
     "simulate": ("optimus.search.compare", "compare_systems"),
     "check": ("optimus.search.planning", "check_planned"),
     "plan": ("optimus.search.planning", "make_plan"),
     "train": ("optimus.cli.local_training", "train"),
 }
 
-__all__ = ["check", "find_job", "load_job", "load_plan", "make_job", "plan", "save_plan", "simulate", "train"]
+__all__ = [
+    "check",
+    "find_job",
+    "load_job",
+    "load_plan",
+    "make_job",
+    "plan",
+    "report",
+    "save_plan",
+    "simulate",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

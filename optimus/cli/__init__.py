@@ -12,11 +12,12 @@ from optimus.cli.benching import Bench
 from optimus.cli.exporting import Export
 from optimus.cli.flags import NO, OK, OUR_BUG, USER_ERROR
 from optimus.cli.planning import Catalog, Check, Diff, Init, Plan, Simulate
+from optimus.cli.reporting import Report
 from optimus.cli.running import Profile, Train
 from optimus.console import show
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
 
-COMMANDS = (Catalog, Init, Simulate, Plan, Check, Diff, Export, Profile, Train, Bench)
+COMMANDS = (Catalog, Init, Simulate, Plan, Check, Diff, Export, Report, Profile, Train, Bench)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,7 +33,7 @@ def run(arguments: list[str]) -> int:
     try:
         _check_words(arguments)
         command = tyro.cli(
-            Catalog | Init | Simulate | Plan | Check | Diff | Export | Profile | Train | Bench,
+            Catalog | Init | Simulate | Plan | Check | Diff | Export | Report | Profile | Train | Bench,
             prog="optimus",
             args=arguments or ["--help"],
             description="Plans multimodal LLM training: where its time and memory go, and how encoder work "

@@ -234,7 +234,7 @@ class Plan:
                 {planned.plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace
             )
             lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
-        lines.append(f"next   optimus check {output} | optimus simulate {output} --trace FILE.json.gz")
+        lines.append(f"next   optimus check {output} | optimus report {output}")
         show(plan_json(planned, file=output, digest=digest), lines, as_json=self.json)
         return OK
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from optimus.program.op import Floats, Ints, Kind, Lane
+from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
 from optimus.schedule.bubbles import CAUSES, Idle, find_idle
-from optimus.systems.known import System
+from optimus.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,17 @@ class Box:
     is_op: bool
 
 
-def device_rows(system: System) -> list[Row]:
+class Played(Protocol):
+    """A schedule and when its ops ran: a system, or a plan played again."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def timeline(self) -> Timeline: ...
+
+
+def device_rows(system: Played) -> list[Row]:
     """Every device of a system."""
     idle = find_idle(system.schedule, system.timeline)
     return [
@@ -97,7 +108,7 @@ def device_rows(system: System) -> list[Row]:
     ]
 
 
-def _intervals(system: System, device: int, idle: Idle) -> Intervals:
+def _intervals(system: Played, device: int, idle: Idle) -> Intervals:
     """Work and idle time of one device, from 0 to the end of the step, in order."""
     schedule, timeline = system.schedule, system.timeline
     ops = np.flatnonzero((schedule.device == device) & (schedule.lane == Lane.COMPUTE))
@@ -115,7 +126,7 @@ def _intervals(system: System, device: int, idle: Idle) -> Intervals:
     return Intervals(begin_s=begin[some], end_s=end[some], fill=fill[some], owner=owners[some])
 
 
-def _fills(system: System, ops: Ints) -> Ints:
+def _fills(system: Played, ops: Ints) -> Ints:
     """Places in STACK of what ops do."""
     schedule = system.schedule
     by_module = [LLM if name == "llm" else ENCODER for name in schedule.modules]
@@ -123,7 +134,7 @@ def _fills(system: System, ops: Ints) -> Ints:
     return np.array(table, np.int64)[schedule.module[ops], schedule.kind[ops]]
 
 
-def _owners(system: System, ops: Ints) -> Ints:
+def _owners(system: Played, ops: Ints) -> Ints:
     """A number that changes wherever another op begins: F, backward or W of a chunk and microbatch."""
     schedule = system.schedule
     part = np.array([{Kind.F: 0, Kind.W: 2, Kind.FINISH: 3}.get(kind, 1) for kind in Kind])
@@ -133,7 +144,7 @@ def _owners(system: System, ops: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(changes)])[: len(ops)]
 
 
-def _traffic(system: System, device: int, kind: Kind) -> list[tuple[float, float]]:
+def _traffic(system: Played, device: int, kind: Kind) -> list[tuple[float, float]]:
     """When a device gathers parameters or reduces gradients, in order."""
     schedule, timeline = system.schedule, system.timeline
     ops = np.flatnonzero((schedule.device == device) & (schedule.kind == kind))

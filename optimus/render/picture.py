@@ -83,12 +83,12 @@ def headline(system: System, job: str) -> str:
     """What the picture of a system says: `paper/A, stage0: 5.86 s a step, 68 % of GPU time idle`."""
     idle = 100 * system.bubbles.total / system.step_s
     text = (
-        f"{show_value(job)}, {system.name}: {_digits(system.step_s)} s a step, {idle:.0f} % of GPU time idle"
+        f"{show_value(job)}, {system.name}: {digits(system.step_s)} s a step, {idle:.0f} % of GPU time idle"
     )
     return text if system.fits else f"{text}; does not fit in memory"
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three significant digits: 0.512, 5.86, 12.0, 1234."""
     return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:.0f}"
 
@@ -120,9 +120,9 @@ def _draw(
         top += 26
         height = max(9, min(20, 200 // len(own)))
         for row in own:
-            body += _row(row, scale, top, height, box_px)
+            body += row_svg(row, scale, top, height, box_px)
             top += height + STRIP_PX + 3
-        body += _axis(scale, system.step_s, top)
+        body += axis_svg(scale, system.step_s, top)
         top += 38
     legend, top = _legend(_present(rows), top + 4)
     words = f"{note} Area is time: what fills a box takes that share of its time.".strip()
@@ -131,13 +131,13 @@ def _draw(
     size = f"width='{WIDTH}' height='{top + 28}' viewBox='0 0 {WIDTH} {top + 28}'"
     head = [
         f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>",
-        f"<title>{_clean(title)}</title>",
+        f"<title>{clean(title)}</title>",
         f"<rect width='100%' height='100%' rx='6' fill='{PAPER}'/>",
     ]
     return "\n".join([*head, *body, "</svg>", ""])
 
 
-def _row(row: Row, scale: Scale, top: int, height: int, box_px: float) -> Iterator[str]:
+def row_svg(row: Row, scale: Scale, top: int, height: int, box_px: float) -> Iterator[str]:
     """One device: its compute lane, and below it the strip of its data-parallel traffic."""
     boxes = list(boxes_of(row.intervals, scale.seconds(OWN_BOX_PX), scale.seconds(box_px)))
     tall = round(height / UNIT)
@@ -198,7 +198,7 @@ def _strip(times: Sequence[tuple[float, float]], scale: Scale) -> str:
     return "".join(f"M{begin} 0v-{depth}H{end}V0z" for begin, end in joined)
 
 
-def _axis(scale: Scale, step_s: float, top: int) -> Iterator[str]:
+def axis_svg(scale: Scale, step_s: float, top: int) -> Iterator[str]:
     """Ticks up to the longest step of the picture, and where this one ends."""
     rough = scale.longest_s / 6
     power = 10.0 ** math.floor(math.log10(rough))
@@ -240,9 +240,9 @@ def _text(
     x: float, y: float, words: str, *, size: int, colour: str = INK, anchor: str = "", weight: str = ""
 ) -> str:
     extra = (f" text-anchor='{anchor}'" if anchor else "") + (f" font-weight='{weight}'" if weight else "")
-    return f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}'{extra}>{_clean(words)}</text>"
+    return f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}'{extra}>{clean(words)}</text>"
 
 
-def _clean(words: str) -> str:
+def clean(words: str) -> str:
     """Words as XML text: markup escaped, and what XML cannot hold replaced."""
     return escape(_NOT_XML.sub("?", words))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -19,14 +19,8 @@ def claim_memory(
     plan: Plan, programs: Sequence[Program], fixed: Sequence[Mapping[str, int]]
 ) -> tuple[ClassMemory, ...]:
     """High-water marks of what lives along every program, beside what is always there."""
-    header = Header(plan)
-    lines = Lines.of(header, programs)
-    comes, goes = _changes(lines)
     found = []
-    for device in range(len(programs)):
-        mine = lines.device == device
-        # What a line ends to keep is still there while it runs.
-        alive = np.cumsum(comes[mine], axis=0) - np.cumsum(goes[mine], axis=0) + goes[mine]
+    for device, alive in enumerate(alive_along(plan, programs)):
         total = alive.sum(axis=1)
         most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(3, np.int64)
         llm, encoders, seam = (int(value) for value in most)
@@ -36,6 +30,16 @@ def claim_memory(
             )
         )
     return tuple(found)
+
+
+def alive_along(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
+    """Of every device class: bytes alive while each line runs, by component (LLM, encoders, seam)."""
+    lines = Lines.of(Header(plan), programs)
+    comes, goes = _changes(lines)
+    for device in range(len(programs)):
+        mine = lines.device == device
+        # What a line ends to keep is still there while it runs.
+        yield np.cumsum(comes[mine], axis=0) - np.cumsum(goes[mine], axis=0) + goes[mine]
 
 
 def _changes(lines: Lines) -> tuple[Ints, Ints]:

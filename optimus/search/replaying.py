@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from optimus.errors import UserError
 from optimus.program.op import Schedule
-from optimus.program.plan import Plan
+from optimus.program.plan import Plan, Program
+from optimus.program.ranks import LLM
 from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
 from optimus.schedule.coupled import couple
 from optimus.schedule.lower import play
@@ -43,3 +46,10 @@ def replay_plan(plan: Plan) -> Replayed:
         ) from error
     bubbles = mean_bubbles(find_bubbles(schedule, timeline))
     return Replayed(plan=plan, schedule=schedule, timeline=timeline, bubbles=bubbles)
+
+
+def replay_llm_alone(plan: Plan) -> Replayed:
+    """The plan without its encoders: the LLM's ops in the same order, with nothing between them."""
+    kept = plan.names.index(LLM), len(plan.names) - 1  # and the optimizer, which is everybody's
+    programs = tuple(Program.of(each.rows[np.isin(each.module, kept)]) for each in plan.programs)
+    return replay_plan(replace(plan, programs=programs))

@@ -6,9 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from optimus.job.layout import Layout
 from optimus.systems.filled import FilledPlan
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.rejected import Rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedLayout:
+    """An encoder layout that fits and was scheduled."""
+
+    layout: Layout
+    module: str
+    step_s: float
+    peak_bytes: float
+    replayed: bool  # or its seconds are the algorithm's estimate, and its bytes an upper bound
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,3 +35,4 @@ class Found:
     notes: Mapping[str, Any] = field(default_factory=dict)  # for readers of the plan file
     remarks: tuple[str, ...] = ()  # on the search, for those who read its result
     rejected: list[Rejected] = field(default_factory=list)
+    tried: list[TriedLayout] = field(default_factory=list)

@@ -71,6 +71,7 @@ class System:
     found: Found | None = None  # of a system that makes a plan
     measured_step_s: float | None = None
     measured_memory_bytes: float | None = None
+    weights: Floats | None = None  # GPUs that each device stands for, where they are not equal
 
 
 class Systems:
@@ -367,6 +368,7 @@ class Systems:
             fits=memories[worst].total <= self.setting.capacity_bytes,
             schedule=schedule,
             timeline=timeline,
+            weights=weights,
         )
 
 

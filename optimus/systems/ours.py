@@ -19,7 +19,7 @@ from optimus.schedule.unfold import unfold
 from optimus.systems.colocated import Colocated, ColocatedEncoder, even_counts
 from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.filled import FilledPlan, finish_plan
-from optimus.systems.found import Found
+from optimus.systems.found import Found, TriedLayout
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.rejected import Rejected, count_by_reason
 from optimus.systems.setting import Setting, describe_recompute
@@ -121,6 +121,16 @@ class Search:
         found.sort(key=lambda tried: tried.step_s)
         refined = [self._refined(tried) for tried in found[:MOST_REFINED]]
         return sorted([*refined, *found[MOST_REFINED:]], key=lambda tried: tried.step_s)
+
+    def as_layout(self, tried: Tried) -> TriedLayout:
+        """For those who look at what was tried: one layout is common to all encoders."""
+        return TriedLayout(
+            layout=next(iter(tried.beside.values())).layout,
+            module=self.setting.encoder_names,
+            step_s=tried.step_s,
+            peak_bytes=self._most_bytes(tried.beside),
+            replayed=False,
+        )
 
     # ------------------------------------------------------------------------ layouts
 
@@ -272,11 +282,14 @@ def search_ours(setting: Setting, llms: Sequence[Iterable[InlinePipeline]]) -> F
     """The best beside each LLM pipeline, by replay. A pipeline comes with more and more recomputation."""
     plans: list[tuple[FilledPlan, Tried]] = []
     rejected: list[Rejected] = []
+    layouts: list[TriedLayout] = []
     considered = 0
     for ladder in llms:
         for llm in ladder:
             search = Search(setting, llm)
-            made = ((tried.trial.plan(tried.arranged), tried) for tried in search.best())
+            ranked = search.best()
+            layouts += [search.as_layout(tried) for tried in ranked]
+            made = ((tried.trial.plan(tried.arranged), tried) for tried in ranked)
             best = next((pair for pair in made if pair[0].fits), None)
             considered += search.considered
             rejected += search.rejected
@@ -298,6 +311,7 @@ def search_ours(setting: Setting, llms: Sequence[Iterable[InlinePipeline]]) -> F
         hidden_share=_hidden_share(filled),
         notes={"shift_s": tried.arranged.shift_s},
         rejected=rejected,
+        tried=layouts,
     )
 
 

@@ -10,7 +10,7 @@ from optimus.job.layout import Layout
 from optimus.schedule.pipelines import interleaved, least_warmup
 from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.filled import FilledPlan
-from optimus.systems.found import Found
+from optimus.systems.found import Found, TriedLayout
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.paper import Bases, Choice, Filling
 from optimus.systems.rejected import Rejected, count_by_reason
@@ -65,6 +65,7 @@ def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> PaperFound
                 },
                 remarks=() if choice.all_splits else (FEW_SPLITS,),
                 rejected=rejected,
+                tried=_tried(choices, plans, rejected),
             )
     words = "; ".join(count_by_reason(rejected))
     raise DoesNotFit(
@@ -115,7 +116,9 @@ def _schedule(
         needs.append(f"{filling.most_bytes(even) / 1e9:.1f}")
     capacity = setting.capacity_bytes / 1e9
     reason = f"memory: {needs[-1]} of {capacity:.1f} GB with the most recomputation"
-    return Rejected(layout=layout, reason=reason, module=setting.encoder_names)
+    return Rejected(
+        layout=layout, reason=reason, module=setting.encoder_names, peak_bytes=filling.most_bytes(even)
+    )
 
 
 def warmups(llm: InlinePipeline) -> Iterator[InlinePipeline]:
@@ -150,5 +153,35 @@ def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple
         peak = max(held.peak for held in filled.plan.memory) / 1e9
         reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
         names = choice.filling.setting.encoder_names
-        rejected.append(Rejected(layout=choice.filling.layout, reason=reason, module=names))
+        rejected.append(
+            Rejected(layout=choice.filling.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
+        )
+    return found
+
+
+def _tried(
+    choices: Sequence[Choice], plans: Sequence[tuple[FilledPlan, Choice]], rejected: Sequence[Rejected]
+) -> list[TriedLayout]:
+    """Every layout that fits: as replayed, or as estimated where others were more promising."""
+    replayed = {choice.filling.layout: filled for filled, choice in plans}
+    passed_over = {each.layout for each in rejected}
+    found = []
+    for choice in choices:
+        filling = choice.filling
+        if filling.layout in passed_over:
+            continue
+        filled = replayed.get(filling.layout)
+        if filled is None:
+            step_s, peak = choice.estimate_s + filling.traffic_s, filling.most_bytes(max(choice.split))
+        else:
+            step_s, peak = filled.step_s, float(max(held.peak for held in filled.plan.memory))
+        found.append(
+            TriedLayout(
+                layout=filling.layout,
+                module=filling.setting.encoder_names,
+                step_s=step_s,
+                peak_bytes=peak,
+                replayed=filled is not None,
+            )
+        )
     return found

@@ -15,6 +15,7 @@ class Rejected:
     layout: Layout
     reason: str
     module: str = "llm"
+    peak_bytes: float | None = None  # what it would need, where memory is the reason
 
     @property
     def words(self) -> str:

@@ -1,0 +1,85 @@
+"""The command that draws a plan: one page, and a trace."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from optimus.cli.flags import OK, TRACE_ENDINGS, Json, On, PlanFile, Trace, load_profile_of
+from optimus.console import announced_compilation, check_writable, progress_bar, show
+from optimus.errors import UserError
+
+SCHEMA = "optimus.report/1"
+ENDINGS = (".plan.json", ".json")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Draw a plan as one HTML page: where time and memory go, how sure that is, and what was tried."""
+
+    plan: Annotated[PlanFile, tyro.conf.arg(metavar="PLAN", help="a plan file")]
+    job: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="JOB", help="simulate the plan's job again, to divide all systems and list what was tried"
+        ),
+    ] = None
+    on: On = None
+    profile: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FILE.yaml", help="with --job: the profile that the plan was made with"),
+    ] = None
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            aliases=["-o"], metavar="FILE.html", help="where to write; beside the plan if left out"
+        ),
+    ] = None
+    trace: Trace = None
+    json: Json = False
+
+    def __call__(self) -> int:
+        from optimus.program.planfile import load_plan
+
+        output = self.output or self._beside()
+        check_writable("--output", output, ".html")
+        if self.trace is not None:
+            check_writable("--trace", self.trace, *TRACE_ENDINGS)
+        for flag in ("on", "profile") if self.job is None else ():
+            if getattr(self, flag) is not None:
+                hint = f"name the job, or leave --{flag} out"
+                raise UserError(field=f"--{flag}", problem="needs --job", hint=hint)
+        plan = load_plan(self.plan)
+        digest = hashlib.sha256(self.plan.read_bytes()).hexdigest()
+        job, profile = None, load_profile_of(self.profile)
+        if self.job is not None:
+            from optimus.job.read import find_job
+
+            job = find_job(self.job, self.on)
+        with progress_bar() as progress, announced_compilation():
+            from optimus.render.report.writing import write_report
+
+            write_report(
+                plan, output, job=job, profile=profile, trace=self.trace, digest=digest, progress=progress
+            )
+        lines = [f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB, open it in a browser)"]
+        if self.trace is not None:
+            lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
+        if job is None:
+            lines.append(f"next   optimus report {self.plan} --job JOB, to divide all systems")
+        found = {
+            "schema": SCHEMA,
+            "html": str(output),
+            "trace": None if self.trace is None else str(self.trace),
+        }
+        show(found, lines, as_json=self.json)
+        return OK
+
+    def _beside(self) -> Path:
+        """The plan's name with another ending."""
+        ending = next((end for end in ENDINGS if self.plan.name.endswith(end)), "")
+        return self.plan.with_name(self.plan.name.removesuffix(ending) + ".html")

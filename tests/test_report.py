@@ -1,0 +1,442 @@
+"""The page of a plan: what it says is what the plan holds, in one file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_plans import tiny_plan
+
+import optimus
+from optimus.cli import run
+from optimus.cli.flags import OK, USER_ERROR
+from optimus.errors import UserError
+from optimus.job.read import find_job
+from optimus.program.op import Kind, Lane
+from optimus.program.plan import Plan
+from optimus.program.planfile import plan_digest, save_plan
+from optimus.render.report import packing
+from optimus.render.report.gather import gather_report
+from optimus.render.report.packing import TICK_S, packed_scenes
+from optimus.render.report.page import report_html
+from optimus.render.report.writing import compare_again
+from optimus.render.report_data import Perturbed, ReportData, Sure
+from optimus.render.text import gigabytes, seconds
+from optimus.schedule.bubbles import CAUSES
+from optimus.search.planning import Planned, make_plan
+from optimus.search.replaying import replay_llm_alone, replay_plan
+
+ROOT = Path(__file__).parents[1]
+SMALL, LARGE = "paper/small-a100", "paper/strong-3072"
+CHROMIUM = shutil.which("chromium")
+EVIL = "</script></title><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;\x00\ud800"
+
+
+@functools.cache
+def planned() -> Planned:
+    return make_plan(find_job(SMALL), systems=["stage0", "three-phase"])
+
+
+@functools.cache
+def data() -> ReportData:
+    return gather_report(planned().plan, comparison=planned().comparison)
+
+
+@functools.cache
+def alone() -> ReportData:
+    """Of the plan file and nothing else."""
+    return gather_report(planned().plan)
+
+
+class Page(HTMLParser):
+    """What a browser would find: tags with their attributes, and text by the tag it stands in."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self._open = [""]
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "path", "rect"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "path":
+            assert self._open.pop() == tag, f"{tag} is closed in another place than it was opened"
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append((self._open[-1], data))
+
+    def of(self, tag: str) -> list[str]:
+        return [text for place, text in self.texts if place == tag]
+
+
+def unpacked(scene: dict[str, Any]) -> tuple[np.ndarray[Any, Any], ...]:
+    """Begin and end in ticks, name, microbatch + 1 and slack, as the script reads them."""
+    raw = zlib.decompress(base64.b64decode(scene["data"]))
+    values, value, shift = list[int](), 0, 0
+    for byte in raw:
+        value |= (byte & 127) << shift
+        shift += 7
+        if not byte & 128:
+            values.append(value)
+            value = shift = 0
+    gap, spent, name, microbatch, slack = np.array(values).reshape(5, -1)
+    begin, end, place = np.zeros_like(gap), np.zeros_like(gap), 0
+    for count in scene["counts"]:
+        mine = slice(place, place + count)
+        end[mine] = np.cumsum(gap[mine] + spent[mine])
+        begin[mine] = end[mine] - spent[mine]
+        place += count
+    return begin, end, name, microbatch, slack
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def test_titles_say_the_figures_of_the_plan() -> None:
+    plan, system = planned().plan, planned().system
+    page = Page(report_html(data()))
+    where, timeline, memory, sure, tried = page.of("h2")
+    idle = system.bubbles.total / planned().step_s
+    hidden = planned().hidden_strict
+    share = f"{100 * hidden:.0f} %" if hidden > 0 else "nothing"
+    assert where.startswith(
+        f"Filling hides {share} of the encoder; {100 * idle:.0f} % of the step is left idle"
+    )
+    before = replay_llm_alone(plan).timeline.step_s
+    assert f"{seconds(planned().step_s)} s instead of {seconds(before)} s for the LLM alone" in timeline
+    assert (
+        f"{seconds(sum(plan.claims.encoder_s.values()) / len(plan.programs))} s compute per GPU" in timeline
+    )
+    peak = max(held.peak for held in plan.memory)
+    assert f"needs {gigabytes(peak)} of {gigabytes(plan.capacity_bytes)} GB" in memory
+    assert "perturbed replays" in sure and "16" in sure
+    found = planned().found
+    fit = found.considered - len(found.rejected)
+    assert tried.startswith(f"Of {found.considered} encoder layouts {fit} fit")
+    head = page.of("h1")[0]
+    assert head.startswith(f"{seconds(planned().step_s)} s a step on {plan.ranks.world} GPUs")
+    assert f"{planned().step_s / planned().floor_s:.3f} times the floor" in head
+
+
+def test_without_the_job_it_says_what_it_does_not_know() -> None:
+    page = Page(report_html(alone()))
+    assert len(page.of("h2")) == 4
+    assert any("name its job with --job" in text for text in page.of("p"))
+    assert any("Only this plan was played again" in text for text in page.of("p"))
+    assert {bar.name for bar in alone().where.bars} == set(planned().systems)
+    assert [bar.own for bar in alone().where.bars if bar.parts] == [True]
+
+
+def test_the_foot_says_where_figures_come_from() -> None:
+    foot = " ".join(Page(report_html(alone())).of("p")[-3:])
+    assert "analytic, uncalibrated" in foot and "preset default" in foot
+    assert plan_digest(planned().plan) in foot and optimus.__version__ in foot
+    assert "power capping" in foot
+
+
+def test_parts_of_bars_are_the_bubbles_of_the_table_and_sum_to_the_step() -> None:
+    for bar in data().where.bars:
+        assert sum(bar.parts.values()) == pytest.approx(bar.step_s)
+        for cause in CAUSES:
+            expected = getattr(planned().systems[bar.name].bubbles, cause)
+            assert bar.parts[cause] == pytest.approx(expected, abs=1e-9)
+
+
+def test_memory_over_the_step_peaks_at_the_claim() -> None:
+    memory = data().memory
+    highest = memory.fixed_bytes + sum(memory.alive.values()).max()  # type: ignore[union-attr]
+    assert highest == memory.peak_bytes == max(held.peak for held in planned().plan.memory)
+    assert np.all(np.diff(memory.times_s) >= 0) and memory.times_s[-1] <= memory.step_s
+
+
+def test_faster_traffic_and_compute_shorten_the_step() -> None:
+    for row in (*data().sure.wide, *data().sure.narrow):
+        lower_is_faster = "time" in row.name
+        assert (row.low_s <= planned().step_s <= row.high_s) == lower_is_faster or row.low_s == row.high_s
+    assert data().sure.winner in planned().systems
+    assert alone().sure.winner is None
+
+
+def test_a_finer_analysis_takes_the_place_of_ours() -> None:
+    rows = tuple(
+        Perturbed(
+            name=name, low_label="0 %", high_label="80 %", low_s=1.0, high_s=high,
+            winner_low="paper", winner_high="three-phase",
+        )
+        for name, high in (("TP traffic overlapped", 2.0), ("DP", 1.5))
+    )  # fmt: skip
+    given = Sure(step_s=1.2, wide=rows, winner="paper", how="200 cost models")
+    html = report_html(replace(data(), sure=given))
+    assert "paper is the fastest in 2 of 4 perturbed replays, else three-phase" in html
+    assert "200 cost models." in html
+
+
+def test_every_rejected_layout_stands_with_its_reason() -> None:
+    page = Page(report_html(data()))
+    cells = page.of("td")
+    for each in planned().rejected:
+        assert each.words in cells and each.reason in cells
+
+
+# ---------------------------------------------------------------- what the script is given
+
+
+def test_every_kernel_is_packed_where_it_was_played() -> None:
+    scenes, what = packed_scenes(data().scenes)
+    assert what == "kernels"
+    for scene, given in zip(scenes, data().scenes, strict=True):
+        begin, end, name, microbatch, slack = unpacked(scene)
+        schedule, timeline = given.schedule, given.timeline
+        ticks = np.rint(timeline.start_s / TICK_S), np.rint(timeline.finish_s / TICK_S)
+        work = (schedule.lane == Lane.COMPUTE) & (ticks[1] > ticks[0])
+        idle = np.array([words.startswith("idle") for words in scene["names"]])[name]
+        lane = np.repeat(np.arange(len(scene["counts"])) % len(packing.LANES), scene["counts"])
+        own = (lane == 0) & ~idle
+        assert own.sum() == work.sum()
+        assert sorted(begin[own].tolist()) == sorted(ticks[0][work].tolist())
+        assert (end - begin)[own].sum() == pytest.approx((ticks[1] - ticks[0])[work].sum())
+        assert slack[own].max() * packing.SLACK_TICK_S <= timeline.step_s
+        assert microbatch.max() == schedule.microbatch.max() + 1
+        # Work and idle time of a compute lane fill the step.
+        row = np.repeat(np.arange(len(scene["counts"])), scene["counts"])
+        for device in range(len(scene["rows"])):
+            mine = row == device * len(packing.LANES)
+            filled = (end - begin)[mine].sum()
+            assert filled == pytest.approx(timeline.step_s / TICK_S, abs=2)
+
+
+def test_a_plan_too_large_for_kernels_is_drawn_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = sum(len(json.dumps(scene)) for scene in packed_scenes(data().scenes)[0])
+    monkeypatch.setattr(packing, "MAX_BYTES", kernels - 1)
+    scenes, what = packed_scenes(data().scenes)
+    assert what == "ops" and sum(len(json.dumps(scene)) for scene in scenes) < kernels
+    assert "not their kernels" in report_html(data())
+    monkeypatch.setattr(packing, "MAX_BYTES", 10)
+    html = report_html(data())
+    assert "id='data'" not in html and "<div id='still'" in html
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_it_asks_for_nothing_else_and_is_whole_without_its_script() -> None:
+    html = report_html(data())
+    assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|import\(", html)
+    page = Page(html)
+    assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe", "object", "embed")]
+    assert not any({"src", "href", "onerror", "onload"} & set(given) for _, given in page.tags)
+    still = html[html.index("<div id='still'") : html.index("<div id='live' hidden>")]
+    assert still.count("<g transform") == sum(len(scene.rows) for scene in data().scenes)
+    assert "@media print" in html and "prefers-color-scheme:dark" in html
+
+
+@pytest.mark.ci
+def test_the_same_plan_gives_the_same_bytes() -> None:
+    again = gather_report(make_plan(find_job(SMALL), systems=["stage0", "three-phase"]).plan)
+    assert report_html(again) == report_html(alone())
+
+
+def test_names_may_hold_markup() -> None:
+    plan = planned().plan
+    evil = replace(
+        plan,
+        name=EVIL,
+        order=EVIL,
+        tool=EVIL,
+        notes={"systems_s": {EVIL: 1.0, "x": "y"}, "floor_s": EVIL, "preset": {"name": EVIL}, "mfu": True},
+    )
+    html = report_html(gather_report(evil, digest="0" * 64))
+    page = Page(html)
+    assert html.encode()
+    assert [given for tag, given in page.tags if tag == "script"] == [
+        {"type": "application/json", "id": "data"}, {}
+    ]  # fmt: skip
+    assert not [tag for tag, _ in page.tags if tag == "img"]
+    assert page.of("p")[0].startswith("</script></title>")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_plan_has_a_page(seed: int) -> None:
+    plan = tiny_plan(Random(seed))
+    html = report_html(gather_report(plan))
+    assert len(Page(html).of("h2")) == 4
+    assert seconds(plan.claims.step_s) in html
+
+
+@pytest.mark.ci
+def test_writing_the_verb(tmp_path: Path) -> None:
+    path = optimus.report(planned(), tmp_path / "page.html", trace=tmp_path / "trace.json.gz")
+    assert path.read_text() == report_html(data())
+    assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+
+
+@pytest.mark.ci
+def test_a_job_must_be_the_plan_s() -> None:
+    with pytest.raises(UserError, match="model"):
+        compare_again(planned().plan, find_job("paper/A"))
+    again = compare_again(planned().plan, find_job(SMALL))
+    assert set(again.systems) == set(planned().systems)
+    for name, system in again.systems.items():
+        assert system.step_s == planned().systems[name].step_s
+
+
+# ---------------------------------------------------------------- the command
+
+
+@functools.cache
+def kept(folder: Path) -> Path:
+    path = folder / "small.plan.json"
+    save_plan(planned().plan, path)
+    return path
+
+
+@pytest.mark.ci
+def test_the_command_writes_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = kept(tmp_path)
+    assert run(["report", str(plan), "--json", "--trace", str(tmp_path / "t.json.gz")]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "schema": "optimus.report/1",
+        "html": str(tmp_path / "small.html"),
+        "trace": str(tmp_path / "t.json.gz"),
+    }
+    assert (tmp_path / "small.html").read_text() == report_html(alone())
+    assert run(["report", str(plan), "--job", SMALL, "-o", str(tmp_path / "job.html")]) == OK
+    assert "wrote" in capsys.readouterr().out
+    assert len(Page((tmp_path / "job.html").read_text()).of("h2")) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--on", "h100:8"], "needs --job"),
+        (["-o", "page.pdf"], "is not a .html file"),
+        (["--job", "paper/A"], "the plan was made for"),
+        (["--trace", "trace.txt"], "is not a .json.gz"),
+    ],
+)
+def test_mistakes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    assert run(["report", str(kept(tmp_path)), *arguments]) == USER_ERROR
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.ci
+def test_it_leaves_torch_alone(tmp_path: Path) -> None:
+    script = (
+        "import sys; from optimus.cli import run\n"
+        f"assert run(['report', {str(kept(tmp_path))!r}]) == 0\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+def opened(path: Path) -> tuple[str, str]:
+    """The page after its script ran, and what the browser logged."""
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    done = subprocess.run(
+        [CHROMIUM, *flags, f"--user-data-dir={path.parent / 'browser'}", "--virtual-time-budget=5000",
+         "--dump-dom", path.as_uri()],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_script_draws_and_knows_every_op(tmp_path: Path) -> None:
+    scene = data().scenes[-1]
+    schedule, timeline = scene.schedule, scene.timeline
+    compute = np.flatnonzero(
+        (schedule.device == 0) & (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.FINISH)
+    )
+    longest = compute[np.argmax((timeline.finish_s - timeline.start_s)[compute])]
+    op, begin = schedule[int(longest)], float(timeline.start_s[longest])
+    middle = float(begin + timeline.finish_s[longest]) / 2
+    ask = (
+        "<script>setTimeout(() => { const r = optimusReport, s = r.data.scenes.at(-1);\n"
+        f"r.show({begin} / r.tick - 5000, {begin} / r.tick + 5000 + 2 * ({middle} - {begin}) / r.tick);\n"
+        f"const found = r.itemAt(r.x({middle} / r.tick), s.top + 2);\n"
+        "document.body.dataset.found = found ? r.describe(found).join('|') : 'nothing'; }, 1000)</script>"
+    )
+    path = tmp_path / "page.html"
+    path.write_text(report_html(data()).replace("</body>", f"{ask}</body>"))
+    html, logged = opened(path)
+    assert not logged
+    items = [sum(scene["counts"]) for scene in packed_scenes(data().scenes)[0]]
+    assert 'data-script="drawn"' in html and f'data-items="{" ".join(map(str, items))}"' in html
+    found = re.search(r'data-found="([^"]*)"', html)
+    assert found is not None
+    what, where, when, slack = found[1].split("|")
+    assert what.startswith(f"{op.module} {op.kind.name} {op.label}") and f"chunk {op.chunk}" in what
+    assert where == f"{schedule.device_name(0)}, compute lane, microbatch {op.microbatch}"
+    assert f"starts {begin:.6f} s" in when and "takes" in when
+    assert slack.startswith("slack ")
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_malicious_name_runs_nothing(tmp_path: Path) -> None:
+    evil = "</script><script>document.documentElement.dataset.evil = 1</script>"
+    path = tmp_path / "page.html"
+    path.write_text(report_html(gather_report(replace(planned().plan, name=evil))))
+    html, logged = opened(path)
+    assert 'data-script="drawn"' in html and "data-evil" not in html and not logged
+
+
+@functools.cache
+def large() -> Plan:
+    return make_plan(find_job(LARGE), systems=["balanced-best"]).plan
+
+
+@pytest.mark.ci
+def test_3072_gpus_fit_in_a_small_file() -> None:
+    plan = large()
+    replayed = replay_plan(plan)
+    assert len(replayed.schedule) > 70_000
+    found = gather_report(plan)
+    html = report_html(found)
+    assert len(html.encode()) < 400_000
+    assert packed_scenes(found.scenes)[1] == "kernels"
+    where, timeline, memory, sure = Page(html).of("h2")
+    assert f"{seconds(plan.claims.step_s)} s" in timeline
+    assert f"hides {100 * plan.notes['hidden_share_strict']:.0f} %" in where
+    assert f"{gigabytes(max(held.peak for held in plan.memory))} of 80.0 GB" in memory
+    assert "compute efficiency" in sure
+    llm = replayed.schedule.module == plan.names.index("llm")
+    before = replay_llm_alone(plan)
+    counted = [
+        int((schedule.kind[mine] == Kind.F).sum())
+        for schedule, mine in ((replayed.schedule, llm), (before.schedule, before.schedule.module == 1))
+    ]
+    assert counted[0] == counted[1]
