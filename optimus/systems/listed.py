@@ -62,7 +62,10 @@ def list_plan(setting: Setting, llm: InlinePipeline, beside: Mapping[str, Beside
                 encoder=encoder,
                 layout=layout,
                 layers=setting.encoder_layers(
-                    encoder, layout, llm.sequences / choice.pieces, choice.recompute
+                    encoder,
+                    layout,
+                    setting.dealt(encoder, llm.sequences, choice.pieces),  # whole images only
+                    choice.recompute,
                 ),
                 pieces=choice.pieces,
                 pipelines=(0,) * (llm.microbatches * choice.pieces),

@@ -82,7 +82,10 @@ class Trial:
             encoder=encoder,
             layout=layout,
             layers=self.setting.encoder_layers(
-                encoder, chosen.layout, llm.sequences / chosen.pieces, chosen.recompute
+                encoder,
+                chosen.layout,
+                self.setting.dealt(encoder, llm.sequences, chosen.pieces),  # whole images only
+                chosen.recompute,
             ),
             pieces=pieces,
             pipelines=tuple(number % pipelines for number in range(llm.microbatches * pieces)),
