@@ -35,9 +35,11 @@ def chunk_phases(
     return phases.finished()
 
 
-def passing(kind: Kind) -> Template:
-    """An op of a chunk with nothing to compute: it hands on what it gets, and makes no weight gradient."""
-    return (Phase(name="pass", kind=Kind.F if kind == Kind.F else Kind.I, layer=0),)
+# An op of a chunk with nothing to compute: it hands on what it gets, and makes no weight gradient.
+PASSING: dict[Kind, Template] = {
+    kind: (Phase(name="pass", kind=Kind.F if kind == Kind.F else Kind.I, layer=0),)
+    for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+}
 
 
 class _Phases:

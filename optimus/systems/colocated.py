@@ -19,7 +19,7 @@ from optimus.program.op import Communicator, Kind, Lane
 from optimus.program.plan import WHOLE_STAGE, Bucket, Claims, Plan, PlannedChunk, PlannedModule, Template
 from optimus.program.ranks import LLM, Ranks
 from optimus.schedule.chunk import Chunk
-from optimus.schedule.phases import DIGITS, chunk_phases, collective, passing
+from optimus.schedule.phases import DIGITS, PASSING, collective
 from optimus.schedule.traffic import Exposure, ParameterTraffic, parameter_traffic
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.setting import Setting
@@ -68,8 +68,7 @@ class Colocated:
     def __init__(self, setting: Setting, llm: InlinePipeline, encoders: Sequence[ColocatedEncoder]) -> None:
         self.setting, self.llm, self.encoders = setting, llm, tuple(encoders)
         self._templates: dict[str, Template] = {}
-        self._names: dict[Template, str] = {}
-        self._known: dict[tuple[int, ...], str] = {}  # by the ids of kernels
+        self._names: dict[int, str] = {}  # by the ids of templates, which the setting keeps
 
     def header(self, *, strategy: str) -> Plan:
         """Everything but programs and claims."""
@@ -123,13 +122,10 @@ class Colocated:
 
     def _llm_template(self, chunk: Chunk, kind: Kind, *, first: bool) -> str:
         """The name of a chunk's template; most chunks are made of the same kernels."""
-        key = (*(id(layer.kernels[kind]) for layer in chunk.layers), kind, first)
-        if key not in self._known:
-            seam = self._seam_collectives.get(kind, ()) if first else ()
-            before, after = (seam, ()) if kind == Kind.F else ((), seam)
-            phases = chunk_phases(chunk.layers, kind, first=before, last=after) or passing(kind)
-            self._known[key] = self._name(LLM, kind, phases)
-        return self._known[key]
+        seam = self._seam_collectives.get(kind, ()) if first else ()
+        before, after = (seam, ()) if kind == Kind.F else ((), seam)
+        phases = self.setting.phases(chunk.layers, kind, first=before, last=after) or PASSING[kind]
+        return self._name(LLM, kind, phases)
 
     def _encoder(self, choice: ColocatedEncoder) -> PlannedModule:
         name, prices = choice.encoder.name, self.setting.prices
@@ -137,7 +133,7 @@ class Colocated:
         across = prices.stages_cross_nodes(self.llm.layout)
         chunks, buckets = [], []
         for layers in choice.stages:
-            phases = {kind: chunk_phases(layers, kind) for kind in choice.kinds}
+            phases = {kind: self.setting.phases(layers, kind) for kind in choice.kinds}
             templates = {kind: self._name(name, kind, found) for kind, found in phases.items() if found}
             output = layers[-1].output_bytes
             chunks.append(
@@ -176,11 +172,11 @@ class Colocated:
 
     def _name(self, module: str, kind: Kind, phases: Template) -> str:
         """Equal templates are written once."""
-        if phases not in self._names:
+        if id(phases) not in self._names:
             number = sum(known.startswith(f"{module}.{kind.name}.") for known in self._templates)
-            self._names[phases] = f"{module}.{kind.name}.{number}"
-            self._templates[self._names[phases]] = phases
-        return self._names[phases]
+            self._names[id(phases)] = f"{module}.{kind.name}.{number}"
+            self._templates[self._names[id(phases)]] = phases
+        return self._names[id(phases)]
 
     # ------------------------------------------------------------------------ seam
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
+from optimus.cost.kernel import Kernel
 from optimus.cost.module import PricedLayer, price_encoder, price_llm
 from optimus.cost.prices import Prices
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
 from optimus.program.op import Kind
+from optimus.program.plan import Template
 from optimus.schedule.chunk import Chunks
 from optimus.schedule.layer_sums import LayerSums
 from optimus.schedule.op_graph import OpGraph
+from optimus.schedule.phases import chunk_phases
 from optimus.schedule.pipelines import Pipeline
 
 SMALL_ENCODER = 0.03  # share of a GPU's memory up to which an encoder's parameters are copied to every rank
@@ -53,6 +56,32 @@ class Setting:
     def graphs(self) -> dict[tuple[Pipeline | str, int, int], OpGraph]:
         """Graphs of named op orders, by name, chunks and microbatches."""
         return {}
+
+    @cached_property
+    def _templates(self) -> dict[object, Template]:
+        return {}
+
+    @cached_property
+    def _equal(self) -> dict[Template, Template]:
+        return {}
+
+    def phases(
+        self,
+        layers: Sequence[PricedLayer],
+        kind: Kind,
+        *,
+        first: tuple[Kernel, ...] = (),
+        last: tuple[Kernel, ...] = (),
+    ) -> Template:
+        """One op of a chunk of these layers; equal ones are the same object.
+
+        Layers are kept, so that ids stay their own.
+        """
+        key = tuple(id(layer.kernels[kind]) for layer in layers), kind, first, last
+        if key not in self._templates:
+            made = chunk_phases(layers, kind, first=first, last=last)
+            self._templates[key] = self._equal.setdefault(made, made)
+        return self._templates[key]
 
     @cached_property
     def _sums(self) -> dict[int, tuple[tuple[PricedLayer, ...], LayerSums]]:

@@ -7,11 +7,11 @@ the NIC with the LLM's. Later stages begin later and end earlier: they have room
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import accumulate, pairwise, permutations
 
 from optimus.cost.module import PricedLayer
 from optimus.schedule.arrangement import Base
-from optimus.schedule.traffic import ParameterTraffic, parameter_traffic
+from optimus.schedule.traffic import parameter_traffic
 from optimus.systems.colocated import even_counts
 from optimus.systems.setting import Setting
 
@@ -22,11 +22,26 @@ def counts_by_traffic(
     """Inner layers of every stage: single layers are moved while the delay falls."""
     precision = setting.job.model.precision
     traffic = [parameter_traffic([layer], setting.prices, precision) for layer in layers]
+    gathers = [0.0, *accumulate(part.gather_s for part in traffic)]
+    reduces = [0.0, *accumulate(part.reduce_s for part in traffic)]
+    edges = [base.edges_s(stage, stages) for stage in range(stages)]
+
+    def delay(counts: tuple[int, ...]) -> tuple[float, float]:
+        """By how much gathers delay the beginning and reduces the end; then how uneven the ends are."""
+        cuts = [0, *(1 + total for total in accumulate(counts[:-1])), len(layers)]
+        lates = [
+            gathers[b] - gathers[a] - free for (a, b), (free, _) in zip(pairwise(cuts), edges, strict=True)
+        ]
+        ends = [
+            reduces[b] - reduces[a] + over for (a, b), (_, over) in zip(pairwise(cuts), edges, strict=True)
+        ]
+        return max(lates) + max(ends), sum(end * end for end in ends)
+
     counts = even_counts(len(layers) - 2, stages)
-    best = _delay(counts, traffic, base)
+    best = delay(counts)
     while True:
         nearby = [moved(counts, a, b) for a, b in permutations(range(stages), 2) if counts[a] > 1]
-        found = min(((_delay(each, traffic, base), each) for each in nearby), default=(best, counts))
+        found = min(((delay(each), each) for each in nearby), default=(best, counts))
         if found[0] >= best:
             return counts
         best, counts = found
@@ -35,16 +50,3 @@ def counts_by_traffic(
 def moved(counts: tuple[int, ...], giver: int, taker: int) -> tuple[int, ...]:
     """With one layer taken from one stage and given to another."""
     return tuple(count - (at == giver) + (at == taker) for at, count in enumerate(counts))
-
-
-def _delay(counts: tuple[int, ...], traffic: Sequence[ParameterTraffic], base: Base) -> tuple[float, float]:
-    """By how much gathers delay the beginning and reduces the end; then how uneven the ends are."""
-    first, ends, lates = 0, [], []
-    for stage, count in enumerate(counts):
-        end = len(traffic) if stage == len(counts) - 1 else first + count + (stage == 0)
-        mine = traffic[first:end]
-        free_s, over_s = base.edges_s(stage, len(counts))
-        lates.append(sum(part.gather_s for part in mine) - free_s)
-        ends.append(over_s + sum(part.reduce_s for part in mine))
-        first = end
-    return max(lates) + max(ends), sum(each * each for each in ends)
