@@ -20,7 +20,8 @@ from optimus.search.layouts import decide_setting
 from optimus.systems.colocated import encoder_layout
 from optimus.systems.known import Systems
 from optimus.systems.listed import llm_pipeline
-from optimus.systems.ours import Beside, Trial, search_ours
+from optimus.systems.ours import search_ours
+from optimus.systems.trial import Beside, Trial
 
 Record = Callable[[str, object], None]
 RANDOM, CI_RANDOM, PART = 12, 300, 75

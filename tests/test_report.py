@@ -31,11 +31,11 @@ from optimus.program.op import Kind, Lane
 from optimus.program.plan import Plan
 from optimus.program.planfile import plan_digest, save_plan
 from optimus.render.report import packing
+from optimus.render.report.data import Perturbed, ReportData, Sure
 from optimus.render.report.gather import gather_report
 from optimus.render.report.packing import TICK_S, packed_scenes
 from optimus.render.report.page import report_html
 from optimus.render.report.writing import compare_again
-from optimus.render.report_data import Perturbed, ReportData, Sure
 from optimus.render.text import gigabytes, seconds
 from optimus.schedule.bubbles import CAUSES
 from optimus.search.planning import Planned, make_plan

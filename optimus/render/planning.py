@@ -76,8 +76,9 @@ def plan_text(planned: Planned) -> list[str]:
 
 def _search_words(planned: Planned) -> str:
     found = planned.found
-    fit = found.considered - len(found.rejected)
-    words = f"of {found.considered} encoder layouts {fit} fit and were scheduled; the LLM's is not searched"
+    fit, scheduled = found.considered - len(found.rejected), len(found.tried)
+    these = f"{fit} fit and were scheduled" if scheduled >= fit else f"{fit} fit, {scheduled} were scheduled"
+    words = f"of {found.considered} encoder layouts {these}; the LLM's is not searched"
     words += f"; {planned.search_s:.1f} s with all systems"
     return "; ".join([words, *found.remarks])
 
@@ -196,9 +197,10 @@ def _hidden_lines(planned: Planned) -> list[str]:
     over = planned.step_s / bounds.bound_s
     bound = f"{seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.binds} binds); "
     bound += f"the step is {over:.3f} times that"
+    without = "" if planned.found.is_estimated_whole else ", without them,"
     claim = (
         f"{seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; the algorithm's own "
-        f"estimate, without them, is {seconds(plan.claims.estimate_s)} s"
+        f"estimate{without} is {seconds(plan.claims.estimate_s)} s"
     )
     return [*wrap("hidden", hidden), *wrap("bound", bound), *wrap("claim", claim)]
 

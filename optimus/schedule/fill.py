@@ -3,8 +3,8 @@
 One event loop plays all lanes of all classes. Ops of the LLM keep their order. Whenever a lane has none that
 is ready, it takes of the encoder work that is ready the most urgent that ends before the LLM is due again:
 forwards first, then gradients of inputs, then those of weights, each in the order in which the LLM needs and
-makes them. When the LLM is due is known from a step without encoders, and then from the pass before: two or
-three passes agree with themselves. Every arrangement is lowered and replayed; the replay is what counts.
+makes them. When the LLM is due is known from a step without encoders, moved by how late it was last. The best
+arrangement is lowered and replayed; the replay is what counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optimus.schedule.timeline import list_schedule
 
 PATIENCE_S = 2e-5  # an op that is late by no more is waited for
 URGENCY = {Verb.F: 0, Verb.B: 1, Verb.I: 1, Verb.W: 2}
-MANY = 1 << 20  # more than there are microbatches or layers
+MANY = float(1 << 40)  # more than there are microbatches, or lines of a program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,8 +47,7 @@ class Arranged:
 class Fill:
     """Encoder work of one header beside the LLM's own step."""
 
-    def __init__(self, header: Plan, base: Base, *, by_layer: int = 0) -> None:
-        """`by_layer`: so many of the last microbatches make gradients of weights layer by layer together."""
+    def __init__(self, header: Plan, base: Base) -> None:
         self.header = header
         made = unplaced(header, list(_coarse(header, base)), _traffic_order(header, base))
         self.schedule, self._lines = _in_order(made.schedule, made.lines, header.launch_s), made.lines
@@ -56,7 +55,7 @@ class Fill:
         self._phases = self._lines.verb <= Verb.W
         self._of_llm = self._phases & (self._lines.module == llm)
         self._encoders = np.flatnonzero(self._lines.module < llm)
-        self._rank = self._ranks(by_layer)
+        self._rank = self._ranks()
         self._due_s = np.full(len(self.schedule), np.inf)
         self._due_s[self._of_llm] = base.begins_s(header)
         works = np.flatnonzero(self._of_llm & (self.schedule.lane == Lane.COMPUTE))
@@ -87,20 +86,14 @@ class Fill:
             ends_s=ends_s,
         )
 
-    def _ranks(self, by_layer: int) -> Floats:
+    def _ranks(self) -> Floats:
         """Of every line: how soon it is taken among those that are ready; -1 where order is fixed."""
-        lines, header = self._lines, self._lines.header
+        lines, pieces = self._lines, self._lines.header.pieces
         rank = np.full(len(lines), -1.0)
         rank[self.schedule.kind == Kind.SEND] = 0.0
         free = np.flatnonzero(self._phases & ~self._of_llm)
-        verb, number = lines.verb[free], lines.microbatch[free]
-        urgency = np.array([URGENCY.get(verb, 0) for verb in Verb])[verb]
-        pieces = header.pieces[lines.module[free]]
-        first = header.plan.microbatches * pieces - by_layer
-        together = (verb == Verb.W) & (number >= first)
-        layers = MANY - header.layer[lines.phase[free]]
-        order = np.where(together, (MANY + layers) * MANY + number, number / pieces * MANY)
-        rank[free] = urgency * float(4 * MANY * MANY) + order
+        urgency = np.array([URGENCY[Verb(verb)] for verb in range(len(URGENCY))])[lines.verb[free]]
+        rank[free] = urgency * MANY + lines.microbatch[free] / pieces[lines.module[free]]
         return rank
 
     def orders(self, turn: Ints) -> list[Program]:
@@ -173,7 +166,7 @@ def _traffic_order(header: Plan, base: Base) -> dict[Traffic, float]:
         for stage, buckets in enumerate(planned.buckets):
             for place in range(len(buckets)):
                 found[module, Verb.GATHER, stage, place] = place - len(buckets)
-                found[module, Verb.REDUCE, stage, place] = MANY * MANY - place
+                found[module, Verb.REDUCE, stage, place] = MANY - place
     return found
 
 

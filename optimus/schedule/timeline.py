@@ -56,7 +56,7 @@ def list_schedule(
     one was; who is overdue is expected after as long again, or after `patience_s`. No op starts before
     `held_s`.
     """
-    return _played(schedule, slowdown, held_s, rank=rank, due_s=due_s, patience_s=patience_s)
+    return _played(schedule, slowdown, held_s.copy(), rank=rank, due_s=due_s, patience_s=patience_s)
 
 
 def _played(
@@ -68,6 +68,7 @@ def _played(
     due_s: Floats,
     patience_s: float,
 ) -> tuple[Timeline, Ints]:
+    """Changes `issued`: when the host has issued every op, or until when it is held."""
     lane = (schedule.device.astype(np.int32) * NUM_LANES + schedule.lane).astype(np.int32)
     deps, dep_offset = schedule.deps.astype(np.int32), schedule.dep_offset.astype(np.int64)
     received = np.flatnonzero(schedule.kind == Kind.RECV)

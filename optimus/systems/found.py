@@ -33,6 +33,7 @@ class Found:
     considered: int
     hidden_share: float
     notes: Mapping[str, Any] = field(default_factory=dict)  # for readers of the plan file
+    is_estimated_whole: bool = True  # transfers and encoder traffic are in the algorithm's own estimate
     remarks: tuple[str, ...] = ()  # on the search, for those who read its result
     rejected: list[Rejected] = field(default_factory=list)
     tried: list[TriedLayout] = field(default_factory=list)

@@ -16,6 +16,7 @@ from optimus.program.plan import Bucket, Claims, Phase, Plan, PlannedChunk, Plan
 from optimus.program.ranks import LLM
 from optimus.schedule.list_fill import list_orders
 from optimus.schedule.phases import DIGITS
+from optimus.systems.colocated import even_counts
 from optimus.systems.filled import finish_plan
 from optimus.systems.inline import make_order
 from optimus.systems.listed import STRATEGY
@@ -114,7 +115,7 @@ def _module(
 ) -> PlannedModule:
     layout = Layout(dp=llm.gpus // encoder.pp, pp=encoder.pp)
     blocks, stages = encoder.blocks, encoder.pp
-    counts = [len(blocks) // stages + (at >= stages - len(blocks) % stages) for at in range(stages)]
+    counts = even_counts(len(blocks), stages)
     ends = list(accumulate(counts))
     parts = [blocks[end - count : end] for end, count in zip(ends, counts, strict=True)]
     chunks = tuple(_chunk(f"{name}.{at}", part, templates, split=False) for at, part in enumerate(parts))

@@ -6,41 +6,28 @@ Budgets are counts of evaluations, so that the same job gives the same plan on e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from optimus.errors import DoesNotFit
 from optimus.job.layout import Layout
-from optimus.job.model import Encoder
 from optimus.schedule.arrangement import Base
-from optimus.schedule.fill import Arranged, Fill
-from optimus.schedule.unfold import unfold
-from optimus.systems.colocated import Colocated, ColocatedEncoder, even_counts
+from optimus.schedule.fill import Arranged
+from optimus.systems.colocated import even_counts
 from optimus.systems.encoder_layouts import common_layouts
-from optimus.systems.filled import FilledPlan, finish_plan
+from optimus.systems.filled import FilledPlan
 from optimus.systems.found import Found, TriedLayout
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.rejected import Rejected, count_by_reason
 from optimus.systems.setting import Setting, describe_recompute
 from optimus.systems.traffic_cut import counts_by_traffic, moved
+from optimus.systems.trial import Beside, Trial
 
 MOST_LAYOUTS = 3  # scheduled beside one LLM pipeline, the most promising first
 HALVINGS = 4  # of the shift of the LLM
 MOST_MOVES = 6  # of a layer from one stage to another
 MOST_REFINED = 2  # layouts
 LITTLE = 2e-3  # share of a step: delays below it are not worth a search
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beside:
-    """How one encoder lies beside the LLM."""
-
-    layout: Layout
-    recompute: str
-    pieces: int = 1
-    counts: tuple[int, ...] = ()
-    split: bool = True  # gradients of weights apart from those of inputs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,56 +46,6 @@ class Tried:
         return self.arranged.step_s
 
 
-class Trial:
-    """One LLM pipeline with encoders beside it, ready to be arranged; blocks of a TP group are folded."""
-
-    def __init__(
-        self, setting: Setting, llm: InlinePipeline, beside: Mapping[str, Beside], base: Base | None
-    ) -> None:
-        self.setting, self.llm, self.beside = setting, llm, beside
-        self.header = self._colocated(folded=True).header(strategy="optimus")
-        self.base = base or Base(self.header, llm.order)
-
-    def _colocated(self, *, folded: bool) -> Colocated:
-        encoders = self.setting.job.model.encoders
-        return Colocated(self.setting, self.llm, [self._encoder(e, folded=folded) for e in encoders])
-
-    def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
-        chosen, llm = self.beside[encoder.name], self.llm
-        across = llm.layout.tp // chosen.layout.tp if folded else 1
-        layout = chosen.layout.with_(dp=chosen.layout.dp // across, tp=chosen.layout.tp * across)
-        pieces, pipelines = chosen.pieces // across, layout.dp // llm.layout.dp
-        return ColocatedEncoder(
-            encoder=encoder,
-            layout=layout,
-            layers=self.setting.encoder_layers(
-                encoder,
-                chosen.layout,
-                self.setting.dealt(encoder, llm.sequences, chosen.pieces),  # whole images only
-                chosen.recompute,
-            ),
-            pieces=pieces,
-            pipelines=tuple(number % pipelines for number in range(llm.microbatches * pieces)),
-            recompute=chosen.recompute,
-            counts=chosen.counts,
-            split=chosen.split and encoder.train,
-        )
-
-    @cached_property
-    def fill(self) -> Fill:
-        return Fill(self.header, self.base)
-
-    def plan(self, arranged: Arranged) -> FilledPlan:
-        """For all blocks, lowered and replayed."""
-        whole = self._colocated(folded=False)
-        header, orders = unfold(whole.header(strategy="optimus"), self.header, arranged.orders())
-        return finish_plan(header, orders, whole.fixed_bytes(), estimate_s=arranged.step_s)
-
-    @cached_property
-    def fixed_bytes(self) -> list[Mapping[str, int]]:
-        return self._colocated(folded=True).fixed_bytes()
-
-
 class Search:
     """Everything that is tried beside one LLM pipeline."""
 
@@ -120,7 +57,7 @@ class Search:
 
     def best(self) -> list[Tried]:
         """Ways that fit by their bytes, the fastest first: only that one is refined."""
-        found = [self._tried(beside) for beside in self._layouts()]
+        found = [self._tried(trial) for trial in self._layouts()]
         found.sort(key=lambda tried: tried.step_s)
         refined = [self._refined(tried) for tried in found[:MOST_REFINED]]
         return sorted([*refined, *found[MOST_REFINED:]], key=lambda tried: tried.step_s)
@@ -131,75 +68,35 @@ class Search:
             layout=next(iter(tried.beside.values())).layout,
             module=self.setting.encoder_names,
             step_s=tried.step_s,
-            peak_bytes=self._most_bytes(tried.beside),
+            peak_bytes=tried.trial.most_bytes,
             replayed=False,
         )
 
     # ------------------------------------------------------------------------ layouts
 
-    def _layouts(self) -> Iterator[dict[str, Beside]]:
+    def _layouts(self) -> list[Trial]:
         """One layout for all encoders, with the least recomputation that fits; the most promising first."""
-        ranked: list[tuple[float, int, dict[str, Beside]]] = []
+        fitting: list[Trial] = []
         for layout in common_layouts(self.setting, self.llm.layout):
             self.considered += 1
-            if isinstance(layout, Rejected):
-                self.rejected.append(layout)
-                continue
-            fitting = self._fitting(layout)
-            if fitting is not None:
-                ranked.append((self._bound_s(fitting), len(ranked), fitting))
-        for _, _, fitting in sorted(ranked)[:MOST_LAYOUTS]:
-            yield fitting
+            found = layout if isinstance(layout, Rejected) else self._fitting(layout)
+            if isinstance(found, Rejected):
+                self.rejected.append(found)
+            else:
+                fitting.append(found)
+        return sorted(fitting, key=lambda trial: trial.encoder_s)[:MOST_LAYOUTS]
 
-    def _fitting(self, layout: Layout) -> dict[str, Beside] | None:
-        encoders = self.setting.job.model.encoders
-        needs = 0.0
-        for policy in self.setting.policies(encoders):
-            again = dict(policy)
-            pieces = self.llm.layout.tp // layout.tp
-            beside = {e.name: Beside(layout=layout, recompute=again[e.name], pieces=pieces) for e in encoders}
-            needs = self._most_bytes(beside)
-            if needs <= self.setting.capacity_bytes:
-                return beside
+    def _fitting(self, layout: Layout) -> Trial | Rejected:
+        pieces, needs = self.llm.layout.tp // layout.tp, 0.0
+        for policy in self.setting.policies(self.setting.job.model.encoders):
+            chosen = {name: Beside(layout=layout, recompute=step, pieces=pieces) for name, step in policy}
+            trial = self._trial(chosen)
+            if trial.fits:
+                return trial
+            needs = trial.most_bytes
         capacity = f"{self.setting.capacity_bytes / 1e9:.1f} GB"
         reason = f"memory: {needs / 1e9:.1f} of {capacity} with the most recomputation"
-        self.rejected.append(Rejected(layout=layout, reason=reason, module=self.setting.encoder_names))
-        return None
-
-    def _most_bytes(self, beside: Mapping[str, Beside]) -> float:
-        """At most what a rank holds: all its encoder microbatches at once."""
-        trial = self._trial(beside)
-        working = self.llm.sums.stage_bytes(self.llm.cut, self.llm.layout.pp).working
-        ranks = trial.header.ranks
-        fixed, found = trial.fixed_bytes, []
-        for device in range(ranks.num_classes):
-            stage, _, _ = ranks.coordinates(device)
-            held = self.llm.memories[stage].llm_activations - float(working[stage])
-            for name, module in trial.header.encoders.items():
-                mine = sum(own == ranks.pipeline_of(name, device) for own in module.pipelines)
-                chunk = module.chunks[ranks.stage_of(name, device)]
-                held += mine * chunk.kept_bytes + chunk.made_again_bytes
-                held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
-            found.append(held + sum(fixed[device].values()))
-        return max(found)
-
-    def _bound_s(self, beside: Mapping[str, Beside]) -> float:
-        """Traffic and compute of the encoders on their busiest stage: what cannot all be hidden."""
-        header = self._trial(beside).header
-        found = 0.0
-        for module in header.encoders.values():
-            stages = range(module.layout.pp)
-            found += max(sum(b.gather_s + b.reduce_s for b in module.buckets[stage]) for stage in stages)
-            share = len(module.pipelines) / (1 + max(module.pipelines))
-            found += share * max(
-                sum(
-                    phase.duration_s
-                    for name in module.chunks[s].templates.values()
-                    for phase in header.templates[name]
-                )
-                for s in stages
-            )
-        return found
+        return Rejected(layout=layout, reason=reason, module=self.setting.encoder_names)
 
     # ------------------------------------------------------------------------ evaluations
 
@@ -208,11 +105,8 @@ class Search:
         self._base = trial.base
         return trial
 
-    def _tried(self, beside: Mapping[str, Beside], shift_s: float | None = None) -> Tried:
-        """Arranged with the best shift of the LLM, if none is given: the least that keeps encoders ahead."""
-        trial = self._trial(beside)
-        if shift_s is not None:
-            return Tried(trial=trial, arranged=trial.fill.arrange(shift_s))
+    def _tried(self, trial: Trial) -> Tried:
+        """Arranged with the best shift of the LLM: the least that keeps encoders ahead."""
         best = trial.fill.arrange(0.0)
         low_s, high_s = 0.0, best.late_s
         for _ in range(HALVINGS if best.late_s > LITTLE * best.step_s else 0):
@@ -226,10 +120,10 @@ class Search:
         """With other numbers of layers on stages, and smaller pieces, while that helps."""
         whole = {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
         for beside in (whole, self._counted(tried)):
-            tried = self._faster(tried, self._tried(beside))
+            tried = _faster(tried, self._tried(self._trial(beside)))
         while True:
-            smaller = self._tried(_cut_again(tried.beside))
-            if self._faster(tried, smaller) is tried:
+            smaller = self._tried(self._trial(_cut_again(tried.beside)))
+            if _faster(tried, smaller) is tried:
                 break
             tried = smaller
         return self._levelled(tried)
@@ -238,10 +132,9 @@ class Search:
         """Layers moved one by one from the stage that ends last to one that ends early, while that helps."""
         for _ in range(MOST_MOVES):
             for name in tried.beside:
-                moved = self._moved(tried, name)
-                found = [
-                    self._tried(beside, tried.arranged.shift_s) for beside in moved if self._fits(beside)
-                ]
+                trials = filter(lambda trial: trial.fits, map(self._trial, self._moved(tried, name)))
+                shift_s = tried.arranged.shift_s
+                found = [Tried(trial=trial, arranged=trial.fill.arrange(shift_s)) for trial in trials]
                 best = min([tried, *found], key=lambda each: each.step_s)
                 if best is tried:
                     return tried
@@ -262,13 +155,6 @@ class Search:
             {**tried.beside, name: replace(chosen, counts=moved(counts, order[-1], taker))}
             for taker in order[: min(2, stages - 1)]
         ]
-
-    def _faster(self, one: Tried, other: Tried) -> Tried:
-        """The faster of two, if it fits."""
-        return other if other.step_s < one.step_s and self._fits(other.beside) else one
-
-    def _fits(self, beside: Mapping[str, Beside]) -> bool:
-        return self._most_bytes(beside) <= self.setting.capacity_bytes
 
     def _counted(self, tried: Tried) -> dict[str, Beside]:
         """The same with layers on stages by what their traffic leaves open."""
@@ -316,6 +202,11 @@ def search_ours(setting: Setting, llms: Sequence[Iterable[InlinePipeline]]) -> F
         rejected=rejected,
         tried=layouts,
     )
+
+
+def _faster(one: Tried, other: Tried) -> Tried:
+    """The faster of two, if it fits."""
+    return other if other.step_s < one.step_s and other.trial.fits else one
 
 
 def _cut_again(beside: Mapping[str, Beside]) -> dict[str, Beside]:

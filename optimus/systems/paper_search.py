@@ -63,6 +63,7 @@ def search_paper(setting: Setting, llms: Sequence[InlinePipeline]) -> PaperFound
                     "hidden_share_coarse": choice.hidden_share(coarse=True),
                     "split": list(choice.split),
                 },
+                is_estimated_whole=False,
                 remarks=() if choice.all_splits else (FEW_SPLITS,),
                 rejected=rejected,
                 tried=_tried(choices, plans, rejected),

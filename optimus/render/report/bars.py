@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from optimus.render.report.colours import PARTS
+from optimus.render.report.data import Bar, Summary, Where
 from optimus.render.report.markup import axis, key, line_at, note, percent, section, table, text
-from optimus.render.report_data import Bar, Summary, Where
 from optimus.render.text import seconds
 from optimus.schedule.bubbles import CAUSES
 

@@ -17,8 +17,7 @@ from optimus.program.plan import Plan
 from optimus.program.planfile import plan_digest
 from optimus.program.ranks import LLM
 from optimus.render.boxes import device_rows
-from optimus.render.report.perturbing import perturb
-from optimus.render.report_data import (
+from optimus.render.report.data import (
     Bar,
     Point,
     ReportData,
@@ -30,6 +29,7 @@ from optimus.render.report_data import (
     Where,
     WorstRank,
 )
+from optimus.render.report.perturbing import perturb
 from optimus.schedule.bubbles import find_bubbles, mean_bubbles
 from optimus.schedule.claims import alive_along
 from optimus.schedule.slack import find_slack

@@ -6,8 +6,8 @@ import numpy as np
 
 from optimus.program.op import Floats
 from optimus.render.report.colours import memory_class
+from optimus.render.report.data import WorstRank
 from optimus.render.report.markup import axis, key, line_at, note, percent, section, table, text
-from optimus.render.report_data import WorstRank
 from optimus.render.text import GB, gigabytes
 
 WIDTH, HEIGHT = 1000, 200  # of the curve, in its own units

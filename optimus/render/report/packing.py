@@ -17,7 +17,7 @@ import numpy as np
 from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
 from optimus.render.boxes import ENCODER, LLM, OPTIMIZER, TRAFFIC
 from optimus.render.report.colours import CAUSE_FILLS, FILLS
-from optimus.render.report_data import Scene
+from optimus.render.report.data import Scene
 from optimus.schedule.bubbles import CAUSES, find_idle
 
 TICK_S = 1e-7  # of times

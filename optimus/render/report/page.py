@@ -6,12 +6,12 @@ from importlib.resources import files
 
 from optimus.render.report.bars import where_section
 from optimus.render.report.colours import colour_css
+from optimus.render.report.data import ReportData, Source, Summary, Where
 from optimus.render.report.markup import note, percent, table, text
 from optimus.render.report.memory import memory_section
 from optimus.render.report.sure import sure_section
 from optimus.render.report.timeline import timeline_section
 from optimus.render.report.tried import tried_section
-from optimus.render.report_data import ReportData, Source, Summary, Where
 from optimus.render.text import gigabytes, seconds
 
 HERE = "optimus.render.report"

@@ -9,7 +9,7 @@ import numpy as np
 
 from optimus.program.op import Communicator, Kind, Schedule
 from optimus.program.plan import Plan
-from optimus.render.report_data import Perturbed, Sure
+from optimus.render.report.data import Perturbed, Sure
 from optimus.schedule.timeline import evaluate
 from optimus.search.compare import Comparison
 from optimus.search.replaying import Replayed

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from optimus.errors import one_of
+from optimus.render.report.data import Perturbed, Sure
 from optimus.render.report.markup import key, line_at, note, section, table, text
-from optimus.render.report_data import Perturbed, Sure
 from optimus.render.text import seconds
 
 ROOM = 1.15  # of each side beyond the longest bar

@@ -12,9 +12,9 @@ from optimus.program.op import Kind, Lane
 from optimus.program.ranks import LLM
 from optimus.render.picture import BOX_PX, STRIP_PX, WIDTH, Scale, axis_svg, clean, row_svg
 from optimus.render.report.colours import FILLS
+from optimus.render.report.data import Scene
 from optimus.render.report.markup import key, note, section
 from optimus.render.report.packing import LANES, SLACK_TICK_S, TICK_S, packed_scenes
-from optimus.render.report_data import Scene
 from optimus.render.text import seconds
 
 MAX_SVG_BYTES = 160_000

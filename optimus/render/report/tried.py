@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from optimus.render.report.data import Point, Tries
 from optimus.render.report.markup import axis, key, line_at, note, section, table, text, tick_of
-from optimus.render.report_data import Point, Tries
 from optimus.render.text import GB, gigabytes, seconds
 
 WIDE, TALL, LETTER = 980.0, 300.0, 6.8  # px of the picture and of a letter, to place names

@@ -15,9 +15,9 @@ from optimus.program.files import write_whole
 from optimus.program.plan import Plan
 from optimus.program.ranks import LLM
 from optimus.program.ready import bound_parts
+from optimus.render.report.data import Sure
 from optimus.render.report.gather import gather_report
 from optimus.render.report.page import report_html
-from optimus.render.report_data import Sure
 from optimus.render.trace import write_trace
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.planning import Planned

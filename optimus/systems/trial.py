@@ -1,0 +1,106 @@
+"""One way to lay encoders beside an LLM pipeline: its header, what it holds at most, and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from optimus.job.layout import Layout
+from optimus.job.model import Encoder
+from optimus.schedule.arrangement import Base
+from optimus.schedule.fill import Arranged, Fill
+from optimus.schedule.unfold import unfold
+from optimus.systems.colocated import Colocated, ColocatedEncoder
+from optimus.systems.filled import FilledPlan, finish_plan
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.setting import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """How one encoder lies beside the LLM."""
+
+    layout: Layout
+    recompute: str
+    pieces: int = 1
+    counts: tuple[int, ...] = ()
+    split: bool = True  # gradients of weights apart from those of inputs
+
+
+class Trial:
+    """One LLM pipeline with encoders beside it, ready to be arranged; blocks of a TP group are folded."""
+
+    def __init__(
+        self, setting: Setting, llm: InlinePipeline, beside: Mapping[str, Beside], base: Base | None
+    ) -> None:
+        self.setting, self.llm, self.beside = setting, llm, beside
+        self.header = self._colocated(folded=True).header(strategy="optimus")
+        self.base = base or Base(self.header, llm.order)
+
+    def _colocated(self, *, folded: bool) -> Colocated:
+        encoders = self.setting.job.model.encoders
+        return Colocated(self.setting, self.llm, [self._encoder(e, folded=folded) for e in encoders])
+
+    def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
+        chosen, llm = self.beside[encoder.name], self.llm
+        across = llm.layout.tp // chosen.layout.tp if folded else 1
+        layout = chosen.layout.with_(dp=chosen.layout.dp // across, tp=chosen.layout.tp * across)
+        pieces, pipelines = chosen.pieces // across, layout.dp // llm.layout.dp
+        return ColocatedEncoder(
+            encoder=encoder,
+            layout=layout,
+            layers=self.setting.encoder_layers(
+                encoder,
+                chosen.layout,
+                self.setting.dealt(encoder, llm.sequences, chosen.pieces),  # whole images only
+                chosen.recompute,
+            ),
+            pieces=pieces,
+            pipelines=tuple(number % pipelines for number in range(llm.microbatches * pieces)),
+            recompute=chosen.recompute,
+            counts=chosen.counts,
+            split=chosen.split and encoder.train,
+        )
+
+    @cached_property
+    def fill(self) -> Fill:
+        return Fill(self.header, self.base)
+
+    def plan(self, arranged: Arranged) -> FilledPlan:
+        """For all blocks, lowered and replayed."""
+        whole = self._colocated(folded=False)
+        header, orders = unfold(whole.header(strategy="optimus"), self.header, arranged.orders())
+        return finish_plan(header, orders, whole.fixed_bytes(), estimate_s=arranged.step_s)
+
+    @cached_property
+    def most_bytes(self) -> float:
+        """At most what a rank holds: all its encoder microbatches at once."""
+        llm, ranks, found = self.llm, self.header.ranks, []
+        working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
+        fixed = self._colocated(folded=True).fixed_bytes()
+        for device in range(ranks.num_classes):
+            stage, _, _ = ranks.coordinates(device)
+            held = llm.memories[stage].llm_activations - float(working[stage])
+            for name, module in self.header.encoders.items():
+                mine = module.pipelines.count(ranks.pipeline_of(name, device))
+                chunk = module.chunks[ranks.stage_of(name, device)]
+                held += mine * chunk.kept_bytes + chunk.made_again_bytes
+                held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
+            found.append(held + sum(fixed[device].values()))
+        return max(found)
+
+    @property
+    def fits(self) -> bool:
+        return self.most_bytes <= self.setting.capacity_bytes
+
+    @property
+    def encoder_s(self) -> float:
+        """Traffic and compute of the encoders on their busiest stage: what cannot all be hidden."""
+        header, found = self.header, 0.0
+        seconds = {name: sum(phase.duration_s for phase in t) for name, t in header.templates.items()}
+        for module in header.encoders.values():
+            found += max(sum(b.gather_s + b.reduce_s for b in buckets) for buckets in module.buckets)
+            share = len(module.pipelines) / (1 + max(module.pipelines))
+            found += share * max(sum(map(seconds.__getitem__, c.templates.values())) for c in module.chunks)
+        return found
