@@ -113,7 +113,7 @@ def test_modules_of_virtual_stages_are_the_plans(uneven: Plan) -> None:
 
 
 def test_without_a_pipeline_torchtitan_accumulates() -> None:
-    facts = Facts(plan=planned("paper/small-a100"))
+    facts = Facts(plan=planned("paper/small-a100", "llm=pp1,tp4"))
     assert torchtitan.training(facts) == {"local_batch_size": 2, "global_batch_size": 16, "seq_len": 2048}
     assert "pipeline_parallel_schedule" not in torchtitan.parallelism(facts)
 

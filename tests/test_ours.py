@@ -20,7 +20,7 @@ from optimus.search.layouts import decide_setting
 from optimus.systems.colocated import encoder_layout
 from optimus.systems.known import Systems
 from optimus.systems.listed import llm_pipeline
-from optimus.systems.ours import search_ours
+from optimus.systems.ours import Search, most_in_flight, search_ours
 from optimus.systems.trial import Beside, Trial
 
 Record = Callable[[str, object], None]
@@ -45,7 +45,7 @@ def check_random(seeds: range) -> None:
         if not setting.job.model.encoders:
             continue
         try:
-            found = search_ours(setting, [[random_llm(Random(seed), setting, splits=bool(seed % 2))]])
+            found = search_ours(setting, [random_llm(Random(seed), setting, splits=bool(seed % 2))])
         except (DoesNotFit, UserError):
             continue
         violations = check_plan(bound(found.filled.plan, setting)).violations
@@ -85,7 +85,7 @@ def check_over_floor(name: str, assumed: str, record_property: Record) -> None:
         setting, _ = decide_setting(made, preset(assumed))
         systems = Systems(setting)
         floor_s = systems.step_s(systems.floor_1f1b)
-        found = search_ours(setting, [[systems.floor_1f1b]])
+        found = search_ours(setting, [systems.floor_1f1b])
         over = found.filled.step_s / floor_s
         record_property("over floor-1f1b", round(over, 4))
         assert over <= limit, f"{over:.4f}"
@@ -104,6 +104,40 @@ def with_small_images(job: Job) -> Job:
     return replace(job, workload=replace(job.workload, sequences=tuple(sequences)))
 
 
+def test_a_window_bounds_what_encoders_keep() -> None:
+    """Of 32 microbatches at most 18 are kept: the replayed memory says so, and the step is no longer."""
+    setting, _ = decide_setting(find_job("paper/strong-1536"), preset("clean"))
+    (encoder,) = setting.job.model.encoders
+    llm = llm_pipeline(setting, chunks=1, order_name="1f1b")
+    assert (most_in_flight(llm.order), llm.microbatches) == (8, 32)
+    layout = encoder_layout(llm.layout, pp=8, tp=8)
+    steps, kept = [], []
+    for window in (0, 18):
+        beside = {encoder.name: Beside(layout=layout, recompute="none", window=window)}
+        trial = Trial(setting, llm, beside)
+        made = trial.plan(trial.fill.arrange(0.0))
+        assert not check_plan(bound(made.plan, setting)).violations
+        assert max(held.peak for held in made.plan.memory) <= trial.most_bytes
+        steps.append(made.step_s)
+        kept.append(max(held.encoder_activations for held in made.plan.memory))
+    assert kept[1] == pytest.approx(18 / 32 * kept[0])
+    assert steps[1] <= 1.001 * steps[0]
+
+
+@pytest.mark.ci("search")
+def test_encoders_get_layouts_of_their_own_where_that_is_faster() -> None:
+    """A search that may only give both the same layout finds nothing faster."""
+    setting, _ = decide_setting(find_job("paper/dual-22-11"), preset("clean"))
+    llm = Systems(setting).floor_1f1b
+    search = Search(setting, llm)
+    common = search.tried()[0]
+    found = search_ours(setting, [llm])
+    layouts = {name: module.layout for name, module in found.filled.plan.encoders.items()}
+    assert len(set(layouts.values())) == 2
+    assert found.filled.step_s < common.step_s
+    assert not check_plan(bound(found.filled.plan, setting)).violations
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_an_image_is_never_cut(pieces: int) -> None:
     """Two images in a microbatch: a quarter of it takes as long as half of it."""
@@ -112,8 +146,8 @@ def test_an_image_is_never_cut(pieces: int) -> None:
     llm = llm_pipeline(setting, chunks=12, order_name="interleaved")
     layout = encoder_layout(llm.layout, pp=8, tp=8)
     beside = {encoder.name: Beside(layout=layout, recompute="none", pieces=pieces)}
-    header = Trial(setting, llm, beside, None).header
+    header = Trial(setting, llm, beside).header
     seconds = sum(phase.duration_s for phase in header.template_of(encoder.name, Kind.F, 3, 0))
     whole = {encoder.name: Beside(layout=layout, recompute="none", pieces=2)}
-    one_image = Trial(setting, llm, whole, None).header.template_of(encoder.name, Kind.F, 3, 0)
+    one_image = Trial(setting, llm, whole).header.template_of(encoder.name, Kind.F, 3, 0)
     assert seconds >= sum(phase.duration_s for phase in one_image)

@@ -205,6 +205,7 @@ def a_comparison(systems: dict[str, System], missing: dict[str, str]) -> Compari
     return Comparison(
         job=job, assumptions=assumptions, setting=setting, systems=systems, missing=missing,
         floor=first_fitting(setting, (job.model.llm,)), floor_s=1.0, floor_1f1b_s=1.0, rejected=(),
+        considered=1, compared=1,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from optimus.search.planning import make_plan
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Four TP blocks on one stage; encoders and LLM with several replicas."""
-    return make_plan(find_job("paper/small-a100"), systems=[]).plan
+    return make_plan(find_job("paper/small-a100", layouts=["llm=pp1,tp4"]), systems=[]).plan
 
 
 def with_modules(plan: Plan, change: Callable[[PlannedModule], PlannedModule]) -> Plan:

@@ -26,6 +26,7 @@ from optimus.program.ranks import LLM
 from optimus.program.ready import bound_parts
 from optimus.search.layouts import decide_setting
 from optimus.search.planning import Planned, make_plan
+from optimus.search.ranking import rank_settings
 from optimus.search.replaying import replay_plan
 from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.known import Systems
@@ -204,7 +205,7 @@ def test_plan_json_has_the_contract_s_keys(tmp_path: Path, capsys: pytest.Captur
     checked = json.loads(capsys.readouterr().out)
     assert checked["ok"] and set(checked) >= {"ok", "rules", "violations"} and not checked["violations"]
     assert run(["simulate", str(path), "--json"]) == OK
-    system = json.loads(capsys.readouterr().out)["systems"]["paper"]
+    system = json.loads(capsys.readouterr().out)["systems"]["optimus"]
     assert system["step_s"] == pytest.approx(found["step_s"], abs=1e-9)
     assert set(system) >= {"step_s", "step_over_floor", "peak_memory_bytes", "mfu", "bubbles_s"}
     assert run(["diff", str(path), str(path)]) == OK
@@ -283,10 +284,12 @@ def test_a_model_without_encoders_has_nothing_to_place() -> None:
         make_plan(alone)
 
 
-def test_a_stated_encoder_layout_asks_for_an_llm_that_it_divides(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", SMALL, "--layout", "vision=pp2"]) == NO
-    said = capsys.readouterr().err
-    assert "--layout llm=pp2" in said and "none of 3 layouts" in said
+def test_a_stated_encoder_layout_asks_for_an_llm_that_it_divides() -> None:
+    """Layouts of the LLM that it does not divide are rejected with that reason."""
+    ranked = rank_settings(find_job(SMALL, layouts=["vision=pp2"]), preset("default"))
+    assert ranked.settings and all(setting.layout.pp % 2 == 0 for setting in ranked.settings)
+    odd = [each for each in ranked.rejected if each.layout.pp % 2]
+    assert odd and all(each.reason == "stated: vision pp2 does not divide the LLM's pp1" for each in odd)
 
 
 def test_recomputation_is_proposed_where_it_is_enough() -> None:

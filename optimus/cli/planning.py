@@ -181,7 +181,7 @@ class Plan:
     ] = None
     strategy: Annotated[
         str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm) or optimus (ours)")
-    ] = "paper"
+    ] = "optimus"
     system: Annotated[
         tuple[str, ...],
         tyro.conf.arg(metavar="NAME ...", help="compare with these only; all that apply if left out"),

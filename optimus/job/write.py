@@ -14,7 +14,7 @@ from optimus.job.read_workload import DEFAULT_SOURCE, default_percentiles
 
 HEAD = """\
 # A job for Optimus: what to train, on what, with which data, and what is already decided.
-# What is stated is kept; a layout that is left out is the smallest that fits. Lines with "assumed" are
+# What is stated is kept; a layout that is left out is searched. Lines with "assumed" are
 # guesses: correct them.
 format: optimus.job/1
 name: {name}

@@ -61,11 +61,11 @@ def plan_json(planned: Planned, *, file: Path | None, digest: str | None) -> dic
 
 
 def plan_text(planned: Planned) -> list[str]:
-    """What was chosen, the table of systems, what it is worth, memory, what was rejected, the proof."""
-    lines = head(planned.comparison)
+    """What it is worth, what was chosen, the table of systems, memory, what was rejected, the proof."""
+    first, *rest = head(planned.comparison)
+    lines = [first, *_worth_lines(planned), *rest]
     lines += wrap("search", _search_words(planned))
     lines += ["", *_chosen(planned), "", *_table(planned), ""]
-    lines += _worth_lines(planned)
     lines += _hidden_lines(planned)
     lines += ["", *_memory(planned), ""]
     lines += _rejected(planned)
@@ -76,9 +76,7 @@ def plan_text(planned: Planned) -> list[str]:
 
 def _search_words(planned: Planned) -> str:
     found = planned.found
-    fit, scheduled = found.considered - len(found.rejected), len(found.tried)
-    these = f"{fit} fit and were scheduled" if scheduled >= fit else f"{fit} fit, {scheduled} were scheduled"
-    words = f"of {found.considered} encoder layouts {these}; the LLM's is not searched"
+    words = f"of {found.considered} encoder layouts beside it {len(found.tried)} were scheduled"
     words += f"; {planned.search_s:.1f} s with all systems"
     return "; ".join([words, *found.remarks])
 

@@ -96,10 +96,8 @@ def simulation_text(comparison: Comparison) -> list[str]:
         f"  TP {TP_OVERLAP:.0%}: step s if the framework already hid {TP_OVERLAP:.0%} of the TP traffic.",
     ]
     if any(comparison.over_floor(name) < 1 for name in comparison.systems):
-        lines.append(
-            "  The floor is the LLM alone at this layout; a system at another layout may be below it."
-        )
-    if comparison.setting.layout.pp == 1:
+        lines.append("  The floor is the LLM alone in a pipeline; a system that is none may be below it.")
+    if comparison.is_stated and comparison.setting.layout.pp == 1:
         lines.append("  At pp 1 there is one stage: nothing to balance, and stage0 is balanced.")
     lines.append("")
     for name, system in comparison.systems.items():
@@ -128,13 +126,23 @@ def head(comparison: Comparison) -> list[str]:
     lines += wrap("cost model", f"{comparison.setting.prices.profile.source}; preset {_preset(comparison)}")
     for note in comparison.profile_notes:
         lines += wrap("profile", note)
-    stated = job.layout.of("llm").stated()
-    chosen = "as stated" if {"pp", "tp"} <= set(stated) else "the smallest that fits; state another"
-    lines += wrap("llm layout", f"{comparison.setting.layout} ({chosen})")
+    lines += wrap("llm layout", _layout_words(comparison))
     lines += wrap("data", _data(comparison))
     for note in job.notes:
         lines += wrap("assumed", note)
     return lines
+
+
+def _layout_words(comparison: Comparison) -> str:
+    """Where the LLM's layout comes from."""
+    if comparison.is_stated:
+        return f"{comparison.setting.layout} (as stated)"
+    slower = sum(each.reason.startswith("slower") for each in comparison.rejected)
+    return (
+        f"{comparison.setting.layout}, of {comparison.considered}: "
+        f"{slower + comparison.compared} fit, {slower} are slower, "
+        f"in {comparison.compared} all systems were tried"
+    )
 
 
 def _data(comparison: Comparison) -> str:

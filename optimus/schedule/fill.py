@@ -9,7 +9,7 @@ arrangement is lowered and replayed; the replay is what counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,15 +47,18 @@ class Arranged:
 class Fill:
     """Encoder work of one header beside the LLM's own step."""
 
-    def __init__(self, header: Plan, base: Base) -> None:
+    def __init__(self, header: Plan, base: Base, windows: Mapping[str, int] | None = None) -> None:
+        """`windows`: microbatches of an encoder that a class may keep at a time; all if left out."""
         self.header = header
         made = unplaced(header, list(_coarse(header, base)), _traffic_order(header, base))
-        self.schedule, self._lines = _in_order(made.schedule, made.lines, header.launch_s), made.lines
+        held_back = _window_edges(made.lines, windows or {})
+        self.schedule = _in_order(made.schedule, made.lines, header.launch_s, held_back)
+        self._lines = made.lines
         llm = header.names.index(LLM)
         self._phases = self._lines.verb <= Verb.W
         self._of_llm = self._phases & (self._lines.module == llm)
         self._encoders = np.flatnonzero(self._lines.module < llm)
-        self._rank = self._ranks()
+        self._rank = self._ranks(windows or {})
         self._due_s = np.full(len(self.schedule), np.inf)
         self._due_s[self._of_llm] = base.begins_s(header)
         works = np.flatnonzero(self._of_llm & (self.schedule.lane == Lane.COMPUTE))
@@ -86,14 +89,23 @@ class Fill:
             ends_s=ends_s,
         )
 
-    def _ranks(self) -> Floats:
-        """Of every line: how soon it is taken among those that are ready; -1 where order is fixed."""
+    def _ranks(self, windows: Mapping[str, int]) -> Floats:
+        """Of every line: how soon it is taken among those that are ready; -1 where order is fixed.
+
+        Backwards for which a forward waits come right before it.
+        """
         lines, pieces = self._lines, self._lines.header.pieces
         rank = np.full(len(lines), -1.0)
         rank[self.schedule.kind == Kind.SEND] = 0.0
         free = np.flatnonzero(self._phases & ~self._of_llm)
         urgency = np.array([URGENCY[Verb(verb)] for verb in range(len(URGENCY))])[lines.verb[free]]
         rank[free] = urgency * MANY + lines.microbatch[free] / pieces[lines.module[free]]
+        for name, window in windows.items():
+            number, module = lines.header.names.index(name), self.header.modules[name]
+            ahead = window * (1 + max(module.pipelines))  # microbatches of all pipelines
+            mine = free[(lines.module[free] == number) & (lines.verb[free] != Verb.F)]
+            held = mine[lines.microbatch[mine] + ahead < len(module.pipelines)]
+            rank[held] = (lines.microbatch[held] + ahead - 0.5) / pieces[number]
         return rank
 
     def orders(self, turn: Ints) -> list[Program]:
@@ -136,7 +148,22 @@ class Fill:
         return when
 
 
-def _in_order(schedule: Schedule, lines: Lines, launch_s: float) -> Schedule:
+def _window_edges(lines: Lines, windows: Mapping[str, int]) -> Ints:
+    """Pairs of lines: a forward waits until an earlier microbatch of its class is over and given up."""
+    ops, found = lines.ops, [np.zeros((0, 2), np.int64)]
+    for name, window in windows.items():
+        mine = ops.module == lines.header.names.index(name)
+        for device in np.unique(ops.device[mine]):
+            here = np.flatnonzero(mine & (ops.device == device))  # in the order of their microbatches
+            forwards = here[ops.verb[here] == Verb.F]
+            backwards = here[np.isin(ops.verb[here], (Verb.B, Verb.W))]
+            if len(backwards) == len(forwards) > window:
+                waits = ops.rows[ops.first[forwards[window:]]]
+                found.append(np.stack([waits, ops.last[backwards[:-window]]], axis=1))
+    return np.concatenate(found)
+
+
+def _in_order(schedule: Schedule, lines: Lines, launch_s: float, held_back: Ints) -> Schedule:
     """With waits of every encoder phase for the one before it in its op, since they are played in order.
 
     But a phase may overtake a launch, which goes on beside it; not where gradients of weights are made, which
@@ -149,7 +176,8 @@ def _in_order(schedule: Schedule, lines: Lines, launch_s: float) -> Schedule:
     late = same[1:] & (lines.module[before] != lines.header.llm)
     late &= (schedule.kind[before] != Kind.LAUNCH) | (lines.verb[before] == Verb.W)
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
-    edges = np.stack([np.append(waits, after[late]), np.append(schedule.deps, before[late])], axis=1)
+    known = np.stack([np.append(waits, after[late]), np.append(schedule.deps, before[late])], axis=1)
+    edges = np.concatenate([known, held_back])
     dep_offset, deps = group_by_first(edges, len(schedule))
     computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.WAIT) & (schedule.kind != Kind.FINISH)
     duration_s = np.where(computes, np.maximum(schedule.duration_s, launch_s), schedule.duration_s)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Profile
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
-from optimus.search.layouts import decide_setting
+from optimus.search.layouts import is_stated
+from optimus.search.ranking import rank_settings
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.known import MAKERS, STRATEGIES, System, Systems
 from optimus.systems.rejected import Rejected
@@ -22,19 +23,26 @@ class Comparison:
 
     job: Job
     assumptions: Assumptions
-    setting: Setting
+    setting: Setting  # of the plan if one is made, else of the floor
     systems: dict[str, System]
     missing: dict[str, str]
     floor: InlinePipeline
     floor_s: float
     floor_1f1b_s: float
     rejected: tuple[Rejected, ...]
+    considered: int  # layouts of the LLM,
+    compared: int  # and in how many of them all systems were made
 
     @property
     def profile_notes(self) -> list[str]:
         """Where the profile was silent or stretched, over everything that was priced."""
         prices = self.setting.prices
         return prices.profile.notes(prices.shortfalls)
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether the job left no choice of the LLM's layout."""
+        return is_stated(self.job)
 
     def over_floor(self, name: str) -> float:
         return self.systems[name].step_s / self.floor_s
@@ -48,37 +56,86 @@ def compare_systems(
     profile: Profile | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Comparison:
-    """Simulates the job under each named system (by default all that apply and schedule no encoder work)."""
+    """Simulates the job under each named system (by default all that apply and schedule no encoder work).
+
+    Each is taken at the best of the layouts that the job leaves open.
+    """
     assumed = preset(assumptions) if isinstance(assumptions, str) else assumptions
     if profile is not None:
         profile.check_model(job.model)
         assumed = _with_host(assumed, profile)
     asked = _check_names(job, names)
-    setting, rejected = decide_setting(job, assumed, profile)
-    systems = Systems(setting)
-    made: dict[str, System] = {}
-    missing: dict[str, str] = {}
-    for place, name in enumerate(["llm-only", *(name for name in asked if name != "llm-only")]):
-        progress(name, place, len(asked) + 1)
-        try:
-            made[name] = systems.make(name)
-        except DoesNotFit as no:
-            if name == "llm-only":
-                raise
-            missing[name] = no.problem
-    progress("floor", len(asked), len(asked) + 1)
-    floor = made["llm-only"] if "llm-only" in asked else made.pop("llm-only")
+    ranked = rank_settings(job, assumed, profile, progress)
+    at = [Systems(setting) for setting in ranked.settings]
+    best = _Best(asked, at, progress)
+    floor_s, floors = best.floor()
+    made = {name: best.make(name) for name in asked}
+    systems = {name: system for name, system in made.items() if isinstance(system, System)}
+    strategy = next((systems[name] for name in STRATEGIES if name in systems), None)
     return Comparison(
         job=job,
         assumptions=assumed,
-        setting=setting,
-        systems={name: made[name] for name in asked if name in made},
-        missing=missing,
-        floor=systems.floor,
-        floor_s=floor.step_s,
-        floor_1f1b_s=systems.step_s(systems.floor_1f1b),
-        rejected=rejected,
+        setting=floors.setting if strategy is None else strategy.setting,
+        systems=systems,
+        missing={name: reason for name, reason in made.items() if isinstance(reason, str)},
+        floor=floors.floor,
+        floor_s=floor_s,
+        floor_1f1b_s=min(each.step_s(each.floor_1f1b) for each in best.possible),
+        rejected=ranked.rejected,
+        considered=ranked.considered,
+        compared=len(at),
     )
+
+
+class _Best:
+    """Every system at the best of several LLM layouts."""
+
+    def __init__(
+        self, asked: Sequence[str], at: Sequence[Systems], progress: Callable[[str, int, int], None]
+    ) -> None:
+        self._at, self._asked, self._progress = at, asked, progress
+        self._floors: dict[Systems, float] = {}  # the LLM's own step at every layout
+        self._done = 0
+
+    def _say(self, name: str) -> None:
+        self._progress(name, self._done, (len(self._asked) + 1) * len(self._at))
+        self._done += 1
+
+    @property
+    def possible(self) -> list[Systems]:
+        """At layouts in which the LLM fits; the fastest for it alone first."""
+        return sorted(self._floors, key=self._floors.__getitem__)
+
+    def floor(self) -> tuple[float, Systems]:
+        """The LLM's own step at its best layout."""
+        refusals = []
+        for systems in self._at:
+            self._say("llm-only")
+            try:
+                self._floors[systems] = systems.step_s(systems.floor)
+            except DoesNotFit as no:
+                refusals.append(no)
+        if not self._floors:
+            raise refusals[0]
+        first = self.possible[0]
+        return self._floors[first], first
+
+    def make(self, name: str) -> System | str:
+        """The system at its best layout, or why it cannot run. It is never faster than the LLM alone."""
+        found: System | None = None
+        reasons = []
+        for systems in self.possible[:1] if name == "today" else self.possible:
+            self._say(name)
+            if found is not None and found.fits and found.step_s <= self._floors[systems]:
+                continue
+            try:
+                made = systems.make(name)
+            except DoesNotFit as no:
+                reasons.append(no.problem)
+                continue
+            if found is None or (made.fits, -made.step_s) > (found.fits, -found.step_s):
+                found = made
+        return reasons[0] if found is None else found
 
 
 def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:

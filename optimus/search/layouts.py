@@ -1,8 +1,10 @@
-"""The LLM's layout: what the job states is kept, what it leaves out is the smallest that fits."""
+"""Layouts of the LLM: what the job states is kept, what it leaves out is open; and which of them fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
 
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.measured import Profile
@@ -12,49 +14,85 @@ from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.systems.balance import first_fitting
+from optimus.systems.inline import InlinePipeline
 from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Setting
 
 MAX_TP = 8  # never across nodes
 MAX_PP = 16
 MAX_EP = 64
+MIN_CP_TOKENS = 4096  # of a sequence on each rank: context parallelism is for long ones
 
 
 def decide_setting(
     job: Job, assumptions: Assumptions, profile: Profile | None = None
 ) -> tuple[Setting, tuple[Rejected, ...]]:
-    """A setting for every system of the job, and the layouts passed over on the way.
+    """One setting without a search, the smallest that fits, and the layouts passed over on the way.
 
     Open axes grow in this order until all layers fit in one pipeline: tp up to 8 at pp 1, then
     pp, then ep beyond a node; first without recomputing whole layers, then with.
     """
     prices = Prices(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
+    if is_stated(job):
+        return stated_setting(job, prices), ()
     rejected: list[Rejected] = []
-    stated = job.layout.of("llm").stated()
-    whole = {"pp", "tp"} <= set(stated)
     for full_recompute in (False, True):
         for layout in _layouts(job):
-            setting = _setting(job, prices, layout)
+            setting = setting_at(job, prices, layout)
             if isinstance(setting, str):
                 rejected.append(Rejected(layout=layout, reason=setting))
-                if whole:
-                    raise _batch_error(job, layout)
                 continue
-            if whole:
-                return setting, ()
-            reason = _why_not(setting, full_recompute=full_recompute)
+            reason = why_too_large(setting, full_recompute=full_recompute)
             if reason is None:
                 return setting, tuple(rejected)
             rejected.append(Rejected(layout=layout, reason=reason))
+    raise no_layout_fits(job, rejected)
+
+
+def is_stated(job: Job) -> bool:
+    """Whether the job leaves no choice of the LLM's layout."""
+    return {"pp", "tp"} <= set(job.layout.of("llm").stated())
+
+
+def stated_setting(job: Job, prices: Prices) -> Setting:
+    """At the layout that the job states."""
+    for layout in _layouts(job):
+        setting = setting_at(job, prices, layout)
+        if isinstance(setting, str):
+            raise _batch_error(job, layout)
+        return setting
+    raise no_layout_fits(job, [])
+
+
+def no_layout_fits(job: Job, rejected: Sequence[Rejected]) -> DoesNotFit:
+    """What is said when nothing is left."""
     tried = {str(r.layout): r.reason for r in rejected}
     nearest = (
         f"the widest, {list(tried)[-1]}: {list(tried.values())[-1]}" if tried else "none divides the GPUs"
     )
-    raise DoesNotFit(
+    return DoesNotFit(
         f"{job.model.name} does not fit {job.cluster.gpus} x {job.cluster.gpu.name} "
         f"in any of {len(tried)} layouts; {nearest}",
         "use more GPUs, GPUs with more memory, or a smaller model; optimus catalog lists GPUs",
     )
+
+
+def every_layout(job: Job) -> Iterator[Layout]:
+    """All layouts that agree with what is stated, by their size."""
+    stated, stack = job.layout.of("llm").stated(), job.model.llm.stack
+    gpus, limit = job.cluster.gpus, job.layout.limits.max_pp or MAX_PP
+    most_cp = max(1, job.workload.sequence_tokens // MIN_CP_TOKENS)
+    axes = {
+        "cp": [cp for cp in (1, 2, 4, 8) if cp <= most_cp],
+        "pp": range(1, min(limit, stack.layers) + 1),
+        "tp": [tp for tp in (1, 2, 4, 8) if tp <= MAX_TP and stack.attention.heads % tp == 0],
+        "ep": _expert_spreads(job) if stack.experts else [1],
+    }
+    choices = [[stated[axis]] if axis in stated else sizes for axis, sizes in axes.items()]
+    for cp, pp, tp, ep in sorted(product(*choices), key=lambda sizes: (prod(sizes[:3]), sizes)):
+        dp, rest = divmod(gpus, pp * cp * tp)
+        if dp and not rest and (dp * cp * tp) % ep == 0 and stated.get("dp", dp) == dp:
+            yield Layout(dp=dp, pp=pp, cp=cp, ep=ep, tp=tp, chunks=stated.get("chunks", 1))
 
 
 def _layouts(job: Job) -> Iterator[Layout]:
@@ -78,6 +116,16 @@ def _layouts(job: Job) -> Iterator[Layout]:
                     yield Layout(dp=dp, pp=pp, cp=cp, ep=ep, tp=tp, chunks=chunks)
 
 
+def why_not_beside(job: Job, layout: Layout) -> str | None:
+    """Why an encoder's stated layout cannot stand beside this one of the LLM."""
+    for encoder in job.model.encoders:
+        for axis, size in job.layout.of(encoder.name).stated().items():
+            if axis in ("pp", "tp") and getattr(layout, axis) % size:
+                own = f"{axis}{getattr(layout, axis)}"
+                return f"stated: {encoder.name} {axis}{size} does not divide the LLM's {own}"
+    return None
+
+
 def _expert_spreads(job: Job) -> list[int]:
     """Inside a node first, then wider."""
     experts = job.model.llm.stack.experts
@@ -86,7 +134,7 @@ def _expert_spreads(job: Job) -> list[int]:
     return [ep for ep in (first, 2 * first, 4 * first, MAX_EP) if ep <= MAX_EP and experts.count % ep == 0]
 
 
-def _setting(job: Job, prices: Prices, layout: Layout) -> Setting | str:
+def setting_at(job: Job, prices: Prices, layout: Layout) -> Setting | str:
     """The setting at a layout, or why there is none."""
     sizes = job.layout.limits.microbatch_sequences
     for sequences in sizes:
@@ -111,8 +159,19 @@ def _batch_error(job: Job, layout: Layout) -> UserError:
     )
 
 
-def _why_not(setting: Setting, *, full_recompute: bool) -> str | None:
+def why_too_large(setting: Setting, *, full_recompute: bool = True) -> str | None:
     """None if all layers fit in one pipeline at this layout."""
+    found = fitting_pipeline(setting)
+    if isinstance(found, str):
+        return found
+    policies = list(setting.policies(setting.job.model.modules))
+    if not full_recompute and any(step == "full" for _, step in found.policy) and len(policies) > 1:
+        return "memory: fits only with whole layers recomputed"
+    return None
+
+
+def fitting_pipeline(setting: Setting) -> InlinePipeline | str:
+    """All layers in one pipeline with the least recomputation that fits, or why there is none."""
     job, capacity = setting.job, setting.capacity_bytes
     modules = job.model.modules
     policies = list(setting.policies(modules))
@@ -120,9 +179,7 @@ def _why_not(setting: Setting, *, full_recompute: bool) -> str | None:
     held = states(layers, job.model.precision).states / setting.layout.pp
     if held > capacity:
         return f"memory: model states alone {held / 1e9:.1f} of {capacity / 1e9:.0f} GB"
-    fitting = first_fitting(setting, modules)
-    if not fitting.fits:
-        return f"memory: at least {fitting.peak_bytes / 1e9:.1f} of {capacity / 1e9:.0f} GB"
-    if not full_recompute and any(step == "full" for _, step in fitting.policy) and len(policies) > 1:
-        return "memory: fits only with whole layers recomputed"
-    return None
+    found = first_fitting(setting, modules)
+    if not found.fits:
+        return f"memory: at least {found.peak_bytes / 1e9:.1f} of {capacity / 1e9:.0f} GB"
+    return found

@@ -94,7 +94,7 @@ class Planned:
 def make_plan(
     job: Job,
     *,
-    strategy: str = "paper",
+    strategy: str = "optimus",
     assumptions: Assumptions | str = "default",
     profile: Profile | None = None,
     systems: Iterable[str] | None = None,

@@ -14,12 +14,21 @@ from optimus.systems.setting import Setting
 def common_layouts(setting: Setting, llm: Layout) -> Iterator[Layout | Rejected]:
     """Layouts for all encoders alike: PP_enc divides PP_llm, TP_enc divides TP_llm, over all GPUs."""
     encoders = setting.job.model.encoders
+    for layout in _all_layouts(llm):
+        reasons = [why_not(setting, encoder, layout) for encoder in encoders]
+        found = next((reason for reason in reasons if reason), None)
+        yield Rejected(layout=layout, reason=found, module=setting.encoder_names) if found else layout
+
+
+def own_layouts(setting: Setting, encoder: Encoder, llm: Layout) -> Iterator[Layout]:
+    """Layouts that one encoder may have beside the LLM."""
+    return (layout for layout in _all_layouts(llm) if why_not(setting, encoder, layout) is None)
+
+
+def _all_layouts(llm: Layout) -> Iterator[Layout]:
     for pp in _divisors(llm.pp):
         for tp in _divisors(llm.tp):
-            layout = encoder_layout(llm, pp=pp, tp=tp)
-            reasons = [why_not(setting, encoder, layout) for encoder in encoders]
-            found = next((reason for reason in reasons if reason), None)
-            yield Rejected(layout=layout, reason=found, module=setting.encoder_names) if found else layout
+            yield encoder_layout(llm, pp=pp, tp=tp)
 
 
 def why_not(setting: Setting, encoder: Encoder, layout: Layout) -> str | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -17,39 +16,20 @@ from optimus.job.layout import Layout
 from optimus.program.op import Communicator, Floats, Schedule
 from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
 from optimus.schedule.layer_sums import Cut
-from optimus.schedule.timeline import Timeline, evaluate
+from optimus.schedule.timeline import Timeline
 from optimus.systems.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
+from optimus.systems.floors import PLAIN_ORDERS, Floors
 from optimus.systems.found import Found
-from optimus.systems.inline import ORDERS, InlinePipeline
+from optimus.systems.inline import InlinePipeline
 from optimus.systems.ours import search_ours
 from optimus.systems.paper_search import PaperFound, search_paper
+from optimus.systems.playing import Way, fastest, play, step_s
 from optimus.systems.separate import separate_choices
 from optimus.systems.setting import Setting, describe_recompute
 from optimus.systems.sharded import sharded_choices
-from optimus.systems.three_phase import three_phase_choices
+from optimus.systems.three_phase import ThreePhase, three_phase_choices
 
-PLAIN_ORDERS = ("1f1b", "interleaved")
 TP_OVERLAP = 0.7  # what a framework with fused or pipelined TP collectives may already hide
-MOST_PLAYED = 4  # choices of a system that are played kernel by kernel,
-CLOSE = 1.02  # if their estimates are this close to the best
-
-
-class Way(Protocol):
-    """One way to run a job, before it is played."""
-
-    @property
-    def fits(self) -> bool: ...
-
-    @property
-    def memories(self) -> tuple[Memory, ...]: ...
-
-    @property
-    def estimate_s(self) -> float: ...
-
-    def schedule(self) -> Schedule: ...
-
-
-W = TypeVar("W", bound=Way)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +46,7 @@ class System:
     worst_rank: str
     bubbles: Bubbles
     fits: bool
+    setting: Setting
     schedule: Schedule
     timeline: Timeline
     found: Found | None = None  # of a system that makes a plan
@@ -78,37 +59,21 @@ class Systems:
     """Makes systems of one setting; what several of them share is made once."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+        self.setting, self.floors = setting, Floors(setting)
 
     def make(self, name: str) -> System:
         """The system called `name`, or DoesNotFit with the reason."""
         return MAKERS[name](self)
 
-    @cached_property
+    @property
     def floor(self) -> InlinePipeline:
         """The LLM alone at the job's layout: best V, schedule and cut."""
-        return self._llm_alone(ORDERS)
+        return self.floors.floor
 
-    @cached_property
+    @property
     def floor_1f1b(self) -> InlinePipeline:
         """The same with (interleaved) 1F1B only."""
-        return self.floor if self.floor.order_name in PLAIN_ORDERS else self._llm_alone(PLAIN_ORDERS)
-
-    @cached_property
-    def _all_modules(self) -> list[InlinePipeline]:
-        return strong_pipelines(self.setting, self.setting.job.model.modules)
-
-    def _llm_alone(self, orders: Collection[str]) -> InlinePipeline:
-        """What is found for the LLM, and what is found for all modules less its encoders."""
-        setting, llm = self.setting, self.setting.job.model.llm
-        pipelines = strong_pipelines(setting, (llm,), orders=orders)
-        pipelines += [made.only(llm.name) for made in self._all_modules if made.order_name in orders]
-        if not pipelines:
-            raise DoesNotFit(
-                f"the LLM alone does not fit at {setting.layout} on {setting.job.cluster.name}",
-                "use more GPUs per replica (tp, pp), recompute: full, or a GPU with more memory",
-            )
-        return self._fastest("llm-only", pipelines)
+        return self.floors.floor_1f1b
 
     def llm_only(self) -> System:
         return self._of_inline("llm-only", self.floor)
@@ -123,18 +88,30 @@ class Systems:
 
     def balanced_best(self) -> System:
         """The strongest pipeline of all layers we can make."""
-        return self._of_inline("balanced-best", self._fastest("balanced-best", self._all_modules))
+        return self._of_inline(
+            "balanced-best", fastest(self.setting, "balanced-best", self.floors.all_modules)
+        )
 
     def three_phase(self) -> System:
         """All encoder forwards, the LLM's pipeline, all encoder backwards."""
-        fitting = [choice for llm in self._llm_ladder() for choice in three_phase_choices(self.setting, llm)]
-        choice = self._fastest("three-phase", fitting)
+        fitting = [choice for llm in self.floors.both for choice in self._three_phases(llm)]
+        choice = fastest(self.setting, "three-phase", fitting)
         encoders = "; ".join(f"{s.encoder.name} {s.layout} recompute {s.recompute}" for s in choice.encoders)
         return self._played("three-phase", f"{encoders}; {_describe(choice.llm)}", choice)
 
+    def _three_phases(self, llm: InlinePipeline) -> list[ThreePhase]:
+        """All that fit beside this pipeline, or beside the first that leaves them room."""
+        found = list(three_phase_choices(self.setting, llm))
+        added = min((choice.peak_bytes for choice in found), default=0.0) - llm.peak_bytes
+        for other in (llm, *self.floors.roomier(llm, added)) if not any(c.fits for c in found) else ():
+            found = list(three_phase_choices(self.setting, other))
+            if any(choice.fits for choice in found):
+                break
+        return found
+
     def separate_gpus(self) -> System:
         """Encoders on GPUs of their own."""
-        choice = self._fastest("separate-gpus", separate_choices(self.setting, self.floor))
+        choice = fastest(self.setting, "separate-gpus", separate_choices(self.setting, self.floor))
         gpus = self.setting.job.cluster.gpus
         encoders = "; ".join(f"{s.encoder.name} {s.layout}" for s in choice.encoders)
         how = f"{gpus - choice.encoder_gpus}+{choice.encoder_gpus} GPUs; {encoders}; {_describe(choice.llm)}"
@@ -160,7 +137,7 @@ class Systems:
         found, reasons = [], []
         for base in bases:
             try:
-                found.append(search_paper(self.setting, list(self._more_recomputed(base))))
+                found.append(search_paper(self.setting, [base, *self.floors.more_recomputed(base)]))
             except DoesNotFit as no:
                 reasons.append(no)
         if not found:
@@ -174,8 +151,8 @@ class Systems:
         """Our scheduler: list scheduling over all lanes, beside the best LLM pipelines."""
         if not self.setting.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
-        ladders = [self._more_recomputed(floor) for floor in self._floors()]
-        return self._of_plan("optimus", search_ours(self.setting, ladders))
+        found = search_ours(self.setting, self.floors.both, self.floors.roomier)
+        return self._of_plan("optimus", found)
 
     def fsdp(self) -> System:
         """Fully sharded data parallelism, with tensor parallelism where it helps."""
@@ -183,7 +160,7 @@ class Systems:
 
     def _of_sharded(self, tp: int | None) -> System:
         choices = sharded_choices(self.setting)
-        choice = self._fastest("fsdp", (made for made in choices if tp in (None, made.layout.tp)))
+        choice = fastest(self.setting, "fsdp", (made for made in choices if tp in (None, made.layout.tp)))
         kept = " parameters kept gathered;" if choice.keeps_gathered else ""
         size = f"microbatch {choice.sequences} x {choice.accumulate};{kept}"
         how = f"{choice.layout}; {size} {describe_recompute(choice.policy)}"
@@ -211,27 +188,9 @@ class Systems:
 
     def step_s(self, way: Way) -> float:
         """Step time of one way, kernel by kernel."""
-        return self._play(way.schedule()).step_s
+        return step_s(self.setting, way)
 
     # ------------------------------------------------------------------------ shared parts
-
-    def _llm_ladder(self) -> Iterable[InlinePipeline]:
-        """The floors' pipelines with their own recomputation, and with more."""
-        for floor in self._floors():
-            yield from self._more_recomputed(floor)
-
-    def _floors(self) -> list[InlinePipeline]:
-        """The best LLM pipelines: of all orders, and of those without split backwards."""
-        return list({id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values())
-
-    def _more_recomputed(self, pipeline: InlinePipeline) -> Iterator[InlinePipeline]:
-        """An LLM pipeline with its own recomputation, and with more."""
-        llm = self.setting.job.model.llm
-        policies = list(self.setting.policies((llm,)))
-        yield pipeline
-        for policy in policies[policies.index(pipeline.policy) + 1 :]:
-            layers = self.setting.layers((llm,), pipeline.sequences, policy)
-            yield replace(pipeline, layers=layers, policy=policy)
 
     def _setting_today(self, stated: dict[str, int]) -> Setting:
         """The setting at the layout that runs now; what it does not state is 1, and dp follows."""
@@ -313,24 +272,8 @@ class Systems:
         weights = [layer.flops * (3 if layer.trained else 1) for layer in layers]
         return smallest_maximum_cut(weights, parts)
 
-    def _fastest(self, name: str, choices: Iterable[W]) -> W:
-        """The fastest of the choices that fit: ranked by estimate, the first few played."""
-        fitting = [choice for choice in choices if choice.fits]
-        if not fitting:
-            raise DoesNotFit(
-                f"{name} fits in {self.setting.capacity_bytes / 1e9:.0f} GB in no way that was tried",
-                "use another system, more GPUs, or recompute: full",
-            )
-        ranked = sorted(fitting, key=lambda choice: choice.estimate_s)
-        close = [choice for choice in ranked if choice.estimate_s <= CLOSE * ranked[0].estimate_s]
-        return close[0] if len(close) == 1 else min(close[:MOST_PLAYED], key=self.step_s)
-
     def _of_inline(self, name: str, pipeline: InlinePipeline) -> System:
         return self._played(name, _describe(pipeline), pipeline)
-
-    def _play(self, schedule: Schedule) -> Timeline:
-        assumptions = self.setting.prices.assumptions
-        return evaluate(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
 
     def _with_less_tp(self, schedule: Schedule) -> Schedule:
         """The schedule with at least TP_OVERLAP of its TP traffic hidden."""
@@ -350,7 +293,7 @@ class Systems:
         """`way` as a system; `weights` are the GPUs that each device stands for."""
         job, memories = self.setting.job, way.memories
         schedule = way.schedule()
-        timeline = self._play(schedule)
+        timeline = play(self.setting, schedule)
         worst = max(range(len(memories)), key=lambda rank: memories[rank].total)
         model = replace(job.model, encoders=()) if name == "llm-only" else job.model
         peak_flops = job.cluster.gpu.peak_flops * job.cluster.gpus
@@ -359,13 +302,14 @@ class Systems:
             name=name,
             how=how,
             step_s=timeline.step_s,
-            overlapped_step_s=self._play(self._with_less_tp(schedule)).step_s,
+            overlapped_step_s=play(self.setting, self._with_less_tp(schedule)).step_s,
             mfu=step_flops(model, job.workload) / (timeline.step_s * peak_flops),
             tokens_per_s_per_gpu=tokens / timeline.step_s / job.cluster.gpus,
             memory=memories[worst],
             worst_rank=schedule.device_name(worst),
             bubbles=mean_bubbles(find_bubbles(schedule, timeline), weights),
             fits=memories[worst].total <= self.setting.capacity_bytes,
+            setting=self.setting,
             schedule=schedule,
             timeline=timeline,
             weights=weights,

@@ -1,20 +1,24 @@
 """Our system: layouts, pieces and layers of every encoder beside an LLM pipeline, scheduled by `fill`.
 
 What is tried is ranked by the loop's own time; the best are lowered and replayed, and the replay decides.
-Budgets are counts of evaluations, so that the same job gives the same plan on every machine.
+Budgets are counts of evaluations and of the ops in them, so that the same job gives the same plan on every
+machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from optimus.errors import DoesNotFit
 from optimus.job.layout import Layout
+from optimus.program.op import Kind
 from optimus.schedule.arrangement import Base
 from optimus.schedule.fill import Arranged
+from optimus.schedule.pipelines import Pipeline
 from optimus.systems.colocated import even_counts
-from optimus.systems.encoder_layouts import common_layouts
+from optimus.systems.encoder_layouts import common_layouts, own_layouts
 from optimus.systems.filled import FilledPlan
 from optimus.systems.found import Found, TriedLayout
 from optimus.systems.inline import InlinePipeline
@@ -23,10 +27,13 @@ from optimus.systems.setting import Setting, describe_recompute
 from optimus.systems.traffic_cut import counts_by_traffic, moved
 from optimus.systems.trial import Beside, Trial
 
-MOST_LAYOUTS = 3  # scheduled beside one LLM pipeline, the most promising first
+MOST_LAYOUTS = 4  # scheduled beside one LLM pipeline, the most promising first
 HALVINGS = 4  # of the shift of the LLM
 MOST_MOVES = 6  # of a layer from one stage to another
-MOST_REFINED = 2  # layouts
+MOST_REFINED = 2  # ways, over all LLM pipelines,
+CLOSE = 1.01  # if they are this close to the best
+NOTHING = 2e-4  # share of a step by which it may become longer if less memory is held
+MOST_OPS = 6_000_000  # played beside one LLM pipeline, and as many again to refine what was found
 LITTLE = 2e-3  # share of a step: delays below it are not worth a search
 
 
@@ -54,16 +61,24 @@ class Search:
         self.rejected: list[Rejected] = []
         self.considered = 0
         self._base: Base | None = None
+        self._ops_left = MOST_OPS
 
-    def best(self) -> list[Tried]:
-        """Ways that fit by their bytes, the fastest first: only that one is refined."""
-        found = [self._tried(trial) for trial in self._layouts()]
-        found.sort(key=lambda tried: tried.step_s)
-        refined = [self._refined(tried) for tried in found[:MOST_REFINED]]
-        return sorted([*refined, *found[MOST_REFINED:]], key=lambda tried: tried.step_s)
+    def tried(self) -> list[Tried]:
+        """The most promising ways that fit by their bytes, one layout for all encoders, the fastest first."""
+        found: list[Tried] = []
+        for trial in self._layouts():
+            if not found or self._ops_left > 0:
+                found.append(self._shifted(trial))
+        return sorted(found, key=_step_s)
+
+    @property
+    def least_added_bytes(self) -> float:
+        """What encoders add to the LLM's fullest rank at least, where none fit."""
+        needs = [each.peak_bytes for each in self.rejected if each.peak_bytes is not None]
+        return min(needs, default=0.0) - self.llm.peak_bytes
 
     def as_layout(self, tried: Tried) -> TriedLayout:
-        """For those who look at what was tried: one layout is common to all encoders."""
+        """For those who look at what was tried."""
         return TriedLayout(
             layout=next(iter(tried.beside.values())).layout,
             module=self.setting.encoder_names,
@@ -75,67 +90,159 @@ class Search:
     # ------------------------------------------------------------------------ layouts
 
     def _layouts(self) -> list[Trial]:
-        """One layout for all encoders, with the least recomputation that fits; the most promising first."""
-        fitting: list[Trial] = []
+        """Layouts common to all encoders, each with what costs least time and fits."""
+        found: list[Layout] = []
         for layout in common_layouts(self.setting, self.llm.layout):
             self.considered += 1
-            found = layout if isinstance(layout, Rejected) else self._fitting(layout)
-            if isinstance(found, Rejected):
-                self.rejected.append(found)
+            if isinstance(layout, Rejected):
+                self.rejected.append(layout)
             else:
-                fitting.append(found)
-        return sorted(fitting, key=lambda trial: trial.encoder_s)[:MOST_LAYOUTS]
+                found.append(layout)
+        names = [encoder.name for encoder in self.setting.job.model.encoders]
+        return self._fitting({str(layout): dict.fromkeys(names, layout) for layout in found}, MOST_LAYOUTS)
 
-    def _fitting(self, layout: Layout) -> Trial | Rejected:
-        pieces, needs = self.llm.layout.tp // layout.tp, 0.0
+    def _fitting(self, ways: Mapping[str, Mapping[str, Layout]], most: int) -> list[Trial]:
+        """The most promising of these ways that fit, each with what costs least time."""
+        ladders = [list(self._ladder(layouts)) for layouts in ways.values()]
+        fitting: list[Trial] = []
+        for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
+            found = next((trial for trial in ladder if trial.fits), None)
+            if found is not None:
+                fitting.append(found)
+            else:
+                frugal = min(ladder, key=lambda trial: trial.most_bytes)
+                self.rejected.append(frugal.too_large(frugal.most_bytes))
+            if len(fitting) == most:
+                break
+        return fitting
+
+    def _ladder(self, layouts: Mapping[str, Layout]) -> Iterator[Trial]:
+        """With all kept, then fewer microbatches at a time, then more and more made again."""
         for policy in self.setting.policies(self.setting.job.model.encoders):
-            chosen = {name: Beside(layout=layout, recompute=step, pieces=pieces) for name, step in policy}
-            trial = self._trial(chosen)
-            if trial.fits:
-                return trial
-            needs = trial.most_bytes
-        capacity = f"{self.setting.capacity_bytes / 1e9:.1f} GB"
-        reason = f"memory: {needs / 1e9:.1f} of {capacity} with the most recomputation"
-        return Rejected(layout=layout, reason=reason, module=self.setting.encoder_names)
+            for window in (0, *self._windows):
+                chosen = {
+                    name: Beside(
+                        layout=layouts[name],
+                        recompute=recompute,
+                        pieces=self._pieces(name, layouts[name]),
+                        window=window,
+                    )
+                    for name, recompute in policy
+                }
+                yield self._trial(chosen)
+
+    def _pieces(self, name: str, layout: Layout) -> int:
+        """One for each block of a TP group; two if there is only one, and images to deal."""
+        across = self.llm.layout.tp // layout.tp
+        encoder = next(e for e in self.setting.job.model.encoders if e.name == name)
+        one, two = (self.setting.dealt(encoder, self.llm.sequences, pieces) for pieces in (1, 2))
+        return 2 if across == 1 and two < one else across
+
+    @cached_property
+    def _windows(self) -> list[int]:
+        """LLM microbatches of which an encoder may keep something at a time.
+
+        Twice as many as are in flight in the LLM cost no time, one more for every stage costs little.
+        """
+        least = most_in_flight(self.llm.order)
+        return [n for n in (2 * least + 2, least + self.llm.layout.pp) if n < self.llm.microbatches]
 
     # ------------------------------------------------------------------------ evaluations
 
     def _trial(self, beside: Mapping[str, Beside]) -> Trial:
-        trial = Trial(self.setting, self.llm, beside, self._base)
-        self._base = trial.base
-        return trial
+        return Trial(self.setting, self.llm, beside, self._shared_base)
 
-    def _tried(self, trial: Trial) -> Tried:
+    def _shared_base(self, trial: Trial) -> Base:
+        """The LLM's own step, played once."""
+        if self._base is None:
+            self._base = Base(trial.header, self.llm.order)
+        return self._base
+
+    def _arranged(self, trial: Trial, shift_s: float) -> Arranged:
+        self._ops_left -= len(trial.fill.schedule)
+        return trial.fill.arrange(shift_s)
+
+    def _shifted(self, trial: Trial) -> Tried:
         """Arranged with the best shift of the LLM: the least that keeps encoders ahead."""
-        best = trial.fill.arrange(0.0)
+        best = self._arranged(trial, 0.0)
         low_s, high_s = 0.0, best.late_s
         for _ in range(HALVINGS if best.late_s > LITTLE * best.step_s else 0):
-            middle = trial.fill.arrange((low_s + high_s) / 2)
-            best = min(best, middle, key=lambda arranged: arranged.step_s)
+            if self._ops_left <= 0:
+                break
+            middle = self._arranged(trial, (low_s + high_s) / 2)
+            best = min(best, middle, key=_step_s)
             ahead = middle.late_s - middle.shift_s < (high_s - low_s) / 2
             low_s, high_s = (low_s, middle.shift_s) if ahead else (middle.shift_s, high_s)
         return Tried(trial=trial, arranged=best)
 
-    def _refined(self, tried: Tried) -> Tried:
-        """With other numbers of layers on stages, and smaller pieces, while that helps."""
-        whole = {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
-        for beside in (whole, self._counted(tried)):
-            tried = _faster(tried, self._tried(self._trial(beside)))
-        while True:
-            smaller = self._tried(self._trial(_cut_again(tried.beside)))
-            if _faster(tried, smaller) is tried:
+    # ------------------------------------------------------------------------ refinement
+
+    def refined(self, tried: Tried) -> Tried:
+        """With layouts apart, other numbers of layers on stages, and smaller pieces, while that helps."""
+        self._ops_left = MOST_OPS
+        for change in (self._apart, self._whole, self._cut_again, self._cut_again):
+            tried = self._faster(tried, change(tried))
+        starts = tried, self._faster(tried, self._counted(tried))
+        even = tried.step_s <= (1 + LITTLE) * starts[1].step_s
+        return self._frugal(min(map(self._levelled, starts if even else starts[1:]), key=_step_s))
+
+    def _frugal(self, tried: Tried) -> Tried:
+        """With the smallest window that costs nearly nothing, where more is kept."""
+        for window in reversed(self._windows):
+            fewer = {
+                name: replace(chosen, window=window if not chosen.window else min(window, chosen.window))
+                for name, chosen in tried.beside.items()
+            }
+            if self._ops_left <= 0:
                 break
-            tried = smaller
-        return self._levelled(tried)
+            trial = self._trial(fewer)
+            bounded = Tried(trial=trial, arranged=self._arranged(trial, tried.arranged.shift_s))
+            if bounded.step_s <= (1 + NOTHING) * tried.step_s:
+                return bounded
+        return tried
+
+    def _faster(self, tried: Tried, ways: Iterable[Mapping[str, Beside]]) -> Tried:
+        """The best of these ways, if it fits and is faster than what is there.
+
+        With the same shift of the LLM first: who is far behind with it is not looked at further.
+        """
+        for beside in ways:
+            trial = self._trial(beside)
+            if not trial.fits or self._ops_left <= 0:
+                continue
+            same = Tried(trial=trial, arranged=self._arranged(trial, tried.arranged.shift_s))
+            if same.step_s < CLOSE * tried.step_s:
+                tried = min(tried, same, self._shifted(trial), key=_step_s)
+        return tried
+
+    def _apart(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+        """One of several encoders in another layout."""
+        layouts = {name: chosen.layout for name, chosen in tried.beside.items()}
+        if len(layouts) > 1:
+            for encoder in self.setting.job.model.encoders:
+                own = {
+                    str(layout): {**layouts, encoder.name: layout}
+                    for layout in own_layouts(self.setting, encoder, self.llm.layout)
+                    if layout != layouts[encoder.name]
+                }
+                yield from (trial.beside for trial in self._fitting(own, 1))
+
+    def _whole(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+        """Backwards in one."""
+        yield {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
+
+    def _cut_again(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+        """In pieces of half the size."""
+        yield {name: replace(chosen, pieces=2 * chosen.pieces) for name, chosen in tried.beside.items()}
 
     def _levelled(self, tried: Tried) -> Tried:
         """Layers moved one by one from the stage that ends last to one that ends early, while that helps."""
         for _ in range(MOST_MOVES):
-            for name in tried.beside:
+            for name in tried.beside if self._ops_left > 0 else ():
                 trials = filter(lambda trial: trial.fits, map(self._trial, self._moved(tried, name)))
                 shift_s = tried.arranged.shift_s
-                found = [Tried(trial=trial, arranged=trial.fill.arrange(shift_s)) for trial in trials]
-                best = min([tried, *found], key=lambda each: each.step_s)
+                found = [Tried(trial=trial, arranged=self._arranged(trial, shift_s)) for trial in trials]
+                best = min([tried, *found], key=_step_s)
                 if best is tried:
                     return tried
                 tried = best
@@ -156,42 +263,51 @@ class Search:
             for taker in order[: min(2, stages - 1)]
         ]
 
-    def _counted(self, tried: Tried) -> dict[str, Beside]:
-        """The same with layers on stages by what their traffic leaves open."""
+    def _counted(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+        """Layers on stages by what their traffic leaves open."""
         found = {}
         for name, chosen in tried.beside.items():
             encoder = next(e for e in self.setting.job.model.encoders if e.name == name)
             layers = self.setting.encoder_layers(encoder, chosen.layout, self.llm.sequences, chosen.recompute)
             counts = counts_by_traffic(self.setting, layers, tried.trial.base, chosen.layout.pp)
             found[name] = replace(chosen, counts=counts)
-        return found
+        yield found
 
 
-def search_ours(setting: Setting, llms: Sequence[Iterable[InlinePipeline]]) -> Found:
-    """The best beside each LLM pipeline, by replay. A pipeline comes with more and more recomputation."""
-    plans: list[tuple[FilledPlan, Tried]] = []
-    rejected: list[Rejected] = []
-    layouts: list[TriedLayout] = []
-    considered = 0
-    for ladder in llms:
-        for llm in ladder:
-            search = Search(setting, llm)
-            ranked = search.best()
-            layouts += [search.as_layout(tried) for tried in ranked]
-            made = ((tried.trial.plan(tried.arranged), tried) for tried in ranked)
-            best = next((pair for pair in made if pair[0].fits), None)
-            considered += search.considered
-            rejected += search.rejected
-            if best is not None:
-                plans.append(best)
+Roomier = Callable[[InlinePipeline, float], Iterable[InlinePipeline]]
+
+
+def _none(llm: InlinePipeline, added_bytes: float) -> Iterable[InlinePipeline]:
+    return ()
+
+
+def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomier = _none) -> Found:
+    """The best beside any LLM pipeline, or where nothing fits beside it one that is `roomier`, by replay."""
+    searches: list[Search] = []
+    pool: list[tuple[Search, Tried]] = []
+    for llm in llms:
+        searches.append(Search(setting, llm))
+        found = searches[-1].tried()
+        for other in roomier(llm, searches[-1].least_added_bytes) if not found else ():
+            searches.append(Search(setting, other))
+            found = searches[-1].tried()
+            if found:
                 break
-    if not plans:
+        pool += [(searches[-1], each) for each in found]
+    considered = sum(search.considered for search in searches)
+    rejected = [each for search in searches for each in search.rejected]
+    pool.sort(key=lambda pair: pair[1].step_s)
+    close = [pair for pair in pool[:MOST_REFINED] if pair[1].step_s <= CLOSE * pool[0][1].step_s]
+    refined = [search.refined(tried) for search, tried in close]
+    ranked = sorted([*refined, *(tried for _, tried in pool[len(close) :])], key=_step_s)
+    best = _first_that_fits(ranked, rejected)
+    if best is None:
         words = "; ".join(count_by_reason(rejected))
         raise DoesNotFit(
             f"encoders fit beside the LLM at {setting.layout} in none of {considered} layouts: {words}",
             "use recompute: full, more GPUs, more tp or pp, or another system",
         )
-    filled, tried = min(plans, key=lambda pair: pair[0].step_s)
+    filled, tried = best
     return Found(
         filled=filled,
         llm=tried.trial.llm,
@@ -200,18 +316,32 @@ def search_ours(setting: Setting, llms: Sequence[Iterable[InlinePipeline]]) -> F
         hidden_share=_hidden_share(filled),
         notes={"shift_s": tried.arranged.shift_s},
         rejected=rejected,
-        tried=layouts,
+        tried=[search.as_layout(each) for search, each in pool],
     )
 
 
-def _faster(one: Tried, other: Tried) -> Tried:
-    """The faster of two, if it fits."""
-    return other if other.step_s < one.step_s and other.trial.fits else one
+def _first_that_fits(ranked: Sequence[Tried], rejected: list[Rejected]) -> tuple[FilledPlan, Tried] | None:
+    """As replayed; those that turn out not to fit are rejected."""
+    for tried in ranked:
+        filled = tried.trial.plan(tried.arranged)
+        if filled.fits:
+            return filled, tried
+        rejected.append(tried.trial.too_large(max(held.peak for held in filled.plan.memory)))
+    return None
 
 
-def _cut_again(beside: Mapping[str, Beside]) -> dict[str, Beside]:
-    """In pieces of half the size."""
-    return {name: replace(chosen, pieces=2 * chosen.pieces) for name, chosen in beside.items()}
+def most_in_flight(order: Pipeline) -> int:
+    """LLM microbatches between their first forward and their last backward on the first stage."""
+    count = most = 0
+    for op in order[0]:
+        count += op.chunk == 0 and op.kind == Kind.F
+        count -= op.chunk == 0 and op.kind in (Kind.B, Kind.I)
+        most = max(most, count)
+    return most
+
+
+def _step_s(made: Tried | Arranged) -> float:
+    return made.step_s
 
 
 def _describe(tried: Tried) -> str:
@@ -220,7 +350,8 @@ def _describe(tried: Tried) -> str:
     for name, chosen in tried.beside.items():
         counts = "" if not chosen.counts else f" layers {'+'.join(map(str, chosen.counts))}"
         pieces = "" if chosen.pieces == 1 else f" in {chosen.pieces} pieces"
-        parts.append(f"{name} {chosen.layout}{pieces}{counts}")
+        window = "" if not chosen.window else f" at most {chosen.window} microbatches at a time"
+        parts.append(f"{name} {chosen.layout}{pieces}{counts}{window}")
     again = describe_recompute((*((n, c.recompute) for n, c in tried.beside.items()), *llm.policy))
     size = f"microbatch {llm.sequences:.3g}"
     return f"{'; '.join(parts)}; llm {llm.layout}; {llm.order_name}; {size}; {again}"

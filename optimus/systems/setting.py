@@ -42,6 +42,7 @@ class Setting:
     layout: Layout
     microbatch_sequences: int
     uneven: bool = False  # replicas and microbatches may be of different sizes
+    kept_free_bytes: float = 0.0  # of every GPU, for what others will add
 
     @cached_property
     def chunks(self) -> Chunks:
@@ -102,7 +103,7 @@ class Setting:
 
     @property
     def capacity_bytes(self) -> float:
-        return self.job.cluster.gpu.memory_bytes
+        return self.job.cluster.gpu.memory_bytes - self.kept_free_bytes
 
     def microbatches(self, sequences: int, *, multiple_of: int = 1) -> tuple[int, float] | None:
         """Microbatches per step and replica, and sequences in each; None if the batch does not divide.

@@ -56,8 +56,12 @@ class ThreePhase:
         return tuple(self._with_encoders(memory, stage) for stage, memory in enumerate(self.llm.memories))
 
     @property
+    def peak_bytes(self) -> float:
+        return max(memory.total for memory in self.memories)
+
+    @property
     def fits(self) -> bool:
-        return max(memory.total for memory in self.memories) <= self.setting.capacity_bytes
+        return self.peak_bytes <= self.setting.capacity_bytes
 
     def _forwards(self, builder: Builder, stage: int) -> int:
         """All encoder forwards of a group; returns the send of their outputs."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from optimus.cost.module import PricedLayer
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
+from optimus.program.op import Kind
+from optimus.program.plan import Plan
 from optimus.schedule.arrangement import Base
 from optimus.schedule.fill import Arranged, Fill
+from optimus.schedule.traffic import parameter_traffic
 from optimus.schedule.unfold import unfold
 from optimus.systems.colocated import Colocated, ColocatedEncoder
 from optimus.systems.filled import FilledPlan, finish_plan
 from optimus.systems.inline import InlinePipeline
+from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Setting
 
 
@@ -26,17 +31,34 @@ class Beside:
     pieces: int = 1
     counts: tuple[int, ...] = ()
     split: bool = True  # gradients of weights apart from those of inputs
+    window: int = 0  # LLM microbatches that an encoder may be ahead of its own backwards; 0: all
 
 
 class Trial:
     """One LLM pipeline with encoders beside it, ready to be arranged; blocks of a TP group are folded."""
 
     def __init__(
-        self, setting: Setting, llm: InlinePipeline, beside: Mapping[str, Beside], base: Base | None
+        self,
+        setting: Setting,
+        llm: InlinePipeline,
+        beside: Mapping[str, Beside],
+        find_base: Callable[[Trial], Base] | None = None,
     ) -> None:
         self.setting, self.llm, self.beside = setting, llm, beside
-        self.header = self._colocated(folded=True).header(strategy="optimus")
-        self.base = base or Base(self.header, llm.order)
+        self._find_base = find_base  # of the same pipeline beside other encoder layouts
+
+    @cached_property
+    def header(self) -> Plan:
+        return self._folded.header(strategy="optimus")
+
+    @cached_property
+    def base(self) -> Base:
+        """The LLM's own step."""
+        return Base(self.header, self.llm.order) if self._find_base is None else self._find_base(self)
+
+    @cached_property
+    def _folded(self) -> Colocated:
+        return self._colocated(folded=True)
 
     def _colocated(self, *, folded: bool) -> Colocated:
         encoders = self.setting.job.model.encoders
@@ -65,7 +87,13 @@ class Trial:
 
     @cached_property
     def fill(self) -> Fill:
-        return Fill(self.header, self.base)
+        return Fill(self.header, self.base, {name: self._window(name) for name in self.beside})
+
+    def _window(self, name: str) -> int:
+        """Microbatches of one encoder pipeline that may be kept at a time."""
+        module, window = self.header.modules[name], self.beside[name].window
+        pipelines = 1 + max(module.pipelines)
+        return -(-(window or self.llm.microbatches) * module.pieces // pipelines)
 
     def plan(self, arranged: Arranged) -> FilledPlan:
         """For all blocks, lowered and replayed."""
@@ -78,12 +106,13 @@ class Trial:
         """At most what a rank holds: all its encoder microbatches at once."""
         llm, ranks, found = self.llm, self.header.ranks, []
         working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
-        fixed = self._colocated(folded=True).fixed_bytes()
+        fixed = self._folded.fixed_bytes()
         for device in range(ranks.num_classes):
             stage, _, _ = ranks.coordinates(device)
             held = llm.memories[stage].llm_activations - float(working[stage])
             for name, module in self.header.encoders.items():
                 mine = module.pipelines.count(ranks.pipeline_of(name, device))
+                mine = min(mine, self._window(name))
                 chunk = module.chunks[ranks.stage_of(name, device)]
                 held += mine * chunk.kept_bytes + chunk.made_again_bytes
                 held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
@@ -94,13 +123,26 @@ class Trial:
     def fits(self) -> bool:
         return self.most_bytes <= self.setting.capacity_bytes
 
+    def too_large(self, needs: float) -> Rejected:
+        """Why this is not taken."""
+        return Rejected(
+            layout=next(iter(self.beside.values())).layout,
+            reason=f"memory: {needs / 1e9:.1f} of {self.setting.capacity_bytes / 1e9:.1f} GB",
+            module=self.setting.encoder_names,
+            peak_bytes=needs,
+        )
+
     @property
     def encoder_s(self) -> float:
         """Traffic and compute of the encoders on their busiest stage: what cannot all be hidden."""
-        header, found = self.header, 0.0
-        seconds = {name: sum(phase.duration_s for phase in t) for name, t in header.templates.items()}
-        for module in header.encoders.values():
-            found += max(sum(b.gather_s + b.reduce_s for b in buckets) for buckets in module.buckets)
-            share = len(module.pipelines) / (1 + max(module.pipelines))
-            found += share * max(sum(map(seconds.__getitem__, c.templates.values())) for c in module.chunks)
+        found = 0.0
+        for each in self._folded.encoders:
+            share = len(each.pipelines) / (1 + max(each.pipelines))
+            found += max(self._stage_s(layers, each.kinds, share) for layers in each.stages)
         return found
+
+    def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[Kind], microbatches: float) -> float:
+        """Seconds of these layers for their microbatches, and of their traffic."""
+        seconds = self.setting.chunks.make(layers).seconds
+        traffic = parameter_traffic(layers, self.setting.prices, self.setting.job.model.precision)
+        return traffic.gather_s + traffic.reduce_s + microbatches * sum(seconds[kind] for kind in kinds)

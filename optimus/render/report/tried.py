@@ -24,13 +24,13 @@ NAMED = ("chosen", "system")
 
 
 def tried_title(tries: Tries) -> str:
-    """`Of 16 encoder layouts 10 fit: 3 were rejected for memory, 3 for microbatches`."""
+    """`Of 16 encoder layouts 4 were scheduled; rejected: 3 for memory`."""
     rejected = [point for point in tries.points if point.sort == "rejected" and point.step_s is None]
     sorts = Counter(point.reason.partition(":")[0] for point in rejected)
     reasons = ", ".join(f"{count} for {sort}" for sort, count in sorted(sorts.items()))
     fit = sum(point.sort in ("chosen", "layout") for point in tries.points)
     of = max(fit, tries.considered)
-    words = f"Of {of} encoder layouts {fit} fit and {'was' if fit == 1 else 'were'} scheduled"
+    words = f"Of {of} encoder layouts {fit} {'was' if fit == 1 else 'were'} scheduled"
     return f"{words}; rejected: {reasons}" if reasons else words
 
 

@@ -1,0 +1,69 @@
+"""The LLM alone at one layout: its best pipelines, and those that leave encoders more room."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from optimus.errors import DoesNotFit
+from optimus.systems.balance import strong_pipelines
+from optimus.systems.inline import ORDERS, InlinePipeline
+from optimus.systems.playing import fastest
+from optimus.systems.setting import Setting
+
+PLAIN_ORDERS = ("1f1b", "interleaved")
+
+
+class Floors:
+    """Pipelines of the LLM; what several systems share is made once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    @cached_property
+    def floor(self) -> InlinePipeline:
+        """Best V, schedule and cut."""
+        return self._llm_alone(ORDERS)
+
+    @cached_property
+    def floor_1f1b(self) -> InlinePipeline:
+        """The same with (interleaved) 1F1B only."""
+        return self.floor if self.floor.order_name in PLAIN_ORDERS else self._llm_alone(PLAIN_ORDERS)
+
+    @property
+    def both(self) -> list[InlinePipeline]:
+        """The best of all orders, and of those without split backwards."""
+        return list({id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values())
+
+    @cached_property
+    def all_modules(self) -> list[InlinePipeline]:
+        """Pipelines of all modules, not of the LLM alone."""
+        return strong_pipelines(self.setting, self.setting.job.model.modules)
+
+    def _llm_alone(self, orders: Collection[str]) -> InlinePipeline:
+        """What is found for the LLM, and what is found for all modules less its encoders."""
+        setting, llm = self.setting, self.setting.job.model.llm
+        pipelines = strong_pipelines(setting, (llm,), orders=orders)
+        pipelines += [made.only(llm.name) for made in self.all_modules if made.order_name in orders]
+        if not pipelines:
+            raise DoesNotFit(
+                f"the LLM alone does not fit at {setting.layout} on {setting.job.cluster.name}",
+                "use more GPUs per replica (tp, pp), recompute: full, or a GPU with more memory",
+            )
+        return fastest(setting, "llm-only", pipelines)
+
+    def roomier(self, pipeline: InlinePipeline, added_bytes: float) -> Iterator[InlinePipeline]:
+        """The best pipelines that leave `added_bytes` free; then this one with more made again."""
+        setting = replace(self.setting, kept_free_bytes=added_bytes)
+        made = strong_pipelines(setting, (self.setting.job.model.llm,))
+        yield from (replace(each, setting=self.setting) for each in made[:1])
+        yield from self.more_recomputed(pipeline)
+
+    def more_recomputed(self, pipeline: InlinePipeline) -> Iterator[InlinePipeline]:
+        """An LLM pipeline with more recomputation than its own."""
+        llm = self.setting.job.model.llm
+        policies = list(self.setting.policies((llm,)))
+        for policy in policies[policies.index(pipeline.policy) + 1 :]:
+            layers = self.setting.layers((llm,), pipeline.sequences, policy)
+            yield replace(pipeline, layers=layers, policy=policy)
