@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from optimus.errors import DoesNotFit
 from optimus.job.layout import Layout
@@ -41,9 +42,9 @@ class Tried:
     def beside(self) -> Mapping[str, Beside]:
         return self.trial.beside
 
-    @property
+    @cached_property
     def step_s(self) -> float:
-        return self.arranged.step_s
+        return self.trial.step_s(self.arranged)
 
 
 class Search:
@@ -120,6 +121,9 @@ class Search:
         """With other numbers of layers on stages, and smaller pieces, while that helps."""
         whole = {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
         for beside in (whole, self._counted(tried)):
+            tried = _faster(tried, self._tried(self._trial(beside)))
+        for change in tried.trial.other_deals:
+            beside = {name: replace(chosen, **change) for name, chosen in tried.beside.items()}
             tried = _faster(tried, self._tried(self._trial(beside)))
         while True:
             smaller = self._tried(self._trial(_cut_again(tried.beside)))
