@@ -4,7 +4,7 @@ One event loop plays all lanes of all classes. Ops of the LLM keep their order. 
 is ready, it takes of the encoder work that is ready the most urgent that ends before the LLM is due again:
 forwards first, then gradients of inputs, then those of weights, each in the order in which the LLM needs and
 makes them. When the LLM is due is known from a step without encoders, moved by how late it was last. The best
-arrangement is lowered and replayed; the replay is what counts.
+arrangement is tightened, lowered and replayed; the replay is what counts.
 """
 
 from __future__ import annotations
@@ -21,27 +21,33 @@ from optimus.schedule.arrangement import Base
 from optimus.schedule.build import group_by_first
 from optimus.schedule.lines import Lines
 from optimus.schedule.lower import Traffic, unplaced
-from optimus.schedule.timeline import list_schedule
+from optimus.schedule.tighten import in_turn, tighten
+from optimus.schedule.timeline import Timeline, evaluate, list_schedule
 
 PATIENCE_S = 2e-5  # an op that is late by no more is waited for
 URGENCY = {Verb.F: 0, Verb.B: 1, Verb.I: 1, Verb.W: 2}
+TIGHTENED_LINES, MOST_ROUNDS = 100_000, 300  # the budget of looking ahead: lines of all rounds, and rounds
 MANY = float(1 << 40)  # more than there are microbatches, or lines of a program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arranged:
-    """When every line has its turn, and how long the loop took to play them."""
+    """When every line has its turn, and when it began and ended."""
 
     fill: Fill
     turn: Ints
-    step_s: float
+    timeline: Timeline
     shift_s: float
     late_s: float  # by how much the LLM is delayed at most
     ends_s: Floats  # of every class: when the last work of encoders is over, their traffic included
 
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
     def orders(self) -> list[Program]:
         """The phases of every class in this order."""
-        return self.fill.orders(self.turn)
+        return self.fill.orders(self.turn, self.timeline)
 
 
 class Fill:
@@ -83,11 +89,36 @@ class Fill:
         return Arranged(
             fill=self,
             turn=turn,
-            step_s=timeline.step_s,
+            timeline=timeline,
             shift_s=shift_s,
             late_s=float((timeline.start_s[llm] - self._due_s[llm]).max()),
             ends_s=ends_s,
         )
+
+    def tightened(self, arranged: Arranged) -> Arranged:
+        """The arrangement shortened by looking ahead, which the loop cannot; if nothing is slowed down."""
+        rounds = min(1 + TIGHTENED_LINES // len(self.schedule), MOST_ROUNDS)
+        turn = tighten(self.schedule, self._chains(), arranged.turn, rounds=rounds)
+        played = evaluate(in_turn(self.schedule, turn), slowdown=self.header.slowdown)
+        timeline = replace(played, start_s=played.start_s[turn], finish_s=played.finish_s[turn])
+        return replace(arranged, turn=turn, timeline=timeline)
+
+    def _chains(self) -> Ints:
+        """Pairs (line, line before it): the LLM on every lane, and each phase of encoders by microbatch.
+
+        Microbatches of an encoder pipeline are alike, so nothing is lost; the last one to make a gradient is
+        then the one for which its reduce waits.
+        """
+        lines = self._lines
+        same = np.where(self._of_llm, -1, lines.place), np.where(self._of_llm, self.schedule.lane, lines.verb)
+        rows = np.flatnonzero(self._phases)
+        columns = [column[rows] for column in (*same, lines.module, lines.device)]
+        order = np.lexsort((rows, np.where(self._of_llm, 0, lines.microbatch)[rows], *columns))
+        together = np.ones(len(rows) - 1, np.bool_)
+        for column in columns:
+            together &= column[order][1:] == column[order][:-1]
+        pairs: Ints = np.stack([rows[order][1:], rows[order][:-1]], axis=1)[together]
+        return pairs
 
     def _ranks(self, windows: Mapping[str, int]) -> Floats:
         """Of every line: how soon it is taken among those that are ready; -1 where order is fixed.
@@ -108,10 +139,10 @@ class Fill:
             rank[held] = (lines.microbatch[held] + ahead - 0.5) / pieces[number]
         return rank
 
-    def orders(self, turn: Ints) -> list[Program]:
+    def orders(self, turn: Ints, timeline: Timeline) -> list[Program]:
         """Phases of every class by their turn, but launches where they are to be enqueued."""
         device, place = self._lines.device, self._lines.place
-        when = self._with_launches(turn)
+        when = self._with_launches(turn, timeline)
         found = []
         for each in range(self._lines.header.devices):
             rows = np.flatnonzero(self._phases & (device == each))
@@ -119,7 +150,7 @@ class Fill:
             found.append(self._lines.program(rows[order]))
         return found
 
-    def _with_launches(self, turn: Ints) -> Floats:
+    def _with_launches(self, turn: Ints, timeline: Timeline) -> Floats:
         """Turns, changed so that a link meets its launches in the order in which they had their turns.
 
         A launch of the LLM stands right behind the compute whose result it sends. What an encoder launched
@@ -127,8 +158,9 @@ class Fill:
         """
         when, kind, device = turn.astype(np.float64), self.schedule.kind, self._lines.device
         llm = np.flatnonzero(self._of_llm)
-        launches = llm[(kind[llm] == Kind.LAUNCH) & (self._lines.place[llm] > 0)]
-        senders = llm[np.searchsorted(llm, launches) - 1]
+        glued = (kind[llm] == Kind.LAUNCH) & (self._lines.place[llm] > 0)
+        behind = np.maximum.accumulate(np.where(glued, 0, np.arange(len(llm))))  # launch behind launch, too
+        launches, senders = llm[glued], llm[behind[glued]]
         theirs = np.flatnonzero(self._phases & ~self._of_llm & (kind == Kind.LAUNCH))
         for each in range(self._lines.header.devices):
             mine, sent = launches[device[launches] == each], senders[device[launches] == each]
@@ -137,6 +169,7 @@ class Fill:
                 continue
             at = np.searchsorted(turn[sent], turn[some]) - 1
             under = (at >= 0) & (turn[some] < turn[mine[at]])
+            under &= timeline.start_s[some] < timeline.finish_s[sent[at]]
             some, begin, end = some[under], turn[sent[at[under]]], turn[mine[at[under]]]
             when[some] = begin - 1 + (turn[some] - begin) / (end - begin)
         when[launches] = turn[senders]
@@ -177,11 +210,23 @@ def _in_order(schedule: Schedule, lines: Lines, launch_s: float, held_back: Ints
     late &= (schedule.kind[before] != Kind.LAUNCH) | (lines.verb[before] == Verb.W)
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     known = np.stack([np.append(waits, after[late]), np.append(schedule.deps, before[late])], axis=1)
-    edges = np.concatenate([known, held_back])
+    edges = np.concatenate([known, held_back, _on_one_lane(schedule, lines)])
     dep_offset, deps = group_by_first(edges, len(schedule))
     computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.WAIT) & (schedule.kind != Kind.FINISH)
     duration_s = np.where(computes, np.maximum(schedule.duration_s, launch_s), schedule.duration_s)
     return replace(schedule, dep_offset=dep_offset, deps=deps, duration_s=duration_s)
+
+
+def _on_one_lane(schedule: Schedule, lines: Lines) -> Ints:
+    """Pairs (phase, the one before it in its op that has the same lane) of encoders: there none overtakes."""
+    ops = lines.ops
+    number = np.repeat(np.arange(len(ops)), np.diff(np.append(ops.first, len(ops.rows))))
+    order = np.lexsort((np.arange(len(ops.rows)), schedule.lane[ops.rows], number))
+    rows, number = ops.rows[order], number[order]
+    same = (number[1:] == number[:-1]) & (schedule.lane[rows[1:]] == schedule.lane[rows[:-1]])
+    same &= lines.module[rows[1:]] != lines.header.llm
+    pairs: Ints = np.stack([rows[1:], rows[:-1]], axis=1)[same]
+    return pairs
 
 
 def _traffic_order(header: Plan, base: Base) -> dict[Traffic, float]:

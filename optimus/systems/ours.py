@@ -48,9 +48,9 @@ class Tried:
     def beside(self) -> Mapping[str, Beside]:
         return self.trial.beside
 
-    @property
+    @cached_property
     def step_s(self) -> float:
-        return self.arranged.step_s
+        return self.trial.step_s(self.arranged)
 
 
 class Search:
@@ -170,7 +170,7 @@ class Search:
             if self._ops_left <= 0:
                 break
             middle = self._arranged(trial, (low_s + high_s) / 2)
-            best = min(best, middle, key=_step_s)
+            best = min(best, middle, key=trial.step_s)
             ahead = middle.late_s - middle.shift_s < (high_s - low_s) / 2
             low_s, high_s = (low_s, middle.shift_s) if ahead else (middle.shift_s, high_s)
         return Tried(trial=trial, arranged=best)
@@ -180,7 +180,7 @@ class Search:
     def refined(self, tried: Tried) -> Tried:
         """With layouts apart, other numbers of layers on stages, and smaller pieces, while that helps."""
         self._ops_left = MOST_OPS
-        for change in (self._apart, self._whole, self._cut_again, self._cut_again):
+        for change in (self._apart, self._whole, self._dealt, self._cut_again, self._cut_again):
             tried = self._faster(tried, change(tried))
         starts = tried, self._faster(tried, self._counted(tried))
         even = tried.step_s <= (1 + LITTLE) * starts[1].step_s
@@ -230,6 +230,11 @@ class Search:
     def _whole(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
         """Backwards in one."""
         yield {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
+
+    def _dealt(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+        """Microbatches dealt to pipelines in other ways, in a small job."""
+        for change in tried.trial.other_deals:
+            yield {name: replace(chosen, **change) for name, chosen in tried.beside.items()}
 
     def _cut_again(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
         """In pieces of half the size."""

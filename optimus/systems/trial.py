@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from optimus.cost.module import PricedLayer
 from optimus.job.layout import Layout
@@ -13,6 +14,7 @@ from optimus.program.op import Kind
 from optimus.program.plan import Plan
 from optimus.schedule.arrangement import Base
 from optimus.schedule.fill import Arranged, Fill
+from optimus.schedule.lower import lower
 from optimus.schedule.traffic import parameter_traffic
 from optimus.schedule.unfold import unfold
 from optimus.systems.colocated import Colocated, ColocatedEncoder
@@ -20,6 +22,9 @@ from optimus.systems.filled import FilledPlan, finish_plan
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Setting
+
+FEW_LINES = 20_000  # up to here two plans are lowered
+SMALL_LINES = 2_000  # up to here other deals are tried, and trials replayed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +37,14 @@ class Beside:
     counts: tuple[int, ...] = ()
     split: bool = True  # gradients of weights apart from those of inputs
     window: int = 0  # LLM microbatches that an encoder may be ahead of its own backwards; 0: all
+    backwards: bool = False  # the last pipeline gets the first microbatch
 
 
 class Trial:
-    """One LLM pipeline with encoders beside it, ready to be arranged; blocks of a TP group are folded."""
+    """One LLM pipeline with encoders beside it, ready to be arranged.
+
+    Blocks of a TP group are folded if each has a piece of every microbatch: all of them do the same.
+    """
 
     def __init__(
         self,
@@ -45,11 +54,12 @@ class Trial:
         find_base: Callable[[Trial], Base] | None = None,
     ) -> None:
         self.setting, self.llm, self.beside = setting, llm, beside
+        self.folded = all(c.pieces % (llm.layout.tp // c.layout.tp) == 0 for c in beside.values())
         self._find_base = find_base  # of the same pipeline beside other encoder layouts
 
     @cached_property
     def header(self) -> Plan:
-        return self._folded.header(strategy="optimus")
+        return self._scheduled.header(strategy="optimus")
 
     @cached_property
     def base(self) -> Base:
@@ -57,8 +67,9 @@ class Trial:
         return Base(self.header, self.llm.order) if self._find_base is None else self._find_base(self)
 
     @cached_property
-    def _folded(self) -> Colocated:
-        return self._colocated(folded=True)
+    def _scheduled(self) -> Colocated:
+        """What is arranged: one block for all of a TP group, if they are alike."""
+        return self._colocated(folded=self.folded)
 
     def _colocated(self, *, folded: bool) -> Colocated:
         encoders = self.setting.job.model.encoders
@@ -69,6 +80,7 @@ class Trial:
         across = llm.layout.tp // chosen.layout.tp if folded else 1
         layout = chosen.layout.with_(dp=chosen.layout.dp // across, tp=chosen.layout.tp * across)
         pieces, pipelines = chosen.pieces // across, layout.dp // llm.layout.dp
+        dealt = [number % pipelines for number in range(llm.microbatches * pieces)]
         return ColocatedEncoder(
             encoder=encoder,
             layout=layout,
@@ -79,7 +91,7 @@ class Trial:
                 chosen.recompute,
             ),
             pieces=pieces,
-            pipelines=tuple(number % pipelines for number in range(llm.microbatches * pieces)),
+            pipelines=tuple(pipelines - 1 - each if chosen.backwards else each for each in dealt),
             recompute=chosen.recompute,
             counts=chosen.counts,
             split=chosen.split and encoder.train,
@@ -96,9 +108,24 @@ class Trial:
         return -(-(window or self.llm.microbatches) * module.pieces // pipelines)
 
     def plan(self, arranged: Arranged) -> FilledPlan:
+        """The faster of an arrangement and what looking ahead makes of it; of many lines, by the estimate."""
+        both = [arranged, self.fill.tightened(arranged)]
+        if len(self.fill.schedule) > FEW_LINES:
+            both = [min(both, key=lambda each: each.step_s)]
+        return min(map(self.lowered, both), key=lambda plan: (not plan.fits, plan.step_s))
+
+    def step_s(self, arranged: Arranged) -> float:
+        """By which trials are compared: the loop knows no host, so that small jobs with one are replayed."""
+        if not self.header.launch_s or len(self.fill.schedule) > SMALL_LINES:
+            return arranged.step_s
+        return lower(self.header, arranged.orders()).timeline.step_s
+
+    def lowered(self, arranged: Arranged) -> FilledPlan:
         """For all blocks, lowered and replayed."""
         whole = self._colocated(folded=False)
-        header, orders = unfold(whole.header(strategy="optimus"), self.header, arranged.orders())
+        header, orders = self.header, arranged.orders()
+        if self.folded:
+            header, orders = unfold(whole.header(strategy="optimus"), header, orders)
         return finish_plan(header, orders, whole.fixed_bytes(), estimate_s=arranged.step_s)
 
     @cached_property
@@ -106,7 +133,7 @@ class Trial:
         """At most what a rank holds: all its encoder microbatches at once."""
         llm, ranks, found = self.llm, self.header.ranks, []
         working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
-        fixed = self._folded.fixed_bytes()
+        fixed = self._scheduled.fixed_bytes()
         for device in range(ranks.num_classes):
             stage, _, _ = ranks.coordinates(device)
             held = llm.memories[stage].llm_activations - float(working[stage])
@@ -118,6 +145,20 @@ class Trial:
                 held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
             found.append(held + sum(fixed[device].values()))
         return max(found)
+
+    @property
+    def other_deals(self) -> list[dict[str, Any]]:
+        """Changes of all encoders that may be worth a try in a small job; elsewhere pieces win.
+
+        Whole microbatches for pipelines side by side launch less than pieces do. Dealt backwards, later
+        stages get more of them.
+        """
+        if len(self.fill.schedule) > SMALL_LINES:
+            return []
+        cut = any(chosen.pieces > 1 for chosen in self.beside.values())
+        several = any(max(module.pipelines) for module in self.header.encoders.values())
+        found: list[dict[str, Any]] = [{"pieces": 1}] if cut else []
+        return [*found, {"backwards": True}] if cut or several else found
 
     @property
     def fits(self) -> bool:
@@ -136,7 +177,7 @@ class Trial:
     def encoder_s(self) -> float:
         """Traffic and compute of the encoders on their busiest stage: what cannot all be hidden."""
         found = 0.0
-        for each in self._folded.encoders:
+        for each in self._scheduled.encoders:
             share = len(each.pipelines) / (1 + max(each.pipelines))
             found += max(self._stage_s(layers, each.kinds, share) for layers in each.stages)
         return found
