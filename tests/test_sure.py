@@ -1,0 +1,149 @@
+"""How sure a winner is: factors by hand, rules that are known, and systems that are left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from replanned import replanned
+from test_batches import few_layers, uneven
+
+from optimus.cost.assumptions import preset
+from optimus.program.op import Communicator, Kind, Lane
+from optimus.schedule.timeline import evaluate
+from optimus.search.compare import Comparison, compare_systems
+from optimus.search.perturb import Perturbable, doubts, draw_models
+from optimus.search.planning import make_plan
+from optimus.search.sure import CANNOT_WIN, Sure, base_model, choose_systems, find_rule, find_sure
+
+BASE = base_model(preset("default"))
+SYSTEMS = ("stage0", "three-phase", "fsdp", "paper")
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    return compare_systems(uneven(few_layers()), names=SYSTEMS)
+
+
+@pytest.fixture(scope="module")
+def sure(comparison: Comparison) -> Sure:
+    return find_sure(comparison)
+
+
+def test_every_doubt_covers_its_range_evenly() -> None:
+    """A Latin hypercube: one draw in each 200th part; choices equally often."""
+    models = draw_models(BASE, doubts(), draws=200, seed=0)
+    for doubt in doubts():
+        values = np.array([getattr(model, doubt.field) for model in models])
+        if doubt.choices:
+            counts = [int((values == choice).sum()) for choice in doubt.choices]
+            assert max(counts) - min(counts) <= 1 and sum(counts) == 200, doubt
+        else:
+            parts = np.floor((values - doubt.low) / (doubt.high - doubt.low) * 200)
+            assert sorted(parts.astype(int).tolist()) == list(range(200)), doubt
+    assert models == draw_models(BASE, doubts(), draws=200, seed=0)
+    assert models != draw_models(BASE, doubts(), draws=200, seed=1)
+    pairs = np.array([[getattr(model, doubt.field) for doubt in doubts()] for model in models])
+    assert np.abs(np.corrcoef(pairs.T) - np.eye(len(doubts()))).max() < 0.25  # drawn together, not in step
+
+
+def test_with_nothing_perturbed_the_step_is_the_system_s(comparison: Comparison) -> None:
+    for system in comparison.systems.values():
+        assert Perturbable(system.schedule, ["vision"], BASE).step_s(BASE) == system.step_s
+
+
+def test_each_doubt_scales_its_own_rows(comparison: Comparison) -> None:
+    """Row by row, by the words of the doubts, on a plan that has every kind of row."""
+    schedule = comparison.systems["paper"].schedule
+    changed = {"llm_efficiency": 0.5, "encoder_efficiency": 0.8, "tp_bandwidth": 0.4, "dp_bandwidth": 0.2}
+    changed |= {
+        "pp_bandwidth": 0.25,
+        "image_tokens": 3.0,
+        "tp_overlapped": 0.7,
+        "slowdown": 0.2,
+        "launch_s": 0,
+    }
+    model = replace(BASE, **changed)
+    by_hand = []
+    for op in schedule:
+        factor = 1.0
+        if op.kind <= Kind.W and op.lane == Lane.COMPUTE:
+            factor = 3 / 0.8 if op.module == "vision" else 1 / 0.5
+        elif op.kind in (Kind.GATHER, Kind.REDUCE):
+            factor = 1 / 0.2
+        elif op.lane in (Lane.TP, Lane.P2P):
+            factor = 1 / 0.4 if op.lane == Lane.TP else 1 / 0.25
+            factor *= 3 if op.module == "vision" else 1
+            factor *= 0.3 if op.communicator == Communicator.TP else 1
+        by_hand.append(op.duration_s * factor)
+    expected = evaluate(replace(schedule, duration_s=np.array(by_hand)), slowdown=0.2).step_s
+    assert Perturbable(schedule, ["vision"], BASE).step_s(model) == pytest.approx(expected, rel=1e-12)
+
+
+def test_counts_are_those_of_the_steps(sure: Sure, comparison: Comparison) -> None:
+    assert sure.of == 200 and sure.same + sum(each.wins for each in sure.otherwise) == 200
+    assert sure.winner == min(sure.steps_s, key=lambda name: comparison.systems[name].step_s)
+    fastest = np.argmin(np.stack([sure.steps_s[name] for name in sure.steps_s]), axis=0)
+    assert sure.same == int((fastest == list(sure.steps_s).index(sure.winner)).sum())
+    assert set(sure.steps_s) | set(sure.left_out) == set(SYSTEMS)
+    for name, reason in sure.left_out.items():
+        slower = comparison.systems[name].step_s / comparison.systems[sure.winner].step_s > CANNOT_WIN
+        assert slower or reason.startswith("the same as"), name
+
+
+def test_a_rule_finds_what_decides() -> None:
+    """Winners made by a rule of which everything is known, with a little noise."""
+    models = draw_models(BASE, doubts(), draws=200, seed=5)
+    overlapped = [model.tp_overlapped > 0.5 for model in models]
+    rule = find_rule(models, doubts(), overlapped)
+    assert rule is not None and str(rule) == "TP traffic already overlapped: 70 %"
+    assert rule.explains == rule.holds == 100
+    slow = [model.dp_bandwidth < 0.9 and model.pp_bandwidth < 1.2 for model in models]
+    rule = find_rule(models, doubts(), slow)
+    assert rule is not None and rule.doubt.field == "dp_bandwidth" and not rule.above
+    assert str(rule) == "DP bandwidth below -10 %" and rule.explains == sum(slow)
+    dice = np.random.default_rng(1).random(200) < 0.3
+    assert find_rule(models, doubts(), dice.tolist()) is None
+    assert find_rule(models, doubts(), [False] * 200) is None
+
+
+def test_what_cannot_win_or_is_the_same_is_left_out(comparison: Comparison) -> None:
+    best = min(comparison.systems.values(), key=lambda system: system.step_s)
+    twin = replace(best, name="twin")
+    slow = replace(best, name="slow", step_s=CANNOT_WIN * best.step_s * 1.01)
+    unfit = replace(best, name="unfit", fits=False)
+    more = {**comparison.systems, "twin": twin, "slow": slow, "unfit": unfit}
+    chosen, left_out = choose_systems(replace(comparison, systems=more), draws=200)
+    assert chosen[0] is best and {system.name for system in chosen} <= set(SYSTEMS)
+    assert left_out["twin"] == f"the same as {best.name}" and "1.31 times" in left_out["slow"]
+    assert "unfit" not in left_out
+
+
+def test_of_too_many_ops_the_slowest_are_left_out(comparison: Comparison) -> None:
+    """The answer depends on counts of ops alone, not on a clock."""
+    close = {name: replace(system, step_s=1.0 + place / 100, fits=True)
+             for place, (name, system) in enumerate(comparison.systems.items())}  # fmt: skip
+    ranked = list(close)
+    few, left_out = choose_systems(replace(comparison, systems=close), draws=10**9)
+    assert [system.name for system in few] == ranked[:2]
+    assert left_out == dict.fromkeys(ranked[2:], "too many ops")
+
+
+@pytest.mark.heavy
+def test_planning_again_under_perturbed_models_gives_the_same_winner() -> None:
+    """Three of the 200 models made true: layouts, cuts and orders are searched again under each."""
+    job = few_layers(16, pp=2)
+    names = ("balanced-best", "three-phase", "fsdp")
+    planned = make_plan(job, systems=names)
+    found = find_sure(planned.comparison)
+    for draw in (0, 77, 150):
+        model = found.models[draw]
+        other, assumptions = replanned(job, preset("default"), model)
+        again = make_plan(other, systems=names, assumptions=assumptions).systems
+        replayed = {name: float(steps[draw]) for name, steps in found.steps_s.items()}
+        replayed_winner = min(replayed, key=lambda name: replayed[name])
+        winner = min((name for name in again if name != "llm-only"), key=lambda name: again[name].step_s)
+        assert winner == replayed_winner, draw
+        for name, step_s in replayed.items():  # a search knows the model: it is at least about as good
+            assert again[name].step_s <= 1.02 * step_s, (draw, name)
