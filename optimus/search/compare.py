@@ -9,6 +9,7 @@ from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Profile
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
+from optimus.search.calibration import Calibration, calibrate
 from optimus.search.layouts import decide_setting
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.known import MAKERS, STRATEGIES, System, Systems
@@ -29,12 +30,19 @@ class Comparison:
     floor_s: float
     floor_1f1b_s: float
     rejected: tuple[Rejected, ...]
+    calibration: Calibration | None = None  # on what the job measured
 
     @property
     def profile_notes(self) -> list[str]:
         """Where the profile was silent or stretched, over everything that was priced."""
         prices = self.setting.prices
         return prices.profile.notes(prices.shortfalls)
+
+    @property
+    def source(self) -> str:
+        """Where seconds come from, in words."""
+        source = self.setting.prices.profile.source
+        return source if self.calibration is None else self.calibration.words(source)
 
     def over_floor(self, name: str) -> float:
         return self.systems[name].step_s / self.floor_s
@@ -55,6 +63,10 @@ def compare_systems(
         assumed = _with_host(assumed, profile)
     asked = _check_names(job, names)
     setting, rejected = decide_setting(job, assumed, profile)
+    calibration = calibrate(setting)
+    if calibration is not None:
+        assumed = assumed.scaled(calibration.scale)
+        setting = replace(setting, prices=replace(setting.prices, assumptions=assumed))
     systems = Systems(setting)
     made: dict[str, System] = {}
     missing: dict[str, str] = {}
@@ -78,6 +90,7 @@ def compare_systems(
         floor_s=floor.step_s,
         floor_1f1b_s=systems.step_s(systems.floor_1f1b),
         rejected=rejected,
+        calibration=calibration,
     )
 
 

@@ -45,14 +45,14 @@ def find_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None =
             if system.fits and name not in ("llm-only", plan.strategy)
         }
     several = len(schedules) > 1
-    base = _base_of(plan)
+    base, asked = _base_of(plan), doubts(_noted(plan, "time_scale", 1.0))
     played = {name: Perturbable(each, list(plan.encoders), base) for name, each in schedules.items()}
     what = "all systems that fit were played again" if several else "only this plan was played again"
     kept = "with their schedules as they are" if several else "with its schedule as it is"
     more = "" if several else ": whether another system would win is not known"
     return Tornado(
         step_s=plan.claims.step_s,
-        wide=tuple(_perturbed(plan.strategy, played, base, doubt) for doubt in doubts()),
+        wide=tuple(_perturbed(plan.strategy, played, base, doubt) for doubt in asked),
         winner=_winner({name: each.step_s(base) for name, each in played.items()}),
         how=f"{what}, {kept}{more}",
     )
@@ -60,13 +60,15 @@ def find_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None =
 
 def _base_of(plan: Plan) -> CostModel:
     """What the plan was made with, of what it says."""
+    hidden = _noted(plan, "tp_overlapped_share", 0.0)
+    return CostModel(slowdown=plan.slowdown, launch_s=plan.launch_s, tp_overlapped=hidden)
+
+
+def _noted(plan: Plan, name: str, otherwise: float) -> float:
+    """An assumption as the plan's notes have it, which are free: anything may stand there, or nothing."""
     preset = plan.notes.get("preset")
-    hidden = preset.get("tp_overlapped_share") if isinstance(preset, Mapping) else None
-    return CostModel(
-        slowdown=plan.slowdown,
-        launch_s=plan.launch_s,
-        tp_overlapped=float(hidden) if isinstance(hidden, int | float) else 0.0,
-    )
+    found = preset.get(name) if isinstance(preset, Mapping) else None
+    return float(found) if isinstance(found, int | float) else otherwise
 
 
 def _perturbed(own: str, played: Mapping[str, Perturbable], base: CostModel, doubt: Doubt) -> Perturbed:

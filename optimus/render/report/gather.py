@@ -260,7 +260,7 @@ def _source(plan: Plan, digest: str, comparison: Comparison | None) -> Source:
         version=__version__,
         tool=plan.tool,
         digest=digest,
-        cost_model=model if comparison is None else comparison.setting.prices.profile.source,
+        cost_model=model if comparison is None else comparison.source,
         preset=str(preset.get("name", "")) if isinstance(preset, dict) else "",
         not_modelled=NOT_MODELLED,
     )
