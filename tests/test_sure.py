@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from replanned import replanned
 from test_batches import few_layers, uneven
 
+from optimus.cli import run
+from optimus.cli.flags import OK
 from optimus.cost.assumptions import preset
 from optimus.program.op import Communicator, Kind, Lane
+from optimus.render.assessing import assessed_json, assessed_text
 from optimus.schedule.timeline import evaluate
+from optimus.search.assess import Assessed
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.perturb import Perturbable, doubts, draw_models
 from optimus.search.planning import make_plan
-from optimus.search.sure import CANNOT_WIN, Sure, base_model, choose_systems, find_rule, find_sure
+from optimus.search.steps import Steps
+from optimus.search.sure import (
+    CANNOT_WIN,
+    Otherwise,
+    Sure,
+    base_model,
+    choose_systems,
+    find_rule,
+    find_sure,
+)
 
 BASE = base_model(preset("default"))
 SYSTEMS = ("stage0", "three-phase", "fsdp", "paper")
@@ -97,12 +112,12 @@ def test_a_rule_finds_what_decides() -> None:
     models = draw_models(BASE, doubts(), draws=200, seed=5)
     overlapped = [model.tp_overlapped > 0.5 for model in models]
     rule = find_rule(models, doubts(), overlapped)
-    assert rule is not None and str(rule) == "TP traffic already overlapped: 70 %"
+    assert rule is not None and str(rule) == "TP traffic is 70 % overlapped"
     assert rule.explains == rule.holds == 100
     slow = [model.dp_bandwidth < 0.9 and model.pp_bandwidth < 1.2 for model in models]
     rule = find_rule(models, doubts(), slow)
     assert rule is not None and rule.doubt.field == "dp_bandwidth" and not rule.above
-    assert str(rule) == "DP bandwidth below -10 %" and rule.explains == sum(slow)
+    assert str(rule) == "DP bandwidth is -10 % or lower" and rule.explains == sum(slow)
     dice = np.random.default_rng(1).random(200) < 0.3
     assert find_rule(models, doubts(), dice.tolist()) is None
     assert find_rule(models, doubts(), [False] * 200) is None
@@ -128,6 +143,47 @@ def test_of_too_many_ops_the_slowest_are_left_out(comparison: Comparison) -> Non
     few, left_out = choose_systems(replace(comparison, systems=close), draws=10**9)
     assert [system.name for system in few] == ranked[:2]
     assert left_out == dict.fromkeys(ranked[2:], "too many ops")
+
+
+def test_the_words_of_the_two_lines(sure: Sure) -> None:
+    steps = Steps(system="paper", dealing="drawn", steps_s=np.linspace(1.0, 2.0, 101), plays=101)
+    other = replace(steps, system="today", steps_s=2 * steps.steps_s)
+    models = draw_models(BASE, doubts(), draws=200, seed=5)
+    rule = find_rule(models, doubts(), [model.tp_overlapped > 0.5 for model in models])
+    wins = (
+        Otherwise(system="balanced-best", wins=100, rule=rule),
+        Otherwise(system="fsdp", wins=1, rule=None),
+    )
+    said = replace(sure, winner="paper", same=99, of=200, otherwise=wins)
+    assessed = Assessed(steps={"paper": steps, "today": other}, sure=said)
+    text = " ".join(" ".join(assessed_text(assessed)).split())
+    assert text == (
+        "steps mean 1.500 s, p95 1.950 s over 101 batches drawn from the workload "
+        "(today: mean 3.000 s, p95 3.900 s) "
+        "sure? same winner, paper, in 99 of 200 perturbed cost models; balanced-best wins in 100, all among "
+        "the 100 where TP traffic is 70 % overlapped; fsdp wins in 1"
+    )
+    keys = assessed_json(assessed)
+    assert json.loads(json.dumps(keys)) == keys
+    assert keys["steps"]["paper"]["p95_s"] == pytest.approx(1.95)  # type: ignore[index]
+
+
+@pytest.mark.ci("search")
+def test_a_plan_ends_with_how_sure_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the plan file; `--no-sure` leaves it out of text and object."""
+    words = ["plan", "paper/small-a100", "--system", "fsdp", "-o", str(tmp_path / "a.plan.json")]
+    assert run(words) == OK
+    text = capsys.readouterr().out
+    assert text.index("wrote ") < text.index("steps  ") < text.index("sure?  ")
+    assert "sure?          same winner, fsdp, in 200 of 200 perturbed cost models" in text
+    assert run([*words, "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["sure"].pop("played") == ["fsdp", "paper"]
+    assert found["sure"] == {"winner": "fsdp", "same": 200, "of": 200, "otherwise": [], "left_out": {}}
+    assert set(found["steps"]) == {"paper", "fsdp"}
+    assert found["steps"]["paper"]["mean_s"] == pytest.approx(found["step_s"], rel=1e-9)
+    assert run([*words, "--no-sure", "--json"]) == OK
+    assert not {"sure", "steps"} & set(json.loads(capsys.readouterr().out))
 
 
 @pytest.mark.heavy

@@ -39,6 +39,12 @@ class Doubt:
     high: float = 0.0
     choices: tuple[float, ...] = ()
     unit: str = "change"  # change: a factor; share; us: seconds
+    said: str = "{} is {}"  # of these words and a value
+
+    @property
+    def name(self) -> str:
+        """By itself, in a table or picture."""
+        return f"{self.words} overlapped" if self.field == "tp_overlapped" else self.words
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -49,6 +55,12 @@ class Doubt:
         if self.choices:
             return self.choices[int(quantile * len(self.choices))]
         return self.low + quantile * (self.high - self.low)
+
+    def say(self, value: float, *, above: bool) -> str:
+        """`DP bandwidth is -10 % or lower`, `TP traffic is 70 % overlapped`."""
+        alone = value == self.ends[above]
+        shown = self.show(value) + ("" if alone else f" or {'higher' if above else 'lower'}")
+        return self.said.format(self.words, shown)
 
     def show(self, value: float) -> str:
         """`-15 %`, `70 %`, `5 us`."""
@@ -67,12 +79,20 @@ def doubts(time_scale: float = 1.0) -> tuple[Doubt, ...]:
         ("pp_bandwidth", "PP bandwidth", 0.25),
         ("image_tokens", "image tokens", 0.25),
     ]
+    changes = [Doubt(field=name, words=words, low=1 - by, high=1 + by) for name, words, by in factors]
+    changes[-1] = replace(changes[-1], said="{} are {}")
     launches = tuple(microseconds * 1e-6 * time_scale for microseconds in (0, 5, 10))
     return (
-        *(Doubt(field=name, words=words, low=1 - by, high=1 + by) for name, words, by in factors),
+        *changes,
         Doubt(field="slowdown", words="slow-down under collectives", choices=(0.0, 0.1, 0.2), unit="share"),
-        Doubt(field="launch_s", words="a launch", choices=launches, unit="us"),
-        Doubt(field="tp_overlapped", words="TP traffic already overlapped", choices=(0.0, 0.7), unit="share"),
+        Doubt(field="launch_s", words="a launch", choices=launches, unit="us", said="{} takes {}"),
+        Doubt(
+            field="tp_overlapped",
+            words="TP traffic",
+            choices=(0.0, 0.7),
+            unit="share",
+            said="{} is {} overlapped",
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from optimus.systems.known import System
 CANNOT_WIN = 1.3  # of the best step: systems beyond are left out
 MOST_ROWS = 160_000_000  # that are played: of more systems the slowest are left out, never draws
 EXPLAINS = 0.5  # of the wins, more than of the rest: below this one assumption says too little
+FEW_WINS = 5  # below this anything explains them
 
 Progress = Callable[[str, int, int], None]
 
@@ -32,10 +33,7 @@ class Rule:
     holds: int  # and all where it holds
 
     def __str__(self) -> str:
-        value = self.doubt.show(self.value)
-        if self.doubt.choices and self.value in self.doubt.ends:
-            return f"{self.doubt.words}: {value}"
-        return f"{self.doubt.words} {'above' if self.above else 'below'} {value}"
+        return self.doubt.say(self.value, above=self.above)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +140,8 @@ def _same(one: System, other: System) -> bool:
 def find_rule(models: Sequence[CostModel], asked: Collection[Doubt], wins: Sequence[bool]) -> Rule | None:
     """The one assumption, and side of a value, that tells best where a system wins and where not."""
     won = np.array(wins)
+    if not FEW_WINS <= won.sum() < len(won):
+        return None
     best: Rule | None = None
     best_score = EXPLAINS
     for doubt in asked:
@@ -149,7 +149,7 @@ def find_rule(models: Sequence[CostModel], asked: Collection[Doubt], wins: Seque
         for value in doubt.choices or np.arange(doubt.low, doubt.high, 0.01).tolist():
             for above in (False, True):
                 holds = values >= value if above else values <= value
-                score = float(holds[won].mean() - holds[~won].mean()) if 0 < won.sum() < len(won) else 0.0
+                score = float(holds[won].mean() - holds[~won].mean())
                 if score > best_score + 1e-9:
                     explains = int((holds & won).sum())
                     best_score = score

@@ -77,7 +77,7 @@ def _perturbed(own: str, played: Mapping[str, Perturbable], base: CostModel, dou
         for value in doubt.ends
     )
     return Perturbed(
-        name=doubt.words,
+        name=doubt.name,
         low_label=doubt.show(doubt.ends[0]),
         high_label=doubt.show(doubt.ends[1]),
         low_s=low[own],
