@@ -163,6 +163,9 @@ def test_the_words_of_the_two_lines(sure: Sure) -> None:
         "sure? same winner, paper, in 99 of 200 perturbed cost models; balanced-best wins in 100, all among "
         "the 100 where TP traffic is 70 % overlapped; fsdp wins in 1"
     )
+    faster = replace(steps, system="three-phase", steps_s=0.9 * steps.steps_s)
+    assessed = Assessed(steps={"paper": steps, "three-phase": faster}, sure=said)
+    assert "p95 1.755 s): over these three-phase is the faster" in " ".join(assessed_text(assessed))
     keys = assessed_json(assessed)
     assert json.loads(json.dumps(keys)) == keys
     assert keys["steps"]["paper"]["p95_s"] == pytest.approx(1.95)  # type: ignore[index]

@@ -58,8 +58,12 @@ def _steps_words(assessed: Assessed) -> str:
     if own.plays == 1:
         batches += ", which are all alike"
     words = f"mean {seconds(own.mean_s)} s, p95 {seconds(own.p95_s)} s {batches}"
-    held = "; ".join(_other_words(steps) for steps in others)
-    return f"{words} ({held})" if held else words
+    if others:
+        words += f" ({'; '.join(_other_words(steps) for steps in others)})"
+    best = min(assessed.steps.values(), key=lambda steps: steps.mean_s)
+    if best is not own and assessed.sure.winner == own.system:
+        words += f": over these {best.system} is the faster"
+    return words
 
 
 def _other_words(steps: Steps) -> str:
