@@ -14,6 +14,7 @@ from test_batches import few_layers, uneven
 from optimus.cli import run
 from optimus.cli.flags import OK
 from optimus.cost.assumptions import preset
+from optimus.job.read import find_job
 from optimus.program.op import Communicator, Kind, Lane
 from optimus.render.assessing import assessed_json, assessed_text
 from optimus.schedule.timeline import evaluate
@@ -191,18 +192,23 @@ def test_a_plan_ends_with_how_sure_it_is(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.heavy
 def test_planning_again_under_perturbed_models_gives_the_same_winner() -> None:
-    """Three of the 200 models made true: layouts, cuts and orders are searched again under each."""
-    job = few_layers(16, pp=2)
-    names = ("balanced-best", "three-phase", "fsdp")
-    planned = make_plan(job, systems=names)
+    """Four of the 200 models made true, two of each winner: all is searched again under each.
+
+    Where the replay tells two systems apart by 1 % or more, a search that knows the model agrees.
+    """
+    job, names = find_job("paper/strong-3072"), ("balanced-best", "three-phase")
+    planned = make_plan(job, systems=names, strategy="optimus")
     found = find_sure(planned.comparison)
-    for draw in (0, 77, 150):
-        model = found.models[draw]
-        other, assumptions = replanned(job, preset("default"), model)
-        again = make_plan(other, systems=names, assumptions=assumptions).systems
+    told = 0
+    for draw in (1, 198, 0, 199):
         replayed = {name: float(steps[draw]) for name, steps in found.steps_s.items()}
-        replayed_winner = min(replayed, key=lambda name: replayed[name])
-        winner = min((name for name in again if name != "llm-only"), key=lambda name: again[name].step_s)
-        assert winner == replayed_winner, draw
-        for name, step_s in replayed.items():  # a search knows the model: it is at least about as good
-            assert again[name].step_s <= 1.02 * step_s, (draw, name)
+        other, assumptions = replanned(job, preset("default"), found.models[draw])
+        systems = make_plan(other, systems=names, strategy="optimus", assumptions=assumptions).systems
+        again = {name: systems[name].step_s for name in replayed}
+        first, second, *_ = sorted(replayed, key=lambda name: replayed[name])
+        if replayed[second] > 1.01 * replayed[first]:
+            told += 1
+            assert min(again, key=lambda name: again[name]) == first, draw
+        for name, step_s in again.items():
+            assert step_s == pytest.approx(replayed[name], rel=0.04), (draw, name)
+    assert told == 3

@@ -99,11 +99,14 @@ def doubts(time_scale: float = 1.0) -> tuple[Doubt, ...]:
 def draw_models(base: CostModel, asked: Sequence[Doubt], *, draws: int, seed: int) -> list[CostModel]:
     """A Latin hypercube: every doubt takes each `draws`-th part of its range once."""
     random = np.random.default_rng(seed)
-    values = {
-        doubt.field: [doubt.at(q) for q in (random.permutation(draws) + random.random(draws)) / draws]
-        for doubt in asked
-    }
+    values = {doubt.field: [doubt.at(quantile) for quantile in _quantiles(random, draws)] for doubt in asked}
     return [replace(base, **{name: found[draw] for name, found in values.items()}) for draw in range(draws)]
+
+
+def _quantiles(random: np.random.Generator, draws: int) -> list[float]:
+    """One in each part, in any order."""
+    found: list[float] = ((random.permutation(draws) + random.random(draws)) / draws).tolist()
+    return found
 
 
 class Perturbable:
