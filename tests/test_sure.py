@@ -191,6 +191,7 @@ def test_a_plan_ends_with_how_sure_it_is(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(600)
 def test_planning_again_under_perturbed_models_gives_the_same_winner() -> None:
     """Four of the 200 models made true, two of each winner: all is searched again under each.
 

@@ -77,7 +77,9 @@ def find_feeding(way: object, setting: Setting) -> Feeding | None:
             encoders={each.encoder.name: _spread(setting, each, replicas) for each in way.encoders},
         )
     if isinstance(way, SeparateGpus):
-        whole = Bins(bins=1, sharing="all", priced_sequences=way.llm.layout.dp * way.llm.sequences)
+        # Priced at the sequences of its busiest replica, in the LLM too: a mean batch takes what was priced.
+        mean = setting.job.workload.sequences_per_step / way.llm.microbatches
+        whole = Bins(bins=1, sharing="all", priced_sequences=mean)
         return Feeding(
             replicas=way.llm.layout.dp,
             microbatches=way.llm.microbatches,
