@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from optimus.program.planfile import load_plan as load_plan
     from optimus.program.planfile import save_plan as save_plan
     from optimus.render.report.writing import write_report as report
+    from optimus.search.assess import assess_plan as assess
     from optimus.search.compare import compare_systems as simulate
     from optimus.search.planning import check_planned as check
     from optimus.search.planning import make_plan as plan
@@ -26,6 +27,7 @@ _VERBS = {
     "load_plan": ("optimus.program.planfile", "load_plan"),
     "save_plan": ("optimus.program.planfile", "save_plan"),
     "report": ("optimus.render.report.writing", "write_report"),
+    "assess": ("optimus.search.assess", "assess_plan"),
     "simulate": ("optimus.search.compare", "compare_systems"),
     "check": ("optimus.search.planning", "check_planned"),
     "plan": ("optimus.search.planning", "make_plan"),
@@ -33,6 +35,7 @@ _VERBS = {
 }
 
 __all__ = [
+    "assess",
     "check",
     "find_job",
     "load_job",

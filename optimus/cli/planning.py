@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -26,6 +26,9 @@ from optimus.cli.flags import (
 )
 from optimus.console import announced_compilation, check_writable, progress_bar, show
 from optimus.errors import UserError
+
+if TYPE_CHECKING:
+    from optimus.search.planning import Planned
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,9 @@ class Plan:
     preset: Preset = "default"
     profile: Measured = None
     trace: Trace = None
+    no_sure: Annotated[
+        bool, tyro.conf.arg(help="leave out how sure the answer is, which takes a large job a minute or two")
+    ] = False
     json: Json = False
 
     def __call__(self) -> int:
@@ -235,8 +241,21 @@ class Plan:
             )
             lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
         lines.append(f"next   optimus check {output} | optimus report {output}")
-        show(plan_json(planned, file=output, digest=digest), lines, as_json=self.json)
+        found = plan_json(planned, file=output, digest=digest)
+        if self.no_sure or not self.json:
+            show(found, lines, as_json=self.json)
+        if not self.no_sure:
+            self._say_how_sure(planned, found)
         return OK
+
+    def _say_how_sure(self, planned: Planned, found: dict[str, object]) -> None:
+        """Last, and after the plan is written: an answer does not wait for it."""
+        with progress_bar() as progress:
+            from optimus.render.assessing import assessed_json, assessed_text
+            from optimus.search.assess import assess_plan
+
+            assessed = assess_plan(planned, progress=progress)
+        show({**found, **assessed_json(assessed)}, ["", *assessed_text(assessed)], as_json=self.json)
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,20 @@ class Assumptions:
     p2p_latency_only: bool = False
     optimizer_time: bool = True
     fused_attention: bool = True  # FlashAttention: scores are never stored
-    efficiency: float = 1.0  # multiplies every achieved compute rate (calibration, sensitivity)
+    efficiency: float = 1.0  # multiplies every achieved compute rate
+    # Multiplies all seconds of kernels, links and launches (calibration); one number keeps their ratios.
+    time_scale: float = 1.0
 
     def describe(self) -> dict[str, object]:
-        return asdict(self)
+        """For plan files and tools; a scale of 1 is none."""
+        found = asdict(self)
+        if self.time_scale == 1.0:
+            del found["time_scale"]
+        return found
+
+    def scaled(self, factor: float) -> Assumptions:
+        """The same with every second longer by `factor`."""
+        return replace(self, time_scale=self.time_scale * factor, launch_s=self.launch_s * factor)
 
 
 _DEFAULT = Assumptions(name="default")

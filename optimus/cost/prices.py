@@ -22,7 +22,7 @@ class Prices:
     profile: Profile = field(default_factory=Profile)
 
     def gemm_s(self, m: float, n: float, k: float) -> float:
-        return compute.gemm_s(self.cluster.gpu, m, n, k) / self.assumptions.efficiency
+        return self._scaled(compute.gemm_s(self.cluster.gpu, m, n, k) / self.assumptions.efficiency)
 
     def attention_s(
         self, *, flops: float, tokens: float, head_dim: int, causal: bool, backward: bool = False
@@ -30,22 +30,23 @@ class Prices:
         seconds = compute.attention_s(
             self.cluster.gpu, flops=flops, tokens=tokens, head_dim=head_dim, causal=causal, backward=backward
         )
-        return seconds / self.assumptions.efficiency
+        return self._scaled(seconds / self.assumptions.efficiency)
 
     def memory_s(self, size_bytes: float) -> float:
-        return compute.memory_bound_s(self.cluster.gpu, size_bytes)
+        return self._scaled(compute.memory_bound_s(self.cluster.gpu, size_bytes))
 
     def tp_s(self, collective: network.Collective, size_bytes: float, tp: int) -> float:
         """A collective inside a layer, less what the framework already hides."""
         seconds = network.collective_s(self.cluster, collective, size_bytes, ranks=tp, stride=1)
-        return seconds * (1.0 - self.assumptions.tp_overlapped_share)
+        return self._scaled(seconds * (1.0 - self.assumptions.tp_overlapped_share))
 
     def group_s(self, collective: network.Collective, size_bytes: float, *, ranks: int, stride: int) -> float:
-        return network.collective_s(self.cluster, collective, size_bytes, ranks=ranks, stride=stride)
+        seconds = network.collective_s(self.cluster, collective, size_bytes, ranks=ranks, stride=stride)
+        return self._scaled(seconds)
 
     def gather_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
         """Data-parallel all-gather of `size_bytes` of parameters."""
-        return network.collective_s(
+        seconds = network.collective_s(
             self.cluster,
             network.Collective.ALL_GATHER,
             size_bytes,
@@ -53,10 +54,11 @@ class Prices:
             stride=stride,
             nic_bytes_per_s=self.assumptions.nic_gather_bytes_per_s,
         )
+        return self._scaled(seconds)
 
     def reduce_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
         """Data-parallel reduce-scatter of `size_bytes` of gradients."""
-        return network.collective_s(
+        seconds = network.collective_s(
             self.cluster,
             network.Collective.REDUCE_SCATTER,
             size_bytes,
@@ -64,10 +66,18 @@ class Prices:
             stride=stride,
             nic_bytes_per_s=self.assumptions.nic_reduce_bytes_per_s,
         )
+        return self._scaled(seconds)
 
     def send_s(self, size_bytes: float, *, across_nodes: bool) -> float:
         size = min(size_bytes, 1.0) if self.assumptions.p2p_latency_only else size_bytes
-        return network.send_s(self.cluster, size, across_nodes=across_nodes)
+        return self._scaled(network.send_s(self.cluster, size, across_nodes=across_nodes))
+
+    def measured_s(self, seconds: float) -> float:
+        """What a profile says, which a calibration scales too."""
+        return self._scaled(seconds)
+
+    def _scaled(self, seconds: float) -> float:
+        return seconds * self.assumptions.time_scale
 
     def group_lane(self, ranks: int, stride: int) -> Lane:
         """Links inside a node, or the NIC when the group leaves it."""

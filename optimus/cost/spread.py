@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from optimus.cost.kernel import Kernel
-from optimus.cost.measured import KERNELS, Estimate, Layers, Shortfall
+from optimus.cost.measured import KERNELS, Layers, Shortfall
 from optimus.cost.prices import Prices
 from optimus.program.op import Kind, Lane
 
@@ -35,7 +35,7 @@ def spread_profile(
             left = set(places)
             for estimate in profile.estimates(module, layers, kind, tokens=tokens, tp=tp):
                 mine = [at for at in places if _base(listed[at]) in estimate.kernels]
-                _divide(changed, mine, estimate)
+                _divide(changed, mine, prices.measured_s(estimate.seconds))
                 left -= set(mine)
                 beyond |= estimate.beyond and bool(mine)
             missing |= {f"{kind.name} {_base(listed[at])}" for at in left if _counts(listed[at])}
@@ -47,13 +47,13 @@ def spread_profile(
     return result
 
 
-def _divide(kernels: list[Kernel], places: list[int], estimate: Estimate) -> None:
+def _divide(kernels: list[Kernel], places: list[int], seconds: float) -> None:
     """An estimate over kernels in proportion to what they cost so far; equally, if that is nothing."""
     before = [kernels[at].duration_s for at in places]
     total = sum(before)
     for at, was in zip(places, before, strict=True):
         share = was / total if total > 0 else 1 / len(places)
-        kernels[at] = replace(kernels[at], duration_s=share * estimate.seconds)
+        kernels[at] = replace(kernels[at], duration_s=share * seconds)
 
 
 def _counts(kernel: Kernel) -> bool:

@@ -61,8 +61,12 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
 
 def cost_model(comparison: Comparison) -> dict[str, object]:
     """Where seconds come from, and where a profile was silent or stretched."""
-    profile = comparison.setting.prices.profile
-    return {"source": profile.source, "profile": profile.name or None, "warnings": comparison.profile_notes}
+    profile, calibration = comparison.setting.prices.profile, comparison.calibration
+    found: dict[str, object] = {"source": comparison.source, "profile": profile.name or None}
+    found["warnings"] = comparison.profile_notes
+    if calibration is not None:
+        found["calibration"] = {**asdict(calibration), "scale": calibration.scale}
+    return found
 
 
 def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
@@ -123,7 +127,7 @@ def head(comparison: Comparison) -> list[str]:
             )
         )
     ]
-    lines += wrap("cost model", f"{comparison.setting.prices.profile.source}; preset {_preset(comparison)}")
+    lines += wrap("cost model", f"{comparison.source}; preset {_preset(comparison)}")
     for note in comparison.profile_notes:
         lines += wrap("profile", note)
     lines += wrap("llm layout", _layout_words(comparison))
@@ -160,12 +164,12 @@ def _data(comparison: Comparison) -> str:
 
 
 def _verdict(comparison: Comparison) -> list[str]:
-    """How far what was measured lies from what is computed."""
-    today = comparison.systems.get("today")
-    if today is None or today.measured_step_s is None:
+    """How far what was measured lies from what was computed before it calibrated the table."""
+    if comparison.calibration is None:
         return []
-    ratio = today.measured_step_s / today.step_s
-    words = f"measured step is {abs(ratio - 1):.0%} {'above' if ratio > 1 else 'below'} the computed one"
+    ratio = comparison.calibration.scale
+    words = f"measured step is {abs(ratio - 1):.0%} {'above' if ratio > 1 else 'below'} the computed one; "
+    words += "all seconds here are scaled by that"
     if not 1 / 1.5 < ratio < 1.5:
         words += ": check layout, microbatch, recompute and workload of the job before trusting the table"
     return wrap("today", words)

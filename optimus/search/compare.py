@@ -9,6 +9,7 @@ from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Profile
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
+from optimus.search.calibration import Calibration, calibrate
 from optimus.search.layouts import is_stated
 from optimus.search.ranking import rank_settings
 from optimus.systems.inline import InlinePipeline
@@ -32,6 +33,7 @@ class Comparison:
     rejected: tuple[Rejected, ...]
     considered: int  # layouts of the LLM,
     compared: int  # and in how many of them all systems were made
+    calibration: Calibration | None = None  # on what the job measured
 
     @property
     def profile_notes(self) -> list[str]:
@@ -43,6 +45,12 @@ class Comparison:
     def is_stated(self) -> bool:
         """Whether the job left no choice of the LLM's layout."""
         return is_stated(self.job)
+
+    @property
+    def source(self) -> str:
+        """Where seconds come from, in words."""
+        source = self.setting.prices.profile.source
+        return source if self.calibration is None else self.calibration.words(source)
 
     def over_floor(self, name: str) -> float:
         return self.systems[name].step_s / self.floor_s
@@ -66,7 +74,10 @@ def compare_systems(
         assumed = _with_host(assumed, profile)
     asked = _check_names(job, names)
     ranked = rank_settings(job, assumed, profile, progress)
-    at = [Systems(setting) for setting in ranked.settings]
+    calibration = calibrate(ranked.settings[0])
+    if calibration is not None:
+        assumed = assumed.scaled(calibration.scale)
+    at = [Systems(setting.under(assumed)) for setting in ranked.settings]
     best = _Best(asked, at, progress)
     floor_s, floors = best.floor()
     made = {name: best.make(name) for name in asked}
@@ -84,6 +95,7 @@ def compare_systems(
         rejected=ranked.rejected,
         considered=ranked.considered,
         compared=len(at),
+        calibration=calibration,
     )
 
 

@@ -53,6 +53,7 @@ class System:
     measured_step_s: float | None = None
     measured_memory_bytes: float | None = None
     weights: Floats | None = None  # GPUs that each device stands for, where they are not equal
+    way: Way | None = None  # what was played
 
 
 class Systems:
@@ -313,6 +314,7 @@ class Systems:
             schedule=schedule,
             timeline=timeline,
             weights=weights,
+            way=way,
         )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
+from optimus.cost.assumptions import Assumptions
 from optimus.cost.kernel import Kernel
 from optimus.cost.module import PricedLayer, price_encoder, price_llm
 from optimus.cost.prices import Prices
@@ -43,6 +44,12 @@ class Setting:
     microbatch_sequences: int
     uneven: bool = False  # replicas and microbatches may be of different sizes
     kept_free_bytes: float = 0.0  # of every GPU, for what others will add
+
+    def under(self, assumptions: Assumptions) -> Setting:
+        """The same under other assumptions."""
+        if assumptions == self.prices.assumptions:
+            return self
+        return replace(self, prices=replace(self.prices, assumptions=assumptions))
 
     @cached_property
     def chunks(self) -> Chunks:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from optimus.program.op import Floats, Schedule
 from optimus.render.boxes import Row
 from optimus.schedule.timeline import Timeline
+from optimus.search.tornado import Tornado
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,30 +86,6 @@ class WorstRank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Perturbed:
-    """The step under one assumption, taken lower and higher; winners only where systems were compared."""
-
-    name: str
-    low_label: str
-    high_label: str
-    low_s: float
-    high_s: float
-    winner_low: str | None = None
-    winner_high: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sure:
-    """How the step answers to wrong assumptions: the widest change of each, and a narrower one inside it."""
-
-    step_s: float
-    wide: tuple[Perturbed, ...]
-    narrow: tuple[Perturbed, ...] = ()
-    winner: str | None = None  # with nothing perturbed
-    how: str = ""  # what was played again, in one sentence
-
-
-@dataclass(frozen=True, kw_only=True)
 class Point:
     """Something that was tried; without a step it was not scheduled, without bytes it was not counted."""
 
@@ -148,6 +125,6 @@ class ReportData:
     where: Where
     scenes: tuple[Scene, ...]  # before and after; only the plan where the LLM alone cannot be played
     memory: WorstRank
-    sure: Sure
+    sure: Tornado
     tries: Tries | None
     source: Source

@@ -24,25 +24,28 @@ from optimus.render.report.data import (
     Scene,
     Source,
     Summary,
-    Sure,
     Tries,
     Where,
     WorstRank,
 )
-from optimus.render.report.perturbing import perturb
 from optimus.schedule.bubbles import find_bubbles, mean_bubbles
 from optimus.schedule.claims import alive_along
 from optimus.schedule.slack import find_slack
 from optimus.schedule.timeline import Timeline
 from optimus.search.compare import Comparison
 from optimus.search.replaying import Replayed, replay_llm_alone, replay_plan
+from optimus.search.tornado import Tornado, find_tornado
 
 MAX_ROWS = 32  # device classes that are drawn; of more, the first TP block of every stage
 LLM_PART, ENCODER_PART, OPTIMIZER_PART = "llm", "encoder", "optimizer"
 
 
 def gather_report(
-    plan: Plan, *, digest: str | None = None, comparison: Comparison | None = None, sure: Sure | None = None
+    plan: Plan,
+    *,
+    digest: str | None = None,
+    comparison: Comparison | None = None,
+    sure: Tornado | None = None,
 ) -> ReportData:
     """Everything a report of `plan` shows; `sure` takes the place of our own replays."""
     played = replay_plan(plan)
@@ -51,7 +54,7 @@ def gather_report(
         where=_where(plan, played, comparison),
         scenes=_scenes(plan, played),
         memory=_worst_rank(plan, played),
-        sure=sure or perturb(plan, played, comparison),
+        sure=sure or find_tornado(plan, played.schedule, comparison),
         tries=None if comparison is None else _tries(plan, comparison),
         source=_source(plan, digest or plan_digest(plan), comparison),
     )
@@ -257,7 +260,7 @@ def _source(plan: Plan, digest: str, comparison: Comparison | None) -> Source:
         version=__version__,
         tool=plan.tool,
         digest=digest,
-        cost_model=model if comparison is None else comparison.setting.prices.profile.source,
+        cost_model=model if comparison is None else comparison.source,
         preset=str(preset.get("name", "")) if isinstance(preset, dict) else "",
         not_modelled=NOT_MODELLED,
     )

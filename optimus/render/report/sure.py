@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from optimus.errors import one_of
-from optimus.render.report.data import Perturbed, Sure
 from optimus.render.report.markup import key, line_at, note, section, table, text
 from optimus.render.text import seconds
+from optimus.search.tornado import Perturbed, Tornado
 
 ROOM = 1.15  # of each side beyond the longest bar
 WINNERS_SHOWN = 5
 
 
-def sure_title(sure: Sure) -> str:
+def sure_title(sure: Tornado) -> str:
     """`The step depends most on compute efficiency: 2.909 s (+19 %) if it is 20 % lower`."""
     most = max(sure.wide, key=_reach)
     worse_low = most.low_s >= most.high_s
@@ -32,12 +32,12 @@ def _reach(row: Perturbed) -> float:
     return abs(row.high_s - row.low_s)
 
 
-def _winners(sure: Sure) -> list[str]:
+def _winners(sure: Tornado) -> list[str]:
     rows = (*sure.wide, *sure.narrow)
     return [winner for row in rows for winner in (row.winner_low, row.winner_high) if winner is not None]
 
 
-def sure_section(sure: Sure) -> str:
+def sure_section(sure: Tornado) -> str:
     """The tornado and its figures."""
     narrow = {row.name: row for row in sure.narrow}
     rows = sorted(sure.wide, key=_reach, reverse=True)
@@ -61,7 +61,7 @@ def sure_section(sure: Sure) -> str:
     )
 
 
-def _row(sure: Sure, wide: Perturbed, narrow: Perturbed | None, left: float, width: float) -> str:
+def _row(sure: Tornado, wide: Perturbed, narrow: Perturbed | None, left: float, width: float) -> str:
     pieces = [_piece("t-wide", wide, left, width)]
     if narrow is not None:
         pieces.append(_piece("t-narrow", narrow, left, width))
@@ -80,7 +80,7 @@ def _piece(name: str, row: Perturbed, left: float, width: float) -> str:
 
 
 def _figures(
-    sure: Sure, rows: list[Perturbed], narrow: dict[str, Perturbed]
+    sure: Tornado, rows: list[Perturbed], narrow: dict[str, Perturbed]
 ) -> tuple[list[str], list[list[str]]]:
     """A row per assumption; where another system wins than with nothing perturbed, it is named."""
     body = []
@@ -97,7 +97,7 @@ def _figures(
     return header, [[*cells[:2], *[""] * (width - len(cells)), *cells[2:]] for cells in body]
 
 
-def _cell(sure: Sure, row: Perturbed, *, high: bool) -> str:
+def _cell(sure: Tornado, row: Perturbed, *, high: bool) -> str:
     label, step_s, winner = (
         (row.high_label, row.high_s, row.winner_high) if high else (row.low_label, row.low_s, row.winner_low)
     )

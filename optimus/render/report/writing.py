@@ -15,13 +15,13 @@ from optimus.program.files import write_whole
 from optimus.program.plan import Plan
 from optimus.program.ranks import LLM
 from optimus.program.ready import bound_parts
-from optimus.render.report.data import Sure
 from optimus.render.report.gather import gather_report
 from optimus.render.report.page import report_html
 from optimus.render.trace import write_trace
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.planning import Planned
 from optimus.search.replaying import replay_plan
+from optimus.search.tornado import Tornado
 from optimus.systems.known import MAKERS
 
 Progress = Callable[[str, int, int], None]
@@ -35,7 +35,7 @@ def write_report(
     profile: Profile | None = None,
     trace: str | Path | None = None,
     digest: str | None = None,
-    sure: Sure | None = None,
+    sure: Tornado | None = None,
     progress: Progress = lambda name, done, total: None,
 ) -> Path:
     """Writes a plan as one HTML file, and every op to `trace`.

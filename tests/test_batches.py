@@ -1,0 +1,213 @@
+"""Drawn batches: what is dealt is what was drawn, and playing some replicas is playing all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from optimus.cost.assumptions import preset
+from optimus.errors import UserError
+from optimus.job.job import Job
+from optimus.job.layout import LayoutChoice
+from optimus.job.read import find_job
+from optimus.job.workload import TokenPercentiles, sequences_from_percentiles
+from optimus.program.op import Kind, Lane
+from optimus.program.ranks import LLM
+from optimus.schedule.timeline import evaluate
+from optimus.search.batches import (
+    COMPUTE,
+    DEALINGS,
+    TOKENS,
+    Batches,
+    EncoderItems,
+    deal_batch,
+    draw_batches,
+    find_loads,
+)
+from optimus.search.compare import Comparison, compare_systems
+from optimus.search.steps import Player, batch_loads, play_batches
+from optimus.systems.feeding import Bins, Feeding, find_feeding
+
+SYSTEMS = ("stage0", "three-phase", "separate-gpus", "fsdp", "paper")
+
+
+def few_layers(gpus: int = 8, *, pp: int = 1) -> Job:
+    """The small job of the paper with few layers."""
+    job = find_job("paper/small-a100", "a100:16").replace(gpus=gpus)
+    vision, llm = job.model.encoders[0], job.model.llm
+    model = replace(
+        job.model,
+        llm=replace(llm, stack=replace(llm.stack, layers=4)),
+        encoders=(replace(vision, stack=replace(vision.stack, layers=4)),),
+    )
+    modules = {LLM: LayoutChoice(pp=pp, tp=2)}
+    workload = replace(job.workload, sequences_per_step=64)
+    return replace(job, model=model, layout=replace(job.layout, modules=modules), workload=workload)
+
+
+def uneven(job: Job, *, tokens: int = 512) -> Job:
+    """The same job with pictures of many sizes, and some sequences without any."""
+    drawn = TokenPercentiles(p50=tokens, p95=3 * tokens, max=4 * tokens, text_only_share=0.2, item=256)
+    sequences = sequences_from_percentiles(job.workload.sequence_tokens, {"vision": drawn})
+    return replace(job, workload=replace(job.workload, sequences=sequences))
+
+
+@pytest.fixture(scope="module")
+def even() -> Comparison:
+    return compare_systems(few_layers(), names=[*SYSTEMS, "optimus"])
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Comparison:
+    return compare_systems(uneven(few_layers()), names=SYSTEMS)
+
+
+def feeding_of(comparison: Comparison, name: str) -> Feeding:
+    found = find_feeding(comparison.systems[name].way, comparison.setting)
+    assert found is not None
+    return found
+
+
+def test_where_all_sequences_are_alike_every_step_is_the_mean_step(even: Comparison) -> None:
+    found = play_batches(even, even.systems, count=3)
+    assert set(found) == set(even.systems)
+    for name, steps in found.items():
+        assert steps.mean_s == pytest.approx(even.systems[name].step_s, rel=1e-9), name
+        assert steps.p95_s == pytest.approx(steps.mean_s, rel=1e-12)
+        assert steps.plays == 1, name
+
+
+@pytest.mark.parametrize("dealing", DEALINGS)
+def test_a_dealing_moves_sequences_and_loses_none(dealing: str) -> None:
+    loads = np.random.default_rng(3).random(50)
+    feeding = Feeding(replicas=4, microbatches=6)
+    slots = deal_batch(loads, feeding, dealing, order=[3, 1, 0, 2, 5, 4])
+    assert [len(own) for own in slots] == [6] * 4
+    dealt = Counter(int(sequence) for own in slots for microbatch in own for sequence in microbatch)
+    assert dealt == Counter(range(50))
+    plain = deal_batch(loads, feeding, "drawn")
+    if dealing in ("sorted", "matched"):  # a replica keeps its microbatches, and they their contents
+        for own, was in zip(slots, plain, strict=True):
+            assert {tuple(m) for m in own} == {tuple(m) for m in was}
+            heaviest = max(was, key=lambda m: float(loads[m].sum()))
+            assert tuple(own[3]) == tuple(heaviest)
+
+
+def test_reordering_evens_out_what_is_drawn() -> None:
+    loads = np.random.default_rng(4).random(64)
+    feeding = Feeding(replicas=4, microbatches=4)
+
+    def spread(dealing: str) -> float:
+        sums = [loads[m].sum() for own in deal_batch(loads, feeding, dealing) for m in own]
+        return float(np.max(sums) / np.mean(sums))
+
+    assert spread("reordered") < 1.05 < 1.2 < spread("drawn")
+
+
+def test_the_mean_of_many_batches_is_the_load_that_was_priced() -> None:
+    """Whatever bins images go to: compute and tokens are those of the mean sequence."""
+    job = uneven(few_layers())
+    each_once = np.arange(256).reshape(4, 64)
+    batches = replace(draw_batches(job), drawn=each_once)
+    bins = {"vision": Bins(bins=2, sharing="pieces", priced_sequences=2.0)}  # two pieces of four sequences
+    feeding = Feeding(replicas=2, microbatches=8, encoders=bins)
+    loads = np.array([batch_loads(batches, b, feeding, "drawn", [])["vision"] for b in range(4)])
+    assert loads.shape == (4, 2, 2, 16)
+    assert loads[:, COMPUTE].mean() == pytest.approx(1.0, rel=1e-12)
+    assert loads[:, TOKENS].mean() == pytest.approx(1.0, rel=1e-12)
+    # Short images cost less than their share of tokens, because attention grows with squares.
+    items = EncoderItems.of(job.workload, job.model.encoders[0])
+    flops = {n: f for lengths, costs in zip(items.lengths, items.flops, strict=True)
+             for n, f in zip(lengths, costs, strict=True)}  # fmt: skip
+    assert flops[min(flops)] / min(flops) < flops[max(flops)] / max(flops)
+
+
+def test_batches_are_the_same_every_time_and_for_every_system(mixed: Comparison) -> None:
+    one, two = draw_batches(mixed.job), draw_batches(mixed.job)
+    assert np.array_equal(one.drawn, two.drawn) and one.drawn.shape == (100, 64)
+    assert not np.array_equal(one.drawn, draw_batches(mixed.job, seed=1).drawn)
+    first, again = (play_batches(mixed, ["fsdp", "paper"], count=4) for _ in range(2))
+    assert all(np.array_equal(first[name].steps_s, again[name].steps_s) for name in first)
+
+
+def total_tokens(batches: Batches, batch: int) -> float:
+    items = batches.items["vision"]
+    return float(items.totals[TOKENS, batches.drawn[batch]].sum() / items.means[TOKENS])
+
+
+def test_loads_of_a_batch_add_up_to_its_images(mixed: Comparison) -> None:
+    """Each way by its own rule, but nothing is encoded twice or left out."""
+    batches = draw_batches(mixed.job, count=2)
+    for batch in range(2):
+        for name in ("stage0", "separate-gpus", "paper"):
+            feeding = feeding_of(mixed, name)
+            loads = batch_loads(batches, batch, feeding, "drawn", [])["vision"]
+            sequences = loads[TOKENS].sum() * feeding.encoders["vision"].priced_sequences
+            assert sequences == pytest.approx(total_tokens(batches, batch)), name
+        feeding = feeding_of(mixed, "three-phase")  # the fullest group, not less than the mean one
+        loads = batch_loads(batches, batch, feeding, "drawn", [])["vision"]
+        bins = feeding.encoders["vision"]
+        assert loads.shape == (2, feeding.replicas, 1)
+        least = total_tokens(batches, batch) / bins.bins / bins.priced_sequences
+        assert loads[TOKENS].sum() >= least - 1e-9
+        feeding = feeding_of(mixed, "fsdp")  # ranks meet at every layer: the slowest stands for all
+        loads = batch_loads(batches, batch, feeding, "drawn", [])["vision"]
+        own = find_loads(batches, batch, deal_batch(np.zeros(64), feeding, "drawn"),
+                         replace(feeding, locked=False))["vision"]  # fmt: skip
+        assert loads.shape == (2, 1, feeding.microbatches)
+        assert np.array_equal(loads[:, 0], own.max(axis=1))
+
+
+def test_only_encoder_work_is_scaled(mixed: Comparison) -> None:
+    """Twice the load: twice the compute and TP traffic of encoders, the same of all else, one step longer."""
+    system = mixed.systems["stage0"]
+    schedule = system.schedule
+    own = schedule.module == schedule.modules.index("vision")
+    assert set(schedule.kind[own]) <= {Kind.F, Kind.R, Kind.B, Kind.I, Kind.W}
+    duration_s = np.where(own & (schedule.lane <= Lane.TP), 2 * schedule.duration_s, schedule.duration_s)
+    assumed = preset("default")
+    slowdown, launch_s = assumed.residence_slowdown, assumed.launch_s
+    by_hand = evaluate(replace(schedule, duration_s=duration_s), slowdown=slowdown, launch_s=launch_s).step_s
+    feeding = feeding_of(mixed, "stage0")
+    player = Player(system, feeding, slowdown=slowdown, launch_s=launch_s)
+    ones = np.ones((2, feeding.replicas, feeding.microbatches))
+    assert player.step_s({"vision": 2 * ones}) == pytest.approx(by_hand, rel=1e-12)
+    assert player.step_s({"vision": ones}) == pytest.approx(system.step_s, rel=1e-12)
+    assert player.step_s({"vision": 0 * ones}) < system.step_s < by_hand
+
+
+@pytest.mark.ci("search")
+def test_some_replicas_stand_for_all() -> None:
+    """On small cases: never more than playing all of them says, and hardly less."""
+    comparison = compare_systems(uneven(few_layers(32, pp=2)), names=("stage0", "three-phase", "paper"))
+    assert feeding_of(comparison, "stage0").replicas == 8
+    some = play_batches(comparison, comparison.systems, count=6)
+    whole = play_batches(comparison, comparison.systems, count=6, all_replicas=True)
+    for name, steps in some.items():
+        assert steps.plays < whole[name].plays
+        assert (steps.steps_s <= whole[name].steps_s + 1e-12).all()
+        assert steps.steps_s == pytest.approx(whole[name].steps_s, rel=0.01), name
+        assert steps.p95_s == pytest.approx(whole[name].p95_s, rel=0.005), name
+
+
+def test_a_heavy_microbatch_goes_where_there_is_room(mixed: Comparison) -> None:
+    """Sorted is the better end; matched is no worse than either, and different microbatches are not free."""
+    system, feeding = mixed.systems["paper"], feeding_of(mixed, "paper")
+    player = Player(system, feeding, slowdown=0.1, launch_s=0.0)
+    ahead = list(range(feeding.microbatches))
+    ends = [player.ramp_s(ahead), player.ramp_s(ahead[::-1])]
+    assert ends[0] != ends[1]
+    assert player.ramp_s(player.order("sorted")) == min(ends)
+    assert sorted(player.order("matched")) == ahead
+    assert player.ramp_s(player.order("matched")) <= min(ends)
+    assert player.order("drawn") == player.order("reordered") == []
+    drawn = play_batches(mixed, ["paper"], count=8)["paper"]
+    assert drawn.p95_s >= drawn.mean_s > system.step_s  # heavy replicas end the step, light ones wait
+
+
+def test_an_unknown_dealing_is_refused(mixed: Comparison) -> None:
+    with pytest.raises(UserError, match="is not a dealing"):
+        play_batches(mixed, ["fsdp"], dealing="sort")
