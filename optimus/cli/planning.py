@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -26,6 +26,9 @@ from optimus.cli.flags import (
 )
 from optimus.console import announced_compilation, check_writable, progress_bar, show
 from optimus.errors import UserError
+
+if TYPE_CHECKING:
+    from optimus.job.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -234,9 +237,16 @@ class Plan:
                 {planned.plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace
             )
             lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
-        lines.append(f"next   optimus check {output} | optimus report {output}")
+        further = f"optimus why {output} {_neighbour(planned.plan.modules['llm'].layout)}"
+        lines.append(f"next   optimus check {output} | optimus report {output} | {further}")
         show(plan_json(planned, file=output, digest=digest), lines, as_json=self.json)
         return OK
+
+
+def _neighbour(layout: Layout) -> str:
+    """Another layout of the LLM that a reader may wonder about: twice the stages, or half of them."""
+    pp = 2 * layout.pp if layout.dp % 2 == 0 else max(1, layout.pp // 2)
+    return f"llm=pp{pp},tp{layout.tp}"
 
 
 @dataclass(frozen=True)
