@@ -32,17 +32,19 @@ def rebuild_job(plan: Plan) -> Job:
 
     Model, cluster and workload are exact: their hashes are those of the plan.
     """
-    for part, fields in plan.bound_to.items():
-        for field, value in fields.items():
-            if part in PARTS and isinstance(value, str) and value.startswith(HASHED):
+    for part in PARTS:
+        if part not in plan.bound_to:
+            raise UserError(field=f"bound_to.{part}", problem="is missing", hint=_MISSING)
+        for field, value in plan.bound_to[part].items():
+            if isinstance(value, str) and value.startswith(HASHED):
                 problem = "is too long for the plan file, which holds its hash only"
                 raise UserError(field=f"{part}.{field}", problem=problem, hint=_MISSING)
     try:
         parts = {name: _made(kind, _tree(plan.bound_to[name])) for name, kind in PARTS.items()}
         job = Job(name=plan.name, layout=Constraints(limits=_limits(plan, parts["workload"])), **parts)
         _, hashes = bind(bound_parts(job))
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        problem = f"does not describe a job: {type(error).__name__} {error}"
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = f"does not describe a job: {error}"
         raise UserError(field="bound_to", problem=problem, hint=_MISSING) from None
     for name in PARTS:
         if hashes[name] != plan.hashes.get(name):
@@ -52,16 +54,14 @@ def rebuild_job(plan: Plan) -> Job:
     return job
 
 
-def plan_sequences(plan: Plan, workload: Workload) -> int:
-    """Sequences in a microbatch of the plan's LLM."""
-    return workload.sequences_per_step // (plan.modules[LLM].layout.dp * plan.microbatches)
-
-
 def _limits(plan: Plan, workload: Workload) -> Limits:
-    """Microbatch sizes are not in the file: the usual ones, after the plan's own if that is another."""
-    usual, own = Limits(), plan_sequences(plan, workload)
-    sizes = usual.microbatch_sequences
-    return dataclasses.replace(usual, microbatch_sequences=sizes if own in sizes else (own, *sizes))
+    """As noted; in a file of before they were, the usual ones, after the plan's own microbatch."""
+    if "limits" in plan.notes:
+        noted: Limits = _made(Limits, plan.notes["limits"])
+        return noted
+    own = max(1, workload.sequences_per_step // (plan.modules[LLM].layout.dp * plan.microbatches))
+    sizes = dict.fromkeys((own, *Limits().microbatch_sequences))
+    return Limits(microbatch_sequences=tuple(sizes))
 
 
 def _tree(fields: Mapping[str, Any]) -> Any:

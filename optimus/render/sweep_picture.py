@@ -13,6 +13,7 @@ from optimus.search.sweeping import Plans, Point, Sweep
 WIDTH, HEIGHT = 1000, 440
 LEFT, RIGHT, TOP, BOTTOM = 84, 220, 64, 58  # around the plot; names of lines stand at its right
 NAMES = {"gpus": "GPUs", "batch": "sequences per step", "pp": "pp of the LLM", "tp": "tp of the LLM"}
+WORDS = {"gpus": "{} GPUs", "batch": "{} sequences per step", "pp": "LLM pp {}", "tp": "LLM tp {}"}
 FLOOR, OURS, SIMPLER = "#5f6368", "#0072b2", "#e69f00"
 APART_PX = 17  # of names at the right
 INSIDE_PX = 36  # from the plot's edges to the first and last point
@@ -51,7 +52,8 @@ def headline(sweep: Sweep) -> str:
         return f"{sweep.job}: possible at none of {len(sweep.points)} values of {NAMES[sweep.axis]}"
     (first, its), (last, other) = found[0], found[-1]
     best, best_plan = max(found, key=lambda pair: _rate(*pair))
-    words = f"{sweep.job}: {digits(_rate(best, best_plan))} tokens/s/GPU at {best.value} {NAMES[sweep.axis]}"
+    where = WORDS[sweep.axis].format(best.value)
+    words = f"{sweep.job}: {digits(_rate(best, best_plan))} tokens/s/GPU at {where}"
     if len(found) > 1:
         away = last if best is first else first
         rate = _rate(away, other if away is last else its) / _rate(best, best_plan)

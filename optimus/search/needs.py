@@ -54,9 +54,11 @@ class Need:
         if self.encoders is None:
             needs = f"the LLM alone needs {_gb(self.needed_bytes)} of {_gb(self.capacity_bytes)} GB"
             return f"{needs} on stage {self.stage} at {self.llm_layout}: {held}"
-        needs = (
-            f"up to {_gb(self.needed_bytes)} of {_gb(self.capacity_bytes)} GB are needed on the worst rank"
-        )
+        needs, capacity = _gb(self.needed_bytes), _gb(self.capacity_bytes)
+        if self.needed_bytes > self.capacity_bytes:
+            needs = f"{needs} of {capacity} GB are needed on the worst rank"
+        else:
+            needs = f"every schedule made needs more than {capacity} GB; {needs} were reckoned before"
         where = f"with encoders at {self.encoders} beside the LLM at {self.llm_layout}"
         llm = f"the LLM {_gb(self.llm_alone.total)} ({held})"
         return f"{needs} {where}: {llm}, encoders {_gb(self.encoder_bytes)}"
@@ -77,11 +79,12 @@ def find_need(job: Job, assumptions: Assumptions, profile: Profile | None, strat
     if not llm.fits:
         return need
     layouts = [each for each in common_layouts(setting, llm.layout) if not isinstance(each, Rejected)]
-    if not layouts:
-        return None  # none divides
-    needed = {layout: _with_encoders(setting, llm, layout, strategy) for layout in layouts}
-    best = min(layouts, key=lambda layout: needed[layout])
-    return replace(need, needed_bytes=needed[best], encoders=best) if needed[best] > capacity else None
+    reckoned = {layout: _with_encoders(setting, llm, layout, strategy) for layout in layouts}
+    needed = {layout: size for layout, size in reckoned.items() if size is not None}
+    if not needed:
+        return None  # none divides model and batch
+    best = min(needed, key=lambda layout: needed[layout])
+    return replace(need, needed_bytes=needed[best], encoders=best)
 
 
 def by_size(memory: Memory) -> dict[str, float]:
@@ -101,11 +104,13 @@ def _most_recomputed(setting: Setting, llm: InlinePipeline) -> InlinePipeline:
     return replace(llm, layers=setting.layers((setting.job.model.llm,), llm.sequences, policy), policy=policy)
 
 
-def _with_encoders(setting: Setting, llm: InlinePipeline, layout: Layout, strategy: str) -> float:
-    """The most that a rank holds, as the strategy reckons before it schedules."""
+def _with_encoders(setting: Setting, llm: InlinePipeline, layout: Layout, strategy: str) -> float | None:
+    """What the worst rank holds, as the strategy reckons before it schedules; none if it cannot run."""
     *_, policy = setting.policies(setting.job.model.encoders)
     if strategy == "paper":
         filling = Filling(setting, llm, layout, dict(policy))
+        if filling.num_pipelines > llm.microbatches:
+            return None
         return filling.most_bytes(-(-llm.microbatches // filling.num_pipelines))
     pieces = llm.layout.tp // layout.tp
     beside = {name: Beside(layout=layout, recompute=step, pieces=pieces) for name, step in policy}

@@ -86,9 +86,8 @@ def explain_layout(
     `job` and `profile`: of a plan from a file that does not hold all of them.
     """
     asked = tuple(_normal(text) for text in (*stated, *(f"{name}={text}" for name, text in layouts.items())))
-    question = _question(plan, job, profile)
-    choices = _choices(question.plan, asked)
-    reason = _Reasoning(question, asked, choices)
+    choices = _choices(asked)
+    reason = _Reasoning(_question(plan, job, profile), asked, choices)
     return reason.own() or reason.rule() or reason.planned(progress)
 
 
@@ -138,8 +137,8 @@ def _normal(text: str) -> str:
     return ",".join(text.replace(",", " ").split())
 
 
-def _choices(plan: Plan, asked: Iterable[str]) -> dict[str, LayoutChoice]:
-    """What is stated of each module; a module that is not there or comes twice is refused."""
+def _choices(asked: Iterable[str]) -> dict[str, LayoutChoice]:
+    """What is stated of each module, once."""
     found: dict[str, LayoutChoice] = {}
     for text in asked:
         name, choice = parse_layout(text, field=FIELD)
@@ -162,12 +161,14 @@ class _Reasoning:
         self.job = replace(question.job, layout=self._stated(), today=None)
 
     def _stated(self) -> Constraints:
-        own = self.question.job.layout
+        """What is asked in place of all that the job states, so that the file alone gives the same answer."""
+        kept = {}
         if LLM not in self.choices:
             axes = asdict(self.layouts[LLM])
             axes.pop("chunks")
-            own = replace(own, modules={**own.modules, LLM: LayoutChoice(**axes)})
-        return stated_on_top(own, self.asked, self.question.job.model, field=FIELD)
+            kept[LLM] = LayoutChoice(**axes)
+        bare = replace(self.question.job.layout, modules=kept)
+        return stated_on_top(bare, self.asked, self.question.job.model, field=FIELD)
 
     def _reason(self, verdict: Verdict, words: str, **more: Any) -> Reason:
         return Reason(
