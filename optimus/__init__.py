@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from optimus.search.compare import compare_systems as simulate
     from optimus.search.planning import check_planned as check
     from optimus.search.planning import make_plan as plan
+    from optimus.search.reasons import explain_layout as why
+    from optimus.search.sweeping import sweep_job as sweep
 
 # Public verbs and where they live. They are loaded on first use: importing `optimus` costs nothing.
 _VERBS = {
@@ -31,6 +33,8 @@ _VERBS = {
     "simulate": ("optimus.search.compare", "compare_systems"),
     "check": ("optimus.search.planning", "check_planned"),
     "plan": ("optimus.search.planning", "make_plan"),
+    "why": ("optimus.search.reasons", "explain_layout"),
+    "sweep": ("optimus.search.sweeping", "sweep_job"),
     "train": ("optimus.cli.local_training", "train"),
 }
 
@@ -45,7 +49,9 @@ __all__ = [
     "report",
     "save_plan",
     "simulate",
+    "sweep",
     "train",
+    "why",
 ]
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from optimus.cli.explaining import Sweep, Why
 from optimus.errors import UserError
 from optimus.job.read import find_job, load_job, make_job
+from optimus.program.binding import bind
+from optimus.program.plan import Plan
+from optimus.program.ready import bound_parts
 
 JOB = """\
 format: optimus.job/1
@@ -115,6 +121,39 @@ def config(title: str, text: str) -> Case:
         return make_job(model="config.json", on="h100:512")
 
     return Case(title=title, files={"config.json": text}, call=call)
+
+
+@cache
+def tiny_plan() -> Plan:
+    """A plan of the smallest job, at a layout that is planned at once."""
+    from optimus.search.planning import make_plan
+
+    job = find_job("cpu/tiny-vl", None, ["llm=pp1,tp1"])
+    return make_plan(job, strategy="optimus", systems=[]).plan
+
+
+def why(title: str, *layouts: str, **changes: Any) -> Case:
+    """A question about the tiny plan, of which something may be changed."""
+
+    def call() -> object:
+        from optimus.search.reasons import explain_layout
+
+        return explain_layout(replace(tiny_plan(), **changes), *layouts)
+
+    return Case(title=title, call=call)
+
+
+def crowded() -> dict[str, Any]:
+    """What a plan is bound to whose sequences hold more images than the file lists."""
+    job = find_job("cpu/tiny-vl")
+    many = replace(job.workload.sequences[0], items=(("vision", (1,) * 64),))
+    changed = replace(job, workload=replace(job.workload, sequences=(many,)))
+    bound_to, hashes = bind(bound_parts(changed))
+    return {"bound_to": bound_to, "hashes": hashes}
+
+
+def sweep(title: str, **given: Any) -> Case:
+    return Case(title=title, call=Sweep(job="cpu/tiny-vl", **given))
 
 
 BOMB = "\n".join(
@@ -268,6 +307,30 @@ SECTIONS: dict[str, list[Case]] = {
         job("A layout for other GPUs", "pp: 4, tp: 8, chunks: 5}", "pp: 2, tp: 8, chunks: 5}"),
         job("More memory than the GPU has", "peak_memory_gb: 71", "peak_memory_gb: 91"),
         job("A step of no time", "step_s: 17.9", "step_s: 0"),
+    ],
+    "Asking why": [
+        why("No layout"),
+        why("A layout of no module", "pp8"),
+        why("A module that the plan does not have", "audio=tp2"),
+        why("An axis that does not exist", "llm=vpp2"),
+        why("A module twice", "llm=pp2", "llm=tp2"),
+        why("More images than the plan file lists", "llm=tp2", **crowded()),
+        why("A plan made with a profile", "llm=tp2", bound_to={"profile": {"kernels": "sha256:0"}}),
+        why("A plan that does not say what it is for", "llm=tp2", bound_to={"profile": {"kernels": []}}),
+        why("A plan without its assumptions", "llm=tp2", notes={}),
+        Case(
+            title="A cluster without a job",
+            call=Why(plan=Path("a.plan.json"), layouts=("llm=tp2",), on="h100:8"),
+        ),
+    ],
+    "Sweeping": [
+        sweep("No range"),
+        sweep("Two ranges", gpus=("2", "4"), batch=("8",)),
+        sweep("A word for a number", gpus=("two",)),
+        sweep("No stages", pp=("0",)),
+        sweep("A picture of another kind", gpus=("2",), output=Path("sweep.png")),
+        sweep("A strategy misspelt", gpus=("2",), strategy="optimal"),
+        sweep("A system misspelt", gpus=("2",), system=("stage1",)),
     ],
 }
 

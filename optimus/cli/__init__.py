@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import traceback
+from functools import reduce
+from operator import or_
+from typing import Any
 
 import tyro
 
 from optimus import __version__
 from optimus.cli.benching import Bench
+from optimus.cli.explaining import Sweep, Why
 from optimus.cli.exporting import Export
 from optimus.cli.flags import NO, OK, OUR_BUG, USER_ERROR
 from optimus.cli.planning import Catalog, Check, Diff, Init, Plan, Simulate
@@ -17,7 +21,9 @@ from optimus.cli.running import Profile, Train
 from optimus.console import show
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
 
-COMMANDS = (Catalog, Init, Simulate, Plan, Check, Diff, Export, Report, Profile, Train, Bench)
+COMMANDS: tuple[Any, ...] = (
+    Catalog, Init, Simulate, Plan, Why, Sweep, Check, Diff, Export, Report, Profile, Train, Bench,
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,14 +39,14 @@ def run(arguments: list[str]) -> int:
     try:
         _check_words(arguments)
         command = tyro.cli(
-            Catalog | Init | Simulate | Plan | Check | Diff | Export | Report | Profile | Train | Bench,
+            reduce(or_, COMMANDS),
             prog="optimus",
             args=arguments or ["--help"],
             description="Plans multimodal LLM training: where its time and memory go, and how encoder work "
             "fits the LLM's idle time (--version: prints it).",
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
         )
-        return command()
+        return int(command())
     except DoesNotFit as no:
         print(no, file=sys.stderr)
         if "--json" in arguments:

@@ -28,6 +28,7 @@ from optimus.console import announced_compilation, check_writable, progress_bar,
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
+    from optimus.job.layout import Layout
     from optimus.search.planning import Planned
 
 
@@ -240,7 +241,8 @@ class Plan:
                 {planned.plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace
             )
             lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
-        lines.append(f"next   optimus check {output} | optimus report {output}")
+        further = f"optimus why {output} {_neighbour(planned.plan.modules['llm'].layout)}"
+        lines.append(f"next   optimus check {output} | optimus report {output} | {further}")
         found = plan_json(planned, file=output, digest=digest)
         if self.no_sure or not self.json:
             show(found, lines, as_json=self.json)
@@ -256,6 +258,12 @@ class Plan:
 
             assessed = assess_plan(planned, progress=progress)
         show({**found, **assessed_json(assessed)}, ["", *assessed_text(assessed)], as_json=self.json)
+
+
+def _neighbour(layout: Layout) -> str:
+    """Another layout of the LLM that a reader may wonder about: twice the stages, or half of them."""
+    pp = 2 * layout.pp if layout.dp % 2 == 0 else max(1, layout.pp // 2)
+    return f"llm=pp{pp},tp{layout.tp}"
 
 
 @dataclass(frozen=True)

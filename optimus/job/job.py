@@ -38,9 +38,16 @@ class Job:
     run: Run = field(default_factory=Run)
     notes: tuple[str, ...] = field(default=(), compare=False)  # what was assumed because it was left out
 
-    def replace(self, *, gpus: int) -> Job:
-        """The same job on another number of GPUs."""
-        return replace(self, cluster=replace(self.cluster, gpus=gpus))
+    def replace(self, *, gpus: int | None = None, sequences_per_step: int | None = None) -> Job:
+        """The same job on other GPUs, where dp follows anew, or with another batch; not checked yet."""
+        job = self
+        if gpus is not None and gpus != self.cluster.gpus:
+            layout, today = elsewhere(self.layout, self.today)
+            job = replace(job, cluster=replace(job.cluster, gpus=gpus), layout=layout, today=today)
+        if sequences_per_step is not None and sequences_per_step != self.workload.sequences_per_step:
+            workload = replace(job.workload, sequences_per_step=sequences_per_step)
+            job = replace(job, workload=workload, today=_unmeasured(job.today))
+        return job
 
     def fingerprint(self) -> str:
         """Hash over what decides a plan: model, cluster and workload; never `run`."""
@@ -51,6 +58,18 @@ class Job:
         }
         text = json.dumps(_without_sources(decides), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def elsewhere(layout: Constraints, today: Today | None) -> tuple[Constraints, Today | None]:
+    """On another cluster dp follows anew, and what was measured was measured elsewhere."""
+    modules = {name: replace(choice, dp=None) for name, choice in layout.modules.items()}
+    if today is not None:
+        today = replace(today, llm=replace(today.llm, dp=None))
+    return replace(layout, modules=modules), _unmeasured(today)
+
+
+def _unmeasured(today: Today | None) -> Today | None:
+    return today and replace(today, measured_step_s=None, measured_memory_bytes=None)
 
 
 def _without_sources(value: Any) -> Any:

@@ -11,7 +11,7 @@ from optimus.job import catalog
 from optimus.job.checks import check_job
 from optimus.job.cluster import GB, Cluster
 from optimus.job.hf_config import read_hf_config
-from optimus.job.job import Job, Today
+from optimus.job.job import Job, Today, elsewhere
 from optimus.job.layout import Constraints, LayoutChoice, Limits, parse_layout
 from optimus.job.model import Model
 from optimus.job.read_cluster import cluster_node, read_cluster
@@ -55,7 +55,7 @@ def make_job(*, model: str | Path | Model, on: str | None, layouts: Iterable[str
     places = Places()
     cluster = read_cluster(places, cluster_node(on))
     workload, notes = default_workload(found, cluster.gpus)
-    layout = _stated_on_top(Constraints(), layouts, found)
+    layout = stated_on_top(Constraints(), layouts, found)
     job = Job(name=found.name, model=found, cluster=cluster, workload=workload, layout=layout, notes=notes)
     check_job(job, places)
     return job
@@ -80,30 +80,22 @@ def load_job(path: str | Path, *, on: str | None = None, layouts: Iterable[str] 
     return _assemble(load_yaml(path), path.stem, path.parent, on, layouts)
 
 
-def _stated_on_top(layout: Constraints, stated: Iterable[str], model: Model) -> Constraints:
+def stated_on_top(
+    layout: Constraints, stated: Iterable[str], model: Model, *, field: str = "--layout"
+) -> Constraints:
     """Constraints with layouts such as `llm=pp8,tp4` stated on top; `dp` follows where it can."""
     modules = dict(layout.modules)
     names = [module.name for module in model.modules]
     for text in stated:
-        name, choice = parse_layout(text, field="--layout")
+        name, choice = parse_layout(text, field=field)
         if name not in names:
             problem = f"names {name}, which is not a module of {model.name}"
-            raise UserError(field="--layout", value=text, problem=problem, hint=nearest(name, names))
+            raise UserError(field=field, value=text, problem=problem, hint=nearest(name, names))
         axes = {**modules.get(name, LayoutChoice()).stated(), **choice.stated()}
         if choice.dp is None and {"pp", "cp", "tp"} & set(choice.stated()):
             axes.pop("dp", None)  # it followed from the others
         modules[name] = LayoutChoice(**axes)
     return replace(layout, modules=modules)
-
-
-def _elsewhere(layout: Constraints, today: Today | None) -> tuple[Constraints, Today | None]:
-    """On another cluster dp follows anew, and what was measured was measured elsewhere."""
-    modules = {name: replace(choice, dp=None) for name, choice in layout.modules.items()}
-    if today is not None:
-        today = replace(
-            today, llm=replace(today.llm, dp=None), measured_step_s=None, measured_memory_bytes=None
-        )
-    return replace(layout, modules=modules), today
 
 
 def _is_config(path: Path) -> bool:
@@ -125,13 +117,13 @@ def _assemble(root: Node, name: str, folder: Path, on: str | None, layouts: Iter
     layout = _constraints(places, file.layout, model)
     today = None if file.today is None else _today(places, file.today, model)
     if on is not None:
-        layout, today = _elsewhere(layout, today)
+        layout, today = elsewhere(layout, today)
     job = Job(
         name=file.name or name,
         model=model,
         cluster=cluster,
         workload=workload,
-        layout=_stated_on_top(layout, layouts, model),
+        layout=stated_on_top(layout, layouts, model),
         today=today,
         run=Run(settings=file.run),
         notes=notes,

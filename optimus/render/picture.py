@@ -116,7 +116,7 @@ def _draw(
     body: list[str] = []
     top = MARGIN
     for system, own in zip(systems, rows, strict=True):
-        body.append(_text(MARGIN, top + 15, headline(system, job), size=16, weight="bold"))
+        body.append(svg_text(MARGIN, top + 15, headline(system, job), size=16, weight="bold"))
         top += 26
         height = max(9, min(20, 200 // len(own)))
         for row in own:
@@ -126,7 +126,7 @@ def _draw(
         top += 38
     legend, top = _legend(_present(rows), top + 4)
     words = f"{note} Area is time: what fills a box takes that share of its time.".strip()
-    body += [*legend, _text(MARGIN, top + 14, words, size=12, colour=FAINT)]
+    body += [*legend, svg_text(MARGIN, top + 14, words, size=12, colour=FAINT)]
     title = "; ".join(headline(system, job) for system in systems)
     size = f"width='{WIDTH}' height='{top + 28}' viewBox='0 0 {WIDTH} {top + 28}'"
     head = [
@@ -141,7 +141,7 @@ def row_svg(row: Row, scale: Scale, top: int, height: int, box_px: float) -> Ite
     """One device: its compute lane, and below it the strip of its data-parallel traffic."""
     boxes = list(boxes_of(row.intervals, scale.seconds(OWN_BOX_PX), scale.seconds(box_px)))
     tall = round(height / UNIT)
-    yield _text(LEFT - 8, top + height - (height - 9) / 2, row.label, size=12, anchor="end")
+    yield svg_text(LEFT - 8, top + height - (height - 9) / 2, row.label, size=12, anchor="end")
     yield f"<g transform='translate({LEFT} {top + height}) scale({UNIT} -{UNIT})'>"
     yield f"<path fill='{IDLE_PP.colour}' d='M0 0h{scale.units(boxes[-1].end_s)}v{tall}H0z'/>"
     for place in reversed(range(len(STACK) - 1)):
@@ -210,7 +210,7 @@ def axis_svg(scale: Scale, step_s: float, top: int) -> Iterator[str]:
         x = LEFT + scale.px(place * tick)
         yield f"<path stroke='{FAINT}' d='M{x:.1f} {top + 1.5}v4'/>"
         words = f"{place * tick:.{digits}f}" + ("" if place else " s")
-        yield _text(x, top + 18, words, size=12, anchor="middle")
+        yield svg_text(x, top + 18, words, size=12, anchor="middle")
     yield f"<path stroke='{INK}' stroke-width='2' d='M{end:.1f} {top - 4}v10'/>"
 
 
@@ -231,14 +231,15 @@ def _legend(fills: Sequence[Fill], top: int) -> tuple[list[str], int]:
         if x + width > WIDTH - MARGIN:
             x, top = MARGIN, top + 20
         lines.append(f"<rect x='{x}' y='{top}' width='14' height='12' fill='{fill.colour}'/>")
-        lines.append(_text(x + 19, top + 11, fill.label, size=13))
+        lines.append(svg_text(x + 19, top + 11, fill.label, size=13))
         x += width
     return lines, top + 20
 
 
-def _text(
+def svg_text(
     x: float, y: float, words: str, *, size: int, colour: str = INK, anchor: str = "", weight: str = ""
 ) -> str:
+    """Words at a place."""
     extra = (f" text-anchor='{anchor}'" if anchor else "") + (f" font-weight='{weight}'" if weight else "")
     return f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}'{extra}>{clean(words)}</text>"
 

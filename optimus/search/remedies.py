@@ -41,11 +41,11 @@ def _changes(job: Job) -> Iterator[tuple[str, str, Job]]:
         yield "layout", f"--layout {text}", changed
     gpus, times = job.cluster.gpus, 2
     while times <= MOST_TIMES:
-        yield "more", f"{gpus * times} GPUs", _on(job, gpus * times)
+        yield "more", f"{gpus * times} GPUs", job.replace(gpus=gpus * times)
         times *= 2
     for fewer in (gpus // 2, gpus // 4, gpus // 8):
         if fewer:
-            yield "fewer", f"{fewer} GPUs", _on(job, fewer)
+            yield "fewer", f"{fewer} GPUs", job.replace(gpus=fewer)
 
 
 def _recomputed(job: Job) -> Job:
@@ -70,12 +70,6 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
 def _divides(encoder: LayoutChoice, llm: LayoutChoice) -> bool:
     """Whether an encoder's stated layout can stand beside this one of the LLM."""
     return (llm.pp or 1) % (encoder.pp or 1) == 0 and (llm.tp or 1) % (encoder.tp or 1) == 0
-
-
-def _on(job: Job, gpus: int) -> Job:
-    """On another number of GPUs: dp follows."""
-    modules = {name: replace(choice, dp=None) for name, choice in job.layout.modules.items()}
-    return replace(job.replace(gpus=gpus), layout=replace(job.layout, modules=modules))
 
 
 def _fits(job: Job, assumptions: Assumptions) -> bool:

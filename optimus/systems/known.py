@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -146,7 +146,9 @@ class Systems:
         return min(found, key=lambda made: made.filled.step_s)
 
     def _of_plan(self, name: str, found: Found) -> System:
-        return replace(self._played(name, found.how, found.filled), found=found)
+        limits = {"limits": asdict(self.setting.job.layout.limits)}  # of the search, for who searches again
+        noted = replace(found, notes={**found.notes, **limits})
+        return replace(self._played(name, found.how, found.filled), found=noted)
 
     def optimus(self) -> System:
         """Our scheduler: list scheduling over all lanes, beside the best LLM pipelines."""

@@ -1,0 +1,161 @@
+"""Draws a sweep as an SVG: tokens per second and GPU against the range, and the conclusion as its title."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optimus.render.picture import FAINT, FONT, INK, PAPER, clean, digits, svg_text
+from optimus.render.report.markup import tick_of
+from optimus.search.sweeping import Plans, Point, Sweep
+
+WIDTH, HEIGHT = 1000, 440
+LEFT, RIGHT, TOP, BOTTOM = 84, 220, 64, 58  # around the plot; names of lines stand at its right
+NAMES = {"gpus": "GPUs", "batch": "sequences per step", "pp": "pp of the LLM", "tp": "tp of the LLM"}
+WORDS = {"gpus": "{} GPUs", "batch": "{} sequences per step", "pp": "LLM pp {}", "tp": "LLM tp {}"}
+FLOOR, OURS, SIMPLER = "#5f6368", "#0072b2", "#e69f00"
+APART_PX = 17  # of names at the right
+INSIDE_PX = 36  # from the plot's edges to the first and last point
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series: points without a value are left out."""
+
+    name: str
+    colour: str
+    values: tuple[float | None, ...]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Values of the range on a logarithmic axis to the right, figures upwards from 0."""
+
+    values: tuple[int, ...]
+    highest: float
+
+    def x(self, place: int) -> float:
+        first, last = math.log(self.values[0]), math.log(self.values[-1])
+        share = 0.5 if last == first else (math.log(self.values[place]) - first) / (last - first)
+        return LEFT + INSIDE_PX + share * (WIDTH - LEFT - RIGHT - 2 * INSIDE_PX)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - value / self.highest * (HEIGHT - TOP - BOTTOM)
+
+
+def headline(sweep: Sweep) -> str:
+    """What the sweep says: how tokens per second and GPU change, and what filling is worth."""
+    found = sweep.possible
+    if not found:
+        return f"{sweep.job}: possible at none of {len(sweep.points)} values of {NAMES[sweep.axis]}"
+    (first, its), (last, other) = found[0], found[-1]
+    best, best_plan = max(found, key=lambda pair: _rate(*pair))
+    where = WORDS[sweep.axis].format(best.value)
+    words = f"{sweep.job}: {digits(_rate(best, best_plan))} tokens/s/GPU at {where}"
+    if len(found) > 1:
+        away = last if best is first else first
+        rate = _rate(away, other if away is last else its) / _rate(best, best_plan)
+        words += f", {rate:.0%} of that at {away.value}".replace("%", " %")
+    speedups = [plan.speedup for _, plan in found if plan.speedup is not None]
+    if not speedups:
+        return words
+    low, high = f"{min(speedups):.3f}", f"{max(speedups):.3f}"
+    span = low if low == high else f"{low} to {high}"
+    return f"{words}; {sweep.strategy} {span} times as fast as the best simpler system"
+
+
+def sweep_svg(sweep: Sweep) -> str:
+    """The picture; the same bytes for the same sweep."""
+    lines = _lines(sweep)
+    highest = max((value for line in lines for value in line.values if value is not None), default=1.0)
+    plot = Plot(tuple(point.value for point in sweep.points), 1.06 * highest)
+    title = headline(sweep)
+    head, _, rest = title.partition("; ")
+    size = f"width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}'"
+    body = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>",
+        f"<title>{clean(title)}</title>",
+        f"<rect width='100%' height='100%' rx='6' fill='{PAPER}'/>",
+        svg_text(16, 26, head, size=16, weight="bold"),
+        svg_text(16, 46, rest, size=14),
+        *_axes(sweep, plot),
+        *(part for line in lines for part in _line(line, plot)),
+        *_names(lines, plot),
+        *_impossible(sweep, plot),
+        "</svg>",
+        "",
+    ]
+    return "\n".join(body)
+
+
+def _rate(point: Point, plan: Plans) -> float:
+    return point.tokens_per_s_per_gpu(plan.step_s)
+
+
+def _lines(sweep: Sweep) -> list[Line]:
+    def series(name: str, colour: str, field: str, *, dashed: bool = False) -> Line:
+        seconds = [None if point.plan is None else getattr(point.plan, field) for point in sweep.points]
+        rates = [
+            None if step_s is None else point.tokens_per_s_per_gpu(step_s)
+            for point, step_s in zip(sweep.points, seconds, strict=True)
+        ]
+        return Line(name, colour, tuple(rates), dashed)
+
+    found = [
+        series("LLM alone (floor)", FLOOR, "floor_s", dashed=True),
+        series("best simpler system", SIMPLER, "simpler_s"),
+        series(sweep.strategy, OURS, "step_s"),
+    ]
+    return [line for line in found if any(value is not None for value in line.values)]
+
+
+def _axes(sweep: Sweep, plot: Plot) -> Iterator[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    tick = tick_of(plot.highest)
+    for place in range(int(plot.highest / tick) + 1):
+        y = plot.y(place * tick)
+        faint = "" if place == 0 else " stroke-opacity='0.2'"
+        yield f"<path stroke='{FAINT}'{faint} d='M{LEFT} {y:.1f}H{right}'/>"
+        yield svg_text(LEFT - 8, y + 4, f"{place * tick:,.10g}", size=12, anchor="end")
+    yield svg_text(LEFT, TOP, "tokens per second and GPU", size=12, colour=FAINT)
+    for place, value in enumerate(plot.values):
+        x = plot.x(place)
+        yield f"<path stroke='{FAINT}' d='M{x:.1f} {bottom}v5'/>"
+        yield svg_text(x, bottom + 20, f"{value:,}", size=13, anchor="middle")
+    words = f"{NAMES[sweep.axis]}; preset {sweep.preset}, {sweep.gpu}, simulated"
+    yield svg_text(LEFT, HEIGHT - 12, words, size=12, colour=FAINT)
+
+
+def _line(line: Line, plot: Plot) -> Iterator[str]:
+    """A polyline through what there is, and a dot at every point."""
+    places = [(plot.x(at), plot.y(value)) for at, value in enumerate(line.values) if value is not None]
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    dash = " stroke-dasharray='6 4'" if line.dashed else ""
+    yield f"<path fill='none' stroke='{line.colour}' stroke-width='2'{dash} d='M{path}'/>"
+    for x, y in places:
+        yield f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{line.colour}'/>"
+
+
+def _names(lines: list[Line], plot: Plot) -> Iterator[str]:
+    """Names at the right ends of lines, pushed apart where these meet."""
+    ends = sorted(
+        (plot.y([value for value in line.values if value is not None][-1]), line.name, line.colour)
+        for line in lines
+    )
+    lowest = -math.inf
+    for y, name, colour in ends:
+        lowest = max(y, lowest + APART_PX)
+        yield svg_text(WIDTH - RIGHT + 12, lowest + 4, name, size=13, colour=colour, weight="bold")
+
+
+def _impossible(sweep: Sweep, plot: Plot) -> Iterator[str]:
+    """A cross on the axis, which says why when it is pointed at."""
+    for place, point in enumerate(sweep.points):
+        if point.plan is None:
+            x, y = plot.x(place), HEIGHT - BOTTOM - 14
+            cross = f"M{x - 5:.1f} {y - 5}l10 10m0 -10l-10 10"
+            why = f"<title>{clean(point.reason)}</title>"
+            yield f"<path fill='none' stroke='{INK}' stroke-width='2' d='{cross}'>{why}</path>"
+            yield svg_text(x, y - 12, "not possible", size=12, anchor="middle")
