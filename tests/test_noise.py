@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noise_tables import CASES, PAGE, rows
 from random_jobs import random_job, random_setting
 from random_plans import random_llm
 from tiny_plans import tiny_plan
@@ -137,7 +138,7 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
     assert llm_seconds(filled.schedule(), Places.of_plan(filled.plan)) == pytest.approx(expected, rel=ROUNDED)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_classes_of_one_tp_group_share_the_noise_of_the_llm(seed: int) -> None:
     plan = tiny_plan(Random(seed))
@@ -155,7 +156,7 @@ def test_classes_of_one_tp_group_share_the_noise_of_the_llm(seed: int) -> None:
 # ------------------------------------------------------------------------ static
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_without_noise_a_plan_takes_what_its_proof_says(seed: int) -> None:
     _, drawn, slowdown, launch_s, claim_s = plan_of(seed)
@@ -232,3 +233,17 @@ def test_little_of_the_speed_up_is_lost_at_3072_gpus(preset: str) -> None:
         for policy in POLICIES:
             lost = found.lost_points(policy, level)
             assert lost is not None and lost <= MOST_LOST, f"{level.noise.name}, {policy}: {lost:.2f} points"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("job", "preset"), CASES)
+def test_the_page_shows_what_is_computed(job: str, preset: str) -> None:
+    shown = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {job}, {preset} |")]
+    assert rows(job, preset) == shown, "run PYTHONPATH=. python tests/noise_tables.py and read what changed"
+
+
+def test_the_page_has_every_case_under_every_noise() -> None:
+    lines = PAGE.read_text().splitlines()
+    for job, preset in CASES:
+        for noise in LEVELS:
+            assert sum(line.startswith(f"| {job}, {preset} | {noise.name} |") for line in lines) == 1

@@ -90,20 +90,20 @@ def _is_busy(busy: list[tuple[float, float]], begin: float, end: float) -> bool:
     return begin >= end - LATE
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 100_000))
 def test_small_plans_keep_all_rules(seed: int) -> None:
     check(*played(tiny_plan(Random(seed)), seed))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 100_000))
 def test_plans_of_random_jobs_keep_all_rules(seed: int) -> None:
     rng = Random(seed)
     check(*played(random_plan(rng, random_setting(rng, random_job(rng))), seed))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 100_000))
 def test_the_llm_s_compute_is_not_issued_early(seed: int) -> None:
     schedule, _, timeline = played(tiny_plan(Random(seed)), seed, launch_s=0.3)
