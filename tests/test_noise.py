@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -14,6 +16,8 @@ from random_jobs import random_job, random_setting
 from random_plans import random_llm
 from tiny_plans import tiny_plan
 
+from optimus.cli import run
+from optimus.cli.flags import OK
 from optimus.errors import UserError
 from optimus.job.read import find_job
 from optimus.program.op import Floats, Kind, Lane, Schedule
@@ -214,6 +218,17 @@ def test_without_another_system_there_is_only_the_floor(planned: Planned) -> Non
         under_noise(planned.plan, planned.comparison, against="fsdp")
 
 
+@pytest.mark.ci("search")
+def test_plan_says_what_noise_leaves_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "paper/small-a100", "--system", "stage0", "-o", str(tmp_path / "a.plan.json"), "--json"]
+    assert run([*asked, "--noise"]) == OK
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["noise"]["against"] == "stage0" and shown["noise"]["seeds"] == 8
+    quiet = shown["noise"]["levels"]["none"]
+    assert quiet["policies"]["static"]["step_s"] == pytest.approx(shown["step_s"], abs=CLAIM)
+    assert quiet["policies"]["static"]["speedup"] == pytest.approx(shown["speedup"]["stage0"])
+
+
 @pytest.mark.parametrize(
     "preset",
     [
@@ -236,6 +251,7 @@ def test_little_of_the_speed_up_is_lost_at_3072_gpus(preset: str) -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("job", "preset"), CASES)
 def test_the_page_shows_what_is_computed(job: str, preset: str) -> None:
     shown = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {job}, {preset} |")]

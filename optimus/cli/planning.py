@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -26,6 +26,9 @@ from optimus.cli.flags import (
 )
 from optimus.console import announced_compilation, check_writable, progress_bar, show
 from optimus.errors import UserError
+
+if TYPE_CHECKING:
+    from optimus.search.planning import Planned
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,9 @@ class Plan:
     layout: LayoutWords = ()
     preset: Preset = "default"
     profile: Measured = None
+    noise: Annotated[
+        bool, tyro.conf.arg(help="also play the plan under noise: how much of the speed-up is left")
+    ] = False
     trace: Trace = None
     json: Json = False
 
@@ -220,7 +226,8 @@ class Plan:
                 systems=split_names(self.system) or None,
                 progress=progress,
             )
-        lines = plan_text(planned)
+            noisy = _under_noise(planned) if self.noise else None
+        lines = plan_text(planned) + ([] if noisy is None else noisy[0])
         if not planned.report.ok:
             print("\n".join(lines), file=sys.stderr)
             raise AssertionError(f"the plan does not hold: {planned.report.violations[0]}")
@@ -235,8 +242,17 @@ class Plan:
             )
             lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
         lines.append(f"next   optimus check {output} | optimus report {output}")
-        show(plan_json(planned, file=output, digest=digest), lines, as_json=self.json)
+        result = plan_json(planned, file=output, digest=digest)
+        show(result if noisy is None else {**result, "noise": noisy[1]}, lines, as_json=self.json)
         return OK
+
+
+def _under_noise(planned: Planned) -> tuple[list[str], dict[str, object]]:
+    from optimus.render.noise import noise_json, noise_text
+    from optimus.search.noise import under_noise
+
+    found = under_noise(planned.plan, planned.comparison)
+    return noise_text(found), noise_json(found)
 
 
 @dataclass(frozen=True)
