@@ -193,6 +193,9 @@ class Plan:
     layout: LayoutWords = ()
     preset: Preset = "default"
     profile: Measured = None
+    noise: Annotated[
+        bool, tyro.conf.arg(help="also play the plan under noise: how much of the speed-up is left")
+    ] = False
     trace: Trace = None
     no_sure: Annotated[
         bool, tyro.conf.arg(help="leave out how sure the answer is, which takes a large job a minute or two")
@@ -227,7 +230,8 @@ class Plan:
                 systems=split_names(self.system) or None,
                 progress=progress,
             )
-        lines = plan_text(planned)
+            noisy = _under_noise(planned) if self.noise else None
+        lines = plan_text(planned) + ([] if noisy is None else noisy[0])
         if not planned.report.ok:
             print("\n".join(lines), file=sys.stderr)
             raise AssertionError(f"the plan does not hold: {planned.report.violations[0]}")
@@ -244,6 +248,7 @@ class Plan:
         further = f"optimus why {output} {_neighbour(planned.plan.modules['llm'].layout)}"
         lines.append(f"next   optimus check {output} | optimus report {output} | {further}")
         found = plan_json(planned, file=output, digest=digest)
+        found |= {} if noisy is None else {"noise": noisy[1]}
         if self.no_sure or not self.json:
             show(found, lines, as_json=self.json)
         if not self.no_sure:
@@ -264,6 +269,14 @@ def _neighbour(layout: Layout) -> str:
     """Another layout of the LLM that a reader may wonder about: twice the stages, or half of them."""
     pp = 2 * layout.pp if layout.dp % 2 == 0 else max(1, layout.pp // 2)
     return f"llm=pp{pp},tp{layout.tp}"
+
+
+def _under_noise(planned: Planned) -> tuple[list[str], dict[str, object]]:
+    from optimus.render.noise import noise_json, noise_text
+    from optimus.search.noise import under_noise
+
+    found = under_noise(planned.plan, planned.comparison)
+    return noise_text(found), noise_json(found)
 
 
 @dataclass(frozen=True)

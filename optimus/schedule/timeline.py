@@ -35,7 +35,7 @@ def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0
     The host of a device issues its ops in program order, one per `launch_s`, and never waits; a WAIT
     costs it nothing. An op starts no earlier than it was issued, and a SEND no earlier than its RECV.
     """
-    issued = launch_s * _issues(schedule.device, schedule.kind != Kind.WAIT, schedule.num_devices)
+    issued = launch_s * issues_before(schedule.device, schedule.kind != Kind.WAIT, schedule.num_devices)
     nothing = np.zeros(0)
     return _played(schedule, slowdown, issued, rank=nothing, due_s=nothing, patience_s=0.0)[0]
 
@@ -275,7 +275,7 @@ def _rescale(
 
 
 @compiled
-def _issues(device: NDArray[Any], launches: NDArray[Any], num_devices: int) -> Floats:
+def issues_before(device: NDArray[Any], launches: NDArray[Any], num_devices: int) -> Floats:
     """How many launches the host of each op's device has behind it when it comes to the op."""
     issued = np.empty(len(device), np.float64)
     count = np.zeros(num_devices, np.int64)

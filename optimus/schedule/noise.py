@@ -1,0 +1,165 @@
+"""Draws how long kernels really take; the same kernel meets the same noise in every schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.program.plan import Plan
+from optimus.program.ranks import LLM
+
+Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How kernels of compute lanes depart from their durations; collectives and messages keep theirs."""
+
+    name: str
+    jitter: float = 0.0  # standard deviation over mean of a log-normal factor of mean 1, kernel by kernel
+    slow_share: float = 0.0  # of the stages, at least one: the step of a large job waits for its slowest GPUs
+    slow_factor: float = 1.0  # on every kernel of a slow stage
+    hiccups_per_s: float = 0.0  # of compute
+    hiccup_s: float = 0.0  # which the kernel takes longer
+
+
+QUIET = Noise(name="none")
+JITTER = Noise(name="10 % jitter", jitter=0.1)
+ROUGH = Noise(
+    name="10 % jitter, stragglers, 3 ms hiccups",
+    jitter=0.1,
+    slow_share=0.05,
+    slow_factor=1.2,
+    hiccups_per_s=1.0,
+    hiccup_s=3e-3,
+)
+LEVELS = (QUIET, JITTER, ROUGH)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Places:
+    """Where modules lie: of every module and device its stage there, and its number among equal devices.
+
+    Devices are equal, or twins, where they run the same work of a module: classes of one TP group.
+    """
+
+    stage: Ints
+    twin: Ints
+
+    @staticmethod
+    def of_pipeline(schedule: Schedule) -> Places:
+        """Device r is stage r of every module."""
+        shape = len(schedule.modules), schedule.num_devices
+        return Places(stage=np.tile(np.arange(shape[1]), (shape[0], 1)), twin=np.zeros(shape, np.int64))
+
+    @staticmethod
+    def of_plan(plan: Plan) -> Places:
+        """Devices are classes. What belongs to all modules lies where the LLM does."""
+        ranks = plan.ranks
+        devices = range(ranks.num_classes)
+        stage, twin = [], []
+        for name in (*plan.modules, LLM):
+            places = [
+                (ranks.stage_of(name, d), 0 if name == LLM else ranks.pipeline_of(name, d)) for d in devices
+            ]
+            stage.append([place for place, _ in places])
+            twin.append([places[:d].count(places[d]) for d in devices])
+        return Places(stage=np.array(stage, np.int64), twin=np.array(twin, np.int64))
+
+
+class NoisyKernels:
+    """A schedule whose durations are drawn anew for every seed.
+
+    A kernel is known by its module, kind and microbatch, and by its number on the microbatch's way through
+    all stages of the module. So it is the same however its module is cut into stages and whatever is played
+    beside it: two systems that run the same kernels meet the same noise.
+    """
+
+    def __init__(self, schedule: Schedule, places: Places) -> None:
+        self.schedule = schedule
+        self._rows = np.flatnonzero((schedule.lane == Lane.COMPUTE) & (schedule.duration_s > 0))
+        self._stage = places.stage[-1][schedule.device[self._rows]]
+        self._stages = 1 + int(places.stage[-1].max())
+        self._key = _keys(schedule, self._rows, places)
+
+    def durations(self, noise: Noise, seed: int) -> Floats:
+        """Of all ops of the schedule."""
+        found = self.schedule.duration_s.copy()
+        found[self._rows] = self._drawn(found[self._rows], noise, seed)
+        return found
+
+    def drawn(self, noise: Noise, seed: int) -> Schedule:
+        """The schedule with these durations."""
+        return replace(self.schedule, duration_s=self.durations(noise, seed))
+
+    def _drawn(self, seconds: Floats, noise: Noise, seed: int) -> Floats:
+        factor = np.ones(len(seconds))
+        if noise.jitter:
+            spread = np.sqrt(np.log1p(noise.jitter**2))
+            radius = np.sqrt(-2 * np.log1p(-self._uniform(seed, 0)))  # Box and Muller
+            normal = radius * np.cos(2 * np.pi * self._uniform(seed, 1))
+            factor = np.exp(spread * normal - spread**2 / 2)
+        slow = _slow_stages(self._stages, noise, seed)
+        factor = np.where(np.isin(self._stage, slow), noise.slow_factor * factor, factor)
+        pauses = self._uniform(seed, 2) < -np.expm1(-noise.hiccups_per_s * seconds)
+        return seconds * factor + noise.hiccup_s * pauses
+
+    def _uniform(self, seed: int, which: int) -> Floats:
+        """From 0 up to, not including, 1."""
+        return _unit(_mixed(self._key ^ _hash(seed, which)))
+
+
+def _slow_stages(stages: int, noise: Noise, seed: int) -> Ints:
+    """Whichever come first when they are shuffled."""
+    if not noise.slow_share:
+        return np.zeros(0, np.int64)
+    shuffled = np.argsort(_mixed(np.arange(stages, dtype=np.uint64) ^ _hash(seed, 3)), kind="stable")
+    return shuffled[: max(1, round(noise.slow_share * stages))]
+
+
+def _keys(schedule: Schedule, rows: Ints, places: Places) -> Hashes:
+    """Of every kernel in `rows`, which are ascending, a number that is its own."""
+    module, device = schedule.module[rows], schedule.device[rows]
+    kind, microbatch = schedule.kind[rows], schedule.microbatch[rows]
+    stages = 1 + int(places.stage.max())
+    virtual = schedule.chunk[rows] * stages + places.stage[module, device]
+    virtual = np.where(kind == Kind.F, virtual, -virtual)  # backward, the last layers come first
+    twin = places.twin[module, device]
+    order = np.lexsort((rows, virtual, twin, microbatch, kind, module))
+    begins = np.zeros(len(rows), np.bool_)
+    for column in (module, kind, microbatch, twin):
+        begins[1:] |= np.diff(column[order]) != 0
+    begins[:1] = True
+    at = np.arange(len(rows))
+    number = np.empty(len(rows), np.int64)
+    number[order] = at - np.maximum.accumulate(np.where(begins, at, 0))
+    names = np.array([_hash(*name.encode()) for name in schedule.modules], np.uint64)
+    key: Hashes = names[module]
+    for column in (kind, microbatch, number):
+        key = _mixed(key ^ column.astype(np.uint64))
+    return key
+
+
+# Mixing of bits as in splitmix64: the same on every machine, and any number at once.
+
+
+def _mixed(bits: Hashes) -> Hashes:
+    """Other bits, each of which depends on all."""
+    bits = bits + np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _hash(*numbers: int) -> np.uint64:
+    found: Hashes = np.zeros(1, np.uint64)
+    for number in numbers:
+        found = _mixed(found ^ np.uint64(number))
+    return np.uint64(found[0])
+
+
+def _unit(bits: Hashes) -> Floats:
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

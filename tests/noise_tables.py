@@ -1,0 +1,48 @@
+"""The table of docs/noise.md, computed: run this file to write it anew (about two minutes)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+from validation_tables import markdown
+
+from optimus.job.read import find_job
+from optimus.search.noise import POLICIES, under_noise
+from optimus.search.planning import make_plan
+
+PAGE = Path(__file__).parents[1] / "docs" / "noise.md"
+CASES = [(f"strong-{gpus}", preset) for gpus in (3072, 1536) for preset in ("clean", "default")]
+HEADER = ["job, preset", "noise", "floor s", "balanced-best s"]
+HEADER += [f"{policy}{word}" for policy in POLICIES for word in (" s", " over floor", " speed-up", " lost")]
+
+
+def rows(job: str, preset: str) -> list[str]:
+    """One case as lines of the table, a line for every noise."""
+    planned = make_plan(
+        find_job(f"paper/{job}"), strategy="optimus", assumptions=preset, systems=["balanced-best"]
+    )
+    found = under_noise(planned.plan, planned.comparison)
+    lines = []
+    for level in found.levels:
+        cells = [f"{job}, {preset}", level.noise.name]
+        cells += [f"{fmean(steps):.3f}" for steps in (level.floor_s, level.other_s)]
+        for policy in POLICIES:
+            speedup, lost = level.speedup(policy), found.lost_points(policy, level)
+            assert speedup is not None and lost is not None
+            over = level.over_floor(policy)
+            shown = f"{round(lost, 1) + 0.0:.1f}"  # never -0.0
+            cells += [f"{fmean(level.ours_s[policy]):.3f}", f"{over:.3f}", f"{speedup:.3f}", shown]
+        lines.append(cells)
+    return markdown(HEADER, lines).splitlines()[2:]
+
+
+def table() -> str:
+    """All cases."""
+    return "\n".join([markdown(HEADER, []), *(line for case in CASES for line in rows(*case))])
+
+
+if __name__ == "__main__":
+    begin, end = "<!-- noise -->\n", "\n<!-- end -->"
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(before + begin + table() + end + rest.split(end)[1])
