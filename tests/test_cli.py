@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 SYSTEM_KEYS = {"step_s", "step_over_floor", "peak_memory_bytes", "mfu", "bubbles_s"}
 CAUSES = {"dp_all_gather", "dp_reduce_scatter", "pp_warmup", "pp_cooldown", "pp_other", "tp"}
 SMALL = "paper/small-a100"
+AT = "--layout", "llm=pp1,tp4"  # the search over layouts has tests of its own
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = OK) -> str:
@@ -26,7 +27,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = O
 
 
 def test_simulate_json_has_the_contract_s_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(output_of(capsys, "simulate", SMALL, "--json"))
+    found = json.loads(output_of(capsys, "simulate", SMALL, *AT, "--json"))
     assert found["schema"] == "optimus.simulate/1"
     assert {"llm-only", "stage0", "balanced", "balanced-best"} <= set(found["systems"])
     for system in found["systems"].values():
@@ -37,7 +38,7 @@ def test_simulate_json_has_the_contract_s_keys(capsys: pytest.CaptureFixture[str
 
 
 def test_simulate_prints_a_table_that_fits_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output_of(capsys, "simulate", SMALL, "--system", "stage0", "fsdp")
+    text = output_of(capsys, "simulate", SMALL, *AT, "--system", "stage0", "fsdp")
     assert "stage0" in text and "fsdp" in text and "balanced-best" not in text
     assert "\x1b" not in text  # plain when piped
     assert max(map(len, text.splitlines())) <= 160
@@ -46,7 +47,7 @@ def test_simulate_prints_a_table_that_fits_its_columns(capsys: pytest.CaptureFix
 def test_a_bare_config_and_a_catalog_model_need_no_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     config = next((ROOT / "tests/data/configs").glob("*VL-2B*"))
     for model in (str(config), "siglip-so400m-8b"):
-        text = output_of(capsys, "simulate", model, "--on", "h100:8", "--system", "stage0")
+        text = output_of(capsys, "simulate", model, "--on", "h100:8", "--system", "llm-only")
         assert "assumed" in text  # the default workload is printed
 
 
@@ -81,7 +82,9 @@ def test_today_stands_beside_what_was_measured(tmp_path: Path, capsys: pytest.Ca
         "  layout: {llm: {dp: 4, pp: 2, tp: 2}, vision: stage0}\n"
         "  measured: {step_s: 1.5, peak_memory_gb: 70}\n"
     )
-    found = json.loads(output_of(capsys, "simulate", str(job), "--system", "today", "--json"))
+    found = json.loads(
+        output_of(capsys, "simulate", str(job), "--layout", "llm=pp2,tp2", "--system", "today", "--json")
+    )
     today = found["systems"]["today"]
     assert today["measured_step_s"] == 1.5 and today["measured_memory_bytes"] == 70e9
     assert "torchtitan" in today["how"] and "dp4 pp2 tp2" in today["how"]
@@ -148,7 +151,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_planner_commands_leave_torch_alone() -> None:
     script = (
         "import sys; from optimus.cli import run\n"
-        f"assert run(['simulate', '{SMALL}', '--json']) == 0\n"
+        f"assert run(['simulate', '{SMALL}', *{AT}, '--json']) == 0\n"
         "assert run(['catalog']) == 0\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
         "assert 'transformers' not in sys.modules\n"

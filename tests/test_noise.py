@@ -38,7 +38,7 @@ ROUNDED = 1e-6  # plans have whole picoseconds; other noise would differ by hund
 
 @pytest.fixture(scope="module")
 def planned() -> Planned:
-    job = find_job("paper/small-a100")
+    job = find_job("paper/small-a100", layouts=["llm=pp2,tp2"])
     return make_plan(job, strategy="optimus", systems=["stage0", "balanced-best"])
 
 
@@ -138,7 +138,7 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
     alone, other = llm.schedule(), moved.schedule()
     expected = llm_seconds(alone, Places.of_pipeline(alone))
     assert llm_seconds(other, Places.of_pipeline(other)) == pytest.approx(expected, rel=ROUNDED)
-    filled = search_ours(setting, [[llm]]).filled
+    filled = search_ours(setting, [llm]).filled
     assert llm_seconds(filled.schedule(), Places.of_plan(filled.plan)) == pytest.approx(expected, rel=ROUNDED)
 
 
@@ -220,7 +220,17 @@ def test_without_another_system_there_is_only_the_floor(planned: Planned) -> Non
 
 @pytest.mark.ci("search")
 def test_plan_says_what_noise_leaves_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "paper/small-a100", "--system", "stage0", "-o", str(tmp_path / "a.plan.json"), "--json"]
+    asked = [
+        "plan",
+        "paper/small-a100",
+        "--layout",
+        "llm=pp2,tp2",
+        "--system",
+        "stage0",
+        "-o",
+        str(tmp_path / "a.plan.json"),
+        "--json",
+    ]
     assert run([*asked, "--noise"]) == OK
     shown = json.loads(capsys.readouterr().out)
     assert shown["noise"]["against"] == "stage0" and shown["noise"]["seeds"] == 8

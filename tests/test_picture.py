@@ -79,7 +79,9 @@ def system_of(order: Pipeline, *, layers: int = 2, name: str = "stage0", fits: b
 @functools.cache
 def a_system() -> System:
     """For what a picture does not show."""
-    return compare_systems(find_job("paper/small-a100"), names=["stage0"]).systems["stage0"]
+    return compare_systems(find_job("paper/small-a100", layouts=["llm=pp1,tp4"]), names=["stage0"]).systems[
+        "stage0"
+    ]
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from optimus.systems.rejected import Rejected
 
 ROOT = Path(__file__).parents[1]
 SMALL = "paper/small-a100"
+AT = "--layout", "llm=pp1,tp4"  # the search over layouts has tests of its own
 CONTRACT = {
     "step_s", "floor_s", "step_over_floor", "floor_1f1b_s", "step_over_floor_1f1b", "bound_s",
     "hidden_share_strict", "hidden_share_placed", "speedup", "worth", "search_s", "peak_memory_bytes",
@@ -43,7 +44,7 @@ CONTRACT = {
 
 @pytest.fixture(scope="module")
 def planned() -> Planned:
-    return make_plan(find_job(SMALL), systems=["stage0"])
+    return make_plan(find_job(SMALL, layouts=[AT[1]]), systems=["stage0"])
 
 
 def small_job(gpus: int = 16, **llm: int) -> Job:
@@ -175,7 +176,8 @@ def test_two_runs_give_identical_bytes(tmp_path: Path) -> None:
     texts = []
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.plan.json"
-        words = f"-m optimus plan {SMALL} --system stage0 --no-sure -o {path} --json".split()
+        at = " ".join(AT)
+        words = f"-m optimus plan {SMALL} {at} --system stage0 --no-sure -o {path} --json".split()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
         subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True)
         texts.append(path.read_bytes())
@@ -198,7 +200,7 @@ def test_a_plan_is_bound_to_its_job_and_not_to_how_it_is_run(planned: Planned) -
 def test_plan_json_has_the_contract_s_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, trace = tmp_path / "a.plan.json", tmp_path / "a.json.gz"
     flags = ["--system", "stage0", "--no-sure", "--trace", str(trace), "--json"]
-    assert run(["plan", SMALL, "-o", str(path), *flags]) == OK
+    assert run(["plan", SMALL, *AT, "-o", str(path), *flags]) == OK
     found = json.loads(capsys.readouterr().out)
     assert set(found) >= CONTRACT and found["schema"] == "optimus.plan-result/1"
     assert trace.stat().st_size > 1000 and found["file"] == str(path)
@@ -217,7 +219,7 @@ def test_plan_prints_what_it_chose_and_why(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = "a.plan.json"
-    assert run(["plan", SMALL, "--no-sure", "--system", "stage0", "three-phase", "-o", path]) == OK
+    assert run(["plan", SMALL, *AT, "--no-sure", "--system", "stage0", "three-phase", "-o", path]) == OK
     text = capsys.readouterr().out
     for word in (
         "chosen",
@@ -236,7 +238,7 @@ def test_plan_prints_what_it_chose_and_why(
 
 def test_check_refuses_a_plan_of_another_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.plan.json"
-    assert run(["plan", SMALL, "--no-sure", "--system", "stage0", "-o", str(path)]) == OK
+    assert run(["plan", SMALL, *AT, "--no-sure", "--system", "stage0", "-o", str(path)]) == OK
     assert run(["check", str(path), "--job", SMALL]) == OK
     capsys.readouterr()
     assert run(["check", str(path), "--job", SMALL, "--on", "a100:16"]) == NO

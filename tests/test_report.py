@@ -50,7 +50,7 @@ EVIL = "</script></title><script>alert(1)</script><img src=x onerror='alert(2)'>
 
 @functools.cache
 def planned() -> Planned:
-    return make_plan(find_job(SMALL), systems=["stage0", "three-phase"])
+    return make_plan(find_job(SMALL, layouts=["llm=pp1,tp4"]), systems=["stage0", "three-phase"])
 
 
 @functools.cache
@@ -255,7 +255,9 @@ def test_it_asks_for_nothing_else_and_is_whole_without_its_script() -> None:
 
 @pytest.mark.ci
 def test_the_same_plan_gives_the_same_bytes() -> None:
-    again = gather_report(make_plan(find_job(SMALL), systems=["stage0", "three-phase"]).plan)
+    again = gather_report(
+        make_plan(find_job(SMALL, layouts=["llm=pp1,tp4"]), systems=["stage0", "three-phase"]).plan
+    )
     assert report_html(again) == report_html(alone())
 
 
@@ -297,7 +299,7 @@ def test_writing_the_verb(tmp_path: Path) -> None:
 def test_a_job_must_be_the_plan_s() -> None:
     with pytest.raises(UserError, match="model"):
         compare_again(planned().plan, find_job("paper/A"))
-    again = compare_again(planned().plan, find_job(SMALL))
+    again = compare_again(planned().plan, find_job(SMALL, layouts=["llm=pp1,tp4"]))
     assert set(again.systems) == set(planned().systems)
     for name, system in again.systems.items():
         assert system.step_s == planned().systems[name].step_s

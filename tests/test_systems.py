@@ -22,7 +22,9 @@ from optimus.systems.known import MAKERS, STRATEGIES, Systems
 
 @cache
 def compared(name: str, on: str | None = None, assumptions: str = "default") -> Comparison:
-    return compare_systems(find_job(name, on), assumptions=assumptions)
+    """`name` may be followed by the LLM's layout."""
+    job, *layouts = name.split()
+    return compare_systems(find_job(job, on, layouts), assumptions=assumptions)
 
 
 # ------------------------------------------------------------------------ op level and kernel level
@@ -42,7 +44,7 @@ def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
 # ------------------------------------------------------------------------ every system of a job
 
 
-JOBS = ["paper/A", "paper/small-a100"]
+JOBS = ["paper/A", "paper/small-a100 llm=pp2,tp2"]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -148,6 +150,7 @@ format: optimus.job/1
 model: {use: siglip-so400m-8b}
 cluster: {use: h100, gpus: 16}
 workload: {sequence_tokens: 4096, sequences_per_step: 64, vision_tokens: {p50: 1000, p95: 2000, max: 4000}}
+layout: {llm: {pp: 4, tp: 2}}
 today:
   layout: {llm: {pp: 4, tp: 2}, vision: PLACEMENT}
 """

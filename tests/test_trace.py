@@ -29,6 +29,7 @@ from optimus.search.compare import compare_systems
 Event = dict[str, Any]
 Played = tuple[Schedule, Timeline]
 SMALL = "paper/small-a100"
+AT = "--layout", "llm=pp1,tp4"  # the search over layouts has tests of its own
 HTA_COMMUNICATION = re.compile(r"^nccl.*Kernel")  # as hta.utils.utils has them
 HTA_NOT_COMPUTE = re.compile(r"(^nccl.*Kernel)|(.*(Memcpy)|(Memset))|(.*Sync)")
 
@@ -61,7 +62,9 @@ def two_devices() -> Played:
 
 @functools.cache
 def small_job() -> Played:
-    system = compare_systems(find_job(SMALL), names=["balanced-best"]).systems["balanced-best"]
+    system = compare_systems(find_job(SMALL, layouts=[AT[1]]), names=["balanced-best"]).systems[
+        "balanced-best"
+    ]
     return system.schedule, system.timeline
 
 
@@ -213,7 +216,7 @@ def test_simulate_writes_all_systems_into_one_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "step.json.gz"
-    assert run(["simulate", SMALL, "--system", "stage0", "balanced-best", "--trace", str(path)]) == OK
+    assert run(["simulate", SMALL, *AT, "--system", "stage0", "balanced-best", "--trace", str(path)]) == OK
     assert capsys.readouterr().out.endswith(f"wrote {path}\n")
     names = [part["name"] for part in read(path)["deviceProperties"]]
     assert {name.split()[0] for name in names} == {"stage0", "balanced-best"}

@@ -415,7 +415,7 @@ def test_pipelines_are_compared_cause_by_cause(strategy: str) -> None:
 
 @pytest.mark.ci("search")
 def test_a_released_job_that_does_not_fit_is_told_what_would() -> None:
-    plan = make_plan(find_job("paper/small-a100"), strategy="optimus", systems=[])
+    plan = make_plan(find_job("paper/small-a100", layouts=["llm=pp1,tp4"]), strategy="optimus", systems=[])
     narrow = explain_layout(plan, llm="pp1 tp1")
     assert narrow.verdict == "memory" and narrow.need is not None and "it fits with" in narrow.hint
     assert narrow.need.largest == "model states" and narrow.need.encoders is not None

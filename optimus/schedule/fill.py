@@ -24,7 +24,7 @@ from optimus.schedule.lower import Traffic, unplaced
 from optimus.schedule.tighten import in_turn, tighten
 from optimus.schedule.timeline import Timeline, evaluate, list_schedule
 
-PATIENCE_S = 2e-5  # an op that is late by no more is waited for
+PATIENCE = 1e-5  # of the LLM's own step: an op that is late by no more is waited for
 URGENCY = {Verb.F: 0, Verb.B: 1, Verb.I: 1, Verb.W: 2}
 TIGHTENED_LINES, MOST_ROUNDS = 100_000, 300  # the budget of looking ahead: lines of all rounds, and rounds
 MANY = float(1 << 40)  # more than there are microbatches, or lines of a program
@@ -67,6 +67,7 @@ class Fill:
         self._rank = self._ranks(windows or {})
         self._due_s = np.full(len(self.schedule), np.inf)
         self._due_s[self._of_llm] = base.begins_s(header)
+        self._patience_s = PATIENCE * base.step_s
         works = np.flatnonzero(self._of_llm & (self.schedule.lane == Lane.COMPUTE))
         _, first = np.unique(self._lines.device[works], return_index=True)
         self._first = works[first]  # with which the LLM begins on every class
@@ -80,7 +81,7 @@ class Fill:
             rank=self._rank,
             due_s=due_s,
             held_s=held_s,
-            patience_s=PATIENCE_S,
+            patience_s=self._patience_s,
             slowdown=self.header.slowdown,
         )
         llm = self._of_llm

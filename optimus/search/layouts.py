@@ -16,7 +16,7 @@ from optimus.job.layout import Layout
 from optimus.systems.balance import first_fitting
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.rejected import Rejected
-from optimus.systems.setting import Setting
+from optimus.systems.setting import Made, Setting
 
 MAX_TP = 8  # never across nodes
 MAX_PP = 16
@@ -134,11 +134,13 @@ def _expert_spreads(job: Job) -> list[int]:
     return [ep for ep in (first, 2 * first, 4 * first, MAX_EP) if ep <= MAX_EP and experts.count % ep == 0]
 
 
-def setting_at(job: Job, prices: Prices, layout: Layout) -> Setting | str:
+def setting_at(job: Job, prices: Prices, layout: Layout, made: Made | None = None) -> Setting | str:
     """The setting at a layout, or why there is none."""
     sizes = job.layout.limits.microbatch_sequences
     for sequences in sizes:
-        setting = Setting(job=job, prices=prices, layout=layout, microbatch_sequences=sequences)
+        setting = Setting(
+            job=job, prices=prices, layout=layout, microbatch_sequences=sequences, made=made or Made()
+        )
         if setting.microbatches(sequences) is not None:
             return setting
     batch = job.workload.sequences_per_step

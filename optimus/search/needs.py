@@ -14,10 +14,10 @@ from optimus.search.layouts import decide_setting
 from optimus.systems.balance import first_fitting
 from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.inline import InlinePipeline
+from optimus.systems.ours import Search
 from optimus.systems.paper import Filling
 from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Setting
-from optimus.systems.trial import Beside, Trial
 
 SHOWN = 3  # components in a sentence
 WORDS = {"llm_activations": "LLM activations", "encoder_activations": "encoder activations"}
@@ -112,9 +112,8 @@ def _with_encoders(setting: Setting, llm: InlinePipeline, layout: Layout, strate
         if filling.num_pipelines > llm.microbatches:
             return None
         return filling.most_bytes(-(-llm.microbatches // filling.num_pipelines))
-    pieces = llm.layout.tp // layout.tp
-    beside = {name: Beside(layout=layout, recompute=step, pieces=pieces) for name, step in policy}
-    return Trial(setting, llm, beside, None).most_bytes
+    ways = Search(setting, llm).ladder({name: layout for name, _ in policy})
+    return min(trial.most_bytes for trial in ways)
 
 
 def _gb(size_bytes: float) -> str:

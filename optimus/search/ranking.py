@@ -29,7 +29,7 @@ from optimus.search.layouts import (
 from optimus.systems.balance import strong_pipelines
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.rejected import Rejected
-from optimus.systems.setting import Setting
+from optimus.systems.setting import Made, Setting
 
 MOST_ESTIMATED = 10  # layouts whose pipelines are made
 MOST_KEPT = 3  # by each estimate: layouts in which all systems are made,
@@ -64,10 +64,10 @@ def rank_settings(
         return Ranked(settings=(stated_setting(job, prices),), rejected=(), considered=1)
     rejected: list[Rejected] = []
     bounded: list[_Candidate] = []
-    layouts = list(every_layout(job))
+    layouts, made = list(every_layout(job)), Made()
     for place, layout in enumerate(layouts):
         progress("layouts", place, len(layouts) + MOST_ESTIMATED)
-        setting = why_not_beside(job, layout) or setting_at(job, prices, layout)
+        setting = why_not_beside(job, layout) or setting_at(job, prices, layout, made)
         fitting = setting if isinstance(setting, str) else fitting_pipeline(setting)
         if isinstance(fitting, str):
             rejected.append(Rejected(layout=layout, reason=fitting))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from optimus.errors import DoesNotFit
-from optimus.systems.balance import strong_pipelines
+from optimus.systems.balance import EVALUATIONS, strong_pipelines
 from optimus.systems.inline import ORDERS, InlinePipeline
 from optimus.systems.playing import fastest
 from optimus.systems.setting import Setting
@@ -56,7 +56,9 @@ class Floors:
     def roomier(self, pipeline: InlinePipeline, added_bytes: float) -> Iterator[InlinePipeline]:
         """The best pipelines that leave `added_bytes` free; then this one with more made again."""
         setting = replace(self.setting, kept_free_bytes=added_bytes)
-        made = strong_pipelines(setting, (self.setting.job.model.llm,))
+        made = strong_pipelines(
+            setting, (self.setting.job.model.llm,), starts=2, evaluations=EVALUATIONS // 4
+        )
         yield from (replace(each, setting=self.setting) for each in made[:1])
         yield from self.more_recomputed(pipeline)
 

@@ -82,12 +82,12 @@ class InlinePipeline:
     @property
     def _graph(self) -> OpGraph:
         """Made once for every order."""
-        key = self.listed or self.order_name, self.layout.chunks, self.microbatches
-        graph = self.setting.graphs.get(key)
+        key = self.listed or self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
+        graph = self.setting.made.graphs.get(key)
         if graph is None:
             schedule = assemble(self.plan, self.setting.chunks, kernels=False)
             graph = OpGraph(schedule, self.layout.pp, self.setting.prices.assumptions)
-            self.setting.graphs[key] = graph
+            self.setting.made.graphs[key] = graph
         return graph
 
     @cached_property

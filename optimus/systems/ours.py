@@ -103,7 +103,7 @@ class Search:
 
     def _fitting(self, ways: Mapping[str, Mapping[str, Layout]], most: int) -> list[Trial]:
         """The most promising of these ways that fit, each with what costs least time."""
-        ladders = [list(self._ladder(layouts)) for layouts in ways.values()]
+        ladders = [list(self.ladder(layouts)) for layouts in ways.values()]
         fitting: list[Trial] = []
         for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
             found = next((trial for trial in ladder if trial.fits), None)
@@ -116,7 +116,7 @@ class Search:
                 break
         return fitting
 
-    def _ladder(self, layouts: Mapping[str, Layout]) -> Iterator[Trial]:
+    def ladder(self, layouts: Mapping[str, Layout]) -> Iterator[Trial]:
         """With all kept, then fewer microbatches at a time, then more and more made again."""
         for policy in self.setting.policies(self.setting.job.model.encoders):
             for window in (0, *self._windows):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from optimus.cost.assumptions import Assumptions
@@ -34,6 +33,19 @@ def describe_recompute(policy: Policy) -> str:
     return "recompute " + " ".join(f"{name} {step}" for name, step in policy)
 
 
+class Made:
+    """What was made for a job and its prices, at any layout: settings that share it do not make it again."""
+
+    def __init__(self) -> None:
+        self.chunks: Chunks | None = None
+        self.priced: dict[object, tuple[PricedLayer, ...]] = {}
+        # Of op orders, for stages, chunks and microbatches.
+        self.graphs: dict[tuple[Pipeline | str, int, int, int], OpGraph] = {}
+        self.templates: dict[object, Template] = {}
+        self.equal: dict[Template, Template] = {}
+        self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerSums]] = {}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setting:
     """A job with everything decided that all systems share. `layout.chunks` is the job's own V."""
@@ -45,33 +57,20 @@ class Setting:
     uneven: bool = False  # replicas and microbatches may be of different sizes
     kept_free_bytes: float = 0.0  # of every GPU, for what others will add
 
+    made: Made = field(default_factory=Made)
+
     def under(self, assumptions: Assumptions) -> Setting:
         """The same under other assumptions."""
         if assumptions == self.prices.assumptions:
             return self
-        return replace(self, prices=replace(self.prices, assumptions=assumptions))
+        return replace(self, prices=replace(self.prices, assumptions=assumptions), made=Made())
 
-    @cached_property
+    @property
     def chunks(self) -> Chunks:
-        names = [module.name for module in self.job.model.modules]
-        return Chunks(names, self.prices.assumptions.residence_slowdown)
-
-    @cached_property
-    def _priced(self) -> dict[object, tuple[PricedLayer, ...]]:
-        return {}
-
-    @cached_property
-    def graphs(self) -> dict[tuple[Pipeline | str, int, int], OpGraph]:
-        """Graphs of named op orders, by name, chunks and microbatches."""
-        return {}
-
-    @cached_property
-    def _templates(self) -> dict[object, Template]:
-        return {}
-
-    @cached_property
-    def _equal(self) -> dict[Template, Template]:
-        return {}
+        if self.made.chunks is None:
+            names = [module.name for module in self.job.model.modules]
+            self.made.chunks = Chunks(names, self.prices.assumptions.residence_slowdown)
+        return self.made.chunks
 
     def phases(
         self,
@@ -86,22 +85,18 @@ class Setting:
         Layers are kept, so that ids stay their own.
         """
         key = tuple(id(layer.kernels[kind]) for layer in layers), kind, first, last
-        if key not in self._templates:
+        if key not in self.made.templates:
             made = chunk_phases(layers, kind, first=first, last=last)
-            self._templates[key] = self._equal.setdefault(made, made)
-        return self._templates[key]
-
-    @cached_property
-    def _sums(self) -> dict[int, tuple[tuple[PricedLayer, ...], LayerSums]]:
-        return {}
+            self.made.templates[key] = self.made.equal.setdefault(made, made)
+        return self.made.templates[key]
 
     def sums(self, layers: tuple[PricedLayer, ...]) -> LayerSums:
         """Running sums over `layers`, made once."""
-        if id(layers) not in self._sums:
+        if id(layers) not in self.made.sums:
             model = self.job.model
             made = LayerSums(layers, self.chunks, self.prices, model.precision, model.llm.name)
-            self._sums[id(layers)] = layers, made  # kept alive, so that its id stays its own
-        return self._sums[id(layers)][1]
+            self.made.sums[id(layers)] = layers, made  # kept alive, so that its id stays its own
+        return self.made.sums[id(layers)][1]
 
     @property
     def encoder_names(self) -> str:
@@ -146,17 +141,19 @@ class Setting:
     ) -> tuple[PricedLayer, ...]:
         """An encoder's layers for a microbatch of `sequences` sequences (a fraction is a piece of one)."""
         key = encoder.name, layout, sequences, recompute
-        if key not in self._priced:
+        if key not in self.made.priced:
             load = self.job.workload.encoder_load(encoder.name, encoder.projector.merge)
-            self._priced[key] = price_encoder(encoder, load.times(sequences), layout, self.prices, recompute)
-        return self._priced[key]
+            self.made.priced[key] = price_encoder(
+                encoder, load.times(sequences), layout, self.prices, recompute
+            )
+        return self.made.priced[key]
 
     def llm_layers(self, layout: Layout, sequences: float, recompute: str) -> tuple[PricedLayer, ...]:
         key = "llm", layout, sequences, recompute
-        if key not in self._priced:
+        if key not in self.made.priced:
             model = self.job.model
             upstream = any(e.train or e.projector.train for e in model.encoders)
-            self._priced[key] = price_llm(
+            self.made.priced[key] = price_llm(
                 model.llm,
                 self.job.workload.llm_load().times(sequences),
                 layout,
@@ -164,7 +161,7 @@ class Setting:
                 recompute,
                 upstream_trained=upstream,
             )
-        return self._priced[key]
+        return self.made.priced[key]
 
     def layers(
         self,
@@ -176,16 +173,16 @@ class Setting:
         """Modules one after another in one layout, the LLM's own by default."""
         recompute, where = dict(policy), layout or self.layout
         key = tuple(module.name for module in modules), where, sequences, policy
-        if key in self._priced:
-            return self._priced[key]
+        if key in self.made.priced:
+            return self.made.priced[key]
         layers: list[PricedLayer] = []
         for module in modules:
             if isinstance(module, Encoder):
                 layers += self._encoder_beside_llm(module, where, sequences, recompute[module.name])
             else:
                 layers += self.llm_layers(where, sequences, recompute[module.name])
-        self._priced[key] = tuple(layers)
-        return self._priced[key]
+        self.made.priced[key] = tuple(layers)
+        return self.made.priced[key]
 
     def _encoder_beside_llm(
         self, encoder: Encoder, layout: Layout, sequences: float, recompute: str
@@ -205,10 +202,10 @@ class Setting:
         )
         # Dealt out, each of tp ranks does this much at the same time.
         key = "beside", encoder.name, layout, sequences, recompute
-        if key not in self._priced:
+        if key not in self.made.priced:
             faster = layout.tp * self.gpu_seconds(dealt) < self.gpu_seconds(divided)
-            self._priced[key] = dealt if faster else divided
-        return self._priced[key]
+            self.made.priced[key] = dealt if faster else divided
+        return self.made.priced[key]
 
     def gpu_seconds(self, layers: tuple[PricedLayer, ...]) -> float:
         """Forward and backward of one microbatch, times the GPUs of a TP group."""
