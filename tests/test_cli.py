@@ -47,7 +47,7 @@ def test_simulate_prints_a_table_that_fits_its_columns(capsys: pytest.CaptureFix
 def test_a_bare_config_and_a_catalog_model_need_no_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     config = next((ROOT / "tests/data/configs").glob("*VL-2B*"))
     for model in (str(config), "siglip-so400m-8b"):
-        text = output_of(capsys, "simulate", model, "--on", "h100:8", "--system", "llm-only")
+        text = output_of(capsys, "simulate", model, "--on", "h100:8", "--layout", "llm=pp1,tp8")
         assert "assumed" in text  # the default workload is printed
 
 
@@ -88,7 +88,8 @@ def test_today_stands_beside_what_was_measured(tmp_path: Path, capsys: pytest.Ca
     today = found["systems"]["today"]
     assert today["measured_step_s"] == 1.5 and today["measured_memory_bytes"] == 70e9
     assert "torchtitan" in today["how"] and "dp4 pp2 tp2" in today["how"]
-    assert "measured" in output_of(capsys, "simulate", str(job), "--system", "today")
+    words = "simulate", str(job), "--layout", "llm=pp2,tp2", "--system", "today"
+    assert "measured" in output_of(capsys, *words)
 
 
 def test_catalog_lists_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:

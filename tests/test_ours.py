@@ -17,14 +17,18 @@ from optimus.job.read import find_job
 from optimus.program.op import Kind
 from optimus.program.validator import check_plan
 from optimus.search.layouts import decide_setting
-from optimus.systems.colocated import encoder_layout
+from optimus.systems.colocated import encoder_layout, even_counts
+from optimus.systems.encoder_layouts import own_layouts
+from optimus.systems.filled import FilledPlan
 from optimus.systems.known import Systems
 from optimus.systems.listed import llm_pipeline
 from optimus.systems.ours import Search, most_in_flight, search_ours
+from optimus.systems.traffic_cut import moved
 from optimus.systems.trial import Beside, Trial
 
 Record = Callable[[str, object], None]
-RANDOM, CI_RANDOM, PART = 12, 300, 75
+RANDOM, CI_RANDOM, PART = 12, 150, 75
+CI_WAYS, HEAVY_WAYS, WAYS_PART = 5_000, 100_000, 500
 # Of the LLM's own step with interleaved 1F1B: as the catalog has the images, and with images of a quarter.
 OVER_FLOOR_1F1B = {
     ("paper/strong-3072", "clean"): (1.031, 1.025),
@@ -62,6 +66,77 @@ def test_plans_of_random_jobs_pass_all_rules() -> None:
 @pytest.mark.parametrize("first", range(0, CI_RANDOM, PART))
 def test_plans_of_many_random_jobs_pass_all_rules(first: int) -> None:
     check_random(range(first, first + PART))
+
+
+def random_way(seed: int) -> FilledPlan | None:
+    """Encoders beside an LLM in any way that a search may try, and in some that it would not."""
+    rng = Random(seed)
+    setting = random_setting(rng, random_job(rng))
+    llm = random_llm(rng, setting, splits=rng.random() < 0.5)
+    layouts = [list(own_layouts(setting, e, llm.layout)) for e in setting.job.model.encoders]
+    if not layouts or not all(layouts):
+        return None
+    least = most_in_flight(llm.order)
+    beside = {}
+    for encoder, possible in zip(setting.job.model.encoders, layouts, strict=True):
+        layout = rng.choice(possible)
+        across, inner = llm.layout.tp // layout.tp, encoder.stack.layers
+        counts = even_counts(inner, layout.pp)
+        for _ in range(rng.randrange(3)):
+            giver, taker = rng.randrange(layout.pp), rng.randrange(layout.pp)
+            counts = moved(counts, giver, taker) if counts[giver] > 1 else counts
+        beside[encoder.name] = Beside(
+            layout=layout,
+            recompute=rng.choice(["none", "selective", "full"]),
+            pieces=rng.choice([across, 2 * across, 1]),
+            counts=counts,
+            split=rng.random() < 0.5,
+            window=rng.choice([0, least + llm.layout.pp, 2 * least + 2]),
+            backwards=rng.random() < 0.3,
+        )
+    if len({chosen.layout.tp for chosen in beside.values()}) > 1:  # then blocks must be alike
+        beside = {
+            name: replace(chosen, pieces=max(chosen.pieces, llm.layout.tp // chosen.layout.tp))
+            for name, chosen in beside.items()
+        }
+    trial = Trial(setting, llm, beside)
+    arranged = trial.fill.arrange(rng.choice([0.0, 0.1, 0.5]) * trial.base.step_s)
+    if rng.random() < 0.2:
+        arranged = trial.fill.tightened(arranged)
+    filled = trial.lowered(arranged)
+    stages = [filled.plan.ranks.coordinates(device)[0] for device in range(len(filled.plan.memory))]
+    working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
+    for stage, held in zip(stages, filled.plan.memory, strict=True):  # the LLM's own as it was reckoned
+        own = llm.memories[stage].llm_activations - float(working[stage])
+        assert held.peak - held.llm_activations + own <= trial.most_bytes + 1
+    return replace(filled, plan=bound(replace(filled.plan, capacity_bytes=10**15), setting))
+
+
+def check_ways(seeds: range) -> None:
+    made = 0
+    for seed in seeds:
+        filled = random_way(seed)
+        if filled is not None:
+            violations = check_plan(filled.plan).violations
+            assert not violations, f"seed {seed}: {violations[0]}"
+            made += 1
+    assert made > len(seeds) // 2
+
+
+def test_whatever_is_tried_passes_all_rules() -> None:
+    check_ways(range(40))
+
+
+@pytest.mark.ci("search")
+@pytest.mark.parametrize("first", range(0, CI_WAYS, WAYS_PART))
+def test_five_thousand_ways_pass_all_rules(first: int) -> None:
+    check_ways(range(first, first + WAYS_PART))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("first", range(CI_WAYS, HEAVY_WAYS, WAYS_PART))
+def test_a_hundred_thousand_ways_pass_all_rules(first: int) -> None:
+    check_ways(range(first, first + WAYS_PART))
 
 
 @pytest.mark.ci("search")
@@ -104,6 +179,7 @@ def with_small_images(job: Job) -> Job:
     return replace(job, workload=replace(job.workload, sequences=tuple(sequences)))
 
 
+@pytest.mark.ci("search")
 def test_a_window_bounds_what_encoders_keep() -> None:
     """Of 32 microbatches at most 18 are kept: the replayed memory says so, and the step is no longer."""
     setting, _ = decide_setting(find_job("paper/strong-1536"), preset("clean"))

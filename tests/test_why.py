@@ -259,6 +259,7 @@ def test_recomputation_and_modules_are_told_apart() -> None:
     assert spent["encoder_recompute"] == 0 < spent["encoder_compute"]
 
 
+@pytest.mark.ci("search")
 def test_a_faster_layout_is_said_to_be_missed(wide: Planned) -> None:
     reason = explain_layout(wide, llm="tp1")
     assert reason.verdict == "faster" and "the plan's search missed it" in reason.reason

@@ -9,6 +9,7 @@ arrangement is tightened, lowered and replayed; the replay is what counts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -186,8 +187,9 @@ def _window_edges(lines: Lines, windows: Mapping[str, int]) -> Ints:
     """Pairs of lines: a forward waits until an earlier microbatch of its class is over and given up."""
     ops, found = lines.ops, [np.zeros((0, 2), np.int64)]
     for name, window in windows.items():
+        most = Counter(lines.header.plan.modules[name].pipelines).most_common(1)[0][1]
         mine = ops.module == lines.header.names.index(name)
-        for device in np.unique(ops.device[mine]):
+        for device in np.unique(ops.device[mine]) if most > window else ():
             here = np.flatnonzero(mine & (ops.device == device))  # in the order of their microbatches
             forwards = here[ops.verb[here] == Verb.F]
             backwards = here[np.isin(ops.verb[here], (Verb.B, Verb.W))]

@@ -246,10 +246,11 @@ class Colocated:
         """Of every device class: what is there all the time."""
         layouts = {choice.encoder.name: choice.layout for choice in self.encoders}
         ranks = Ranks(layouts={**layouts, LLM: self.llm.layout})
-        stages = [self._fixed_of(stage) for stage in range(self.llm.layout.pp)]
+        stages = [self.fixed_of(stage) for stage in range(self.llm.layout.pp)]
         return [stages[ranks.coordinates(device)[0]] for device in range(ranks.num_classes)]
 
-    def _fixed_of(self, stage: int) -> dict[str, int]:
+    def fixed_of(self, stage: int) -> dict[str, int]:
+        """Of one stage: what is there all the time."""
         layout, setting = self.llm.layout, self.setting
         bytes_of = self.llm.sums.stage_bytes(self.llm.cut, layout.pp)
         own = bytes_of.states_of(stage)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from optimus.errors import DoesNotFit
 from optimus.job.layout import Layout
 from optimus.program.op import Kind
@@ -28,10 +30,11 @@ from optimus.systems.traffic_cut import counts_by_traffic, moved
 from optimus.systems.trial import Beside, Trial
 
 MOST_LAYOUTS = 4  # scheduled beside one LLM pipeline, the most promising first
-HALVINGS = 4  # of the shift of the LLM
+HALVINGS = 3  # of the shift of the LLM
 MOST_MOVES = 6  # of a layer from one stage to another
-MOST_REFINED = 2  # ways, over all LLM pipelines,
-CLOSE = 1.01  # if they are this close to the best
+MOST_REFINED = 2  # ways, over all LLM pipelines, if they are
+CLOSE = 1.01  # this close to the best
+FAR = 1.01  # behind, with the same shift of the LLM: not looked at further
 NOTHING = 2e-4  # share of a step by which it may become longer if less memory is held
 MOST_OPS = 6_000_000  # played beside one LLM pipeline, and as many again to refine what was found
 LITTLE = 2e-3  # share of a step: delays below it are not worth a search
@@ -125,6 +128,7 @@ class Search:
                         layout=layouts[name],
                         recompute=recompute,
                         pieces=self._pieces(name, layouts[name]),
+                        split=recompute != "full",
                         window=window,
                     )
                     for name, recompute in policy
@@ -211,7 +215,7 @@ class Search:
             if not trial.fits or self._ops_left <= 0:
                 continue
             same = Tried(trial=trial, arranged=self._arranged(trial, tried.arranged.shift_s))
-            if same.step_s < CLOSE * tried.step_s:
+            if same.step_s < FAR * tried.step_s:
                 tried = min(tried, same, self._shifted(trial), key=_step_s)
         return tried
 
@@ -243,30 +247,29 @@ class Search:
     def _levelled(self, tried: Tried) -> Tried:
         """Layers moved one by one from the stage that ends last to one that ends early, while that helps."""
         for _ in range(MOST_MOVES):
-            for name in tried.beside if self._ops_left > 0 else ():
-                trials = filter(lambda trial: trial.fits, map(self._trial, self._moved(tried, name)))
-                shift_s = tried.arranged.shift_s
-                found = [Tried(trial=trial, arranged=self._arranged(trial, shift_s)) for trial in trials]
-                best = min([tried, *found], key=_step_s)
-                if best is tried:
-                    return tried
-                tried = best
+            moves = (found for name in tried.beside for found in self._moved(tried, name))
+            better = next((found for found in moves if found.step_s < tried.step_s), None)
+            if better is None:
+                break
+            tried = better
         return tried
 
-    def _moved(self, tried: Tried, name: str) -> list[dict[str, Beside]]:
+    def _moved(self, tried: Tried, name: str) -> Iterator[Tried]:
         """One layer of an encoder from its last stage to end to each of the two that end first."""
-        module, chosen = tried.trial.header.modules[name], tried.beside[name]
-        stages = module.layout.pp
-        ends = [max(tried.arranged.ends_s[stage::stages]) for stage in range(stages)]
+        header, chosen = tried.trial.header, tried.beside[name]
+        stage_of = np.array(
+            [header.ranks.stage_of(name, device) for device in range(header.ranks.num_classes)]
+        )
+        stages = header.modules[name].layout.pp
+        ends = [tried.arranged.ends_s[stage_of == stage].max() for stage in range(stages)]
         inner = next(e.stack.layers for e in self.setting.job.model.encoders if e.name == name)
         counts = chosen.counts or even_counts(inner, stages)
-        order = sorted(range(stages), key=lambda stage: ends[stage])
-        if stages == 1 or counts[order[-1]] < 2:
-            return []
-        return [
-            {**tried.beside, name: replace(chosen, counts=moved(counts, order[-1], taker))}
-            for taker in order[: min(2, stages - 1)]
-        ]
+        *others, last = np.argsort(ends).tolist()
+        for taker in others[:2] if counts[last] > 1 else ():
+            beside = {**tried.beside, name: replace(chosen, counts=moved(counts, last, taker))}
+            trial = self._trial(beside)
+            if self._ops_left > 0 and trial.fits:
+                yield Tried(trial=trial, arranged=self._arranged(trial, tried.arranged.shift_s))
 
     def _counted(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
         """Layers on stages by what their traffic leaves open."""

@@ -55,6 +55,7 @@ class Trial:
     ) -> None:
         self.setting, self.llm, self.beside = setting, llm, beside
         self.folded = all(c.pieces % (llm.layout.tp // c.layout.tp) == 0 for c in beside.values())
+        assert self.folded or self._may_unfold
         self._find_base = find_base  # of the same pipeline beside other encoder layouts
 
     @cached_property
@@ -133,7 +134,7 @@ class Trial:
         """At most what a rank holds: all its encoder microbatches at once."""
         llm, ranks, found = self.llm, self.header.ranks, []
         working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
-        fixed = self._scheduled.fixed_bytes()
+        whole = self._colocated(folded=False)
         for device in range(ranks.num_classes):
             stage, _, _ = ranks.coordinates(device)
             held = llm.memories[stage].llm_activations - float(working[stage])
@@ -141,10 +142,16 @@ class Trial:
                 mine = module.pipelines.count(ranks.pipeline_of(name, device))
                 mine = min(mine, self._window(name))
                 chunk = module.chunks[ranks.stage_of(name, device)]
-                held += mine * chunk.kept_bytes + chunk.made_again_bytes
+                # Gradients of weights may wait, and with them what was made again for them.
+                held += mine * (chunk.kept_bytes + chunk.made_again_bytes)
                 held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
-            found.append(held + sum(fixed[device].values()))
+            found.append(held + sum(whole.fixed_of(stage).values()))
         return max(found)
+
+    @property
+    def _may_unfold(self) -> bool:
+        """No TP group of an encoder spans several blocks: two of them could not agree who goes first."""
+        return len({chosen.layout.tp for chosen in self.beside.values()}) == 1
 
     @property
     def other_deals(self) -> list[dict[str, Any]]:
@@ -153,7 +160,7 @@ class Trial:
         Whole microbatches for pipelines side by side launch less than pieces do. Dealt backwards, later
         stages get more of them.
         """
-        if len(self.fill.schedule) > SMALL_LINES:
+        if len(self.fill.schedule) > SMALL_LINES or not self._may_unfold:
             return []
         cut = any(chosen.pieces > 1 for chosen in self.beside.values())
         several = any(max(module.pipelines) for module in self.header.encoders.values())
