@@ -20,7 +20,7 @@ from optimus.program.plan import VERB_OF, Plan, Program, Verb
 from optimus.program.ranks import LLM
 from optimus.schedule.arrangement import Base
 from optimus.schedule.build import group_by_first
-from optimus.schedule.lines import Lines
+from optimus.schedule.lines import Bools, Lines
 from optimus.schedule.lower import Traffic, unplaced
 from optimus.schedule.tighten import in_turn, tighten
 from optimus.schedule.timeline import Timeline, evaluate, list_schedule
@@ -175,12 +175,22 @@ class Fill:
             some, begin, end = some[under], turn[sent[at[under]]], turn[mine[at[under]]]
             when[some] = begin - 1 + (turn[some] - begin) / (end - begin)
         when[launches] = turn[senders]
+        self._meet(when, self._phases & ~np.isin(np.arange(len(when)), launches))
         ops = self._lines.ops
         number = np.repeat(np.arange(len(ops)), np.diff(np.append(ops.first, len(ops.rows))))
         apart = number * float(len(when) + 1)
         held = np.minimum.accumulate((when[ops.rows] + apart)[::-1])[::-1] - apart
         when[ops.rows] = held  # phases of an op in their order: earlier ones come no later
         return when
+
+    def _meet(self, when: Floats, some: Bools) -> None:
+        """Changes `when`: classes meet when the last of them is there."""
+        assert self.schedule.meeting is not None
+        meeting = self.schedule.meeting
+        rows = np.flatnonzero(some & (meeting >= 0))
+        latest = np.zeros(1 + int(meeting.max(initial=0)))
+        np.maximum.at(latest, meeting[rows], when[rows])
+        when[rows] = latest[meeting[rows]]
 
 
 def _window_edges(lines: Lines, windows: Mapping[str, int]) -> Ints:

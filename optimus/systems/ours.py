@@ -19,6 +19,7 @@ from optimus.program.op import Kind
 from optimus.schedule.arrangement import Base
 from optimus.schedule.fill import Arranged
 from optimus.schedule.pipelines import Pipeline
+from optimus.schedule.timeline import Deadlock
 from optimus.systems.colocated import even_counts
 from optimus.systems.encoder_layouts import common_layouts, own_layouts
 from optimus.systems.filled import FilledPlan
@@ -36,7 +37,7 @@ MOST_REFINED = 2  # ways, over all LLM pipelines, if they are
 CLOSE = 1.01  # this close to the best
 FAR = 1.01  # behind, with the same shift of the LLM: not looked at further
 NOTHING = 2e-4  # share of a step by which it may become longer if less memory is held
-MOST_OPS = 6_000_000  # played beside one LLM pipeline, and as many again to refine what was found
+MOST_OPS = 3_000_000  # played beside one LLM pipeline, and as many again to refine what was found
 LITTLE = 2e-3  # share of a step: delays below it are not worth a search
 
 
@@ -329,9 +330,13 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
 
 
 def _first_that_fits(ranked: Sequence[Tried], rejected: list[Rejected]) -> tuple[FilledPlan, Tried] | None:
-    """As replayed; those that turn out not to fit are rejected."""
+    """As replayed; those that turn out not to fit, or to have no order that all classes can play, are not."""
     for tried in ranked:
-        filled = tried.trial.plan(tried.arranged)
+        try:
+            filled = tried.trial.plan(tried.arranged)
+        except Deadlock as stuck:
+            rejected.append(tried.trial.refused(f"order: {stuck}"))
+            continue
         if filled.fits:
             return filled, tried
         rejected.append(tried.trial.too_large(max(held.peak for held in filled.plan.memory)))

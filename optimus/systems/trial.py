@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -173,12 +173,13 @@ class Trial:
 
     def too_large(self, needs: float) -> Rejected:
         """Why this is not taken."""
-        return Rejected(
-            layout=next(iter(self.beside.values())).layout,
-            reason=f"memory: {needs / 1e9:.1f} of {self.setting.capacity_bytes / 1e9:.1f} GB",
-            module=self.setting.encoder_names,
-            peak_bytes=needs,
-        )
+        reason = f"memory: {needs / 1e9:.1f} of {self.setting.capacity_bytes / 1e9:.1f} GB"
+        return replace(self.refused(reason), peak_bytes=needs)
+
+    def refused(self, reason: str) -> Rejected:
+        """For a reason; named by the first encoder's layout."""
+        layout = next(iter(self.beside.values())).layout
+        return Rejected(layout=layout, reason=reason, module=self.setting.encoder_names)
 
     @property
     def encoder_s(self) -> float:
