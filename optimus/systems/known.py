@@ -101,14 +101,13 @@ class Systems:
         return self._played("three-phase", f"{encoders}; {_describe(choice.llm)}", choice)
 
     def _three_phases(self, llm: InlinePipeline) -> list[ThreePhase]:
-        """All that fit beside this pipeline, or beside the first that leaves them room."""
+        """Beside this pipeline with any recomputation, and where none fits beside its own, a roomier one."""
         found = list(three_phase_choices(self.setting, llm))
         added = min((choice.peak_bytes for choice in found), default=0.0) - llm.peak_bytes
-        for other in (llm, *self.floors.roomier(llm, added)) if not any(c.fits for c in found) else ():
-            found = list(three_phase_choices(self.setting, other))
-            if any(choice.fits for choice in found):
-                break
-        return found
+        others = self.floors.more_recomputed(llm)
+        if not any(choice.fits for choice in found):
+            others = self.floors.roomier(llm, added)
+        return [*found, *(choice for other in others for choice in three_phase_choices(self.setting, other))]
 
     def separate_gpus(self) -> System:
         """Encoders on GPUs of their own."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class Search:
         self.considered = 0
         self._base: Base | None = None
         self._ops_left = MOST_OPS
+        self._kept_bytes = inf  # if nothing is made again
 
     def tried(self) -> list[Tried]:
         """The most promising ways that fit by their bytes, one layout for all encoders, the fastest first."""
@@ -75,11 +77,15 @@ class Search:
                 found.append(self._shifted(trial))
         return sorted(found, key=_step_s)
 
+    def keeps_all(self, tried: Tried) -> bool:
+        """Whether encoders make no more again than they are told to."""
+        least = dict(next(self.setting.policies(self.setting.job.model.encoders)))
+        return all(chosen.recompute == least[name] for name, chosen in tried.beside.items())
+
     @property
-    def least_added_bytes(self) -> float:
-        """What encoders add to the LLM's fullest rank at least, where none fit."""
-        needs = [each.peak_bytes for each in self.rejected if each.peak_bytes is not None]
-        return min(needs, default=0.0) - self.llm.peak_bytes
+    def added_bytes(self) -> float:
+        """What encoders that make nothing again add to the LLM's fullest rank."""
+        return self._kept_bytes - self.llm.peak_bytes
 
     def as_layout(self, tried: Tried) -> TriedLayout:
         """For those who look at what was tried."""
@@ -110,6 +116,7 @@ class Search:
         ladders = [list(self.ladder(layouts)) for layouts in ways.values()]
         fitting: list[Trial] = []
         for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
+            self._kept_bytes = min(self._kept_bytes, ladder[0].most_bytes)
             found = next((trial for trial in ladder if trial.fits), None)
             if found is not None:
                 fitting.append(found)
@@ -297,12 +304,15 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
     for llm in llms:
         searches.append(Search(setting, llm))
         found = searches[-1].tried()
-        for other in roomier(llm, searches[-1].least_added_bytes) if not found else ():
+        pool += [(searches[-1], each) for each in found]
+        for other in (
+            roomier(llm, searches[-1].added_bytes) if not any(map(searches[-1].keeps_all, found)) else ()
+        ):
             searches.append(Search(setting, other))
             found = searches[-1].tried()
+            pool += [(searches[-1], each) for each in found]
             if found:
                 break
-        pool += [(searches[-1], each) for each in found]
     considered = sum(search.considered for search in searches)
     rejected = [each for search in searches for each in search.rejected]
     pool.sort(key=lambda pair: pair[1].step_s)
