@@ -13,7 +13,7 @@ MINUTES = {
     "foundation": 5,
     "plan file": 12,
     "engine": 5,
-    "search": 3,
+    "search": 8,
     "sharding": 2,
     "tensor parallelism": 2,
 }

@@ -175,14 +175,23 @@ def test_the_words_of_the_two_lines(sure: Sure) -> None:
 @pytest.mark.ci("search")
 def test_a_plan_ends_with_how_sure_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After the plan file; `--no-sure` leaves it out of text and object."""
-    words = ["plan", "paper/small-a100", "--system", "fsdp", "-o", str(tmp_path / "a.plan.json")]
+    words = [
+        "plan",
+        "paper/small-a100",
+        "--layout",
+        "llm=pp1,tp4",
+        "--system",
+        "fsdp",
+        "-o",
+        str(tmp_path / "a.plan.json"),
+    ]
     assert run(words) == OK
     text = capsys.readouterr().out
     assert text.index("wrote ") < text.index("steps  ") < text.index("sure?  ")
     assert "sure?          same winner, fsdp, in 200 of 200 perturbed cost models" in text
     assert run([*words, "--json"]) == OK
     found = json.loads(capsys.readouterr().out)
-    assert found["sure"].pop("played") == ["fsdp", "paper"]
+    assert found["sure"].pop("played") == ["fsdp", "optimus"]
     assert found["sure"] == {"winner": "fsdp", "same": 200, "of": 200, "otherwise": [], "left_out": {}}
     assert set(found["steps"]) == {"paper", "fsdp"}
     assert found["steps"]["paper"]["mean_s"] == pytest.approx(found["step_s"], rel=1e-9)
