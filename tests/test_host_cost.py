@@ -76,8 +76,8 @@ def test_a_large_plan_is_issued_in_a_part_of_its_step(
 ) -> None:
     """Of every device class; with the bare calls of torch, too, since a host has to make them.
 
-    The paper's plan. Ours has more and smaller pieces: on a slow host it takes 0.38 to 0.45 of its step, over the
-    limit (docs/limits.md).
+    The paper's plan. Ours has more and smaller pieces: on a slow host it takes 0.38 to 0.45 of its step, over
+    the limit (docs/limits.md).
     """
     plan = make_plan(find_job("paper/strong-3072"), strategy="paper", systems=()).plan
     phases = ("send", "receive", "take", "reduce")
