@@ -11,6 +11,7 @@ import tyro
 from optimus.cli.flags import (
     NO,
     OK,
+    ComparedWith,
     Job,
     Json,
     LayoutWords,
@@ -18,6 +19,7 @@ from optimus.cli.flags import (
     On,
     PlanFile,
     Preset,
+    Strategy,
     load_profile_of,
     split_names,
 )
@@ -88,13 +90,8 @@ class Sweep:
         Path | None,
         tyro.conf.arg(aliases=["-o"], metavar="FILE.svg|.html", help="write the picture, or page with table"),
     ] = None
-    strategy: Annotated[
-        str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm) or optimus (ours)")
-    ] = "optimus"
-    system: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(metavar="NAME ...", help="compare with these only; all that apply if left out"),
-    ] = ()
+    strategy: Strategy = "optimus"
+    system: ComparedWith = ()
     layout: LayoutWords = ()
     preset: Preset = "default"
     profile: Measured = None

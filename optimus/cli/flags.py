@@ -38,6 +38,11 @@ Measured = Annotated[
 TRACE_ENDINGS = (".json.gz", ".json")
 PlanFile = tyro.conf.Positional[Path]
 Json = Annotated[bool, tyro.conf.arg(help="print one JSON object and nothing else")]
+Strategy = Annotated[str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm) or optimus (ours)")]
+ComparedWith = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(metavar="NAME ...", help="compare with these only; all that apply if left out"),
+]
 Preset = Annotated[
     str,
     tyro.conf.arg(help="set of assumptions: default, paper, paper-first-chunk, clean or clean-slack"),

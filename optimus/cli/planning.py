@@ -13,6 +13,7 @@ from optimus.cli.flags import (
     NO,
     OK,
     TRACE_ENDINGS,
+    ComparedWith,
     Job,
     Json,
     LayoutWords,
@@ -20,6 +21,7 @@ from optimus.cli.flags import (
     On,
     PlanFile,
     Preset,
+    Strategy,
     Trace,
     load_profile_of,
     split_names,
@@ -183,13 +185,8 @@ class Plan:
             aliases=["-o"], metavar="PLAN", help="where to write; the job's name and .plan.json if left out"
         ),
     ] = None
-    strategy: Annotated[
-        str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm) or optimus (ours)")
-    ] = "optimus"
-    system: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(metavar="NAME ...", help="compare with these only; all that apply if left out"),
-    ] = ()
+    strategy: Strategy = "optimus"
+    system: ComparedWith = ()
     layout: LayoutWords = ()
     preset: Preset = "default"
     profile: Measured = None

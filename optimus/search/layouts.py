@@ -42,7 +42,7 @@ def decide_setting(
             if isinstance(setting, str):
                 rejected.append(Rejected(layout=layout, reason=setting))
                 continue
-            reason = why_too_large(setting, full_recompute=full_recompute)
+            reason = _why_too_large(setting, full_recompute=full_recompute)
             if reason is None:
                 return setting, tuple(rejected)
             rejected.append(Rejected(layout=layout, reason=reason))
@@ -161,7 +161,7 @@ def _batch_error(job: Job, layout: Layout) -> UserError:
     )
 
 
-def why_too_large(setting: Setting, *, full_recompute: bool = True) -> str | None:
+def _why_too_large(setting: Setting, *, full_recompute: bool) -> str | None:
     """None if all layers fit in one pipeline at this layout."""
     found = fitting_pipeline(setting)
     if isinstance(found, str):

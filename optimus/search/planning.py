@@ -127,7 +127,8 @@ def make_plan(
         raise _with_remedies(no, job, assumptions) from no
     if strategy not in comparison.systems:
         raise _with_remedies(DoesNotFit(comparison.missing[strategy], ""), job, assumptions)
-    found = comparison.systems[strategy].found
+    system = comparison.systems[strategy]
+    comparison, found = replace(comparison, setting=system.setting), system.found
     assert found is not None
     bounds = find_bounds(comparison.setting, comparison.floor, comparison.floor_s)
     progress("check", len(names), len(names) + 1)

@@ -26,7 +26,7 @@ from optimus.search.layouts import (
     stated_setting,
     why_not_beside,
 )
-from optimus.systems.balance import strong_pipelines
+from optimus.systems.balance import even_chunks, strong_pipelines
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Made, Setting
@@ -129,9 +129,8 @@ def _estimated(
 
 def _quick_s(setting: Setting, modules: tuple[Encoder | Llm, ...]) -> float | None:
     """A step of the best pipeline before its cut is improved; V such that the LLM's layers are even."""
-    stated, layers = setting.job.layout.of("llm").chunks, setting.job.model.llm.stack.layers
-    even = {chunks for chunks in range(1, layers + 1) if layers % (chunks * setting.layout.pp) == 0}
-    counts = {stated} if stated else {1, *even}
+    stated = setting.job.layout.of("llm").chunks
+    counts = {stated} if stated else even_chunks(setting)
     made = strong_pipelines(setting, modules, chunk_counts=counts, starts=1, evaluations=0)
     return made[0].estimate_s if made else None
 

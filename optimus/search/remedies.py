@@ -9,8 +9,8 @@ from itertools import product
 from optimus.cost.assumptions import Assumptions, preset
 from optimus.errors import OptimusError, one_of
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
-from optimus.search.layouts import decide_setting
+from optimus.job.layout import Layout, LayoutChoice
+from optimus.search.layouts import decide_setting, why_not_beside
 from optimus.systems.balance import first_fitting
 from optimus.systems.encoder_layouts import common_layouts
 from optimus.systems.paper import Filling
@@ -61,15 +61,9 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
     sizes = product((1, 2, 4, 8, 16), (1, 2, 4, 8))
     for pp, tp in sorted(sizes, key=lambda size: (size[0] * size[1], size[0])):
         choice = LayoutChoice(pp=pp, tp=tp, cp=stated.get("cp"), ep=stated.get("ep"))
-        divides = all(_divides(own, choice) for own in encoders.values())
-        if job.cluster.gpus % (pp * tp) == 0 and divides:
+        if job.cluster.gpus % (pp * tp) == 0 and why_not_beside(job, Layout(pp=pp, tp=tp)) is None:
             modules = {**encoders, "llm": choice}
             yield f"llm=pp{pp},tp{tp}", replace(job, layout=replace(job.layout, modules=modules))
-
-
-def _divides(encoder: LayoutChoice, llm: LayoutChoice) -> bool:
-    """Whether an encoder's stated layout can stand beside this one of the LLM."""
-    return (llm.pp or 1) % (encoder.pp or 1) == 0 and (llm.tp or 1) % (encoder.tp or 1) == 0
 
 
 def _fits(job: Job, assumptions: Assumptions) -> bool:

@@ -156,7 +156,7 @@ def play_batches(
     asked, rows = list(dict.fromkeys(names)), 0
     for place, name in enumerate(asked):
         system = comparison.systems[name]
-        feeding = find_feeding(system.way, comparison.setting)
+        feeding = find_feeding(system.way, system.setting)
         own = different * len(system.schedule)
         if feeding is None or (found and rows + own > MOST_ROWS):
             continue

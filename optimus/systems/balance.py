@@ -60,6 +60,12 @@ def proportional_cut(weights: Floats | Sequence[float], parts: int) -> Cut:
     return (*cut, count)
 
 
+def even_chunks(setting: Setting) -> set[int]:
+    """V such that every virtual stage gets as many of the LLM's layers; and 1."""
+    layers, stages = setting.job.model.llm.stack.layers, setting.layout.pp
+    return {1, *(v for v in range(2, layers // stages + 1) if layers % (v * stages) == 0)}
+
+
 def stage0_cut(layers: Sequence[PricedLayer], llm: str, parts: int) -> Cut:
     """Encoders in the first virtual stage, the LLM's layers spread evenly: Megatron-LM's default."""
     first = next(place for place, layer in enumerate(layers) if layer.module == llm)

@@ -17,7 +17,7 @@ from optimus.program.op import Communicator, Floats, Schedule
 from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
 from optimus.schedule.layer_sums import Cut
 from optimus.schedule.timeline import Timeline
-from optimus.systems.balance import smallest_maximum_cut, stage0_cut, strong_pipelines
+from optimus.systems.balance import even_chunks, smallest_maximum_cut, stage0_cut, strong_pipelines
 from optimus.systems.floors import PLAIN_ORDERS, Floors
 from optimus.systems.found import Found
 from optimus.systems.inline import InlinePipeline
@@ -230,9 +230,7 @@ class Systems:
         return min(fitting, key=lambda pipeline: pipeline.estimate_s)
 
     def _even_counts(self) -> set[int]:
-        layers, stages = self.setting.job.model.llm.stack.layers, self.setting.layout.pp
-        most = self.floor_1f1b.layout.chunks
-        return {1, *(v for v in range(2, most + 1) if layers % (v * stages) == 0)}
+        return {chunks for chunks in even_chunks(self.setting) if chunks <= self.floor_1f1b.layout.chunks}
 
     def _at(self, name: str, sequences: int, chunks: int) -> Iterator[InlinePipeline]:
         """The pipeline at one microbatch size and V, with the least recomputation that fits, if any."""

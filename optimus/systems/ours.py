@@ -146,7 +146,7 @@ class Search:
     def _pieces(self, name: str, layout: Layout) -> int:
         """One for each block of a TP group; two if there is only one, and images to deal."""
         across = self.llm.layout.tp // layout.tp
-        encoder = next(e for e in self.setting.job.model.encoders if e.name == name)
+        encoder = self.setting.job.model.encoder(name)
         one, two = (self.setting.dealt(encoder, self.llm.sequences, pieces) for pieces in (1, 2))
         return 2 if across == 1 and two < one else across
 
@@ -270,7 +270,7 @@ class Search:
         )
         stages = header.modules[name].layout.pp
         ends = [tried.arranged.ends_s[stage_of == stage].max() for stage in range(stages)]
-        inner = next(e.stack.layers for e in self.setting.job.model.encoders if e.name == name)
+        inner = self.setting.job.model.encoder(name).stack.layers
         counts = chosen.counts or even_counts(inner, stages)
         *others, last = np.argsort(ends).tolist()
         for taker in others[:2] if counts[last] > 1 else ():
@@ -283,7 +283,7 @@ class Search:
         """Layers on stages by what their traffic leaves open."""
         found = {}
         for name, chosen in tried.beside.items():
-            encoder = next(e for e in self.setting.job.model.encoders if e.name == name)
+            encoder = self.setting.job.model.encoder(name)
             layers = self.setting.encoder_layers(encoder, chosen.layout, self.llm.sequences, chosen.recompute)
             counts = counts_by_traffic(self.setting, layers, tried.trial.base, chosen.layout.pp)
             found[name] = replace(chosen, counts=counts)

@@ -70,7 +70,12 @@ class Trial:
     @cached_property
     def _scheduled(self) -> Colocated:
         """What is arranged: one block for all of a TP group, if they are alike."""
-        return self._colocated(folded=self.folded)
+        return self._colocated(folded=True) if self.folded else self._whole
+
+    @cached_property
+    def _whole(self) -> Colocated:
+        """Every block by itself."""
+        return self._colocated(folded=False)
 
     def _colocated(self, *, folded: bool) -> Colocated:
         encoders = self.setting.job.model.encoders
@@ -123,18 +128,16 @@ class Trial:
 
     def lowered(self, arranged: Arranged) -> FilledPlan:
         """For all blocks, lowered and replayed."""
-        whole = self._colocated(folded=False)
         header, orders = self.header, arranged.orders()
         if self.folded:
-            header, orders = unfold(whole.header(strategy="optimus"), header, orders)
-        return finish_plan(header, orders, whole.fixed_bytes(), estimate_s=arranged.step_s)
+            header, orders = unfold(self._whole.header(strategy="optimus"), header, orders)
+        return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=arranged.step_s)
 
     @cached_property
     def most_bytes(self) -> float:
         """At most what a rank holds: all its encoder microbatches at once."""
         llm, ranks, found = self.llm, self.header.ranks, []
         working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
-        whole = self._colocated(folded=False)
         for device in range(ranks.num_classes):
             stage, _, _ = ranks.coordinates(device)
             held = llm.memories[stage].llm_activations - float(working[stage])
@@ -145,7 +148,7 @@ class Trial:
                 # Gradients of weights may wait, and with them what was made again for them.
                 held += mine * (chunk.kept_bytes + chunk.made_again_bytes)
                 held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
-            found.append(held + sum(whole.fixed_of(stage).values()))
+            found.append(held + sum(self._whole.fixed_of(stage).values()))
         return max(found)
 
     @property
