@@ -183,6 +183,20 @@ def test_images_are_dealt_out_whole() -> None:
     setting, _ = decide_setting(find_job("qwen2.5-vl-72b", "h100:512"), preset("default"))
     encoder = setting.job.model.encoders[0]
     per_sequence = np.mean([len(s.lengths(encoder.name)) for s in setting.job.workload.sequences])
-    for groups in (1, 3, 8, 64):
+    assert setting.dealt(encoder, 2, 1) == 2
+    for groups in (3, 8, 64):
         share = setting.dealt(encoder, 2, groups)
         assert share * per_sequence == pytest.approx(np.ceil(2 * per_sequence / groups))
+
+
+def test_pieces_of_one_block_are_as_large_as_they_are_on_average() -> None:
+    """Side by side the busiest counts; one after another only their sum does, but none is below an image."""
+    setting, _ = decide_setting(find_job("qwen2.5-vl-72b", "h100:512"), preset("default"))
+    encoder = setting.job.model.encoders[0]
+    images = setting.images(encoder, 2)
+    assert 6 < images < 8 and images % 1
+    assert setting.piece(encoder, 2, pieces=1, across=4) == 2
+    assert setting.piece(encoder, 2, pieces=2, across=1) == 1
+    assert setting.piece(encoder, 2, pieces=4, across=4) == setting.dealt(encoder, 2, 4)
+    assert setting.piece(encoder, 2, pieces=8, across=4) == pytest.approx(setting.dealt(encoder, 2, 4) / 2)
+    assert setting.piece(encoder, 2, pieces=64, across=4) == pytest.approx(2 / images)

@@ -111,8 +111,8 @@ def _filled(way: FilledPlan, setting: Setting) -> Feeding:
     sequences = setting.job.workload.sequences_per_step / replicas / plan.microbatches
     found = {}
     for encoder in setting.job.model.encoders:
-        pieces = plan.modules[encoder.name].pieces
-        whole = plan.strategy == "paper"  # which never cuts an LLM microbatch, and prices it undealt
-        priced = sequences if whole else setting.dealt(encoder, sequences, pieces)
+        planned = plan.modules[encoder.name]
+        pieces, across = planned.pieces, plan.modules["llm"].layout.tp // planned.layout.tp
+        priced = setting.piece(encoder, sequences, pieces, across)
         found[encoder.name] = Bins(bins=pieces, sharing="pieces", priced_sequences=priced)
     return Feeding(replicas=replicas, microbatches=plan.microbatches, encoders=found)

@@ -64,7 +64,7 @@ def list_plan(setting: Setting, llm: InlinePipeline, beside: Mapping[str, Beside
                 layers=setting.encoder_layers(
                     encoder,
                     layout,
-                    setting.dealt(encoder, llm.sequences, choice.pieces),  # whole images only
+                    llm.sequences / choice.pieces,
                     choice.recompute,
                 ),
                 pieces=choice.pieces,

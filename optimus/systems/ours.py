@@ -7,6 +7,7 @@ machine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,7 +116,7 @@ class Search:
         """The most promising of these ways that fit, each with what costs least time."""
         ladders = [list(self.ladder(layouts)) for layouts in ways.values()]
         fitting: list[Trial] = []
-        for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
+        for ladder in _promising(ladders):
             self._kept_bytes = min(self._kept_bytes, ladder[0].most_bytes)
             found = next((trial for trial in ladder if trial.fits), None)
             if found is not None:
@@ -144,11 +145,10 @@ class Search:
                 yield self._trial(chosen)
 
     def _pieces(self, name: str, layout: Layout) -> int:
-        """One for each block of a TP group; two if there is only one, and images to deal."""
+        """One for each block of a TP group; two if there is only one, and images for both."""
         across = self.llm.layout.tp // layout.tp
-        encoder = self.setting.job.model.encoder(name)
-        one, two = (self.setting.dealt(encoder, self.llm.sequences, pieces) for pieces in (1, 2))
-        return 2 if across == 1 and two < one else across
+        images = self.setting.images(self.setting.job.model.encoder(name), self.llm.sequences)
+        return 2 if across == 1 and images >= 2 else across
 
     @cached_property
     def _windows(self) -> list[int]:
@@ -244,13 +244,15 @@ class Search:
         yield {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
 
     def _dealt(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
-        """Microbatches dealt to pipelines in other ways, in a small job."""
+        """Microbatches dealt to pipelines in other ways, where that may help."""
         for change in tried.trial.other_deals:
             yield {name: replace(chosen, **change) for name, chosen in tried.beside.items()}
 
     def _cut_again(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
-        """In pieces of half the size."""
-        yield {name: replace(chosen, pieces=2 * chosen.pieces) for name, chosen in tried.beside.items()}
+        """In pieces of half the size, where there are images for them."""
+        finer = {name: replace(chosen, pieces=2 * chosen.pieces) for name, chosen in tried.beside.items()}
+        if tried.trial.may_cut:
+            yield finer
 
     def _levelled(self, tried: Tried) -> Tried:
         """Layers moved one by one from the stage that ends last to one that ends early, while that helps."""
@@ -361,6 +363,20 @@ def most_in_flight(order: Pipeline) -> int:
         count -= op.chunk == 0 and op.kind in (Kind.B, Kind.I)
         most = max(most, count)
     return most
+
+
+def _promising(ladders: Sequence[Sequence[Trial]]) -> list[Sequence[Trial]]:
+    """By the busiest stage's seconds, but the best of every tp before the second of any.
+
+    A small tp has less to do, a large one can hide more of it: only a schedule tells.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    turns = []
+    for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
+        tp = tuple(chosen.layout.tp for chosen in ladder[0].beside.values())
+        turns.append((seen[tp], len(turns), ladder))
+        seen[tp] += 1
+    return [ladder for _, _, ladder in sorted(turns, key=lambda turn: turn[:2])]
 
 
 def _step_s(made: Tried | Arranged) -> float:

@@ -119,11 +119,27 @@ class Setting:
             return count, math.ceil(own) / count
         return (count, sequences) if count * sequences == own and count % multiple_of == 0 else None
 
+    def images(self, encoder: Encoder, sequences: float) -> float:
+        """Images (or clips) in so many mean sequences."""
+        every = self.job.workload.sequences
+        return sequences * sum(len(each.lengths(encoder.name)) for each in every) / len(every)
+
     def dealt(self, encoder: Encoder, sequences: float, groups: int) -> float:
         """Sequences' worth of whole images that the busiest of `groups` gets when they are dealt out."""
-        workload = self.job.workload
-        per_sequence = sum(len(s.lengths(encoder.name)) for s in workload.sequences) / len(workload.sequences)
-        return math.ceil(per_sequence * sequences / groups) / per_sequence if per_sequence else 0.0
+        images = self.images(encoder, sequences)
+        if not images:
+            return 0.0
+        return sequences if groups == 1 else math.ceil(images / groups) * sequences / images
+
+    def piece(self, encoder: Encoder, sequences: float, pieces: int, across: int) -> float:
+        """Sequences' worth of one of `pieces` on the `across` blocks of an LLM rank group.
+
+        Blocks that get as many each work side by side, and the busiest counts; what one block gets, one
+        after another, is as much as it is on average, but never less than an image.
+        """
+        blocks = across if pieces % across == 0 else 1
+        own, images = self.dealt(encoder, sequences, blocks) * blocks / pieces, self.images(encoder, sequences)
+        return own if pieces == blocks or not images else max(own, sequences / images)
 
     def policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[Policy]:
         """Recomputation to try, cheapest in time first: what is stated is kept, `auto` is open."""

@@ -25,6 +25,8 @@ from optimus.systems.setting import Setting
 
 FEW_LINES = 20_000  # up to here two plans are lowered
 SMALL_LINES = 2_000  # up to here other deals are tried, and trials replayed
+MANY_LINES = 400_000  # up to here whole microbatches are, where pieces waste
+WASTED = 1.2  # times what all images need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class Trial:
             layers=self.setting.encoder_layers(
                 encoder,
                 chosen.layout,
-                self.setting.dealt(encoder, llm.sequences, chosen.pieces),  # whole images only
+                self._piece(encoder),
                 chosen.recompute,
             ),
             pieces=pieces,
@@ -102,6 +104,14 @@ class Trial:
             counts=chosen.counts,
             split=chosen.split and encoder.train,
         )
+
+    def _across(self, encoder: Encoder) -> int:
+        """Blocks of the encoder in a TP group of the LLM."""
+        return self.llm.layout.tp // self.beside[encoder.name].layout.tp
+
+    def _piece(self, encoder: Encoder) -> float:
+        pieces = self.beside[encoder.name].pieces
+        return self.setting.piece(encoder, self.llm.sequences, pieces, self._across(encoder))
 
     @cached_property
     def fill(self) -> Fill:
@@ -158,17 +168,39 @@ class Trial:
 
     @property
     def other_deals(self) -> list[dict[str, Any]]:
-        """Changes of all encoders that may be worth a try in a small job; elsewhere pieces win.
+        """Changes of all encoders that may be worth a try.
 
-        Whole microbatches for pipelines side by side launch less than pieces do. Dealt backwards, later
-        stages get more of them.
+        Whole microbatches for pipelines side by side launch less than pieces do, which counts in a small job,
+        and are even where there are fewer images than blocks. Dealt backwards, later stages get more of them.
         """
-        if len(self.fill.schedule) > SMALL_LINES or not self._may_unfold:
+        small, lines = len(self.fill.schedule) <= SMALL_LINES, len(self.fill.schedule)
+        across = max(map(self._across, self.setting.job.model.encoders))
+        uneven = self._wasted > WASTED and across * lines <= MANY_LINES
+        if not (small or uneven) or not self._may_unfold:
             return []
         cut = any(chosen.pieces > 1 for chosen in self.beside.values())
         several = any(max(module.pipelines) for module in self.header.encoders.values())
         found: list[dict[str, Any]] = [{"pieces": 1}] if cut else []
-        return [*found, {"backwards": True}] if cut or several else found
+        return [*found, {"backwards": True}] if small and (cut or several) else found
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether the busiest block of any encoder has images enough for twice as many pieces."""
+        llm, setting = self.llm, self.setting
+        found = []
+        for encoder in setting.job.model.encoders:
+            blocks = self._across(encoder) if self.folded else 1
+            images = setting.images(encoder, setting.dealt(encoder, llm.sequences, blocks))
+            found.append(images >= 2 * self.beside[encoder.name].pieces // blocks)
+        return any(found)
+
+    @property
+    def _wasted(self) -> float:
+        """What blocks have time for, over what there is: the busiest sets the pace of all."""
+        sequences = self.llm.sequences
+        return max(
+            self.beside[e.name].pieces * self._piece(e) / sequences for e in self.setting.job.model.encoders
+        )
 
     @property
     def fits(self) -> bool:
