@@ -125,6 +125,26 @@ def test_a_window_bounds_what_encoders_keep() -> None:
 
 
 @pytest.mark.ci("search")
+def test_backwards_stay_whole_where_what_they_make_again_does_not_fit() -> None:
+    """Weight gradients that wait hold what was made again for them; a backward in one holds nothing."""
+    job = find_job("paper/small-a100", layouts=["llm=pp4,tp2", "vision=pp2,tp2"])
+    setting, _ = decide_setting(job, preset("paper"))
+    llm = llm_pipeline(setting, chunks=1, order_name="1f1b")
+    search = Search(setting, llm)
+    (tried,) = search.tried()
+    peaks = [
+        max(held.peak for held in each.trial.plan(each.arranged).plan.memory)
+        for each in (tried, search.unsplit(tried))
+    ]
+    assert peaks[1] < tried.trial.most_bytes < peaks[0]
+    room = (tried.trial.most_bytes + peaks[0]) / 2
+    small = replace(setting, kept_free_bytes=job.cluster.gpu.memory_bytes - room)
+    found = search_ours(small, [replace(llm, setting=small)])
+    assert found.filled.fits
+    assert not check_plan(bound(found.filled.plan, small)).violations
+
+
+@pytest.mark.ci("search")
 def test_encoders_get_layouts_of_their_own_where_that_is_faster() -> None:
     """A search that may only give both the same layout finds nothing faster."""
     setting, _ = decide_setting(find_job("paper/dual-22-11"), preset("clean"))

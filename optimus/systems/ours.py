@@ -231,6 +231,10 @@ class Search:
         """Backwards in one."""
         yield {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
 
+    def unsplit(self, tried: Tried) -> Tried:
+        """The same with backwards in one: what is made again for them does not wait for weight gradients."""
+        return self._shifted(self._trial(next(iter(self._whole(tried)))))
+
     def _dealt(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
         """Microbatches dealt to pipelines in other ways, in a small job."""
         for change in tried.trial.other_deals:
@@ -307,6 +311,8 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
     ranked = sorted([*refined, *(tried for _, tried in pool[len(close) :])], key=_step_s)
     best = _first_that_fits(ranked, rejected)
     if best is None:
+        best = _first_that_fits((search.unsplit(tried) for search, tried in pool), rejected)
+    if best is None:
         words = "; ".join(count_by_reason(rejected))
         raise DoesNotFit(
             f"encoders fit beside the LLM at {setting.layout} in none of {considered} layouts: {words}",
@@ -325,7 +331,7 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
     )
 
 
-def _first_that_fits(ranked: Sequence[Tried], rejected: list[Rejected]) -> tuple[FilledPlan, Tried] | None:
+def _first_that_fits(ranked: Iterable[Tried], rejected: list[Rejected]) -> tuple[FilledPlan, Tried] | None:
     """As replayed; those that turn out not to fit are rejected."""
     for tried in ranked:
         filled = tried.trial.plan(tried.arranged)
