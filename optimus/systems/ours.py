@@ -311,7 +311,7 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
     ranked = sorted([*refined, *(tried for _, tried in pool[len(close) :])], key=_step_s)
     best = _first_that_fits(ranked, rejected)
     if best is None:
-        best = _first_that_fits((search.unsplit(tried) for search, tried in pool), rejected)
+        best = _first_that_fits(_unsplit(pool), rejected)
     if best is None:
         words = "; ".join(count_by_reason(rejected))
         raise DoesNotFit(
@@ -329,6 +329,14 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
         rejected=rejected,
         tried=[search.as_layout(each) for search, each in pool],
     )
+
+
+def _unsplit(pool: Iterable[tuple[Search, Tried]]) -> Iterator[Tried]:
+    """All with backwards in one, the fastest first; each refined, then as it is."""
+    whole = [(search, search.unsplit(tried)) for search, tried in pool]
+    for search, tried in sorted(whole, key=lambda pair: pair[1].step_s):
+        yield search.refined(tried)
+        yield tried
 
 
 def _first_that_fits(ranked: Iterable[Tried], rejected: list[Rejected]) -> tuple[FilledPlan, Tried] | None:
