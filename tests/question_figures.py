@@ -41,6 +41,7 @@ Figures = dict[str, Any]
 SIMPLER = ("balanced-best", "three-phase", "fsdp")
 ALL = ("optimus", "paper", "balanced-best", "three-phase", "stage0", "fsdp")
 CAPACITIES = (80, 64, 48, 40, 32)  # GB of a GPU
+ROOMY, ROOMY_GB = ("0.3 16384", "0.5 8192"), 160  # points of the sweep where memory decides, and more of it
 STRONG = (1024, 2048, 3072)
 MULTI: dict[str, Callable[[], Job]] = {
     "dual-11-5": lambda: find_job("paper/dual-11-5"),
@@ -88,6 +89,8 @@ def all_cases() -> Iterator[Case]:
     for ratio in RATIOS:
         for tokens in TOKENS:
             yield _case("sweep", f"{ratio:g} {tokens}", "default", sweep_point)
+    for name in ROOMY:
+        yield _case("roomy", name, "default", roomy_point)
 
 
 def _case(part: str, name: str, preset_name: str, make: Callable[[str, str], Figures]) -> Case:
@@ -209,6 +212,15 @@ def sweep_point(name: str, assumed: str) -> Figures:
         "ratio": _rounded(encoder.parameters() / job.model.llm.parameters()),
         "work_share": _rounded(bounds.encoder_s / found.floor_s),
     }
+
+
+def roomy_point(name: str, assumed: str) -> Figures:
+    """The same point on GPUs that differ in nothing but their memory."""
+    ratio, tokens = name.split()
+    job = swept(float(ratio), int(tokens))
+    gpu = replace(job.cluster.gpu, memory_bytes=ROOMY_GB * 1e9)
+    job = replace(job, cluster=replace(job.cluster, gpu=gpu))
+    return _systems(compare_systems(job, names=("optimus", *SIMPLER), assumptions=assumed))
 
 
 # ------------------------------------------------------------------------ shared

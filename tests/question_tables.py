@@ -14,6 +14,8 @@ from pathlib import Path
 from question_figures import (
     CAPACITIES,
     MULTI,
+    ROOMY,
+    ROOMY_GB,
     SIZES,
     STRONG,
     WEAK,
@@ -203,6 +205,21 @@ def sweep_memory(stored: Figures) -> str:
     return markdown(["encoder tokens", *(f"{ratio:g} of the LLM" for ratio in RATIOS)], rows)
 
 
+def roomy(stored: Figures) -> str:
+    """Gain at points where memory decides, and with more of it."""
+    header = ["encoder", "encoder tokens", "GB of a GPU", "optimus s", "best simpler s", "gain", "peaks GB"]
+    rows = []
+    for name in ROOMY:
+        for part, gigabytes in (("sweep", CAPACITIES[0]), ("roomy", ROOMY_GB)):
+            found = stored[f"{part} {name} default"]
+            ours, (other, theirs) = found["systems"]["optimus"], simpler(found)
+            ratio, tokens = name.split()
+            row = [f"{ratio} of the LLM", f"{int(tokens):,}", str(gigabytes), f"{ours['step_s']:.3f}"]
+            row += [f"{theirs['step_s']:.3f} {SHORT[other]}", f"{100 * gain(found):+.1f} %"]
+            rows.append([*row, f"{ours['peak_gb']:.1f} / {theirs['peak_gb']:.1f}"])
+    return markdown(header, rows)
+
+
 TABLES = {
     "encoders": encoders,
     "memory": memory,
@@ -211,6 +228,7 @@ TABLES = {
     "bubbles": bubbles,
     "sweep": sweep,
     "sweep-memory": sweep_memory,
+    "roomy": roomy,
 }
 
 
