@@ -371,7 +371,7 @@ def _promising(ladders: Sequence[Sequence[Trial]]) -> list[Sequence[Trial]]:
     A small tp has less to do, a large one can hide more of it: only a schedule tells.
     """
     seen: Counter[tuple[int, ...]] = Counter()
-    turns = []
+    turns: list[tuple[int, int, Sequence[Trial]]] = []
     for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
         tp = tuple(chosen.layout.tp for chosen in ladder[0].beside.values())
         turns.append((seen[tp], len(turns), ladder))

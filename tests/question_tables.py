@@ -1,0 +1,268 @@
+"""The tables and pictures of docs/questions.md: run this file to compute their figures and write all anew.
+
+Without words it plays every case (about 20 minutes of one core); with words the cases whose key begins so,
+such as `bubbles` or `sweep 0.5`; with `page` none. What is played is stored at once: it may be stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from question_figures import (
+    CAPACITIES,
+    MULTI,
+    ROOMY,
+    ROOMY_GB,
+    SIZES,
+    STRONG,
+    WEAK,
+    Figures,
+    all_cases,
+    gain,
+    simpler,
+)
+from question_jobs import RATIOS, TOKENS
+from question_pictures import PICTURES
+from validation_tables import markdown
+
+from optimus.schedule.bubbles import CAUSES
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "questions.md"
+STORED = ROOT / "tests" / "golden" / "question_figures.json"
+PRESETS = ("default", "paper")
+OTHERS = ("balanced-best", "three-phase", "stage0", "fsdp")  # baselines: they schedule nothing into bubbles
+PARTS = {
+    "dp_all_gather": "idle: DP all-gather",
+    "dp_reduce_scatter": "idle: DP reduce-scatter",
+    "pp_warmup": "idle: PP warm-up",
+    "pp_cooldown": "idle: PP cool-down",
+    "pp_other": "idle: PP other",
+    "tp": "idle: TP",
+}
+WORK = {"llm": "LLM compute", "encoders": "encoder compute", "optimizer": "optimizer"}
+
+
+def encoders(stored: Figures) -> str:
+    """Systems of jobs with two and three encoders."""
+    header = ["job", "system", "step s", "over floor", "peak GB", "layouts of encoders"]
+    rows = []
+    for name in MULTI:
+        found = stored[f"encoders {name} default"]
+        rows.append([f"`{name}`", "LLM alone (floor)", f"{found['floor_s']:.3f}", "1.000", "", ""])
+        for system in ("optimus", "optimus, one layout", "paper", "balanced-best", "three-phase", "fsdp"):
+            if system not in found["systems"]:
+                if system in found["missing"]:
+                    rows.append([f"`{name}`", system, "does not fit", "", "", ""])
+                continue
+            made = found["systems"][system]
+            over = f"{made['step_s'] / found['floor_s']:.3f}"
+            row = [f"`{name}`", system, f"{made['step_s']:.3f}", over, _gb(made)]
+            rows.append([*row, _layouts(made)])
+    return markdown(header, rows)
+
+
+def _layouts(made: Figures) -> str:
+    """Each encoder's, or one for all."""
+    layouts: dict[str, str] = made.get("layouts", {})
+    if len(set(layouts.values())) == 1:
+        return f"all {next(iter(layouts.values()))}"
+    return "; ".join(f"{name} {layout}" for name, layout in layouts.items())
+
+
+def _gb(made: Figures) -> str:
+    return f"{made['peak_gb']:.1f}{'' if made['fits'] else ' *'}"
+
+
+def memory(stored: Figures) -> str:
+    """Peaks as planned, and what ours takes over the most frugal baseline that fits."""
+    header = ["job", "preset", *(f"{name} GB" for name in ("optimus", "paper", *OTHERS))]
+    header += ["optimus over the most frugal", "states", "LLM activations", "encoder activations", "step"]
+    rows = []
+    for preset in PRESETS:
+        for name in (*SIZES, *WEAK):
+            systems = stored[f"memory {name} {preset}"]["systems"]
+            names = ("optimus", "paper", *OTHERS)
+            peaks = [_gb(systems[each]) if each in systems else "does not fit" for each in names]
+            row, ours, other = [name, f"`{preset}`", *peaks], systems.get("optimus"), frugal(systems)
+            if ours is None:
+                rows.append([*row, "", "", "", "", ""])
+                continue
+            parts = [f"{ours['gb'][part] - other['gb'][part]:+.1f} GB" for part in other["gb"]]
+            over = f"{100 * (ours['peak_gb'] / other['peak_gb'] - 1):+.0f} %"
+            rows.append([*row, over, *parts, f"{ours['step_s'] / other['step_s']:.2f}"])
+    return markdown(header, rows)
+
+
+def frugal(systems: Figures) -> Figures:
+    """The baseline that fits in least memory."""
+    fitting = [systems[name] for name in OTHERS if name in systems and systems[name]["fits"]]
+    found: Figures = min(fitting, key=lambda made: made["peak_gb"])
+    return found
+
+
+def capacity(stored: Figures) -> str:
+    """Steps on GPUs with less memory; the fastest in bold."""
+    systems = ("optimus", *OTHERS)
+    rows = []
+    for name in SIZES:
+        found = stored[f"capacity {name} default"]
+        for gigabytes in CAPACITIES:
+            made = found[str(gigabytes)]
+            best = min((each["step_s"] for each in made.values()), default=0.0)
+            cells = ["" if s not in made else _bold(made[s]["step_s"], best) for s in systems]
+            rows.append([name, str(gigabytes), *cells])
+    return markdown(["job", "GB of a GPU", *(f"{system} s" for system in systems)], rows)
+
+
+def _bold(step_s: float, best_s: float) -> str:
+    return f"**{step_s:.3f}**" if step_s == best_s else f"{step_s:.3f}"
+
+
+def bubbles(stored: Figures) -> str:
+    """Where the mean GPU's step goes, before and after encoders are put into it."""
+    header = ["preset", "seconds of a GPU"]
+    header += [f"{gpus}: {word}" for gpus in STRONG for word in ("LLM alone", "with encoders", "change")]
+    rows = []
+    for preset in PRESETS:
+        cases = [stored[f"bubbles {gpus} {preset}"] for gpus in STRONG]
+        lines = {words: [cause] for cause, words in PARTS.items()}
+        lines["of it, encoders wait for their own TP"] = ["tp_of_encoders"]
+        lines["**all idle**"] = list(CAUSES)
+        lines |= {words: [part] for part, words in WORK.items()}
+        lines["**step**"] = [*CAUSES, *WORK]
+        for words, parts in lines.items():
+            cells = []
+            for case in cases:
+                before, after = (sum(case[when][part] for part in parts) for when in ("before", "after"))
+                cells += [f"{before:.3f}", f"{after:.3f}", f"{round(after - before, 3) + 0.0:+.3f}"]
+            rows.append([f"`{preset}`", words, *cells])
+    return markdown(header, rows)
+
+
+def used(stored: Figures) -> str:
+    """Of the encoders' compute: what the idle time took in, and what the step shows."""
+    header = ["preset", "GPUs", "microbatches", "idle before", "encoder compute", "less idle", "slower LLM"]
+    header += ["step longer by", "idle time used", "over floor", "balanced-best over floor"]
+    rows = []
+    for preset in PRESETS:
+        for gpus in STRONG:
+            case = stored[f"bubbles {gpus} {preset}"]
+            before, after = case["before"], case["after"]
+            idle = [sum(each[cause] for cause in CAUSES) for each in (before, after)]
+            slower = sum(after[part] - before[part] for part in ("llm", "optimizer"))
+            cells = [
+                idle[0],
+                after["encoders"],
+                idle[0] - idle[1],
+                slower,
+                after["step_s"] - before["step_s"],
+            ]
+            share = f"{100 * (idle[0] - idle[1]) / idle[0]:.0f} %"
+            over = [f"{s / case['floor_s']:.3f}" for s in (after["step_s"], case["balanced_best_s"])]
+            row = [f"`{preset}`", str(gpus), str(case["microbatches"])]
+            rows.append([*row, *(f"{cell:.3f}" for cell in cells), share, *over])
+    return markdown(header, rows)
+
+
+def sweep(stored: Figures) -> str:
+    """Gain of filling, by size of encoder and of images; who is next, and both over the floor."""
+    header = ["encoder tokens", *(f"{ratio:g} of the LLM" for ratio in RATIOS)]
+    rows = []
+    for tokens in TOKENS:
+        cells = []
+        for ratio in RATIOS:
+            found = stored[f"sweep {ratio:g} {tokens} default"]
+            name, other = simpler(found)
+            floor_s = found["floor_s"]
+            theirs = f"{other['step_s'] / floor_s:.3f} {SHORT[name]}"
+            ours = found["systems"].get("optimus")
+            cells.append(
+                f"does not fit (- / {theirs})"
+                if ours is None
+                else f"{round(100 * gain(found), 1) + 0.0:+.1f} % ({ours['step_s'] / floor_s:.3f} / {theirs})"
+            )
+        rows.append([f"{tokens:,}", *cells])
+    return markdown(header, rows)
+
+
+SHORT = {"balanced-best": "b", "three-phase": "t", "fsdp": "f"}
+
+
+def sweep_memory(stored: Figures) -> str:
+    """Peaks of ours and of the best simpler system."""
+    rows = []
+    for tokens in TOKENS:
+        cells = []
+        for ratio in RATIOS:
+            found = stored[f"sweep {ratio:g} {tokens} default"]
+            ours = found["systems"].get("optimus")
+            cells.append(f"{'-' if ours is None else _gb(ours)} / {_gb(simpler(found)[1])}")
+        rows.append([f"{tokens:,}", *cells])
+    return markdown(["encoder tokens", *(f"{ratio:g} of the LLM" for ratio in RATIOS)], rows)
+
+
+def roomy(stored: Figures) -> str:
+    """Gain at points where memory decides, and with more of it."""
+    header = ["encoder", "encoder tokens", "GB of a GPU", "optimus s", "best simpler s", "gain", "peaks GB"]
+    rows = []
+    for name in ROOMY:
+        for part, gigabytes in (("sweep", CAPACITIES[0]), ("roomy", ROOMY_GB)):
+            found = stored[f"{part} {name} default"]
+            ours, (other, theirs) = found["systems"]["optimus"], simpler(found)
+            ratio, tokens = name.split()
+            row = [f"{ratio} of the LLM", f"{int(tokens):,}", str(gigabytes), f"{ours['step_s']:.3f}"]
+            row += [f"{theirs['step_s']:.3f} {SHORT[other]}", f"{100 * gain(found):+.1f} %"]
+            rows.append([*row, f"{ours['peak_gb']:.1f} / {theirs['peak_gb']:.1f}"])
+    return markdown(header, rows)
+
+
+TABLES = {
+    "encoders": encoders,
+    "memory": memory,
+    "capacity": capacity,
+    "used": used,
+    "bubbles": bubbles,
+    "sweep": sweep,
+    "sweep-memory": sweep_memory,
+    "roomy": roomy,
+}
+
+
+def fill(page: str, stored: Figures) -> str:
+    """The page with every table between its markers made from stored figures."""
+    for name, make in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", "<!-- end -->"
+        assert begin in page, f"no place for {name}"
+        before, rest = page.split(begin, 1)
+        page = before + begin + make(stored) + "\n" + end + rest.split(end, 1)[1]
+    return page
+
+
+def read_stored() -> Figures:
+    found: Figures = json.loads(STORED.read_text()) if STORED.exists() else {}
+    return found
+
+
+def _play(asked: list[str]) -> None:
+    """Plays the cases that were asked for, and says how far it is."""
+    cases = [case for case in all_cases() if not asked or any(case.key.startswith(word) for word in asked)]
+    for place, case in enumerate(cases):
+        begin = time.process_time()
+        played = case.make()
+        stored = {**read_stored(), case.key: played}
+        known = {each.key: stored[each.key] for each in all_cases() if each.key in stored}
+        STORED.write_text(json.dumps(known, indent=1) + "\n")
+        seconds = time.process_time() - begin
+        sys.stderr.write(f"{place + 1} of {len(cases)}: {case.key}, {seconds:.0f} s of CPU\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["page"]:
+        _play(sys.argv[1:])
+    PAGE.write_text(fill(PAGE.read_text(), read_stored()))
+    for file, draw in PICTURES.items():
+        (ROOT / "docs" / "images" / file).write_text(draw(read_stored()), encoding="utf-8", newline="\n")
