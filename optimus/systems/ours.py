@@ -326,13 +326,27 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
 
 
 def _first_that_fits(ranked: Sequence[Tried], rejected: list[Rejected]) -> tuple[FilledPlan, Tried] | None:
-    """As replayed; those that turn out not to fit are rejected."""
+    """As replayed, if need be with backwards whole; those that turn out not to fit are rejected."""
     for tried in ranked:
         filled = tried.trial.plan(tried.arranged)
         if filled.fits:
             return filled, tried
         rejected.append(tried.trial.too_large(max(held.peak for held in filled.plan.memory)))
+        whole = _backwards_whole(tried)
+        filled = whole.trial.plan(whole.arranged) if whole is not None else filled
+        if whole is not None and filled.fits:
+            return filled, whole
     return None
+
+
+def _backwards_whole(tried: Tried) -> Tried | None:
+    """The same, without keeping what was made again until gradients of weights, put off, are computed."""
+    if not any(chosen.split and chosen.recompute != "none" for chosen in tried.beside.values()):
+        return None
+    old = tried.trial
+    whole = {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
+    trial = Trial(old.setting, old.llm, whole, lambda _: old.base)
+    return Tried(trial=trial, arranged=trial.fill.arrange(tried.arranged.shift_s))
 
 
 def most_in_flight(order: Pipeline) -> int:
