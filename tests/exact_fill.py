@@ -228,9 +228,10 @@ class Optimum:
 
 
 def _coupled(lines: Lines) -> Schedule:
-    """Everything that lines wait for, and no more."""
+    """Everything that lines wait for, and no more: but for the LLM's, their order is open."""
     devices = range(lines.header.devices)
-    return couple(lines.header.plan, [lines.program(np.flatnonzero(lines.device == d)) for d in devices])
+    programs = [lines.program(np.flatnonzero(lines.device == d)) for d in devices]
+    return couple(lines.header.plan, programs, ordered=False)
 
 
 class ExactFill:

@@ -225,6 +225,17 @@ class SlowPlan:
             issue[send] = max(issue[send], issue[recv])
         return issue
 
+    def enqueued_before(self) -> dict[Id, list[Id]]:
+        """Of every line of communication, all compute that stands before it; a receive is posted aside."""
+        found: dict[Id, list[Id]] = {}
+        for program in self.programs:
+            last: list[Id] = []
+            for line in program:
+                computes = self.lane(line) == Lane.COMPUTE
+                found[line] = [] if computes or line.verb in RECVS else last
+                last = [line] if computes else last
+        return found
+
 
 def slow_replay(slow: SlowPlan) -> dict[Id, tuple[float, float]] | None:
     """Start and end of every line, by stepping from event to event; None if the plan never ends."""
@@ -234,7 +245,7 @@ def slow_replay(slow: SlowPlan) -> dict[Id, tuple[float, float]] | None:
         for line in program:
             lane = slow.lane(line)
             (receives if lane is None else queues[line.device, lane]).append(line)
-    issue = slow.issue_s()
+    issue, enqueued = slow.issue_s(), slow.enqueued_before()
     sender = {recv: send for send, recv in slow.recv_of.items()}
     slows = {line for line in slow.at if slow.group(line) and slow.lane(line) in (Lane.TP, Lane.DP)}
     computes = {
@@ -258,7 +269,8 @@ def slow_replay(slow: SlowPlan) -> dict[Id, tuple[float, float]] | None:
                     continue
                 line = queue[0]
                 issued = issue[line] <= now + 1e-12
-                if line not in there and issued and all(need in end for need in slow.needs[line]):
+                needs = *slow.needs[line], *enqueued[line]
+                if line not in there and issued and all(need in end for need in needs):
                     there.add(line)
                     changed = True
                     meeting = slow.meetings.get(line, [line])

@@ -26,7 +26,7 @@ LATE = 1e-9
 
 def played(plan: Plan, seed: int, *, launch_s: float = 0.0) -> tuple[Schedule, Floats, Timeline]:
     """A plan under noise, in two streams; compute is not slowed down, so that durations can be seen."""
-    schedule = couple(plan, plan.programs)
+    schedule = couple(plan, plan.programs, ordered=False)
     duration_s = NoisyKernels(schedule, Places.of_plan(plan)).durations(ROUGH, seed)
     return schedule, duration_s, TwoStreams(schedule, launch_s=launch_s).play(duration_s)
 

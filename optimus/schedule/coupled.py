@@ -16,11 +16,17 @@ Edges = tuple[Ints, Ints]  # lines, and the line that each of them waits for
 TRAFFIC = (Verb.GATHER, Verb.REDUCE)
 
 
-def couple(plan: Plan, programs: Sequence[Program], header: Header | None = None) -> Schedule:
-    """Programs as a schedule that can be played."""
+def couple(
+    plan: Plan, programs: Sequence[Program], header: Header | None = None, *, ordered: bool = True
+) -> Schedule:
+    """Programs as a schedule that can be played.
+
+    Communication is posted behind all compute that stands before it; if lines are not `ordered` (yet, or on
+    streams apart), only the LLM's behind the LLM's.
+    """
     lines = Lines.of(header or Header(plan), programs)
     graph = _Graph(lines)
-    edges = [np.stack(pair, axis=1) for pair in graph.edges()]
+    edges = [np.stack(pair, axis=1) for pair in (*graph.edges(), graph.posted(ordered=ordered))]
     dep_offset, deps = group_by_first(np.concatenate(edges), len(lines))
     return Schedule(
         modules=plan.names,
@@ -125,6 +131,17 @@ class _Graph:
         there = self._received >= 0
         yield self._received[there], self._sent[there]
         yield from self._traffic()
+
+    def posted(self, *, ordered: bool) -> Edges:
+        """Communication behind the compute before it: a stream of a GPU takes both in order."""
+        lines, count = self._lines, len(self._lines)
+        of_llm = (lines.module == self._header.llm) & (lines.verb <= Verb.W)
+        compute = (self.lane == Lane.COMPUTE) & (ordered | of_llm)
+        talks = (self.lane != Lane.COMPUTE) & (self.kind != Kind.RECV) & (ordered | of_llm)
+        before = np.maximum.accumulate(np.where(compute, np.arange(count), -1))
+        rows = np.flatnonzero(talks & (before >= 0))
+        rows = rows[lines.device[before[rows]] == lines.device[rows]]
+        return rows, before[rows]
 
     def _inside_ops(self) -> Iterator[Edges]:
         header, ops = self._header, self._lines.ops

@@ -153,27 +153,24 @@ class Fill:
         return found
 
     def _with_launches(self, turn: Ints, timeline: Timeline) -> Floats:
-        """Turns, changed so that a link meets its launches in the order in which they had their turns.
+        """Turns, changed so that no launch stands behind compute that runs when it begins.
 
-        A launch of the LLM stands right behind the compute whose result it sends. What an encoder launched
-        during that compute must then stand before it.
+        A launch of the LLM stands right behind the compute whose result it sends.
         """
         when, kind, device = turn.astype(np.float64), self.schedule.kind, self._lines.device
         llm = np.flatnonzero(self._of_llm)
         glued = (kind[llm] == Kind.LAUNCH) & (self._lines.place[llm] > 0)
         behind = np.maximum.accumulate(np.where(glued, 0, np.arange(len(llm))))  # launch behind launch, too
         launches, senders = llm[glued], llm[behind[glued]]
-        theirs = np.flatnonzero(self._phases & ~self._of_llm & (kind == Kind.LAUNCH))
+        others = np.setdiff1d(np.flatnonzero(self._phases & (kind == Kind.LAUNCH)), launches)
+        works = np.flatnonzero(self._phases & (self.schedule.lane == Lane.COMPUTE))
         for each in range(self._lines.header.devices):
-            mine, sent = launches[device[launches] == each], senders[device[launches] == each]
-            some = theirs[device[theirs] == each]
-            if not len(mine):
-                continue
-            at = np.searchsorted(turn[sent], turn[some]) - 1
-            under = (at >= 0) & (turn[some] < turn[mine[at]])
-            under &= timeline.start_s[some] < timeline.finish_s[sent[at]]
-            some, begin, end = some[under], turn[sent[at[under]]], turn[mine[at[under]]]
-            when[some] = begin - 1 + (turn[some] - begin) / (end - begin)
+            some, mine = others[device[others] == each], works[device[works] == each]
+            mine = mine[np.argsort(turn[mine])]
+            at = np.searchsorted(timeline.finish_s[mine], timeline.start_s[some], side="right")
+            behind = at < len(mine)
+            some, runs = some[behind], mine[at[behind]]
+            when[some] = np.minimum(turn[some], turn[runs] - 1 + turn[some] / len(turn))
         when[launches] = turn[senders]
         self._meet(when, self._phases & ~np.isin(np.arange(len(when)), launches))
         ops = self._lines.ops

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -72,7 +73,8 @@ def unplaced(plan: Plan, orders: Sequence[Program], traffic: Mapping[Traffic, fl
             )
         )
     programs = _merge(header, lines, extras)
-    return Unplaced(lines=Lines.of(header, programs), schedule=couple(plan, programs, header))
+    schedule = couple(plan, programs, header, ordered=False)
+    return Unplaced(lines=Lines.of(header, programs), schedule=schedule)
 
 
 def play(plan: Plan, schedule: Schedule) -> Timeline:
@@ -124,6 +126,7 @@ class _Clock:
         self.start_s = timeline.start_s[phases]
         self.time_s, self.turn = _times(schedule, timeline)[phases], _turns(schedule)[phases]
         self.end_s: Floats = np.maximum(timeline.finish_s[phases], self.time_s)
+        self._computes = schedule.lane[phases] == Lane.COMPUTE
 
     def before_message(self, devices: Ints, produced: Ints) -> Ints:
         """The phase line of each class before which a message falls that is sent behind `produced`."""
@@ -131,9 +134,17 @@ class _Clock:
         keys, wanted = np.split(rank, [len(self.time_s)])
         return self._position(keys, devices, wanted)
 
-    def after_time(self, devices: Ints, times_s: Floats) -> Ints:
-        """The first phase line of each class behind all that begins by then."""
-        return self._position(self.time_s, devices, times_s)
+    def running(self, devices: Ints, times_s: Floats) -> Ints:
+        """The first phase line of each class whose compute has not ended by then."""
+        return self._position(self._done_s, devices, times_s)
+
+    @cached_property
+    def _done_s(self) -> Floats:
+        """When all compute of a class up to a phase line has ended."""
+        done_s = np.where(self._computes, self.end_s, 0.0)
+        for first, end in pairwise(self.first):
+            done_s[first:end] = np.maximum.accumulate(done_s[first:end])
+        return done_s
 
     def _position(self, keys: Ints | Floats, devices: Ints, wanted: Ints | Floats) -> Ints:
         found = np.empty(len(devices), np.int64)
@@ -269,7 +280,10 @@ def _traffic(clock: _Clock) -> Iterator[_Extra]:
 
 
 def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int]) -> _Extra:
-    """After the lines `made`: right behind them, or when the last class of the group has its own."""
+    """After the lines `made`: right behind them, or when the last class of the group has its own.
+
+    Not behind compute that runs by then, for which it would wait.
+    """
     lines, header = clock.lines, clock.header
     own = [made[lines.device[made] == device] for device in devices.tolist()]
     firsts = clock.first[devices].tolist()
@@ -278,7 +292,7 @@ def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int
     group = header.group[row[0], Communicator.DP, devices]
     done = np.array([finish[group == g].max() for g in group.tolist()])
     alone = header.group_size[row[0], Communicator.DP, devices] == 1
-    when = clock.after_time(devices, done)
+    when = clock.running(devices, done)
     return _Extra(
         device=devices,
         before=np.where(alone, last + 1, np.maximum(when, last + 1)),

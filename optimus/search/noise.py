@@ -9,6 +9,7 @@ from statistics import fmean
 from optimus.errors import UserError, one_of
 from optimus.program.op import Schedule
 from optimus.program.plan import Plan
+from optimus.schedule.coupled import couple
 from optimus.schedule.noise import LEVELS, Noise, NoisyKernels, Places
 from optimus.schedule.timeline import evaluate
 from optimus.schedule.two_streams import TwoStreams
@@ -109,7 +110,8 @@ class _Policies:
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._plan, self._kernels = plan, NoisyKernels(schedule, Places.of_plan(plan))
-        self._streams = TwoStreams(schedule, slowdown=plan.slowdown, launch_s=plan.launch_s)
+        streams = couple(plan, plan.programs, ordered=False)
+        self._streams = TwoStreams(streams, slowdown=plan.slowdown, launch_s=plan.launch_s)
 
     def steps_s(self, policy: str, noise: Noise, seeds: int) -> Steps:
         if policy == STATIC:

@@ -138,7 +138,8 @@ class Setting:
         after another, is as much as it is on average, but never less than an image.
         """
         blocks = across if pieces % across == 0 else 1
-        own, images = self.dealt(encoder, sequences, blocks) * blocks / pieces, self.images(encoder, sequences)
+        own = self.dealt(encoder, sequences, blocks) * blocks / pieces
+        images = self.images(encoder, sequences)
         return own if pieces == blocks or not images else max(own, sequences / images)
 
     def policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[Policy]:

@@ -86,6 +86,7 @@ class Derivation:
         none = [np.zeros(0, np.int64)]
         send, recv = np.concatenate(none + self._sends), np.concatenate(none + self._recvs)
         self._wait(send, recv)
+        self._wait(*self._posted())
         meeting, size = self._meetings()
         return Waits(
             lines=self.lines,
@@ -244,6 +245,13 @@ class Derivation:
         first, end = self.lines.first[where.device], self.lines.first[where.device + 1]
         reduces = first + np.flatnonzero(self.lines.verb[first:end] == Verb.REDUCE)
         self._wait(reduces, np.full(len(reduces), rows[0, 0]))
+
+    def _posted(self) -> tuple[Ints, Ints]:
+        """Pairs: the compute line that stands last before a line of communication, and that line."""
+        before = np.maximum.accumulate(np.where(self._lane == Lane.COMPUTE, np.arange(len(self.lines)), -1))
+        talks = (self._lane != Lane.COMPUTE) & (self._lane != NO_LANE)
+        rows = np.flatnonzero(talks & (before >= self.lines.first[self.lines.device]))
+        return before[rows], rows
 
     # ------------------------------------------------------------------------ meetings and issue
 
