@@ -135,13 +135,13 @@ class _Clock:
         return self._position(keys, devices, wanted)
 
     def running(self, devices: Ints, times_s: Floats) -> Ints:
-        """The first phase line of each class whose compute has not ended by then."""
+        """The first phase line of each class whose compute has not ended by then, or that begins later."""
         return self._position(self._done_s, devices, times_s)
 
     @cached_property
     def _done_s(self) -> Floats:
-        """When all compute of a class up to a phase line has ended."""
-        done_s = np.where(self._computes, self.end_s, 0.0)
+        """When all compute of a class up to a phase line has ended, and all launches have begun."""
+        done_s = np.where(self._computes, self.end_s, self.time_s)
         for first, end in pairwise(self.first):
             done_s[first:end] = np.maximum.accumulate(done_s[first:end])
         return done_s
