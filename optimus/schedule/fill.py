@@ -171,8 +171,8 @@ class Fill:
             behind = at < len(mine)
             some, runs = some[behind], mine[at[behind]]
             when[some] = np.minimum(turn[some], turn[runs] - 1 + turn[some] / len(turn))
-        when[launches] = turn[senders]
         self._meet(when, self._phases & ~np.isin(np.arange(len(when)), launches))
+        when[launches] = when[senders]
         ops = self._lines.ops
         number = np.repeat(np.arange(len(ops)), np.diff(np.append(ops.first, len(ops.rows))))
         apart = number * float(len(when) + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -53,14 +53,18 @@ class Floors:
             )
         return fastest(setting, "llm-only", pipelines)
 
-    def roomier(self, pipeline: InlinePipeline, added_bytes: float) -> Iterator[InlinePipeline]:
-        """The best pipelines that leave `added_bytes` free; then this one with more made again."""
-        setting = replace(self.setting, kept_free_bytes=added_bytes)
-        made = strong_pipelines(
-            setting, (self.setting.job.model.llm,), starts=2, evaluations=EVALUATIONS // 4
-        )
-        yield from (replace(each, setting=self.setting) for each in made[:1])
-        yield from self.more_recomputed(pipeline)
+    def roomier(self, pipeline: InlinePipeline, added_bytes: Sequence[float]) -> Iterator[InlinePipeline]:
+        """The best pipeline that leaves each of `added_bytes` free; if there is none, with more made again."""
+        found: dict[tuple[object, ...], InlinePipeline] = {}
+        for free_bytes in added_bytes:
+            setting = replace(self.setting, kept_free_bytes=free_bytes)
+            made = strong_pipelines(
+                setting, (self.setting.job.model.llm,), starts=2, evaluations=EVALUATIONS // 4
+            )
+            for each in made[:1]:
+                key = each.cut, each.order_name, each.microbatches, each.layout, each.policy
+                found[key] = replace(each, setting=self.setting)
+        yield from found.values() or self.more_recomputed(pipeline)
 
     def more_recomputed(self, pipeline: InlinePipeline) -> Iterator[InlinePipeline]:
         """An LLM pipeline with more recomputation than its own."""

@@ -104,9 +104,9 @@ class Systems:
         """Beside this pipeline with any recomputation, and where none fits beside its own, a roomier one."""
         found = list(three_phase_choices(self.setting, llm))
         added = min((choice.peak_bytes for choice in found), default=0.0) - llm.peak_bytes
-        others = self.floors.more_recomputed(llm)
+        others = list(self.floors.more_recomputed(llm))
         if not any(choice.fits for choice in found):
-            others = self.floors.roomier(llm, added)
+            others += self.floors.roomier(llm, [added])
         return [*found, *(choice for other in others for choice in three_phase_choices(self.setting, other))]
 
     def separate_gpus(self) -> System:

@@ -68,7 +68,7 @@ class Search:
         self.considered = 0
         self._base: Base | None = None
         self._ops_left = MOST_OPS
-        self._kept_bytes = inf  # if nothing is made again
+        self._kept_bytes = self._least_bytes = inf  # of a rank, if nothing is made again, or all that may be
 
     def tried(self) -> list[Tried]:
         """The most promising ways that fit by their bytes, one layout for all encoders, the fastest first."""
@@ -84,9 +84,9 @@ class Search:
         return all(chosen.recompute == least[name] for name, chosen in tried.beside.items())
 
     @property
-    def added_bytes(self) -> float:
-        """What encoders that make nothing again add to the LLM's fullest rank."""
-        return self._kept_bytes - self.llm.peak_bytes
+    def added_bytes(self) -> list[float]:
+        """What encoders add to the LLM's fullest rank: if they make nothing again, and at least."""
+        return [each - self.llm.peak_bytes for each in (self._kept_bytes, self._least_bytes) if each < inf]
 
     def as_layout(self, tried: Tried) -> TriedLayout:
         """For those who look at what was tried."""
@@ -123,6 +123,7 @@ class Search:
                 fitting.append(found)
             else:
                 frugal = min(ladder, key=lambda trial: trial.most_bytes)
+                self._least_bytes = min(self._least_bytes, frugal.most_bytes)
                 self.rejected.append(frugal.too_large(frugal.most_bytes))
             if len(fitting) == most:
                 break
@@ -292,10 +293,10 @@ class Search:
         yield found
 
 
-Roomier = Callable[[InlinePipeline, float], Iterable[InlinePipeline]]
+Roomier = Callable[[InlinePipeline, Sequence[float]], Iterable[InlinePipeline]]
 
 
-def _none(llm: InlinePipeline, added_bytes: float) -> Iterable[InlinePipeline]:
+def _none(llm: InlinePipeline, added_bytes: Sequence[float]) -> Iterable[InlinePipeline]:
     return ()
 
 
@@ -313,8 +314,6 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
             searches.append(Search(setting, other))
             found = searches[-1].tried()
             pool += [(searches[-1], each) for each in found]
-            if found:
-                break
     considered = sum(search.considered for search in searches)
     rejected = [each for search in searches for each in search.rejected]
     pool.sort(key=lambda pair: pair[1].step_s)
