@@ -54,7 +54,7 @@ class Floors:
         return fastest(setting, "llm-only", pipelines)
 
     def roomier(self, pipeline: InlinePipeline, added_bytes: Sequence[float]) -> Iterator[InlinePipeline]:
-        """The best pipeline that leaves each of `added_bytes` free; if there is none, with more made again."""
+        """The best pipeline that leaves each of `added_bytes` free; if none does, with more made again."""
         found: dict[tuple[object, ...], InlinePipeline] = {}
         for free_bytes in added_bytes:
             setting = replace(self.setting, kept_free_bytes=free_bytes)
