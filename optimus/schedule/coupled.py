@@ -19,18 +19,22 @@ TRAFFIC = (Verb.GATHER, Verb.REDUCE)
 def couple(
     plan: Plan, programs: Sequence[Program], header: Header | None = None, *, ordered: bool = True
 ) -> Schedule:
-    """Programs as a schedule that can be played.
+    """Programs as a schedule that can be played."""
+    return couple_lines(Lines.of(header or Header(plan), programs), ordered=ordered)
+
+
+def couple_lines(lines: Lines, *, ordered: bool = True) -> Schedule:
+    """Lines as a schedule that can be played.
 
     Communication is posted behind all compute that stands before it; if lines are not `ordered` (yet, or on
     streams apart), only the LLM's behind the LLM's.
     """
-    lines = Lines.of(header or Header(plan), programs)
-    graph = _Graph(lines)
+    plan, graph = lines.header.plan, _Graph(lines)
     edges = [np.stack(pair, axis=1) for pair in (*graph.edges(), graph.posted(ordered=ordered))]
     dep_offset, deps = group_by_first(np.concatenate(edges), len(lines))
     return Schedule(
         modules=plan.names,
-        num_devices=len(programs),
+        num_devices=lines.header.devices,
         kind=graph.kind,
         module=lines.module.astype(np.int8),
         chunk=lines.chunk.astype(np.int32),
@@ -47,7 +51,7 @@ def couple(
         meeting=graph.meetings(),
         labels=lines.header.labels,
         label=np.where(lines.phase >= 0, lines.header.label[lines.phase], -1),
-        device_names=tuple(plan.ranks.class_name(device) for device in range(len(programs))),
+        device_names=tuple(plan.ranks.class_name(device) for device in range(lines.header.devices)),
     )
 
 

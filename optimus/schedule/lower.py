@@ -18,7 +18,7 @@ import numpy as np
 
 from optimus.program.op import Communicator, Floats, Ints, Kind, Lane, Schedule
 from optimus.program.plan import WHOLE_STAGE, Plan, Program, Verb
-from optimus.schedule.coupled import couple
+from optimus.schedule.coupled import couple, couple_lines
 from optimus.schedule.lines import Header, Lines
 from optimus.schedule.timeline import Timeline, evaluate
 from optimus.schedule.transfers import Transfers, find_transfers
@@ -73,8 +73,8 @@ def unplaced(plan: Plan, orders: Sequence[Program], traffic: Mapping[Traffic, fl
             )
         )
     programs = _merge(header, lines, extras)
-    schedule = couple(plan, programs, header, ordered=False)
-    return Unplaced(lines=Lines.of(header, programs), schedule=schedule)
+    merged = Lines.of(header, programs)
+    return Unplaced(lines=merged, schedule=couple_lines(merged, ordered=False))
 
 
 def play(plan: Plan, schedule: Schedule) -> Timeline:

@@ -44,6 +44,7 @@ class Made:
         self.templates: dict[object, Template] = {}
         self.equal: dict[Template, Template] = {}
         self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerSums]] = {}
+        self.images: dict[str, float] = {}  # of every encoder in a mean sequence
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,8 +122,10 @@ class Setting:
 
     def images(self, encoder: Encoder, sequences: float) -> float:
         """Images (or clips) in so many mean sequences."""
-        every = self.job.workload.sequences
-        return sequences * sum(len(each.lengths(encoder.name)) for each in every) / len(every)
+        name, every = encoder.name, self.job.workload.sequences
+        if name not in self.made.images:
+            self.made.images[name] = sum(len(each.lengths(name)) for each in every) / len(every)
+        return sequences * self.made.images[name]
 
     def dealt(self, encoder: Encoder, sequences: float, groups: int) -> float:
         """Sequences' worth of whole images that the busiest of `groups` gets when they are dealt out."""
