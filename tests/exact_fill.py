@@ -36,7 +36,7 @@ from optimus.search.layouts import decide_setting
 from optimus.systems.colocated import encoder_layout
 from optimus.systems.filled import FilledPlan, finish_plan
 from optimus.systems.listed import llm_pipeline
-from optimus.systems.ours import Search
+from optimus.systems.ours import Search, Tried
 from optimus.systems.setting import Setting
 from optimus.systems.trial import Beside, Trial
 
@@ -87,7 +87,8 @@ class Instance(Trial):
 
     def ours(self) -> Arranged:
         """The best of the shifts that the search tries."""
-        return Search(self.setting, self.llm)._shifted(self).arranged
+        unshifted = Tried(trial=self, arranged=self.fill.arrange(0.0))
+        return Search(self.setting, self.llm)._shifted(unshifted).arranged
 
     def starts(self, filled: FilledPlan) -> Ints:
         """When every line of the fill begins in a plan, in units."""

@@ -16,13 +16,14 @@ from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.program.op import Kind
 from optimus.program.validator import check_plan
+from optimus.schedule.pipelines import most_in_flight
 from optimus.search.layouts import decide_setting
 from optimus.systems.colocated import encoder_layout, even_counts
 from optimus.systems.encoder_layouts import own_layouts
 from optimus.systems.filled import FilledPlan
 from optimus.systems.known import Systems
 from optimus.systems.listed import llm_pipeline
-from optimus.systems.ours import Search, most_in_flight, search_ours
+from optimus.systems.ours import Search, search_ours
 from optimus.systems.traffic_cut import moved
 from optimus.systems.trial import Beside, Trial
 

@@ -80,10 +80,17 @@ def test_a_stated_encoder_layout_is_kept_and_others_say_why_not() -> None:
     assert {each.reason.partition(":")[0] for each in found if isinstance(each, Rejected)} == {"stated"}
 
 
-def test_heads_that_do_not_divide_are_a_reason() -> None:
+def test_heads_are_padded_but_none_is_cut() -> None:
     setting, _ = decide_setting(find_job(SMALL), preset("default"))
-    reasons = [each.reason for each in common_layouts(setting, setting.layout) if isinstance(each, Rejected)]
-    assert reasons == ["divisibility: vision has 18 heads, tp is 4"]
+    assert setting.job.model.encoders[0].stack.attention.heads == 18
+    assert "tp4" in str([str(each) for each in common_layouts(setting, setting.layout)])
+    (vision,) = setting.job.model.encoders
+    attention = replace(vision.stack.attention, heads=2, kv_heads=2)
+    narrow = replace(vision, stack=replace(vision.stack, attention=attention))
+    job = replace(setting.job, model=replace(setting.job.model, encoders=(narrow,)))
+    found = common_layouts(replace(setting, job=job), setting.layout)
+    reasons = [each.reason for each in found if isinstance(each, Rejected)]
+    assert reasons == ["divisibility: vision has 2 heads, tp is 4"]
 
 
 @pytest.mark.ci("plan file")

@@ -92,6 +92,8 @@ class Stated:
         if tp is None:
             return
         heads, kv_heads = stack.attention.heads, stack.attention.kv_heads
+        if isinstance(self.module, Encoder) and tp <= heads == kv_heads and stack.mlp.width % tp == 0:
+            return  # heads are padded
         valid = gcd(heads, stack.mlp.width)
         for name, width in (("attention.heads", heads), ("mlp.width", stack.mlp.width)):
             if width % tp:

@@ -122,3 +122,13 @@ def _check_warmup(counts: Sequence[int], *, stages: int, chunks: int) -> None:
         raise ValueError(f"warmup {counts} must not rise from stage to stage")
     if chunks > 1 and counts[0] - counts[-1] > 2 * stages:
         raise ValueError(f"warmup {counts} may fall by at most {2 * stages} from first to last stage")
+
+
+def most_in_flight(order: Pipeline) -> int:
+    """Microbatches between their first forward and their last backward on the first stage."""
+    count = most = 0
+    for op in order[0]:
+        count += op.chunk == 0 and op.kind == Kind.F
+        count -= op.chunk == 0 and op.kind in (Kind.B, Kind.I)
+        most = max(most, count)
+    return most

@@ -32,9 +32,12 @@ def _all_layouts(llm: Layout) -> Iterator[Layout]:
 
 
 def why_not(setting: Setting, encoder: Encoder, layout: Layout) -> str | None:
-    """The reason why an encoder cannot be divided so, or is not to be."""
+    """The reason why an encoder cannot be divided so, or is not to be.
+
+    Heads need not be a multiple of tp: they are padded, and priced so, for every system.
+    """
     stack, stated = encoder.stack, setting.job.layout.of(encoder.name).stated()
-    if stack.attention.heads % layout.tp:
+    if stack.attention.heads < layout.tp:
         return f"divisibility: {encoder.name} has {stack.attention.heads} heads, tp is {layout.tp}"
     if stack.layers < layout.pp:
         return f"divisibility: {encoder.name} has {stack.layers} layers, pp is {layout.pp}"

@@ -44,6 +44,13 @@ class FilledPlan:
     def fits(self) -> bool:
         return max(held.peak for held in self.plan.memory) <= self.plan.capacity_bytes
 
+    @property
+    def hidden_share(self) -> float:
+        """Share of encoder compute that lies in slots of, or between, the LLM's phases."""
+        seconds = self.plan.claims.encoder_s
+        total = sum(seconds.values())
+        return (seconds["slots"] + seconds["between"]) / total if total else 1.0
+
 
 def finish_plan(
     header: Plan, orders: Sequence[Program], fixed: Sequence[Mapping[str, int]], *, estimate_s: float

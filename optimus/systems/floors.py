@@ -55,15 +55,14 @@ class Floors:
 
     def roomier(self, pipeline: InlinePipeline, added_bytes: Sequence[float]) -> Iterator[InlinePipeline]:
         """The best pipeline that leaves each of `added_bytes` free; if none does, with more made again."""
-        found: dict[tuple[object, ...], InlinePipeline] = {}
+        found: dict[object, InlinePipeline] = {}
         for free_bytes in added_bytes:
             setting = replace(self.setting, kept_free_bytes=free_bytes)
             made = strong_pipelines(
                 setting, (self.setting.job.model.llm,), starts=2, evaluations=EVALUATIONS // 4
             )
-            for each in made[:1]:
-                key = each.cut, each.order_name, each.microbatches, each.layout, each.policy
-                found[key] = replace(each, setting=self.setting)
+            found |= {_sort(each): replace(each, setting=self.setting) for each in made[:1]}
+        found.pop(_sort(pipeline), None)
         yield from found.values() or self.more_recomputed(pipeline)
 
     def more_recomputed(self, pipeline: InlinePipeline) -> Iterator[InlinePipeline]:
@@ -73,3 +72,9 @@ class Floors:
         for policy in policies[policies.index(pipeline.policy) + 1 :]:
             layers = self.setting.layers((llm,), pipeline.sequences, policy)
             yield replace(pipeline, layers=layers, policy=policy)
+
+
+def _sort(pipeline: InlinePipeline) -> object:
+    """What tells pipelines of one setting apart."""
+    made = pipeline
+    return made.cut, made.order_name, made.listed, made.microbatches, made.layout, made.policy

@@ -17,10 +17,9 @@ import numpy as np
 
 from optimus.errors import DoesNotFit
 from optimus.job.layout import Layout
-from optimus.program.op import Kind
 from optimus.schedule.arrangement import Base
 from optimus.schedule.fill import Arranged
-from optimus.schedule.pipelines import Pipeline
+from optimus.schedule.pipelines import most_in_flight
 from optimus.schedule.timeline import Deadlock
 from optimus.systems.colocated import even_counts
 from optimus.systems.encoder_layouts import common_layouts, own_layouts
@@ -32,7 +31,8 @@ from optimus.systems.setting import Setting, describe_recompute
 from optimus.systems.traffic_cut import counts_by_traffic, moved
 from optimus.systems.trial import Beside, Trial
 
-MOST_LAYOUTS = 4  # scheduled beside one LLM pipeline, the most promising first
+MOST_LAYOUTS = 6  # scheduled beside one LLM pipeline, the most promising first
+MOST_SHIFTED = 2  # of them with other shifts of the LLM
 HALVINGS = 3  # of the shift of the LLM
 MOST_MOVES = 6  # of a layer from one stage to another
 MOST_REFINED = 2  # ways, over all LLM pipelines, if they are
@@ -40,6 +40,7 @@ CLOSE = 1.01  # this close to the best
 FAR = 1.01  # behind, with the same shift of the LLM: not looked at further
 NOTHING = 2e-4  # share of a step by which it may become longer if less memory is held
 MOST_OPS = 3_000_000  # played beside one LLM pipeline, and as many again to refine what was found
+MOST_DOUBLED = 4  # times that an LLM pipeline is asked to leave encoders twice the room
 LITTLE = 2e-3  # share of a step: delays below it are not worth a search
 
 
@@ -68,15 +69,17 @@ class Search:
         self.considered = 0
         self._base: Base | None = None
         self._ops_left = MOST_OPS
-        self._kept_bytes = self._least_bytes = inf  # of a rank, if nothing is made again, or all that may be
+        self._kept_bytes = self._least_bytes = inf  # of a rank: if nothing is made again, and at least
 
     def tried(self) -> list[Tried]:
         """The most promising ways that fit by their bytes, one layout for all encoders, the fastest first."""
         found: list[Tried] = []
         for trial in self._layouts():
             if not found or self._ops_left > 0:
-                found.append(self._shifted(trial))
-        return sorted(found, key=_step_s)
+                found.append(Tried(trial=trial, arranged=self._arranged(trial, 0.0)))
+        found.sort(key=_step_s)
+        shifted = [self._shifted(each) for each in found[:MOST_SHIFTED]]
+        return sorted([*shifted, *found[MOST_SHIFTED:]], key=_step_s)
 
     def keeps_all(self, tried: Tried) -> bool:
         """Whether encoders make no more again than they are told to."""
@@ -85,8 +88,9 @@ class Search:
 
     @property
     def added_bytes(self) -> list[float]:
-        """What encoders add to the LLM's fullest rank: if they make nothing again, and at least."""
-        return [each - self.llm.peak_bytes for each in (self._kept_bytes, self._least_bytes) if each < inf]
+        """What encoders add to the LLM's fullest rank: at least, and more up to all they may keep."""
+        least, kept = (each - self.llm.peak_bytes for each in (self._least_bytes, self._kept_bytes))
+        return [least * 2**doubled for doubled in range(MOST_DOUBLED) if least * 2**doubled < kept] + [kept]
 
     def as_layout(self, tried: Tried) -> TriedLayout:
         """For those who look at what was tried."""
@@ -119,11 +123,11 @@ class Search:
         for ladder in _promising(ladders):
             self._kept_bytes = min(self._kept_bytes, ladder[0].most_bytes)
             found = next((trial for trial in ladder if trial.fits), None)
+            frugal = found or min(ladder, key=lambda trial: trial.most_bytes)
+            self._least_bytes = min(self._least_bytes, frugal.most_bytes)
             if found is not None:
                 fitting.append(found)
             else:
-                frugal = min(ladder, key=lambda trial: trial.most_bytes)
-                self._least_bytes = min(self._least_bytes, frugal.most_bytes)
                 self.rejected.append(frugal.too_large(frugal.most_bytes))
             if len(fitting) == most:
                 break
@@ -175,9 +179,9 @@ class Search:
         self._ops_left -= len(trial.fill.schedule)
         return trial.fill.arrange(shift_s)
 
-    def _shifted(self, trial: Trial) -> Tried:
-        """Arranged with the best shift of the LLM: the least that keeps encoders ahead."""
-        best = self._arranged(trial, 0.0)
+    def _shifted(self, tried: Tried) -> Tried:
+        """Arranged with the best shift of the LLM: the least that keeps encoders ahead; there is none yet."""
+        trial, best = tried.trial, tried.arranged
         low_s, high_s = 0.0, best.late_s
         for _ in range(HALVINGS if best.late_s > LITTLE * best.step_s else 0):
             if self._ops_left <= 0:
@@ -225,7 +229,8 @@ class Search:
                 continue
             same = Tried(trial=trial, arranged=self._arranged(trial, tried.arranged.shift_s))
             if same.step_s < FAR * tried.step_s:
-                tried = min(tried, same, self._shifted(trial), key=_step_s)
+                unshifted = Tried(trial=trial, arranged=self._arranged(trial, 0.0))
+                tried = min(tried, same, self._shifted(unshifted), key=_step_s)
         return tried
 
     def _apart(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
@@ -311,6 +316,8 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
         for other in (
             roomier(llm, searches[-1].added_bytes) if not any(map(searches[-1].keeps_all, found)) else ()
         ):
+            if pool and other.estimate_s > min(each.step_s for _, each in pool):
+                continue  # alone it takes longer than what is found
             searches.append(Search(setting, other))
             found = searches[-1].tried()
             pool += [(searches[-1], each) for each in found]
@@ -333,7 +340,7 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
         llm=tried.trial.llm,
         how=_describe(tried),
         considered=considered,
-        hidden_share=_hidden_share(filled),
+        hidden_share=filled.hidden_share,
         notes={"shift_s": tried.arranged.shift_s},
         rejected=rejected,
         tried=[search.as_layout(each) for search, each in pool],
@@ -352,16 +359,6 @@ def _first_that_fits(ranked: Sequence[Tried], rejected: list[Rejected]) -> tuple
             return filled, tried
         rejected.append(tried.trial.too_large(max(held.peak for held in filled.plan.memory)))
     return None
-
-
-def most_in_flight(order: Pipeline) -> int:
-    """LLM microbatches between their first forward and their last backward on the first stage."""
-    count = most = 0
-    for op in order[0]:
-        count += op.chunk == 0 and op.kind == Kind.F
-        count -= op.chunk == 0 and op.kind in (Kind.B, Kind.I)
-        most = max(most, count)
-    return most
 
 
 def _promising(ladders: Sequence[Sequence[Trial]]) -> list[Sequence[Trial]]:
@@ -393,10 +390,3 @@ def _describe(tried: Tried) -> str:
     again = describe_recompute((*((n, c.recompute) for n, c in tried.beside.items()), *llm.policy))
     size = f"microbatch {llm.sequences:.3g}"
     return f"{'; '.join(parts)}; llm {llm.layout}; {llm.order_name}; {size}; {again}"
-
-
-def _hidden_share(filled: FilledPlan) -> float:
-    """Share of encoder compute that lies in slots of, or between, the LLM's phases."""
-    seconds = filled.plan.claims.encoder_s
-    total = sum(seconds.values())
-    return (seconds["slots"] + seconds["between"]) / total if total else 1.0

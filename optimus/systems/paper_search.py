@@ -92,7 +92,7 @@ def _hint(rejected: Sequence[Rejected]) -> str:
     hints = {
         "memory": "recompute: full, more GPUs, or more tp or pp",
         "microbatches": "more sequences per step, or smaller microbatches",
-        "divisibility": "pp and tp that divide the encoders' layers and heads",
+        "divisibility": "no more pp than the encoders have layers, no more tp than heads",
         "stated": "an encoder layout that divides the LLM's",
     }
     return f"use {one_of(hint for sort, hint in hints.items() if sort in sorts)}, or another system"
