@@ -24,6 +24,7 @@ from optimus.program.binding import check_binding
 from optimus.program.planfile import load_plan, plan_text
 from optimus.program.ranks import LLM
 from optimus.program.ready import bound_parts
+from optimus.search.compare import compare_systems
 from optimus.search.layouts import decide_setting
 from optimus.search.planning import Planned, make_plan
 from optimus.search.ranking import rank_settings
@@ -332,3 +333,20 @@ def test_wrong_names_are_answered_before_any_work(capsys: pytest.CaptureFixture[
     assert "--preset says nothing to a plan file" in capsys.readouterr().err
     assert run(["plan", "missing.plan.json"]) == USER_ERROR
     assert "is a plan already" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what a job allows
+
+
+def test_only_what_a_job_allows_is_compared() -> None:
+    job = small_job()
+    fewer = replace(job, layout=replace(job.layout, limits=replace(job.layout.limits, allow=("fill", "fsdp"))))
+    assert set(make_plan(fewer).systems) == {"llm-only", "stage0", "fsdp", "optimus"}
+    assert "balanced-best" in compare_systems(fewer, names=["balanced-best"]).systems  # asked for by name
+
+
+def test_a_job_that_leaves_out_filling_is_not_planned() -> None:
+    job = small_job()
+    none = replace(job, layout=replace(job.layout, limits=replace(job.layout.limits, allow=("fsdp",))))
+    with pytest.raises(UserError, match=r"layout\.limits\.allow = fsdp leaves out fill"):
+        make_plan(none)

@@ -13,7 +13,7 @@ from optimus.search.calibration import Calibration, calibrate
 from optimus.search.layouts import is_stated
 from optimus.search.ranking import rank_settings
 from optimus.systems.inline import InlinePipeline
-from optimus.systems.known import MAKERS, STRATEGIES, System, Systems
+from optimus.systems.known import MAKERS, System, Systems, default_systems
 from optimus.systems.rejected import Rejected
 from optimus.systems.setting import Setting
 
@@ -162,8 +162,7 @@ def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:
 
 def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:
     if names is None:
-        apply = [name for name in MAKERS if name != "today" or job.today is not None]
-        return [name for name in apply if name not in STRATEGIES]
+        return default_systems(job)
     asked = list(dict.fromkeys(names))
     for name in asked:
         if name not in MAKERS:

@@ -20,7 +20,7 @@ from optimus.search.bounds import Bounds, find_bounds
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.remedies import what_would_fit
 from optimus.systems.found import Found
-from optimus.systems.known import MAKERS, STRATEGIES, System
+from optimus.systems.known import STRATEGIES, System, default_systems
 from optimus.systems.rejected import Rejected
 
 
@@ -104,19 +104,9 @@ def make_plan(
 
     `systems` are those to compare with: all that apply, by default.
     """
-    if strategy not in STRATEGIES:
-        raise UserError(
-            field="--strategy",
-            value=strategy,
-            problem="is not a strategy",
-            hint=nearest(strategy, STRATEGIES),
-        )
-    if not job.model.encoders:
-        raise DoesNotFit(
-            f"{job.model.name} has no encoder to place", "optimus simulate says where an LLM's time goes"
-        )
+    _check(job, strategy)
     begin = time.monotonic()
-    others = [name for name in MAKERS if name not in STRATEGIES] if systems is None else systems
+    others = default_systems(job) if systems is None else systems
     asked = [name for name in others if name != "today" or job.today is not None]
     names = dict.fromkeys(["llm-only", *asked, strategy])
     try:
@@ -142,6 +132,28 @@ def make_plan(
         found=found,
         search_s=time.monotonic() - begin,
     )
+
+
+def _check(job: Job, strategy: str) -> None:
+    """Whether there is anything to plan."""
+    if strategy not in STRATEGIES:
+        raise UserError(
+            field="--strategy",
+            value=strategy,
+            problem="is not a strategy",
+            hint=nearest(strategy, STRATEGIES),
+        )
+    if not job.model.encoders:
+        raise DoesNotFit(
+            f"{job.model.name} has no encoder to place", "optimus simulate says where an LLM's time goes"
+        )
+    if "fill" not in job.layout.limits.allow:
+        raise UserError(
+            field="layout.limits.allow",
+            value=", ".join(job.layout.limits.allow),
+            problem="leaves out fill, which is what a plan does",
+            hint="add fill, or use optimus simulate",
+        )
 
 
 def check_planned(plan: Plan | Planned) -> Report:

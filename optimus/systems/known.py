@@ -12,6 +12,7 @@ from optimus.cost.flops import step_flops
 from optimus.cost.memory import Memory
 from optimus.cost.module import PricedLayer
 from optimus.errors import DoesNotFit, UserError, one_of
+from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.program.op import Communicator, Floats, Schedule
 from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
@@ -335,3 +336,24 @@ MAKERS: dict[str, Callable[[Systems], System]] = {
     "optimus": Systems.optimus,
     "today": Systems.today,
 }
+WAYS = {  # what `layout.limits.allow` calls them; what is not here is always allowed
+    "balanced": "balanced",
+    "balanced-best": "balanced",
+    "three-phase": "three-phase",
+    "separate-gpus": "separate-gpus",
+    "fsdp": "fsdp",
+    "paper": "fill",
+    "optimus": "fill",
+}
+
+
+def default_systems(job: Job) -> list[str]:
+    """Those that apply, that the job allows, and that schedule no encoder work."""
+    allowed = job.layout.limits.allow
+    return [
+        name
+        for name in MAKERS
+        if name not in STRATEGIES
+        and (name not in WAYS or WAYS[name] in allowed)
+        and (name != "today" or job.today is not None)
+    ]
