@@ -134,20 +134,24 @@ class Search:
         return fitting
 
     def ladder(self, layouts: Mapping[str, Layout]) -> Iterator[Trial]:
-        """With all kept, then fewer microbatches at a time, then more and more made again."""
+        """With all kept, then as many microbatches at a time as fit, then more and more made again."""
         for policy in self.setting.policies(self.setting.job.model.encoders):
-            for window in (0, *self._windows):
-                chosen = {
-                    name: Beside(
-                        layout=layouts[name],
-                        recompute=recompute,
-                        pieces=self._pieces(name, layouts[name]),
-                        split=recompute != "full",
-                        window=window,
-                    )
-                    for name, recompute in policy
-                }
-                yield self._trial(chosen)
+            chosen = {
+                name: Beside(
+                    layout=layouts[name],
+                    recompute=recompute,
+                    pieces=self._pieces(name, layouts[name]),
+                    split=recompute != "full",
+                )
+                for name, recompute in policy
+            }
+            whole = self._trial(chosen)
+            yield whole
+            if whole.fits:
+                return
+            for window in self._windows[-1:]:
+                bounded = max(whole.widest_window, window)
+                yield self._trial({name: replace(each, window=bounded) for name, each in chosen.items()})
 
     def _pieces(self, name: str, layout: Layout) -> int:
         """One for each block of a TP group; two if there is only one, and images for both."""

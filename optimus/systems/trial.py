@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -117,11 +118,11 @@ class Trial:
     def fill(self) -> Fill:
         return Fill(self.header, self.base, {name: self._window(name) for name in self.beside})
 
-    def _window(self, name: str) -> int:
+    def _window(self, name: str, window: int | None = None) -> int:
         """Microbatches of one encoder pipeline that may be kept at a time."""
-        module, window = self.header.modules[name], self.beside[name].window
-        pipelines = 1 + max(module.pipelines)
-        return -(-(window or self.llm.microbatches) * module.pieces // pipelines)
+        module = self.header.modules[name]
+        window = (self.beside[name].window if window is None else window) or self.llm.microbatches
+        return -(-window * module.pieces // (1 + max(module.pipelines)))
 
     def plan(self, arranged: Arranged) -> FilledPlan:
         """The faster of an arrangement and what looking ahead makes of it; of many lines, by the estimate."""
@@ -146,6 +147,16 @@ class Trial:
     @cached_property
     def most_bytes(self) -> float:
         """At most what a rank holds: all its encoder microbatches at once."""
+        return self._most_bytes()
+
+    @property
+    def widest_window(self) -> int:
+        """The most LLM microbatches, less than all, of which all encoders may keep something; 0: none."""
+        windows = range(1, self.llm.microbatches)
+        return bisect_right(windows, self.setting.capacity_bytes, key=self._most_bytes)
+
+    def _most_bytes(self, window: int | None = None) -> float:
+        """With this window, or with those that are chosen."""
         llm, ranks, found = self.llm, self.header.ranks, []
         working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
         for device in range(ranks.num_classes):
@@ -153,7 +164,7 @@ class Trial:
             held = llm.memories[stage].llm_activations - float(working[stage])
             for name, module in self.header.encoders.items():
                 mine = module.pipelines.count(ranks.pipeline_of(name, device))
-                mine = min(mine, self._window(name))
+                mine = min(mine, self._window(name, window))
                 chunk = module.chunks[ranks.stage_of(name, device)]
                 # Gradients of weights may wait, and with them what was made again for them.
                 held += mine * (chunk.kept_bytes + chunk.made_again_bytes)
