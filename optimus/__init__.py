@@ -8,18 +8,18 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from optimus.cli.local_training import train as train
+    from optimus.explain.reasons import explain_layout as why
+    from optimus.explain.sweeping import sweep_job as sweep
     from optimus.job.read import find_job as find_job
     from optimus.job.read import load_job as load_job
     from optimus.job.read import make_job as make_job
     from optimus.program.planfile import load_plan as load_plan
     from optimus.program.planfile import save_plan as save_plan
     from optimus.render.report.writing import write_report as report
-    from optimus.search.assess import assess_plan as assess
     from optimus.search.compare import compare_systems as simulate
     from optimus.search.planning import check_planned as check
     from optimus.search.planning import make_plan as plan
-    from optimus.search.reasons import explain_layout as why
-    from optimus.search.sweeping import sweep_job as sweep
+    from optimus.sure.assess import assess_plan as assess
 
 # Public verbs and where they live. They are loaded on first use: importing `optimus` costs nothing.
 _VERBS = {
@@ -29,12 +29,12 @@ _VERBS = {
     "load_plan": ("optimus.program.planfile", "load_plan"),
     "save_plan": ("optimus.program.planfile", "save_plan"),
     "report": ("optimus.render.report.writing", "write_report"),
-    "assess": ("optimus.search.assess", "assess_plan"),
+    "assess": ("optimus.sure.assess", "assess_plan"),
     "simulate": ("optimus.search.compare", "compare_systems"),
     "check": ("optimus.search.planning", "check_planned"),
     "plan": ("optimus.search.planning", "make_plan"),
-    "why": ("optimus.search.reasons", "explain_layout"),
-    "sweep": ("optimus.search.sweeping", "sweep_job"),
+    "why": ("optimus.explain.reasons", "explain_layout"),
+    "sweep": ("optimus.explain.sweeping", "sweep_job"),
     "train": ("optimus.cli.local_training", "train"),
 }
 

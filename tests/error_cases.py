@@ -136,7 +136,7 @@ def why(title: str, *layouts: str, **changes: Any) -> Case:
     """A question about the tiny plan, of which something may be changed."""
 
     def call() -> object:
-        from optimus.search.reasons import explain_layout
+        from optimus.explain.reasons import explain_layout
 
         return explain_layout(replace(tiny_plan(), **changes), *layouts)
 

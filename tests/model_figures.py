@@ -10,10 +10,10 @@ from typing import Any
 from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.job.workload import TokenPercentiles, Workload, sequences_from_percentiles
-from optimus.search.batches import DEALINGS
 from optimus.search.compare import Comparison
 from optimus.search.planning import Planned, make_plan
-from optimus.search.steps import play_batches
+from optimus.sure.batches import DEALINGS
+from optimus.sure.steps import play_batches
 from optimus.systems.known import System
 
 SECONDS = "search_s"  # CPU of a search: shown, never compared

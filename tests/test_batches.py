@@ -17,7 +17,8 @@ from optimus.job.workload import TokenPercentiles, sequences_from_percentiles
 from optimus.program.op import Kind, Lane
 from optimus.program.ranks import LLM
 from optimus.schedule.timeline import evaluate
-from optimus.search.batches import (
+from optimus.search.compare import Comparison, compare_systems
+from optimus.sure.batches import (
     COMPUTE,
     DEALINGS,
     TOKENS,
@@ -27,8 +28,7 @@ from optimus.search.batches import (
     draw_batches,
     find_loads,
 )
-from optimus.search.compare import Comparison, compare_systems
-from optimus.search.steps import Player, batch_loads, play_batches
+from optimus.sure.steps import Player, batch_loads, play_batches
 from optimus.systems.feeding import Bins, Feeding, find_feeding
 
 SYSTEMS = ("stage0", "three-phase", "separate-gpus", "fsdp", "paper")

@@ -27,8 +27,8 @@ from optimus.schedule.build import Builder, single
 from optimus.schedule.coupled import couple
 from optimus.schedule.noise import JITTER, LEVELS, QUIET, ROUGH, Noise, NoisyKernels, Places
 from optimus.schedule.timeline import evaluate
-from optimus.search.noise import POLICIES, STATIC, TWO_STREAM, under_noise
 from optimus.search.planning import Planned, make_plan
+from optimus.sure.noise import POLICIES, STATIC, TWO_STREAM, under_noise
 from optimus.systems.ours import search_ours
 
 MOST_LOST = 3.0  # points of speed-up

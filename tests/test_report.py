@@ -40,7 +40,7 @@ from optimus.render.text import gigabytes, seconds
 from optimus.schedule.bubbles import CAUSES
 from optimus.search.planning import Planned, make_plan
 from optimus.search.replaying import replay_llm_alone, replay_plan
-from optimus.search.tornado import Perturbed, Tornado
+from optimus.sure.tornado import Perturbed, Tornado
 
 ROOT = Path(__file__).parents[1]
 SMALL, LARGE = "paper/small-a100", "paper/strong-3072"

@@ -18,12 +18,12 @@ from optimus.job.read import find_job
 from optimus.program.op import Communicator, Kind, Lane
 from optimus.render.assessing import assessed_json, assessed_text
 from optimus.schedule.timeline import evaluate
-from optimus.search.assess import Assessed
 from optimus.search.compare import Comparison, compare_systems
-from optimus.search.perturb import Perturbable, doubts, draw_models
 from optimus.search.planning import make_plan
-from optimus.search.steps import Steps
-from optimus.search.sure import (
+from optimus.sure.assess import Assessed
+from optimus.sure.perturb import Perturbable, doubts, draw_models
+from optimus.sure.steps import Steps
+from optimus.sure.winners import (
     CANNOT_WIN,
     Otherwise,
     Sure,

@@ -16,6 +16,10 @@ from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit, UserError
+from optimus.explain.needs import find_need
+from optimus.explain.reason_words import compared_words
+from optimus.explain.reasons import Reason, explain_layout
+from optimus.explain.spending import BUSY, WORDS, spend
 from optimus.job import catalog
 from optimus.job.job import Job
 from optimus.job.read import find_job, load_model, make_job
@@ -27,12 +31,8 @@ from optimus.program.ready import bound_parts
 from optimus.program.rebuilding import rebuild_job
 from optimus.schedule.bubbles import CAUSES, busy_s
 from optimus.search.compare import compare_systems
-from optimus.search.needs import find_need
 from optimus.search.planning import Planned, make_plan
-from optimus.search.reason_words import compared_words
-from optimus.search.reasons import Reason, explain_layout
 from optimus.search.replaying import replay_llm_alone, replay_plan
-from optimus.search.spending import BUSY, WORDS, spend
 
 TINY = "cpu/tiny-vl"
 AT_ONCE = (TINY, "paper/dual-22-11")  # jobs that are rebuilt in every run of the tests

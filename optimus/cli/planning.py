@@ -256,7 +256,7 @@ class Plan:
         """Last, and after the plan is written: an answer does not wait for it."""
         with progress_bar() as progress:
             from optimus.render.assessing import assessed_json, assessed_text
-            from optimus.search.assess import assess_plan
+            from optimus.sure.assess import assess_plan
 
             assessed = assess_plan(planned, progress=progress)
         show({**found, **assessed_json(assessed)}, ["", *assessed_text(assessed)], as_json=self.json)
@@ -270,7 +270,7 @@ def _neighbour(layout: Layout) -> str:
 
 def _under_noise(planned: Planned) -> tuple[list[str], dict[str, object]]:
     from optimus.render.noise import noise_json, noise_text
-    from optimus.search.noise import under_noise
+    from optimus.sure.noise import under_noise
 
     found = under_noise(planned.plan, planned.comparison)
     return noise_text(found), noise_json(found)

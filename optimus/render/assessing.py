@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from optimus.render.text import seconds, wrap
-from optimus.search.assess import Assessed
-from optimus.search.steps import Steps
-from optimus.search.sure import FEW_WINS, Otherwise, Rule, Sure
+from optimus.sure.assess import Assessed
+from optimus.sure.steps import Steps
+from optimus.sure.winners import FEW_WINS, Otherwise, Rule, Sure
 
 
 def assessed_json(assessed: Assessed) -> dict[str, object]:

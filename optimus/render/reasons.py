@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from optimus.explain.reasons import Planning, Reason
+from optimus.explain.spending import WORDS
 from optimus.render.text import columns, gigabytes, seconds, wrap
-from optimus.search.reasons import Planning, Reason
-from optimus.search.spending import WORDS
 
 SCHEMA = "optimus.why/1"
 

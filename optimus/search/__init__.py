@@ -1,1 +1,1 @@
-"""Decides what a job leaves open: layouts for now, and why the others were not taken."""
+"""Decides what a job leaves open, compares systems, and makes the plan; says why others were not taken."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from optimus.program.op import Floats, Schedule
 from optimus.render.boxes import Row
 from optimus.schedule.timeline import Timeline
-from optimus.search.tornado import Tornado
+from optimus.sure.tornado import Tornado
 
 
 @dataclass(frozen=True, kw_only=True)

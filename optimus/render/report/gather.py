@@ -34,7 +34,7 @@ from optimus.schedule.slack import find_slack
 from optimus.schedule.timeline import Timeline
 from optimus.search.compare import Comparison
 from optimus.search.replaying import Replayed, replay_llm_alone, replay_plan
-from optimus.search.tornado import Tornado, find_tornado
+from optimus.sure.tornado import Tornado, find_tornado
 
 MAX_ROWS = 32  # device classes that are drawn; of more, the first TP block of every stage
 LLM_PART, ENCODER_PART, OPTIMIZER_PART = "llm", "encoder", "optimizer"

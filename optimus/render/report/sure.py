@@ -5,7 +5,7 @@ from __future__ import annotations
 from optimus.errors import one_of
 from optimus.render.report.markup import key, line_at, note, section, table, text
 from optimus.render.text import seconds
-from optimus.search.tornado import Perturbed, Tornado
+from optimus.sure.tornado import Perturbed, Tornado
 
 ROOM = 1.15  # of each side beyond the longest bar
 WINNERS_SHOWN = 5

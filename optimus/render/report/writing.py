@@ -21,7 +21,7 @@ from optimus.render.trace import write_trace
 from optimus.search.compare import Comparison, compare_systems
 from optimus.search.planning import Planned
 from optimus.search.replaying import replay_plan
-from optimus.search.tornado import Tornado
+from optimus.sure.tornado import Tornado
 from optimus.systems.known import MAKERS
 
 Progress = Callable[[str, int, int], None]

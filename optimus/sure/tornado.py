@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from optimus.program.op import Schedule
 from optimus.program.plan import Plan
 from optimus.search.compare import Comparison
-from optimus.search.perturb import CostModel, Doubt, Perturbable, doubts
+from optimus.sure.perturb import CostModel, Doubt, Perturbable, doubts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,9 @@ from typing import Any, Literal
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.measured import Profile
 from optimus.errors import DoesNotFit, UserError
+from optimus.explain.needs import Need, find_need
+from optimus.explain.reason_words import compared_words
+from optimus.explain.spending import differences, spend
 from optimus.job.checks import check_job
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, Layout, LayoutChoice, parse_layout
@@ -21,11 +24,8 @@ from optimus.program.planfile import load_plan
 from optimus.program.ranks import LLM
 from optimus.program.ready import bound_parts
 from optimus.program.rebuilding import rebuild_job
-from optimus.search.needs import Need, find_need
 from optimus.search.planning import Planned, make_plan
-from optimus.search.reason_words import compared_words
 from optimus.search.replaying import Replayed, replay_llm_alone, replay_plan
-from optimus.search.spending import differences, spend
 
 Verdict = Literal["own", "rule", "memory", "impossible", "slower", "faster", "equal"]
 ALIKE = 1e-6  # share of a step below which two are equally long

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from optimus.search.batches import BATCHES, SEED
-from optimus.search.perturb import DRAWS
 from optimus.search.planning import Planned
-from optimus.search.steps import Steps, play_batches
-from optimus.search.sure import Sure, find_sure
+from optimus.sure.batches import BATCHES, SEED
+from optimus.sure.perturb import DRAWS
+from optimus.sure.steps import Steps, play_batches
+from optimus.sure.winners import Sure, find_sure
 from optimus.systems.known import System
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import floor, log10
 
-from optimus.search.spending import WORDS
+from optimus.explain.spending import WORDS
 
 # Causes that belong together in a sentence; all others are named as they are.
 TOGETHER = {

@@ -10,7 +10,8 @@ import numpy as np
 from optimus.errors import UserError, nearest
 from optimus.program.op import Communicator, Floats, Ints, Kind, Lane
 from optimus.schedule.timeline import evaluate
-from optimus.search.batches import (
+from optimus.search.compare import Comparison
+from optimus.sure.batches import (
     BATCHES,
     COMPUTE,
     DEALINGS,
@@ -21,7 +22,6 @@ from optimus.search.batches import (
     draw_batches,
     find_loads,
 )
-from optimus.search.compare import Comparison
 from optimus.systems.feeding import Feeding, find_feeding
 from optimus.systems.known import System
 

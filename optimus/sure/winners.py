@@ -11,7 +11,7 @@ import numpy as np
 from optimus.cost.assumptions import Assumptions
 from optimus.program.op import Floats
 from optimus.search.compare import Comparison
-from optimus.search.perturb import DRAWS, SEED, CostModel, Doubt, Perturbable, doubts, draw_models
+from optimus.sure.perturb import DRAWS, SEED, CostModel, Doubt, Perturbable, doubts, draw_models
 from optimus.systems.known import System
 
 CANNOT_WIN = 1.3  # of the best step: systems beyond are left out

@@ -1,0 +1,1 @@
+"""How sure an answer is: over drawn batches, under other cost models, and with noise."""
