@@ -76,7 +76,7 @@ class Search:
         found: list[Tried] = []
         for trial in self._layouts():
             if not found or self._ops_left > 0:
-                found.append(Tried(trial=trial, arranged=self._arranged(trial, 0.0)))
+                found.append(self._arranged(trial))
         found.sort(key=_step_s)
         shifted = [self._shifted(each) for each in found[:MOST_SHIFTED]]
         return sorted([*shifted, *found[MOST_SHIFTED:]], key=_step_s)
@@ -179,22 +179,22 @@ class Search:
             self._base = Base(trial.header, self.llm.order)
         return self._base
 
-    def _arranged(self, trial: Trial, shift_s: float) -> Arranged:
+    def _arranged(self, trial: Trial, shift_s: float = 0.0) -> Tried:
         self._ops_left -= len(trial.fill.schedule)
-        return trial.fill.arrange(shift_s)
+        return Tried(trial=trial, arranged=trial.fill.arrange(shift_s))
 
-    def _shifted(self, tried: Tried) -> Tried:
-        """Arranged with the best shift of the LLM: the least that keeps encoders ahead; there is none yet."""
-        trial, best = tried.trial, tried.arranged
-        low_s, high_s = 0.0, best.late_s
-        for _ in range(HALVINGS if best.late_s > LITTLE * best.step_s else 0):
+    def _shifted(self, unshifted: Tried) -> Tried:
+        """Arranged with the best shift of the LLM: the least that keeps encoders ahead."""
+        best, low_s, high_s = unshifted, 0.0, unshifted.arranged.late_s
+        for _ in range(HALVINGS if high_s > LITTLE * unshifted.arranged.step_s else 0):
             if self._ops_left <= 0:
                 break
-            middle = self._arranged(trial, (low_s + high_s) / 2)
-            best = min(best, middle, key=trial.step_s)
-            ahead = middle.late_s - middle.shift_s < (high_s - low_s) / 2
-            low_s, high_s = (low_s, middle.shift_s) if ahead else (middle.shift_s, high_s)
-        return Tried(trial=trial, arranged=best)
+            middle = self._arranged(unshifted.trial, (low_s + high_s) / 2)
+            best = min(best, middle, key=_step_s)
+            shift_s = middle.arranged.shift_s
+            ahead = middle.arranged.late_s - shift_s < (high_s - low_s) / 2
+            low_s, high_s = (low_s, shift_s) if ahead else (shift_s, high_s)
+        return best
 
     # ------------------------------------------------------------------------ refinement
 
@@ -216,8 +216,7 @@ class Search:
             }
             if self._ops_left <= 0:
                 break
-            trial = self._trial(fewer)
-            bounded = Tried(trial=trial, arranged=self._arranged(trial, tried.arranged.shift_s))
+            bounded = self._arranged(self._trial(fewer), tried.arranged.shift_s)
             if bounded.step_s <= (1 + NOTHING) * tried.step_s:
                 return bounded
         return tried
@@ -231,10 +230,9 @@ class Search:
             trial = self._trial(beside)
             if not trial.fits or self._ops_left <= 0:
                 continue
-            same = Tried(trial=trial, arranged=self._arranged(trial, tried.arranged.shift_s))
+            same = self._arranged(trial, tried.arranged.shift_s)
             if same.step_s < FAR * tried.step_s:
-                unshifted = Tried(trial=trial, arranged=self._arranged(trial, 0.0))
-                tried = min(tried, same, self._shifted(unshifted), key=_step_s)
+                tried = min(tried, same, self._shifted(self._arranged(trial)), key=_step_s)
         return tried
 
     def _apart(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
@@ -289,7 +287,7 @@ class Search:
             beside = {**tried.beside, name: replace(chosen, counts=moved(counts, last, taker))}
             trial = self._trial(beside)
             if self._ops_left > 0 and trial.fits:
-                yield Tried(trial=trial, arranged=self._arranged(trial, tried.arranged.shift_s))
+                yield self._arranged(trial, tried.arranged.shift_s)
 
     def _counted(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
         """Layers on stages by what their traffic leaves open."""
@@ -379,7 +377,7 @@ def _promising(ladders: Sequence[Sequence[Trial]]) -> list[Sequence[Trial]]:
     return [ladder for _, _, ladder in sorted(turns, key=lambda turn: turn[:2])]
 
 
-def _step_s(made: Tried | Arranged) -> float:
+def _step_s(made: Tried) -> float:
     return made.step_s
 
 
