@@ -23,7 +23,7 @@ DEALINGS = {
     "drawn": "sequences as they come",
     "sorted": "each replica's microbatches by encoder load, heaviest at the end the schedule prefers",
     "matched": "each replica's heaviest microbatches where the schedule has most room",
-    "reordered": "sequences of the whole batch dealt so that encoder load is even",
+    "reordered": "sequences of the whole batch so that loads are even, over replicas first; then matched",
 }
 Slots = Sequence[Sequence[Ints]]  # by replica and microbatch: places of sequences in the batch
 
@@ -96,12 +96,11 @@ def deal_batch(loads: Floats, feeding: Feeding, dealing: str, order: Sequence[in
     """Sequences of a batch by replica and microbatch; `order`: where the heaviest microbatch goes, ..."""
     replicas = np.array_split(np.arange(len(loads)), feeding.replicas)
     slots = [np.array_split(own, feeding.microbatches) for own in replicas]
-    if dealing == "reordered":
-        return _evenly(loads, slots)
-    if dealing in ("sorted", "matched"):
-        return [_placed(loads, own, order) for own in slots]
-    assert dealing == "drawn", dealing
-    return slots
+    if dealing == "drawn":
+        return slots
+    assert dealing in DEALINGS, dealing
+    dealt = _evenly(loads, slots) if dealing == "reordered" else slots
+    return [_placed(loads, own, order) for own in dealt]
 
 
 def _placed(loads: Floats, own: Sequence[Ints], order: Sequence[int]) -> Sequence[Ints]:
@@ -114,20 +113,19 @@ def _placed(loads: Floats, own: Sequence[Ints], order: Sequence[int]) -> Sequenc
 
 
 def _evenly(loads: Floats, slots: Slots) -> Slots:
-    """Longest first, each to the microbatch that has least and still has room; sizes stay."""
-    room = [len(microbatch) for own in slots for microbatch in own]
-    filled: list[list[int]] = [[] for _ in room]
-    heap = [(0.0, place) for place, free in enumerate(room) if free]
+    """Longest first, each to the replica that has least, there to the microbatch that has; sizes stay."""
+    filled: list[list[list[int]]] = [[[] for _ in own] for own in slots]
+    inside = [[(0.0, place) for place, microbatch in enumerate(own) if len(microbatch)] for own in slots]
+    replicas = [(0.0, replica) for replica, own in enumerate(inside) if own]
     for sequence in np.argsort(-loads, kind="stable").tolist():
-        load, place = heapq.heappop(heap)
-        filled[place].append(sequence)
-        if len(filled[place]) < room[place]:
-            heapq.heappush(heap, (load + float(loads[sequence]), place))
-    wide = len(slots[0])
-    return [
-        [np.array(sorted(filled[place]), int) for place in range(first, first + wide)]
-        for first in range(0, len(room), wide)
-    ]
+        load, (total, replica) = float(loads[sequence]), heapq.heappop(replicas)
+        own, (least, place) = inside[replica], heapq.heappop(inside[replica])
+        filled[replica][place].append(sequence)
+        if len(filled[replica][place]) < len(slots[replica][place]):
+            heapq.heappush(own, (least + load, place))
+        if own:
+            heapq.heappush(replicas, (total + load, replica))
+    return [[np.array(sorted(microbatch), int) for microbatch in own] for own in filled]
 
 
 # ---------------------------------------------------------------- loads

@@ -111,11 +111,11 @@ class Player:
         """Where the heaviest microbatch should go, the next, ...: the best of a few orders for a ramp."""
         count = self.feeding.microbatches
         orders = [list(range(count)), list(reversed(range(count)))]
-        if dealing == "matched":  # most room: where one more heavy microbatch costs least
+        if dealing in ("matched", "reordered"):  # most room: where one more heavy microbatch costs least
             alone = np.where(np.eye(count, dtype=bool), RATHER_MORE, 1.0)
             costs = [self._step_of(loads) for loads in alone]
             orders.insert(0, sorted(range(count), key=lambda microbatch: costs[microbatch]))
-        return min(orders, key=self.ramp_s) if dealing in ("sorted", "matched") else []
+        return min(orders, key=self.ramp_s) if dealing != "drawn" else []
 
     def ramp_s(self, order: list[int]) -> float:
         """The step of a replica whose microbatches get lighter and lighter along `order`."""
