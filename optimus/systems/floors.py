@@ -54,7 +54,7 @@ class Floors:
         return fastest(setting, "llm-only", pipelines)
 
     def roomier(self, pipeline: InlinePipeline, added_bytes: Sequence[float]) -> Iterator[InlinePipeline]:
-        """The best pipeline that leaves each of `added_bytes` free; if none does, with more made again."""
+        """The best pipeline that leaves each of `added_bytes` free; then this one with more made again."""
         found: dict[object, InlinePipeline] = {}
         for free_bytes in added_bytes:
             setting = replace(self.setting, kept_free_bytes=free_bytes)
@@ -63,7 +63,8 @@ class Floors:
             )
             found |= {_sort(each): replace(each, setting=self.setting) for each in made[:1]}
         found.pop(_sort(pipeline), None)
-        yield from found.values() or self.more_recomputed(pipeline)
+        yield from found.values()
+        yield from self.more_recomputed(pipeline)
 
     def more_recomputed(self, pipeline: InlinePipeline) -> Iterator[InlinePipeline]:
         """An LLM pipeline with more recomputation than its own."""

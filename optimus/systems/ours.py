@@ -201,7 +201,7 @@ class Search:
     def refined(self, tried: Tried) -> Tried:
         """With layouts apart, other numbers of layers on stages, and smaller pieces, while that helps."""
         self._ops_left = MOST_OPS
-        for change in (self._apart, self._whole, self._dealt, self._cut_again, self._cut_again):
+        for change in (self._apart, self._split, self._dealt, self._cut_again, self._cut_again):
             tried = self._faster(tried, change(tried))
         starts = tried, self._faster(tried, self._counted(tried))
         even = tried.step_s <= (1 + LITTLE) * starts[1].step_s
@@ -247,9 +247,9 @@ class Search:
                 }
                 yield from (trial.beside for trial in self._fitting(own, 1))
 
-    def _whole(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
-        """Backwards in one."""
-        yield {name: replace(chosen, split=False) for name, chosen in tried.beside.items()}
+    def _split(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+        """Backwards in one, or apart where they are not."""
+        yield {name: replace(chosen, split=not chosen.split) for name, chosen in tried.beside.items()}
 
     def _dealt(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
         """Microbatches dealt to pipelines in other ways, where that may help."""
