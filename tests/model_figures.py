@@ -30,7 +30,7 @@ LONG_MEDIAN = 2600
 MODELS = ("qwen2.5-vl-72b", "internvl3-78b", "qwen3-vl-235b", "siglip-so400m-8b")
 LONG_TAILED = ("qwen2.5-vl-72b", "internvl3-78b")
 OTHERS = ("balanced-best", "three-phase", "separate-gpus", "fsdp", "stage0")
-STATED = {"qwen3-vl-235b": "pp16,tp4,ep8"}  # the LLM's layout where an open search takes minutes
+STATED = {"qwen3-vl-235b": "pp16,ep8"}  # of the LLM's layout, where an open search takes minutes
 
 
 @dataclass(frozen=True, kw_only=True)
