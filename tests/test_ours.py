@@ -13,14 +13,17 @@ from random_plans import bound, random_llm
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.job.job import Job
+from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
 from optimus.program.op import Kind
+from optimus.program.ranks import LLM
 from optimus.program.validator import check_plan
 from optimus.schedule.pipelines import most_in_flight
 from optimus.search.layouts import decide_setting
 from optimus.systems.colocated import encoder_layout, even_counts
 from optimus.systems.encoder_layouts import own_layouts
 from optimus.systems.filled import FilledPlan
+from optimus.systems.floors import Floors
 from optimus.systems.known import Systems
 from optimus.systems.listed import llm_pipeline
 from optimus.systems.ours import Search, search_ours
@@ -38,6 +41,8 @@ OVER_FLOOR_1F1B = {
     ("paper/strong-3072", "clean-slack"): (1.016, 1.006),
     ("paper/strong-2048", "clean-slack"): (1.012, 1.004),
     ("paper/strong-1536", "clean-slack"): (1.010, 1.003),
+    ("paper/B", "clean"): (1.172, 1.169),
+    ("paper/B", "clean-slack"): (1.168, 1.160),
 }
 
 
@@ -234,3 +239,28 @@ def test_an_image_is_never_cut(pieces: int) -> None:
     whole = {encoder.name: Beside(layout=layout, recompute="none", pieces=2)}
     one_image = Trial(setting, llm, whole).header.template_of(encoder.name, Kind.F, 3, 0)
     assert seconds >= sum(phase.duration_s for phase in one_image)
+
+
+@pytest.mark.ci("search")
+@pytest.mark.parametrize("chunks", [6, 10])
+def test_stated_chunks_are_kept(chunks: int) -> None:
+    """The LLM alone would be fastest with 20; encoders lie beside it with as many as the job says."""
+    setting, _ = decide_setting(find_job("paper/B", layouts=[f"llm=chunks{chunks}"]), preset("default"))
+    floors = Floors(setting)
+    assert floors.floor.layout.chunks == 20
+    assert {llm.layout.chunks for llm in floors.beside} == {chunks}
+    roomier = [llm for free in (4e9, 16e9) for llm in floors.roomier(floors.beside[0], [free])]
+    assert roomier and {llm.layout.chunks for llm in roomier} == {chunks}
+
+
+@pytest.mark.ci("search")
+def test_chunks_left_open_are_also_halved() -> None:
+    """Half as many chunks cost the LLM time, and leave the first microbatches of encoders more of it."""
+    job = find_job("paper/B")
+    open_job = replace(job, layout=replace(job.layout, modules={LLM: LayoutChoice(pp=4, tp=8)}))
+    setting, _ = decide_setting(open_job, preset("default"))
+    floors = Floors(setting)
+    assert [llm.layout.chunks for llm in floors.beside] == [20, 20, 10]
+    best = search_ours(setting, floors.beside)
+    assert best.llm.layout.chunks == 10
+    assert best.filled.step_s < search_ours(setting, floors.both).filled.step_s

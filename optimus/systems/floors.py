@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from optimus.systems.playing import fastest
 from optimus.systems.setting import Setting
 
 PLAIN_ORDERS = ("1f1b", "interleaved")
+MANY_CHUNKS = 8  # from here on half as many may leave encoders more time
 
 
 class Floors:
@@ -37,15 +39,48 @@ class Floors:
         return list({id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values())
 
     @cached_property
+    def beside(self) -> list[InlinePipeline]:
+        """Pipelines for encoders to lie beside: `both` at the V that the job states, if it states one.
+
+        Else at their best V; and where that is large, the best of half as many chunks: its first microbatches
+        follow each other at a greater distance.
+        """
+        if self._stated is not None:
+            found = [self._at(self._stated, orders) for orders in (ORDERS, PLAIN_ORDERS)]
+        else:
+            found = [*self.both, *self._halved()]
+        return list({_sort(each): each for each in found}.values())
+
+    def _halved(self) -> Iterator[InlinePipeline]:
+        most = self.floor.layout.chunks
+        if most >= MANY_CHUNKS:
+            with suppress(DoesNotFit):
+                yield self._at(most // 2, PLAIN_ORDERS)
+
+    @property
+    def _stated(self) -> int | None:
+        return self.setting.job.layout.of("llm").chunks
+
+    def _at(self, chunks: int, orders: Collection[str]) -> InlinePipeline:
+        """The best with so many chunks; what is known already is not looked for again."""
+        known = (each for each in self.both if each.layout.chunks == chunks and each.order_name in orders)
+        return next(known, None) or self._llm_alone(orders, chunks)
+
+    @cached_property
     def all_modules(self) -> list[InlinePipeline]:
         """Pipelines of all modules, not of the LLM alone."""
         return strong_pipelines(self.setting, self.setting.job.model.modules)
 
-    def _llm_alone(self, orders: Collection[str]) -> InlinePipeline:
+    def _llm_alone(self, orders: Collection[str], chunks: int | None = None) -> InlinePipeline:
         """What is found for the LLM, and what is found for all modules less its encoders."""
         setting, llm = self.setting, self.setting.job.model.llm
-        pipelines = strong_pipelines(setting, (llm,), orders=orders)
-        pipelines += [made.only(llm.name) for made in self.all_modules if made.order_name in orders]
+        counts = None if chunks is None else {chunks}
+        pipelines = strong_pipelines(setting, (llm,), orders=orders, chunk_counts=counts)
+        pipelines += [
+            made.only(llm.name)
+            for made in self.all_modules
+            if made.order_name in orders and chunks in (None, made.layout.chunks)
+        ]
         if not pipelines:
             raise DoesNotFit(
                 f"the LLM alone does not fit at {setting.layout} on {setting.job.cluster.name}",
@@ -59,7 +94,11 @@ class Floors:
         for free_bytes in added_bytes:
             setting = replace(self.setting, kept_free_bytes=free_bytes)
             made = strong_pipelines(
-                setting, (self.setting.job.model.llm,), starts=2, evaluations=EVALUATIONS // 4
+                setting,
+                (self.setting.job.model.llm,),
+                chunk_counts=None if self._stated is None else {self._stated},
+                starts=2,
+                evaluations=EVALUATIONS // 4,
             )
             found |= {_sort(each): replace(each, setting=self.setting) for each in made[:1]}
         found.pop(_sort(pipeline), None)

@@ -154,7 +154,7 @@ class Systems:
         """Our scheduler: list scheduling over all lanes, beside the best LLM pipelines."""
         if not self.setting.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
-        found = search_ours(self.setting, self.floors.both, self.floors.roomier)
+        found = search_ours(self.setting, self.floors.beside, self.floors.roomier)
         return self._of_plan("optimus", found)
 
     def fsdp(self) -> System:

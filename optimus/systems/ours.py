@@ -311,18 +311,25 @@ def search_ours(setting: Setting, llms: Sequence[InlinePipeline], roomier: Roomi
     """The best beside any LLM pipeline, or where nothing fits beside it one that is `roomier`, by replay."""
     searches: list[Search] = []
     pool: list[tuple[Search, Tried]] = []
-    for llm in llms:
+
+    def look_beside(llm: InlinePipeline) -> list[Tried]:
         searches.append(Search(setting, llm))
         found = searches[-1].tried()
-        pool += [(searches[-1], each) for each in found]
-        for other in (
-            roomier(llm, searches[-1].added_bytes) if not any(map(searches[-1].keeps_all, found)) else ()
-        ):
-            if pool and other.estimate_s > min(each.step_s for _, each in pool):
-                continue  # alone it takes longer than what is found
-            searches.append(Search(setting, other))
-            found = searches[-1].tried()
-            pool += [(searches[-1], each) for each in found]
+        pool.extend((searches[-1], each) for each in found)
+        return found
+
+    def is_behind(llm: InlinePipeline) -> bool:
+        """Alone it takes longer than what is found."""
+        return bool(pool) and llm.estimate_s > min(each.step_s for _, each in pool)
+
+    for llm in llms:
+        if is_behind(llm):
+            continue
+        found = look_beside(llm)
+        if not any(map(searches[-1].keeps_all, found)):
+            for other in roomier(llm, searches[-1].added_bytes):
+                if not is_behind(other):
+                    look_beside(other)
     considered = sum(search.considered for search in searches)
     rejected = [each for search in searches for each in search.rejected]
     pool.sort(key=lambda pair: pair[1].step_s)
