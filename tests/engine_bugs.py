@@ -15,7 +15,7 @@ from optimus.engine import batches, rank_model
 from optimus.engine.actions import Compiler
 from optimus.engine.executor import Executor
 from optimus.engine.mail import Mail
-from optimus.engine.reduction import FlatGradients
+from optimus.engine.reduction import Replicated
 from optimus.models import linear
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Segment
@@ -138,37 +138,37 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("averaged twice", "one stage, two replicas")
 def _() -> AbstractContextManager[Any]:
-    def wait(original: Any, self: FlatGradients) -> None:
+    def wait(original: Any, self: Replicated) -> None:
         original(self)
         if self.group is not None:
-            self.flat /= dist.get_world_size(self.group)
+            self.summed /= dist.get_world_size(self.group)
 
-    return wrapped(FlatGradients, "wait", wait)
+    return wrapped(Replicated, "wait_reduced", wait)
 
 
 @bug("reduced twice", "one stage, two replicas")
 def _() -> AbstractContextManager[Any]:
-    def launch(original: Any, self: FlatGradients) -> None:
+    def launch(original: Any, self: Replicated) -> None:
         if self.group is not None:
-            dist.all_reduce(self.flat, group=self.group)
+            dist.all_reduce(self.summed, group=self.group)
         original(self)
 
-    return wrapped(FlatGradients, "launch", launch)
+    return wrapped(Replicated, "reduce", launch)
 
 
 @bug("an encoder is not reduced", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    return wrapped(FlatGradients, "launch", lambda original, self: None)
+    return wrapped(Replicated, "reduce", lambda original, self: None)
 
 
 @bug("gradients of the step before stay", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    def reset(original: Any, self: FlatGradients) -> None:
-        before = self.flat.clone()
+    def reset(original: Any, self: Replicated) -> None:
+        before = self.summed.clone()
         original(self)
-        self.flat.copy_(before)
+        self.summed.copy_(before)
 
-    return wrapped(FlatGradients, "reset", reset)
+    return wrapped(Replicated, "reset", reset)
 
 
 @bug("tied embeddings are not summed", "tied")

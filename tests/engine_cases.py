@@ -66,6 +66,9 @@ class Case:
     segments: bool = False  # each segment is played for itself, also where nothing stands between them
     layers: int = 4
     strategy: str = "list"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
+    sharded: bool = False  # masters in parts on replicas
+    clip: float = 0.0  # of the gradient's norm
+    dtype: str = "float64"
     seed: int = 0
     numerics: dict[str, Numerics] = field(default_factory=dict)
 
@@ -217,4 +220,18 @@ CASES = [
         layers=8,
         dropout=True,
     ),
+    Case(name="eight: two by four, all one bucket", ranks=8, pp=2, encoders=((1, 1), (2, 2)), preset="clean"),
+    Case(name="eight replicas", ranks=8, pp=1, tied=True, dropout=True, images="rare", encoders=((1, 1),)),
+    Case(name="eight: recompute, frozen trunk", ranks=8, pp=4, recompute="full", frozen_trunk=("vision",)),
+    Case(name="eight: frozen llm", ranks=8, pp=2, frozen_llm=True, encoders=((2, 1), (1, 1))),
+]
+# The same with masters in parts on replicas, and gradients clipped.
+SHARDED = [
+    replace(case, name=f"sharded: {case.name}", sharded=True, clip=0.05) for case in CASES if case.ranks >= 4
+]
+HALF = [
+    replace(case, name=case.name.replace("sharded", "bf16"), dtype="bfloat16")
+    for case in SHARDED
+    if case.name.removeprefix("sharded: ")
+    in ("two by two interleaved", "zero-bubble, tied, dropout, two encoders", "four replicas")
 ]

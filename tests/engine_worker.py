@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_bugs import BUGS
-from engine_cases import CASES, Case
+from engine_cases import CASES, HALF, SHARDED, Case
 from one_process import OneProcess
+from sharding_bugs import SHARDING_BUGS
 from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
+from optimus.engine.buckets import Buckets
 from optimus.engine.executor import Executor
 from optimus.engine.groups import make_groups
+from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
+from optimus.engine.reduction import Replicated, views_of
+from optimus.engine.sharding import Sharded, all_gather
 from optimus.engine.synthetic import Synthetic
 from optimus.program.ranks import LLM
 
@@ -40,6 +48,7 @@ class RankRun:
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.plan = case, rank, case.plan
+        self.dtype = getattr(torch, case.dtype)
         job = case.job
         self.data = Synthetic(job=job, seed=case.seed)
         self.per_step = job.workload.sequences_per_step
@@ -49,19 +58,27 @@ class RankRun:
             self.plan,
             rank,
             llm_tokens=tokens,
-            dtype=torch.float64,
+            dtype=self.dtype,
             seed=case.seed,
             numerics=case.all_numerics,
             fuse=not case.segments,
         )
         groups = make_groups(self.plan, rank, timeout_s=TIMEOUT_S)
+        chunks, tied = self.model.chunks, self.model.tied
+        self.buckets = Buckets(self.plan, groups, chunks, Sharded if case.sharded else Replicated, tied)
+        self.optimizer = self._sharded_optimizer() if case.sharded else self._plain_optimizer()
+        self.narrow = 0
+        self.learns = False  # the first step shows gradients, and changes nothing
         self.executor = Executor(
             self.plan,
             groups,
-            self.model.chunks,
+            chunks,
             self.model.shapes,
             device=torch.device("cpu"),
-            tied=self.model.tied,
+            tied=tied,
+            recorder=self,
+            buckets=self.buckets,
+            optimizer=self if case.sharded else None,
         )
         self.replica = self.plan.ranks.place(LLM, rank).dp
 
@@ -82,26 +99,80 @@ class RankRun:
             scale=1.0 / sum(self.data.labels(number) for number in numbers),
             seed=self.case.seed,
             step=step,
-            dtype=torch.float64,
+            dtype=self.dtype,
             numerics=self.case.all_numerics,
         )
 
-    def step(self, step: int) -> float:
+    def play(self, step: int) -> float:
         loss = self.executor.step(self.batch(step))
-        total = torch.zeros((), dtype=torch.float64) if loss is None else loss
+        if not self.case.sharded:
+            self.step()
+        total = torch.zeros((), dtype=torch.float64) if loss is None else loss.double()
         dist.all_reduce(total)
         return float(total)
 
+    def begin(self, line: int) -> None:
+        """Only ends are looked at."""
+
+    def end(self, line: int) -> None:
+        """After every line of the program: whether gradients are still wide, and in their bucket."""
+        if self.case.sharded:
+            self.narrow += sum(
+                view.dtype != (torch.float64 if self.dtype == torch.float64 else torch.float32)
+                or parameter.grad is None
+                or parameter.grad.data_ptr() != view.data_ptr()
+                for bucket in self.buckets
+                if isinstance(bucket, Sharded)
+                for parameter, view in zip(bucket.parameters, bucket.gradient_views, strict=True)
+            )
+
+    def step(self) -> None:
+        """The optimizer's: sharded, the executor calls it in its last line."""
+        if self.learns and self.optimizer is not None:
+            self.optimizer.step()
+
     def gradients(self) -> dict[str, Tensor]:
+        """Of the whole batch, by name."""
+        for bucket in self.buckets:
+            if isinstance(bucket, Sharded) and bucket.group is not None:
+                all_gather(bucket.gradients, bucket.summed, bucket.group)
         return {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.model.parameters.items()
             if parameter.requires_grad
         }
 
-    def optimizer(self) -> torch.optim.Optimizer | None:
+    def learned(self) -> dict[str, Tensor]:
+        """Parameters that changed, as the next step would see them."""
+        for bucket in self.buckets:
+            bucket.gather()
+            bucket.wait_gathered()
+        named = self.model.parameters.items()
+        return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
+
+    def masters(self) -> dict[str, Tensor]:
+        """Of all replicas, in the type in which they are updated."""
+        names = {id(parameter): name for name, parameter in self.model.parameters.items()}
+        found = {}
+        for bucket in self.buckets:
+            assert isinstance(bucket, Sharded)
+            flat = torch.empty_like(bucket.gradients)
+            if bucket.group is None:
+                flat.copy_(bucket.master.detach())
+            else:
+                all_gather(flat, bucket.master.detach(), bucket.group)
+            views = views_of(flat, bucket.parameters)
+            found.update({names[id(p)]: view for p, view in zip(bucket.parameters, views, strict=True)})
+        return found
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer | None:
         trained = self.model.trained
         return torch.optim.AdamW(trained, foreach=False, **LEARNING) if trained else None
+
+    def _sharded_optimizer(self) -> Optimizer:
+        sharded = [bucket for bucket in self.buckets if isinstance(bucket, Sharded)]
+        learning = {"learning_rate": LEARNING["lr"], "weight_decay": LEARNING["weight_decay"]}
+        return Optimizer(sharded, clip=self.case.clip, copies=self.model.copies, **learning)
 
 
 def everybody(mine: Any) -> list[Any]:
@@ -128,24 +199,23 @@ def worst(given: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> float:
 def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     """Loss and gradients of one step, parameters after `steps`, and the same once more, bit by bit."""
     run = RankRun(case, rank)
-    loss = run.step(0)
+    loss = run.play(0)
     gradients = everybody(run.gradients())
     digest = hashlib.sha256()
-    optimizer = run.optimizer()
+    run.learns = True
     for step in range(steps):
-        run.step(step)
-        if optimizer is not None:
-            optimizer.step()
+        run.play(step)
+    mine = run.learned()
     for parameter in run.model.parameters.values():
         digest.update(parameter.detach().numpy().tobytes())
-    digests = everybody(digest.hexdigest())
-    named = run.model.parameters.items()
-    learned = everybody({name: tensor.detach() for name, tensor in named if tensor.requires_grad})
+    digests, learned = everybody(digest.hexdigest()), everybody(mine)
     if rank:
         return {}
     one = OneProcess(case.job.model, seed=case.seed, numerics=case.all_numerics)
     samples = [run.data.sample(number) for number in run.numbers(0)]
     expected_loss, expected = one.loss_and_gradients(samples, 0)
+    if isinstance(run.optimizer, Optimizer):
+        assert not run.narrow and run.optimizer.norm is not None and run.optimizer.norm > case.clip
     found = {
         "loss": abs(loss - expected_loss) / abs(expected_loss),
         "gradients": worst(gradients, expected),
@@ -154,10 +224,64 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     if steps:
         batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
         one = OneProcess(case.job.model, seed=case.seed, numerics=case.all_numerics)
-        one.train(batches, **LEARNING)
+        one.train(batches, clip=case.clip, **LEARNING)
         trained = {name: p.detach() for name, p in one.parameters().items() if p.requires_grad}
         found["parameters"] = worst(learned, trained)
     return found
+
+
+def compare_logs(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
+    """Losses of training with masters in parts, and with all of them everywhere."""
+    logs = []
+    for each in (replace(case, clip=0.0), replace(case, clip=0.0, sharded=False)):
+        run = RankRun(each, rank)
+        run.learns = True
+        logs.append([run.play(step) for step in range(steps)])
+    return {"sharded": logs[0], "whole": logs[1]}
+
+
+def compare_half(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
+    """Errors of gradients against float64: ours, and of one process in the same type with wide gradients."""
+    run = RankRun(case, rank)
+    run.play(0)
+    gradients, narrow = everybody(run.gradients()), everybody(run.narrow)
+    run.learns = True
+    for step in range(steps):
+        run.play(step)
+    learned = everybody(run.masters())
+    if rank:
+        return {}
+    model, samples = case.job.model, [run.data.sample(number) for number in run.numbers(0)]
+    exact, half = (
+        OneProcess(model, dtype=dtype, seed=case.seed, numerics=case.all_numerics)
+        for dtype in (torch.float64, run.dtype)
+    )
+    expected, other = (one.loss_and_gradients(samples, 0)[1] for one in (exact, half))
+    batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
+    exact.train(batches, clip=case.clip, **LEARNING)
+    trained = {name: p.detach() for name, p in exact.parameters().items() if p.requires_grad}
+    begun = OneProcess(model, seed=case.seed, numerics=case.all_numerics).parameters()
+    moved = {name: tensor - begun[name].detach() for name, tensor in trained.items()}
+    return {
+        "ours": max(error(of_rank, expected) for of_rank in gradients),
+        "one process": error(other, expected),
+        "narrow": sum(narrow),
+        "moved": max(
+            error({n: t.double() - begun[_plain(n)].detach() for n, t in of_rank.items()}, moved)
+            for of_rank in learned
+        ),
+    }
+
+
+def error(given: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of all numbers together, relative to all of them."""
+    pairs = [(tensor.double(), expected[_plain(name)]) for name, tensor in given.items()]
+    wrong = sum(float((found - right).square().sum()) for found, right in pairs)
+    return math.sqrt(wrong / (sum(float(right.square().sum()) for _, right in pairs) or 1.0))
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix(" (head)")
 
 
 Work = Callable[[Case, int], dict[str, Any]]
@@ -209,17 +333,22 @@ def play(
 
 
 def main(what: str, names: list[str]) -> None:
-    """Cases compared after `what` steps of training, or with `bugs` every bug on its case."""
-    if what == "bugs":
-        by_name = {case.name: case for case in CASES}
-        for name, (of, plant) in BUGS.items():
+    """Cases after `what` steps of training; with `bugs` every bug on its case; `bf16` in that type."""
+    if what.endswith("bugs"):
+        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF)}
+        for name, (of, plant) in (SHARDING_BUGS if what == "sharding-bugs" else BUGS).items():
             if not names or name in names:
-                found = play(by_name[of], lambda case, rank: compare(case, rank, steps=2), plant)
+                look = compare_half if by_name[of].dtype != "float64" else compare
+                found = play(by_name[of], partial(look, steps=2), plant)
                 print(json.dumps({"name": name, **found}), flush=True)  # noqa: T201
         return
-    for case in CASES:
-        if not names or case.name in names:
-            found = play(case, lambda case, rank: compare(case, rank, steps=int(what)))
+    look, cases = {"bf16": (compare_half, HALF), "logs": (compare_logs, SHARDED)}.get(
+        what, (compare, [*CASES, *SHARDED])
+    )
+    steps = {"bf16": 3, "logs": 50}.get(what) or int(what)
+    for case in cases:
+        if not names or case.name in names or (names == ["sharded"] and case.sharded):
+            found = play(case, partial(look, steps=steps))
             print(json.dumps({"name": case.name, **found}), flush=True)  # noqa: T201
 
 

@@ -27,7 +27,7 @@ from optimus.engine.executor import Executor
 from optimus.engine.groups import Groups
 from optimus.engine.mail import Key, Mail, TensorSpec
 from optimus.engine.rank_model import RankModel, build_rank
-from optimus.engine.reduction import FlatGradients
+from optimus.engine.reduction import Replicated
 from optimus.engine.synthetic import Synthetic
 from optimus.engine.watch import Ring
 from optimus.job.job import Job
@@ -209,7 +209,7 @@ def segment_costs(enough: Callable[[Mapping[str, float]], bool]) -> SegmentCosts
     """
     whole, halves = TinyRank("1f1b"), TinyRank("zero-bubble")
     for rank in (whole, halves):
-        for bucket in rank.executor._buckets:
+        for bucket in rank.executor.buckets:
             bucket.reset()
         for parameter in rank.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -270,7 +270,7 @@ def communication_costs(group: dist.ProcessGroup) -> dict[str, float]:
     """
     mail, device, ring = Mail(torch.device("cpu")), torch.device("cpu"), Ring()
     spec = TensorSpec(shape=(1, 1), dtype=torch.float32)
-    sent, flat = torch.ones(1, 1), FlatGradients([torch.ones(1, requires_grad=True)], group)
+    sent, flat = torch.ones(1, 1), Replicated([torch.ones(1, requires_grad=True)], group)
     keys: list[Key] = [("forward", LLM, 1, number) for number in range(CALLS)]
     posted: list[Any] = []
 
@@ -308,8 +308,10 @@ def communication_costs(group: dist.ProcessGroup) -> dict[str, float]:
         "bare receive": repeated(post),
         "take": played([partial(mail.take, key) for key in keys]),
         "bare take": repeated(lambda: posted.pop().wait()),
-        "reduce": played([flat.launch for _ in keys]),
-        "bare reduce": repeated(lambda: dist.all_reduce(flat.flat, dist.ReduceOp.SUM, group, async_op=True)),
+        "reduce": played([flat.reduce for _ in keys]),
+        "bare reduce": repeated(
+            lambda: dist.all_reduce(flat.summed, dist.ReduceOp.SUM, group, async_op=True)
+        ),
     }
     found = lowest_us(blocks, calls=CALLS)
     return {name: found[name] - found[f"bare {name}"] for name in ("send", "receive", "take", "reduce")} | {

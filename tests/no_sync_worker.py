@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-from engine_cases import CASES, Case
+from engine_cases import CASES, SHARDED, Case
 from engine_worker import RankRun, everybody, play
 from host_reads import no_host_reads
 from torch import Tensor
 
+from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
 from optimus.models.layers import Down, Out, Up
 from optimus.models.linear import TORCH, LinearKernels
@@ -70,6 +71,8 @@ PLANTS: dict[str, Plant] = {"item": _item, "mask": _mask, "list": _list, "backwa
 def work(case: Case, rank: int) -> dict[str, Any]:
     """Ops of one step on every rank, none of which read anything on the host."""
     run = RankRun(case, rank)
+    if isinstance(run.optimizer, Optimizer):
+        run.learns, run.optimizer.adamw = True, None  # norm and clipping, but not what changes parameters
     batch = run.batch(0)
     with no_host_reads() as count:
         run.executor.step(batch)
@@ -79,7 +82,7 @@ def work(case: Case, rank: int) -> dict[str, Any]:
 
 def main(what: str, names: list[str]) -> None:
     """The named cases as they are, or with `planted` every plant on the first of them."""
-    cases = [case for case in CASES if case.name in names]
+    cases = [case for case in (*CASES, *SHARDED) if case.name in names]
     runs: list[tuple[str, Case, Plant]] = [(case.name, case, nullcontext) for case in cases]
     if what == "planted":
         runs = [(name, cases[0], plant) for name, plant in PLANTS.items()]

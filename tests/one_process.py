@@ -101,6 +101,7 @@ class OneProcess:
         parameters = self.parameters()
         for parameter in parameters.values():
             parameter.grad = None
+            parameter.grad_dtype = torch.promote_types(self.dtype, torch.float32)
         scale, total = loss_scale(samples), 0.0
         for sample in samples:
             loss = self.loss(sample, scale, step)
@@ -114,7 +115,13 @@ class OneProcess:
         }
 
     def train(
-        self, batches: Sequence[Sequence[Sample]], steps: int | None = None, /, **adamw: Any
+        self,
+        batches: Sequence[Sequence[Sample]],
+        steps: int | None = None,
+        /,
+        *,
+        clip: float = 0.0,
+        **adamw: Any,
     ) -> list[float]:
         """Steps of torch's AdamW over the batches in turn, one each when left out; the losses before each."""
         trained = [parameter for parameter in self.parameters().values() if parameter.requires_grad]
@@ -124,6 +131,8 @@ class OneProcess:
             loss, gradients = self.loss_and_gradients(batches[step % len(batches)], step)
             for name, parameter in self.parameters().items():
                 parameter.grad = gradients.get(name)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(trained, clip)
             optimizer.step()
             losses.append(loss)
         return losses

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from optimus.engine.actions import Shapes
 from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule
-from optimus.engine.reduction import FlatGradients
+from optimus.engine.reduction import Replicated
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Block
@@ -200,7 +200,7 @@ def test_two_types_in_one_bucket_are_refused_with_both() -> None:
     for parameter in list(encoders["encoder0"][0].parameters())[:1]:
         parameter.data = parameter.data.bfloat16()
     with pytest.raises(UserError, match=r"torch.bfloat16 and torch.float64"):
-        FlatGradients(list(encoders["encoder0"][0].parameters()), None)
+        Replicated(list(encoders["encoder0"][0].parameters()), None)
 
 
 @pytest.mark.usefixtures("rank")

@@ -20,6 +20,8 @@ CASES = (
     "plain",
     "zero-bubble",
     "recompute",
+    "sharded: zero-bubble, tied, dropout, two encoders",
+    "sharded: four replicas",
 )
 ROWS, MASK = torch.arange(6.0).reshape(3, 2), torch.tensor([True, False, True])
 

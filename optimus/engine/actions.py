@@ -11,16 +11,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from optimus.engine.buckets import Bucket, Buckets
 from optimus.engine.groups import Groups, edge_of, seam_edge
 from optimus.engine.mail import Key, Mail, TensorSpec
 from optimus.engine.placing import place_phases
-from optimus.engine.reduction import FlatGradients
-from optimus.errors import UserError
-from optimus.models.chunk import Chunk, parameters_of
+from optimus.models.chunk import Chunk
 from optimus.models.chunk import Phase as ChunkPhase
 from optimus.models.segment import Gradients, State
 from optimus.program.op import Kind
-from optimus.program.plan import OPS, RECVS, SENDS, WHOLE_STAGE, Plan, Verb
+from optimus.program.plan import OPS, RECVS, SENDS, Plan, Verb
 from optimus.program.ranks import LLM
 
 Run = Callable[[], None]
@@ -75,17 +74,18 @@ class Compiler:
         plan: Plan,
         groups: Groups,
         chunks: Mapping[str, tuple[Chunk, ...]],
+        buckets: Buckets[Bucket],
         shapes: Shapes,
         mail: Mail,
         moment: Moment,
         finish: Run,
     ) -> None:
         self.plan, self.groups, self.chunks, self.shapes = plan, groups, chunks, shapes
+        self.buckets, self._gathered = buckets, set(buckets.rest)
         self.mail, self.moment, self.finish = mail, moment, finish
         self.device = plan.ranks.class_of(groups.rank)
         self.program = plan.programs[self.device]
         self.senders: dict[Key, tuple[int, ...]] = {}  # whose message is taken under a key
-        self.buckets = self._make_buckets()
         self._placed: dict[tuple[str, Verb, int, int], list[list[ChunkPhase]]] = {}
 
     def actions(self) -> list[Action]:
@@ -106,12 +106,12 @@ class Compiler:
             return self._phase(module, verb, chunk, microbatch, place)
         if verb in SENDS or verb in RECVS:
             return self._transfer(module, verb, chunk, microbatch), ()
-        if verb == Verb.REDUCE:
-            flat = self.buckets.get((module, place))
-            return None if flat is None else (flat.launch, ())
         if verb == Verb.FINISH:
             return self.finish, self._partners()
-        return None  # a gather: parameters are already whole on every rank
+        moves = [
+            each.gather if verb == Verb.GATHER else each.reduce for each in self.buckets.at(module, place)
+        ]
+        return (_in_turn(moves), ()) if moves else None
 
     def _partners(self) -> tuple[int, ...]:
         """Ranks that this one exchanges anything with: all of it ends with the step."""
@@ -128,6 +128,9 @@ class Compiler:
         runs: list[Run] = [phase.run for phase in placed[place]]
         if not runs:
             return None
+        if verb == Verb.F:
+            layers = [phase.layer for phase in placed[place]]
+            runs = [*self._awaited(module, chunk, layers), *runs]
         virtual = chunk * self.plan.modules[module].layout.pp + self.plan.ranks.stage_of(module, self.device)
         waits: tuple[int, ...] = ()
         if place == busy[0] and verb != Verb.W:
@@ -136,7 +139,14 @@ class Compiler:
             runs.insert(0, begin)
         if place == busy[-1] and verb != Verb.W:
             runs.append(self._end(module, verb, virtual, microbatch))
-        return (runs[0] if len(runs) == 1 else partial(_all, tuple(runs))), waits
+        return _in_turn(runs), waits
+
+    def _awaited(self, module: str, chunk: int, layers: Sequence[int]) -> list[Run]:
+        """Waits for the gathers of what some layers need: at the first line of the program that needs it."""
+        needed = chain.from_iterable(self.buckets.needed(module, chunk, layer) for layer in layers)
+        first = [bucket for bucket in dict.fromkeys(needed) if bucket not in self._gathered]
+        self._gathered |= set(first)
+        return [bucket.wait_gathered for bucket in first]
 
     def _phases_of(self, module: str, verb: Verb, chunk: int, microbatch: int) -> list[list[ChunkPhase]]:
         key = module, verb, chunk, microbatch
@@ -288,52 +298,9 @@ class Compiler:
             Verb.RECV_SEAM_B: (BACKWARD, module, last, microbatch),
         }[verb]
 
-    # ------------------------------------------------------------------------ buckets
 
-    def _make_buckets(self) -> dict[tuple[str, int], FlatGradients]:
-        """Flat gradients by module and place of the bucket in its stage; each parameter once.
-
-        What belongs to no chunk's bucket is in that of the whole stage, if there is one.
-        """
-        found: dict[tuple[str, int], FlatGradients] = {}
-        for name, module in self.plan.modules.items():
-            buckets = list(enumerate(module.buckets[self.plan.ranks.stage_of(name, self.device)]))
-            taken: set[int] = set()
-            for place, bucket in sorted(buckets, key=lambda each: each[1].chunk == WHOLE_STAGE):
-                held: list[Tensor] = []
-                for number, chunk in enumerate(self.chunks[name]):
-                    if bucket.chunk == WHOLE_STAGE:
-                        held += chunk.trained(0, len(chunk.layers))
-                    elif bucket.chunk == number:
-                        held += chunk.trained(bucket.first_layer, bucket.end_layer)
-                mine = [parameter for parameter in held if id(parameter) not in taken]
-                if bucket.chunk != WHOLE_STAGE and len(mine) < len(held):
-                    self._refuse_shared(name)
-                taken |= {id(parameter) for parameter in mine}
-                if mine:
-                    found[name, place] = FlatGradients(mine, self.groups.get(f"{name}.dp"))
-            self._check_reduced(name, taken)
-        return found
-
-    def _refuse_shared(self, name: str) -> None:
-        """One bucket would be reduced while the other part of the gradient is still to come."""
-        if self.groups.get(f"{name}.dp") is not None:
-            raise UserError(
-                field=name,
-                problem="has a parameter that two of its buckets share, and is trained on several ranks",
-                hint="put what shares a parameter into one stage or block, or plan with the preset `clean`, "
-                "whose buckets are whole stages",
-            )
-
-    def _check_reduced(self, name: str, taken: set[int]) -> None:
-        """Where a module has replicas, all that it trains must be reduced."""
-        trained = parameters_of(all_layers({name: self.chunks[name]}))
-        if self.groups.get(f"{name}.dp") is not None and any(id(p) not in taken for p in trained):
-            raise UserError(
-                field=f"plan.modules.{name}.buckets",
-                problem="leave out parameters that are trained on several ranks",
-                hint="plan again for these modules",
-            )
+def _in_turn(runs: Sequence[Run]) -> Run:
+    return runs[0] if len(runs) == 1 else partial(_all, tuple(runs))
 
 
 def _all(runs: tuple[Run, ...]) -> None:
@@ -358,8 +325,3 @@ def describe(plan: Plan, device: int, line: int) -> str:
 def only_forward(actions: list[Action]) -> list[Action]:
     """What is left of a program when nothing is learned."""
     return [action for action in actions if action.verb in FORWARD_VERBS]
-
-
-def all_layers(chunks: Mapping[str, tuple[Chunk, ...]]) -> list[torch.nn.Module]:
-    """Every layer on this rank."""
-    return list(chain.from_iterable(chunk.layers for own in chunks.values() for chunk in own))

@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.actions import Action, Batch, Compiler, Moment, Shapes, all_layers, only_forward
+from optimus.engine.actions import Action, Batch, Compiler, Moment, Shapes, only_forward
+from optimus.engine.buckets import Bucket, Buckets
 from optimus.engine.groups import Groups
 from optimus.engine.mail import Mail
-from optimus.models.chunk import Chunk, parameters_of
+from optimus.engine.reduction import Replicated
+from optimus.models.chunk import Chunk
 from optimus.models.segment import State
 from optimus.program.plan import Plan
+
+
+class Steps(Protocol):
+    """Who changes parameters when all gradients are there; see `optimizer.Optimizer`."""
+
+    def step(self) -> None: ...
 
 
 class Recorder(Protocol):
@@ -34,11 +42,12 @@ class _Nobody:
 
 
 class Executor:
-    """Plays a plan on one rank. After `step` every parameter's gradient is that of the whole batch.
+    """Plays a plan on one rank. After `step` every bucket holds its gradients of the whole batch.
 
     `tied` are an embedding table and a head on this rank that are one parameter of the model: their gradients
     are added up, over the first and last stage where they are apart. `chunks` holds this rank's chunks of
-    every module, in order.
+    every module, in order, `buckets` what of their parameters is gathered and reduced together: if left out,
+    parameters are whole everywhere and `grad` holds their gradients. The `optimizer` steps in the last line.
     """
 
     def __init__(
@@ -51,29 +60,32 @@ class Executor:
         device: torch.device,
         tied: tuple[Tensor, ...] = (),
         recorder: Recorder | None = None,
+        buckets: Buckets[Bucket] | None = None,
+        optimizer: Steps | None = None,
     ) -> None:
         self.plan, self.groups, self.tied = plan, groups, tied
         self._mail, self._moment = Mail(device), Moment()
         self._recorder = recorder or _Nobody()
-        compiler = Compiler(plan, groups, chunks, shapes, self._mail, self._moment, self._finish)
+        self.buckets = buckets or Buckets(plan, groups, chunks, Replicated, tied)
+        self._optimizer, mail, moment = optimizer, self._mail, self._moment
+        compiler = Compiler(plan, groups, chunks, self.buckets, shapes, mail, moment, self._finish)
         self.actions = compiler.actions()
         self._waits_for = {action.line: action.waits_for for action in self.actions}
         self._forward = only_forward(self.actions)
-        self._buckets = list(compiler.buckets.values())
-        bucketed = {id(p) for bucket in self._buckets for p in bucket.parameters}
-        self._alone = [p for p in parameters_of(all_layers(chunks)) if id(p) not in bucketed]
 
     def step(self, batch: Batch) -> Tensor | None:
         """Forward and backward of all microbatches; this rank's part of the loss, where it is made."""
-        for parameter in self._alone:
-            parameter.grad = None
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reset()
+        for bucket in self.buckets.rest:
+            bucket.gather()
         self._play(self.actions, batch)
         return self._loss()
 
     def eval(self, batch: Batch) -> Tensor | None:
         """Forward only: nothing is kept for a backward."""
+        for bucket in self.buckets.rest:
+            bucket.gather()
         self._play(self._forward, batch, learns=False)
         self._mail.finish()
         return self._loss()
@@ -101,24 +113,21 @@ class Executor:
         return torch.stack(losses).sum() if losses else None
 
     def _finish(self) -> None:
-        """The last line: everything sent and reduced; a tied parameter's two gradients become one."""
+        """The last line: everything sent and reduced, tied gradients joined, parameters changed."""
         self._mail.finish()
-        for bucket in self._buckets:
-            bucket.wait()
-        if not self.tied:
-            return
-        gradients = [_gradient(parameter) for parameter in self.tied if parameter.requires_grad]
-        if not gradients:
-            return
+        for bucket in self.buckets:
+            bucket.wait_reduced()
+        self._join_tied()
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+    def _join_tied(self) -> None:
+        """A tied parameter's two gradients become one."""
+        tied = {id(parameter) for parameter in self.tied}
+        gradients = [each.summed for each in self.buckets if id(each.parameters[0]) in tied]
         group = self.groups.get("ends")
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])
-        elif group is not None:
+        elif gradients and group is not None:
             dist.all_reduce(gradients[0], dist.ReduceOp.SUM, group)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

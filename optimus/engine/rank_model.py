@@ -24,11 +24,15 @@ from optimus.program.ranks import LLM
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankModel:
-    """Chunks by module, parameters by their global names, and tied parameters that are here."""
+    """Chunks by module, parameters by their global names, and tied parameters that are here.
+
+    `copies` are those of them that are the other end of one that counts, on this rank or another.
+    """
 
     chunks: Mapping[str, tuple[SegmentedChunk, ...]]
     parameters: Mapping[str, Tensor]
     tied: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...]
     shapes: Shapes
 
     @property
@@ -57,6 +61,7 @@ def build_rank(
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
     parameters: dict[str, Tensor] = {}
     tied: list[Tensor] = []
+    copies: list[Tensor] = []
     cut = modules_cut_in_layers(plan, rank) if fuse else set(plan.modules)
     for module in model.modules:
         mine = []
@@ -80,12 +85,13 @@ def build_rank(
                     parameters[f"{name} (head)"] = parameter
             if isinstance(module, Llm) and module.tied and (first, end) != (0, layer_count(module)):
                 tied += [layers[0][0].weight] if first == 0 else []
-                tied += [layers[-1][0].weight] if end == layer_count(module) else []
+                copies += [layers[-1][0].weight] if end == layer_count(module) else []
         chunks[module.name] = tuple(mine)
     return RankModel(
         chunks=chunks,
         parameters=parameters,
-        tied=tuple(tied),
+        tied=(*tied, *copies),
+        copies=tuple(copies),
         shapes=shapes_of(model, plan, llm_tokens=llm_tokens, dtype=dtype),
     )
 

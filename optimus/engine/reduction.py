@@ -1,4 +1,4 @@
-"""Plain data parallelism: gradients of a bucket in one flat buffer, summed over the module's own replicas."""
+"""Plain data parallelism: every replica holds all parameters, and gets all their gradients summed."""
 
 from __future__ import annotations
 
@@ -8,42 +8,48 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.errors import UserError
+from optimus.engine.buckets import check_types
 
 
-class FlatGradients:
-    """The gradients of some parameters as views of one buffer."""
+class Replicated:
+    """The gradients of some parameters as views of one buffer, summed on all replicas.
+
+    Whoever brings an optimizer of his own finds them in `grad`, as after any backward.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        check_types(parameters)
         self.parameters, self.group = list(parameters), group
-        types = sorted({str(parameter.dtype) for parameter in self.parameters})
-        if len(types) > 1:
-            raise UserError(
-                field="parameters",
-                problem=f"of one stage or block have the types {' and '.join(types)}",
-                hint="give all that one stage or block trains one type",
-            )
-        size = sum(parameter.numel() for parameter in self.parameters)
         like = self.parameters[0]
-        self.flat = torch.zeros(size, dtype=like.dtype, device=like.device)
-        self._views = []
-        at = 0
-        for parameter in self.parameters:
-            self._views.append(self.flat[at : at + parameter.numel()].view_as(parameter))
-            at += parameter.numel()
+        size = sum(parameter.numel() for parameter in self.parameters)
+        self.summed = torch.zeros(size, dtype=like.dtype, device=like.device)
+        self._views = views_of(self.summed, self.parameters)
         self._work: dist.Work | None = None
 
     def reset(self) -> None:
         """Zero, and where weight gradients are added again even if an optimizer took them away."""
-        self.flat.zero_()
+        self.summed.zero_()
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def launch(self) -> None:
-        if self.group is not None:
-            self._work = dist.all_reduce(self.flat, dist.ReduceOp.SUM, self.group, async_op=True)
+    def gather(self) -> None:
+        """Parameters are whole on every rank."""
 
-    def wait(self) -> None:
+    def wait_gathered(self) -> None:
+        """Parameters are whole on every rank."""
+
+    def reduce(self) -> None:
+        if self.group is not None:
+            self._work = dist.all_reduce(self.summed, dist.ReduceOp.SUM, self.group, async_op=True)
+
+    def wait_reduced(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """One after another in a flat buffer, each in its shape."""
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]

@@ -17,10 +17,13 @@ from torch import distributed as dist
 from optimus.engine.actions import describe
 from optimus.engine.batch_table import BatchTable, TableExchange, make_table
 from optimus.engine.batches import SampleBatch
+from optimus.engine.buckets import Buckets
 from optimus.engine.executor import Executor
 from optimus.engine.groups import make_groups
+from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
 from optimus.engine.rendezvous import Membership, agree, join
+from optimus.engine.sharding import Sharded
 from optimus.engine.synthetic import Synthetic
 from optimus.engine.training import METRICS, StepMetrics, Summary, Training
 from optimus.engine.watch import Ring, Watch
@@ -34,8 +37,9 @@ JOIN_S = 120.0  # to come together: the slowest rank still imports torch
 GROUP_S = 600.0  # the watch ends a rank long before
 FIRST_STEP_LIMITS = 3  # so many times as long may an op of the first step take: much is made in it
 LAST_STEPS = 20  # an op may take as long as their median
-LOSS, TABLE, OPTIMIZER = range(3)  # what a step does beside the lines of its program
-BESIDES = ("the loss of a step", "the table of a step", "the optimizer's step")
+LOSS, TABLE = range(2)  # what a step does beside the lines of its program
+FINISH_WORDS = "the end of all reductions and sends, or the optimizer's step"
+BESIDES = ("the loss of a step", "the table of a step")
 
 Report = Callable[[StepMetrics], None]
 
@@ -71,7 +75,11 @@ def words_of(plan: Plan, rank: int, line: int) -> str:
     if beside >= 0:
         return BESIDES[beside]
     words = describe(plan, device, line)
-    return "the end of all reductions and sends" if words.startswith(f"{ALL}.") else words
+    return (
+        "the end of all reductions and sends, the norm or the optimizer"
+        if words.startswith(f"{ALL}.")
+        else words
+    )
 
 
 def _on_gpus() -> bool:
@@ -91,6 +99,8 @@ class _Loop:
         self.job, self.plan, self.training, self.member = job, plan, training, member
         rank = member.rank
         self.device = torch.device("cuda", member.local_rank) if _on_gpus() else torch.device("cpu")
+        usual = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.dtype = getattr(torch, training.dtype or usual)
         self.sequences = job.workload.sequences_per_step // plan.ranks.llm.dp // plan.microbatches
         self.data = Synthetic(job=job, seed=training.seed)
         self.model = build_rank(
@@ -98,11 +108,20 @@ class _Loop:
             plan,
             rank,
             llm_tokens=self.sequences * job.workload.sequence_tokens,
-            dtype=torch.float32,
+            dtype=self.dtype,
             device=self.device,
             seed=training.seed,
         )
         self.groups = make_groups(plan, rank, timeout_s=GROUP_S)
+        buckets: Buckets[Sharded] = Buckets(plan, self.groups, self.model.chunks, Sharded, self.model.tied)
+        self.optimizer = Optimizer(
+            buckets,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            clip=training.clip,
+            copies=self.model.copies,
+            device=self.device,
+        )
         self.ring = Ring()
         self.executor = Executor(
             plan,
@@ -112,12 +131,8 @@ class _Loop:
             device=self.device,
             tied=self.model.tied,
             recorder=self.ring,
-        )
-        trained = self.model.trained
-        self.optimizer = (
-            torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
-            if trained
-            else None
+            buckets=buckets,
+            optimizer=self.optimizer,
         )
         place = plan.ranks.place(LLM, rank)
         self.replica, self.reads = place.dp, place.pp == 0
@@ -170,17 +185,19 @@ class _Loop:
             if step + 1 < self.training.steps:
                 self._start_table(step + 1)
         loss = self.executor.step(self._batch(step, table))
-        with self._beside(OPTIMIZER):
-            if self.optimizer is not None:
-                self.optimizer.step()
         total = self._total(loss)
+        assert self.optimizer.norm is not None
+        norm = float(self.optimizer.norm)
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
-        return StepMetrics(step=step, loss=total, step_s=step_s, tokens_per_s=tokens / step_s)
+        return StepMetrics(
+            step=step, loss=total, gradient_norm=norm, step_s=step_s, tokens_per_s=tokens / step_s
+        )
 
     def _total(self, loss: Tensor | None) -> float:
         """The loss of the whole batch, on every rank."""
-        total = torch.zeros((), device=self.device) if loss is None else loss.float()
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = zero if loss is None else loss.double()
         with self._beside(LOSS):
             dist.all_reduce(total)
             return float(total)
@@ -229,7 +246,7 @@ class _Loop:
             scale=1.0 / max(1, labels),
             seed=self.training.seed,
             step=step,
-            dtype=torch.float32,
+            dtype=self.dtype,
             device=self.device,
         )
 
@@ -245,7 +262,7 @@ class _Loop:
         rank, world = self.member.rank, self.member.world
         if beside == LOSS:
             return tuple(sorted({(rank - 1) % world, (rank + 1) % world} - {rank}))
-        return () if beside == OPTIMIZER or self.reads else (self.tables.reader,)
+        return () if self.reads else (self.tables.reader,)
 
     def _write(self, metrics: StepMetrics) -> None:
         """A line; a new run begins the file, a restart goes on."""

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from optimus.errors import UserError
+from optimus.errors import UserError, one_of
 
 METRICS = "metrics.jsonl"
+DTYPES = ("bfloat16", "float32", "float64")
 PLAN = "plan.json"
 
 
@@ -23,6 +24,8 @@ class Training:
     seed: int = 0
     learning_rate: float = 1e-4
     weight_decay: float = 0.01
+    clip: float = 1.0  # the largest norm that gradients keep; 0: any
+    dtype: str | None = None  # of compute: bfloat16 on GPUs, else float32. Masters have at least float32
     limit_s: float = 8.0  # how long one op may take (or a usual step, if longer) before a rank says why
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
 
@@ -33,6 +36,7 @@ class StepMetrics:
 
     step: int
     loss: float
+    gradient_norm: float  # before clipping
     step_s: float
     tokens_per_s: float
 
@@ -64,13 +68,14 @@ def training_of(settings: Mapping[str, Any], *, steps: int | None, run_dir: Path
             field="run.optimizer",
             value=optimizer,
             problem="is not a mapping",
-            hint="use optimizer: {lr: 1e-4, weight_decay: 0.01}",
+            hint="use optimizer: {lr: 1e-4, weight_decay: 0.01, clip: 1.0}",
         )
     asked = {
         "steps": (settings.get("steps", default.steps), default.steps),
         "seed": (settings.get("seed", default.seed), default.seed),
         "optimizer.lr": (optimizer.get("lr", default.learning_rate), default.learning_rate),
         "optimizer.weight_decay": (optimizer.get("weight_decay", default.weight_decay), default.weight_decay),
+        "optimizer.clip": (optimizer.get("clip", default.clip), default.clip),
     }
     for name, (value, usual) in asked.items():
         _check_number(f"run.{name}", value, usual)
@@ -81,8 +86,21 @@ def training_of(settings: Mapping[str, Any], *, steps: int | None, run_dir: Path
         seed=asked["seed"][0],
         learning_rate=float(asked["optimizer.lr"][0]),
         weight_decay=float(asked["optimizer.weight_decay"][0]),
+        clip=float(asked["optimizer.clip"][0]),
+        dtype=_dtype(settings.get("dtype", default.dtype)),
         run_dir=run_dir,
     )
+
+
+def _dtype(name: object) -> str | None:
+    if name is not None and name not in DTYPES:
+        raise UserError(
+            field="run.dtype",
+            value=name,
+            problem="is not a type to compute in",
+            hint=f"use dtype: {one_of(DTYPES)}",
+        )
+    return None if name is None else str(name)
 
 
 def _check_number(field: str, value: object, usual: float) -> None:

@@ -19,11 +19,20 @@ def _input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Adds `gradient` transposed times `inputs` to the weight's gradient."""
+    """Adds `gradient` transposed times `inputs` to the weight's gradient, which may be of a wider type."""
     if weight.grad is None:
         weight.grad = gradient.T @ inputs
-    else:
+    elif weight.grad.dtype == gradient.dtype:
         weight.grad.addmm_(gradient.T, inputs)
+    else:
+        weight.grad.add_(_wide_product(gradient.T, inputs, weight.grad.dtype))
+
+
+def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Not rounded to the type of the factors: GPUs add up in the wider one anyway."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +77,10 @@ class _DeferringLinear(torch.autograd.Function):
 
 
 def _add_bias_gradient(bias: Tensor, gradient: Tensor) -> None:
-    found = gradient.sum(0)
-    bias.grad = found if bias.grad is None else bias.grad.add_(found)
+    if bias.grad is None:
+        bias.grad = gradient.sum(0)
+    else:
+        bias.grad.add_(gradient.sum(0, dtype=bias.grad.dtype))
 
 
 def linear(
@@ -106,7 +117,8 @@ class _DeferringEmbedding(torch.autograd.Function):
 def _add_table_gradient(table: Tensor, gradient: Tensor, ids: Tensor) -> None:
     if table.grad is None:
         table.grad = torch.zeros_like(table)
-    table.grad.index_add_(0, ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
+    rows = gradient.reshape(-1, gradient.shape[-1]).to(table.grad.dtype)
+    table.grad.index_add_(0, ids.reshape(-1), rows)
 
 
 def embedding(ids: Tensor, table: Tensor, *, deferred: Deferred | None = None) -> Tensor:

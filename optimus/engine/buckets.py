@@ -1,0 +1,162 @@
+"""Which of a rank's parameters are gathered and reduced together, as the plan's buckets say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from optimus.engine.groups import Groups
+from optimus.errors import UserError
+from optimus.models.chunk import ANY, Chunk, parameters_of
+from optimus.program.plan import WHOLE_STAGE, Plan
+from optimus.program.plan import Bucket as PlannedBucket
+
+
+class Bucket(Protocol):
+    """Parameters whose values and gradients travel together; launched and waited for by lines of a program.
+
+    `Replicated` keeps them whole on every replica, `Sharded` one part of their masters on each.
+    """
+
+    @property
+    def parameters(self) -> Sequence[Tensor]: ...
+
+    @property
+    def summed(self) -> Tensor:
+        """After `wait_reduced`: the gradients that this rank holds, flat."""
+
+    def reset(self) -> None:
+        """Gradients begin anew."""
+
+    def gather(self) -> None:
+        """Launches what makes parameters whole again after an optimizer's step."""
+
+    def wait_gathered(self) -> None: ...
+
+    def reduce(self) -> None:
+        """Launches the sum of gradients over replicas."""
+
+    def wait_reduced(self) -> None: ...
+
+
+B = TypeVar("B", bound=Bucket, covariant=True)
+
+
+class Buckets(Generic[B]):
+    """All buckets of one rank. Each parameter is in one; one that is `tied` to another rank's, alone in it.
+
+    Both ends of a tied parameter then hold the same part of it. What belongs to no chunk's bucket is in that
+    of the whole stage, if there is one; what is in none at all is not reduced, and `rest`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Groups,
+        chunks: Mapping[str, tuple[Chunk, ...]],
+        make: Callable[[Sequence[Tensor], dist.ProcessGroup | None], B],
+        tied: Sequence[Tensor] = (),
+    ) -> None:
+        self._plan, self._groups, self._chunks, self._make = plan, groups, chunks, make
+        self._tied = {id(parameter) for parameter in tied}
+        self._device = plan.ranks.class_of(groups.rank)
+        self._made: dict[tuple[str, int], tuple[B, ...]] = {}
+        self._taken: set[int] = set()
+        for name in plan.modules:
+            self._make_module(name)
+        left = [p for p in parameters_of(all_layers(chunks)) if id(p) not in self._taken]
+        self.rest = tuple(chain.from_iterable(self._make_all(alike, None) for alike in _by_type(left)))
+
+    def __iter__(self) -> Iterator[B]:
+        return chain(chain.from_iterable(self._made.values()), self.rest)
+
+    def at(self, module: str, place: int) -> tuple[B, ...]:
+        """Of the bucket at a place of the module's stage; none if nothing in it is trained."""
+        return self._made.get((module, place), ())
+
+    def needed(self, module: str, chunk: int, layer: int) -> Iterator[B]:
+        """Without which a layer of a chunk (or `ANY` of them) cannot run."""
+        for place, bucket in enumerate(self._planned(module)):
+            whole = bucket.chunk == WHOLE_STAGE
+            inside = layer == ANY or bucket.first_layer <= layer < bucket.end_layer
+            if whole or (bucket.chunk == chunk and inside):
+                yield from self.at(module, place)
+
+    def _planned(self, module: str) -> Sequence[PlannedBucket]:
+        return self._plan.modules[module].buckets[self._plan.ranks.stage_of(module, self._device)]
+
+    def _make_module(self, name: str) -> None:
+        group, before = self._groups.get(f"{name}.dp"), set(self._taken)
+        places = list(enumerate(self._planned(name)))
+        for place, bucket in sorted(places, key=lambda each: each[1].chunk == WHOLE_STAGE):
+            held = self._held(name, bucket)
+            mine = [parameter for parameter in held if id(parameter) not in self._taken]
+            if bucket.chunk != WHOLE_STAGE and len(mine) < len(held) and group is not None:
+                raise _shared(name)
+            self._taken |= {id(parameter) for parameter in mine}
+            self._made[name, place] = self._make_all(mine, group)
+        trained = {id(p) for p in parameters_of(all_layers({name: self._chunks[name]}))}
+        if group is not None and trained - (self._taken - before):
+            raise _left_out(name)
+
+    def _make_all(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> tuple[B, ...]:
+        """One bucket, and one for each parameter that is tied."""
+        tied = [[p] for p in parameters if id(p) in self._tied]
+        others = [p for p in parameters if id(p) not in self._tied]
+        return tuple(self._make(part, group) for part in (others, *tied) if part)
+
+    def _held(self, name: str, bucket: PlannedBucket) -> list[Tensor]:
+        held: list[Tensor] = []
+        for number, chunk in enumerate(self._chunks[name]):
+            if bucket.chunk == WHOLE_STAGE:
+                held += chunk.trained(0, len(chunk.layers))
+            elif bucket.chunk == number:
+                held += chunk.trained(bucket.first_layer, bucket.end_layer)
+        return held
+
+
+def all_layers(chunks: Mapping[str, tuple[Chunk, ...]]) -> list[torch.nn.Module]:
+    """Every layer on this rank."""
+    return list(chain.from_iterable(chunk.layers for own in chunks.values() for chunk in own))
+
+
+def check_types(parameters: Sequence[Tensor]) -> None:
+    """What travels together has one type."""
+    types = sorted({str(parameter.dtype) for parameter in parameters})
+    if len(types) > 1:
+        raise UserError(
+            field="parameters",
+            problem=f"of one stage or block have the types {' and '.join(types)}",
+            hint="give all that one stage or block trains one type",
+        )
+
+
+def _by_type(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return list(found.values())
+
+
+def _shared(name: str) -> UserError:
+    """One bucket would be reduced while the other part of the gradient is still to come."""
+    return UserError(
+        field=name,
+        problem="has a parameter that two of its buckets share, and is trained on several ranks",
+        hint="put what shares a parameter into one stage or block, or plan with the preset `clean`, "
+        "whose buckets are whole stages",
+    )
+
+
+def _left_out(name: str) -> UserError:
+    """Where a module has replicas, all that it trains must be reduced."""
+    return UserError(
+        field=f"plan.modules.{name}.buckets",
+        problem="leave out parameters that are trained on several ranks",
+        hint="plan again for these modules",
+    )

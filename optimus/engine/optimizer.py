@@ -1,0 +1,59 @@
+"""What ends a step: one norm over the gradients of all modules, clipping, AdamW on this rank's masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from optimus.engine.sharding import Sharded
+
+SMALL = 1e-6  # added to a norm that divides, as torch.nn.utils.clip_grad_norm_ does
+
+
+class Optimizer:
+    """Every rank must hold one, be it for no bucket: the norm is summed over all ranks.
+
+    `copies` are parameters that count elsewhere, as the head of a tied embedding does. `clip` is the largest
+    norm that gradients keep; 0 leaves them as they are. Nothing is read back from a device.
+    """
+
+    def __init__(
+        self,
+        buckets: Iterable[Sharded],
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        clip: float = 0.0,
+        copies: Sequence[Tensor] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self.buckets, self.clip = list(buckets), clip
+        elsewhere = {id(parameter) for parameter in copies}
+        self._counted = [each for each in self.buckets if id(each.parameters[0]) not in elsewhere]
+        self._device = device or torch.device("cpu")
+        masters = [bucket.master for bucket in self.buckets]
+        self.adamw = (
+            torch.optim.AdamW(masters, lr=learning_rate, weight_decay=weight_decay) if masters else None
+        )
+        self.norm: Tensor | None = None  # of the last step, before clipping
+
+    def step(self) -> None:
+        """Gradients are summed; masters are updated, and gathered when the next step begins."""
+        self.norm = self._norm()
+        if self.clip:
+            kept = torch.clamp(self.clip / (self.norm + SMALL), max=1.0)
+            for bucket in self.buckets:
+                bucket.summed.mul_(kept)
+        if self.adamw is not None:
+            self.adamw.step()
+
+    def _norm(self) -> Tensor:
+        """Parts of every parameter lie on its replicas: each number is counted once."""
+        squares = [bucket.summed.square().sum(dtype=torch.float64) for bucket in self._counted]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        total = total.to(self._device)
+        dist.all_reduce(total)
+        return total.sqrt()

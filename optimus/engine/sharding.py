@@ -1,0 +1,102 @@
+"""ZeRO-1 as Megatron's distributed optimizer: parameters whole while a step runs, masters and optimizer state
+in equal parts on the replicas of the module.
+
+A bucket is one flat buffer of parameters in the type they compute in, one of gradients in the type of the
+masters, and this rank's part of both. One all-gather at the beginning of a step makes the parameters whole,
+one reduce-scatter at its end sums the gradients; both are launched by lines of the program, and nothing
+computes on what they bring before it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from optimus.engine.buckets import check_types
+from optimus.engine.reduction import views_of
+
+# Since torch 2.13 by other names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Sharded:
+    """Some parameters of a module, whole here; `master` is the part that this replica keeps and updates.
+
+    Gradients are added up in the type of the masters, which is at least float32: weight-gradient phases find
+    them in `grad`.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        check_types(parameters)
+        self.parameters, self.group = list(parameters), group
+        parts, place = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        like = self.parameters[0]
+        wide = torch.promote_types(like.dtype, torch.float32)
+        size = -(-sum(parameter.numel() for parameter in self.parameters) // parts)
+        self._whole = torch.zeros(size * parts, dtype=like.dtype, device=like.device)
+        self.gradients = torch.zeros(size * parts, dtype=wide, device=like.device)
+        self._place_parameters(wide)
+        mine = slice(place * size, (place + 1) * size)
+        own = self._whole[mine]
+        self.master = nn.Parameter(own.to(wide, copy=parts > 1))
+        self.master.grad = self.gradients if parts == 1 else torch.zeros_like(self.master)
+        # Sent in the type of the parameters; the masters themselves where that is theirs.
+        self._sent = self.master.detach() if own.dtype == wide else torch.empty_like(own)
+        self._gathers = self._reduces = None
+
+    _gathers: dist.Work | None
+    _reduces: dist.Work | None
+
+    def _place_parameters(self, wide: torch.dtype) -> None:
+        """Parameters become views of the flat buffer, and may have wider gradients."""
+        self.gradient_views = views_of(self.gradients, self.parameters)
+        places = views_of(self._whole, self.parameters)
+        for parameter, place in zip(self.parameters, places, strict=True):
+            place.copy_(parameter.detach())
+            parameter.data = place
+            parameter.grad = None
+            parameter.grad_dtype = wide
+
+    @property
+    def summed(self) -> Tensor:
+        assert self.master.grad is not None
+        return self.master.grad
+
+    def reset(self) -> None:
+        self.gradients.zero_()
+        for parameter, view in zip(self.parameters, self.gradient_views, strict=True):
+            parameter.grad = view
+
+    def gather(self) -> None:
+        if self._sent.dtype != self.master.dtype:
+            self._sent.copy_(self.master.detach())
+        if self.group is not None:
+            self._gathers = all_gather(self._whole, self._sent, self.group, async_op=True)
+        elif self._sent.dtype != self.master.dtype:
+            self._whole.copy_(self._sent)
+
+    def wait_gathered(self) -> None:
+        if self._gathers is not None:
+            self._gathers.wait()
+            self._gathers = None
+
+    def reduce(self) -> None:
+        if self.group is not None:
+            self._reduces = reduce_scatter(
+                self.summed, self.gradients, dist.ReduceOp.SUM, self.group, async_op=True
+            )
+
+    def wait_reduced(self) -> None:
+        if self._reduces is not None:
+            self._reduces.wait()
+            self._reduces = None
+
+    def as_dtensor(self, mesh: DeviceMesh) -> DTensor:
+        """The masters of all replicas as one tensor, for checkpoints; `mesh` is that of the module."""
+        return DTensor.from_local(self.master.detach(), mesh, [Shard(0)], run_check=False)

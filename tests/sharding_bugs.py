@@ -1,0 +1,345 @@
+"""Bugs that sharding, norm, clipping and the optimizer could have, each with a case that must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from itertools import combinations
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from engine_bugs import Plant, wrapped
+from torch import Tensor
+from torch import distributed as dist
+
+from optimus.engine import optimizer, sharding
+from optimus.engine.actions import Compiler
+from optimus.engine.buckets import Buckets
+from optimus.engine.executor import Executor
+from optimus.engine.optimizer import Optimizer
+from optimus.engine.sharding import Sharded
+
+TWO = "sharded: two by two interleaved"
+TIED = "sharded: zero-bubble, tied, dropout, two encoders"
+FOUR = "sharded: four replicas"
+ENDS = "sharded: eight: pp 4, encoder pp 2"
+HALF = "bf16: two by two interleaved"
+SHARDING_BUGS: dict[str, tuple[str, Plant]] = {}  # name -> case, and what plants it
+
+
+def bug(name: str, case: str) -> Callable[[Plant], Plant]:
+    def keep(plant: Plant) -> Plant:
+        SHARDING_BUGS[name] = case, plant
+        return plant
+
+    return keep
+
+
+def changed(name: str, case: str, owner: Any, attribute: str, change: Callable[..., Any]) -> None:
+    """A bug that replaces one function or method."""
+    SHARDING_BUGS[name] = case, lambda: wrapped(owner, attribute, change)
+
+
+# ---------------------------------------------------------------------------- gathers
+
+
+def _gather_once(original: Any, self: Sharded) -> None:
+    if not hasattr(self, "gathered"):
+        original(self)
+    self.gathered = True  # type: ignore[attr-defined]
+
+
+def _gather_nothing(original: Any, self: Sharded) -> None:
+    """Parameters stay as they were built."""
+
+
+def _gather_before_casting(original: Any, self: Sharded) -> None:
+    before = self._sent.clone()
+    original(self)
+    self.wait_gathered()
+    if hasattr(self, "gathered"):
+        self._sent.copy_(before)
+        sharding.all_gather(self._whole, self._sent, self.group) if self.group else self._whole.copy_(before)
+    self.gathered = True  # type: ignore[attr-defined]
+
+
+def _rolled(original: Any, self: Sharded) -> None:
+    original(self)
+    self.wait_gathered()
+    self._whole.copy_(self._whole.roll(1))
+
+
+def _replicas_change_places(original: Any, self: Sharded) -> None:
+    original(self)
+    self.wait_gathered()
+    if self.group is not None:
+        self._whole.copy_(self._whole.roll(len(self._sent)))
+
+
+changed("parameters are gathered in the first step only", TWO, Sharded, "gather", _gather_once)
+changed("parameters are never gathered", FOUR, Sharded, "gather", _gather_nothing)
+changed("the type is changed only after sending", HALF, Sharded, "gather", _gather_before_casting)
+changed("parameters lie one number too far", TWO, Sharded, "gather", _rolled)
+changed("parts of two replicas are exchanged", FOUR, Sharded, "gather", _replicas_change_places)
+
+
+# ---------------------------------------------------------------------------- reductions
+
+
+def _without_own(original: Any, self: Sharded) -> None:
+    if self.group is not None and dist.get_rank(self.group) == 1:
+        self.gradients.zero_()
+    original(self)
+
+
+def _not_reduced(original: Any, self: Sharded) -> None:
+    """This replica's own part is taken for the sum."""
+    if self.group is not None:
+        self.summed.copy_(self.gradients.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
+
+
+def _reduced_twice(original: Any, self: Sharded) -> None:
+    if self.group is not None:
+        dist.all_reduce(self.gradients, group=self.group)
+    original(self)
+
+
+def _averaged(original: Any, self: Sharded) -> None:
+    original(self)
+    if self.group is not None:
+        self.summed.div_(dist.get_world_size(self.group))
+
+
+def _reduced_in_half(original: Any, self: Sharded) -> None:
+    self.gradients.copy_(self.gradients.bfloat16())
+    original(self)
+
+
+def _kept(original: Any, self: Sharded) -> None:
+    before = self.gradients.clone()
+    original(self)
+    self.gradients.copy_(before)
+
+
+def _next_part(original: Any, self: Sharded, *args: Any) -> None:
+    original(self, *args)
+    if self.group is not None:
+        self.wait_reduced()
+        self.summed.copy_(self.summed.roll(1))
+
+
+changed("one replica's gradients are missing", FOUR, Sharded, "reduce", _without_own)
+changed("nothing is reduced", TWO, Sharded, "reduce", _not_reduced)
+changed("gradients are reduced twice", FOUR, Sharded, "reduce", _reduced_twice)
+changed("gradients are averaged over replicas", TWO, Sharded, "wait_reduced", _averaged)
+changed("gradients travel in bf16", TWO, Sharded, "reduce", _reduced_in_half)
+changed("gradients of the step before stay", TWO, Sharded, "reset", _kept)
+changed("the part of another replica is taken", FOUR, Sharded, "reduce", _next_part)
+
+
+@bug("reduces are launched with the first gather", TWO)
+def _() -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.enter_context(wrapped(Sharded, "reduce", lambda original, self: None))
+
+    def gather(original: Any, self: Sharded) -> None:
+        original(self)
+        if self.group is not None:
+            self._reduces = sharding.reduce_scatter(
+                self.summed, self.gradients, dist.ReduceOp.SUM, self.group, async_op=True
+            )
+
+    stack.enter_context(wrapped(Sharded, "gather", gather))
+    return stack
+
+
+@bug("a replica without images does not reduce", "sharded: two by two")
+def _() -> AbstractContextManager[Any]:
+    def reduce(original: Any, self: Sharded) -> None:
+        if self.gradients.any():
+            original(self)
+
+    return wrapped(Sharded, "reduce", reduce)
+
+
+@bug("a bucket is left out of the program", TWO)
+def _() -> AbstractContextManager[Any]:
+    return wrapped(
+        Buckets, "at", lambda original, self, module, place: original(self, module, place) if place else ()
+    )
+
+
+# ---------------------------------------------------------------------------- masters and gradients
+
+
+@bug("masters are those of the next replica", FOUR)
+def _() -> AbstractContextManager[Any]:
+    def make(original: Any, self: Sharded, parameters: Any, group: Any) -> None:
+        original(self, parameters, group)
+        if group is not None:
+            size, parts = len(self.master), dist.get_world_size(group)
+            place = (dist.get_rank(group) + 1) % parts
+            self.master.data.copy_(self._whole[place * size : (place + 1) * size])
+
+    return wrapped(Sharded, "__init__", make)
+
+
+@bug("masters are in bf16", HALF)
+def _() -> AbstractContextManager[Any]:
+    def step(original: Any, self: Optimizer) -> None:
+        original(self)
+        for bucket in self.buckets:
+            bucket.master.data.copy_(bucket.master.bfloat16())
+
+    return wrapped(Optimizer, "step", step)
+
+
+@bug("gradients are added up in bf16", HALF)
+def _() -> AbstractContextManager[Any]:
+    return patch.object(torch, "promote_types", lambda first, second: first)
+
+
+@bug("a parameter keeps its own memory", TWO)
+def _() -> AbstractContextManager[Any]:
+    def place(original: Any, self: Sharded, wide: torch.dtype) -> None:
+        last = self.parameters[-1]
+        own = last.data
+        original(self, wide)
+        last.data = own
+
+    return wrapped(Sharded, "_place_parameters", place)
+
+
+@bug("gradients of two parameters change places", TWO)
+def _() -> AbstractContextManager[Any]:
+    def place(original: Any, self: Sharded, wide: torch.dtype) -> None:
+        original(self, wide)
+        views = self.gradient_views
+        for a, b in combinations(range(len(views)), 2):
+            if views[a].shape == views[b].shape:
+                views[a], views[b] = views[b], views[a]
+                return
+
+    return wrapped(Sharded, "_place_parameters", place)
+
+
+# ---------------------------------------------------------------------------- norm, clipping, optimizer
+
+
+def _uncounted(original: Any, self: Optimizer, buckets: Any, *, copies: Any = (), **rest: Any) -> None:
+    original(self, buckets, **rest)
+
+
+def _norm_of_this_rank(original: Any, self: Optimizer) -> Tensor:
+    return torch.stack([each.summed.square().sum() for each in self.buckets]).sum().sqrt()
+
+
+def _norm_of_own_gradients(original: Any, self: Optimizer) -> Tensor:
+    with patch.object(Sharded, "summed", property(lambda self: self.gradients)):
+        found: Tensor = original(self)
+    return found
+
+
+def _clipped_twice(original: Any, self: Optimizer) -> None:
+    kept = torch.clamp(self.clip / (self._norm() + optimizer.SMALL), max=1.0)
+    for bucket in self.buckets:
+        bucket.summed.mul_(kept)
+    original(self)
+
+
+def _clipped_too_late(original: Any, self: Optimizer) -> None:
+    if self.adamw is not None:
+        self.adamw.step()
+    adamw, self.adamw = self.adamw, None
+    original(self)
+    self.adamw = adamw
+
+
+def _scaled_up(original: Any, self: Optimizer) -> None:
+    clip, self.clip = self.clip, 0.0
+    norm = self._norm()
+    for bucket in self.buckets:
+        bucket.summed.mul_(1000.0 * clip / norm if clip > norm else 1.0 / 1.0000001)
+    original(self)
+    self.clip = clip
+
+
+def _each_module_by_itself(original: Any, self: Optimizer) -> None:
+    clip, self.clip = self.clip, 0.0
+    for bucket in self.buckets:
+        norm = bucket.summed.square().sum()
+        if bucket.group is not None:
+            dist.all_reduce(norm, group=bucket.group)
+        bucket.summed.mul_(torch.clamp(clip / (norm.sqrt() + optimizer.SMALL), max=1.0))
+    self.norm = None
+    original(self)
+    self.clip = clip
+
+
+def _only_the_first(original: Any, self: Optimizer) -> None:
+    before = [bucket.master.detach().clone() for bucket in self.buckets]
+    original(self)
+    for bucket, old in zip(self.buckets, before, strict=True):
+        if bucket.group is not None and dist.get_rank(bucket.group):
+            bucket.master.data.copy_(old)
+
+
+def _coupled_decay(original: Any, self: Optimizer) -> None:
+    for bucket in self.buckets:
+        bucket.summed.add_(bucket.master.detach(), alpha=0.01)
+    original(self)
+
+
+def _before_joining(original: Any, self: Executor) -> None:
+    if self._optimizer is not None:
+        self._optimizer.step()
+    steps, self._optimizer = self._optimizer, None
+    original(self)
+    self._optimizer = steps
+
+
+changed("a tied parameter is counted twice", TIED, Optimizer, "__init__", _uncounted)
+changed("the norm is that of one rank", TWO, Optimizer, "_norm", _norm_of_this_rank)
+changed("the norm is that of gradients before their sum", TWO, Optimizer, "_norm", _norm_of_own_gradients)
+changed("gradients are clipped twice", TWO, Optimizer, "step", _clipped_twice)
+changed("gradients are clipped behind the optimizer", TWO, Optimizer, "step", _clipped_too_late)
+changed("gradients are not clipped at all", TWO, Optimizer, "step", _scaled_up)
+changed("every bucket is clipped by itself", TWO, Optimizer, "step", _each_module_by_itself)
+changed("only the first replica learns", FOUR, Optimizer, "step", _only_the_first)
+changed("weight decay goes through the moments", TWO, Optimizer, "step", _coupled_decay)
+changed(
+    "the optimizer comes before the joining of tied gradients", ENDS, Executor, "_join_tied", _before_joining
+)
+
+
+@bug("tied gradients are not joined", ENDS)
+def _() -> AbstractContextManager[Any]:
+    return wrapped(Executor, "_join_tied", lambda original, self: None)
+
+
+@bug("tied parameters lie in different buckets", ENDS)
+def _() -> AbstractContextManager[Any]:
+    def make_all(original: Any, self: Buckets[Sharded], parameters: Any, group: Any) -> Any:
+        return (self._make(parameters, group),) if parameters else ()
+
+    return wrapped(Buckets, "_make_all", make_all)
+
+
+@bug("nobody waits for a gather", TWO)
+def _() -> AbstractContextManager[Any]:
+    """With gloo a gather may have ended anyway: here it ends when it is waited for."""
+    stack = ExitStack()
+
+    def gather(original: Any, self: Sharded) -> None:
+        self._gathers = self
+
+    def wait(original: Any, self: Sharded) -> None:
+        if self._gathers is not None and self.group is not None:
+            sharding.all_gather(self._whole, self._sent, self.group)
+        self._gathers = None
+
+    stack.enter_context(wrapped(Sharded, "gather", gather))
+    stack.enter_context(wrapped(Sharded, "wait_gathered", wait))
+    stack.enter_context(wrapped(Compiler, "_awaited", lambda original, self, *args: []))
+    return stack
