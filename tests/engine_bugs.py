@@ -18,7 +18,7 @@ from optimus.engine.mail import Mail
 from optimus.engine.reduction import Replicated
 from optimus.models import linear
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Segment
+from optimus.models.segment import Deferred, Segment
 
 Plant = Callable[[], AbstractContextManager[Any]]
 BUGS: dict[str, tuple[str, Plant]] = {}  # name -> case, and what plants it
@@ -187,7 +187,7 @@ def _() -> AbstractContextManager[Any]:
     def weights(original: Any, self: SegmentedChunk, microbatch: int, place: int) -> None:
         frame = self._frames.get(microbatch)
         if place == 1 and frame is not None:
-            frame.deferred[place] = []
+            frame.deferred[place] = None
         original(self, microbatch, place)
 
     return wrapped(SegmentedChunk, "_weights", weights)
@@ -248,13 +248,23 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(batches.SampleBatch, "__init__", make)
 
 
+@bug("what was emptied is not made again", "selective")
+def _() -> AbstractContextManager[Any]:
+    def fill(original: Any, self: Deferred) -> None:
+        for tensor, _ in self.cheap:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.data.zero_()
+
+    return wrapped(Deferred, "fill", fill)
+
+
 @bug("a layer is made again from the input of another", "recompute")
 def _() -> AbstractContextManager[Any]:
     def again(original: Any, self: SegmentedChunk, microbatch: int, place: int) -> None:
         kept = self._frames[microbatch].kept
-        layer = self._layer_of[place]
-        if layer in kept and layer - 1 in kept and layer > 1:
-            kept[layer] = kept[layer - 1]
+        before = [other for other in kept if 0 < other < place]
+        if place in kept and before:
+            kept[place] = kept[max(before)]
         original(self, microbatch, place)
 
     return wrapped(SegmentedChunk, "_again", again)

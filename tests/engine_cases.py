@@ -163,6 +163,12 @@ CASES = [
     Case(name="plain", ranks=2, pp=2, segments=True, plain=True),
     Case(name="windows and sections", ranks=2, pp=2, segments=True, windows=True, sections=True),
     Case(name="recompute", ranks=2, pp=2, segments=True, recompute="full", dropout=True),
+    Case(name="selective", ranks=2, pp=2, segments=True, recompute="selective", dropout=True),
+    Case(name="selective, layers in one piece", ranks=2, pp=2, recompute="selective", plain=True),
+    Case(name="selective, split", ranks=4, pp=2, recompute="selective", order="zero-bubble"),
+    Case(
+        name="selective, attention again", ranks=4, pp=2, recompute="selective", preset="paper", segments=True
+    ),
     Case(name="one bucket for a stage", ranks=4, pp=2, preset="clean"),
     Case(name="recompute, all traffic at the ends", ranks=4, pp=2, preset="paper", recompute="full"),
     Case(name="paper", ranks=2, pp=2, strategy="paper", microbatches=8),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import sqrt
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,9 +20,10 @@ from optimus.models.arrangement import arrange
 from optimus.models.attention import attend_by_spans
 from optimus.models.build import build_layers, layer_count, named_parameters
 from optimus.models.check_sample import check_sample
-from optimus.models.chunk import SegmentedChunk
+from optimus.models.chunk import Recompute, SegmentedChunk
 from optimus.models.context import bin_targets, encoder_inputs, llm_inputs
 from optimus.models.dropout import kept, row_keys
+from optimus.models.layers import gated
 from optimus.models.numerics import NUMERICS, Numerics
 from optimus.models.sample import Item, Placed, Sample, loss_scale, placed_items
 from optimus.models.segment import Segment
@@ -116,9 +117,11 @@ def gradient_like(output: Tensor) -> Tensor:
     return torch.randn(output.shape, generator=generator, dtype=output.dtype)
 
 
-@pytest.mark.parametrize(("split", "recompute"), [*product([False, True], [False, True])])
+@pytest.mark.parametrize(("split", "recompute"), [*product([False, True], get_args(Recompute))])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_segmented_chunk_has_the_gradients_of_one_graph(name: str, split: bool, recompute: bool) -> None:
+def test_a_segmented_chunk_has_the_gradients_of_one_graph(
+    name: str, split: bool, recompute: Recompute
+) -> None:
     module, layers = build(name)
     state, needs, context = inputs_of(module, name)
     chunk = SegmentedChunk(layers, recompute=recompute)
@@ -147,6 +150,34 @@ def test_a_segmented_chunk_has_the_gradients_of_one_graph(name: str, split: bool
     for leaf, gradient in zip(leaves, found, strict=True):
         assert (leaf.grad is None) == (gradient is None)
         assert gradient is None or close(gradient, leaf.grad)
+
+
+def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backward() -> None:
+    """Both norms and the non-linearity of a layer; the numbers are the same bit by bit."""
+    _, layers = build("llama")
+    module, _ = build("llama")
+    state, needs, context = inputs_of(module, "llama")
+    chunk = SegmentedChunk(layers, recompute="cheap")
+    chunk.begin(0, state, needs, context)
+    play(chunk, Kind.F)
+    frame = chunk._frames[0]
+    made = [tensor for saved in frame.saved if saved is not None for tensor, _ in saved.deferred.cheap]
+    assert len(made) == 3 * module.stack.layers
+    assert not any(tensor.untyped_storage().nbytes() for tensor in made)
+    plain = SegmentedChunk(layers)
+    plain.begin(0, state, needs, context)
+    play(plain, Kind.F)
+    kept = [t for saved in plain._frames[0].saved if saved is not None for t, _ in saved.deferred.cheap]
+    for layer in range(module.stack.layers + 2):
+        chunk._fill(0, layer)
+    assert all(torch.equal(again, first) for again, first in zip(made, kept, strict=True))
+
+
+def test_a_gate_has_the_gradient_of_its_formula() -> None:
+    rows = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(gated, (rows,))
+    gate, up = rows.chunk(2, -1)
+    assert torch.equal(gated(rows), torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("name", ["frozen trunk", "frozen llm"])

@@ -15,9 +15,10 @@ from optimus.engine.mail import TensorSpec
 from optimus.errors import UserError
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, layer_count, named_parameters
-from optimus.models.chunk import SegmentedChunk
+from optimus.models.chunk import Recompute, SegmentedChunk
 from optimus.models.numerics import KERNELS, NUMERICS, Kernels, Numerics
 from optimus.models.segment import Fused
+from optimus.program.op import Kind
 from optimus.program.plan import OPS, Plan, Verb
 from optimus.program.ranks import LLM
 
@@ -76,8 +77,9 @@ def build_rank(
                 numerics=numerics.get(module.name, NUMERICS),
                 compute=kernels,
             )
-            recompute = plan.modules[module.name].recompute == "full"
-            parts = layers if module.name in cut else [[Fused(layer)] for layer in layers]
+            recompute = recompute_of(plan, module.name)
+            whole = module.name not in cut and recompute != "attention"
+            parts = [[Fused(layer)] for layer in layers] if whole else layers
             mine.append(SegmentedChunk(parts, recompute=recompute))
             for name, parameter in named_parameters(module, layers, first=first):
                 known = parameters.setdefault(name, parameter)
@@ -162,10 +164,13 @@ def refuse_unsupported(plan: Plan) -> None:
                     problem="can be planned, but the engine does not run it yet",
                     hint=f"plan with {name}={axis}1",
                 )
-        if module.recompute == "selective":
-            raise UserError(
-                field=f"plan.modules.{name}.recompute",
-                value=module.recompute,
-                problem="can be planned, but the engine does not run it yet",
-                hint="use none or full in the job's model",
-            )
+
+
+def recompute_of(plan: Plan, name: str) -> Recompute:
+    """What a module's chunks make again; what `selective` means, the plan's own kernels say."""
+    module = plan.modules[name]
+    if module.recompute != "selective":
+        return "full" if module.recompute == "full" else "none"
+    templates = {template for chunk in module.chunks for template in chunk.templates.values()}
+    again = {phase.name for each in templates for phase in plan.templates[each] if phase.kind == Kind.R}
+    return "attention" if again == {"attention"} else "cheap"

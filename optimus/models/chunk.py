@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class Phase:
 
 
 ANY = -1
+Recompute = Literal["none", "cheap", "attention", "full"]
+CHEAP, ATTENTION = ("cheap",), ("attention",)  # kernels of what a plan makes again
 
 
 class Chunk(Protocol):
@@ -66,20 +68,21 @@ class _Frame:
     def __init__(self, state: State, needs: tuple[bool, ...] | None, context: Any, segments: int) -> None:
         self.state, self.needs, self.context = state, needs, context
         self.saved: list[Saved | None] = [None] * segments
-        self.deferred: list[Deferred] = [[] for _ in range(segments)]
-        self.kept: dict[int, tuple[State, tuple[bool, ...] | None]] = {}  # inputs of layers to be made again
+        self.deferred: list[Deferred | None] = [None] * segments
+        self.kept: dict[int, tuple[State, tuple[bool, ...] | None]] = {}  # what segments are made again from
         self.gradients: Gradients = ()
 
 
 class SegmentedChunk:
     """Layers cut into segments. An opaque chunk is one segment.
 
-    With `recompute` only the inputs of a layer are kept, and its forward runs again before its backward. A
-    chunk that is `whole` stands for all layers of its stage, however many the plan counts.
+    What is made again before a layer's backward: nothing; what is `cheap` in it, which is emptied behind its
+    forward; its `attention`; or with `full` all of it, so that only its inputs are kept. A chunk that is
+    `whole` stands for all layers of its stage, however many the plan counts.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Segment]], *, recompute: bool = False, whole: bool = False
+        self, layers: Sequence[Sequence[Segment]], *, recompute: Recompute = "none", whole: bool = False
     ) -> None:
         self.layers = nn.ModuleList(nn.ModuleList(layer) for layer in layers)
         self.recompute, self.whole = recompute, whole
@@ -105,8 +108,11 @@ class SegmentedChunk:
             found = []
             for layer in reversed(range(len(self.layers))):
                 mine = [place for place in places if self._layer_of[place] == layer]
-                if self.recompute:
-                    found += [self._phase(Kind.R, place, self._again, microbatch) for place in mine]
+                if self.recompute == "cheap" and any(self._segments[place].has_cheap for place in mine):
+                    fill = partial(self._fill, microbatch, layer)
+                    found.append(Phase(kind=Kind.R, layer=layer, kernels=CHEAP, run=fill))
+                again = [place for place in mine if self._is_remade(place)]
+                found += [self._phase(Kind.R, place, self._again, microbatch) for place in again]
                 found += [self._phase(kind, place, backward, microbatch) for place in reversed(mine)]
         return found or [Phase(kind=kind, layer=ANY, kernels=(), run=_pass)]
 
@@ -152,40 +158,64 @@ class SegmentedChunk:
             with torch.no_grad():
                 frame.state = segment.forward(frame.state, frame.context)
             return
-        if self.recompute:
+        remade = self._is_remade(place)
+        if remade and not self._follows(place):
             self._keep_input(frame, place)
         state, saved = segment.run(frame.state, frame.needs, frame.context)
         if saved is None:
             frame.needs = (False,) * len(state)
         else:
             frame.needs = tuple([tensor.requires_grad for tensor in state])
-        if self.recompute:
+        if remade:
             state = tuple([tensor.detach() for tensor in state])
         else:
             frame.saved[place] = saved
         frame.state = state
+        if self.recompute == "cheap" and self._is_last(place):
+            for each in self._saved_of(frame, self._layer_of[place]):
+                each.deferred.empty()
+
+    def _is_remade(self, place: int) -> bool:
+        """Whether a segment runs again before its backward."""
+        wanted = self.recompute == "attention" and self._segments[place].kernels == ATTENTION
+        return self.recompute == "full" or wanted
+
+    def _follows(self, place: int) -> bool:
+        """Whether a segment that is made again is so from the one before it."""
+        same = place > 0 and self._layer_of[place - 1] == self._layer_of[place]
+        return same and self._is_remade(place - 1)
+
+    def _is_last(self, place: int) -> bool:
+        """Of its layer."""
+        return place + 1 == len(self._segments) or self._layer_of[place + 1] != self._layer_of[place]
+
+    def _saved_of(self, frame: _Frame, layer: int) -> list[Saved]:
+        found = [frame.saved[place] for place, at in enumerate(self._layer_of) if at == layer]
+        return [saved for saved in found if saved is not None]
 
     def _keep_input(self, frame: _Frame, place: int) -> None:
-        """Where a layer begins, what its forward is made again from."""
-        layer = self._layer_of[place]
+        """What a segment, and those of its layer that follow, are made again from."""
         assert frame.needs is not None
-        if place and self._layer_of[place - 1] == layer:
-            return
-        if any(frame.needs) or parameters_of([self.layers[layer]]):
-            frame.kept[layer] = frame.state, frame.needs
+        if any(frame.needs) or parameters_of([self.layers[self._layer_of[place]]]):
+            frame.kept[place] = frame.state, frame.needs
 
     def _again(self, microbatch: int, place: int) -> None:
-        """One segment of a layer's forward, from the layer's kept input."""
-        frame, layer = self._frames[microbatch], self._layer_of[place]
-        if layer not in frame.kept:
-            return  # frozen, with nothing trained before it
-        if place == 0 or self._layer_of[place - 1] != layer:
-            frame.state, frame.needs = frame.kept[layer]
-        assert frame.needs is not None
+        """One segment of a forward, from what was kept for it or from the segment before it."""
+        frame = self._frames[microbatch]
+        if not self._follows(place):
+            if place not in frame.kept:
+                frame.state, frame.needs = (), None
+                return  # frozen, with nothing trained before it
+            frame.state, frame.needs = frame.kept.pop(place)
+        if frame.needs is None:
+            return
         frame.state, frame.saved[place] = self._segments[place].run(frame.state, frame.needs, frame.context)
         frame.needs = tuple(tensor.requires_grad for tensor in frame.state)
-        if place + 1 == len(self._segments) or self._layer_of[place + 1] != layer:
-            del frame.kept[layer]
+
+    def _fill(self, microbatch: int, layer: int) -> None:
+        """What was emptied behind a layer's forward."""
+        for saved in self._saved_of(self._frames[microbatch], layer):
+            saved.deferred.fill()
 
     def _backward(self, microbatch: int, place: int, *, split: bool) -> None:
         frame, segment = self._frames[microbatch], self._segments[place]
@@ -193,6 +223,7 @@ class SegmentedChunk:
         if saved is None:
             return  # frozen, with nothing trained before it
         frame.gradients = segment.input_gradient(saved, frame.gradients, split=split)
+        saved.deferred.cheap.clear()
         if split:
             frame.deferred[place] = saved.deferred
         else:
@@ -202,8 +233,9 @@ class SegmentedChunk:
         frame = self._frames.get(microbatch)
         if frame is None:
             return
-        deferred, frame.deferred[place] = frame.deferred[place], []
-        _play(deferred)
+        deferred, frame.deferred[place] = frame.deferred[place], None
+        if deferred is not None:
+            _play(deferred)
         if not any(frame.deferred):
             del self._frames[microbatch]
 

@@ -14,7 +14,7 @@ from optimus.models.linear import linear
 from optimus.models.norms import Norm
 from optimus.models.numerics import Kernels, Numerics
 from optimus.models.rotary import rotate
-from optimus.models.segment import Deferred, Segment, State
+from optimus.models.segment import Deferred, Segment, State, cheap
 
 
 class Projection(Segment):
@@ -52,6 +52,7 @@ class Qkv(Projection):
     """(x) to (x, queries, keys, values), heads turned by their positions."""
 
     kernels = ("norm1", "latent", "qkv")
+    has_cheap = True
 
     def __init__(self, stack: Stack, numerics: Numerics, compute: Kernels, **where: Any) -> None:
         attention = stack.attention
@@ -74,7 +75,8 @@ class Qkv(Projection):
         (x,) = state
         attention = self.stack.attention
         counts = (attention.heads, attention.kv_heads, attention.kv_heads)
-        rows = self.project(self.norm(x), deferred).unflatten(-1, (sum(counts), attention.head_dim))
+        normed = cheap(deferred, lambda: self.norm(x))
+        rows = self.project(normed, deferred).unflatten(-1, (sum(counts), attention.head_dim))
         queries, keys, values = rows.split(counts, 1)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
@@ -123,10 +125,35 @@ class Out(Projection):
         return (self.joined(x, self.project(attended, deferred), context.keys),)
 
 
+class _Gated(torch.autograd.Function):
+    """silu(first half) times second half, of which a backward needs nothing but the halves."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor) -> Tensor:
+        context.save_for_backward(rows)
+        gate, up = rows.chunk(2, -1)
+        return functional.silu(gate) * up
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (rows,) = context.saved_tensors
+        gate, up = rows.chunk(2, -1)
+        share = torch.sigmoid(gate)
+        slope = share * (1.0 + gate * (1.0 - share))
+        return torch.cat((gradient * up * slope, gradient * gate * share), -1)
+
+
+def gated(rows: Tensor) -> Tensor:
+    """Of rows with the gate above what it opens."""
+    found: Tensor = _Gated.apply(rows)
+    return found
+
+
 class Up(Projection):
     """(x) to (x, h): norm, the MLP's first matrix (gate above up when gated), the non-linearity."""
 
     kernels = ("norm2", "up")
+    has_cheap = True
 
     def __init__(self, stack: Stack, numerics: Numerics, compute: Kernels, **where: Any) -> None:
         super().__init__(
@@ -142,11 +169,10 @@ class Up(Projection):
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         (x,) = state
-        rows = self.project(self.norm(x), deferred)
+        rows = self.project(cheap(deferred, lambda: self.norm(x)), deferred)
         if self.stack.mlp.gated:
-            gate, up = rows.chunk(2, -1)
-            return x, functional.silu(gate) * up
-        return x, functional.gelu(rows, approximate=self.numerics.gelu)
+            return x, cheap(deferred, lambda: gated(rows))
+        return x, cheap(deferred, lambda: functional.gelu(rows, approximate=self.numerics.gelu))
 
 
 class Down(Projection):

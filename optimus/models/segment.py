@@ -16,7 +16,41 @@ from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]
-Deferred = list[Callable[[], None]]  # weight gradients to compute later; each adds to its parameter
+
+
+class Deferred(list[Callable[[], None]]):
+    """Weight gradients to compute later, each of which adds to its parameter.
+
+    `cheap` are tensors that a backward reads and that are quickly made again from others that it reads: they
+    may be emptied behind the forward, and filled again before the backward.
+    """
+
+    __slots__ = ("cheap",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cheap: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def empty(self) -> None:
+        """Gives up the memory of what is cheap; whoever holds it keeps a tensor without numbers."""
+        for tensor, _ in self.cheap:
+            tensor.untyped_storage().resize_(0)
+
+    def fill(self) -> None:
+        """Makes what was emptied again, in the order in which it was made."""
+        with torch.no_grad():
+            for tensor, make in self.cheap:
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                tensor.data.copy_(make())
+        self.cheap.clear()
+
+
+def cheap(deferred: Deferred | None, make: Callable[[], Tensor]) -> Tensor:
+    """What `make` gives, to be made again by it before a backward that needs the memory until then."""
+    found = make()
+    if deferred is not None:
+        deferred.cheap.append((found, make))
+    return found
 
 
 class Saved:
@@ -37,6 +71,7 @@ class Segment(nn.Module):
 
     kernels: tuple[str, ...] = ()
     defers = False
+    has_cheap = False  # it makes something by `cheap`
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         """The next state; with `deferred`, linears add their weight gradients to it in the backward."""
@@ -60,7 +95,7 @@ class Segment(nn.Module):
             if need:
                 tensor.requires_grad_()
         inputs = tuple(detached)
-        deferred: Deferred = []
+        deferred = Deferred()
         if torch.is_grad_enabled():  # to make sure of it costs more than to ask
             outputs = self.forward(inputs, context, deferred)
         else:
@@ -114,6 +149,7 @@ class Fused(Segment):
         self.segments = nn.ModuleList(segments)
         self._parts = list(segments)
         self.defers = all(segment.defers for segment in segments)
+        self.has_cheap = any(segment.has_cheap for segment in segments)
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         for segment in self._parts:
