@@ -55,12 +55,11 @@ def _gather_nothing(original: Any, self: Sharded) -> None:
 
 
 def _gather_before_casting(original: Any, self: Sharded) -> None:
-    before = self._sent.clone()
+    before = self._whole.clone()
     original(self)
     self.wait_gathered()
     if hasattr(self, "gathered"):
-        self._sent.copy_(before)
-        sharding.all_gather(self._whole, self._sent, self.group) if self.group else self._whole.copy_(before)
+        self._whole.copy_(before)
     self.gathered = True  # type: ignore[attr-defined]
 
 
@@ -74,7 +73,7 @@ def _replicas_change_places(original: Any, self: Sharded) -> None:
     original(self)
     self.wait_gathered()
     if self.group is not None:
-        self._whole.copy_(self._whole.roll(len(self._sent)))
+        self._whole.copy_(self._whole.roll(len(self._part)))
 
 
 changed("parameters are gathered in the first step only", TWO, Sharded, "gather", _gather_once)
@@ -336,7 +335,8 @@ def _() -> AbstractContextManager[Any]:
 
     def wait(original: Any, self: Sharded) -> None:
         if self._gathers is not None and self.group is not None:
-            sharding.all_gather(self._whole, self._sent, self.group)
+            self._part.copy_(self.master.detach())
+            sharding.all_gather(self._whole, self._part, self.group)
         self._gathers = None
 
     stack.enter_context(wrapped(Sharded, "gather", gather))

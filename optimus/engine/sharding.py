@@ -43,11 +43,9 @@ class Sharded:
         self.gradients = torch.zeros(size * parts, dtype=wide, device=like.device)
         self._place_parameters(wide)
         mine = slice(place * size, (place + 1) * size)
-        own = self._whole[mine]
-        self.master = nn.Parameter(own.to(wide, copy=parts > 1))
-        self.master.grad = self.gradients if parts == 1 else torch.zeros_like(self.master)
-        # Sent in the type of the parameters; the masters themselves where that is theirs.
-        self._sent = self.master.detach() if own.dtype == wide else torch.empty_like(own)
+        self._part = self._whole[mine]  # sent from where it is received
+        self.master = nn.Parameter(self._part.to(wide, copy=True))
+        self.master.grad = self.gradients[mine]  # and summed where it lies
         self._gathers = self._reduces = None
 
     _gathers: dist.Work | None
@@ -74,12 +72,9 @@ class Sharded:
             parameter.grad = view
 
     def gather(self) -> None:
-        if self._sent.dtype != self.master.dtype:
-            self._sent.copy_(self.master.detach())
+        self._part.copy_(self.master.detach())
         if self.group is not None:
-            self._gathers = all_gather(self._whole, self._sent, self.group, async_op=True)
-        elif self._sent.dtype != self.master.dtype:
-            self._whole.copy_(self._sent)
+            self._gathers = all_gather(self._whole, self._part, self.group, async_op=True)
 
     def wait_gathered(self) -> None:
         if self._gathers is not None:
