@@ -251,7 +251,7 @@ def _() -> AbstractContextManager[Any]:
 @bug("what was emptied is not made again", "selective")
 def _() -> AbstractContextManager[Any]:
     def fill(original: Any, self: Deferred) -> None:
-        for tensor, _ in self.cheap:
+        for tensor, _, _ in self.cheap:
             tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.data.zero_()
 

@@ -24,6 +24,7 @@ from optimus.models.chunk import Recompute, SegmentedChunk
 from optimus.models.context import bin_targets, encoder_inputs, llm_inputs
 from optimus.models.dropout import kept, row_keys
 from optimus.models.layers import gated
+from optimus.models.norms import Norm
 from optimus.models.numerics import NUMERICS, Numerics
 from optimus.models.sample import Item, Placed, Sample, loss_scale, placed_items
 from optimus.models.segment import Segment
@@ -161,16 +162,32 @@ def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backwar
     chunk.begin(0, state, needs, context)
     play(chunk, Kind.F)
     frame = chunk._frames[0]
-    made = [tensor for saved in frame.saved if saved is not None for tensor, _ in saved.deferred.cheap]
+    made = [tensor for saved in frame.saved if saved is not None for tensor, _, _ in saved.deferred.cheap]
     assert len(made) == 3 * module.stack.layers
     assert not any(tensor.untyped_storage().nbytes() for tensor in made)
     plain = SegmentedChunk(layers)
     plain.begin(0, state, needs, context)
     play(plain, Kind.F)
-    kept = [t for saved in plain._frames[0].saved if saved is not None for t, _ in saved.deferred.cheap]
+    kept = [t for saved in plain._frames[0].saved if saved is not None for t, _, _ in saved.deferred.cheap]
     for layer in range(module.stack.layers + 2):
         chunk._fill(0, layer)
     assert all(torch.equal(again, first) for again, first in zip(made, kept, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_norm_has_the_gradients_of_its_formula(dtype: torch.dtype) -> None:
+    norm = Norm("rmsnorm", 8, 1e-6, dtype=dtype)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    rows = torch.randn(5, 3, 8, dtype=dtype, requires_grad=True)
+    expected = torch.nn.functional.rms_norm(rows, (8,), norm.weight, 1e-6)
+    seeds = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, [rows, norm.weight], seeds)
+    found = torch.autograd.grad(norm(rows), [rows, norm.weight], seeds)
+    tolerance = 1e-12 if dtype == torch.float64 else 0.02
+    assert torch.allclose(norm(rows), expected, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == dtype and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * 5)
 
 
 def test_a_gate_has_the_gradient_of_its_formula() -> None:

@@ -75,13 +75,14 @@ class Qkv(Projection):
         (x,) = state
         attention = self.stack.attention
         counts = (attention.heads, attention.kv_heads, attention.kv_heads)
-        normed = cheap(deferred, lambda: self.norm(x))
+        normed = cheap(deferred, self.norm, x)
         rows = self.project(normed, deferred).unflatten(-1, (sum(counts), attention.head_dim))
         queries, keys, values = rows.split(counts, 1)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         if context.rotary is not None:
             queries, keys = rotate(queries, context.rotary), rotate(keys, context.rotary)
+            values = values.clone()  # or all of the rows would be kept beside what was turned
         return x, queries, keys, values
 
 
@@ -169,10 +170,11 @@ class Up(Projection):
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         (x,) = state
-        rows = self.project(cheap(deferred, lambda: self.norm(x)), deferred)
-        if self.stack.mlp.gated:
-            return x, cheap(deferred, lambda: gated(rows))
-        return x, cheap(deferred, lambda: functional.gelu(rows, approximate=self.numerics.gelu))
+        rows = self.project(cheap(deferred, self.norm, x), deferred)
+        return x, cheap(deferred, self._nonlinear, rows)
+
+    def _nonlinear(self, rows: Tensor) -> Tensor:
+        return gated(rows) if self.stack.mlp.gated else functional.gelu(rows, approximate=self.numerics.gelu)
 
 
 class Down(Projection):

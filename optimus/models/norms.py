@@ -22,4 +22,27 @@ class Norm(nn.Module):
         shape = tuple(self.weight.shape)
         if self.kind == "layernorm":
             return functional.layer_norm(rows, shape, self.weight, self.bias, self.eps)
-        return functional.rms_norm(rows, shape, self.weight, self.eps)
+        if rows.is_cuda:
+            return functional.rms_norm(rows, shape, self.weight, self.eps)
+        found: Tensor = _RmsNorm.apply(rows, self.weight, self.eps)
+        return found
+
+
+class _RmsNorm(torch.autograd.Function):
+    """As torch's kernel for GPUs, and unlike its formula for CPUs: a backward needs the rows and no copy."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        context.save_for_backward(rows, weight, scale)
+        return (wide * scale).to(rows.dtype) * weight
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        rows, weight, scale = context.saved_tensors
+        normed, wide = rows.to(scale.dtype) * scale, gradient.to(scale.dtype)
+        inner = wide * weight.to(scale.dtype)
+        found = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+        own = (wide * normed).flatten(0, -2).sum(0) if context.needs_input_grad[1] else None
+        return found.to(rows.dtype), None if own is None else own.to(weight.dtype), None

@@ -29,27 +29,28 @@ class Deferred(list[Callable[[], None]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cheap: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.cheap: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
 
     def empty(self) -> None:
         """Gives up the memory of what is cheap; whoever holds it keeps a tensor without numbers."""
-        for tensor, _ in self.cheap:
+        for tensor, _, _ in self.cheap:
             tensor.untyped_storage().resize_(0)
 
     def fill(self) -> None:
         """Makes what was emptied again, in the order in which it was made."""
         with torch.no_grad():
-            for tensor, make in self.cheap:
+            for tensor, make, rows in self.cheap:
                 tensor.untyped_storage().resize_(tensor.nbytes)
-                tensor.data.copy_(make())
+                tensor.data.copy_(make(rows))  # not as an operation on what autograd has saved
         self.cheap.clear()
 
 
-def cheap(deferred: Deferred | None, make: Callable[[], Tensor]) -> Tensor:
-    """What `make` gives, to be made again by it before a backward that needs the memory until then."""
-    found = make()
+def cheap(deferred: Deferred | None, make: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """What `make` gives of `rows`: it may be emptied behind a forward, and made again before its backward."""
+    found = make(rows)
     if deferred is not None:
-        deferred.cheap.append((found, make))
+        # Detached: or the list would lead back to itself through the graph, and nobody would free it at once.
+        deferred.cheap.append((found.detach(), make, rows.detach()))
     return found
 
 
