@@ -35,9 +35,10 @@ TARGETS = {
 GROWTH = {
     "GPUs": [f"gpus {gpus}" for gpus in (768, 3072, 12288, 49152, 98304)],
     "microbatches": [f"microbatches {count}" for count in (8, 16, 32, 64, 128)],
-    "stages": [f"stages {count}" for count in (2, 4, 8, 16)],
+    "stages": [f"stages {count}" for count in (4, 8, 16, 32)],
 }
 COLOURS = "#0072b2", "#d55e00", "#009e73"
+LABEL_PITCH = 16
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 400, 70, 180, 60, 50
 
 
@@ -107,7 +108,7 @@ def picture(times: dict[str, dict[str, float]]) -> str:
     first, last = series["GPUs"][0], series["GPUs"][-1]
     title = (
         f"Planning does not grow with the GPUs: {first[1]:.0f} s of CPU at {first[0]:,}, "
-        f"{last[1]:.0f} s at {last[0]:,}; it grows with microbatches and stages"
+        f"{last[1]:.0f} s at {last[0]:,}; it grows with microbatches"
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {FONT}>',
@@ -118,12 +119,17 @@ def picture(times: dict[str, dict[str, float]]) -> str:
         if low <= math.log(tick) <= high:
             parts.append(f'<path d="M{LEFT} {y(tick):.1f}H{right}" stroke="{FAINT}"/>')
             parts.append(svg_text(LEFT - 8, y(tick) + 4, f"{tick} s", size=12, anchor="end"))
-    for (name, points), colour in zip(series.items(), COLOURS, strict=True):
-        parts += line(name, points, colour, y, right)
+    label_y = -math.inf
+    for colour, (name, points) in sorted(
+        zip(COLOURS, series.items(), strict=True), key=lambda each: y(each[1][1][-1][1])
+    ):
+        label_y = max(label_y + LABEL_PITCH, y(points[-1][1]) + 4)
+        parts += line(points, colour, y, right)
+        parts.append(svg_text(right + 10, label_y, name, size=13, colour=colour, weight="bold"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def line(name: str, points: Sequence[tuple[int, float]], colour: str, y: object, right: int) -> list[str]:
+def line(points: Sequence[tuple[int, float]], colour: str, y: object, right: int) -> list[str]:
     """One axis: its points from left to right, each with its value."""
     assert callable(y)
     begin, end = math.log(points[0][0]), math.log(points[-1][0])
@@ -133,7 +139,6 @@ def line(name: str, points: Sequence[tuple[int, float]], colour: str, y: object,
     for x, (value, seconds) in zip(places, points, strict=True):
         found.append(f'<circle cx="{x:.1f}" cy="{y(seconds):.1f}" r="3.5" fill="{colour}"/>')
         found.append(svg_text(x, y(seconds) - 8, f"{value:,}", anchor="middle", size=11, colour=colour))
-    found.append(svg_text(right + 10, y(points[-1][1]) + 4, name, size=13, colour=colour, weight="bold"))
     return found
 
 
