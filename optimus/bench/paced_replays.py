@@ -129,8 +129,7 @@ def compare_step(
     for rank, (lines, phases) in enumerate(zip(begun, played, strict=True)):
         device = plan.ranks.class_of(rank)
         program, ends_s = plan.programs[device].rows, replayed.ends_s[device]
-        wanted = np.flatnonzero(program[:, 1] != Verb.GATHER)  # parameters are whole: nothing to do
-        wrong += _differences(wanted.tolist(), list(lines))
+        wrong += _differences(range(len(program)), list(lines))
         computes = np.flatnonzero(program[:, 1] <= Verb.W)
         wrong += _differences(list(map(tuple, program[computes].tolist())), [phase.row for phase in phases])
         wrong += sum(tuple(program[phase.line].tolist()) != phase.row for phase in phases)
