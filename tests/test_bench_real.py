@@ -11,14 +11,8 @@ import pytest
 pytest.importorskip("torch")
 
 from optimus.bench import real, torch_stages
-from optimus.bench.real import (
-    OURS,
-    Timed,
-    bench_real,
-    bootstrap,
-    busy_s,
-    compare,
-)
+from optimus.bench.alternating import Timed, bootstrap, busy_s
+from optimus.bench.real import OURS, bench_real, compare
 from optimus.bench.real_job import VARIANTS, Prepared, chosen_variants, even_cut, stage0_cut
 from optimus.bench.torch_stages import Variant, layers_in_order
 from optimus.engine.synthetic import Synthetic

@@ -6,20 +6,15 @@ took more than a few per cent of the machine is dropped and repeated. Medians, a
 
 from __future__ import annotations
 
-import os
-import random
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.bench.alternating import Timed, alternate, check_losses, total_loss, variant_times
 from optimus.bench.real_job import Prepared, Progress, chosen_variants, prepare
 from optimus.bench.real_ranks import TIMEOUT_S, run_pinned_ranks
 from optimus.bench.result import BenchResult, VariantTime
@@ -39,22 +34,8 @@ from optimus.program.ranks import LLM
 
 OURS = "optimus"
 SEED = 0
-FOREIGN_SHARE = 0.06  # of both cores: more by other processes, and a repetition does not count
-MOST_REPEATS = 4  # of one repetition
-DRAWS = 2000  # of the bootstrap
 WARM_UP = 2  # steps of each variant
 ROUNDS = 28
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """What one rank 0 measured: seconds of every repetition that counts, by variant."""
-
-    seconds: Mapping[str, list[float]]
-    losses: Mapping[str, tuple[float, float]]  # and the sum of squares of gradients
-    dropped: int
-    kept: int  # repetitions that count although they were disturbed: no better one came
-    foreign: float  # median share of other processes in what counts
 
 
 # ---------------------------------------------------------------------------- on every rank
@@ -139,54 +120,10 @@ def _llm_context(job: Job, sample: Sample, scale: float) -> LlmContext:
 def time_variants(rank: int, prepared: Prepared, rounds: int, tell: Callable[[int], None]) -> Timed:
     """Every variant once a round; what rank 0 measured counts."""
     variants = _Variants(prepared)
-    names = list(variants.steps)
     losses: dict[str, tuple[float, float]] = {}
     for _ in range(WARM_UP):
-        losses = {name: (_loss(variants.steps[name]()), variants.squares(name)) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    foreign, dropped, kept = [], 0, 0
-    for number in range(rounds):
-        for name in names if number % 2 == 0 else reversed(names):
-            for attempt in range(MOST_REPEATS):
-                took, share = _repetition(variants.steps[name])
-                if share <= FOREIGN_SHARE or attempt == MOST_REPEATS - 1:
-                    break
-                dropped += 1
-            seconds[name].append(took)
-            foreign.append(share)
-            kept += share > FOREIGN_SHARE
-        tell(number + 1)
-    return Timed(seconds=seconds, losses=losses, dropped=dropped, kept=kept, foreign=median(foreign))
-
-
-def _loss(loss: Tensor | None) -> float:
-    total = torch.zeros(1) if loss is None else loss.reshape(1).float().clone()
-    dist.all_reduce(total)
-    return float(total)
-
-
-def _repetition(step: Callable[[], Tensor | None]) -> tuple[float, float]:
-    """Seconds from when all begin until all are done, and the share of other processes; rank 0's of both."""
-    dist.barrier()
-    own, busy, begin = time.process_time(), busy_s(), time.perf_counter()
-    step()
-    dist.barrier()
-    took = time.perf_counter() - begin
-    spent = torch.tensor([time.process_time() - own], dtype=torch.float64)
-    busy = busy_s() - busy
-    dist.all_reduce(spent)
-    share = max(0.0, busy - float(spent)) / (took * (os.cpu_count() or 1))
-    found = torch.tensor([took, share], dtype=torch.float64)
-    dist.broadcast(found, 0)
-    return float(found[0]), float(found[1])
-
-
-def busy_s() -> float:
-    """CPU seconds of all processes of this machine since it started; of a kernel that counts them."""
-    with Path("/proc/stat").open() as file:
-        fields = [int(word) for word in file.readline().split()[1:9]]
-    idle = fields[3] + fields[4]
-    return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
+        losses = {name: (total_loss(step()), variants.squares(name)) for name, step in variants.steps.items()}
+    return alternate(variants.steps, rounds, tell, losses)
 
 
 # ---------------------------------------------------------------------------- results
@@ -204,44 +141,25 @@ def bench_real(
     timed = run_pinned_ranks(
         time_variants, 2, prepared, rounds, hear=lambda done: progress("timing", done, rounds)
     )[0]
-    _check_losses(timed.losses)
+    check_losses(timed.losses, OURS)
     return compare(prepared, timed, rounds)
-
-
-def _check_losses(losses: Mapping[str, tuple[float, float]]) -> None:
-    """All variants compute the same loss and gradients, or their times say nothing."""
-    for name, found in losses.items():
-        for what, theirs, ours in zip(("loss", "gradients"), found, losses[OURS], strict=True):
-            assert abs(theirs - ours) <= 1e-3 * abs(ours), f"{what} of {name}: {theirs}, ours {ours}"
 
 
 def compare(prepared: Prepared, timed: Timed, rounds: int) -> BenchResult:
     """Medians, and how sure the ratios are."""
-    ours = timed.seconds[OURS]
-    variants = {}
-    for name, seconds in timed.seconds.items():
-        low, high = bootstrap(seconds, ours)
-        variants[name] = VariantTime(
-            step_s=median(seconds),
-            over_ours=median(their / our for their, our in zip(seconds, ours, strict=True)),
-            over_ours_low=low,
-            over_ours_high=high,
-        )
-    share, plan = 100 * timed.foreign, prepared.plan
-    dropped = f"{timed.dropped} repetitions dropped for more than {100 * FOREIGN_SHARE:.0f} %"
-    dropped += f", {timed.kept} kept in spite of it" if timed.kept else ""
+    variants, plan = variant_times(timed.seconds, OURS), prepared.plan
     notes = (
         f"our plan: {prepared.how}; predicted {plan.claims.step_s:.3f} s",
         f"encoder work is {prepared.encoder_share:.2f} of the LLM's; {plan.microbatches} microbatches",
         *_best_balanced(variants),
-        f"{rounds} rounds; other processes took {share:.1f} % (median) of what counts; {dropped}",
+        f"{rounds} rounds; {timed.words}",
     )
     return BenchResult(
         bench="real",
         variants=variants,
         ours=OURS,
         bound_s=prepared.bound_s,
-        ours_over_bound=median(ours) / prepared.bound_s,
+        ours_over_bound=variants[OURS].step_s / prepared.bound_s,
         notes=notes,
     )
 
@@ -255,14 +173,3 @@ def _best_balanced(variants: Mapping[str, VariantTime]) -> list[str]:
     sure = variants[best]
     interval = f"95 % interval {sure.over_ours_low:.3f} to {sure.over_ours_high:.3f}"
     return [f"best balanced variant: {best}, {sure.over_ours:.3f} of ours, {interval}"]
-
-
-def bootstrap(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
-    """95 % of the median ratio of a round, over rounds drawn with replacement.
-
-    The speed of a shared machine drifts by more than what is compared; within a round it has less time to.
-    """
-    chance = random.Random(0)
-    ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
-    found = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
-    return found[int(0.025 * DRAWS)], found[int(0.975 * DRAWS)]

@@ -18,21 +18,38 @@ TIMEOUT_S = 120.0
 
 
 def run_pinned_ranks(
-    function: Callable[..., Any], world: int, *args: Any, hear: Tell = lambda told: None
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    hear: Tell = lambda told: None,
+    before: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """What `function(rank, *args, tell)` returns on every rank; what rank 0 tells is heard here."""
+    """What `function(rank, *args, tell)` returns on every rank; what rank 0 tells is heard here.
+
+    Ranks talk over loopback, or over what `before(rank)` chooses: it is called before they join.
+    """
     keep_freed_memory()
     context = multiprocessing.get_context("spawn")
-    return run_processes(context, _rank_main, world, function, args, timeout_s=10 * TIMEOUT_S, hear=hear)
+    given = function, args, before
+    return run_processes(context, _rank_main, world, *given, timeout_s=10 * TIMEOUT_S, hear=hear)
 
 
 def _rank_main(
-    rank: int, world: int, store: str, tell: Tell, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    store: str,
+    tell: Tell,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    before: Callable[[int], None] | None,
 ) -> Any:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
-    keep_gloo_on_loopback()
+    if before is None:
+        keep_gloo_on_loopback()
+    else:
+        before(rank)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world),

@@ -23,14 +23,14 @@ RESERVE_BYTES = 0.5 * GB  # a Python process with torch loaded
 DTYPE = "float32"
 
 
-def conditions(note: str = "") -> Conditions:
+def conditions(note: str = "", *, dtype: str = DTYPE) -> Conditions:
     """Where and when something is measured: here, now, with one thread."""
     return Conditions(
         host=platform.node() or "unknown",
         date=datetime.now(UTC).date().isoformat(),
         torch=str(torch.__version__),
         threads=1,
-        dtype=DTYPE,
+        dtype=dtype,
         note=note,
     )
 

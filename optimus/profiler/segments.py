@@ -41,9 +41,15 @@ class _Load:
     tokens: int
     inputs: tuple[Tensor, ...]
     context: Any
+    dtype: torch.dtype
 
 
-def profile_job(job: Job, *, progress: Progress = lambda name, done, total: None) -> Profile:
+def profile_job(
+    job: Job,
+    *,
+    dtype: torch.dtype = DTYPE,
+    progress: Progress = lambda name, done, total: None,
+) -> Profile:
     """Segments of all modules, at the sizes of their microbatches."""
     if torch.cuda.is_available():
         raise UserError(
@@ -54,13 +60,15 @@ def profile_job(job: Job, *, progress: Progress = lambda name, done, total: None
     rows: list[SegmentTime] = []
     with one_thread():
         parts = [
-            (load, sort, layer) for load in _loads(job) for sort, layer in _layers_to_measure(load.module)
+            (load, sort, layer)
+            for load in _loads(job, dtype)
+            for sort, layer in _layers_to_measure(load.module)
         ]
         for done, (load, sort, layer) in enumerate(parts):
             progress(f"{load.module.name} {sort}", done, len(parts))
             rows += _measure(load, sort, layer)
     return Profile(
-        measured=conditions("CPU time of one thread"),
+        measured=conditions("CPU time of one thread", dtype=str(dtype).removeprefix("torch.")),
         modules=tuple((module.name, fingerprint(module)) for module in job.model.modules),
         segments=tuple(rows),
         issue_s=0.0,
@@ -78,7 +86,7 @@ def _layers_to_measure(module: Encoder | Llm) -> Iterator[tuple[Layers, int]]:
     yield ("head" if isinstance(module, Llm) else "projector"), layer_count(module) - 1
 
 
-def _loads(job: Job) -> Iterator[_Load]:
+def _loads(job: Job, dtype: torch.dtype) -> Iterator[_Load]:
     """Every module at the sizes of the microbatches that the job allows, and of half of one."""
     data = Synthetic(job=job)
     sizes = sorted(set(job.layout.limits.microbatch_sequences))
@@ -88,20 +96,20 @@ def _loads(job: Job) -> Iterator[_Load]:
         per_sequence = max(1, round(len(items) / len(samples)))
         counts = {per_sequence * size for size in sizes} | {max(1, per_sequence // 2)}
         for count in sorted(count for count in counts if count <= len(items)):
-            yield _encoder_load(encoder, items[:count])
+            yield _encoder_load(encoder, items[:count], dtype)
     for size in sizes:
-        yield _llm_load(job.model.llm, samples[:size])
+        yield _llm_load(job.model.llm, samples[:size], dtype)
 
 
-def _encoder_load(encoder: Encoder, items: list[Placed]) -> _Load:
+def _encoder_load(encoder: Encoder, items: list[Placed], dtype: torch.dtype) -> _Load:
     tokens = sum(item.tokens for _, _, item in items)
-    inputs, context = encoder_inputs(encoder, items, tokens, seed=0, step=0, dtype=DTYPE)
-    return _Load(module=encoder, tokens=tokens, inputs=(inputs,), context=context)
+    inputs, context = encoder_inputs(encoder, items, tokens, seed=0, step=0, dtype=dtype)
+    return _Load(module=encoder, tokens=tokens, inputs=(inputs,), context=context, dtype=dtype)
 
 
-def _llm_load(llm: Llm, samples: list[Sample]) -> _Load:
-    ids, context = llm_inputs(llm, samples, (), 1.0, seed=0, step=0, dtype=DTYPE)
-    return _Load(module=llm, tokens=len(ids), inputs=(ids,), context=context)
+def _llm_load(llm: Llm, samples: list[Sample], dtype: torch.dtype) -> _Load:
+    ids, context = llm_inputs(llm, samples, (), 1.0, seed=0, step=0, dtype=dtype)
+    return _Load(module=llm, tokens=len(ids), inputs=(ids,), context=context, dtype=dtype)
 
 
 # ---------------------------------------------------------------------------- measuring
@@ -110,7 +118,7 @@ def _llm_load(llm: Llm, samples: list[Sample]) -> _Load:
 def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
     """The segments of one layer: whole backwards and split ones in turn."""
     module = load.module
-    layers = build_layers(_trained(module), dtype=DTYPE, first=layer, end=layer + 1)
+    layers = build_layers(_trained(module), dtype=load.dtype, first=layer, end=layer + 1)
     names = [segment_name(module, layer, place).split(".")[-1] for place in range(len(layers[0]))]
     times: dict[tuple[str, Kind], list[float]] = {}
     for repetition in range(WARM_UP + REPETITIONS):
@@ -138,7 +146,7 @@ def _play(
     chunk: SegmentedChunk, kinds: tuple[Kind, ...], load: _Load, *, first: bool
 ) -> Iterator[tuple[Kind, int, float]]:
     """One microbatch through one layer: kind, place of the segment, seconds."""
-    state = load.inputs if first else (torch.randn(load.tokens, load.module.stack.hidden, dtype=DTYPE),)
+    state = load.inputs if first else (torch.randn(load.tokens, load.module.stack.hidden, dtype=load.dtype),)
     chunk.begin(0, state, (not first,) * len(state), load.context)
     for kind in kinds:
         if kind in (Kind.B, Kind.I):

@@ -1,0 +1,78 @@
+"""Network namespaces for ranks of one host, joined by links that are really slow: veth, a bridge, tbf."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from optimus.errors import UserError
+
+CLONE_NEWNET = 0x40000000
+BURST_BYTES = 32 * 1024  # that may pass at once; a few frames
+LATENCY_MS = 50  # that a frame may wait for its turn
+INTERFACE = "eth0"  # of a rank, inside its namespace
+
+
+@contextmanager
+def shaped_links(ranks: int, *, mbit_per_s: float) -> Iterator[list[str]]:
+    """Namespaces, one for each rank; what a rank sends leaves at `mbit_per_s`. All is gone at the end."""
+    _refuse_without_rights()
+    own = f"opt{os.getpid() % 100_000}"
+    names = [f"{own}n{rank}" for rank in range(ranks)]
+    try:
+        _ip("link", "add", own, "type", "bridge")
+        _ip("link", "set", own, "up")
+        for rank, name in enumerate(names):
+            _ip("netns", "add", name)
+            outside, inside = f"{own}v{rank}", f"{own}p{rank}"
+            _ip("link", "add", outside, "type", "veth", "peer", "name", inside)
+            _ip("link", "set", outside, "master", own, "up")
+            _ip("link", "set", inside, "netns", name)
+            _ip("-n", name, "link", "set", inside, "name", INTERFACE)
+            _ip("-n", name, "addr", "add", f"10.213.0.{rank + 1}/24", "dev", INTERFACE)
+            _ip("-n", name, "link", "set", INTERFACE, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            shape = ["rate", f"{mbit_per_s:g}mbit", "burst", str(BURST_BYTES), "latency", f"{LATENCY_MS}ms"]
+            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
+        yield names
+    finally:
+        for name in names:
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)  # and with it both ends of its link
+        with suppress(subprocess.CalledProcessError):
+            _ip("link", "del", own)
+
+
+def enter_namespace(name: str) -> None:
+    """This process, and all it starts from now on, sees the network of a namespace only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/var/run/netns", name).open() as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
+def _refuse_without_rights() -> None:
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise UserError(
+                field="bench shaped", problem=f"needs `{tool}`, which is not here", hint="install iproute2"
+            )
+    if os.geteuid():
+        raise UserError(
+            field="bench shaped",
+            problem="makes network namespaces, which this user may not",
+            hint="run it as root, in a container for instance",
+        )
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)

@@ -1,0 +1,133 @@
+"""`optimus bench shaped`: links that are slow and leave nothing behind; (heavy) figures on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from optimus.bench.shaped import JOB, OURS, SILENT, UNFILLED, bench_shaped, predict
+from optimus.bench.shaped_net import enter_namespace, shaped_links
+from optimus.cli import run
+from optimus.errors import UserError
+from optimus.job.layout import LayoutChoice
+from optimus.job.read import find_job
+from optimus.program.ranks import LLM
+from optimus.search.planning import make_plan
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="makes network namespaces"
+)
+PORT, BYTES, MBIT_PER_S = 29_876, 1_000_000, 40.0
+
+
+def receive(name: str) -> int:
+    """A process that takes all bytes inside a namespace, and then says so."""
+    child = os.fork()
+    if not child:
+        enter_namespace(name)
+        with socket.create_server(("10.213.0.1", PORT)) as server:
+            taken, _ = server.accept()
+            left = BYTES
+            while left:
+                left -= len(taken.recv(65_536))
+            taken.sendall(b"!")
+        os._exit(0)
+    return child
+
+
+def send(name: str) -> int:
+    """A process that exits with the hundredths of a second that the bytes took."""
+    child = os.fork()
+    if not child:
+        enter_namespace(name)
+        for _ in range(50):
+            try:
+                link = socket.create_connection(("10.213.0.1", PORT))
+                break
+            except OSError:
+                time.sleep(0.05)
+        begin = time.monotonic()
+        link.sendall(bytes(BYTES))
+        link.recv(1)
+        os._exit(min(250, round(100 * (time.monotonic() - begin))))
+    return child
+
+
+@needs_root
+@pytest.mark.timeout(60)
+def test_a_link_is_as_slow_as_it_is_told_to_be() -> None:
+    """200 ms for a megabyte at 40 Mbit/s, less what may pass at once; more on a busy machine."""
+    with shaped_links(2, mbit_per_s=MBIT_PER_S) as names:
+        children = receive(names[0]), send(names[1])
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes[0] == 0
+    assert 0.18 <= codes[1] / 100 <= 1.0
+
+
+def left_behind() -> str:
+    shown = [subprocess.run(words, capture_output=True, text=True, check=True).stdout for words in WORDS]
+    return "".join(shown)
+
+
+WORDS = (["ip", "netns"], ["ip", "-o", "link"])
+
+
+@needs_root
+def test_namespaces_are_gone_also_after_an_error() -> None:
+    before = left_behind()
+
+    def fail() -> None:
+        with shaped_links(2, mbit_per_s=MBIT_PER_S) as names:
+            assert all(name in left_behind() for name in names)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert left_behind() == before
+
+
+def test_who_may_not_make_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UserError, match="may not"), shaped_links(2, mbit_per_s=1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["shaped", "--ranks", "4"], "--ranks"),
+        (["shaped", "--against", "balanced ZBV"], "--against"),
+        (["real", "--mbit", "100"], "--mbit"),
+        (["shaped", "--mbit", "0"], "--mbit"),
+    ],
+)
+def test_what_is_for_another_bench_is_refused(
+    words: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", *words]) == 2
+    assert f"error: {field}" in capsys.readouterr().err
+
+
+def test_prediction_fills_some_of_what_is_exposed() -> None:
+    job = find_job(JOB)
+    job = replace(job, layout=replace(job.layout, modules={LLM: LayoutChoice(dp=2, pp=1, tp=1)}))
+    found = predict(make_plan(job, systems=()).plan)
+    assert found[SILENT] <= found[OURS] < found[UNFILLED]
+
+
+@needs_root
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_filled_bubbles_are_faster_over_a_slow_link() -> None:
+    result = bench_shaped()
+    assert result.variants[UNFILLED].over_ours >= 1.10, result
+    low = result.variants[UNFILLED].over_ours_low
+    assert low is not None and low > 1.05
