@@ -21,12 +21,13 @@ from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Deferred, Segment
 
 Plant = Callable[[], AbstractContextManager[Any]]
-BUGS: dict[str, tuple[str, Plant]] = {}  # name -> case, and what plants it
+Bugs = dict[str, tuple[str, Plant]]  # name -> case, and what plants it
+BUGS: Bugs = {}
 
 
-def bug(name: str, case: str) -> Callable[[Plant], Plant]:
+def bug(name: str, case: str, into: Bugs = BUGS) -> Callable[[Plant], Plant]:
     def keep(plant: Plant) -> Plant:
-        BUGS[name] = case, plant
+        into[name] = case, plant
         return plant
 
     return keep

@@ -29,12 +29,12 @@ from torch import distributed as dist
 
 from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
-from optimus.engine.buckets import Buckets
+from optimus.engine.buckets import Buckets, views_of
 from optimus.engine.executor import Executor
 from optimus.engine.groups import make_groups
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
-from optimus.engine.reduction import Replicated, views_of
+from optimus.engine.reduction import Replicated
 from optimus.engine.sharding import Sharded, all_gather
 from optimus.engine.synthetic import Synthetic
 from optimus.program.ranks import LLM
@@ -333,7 +333,10 @@ def play(
 
 
 def main(what: str, names: list[str]) -> None:
-    """Cases after `what` steps of training; with `bugs` every bug on its case; `bf16` in that type."""
+    """Cases after `what` steps of training; with `bugs` every bug on its case; `bf16` in that type.
+
+    All plain ones if none is named; `sharded` are all of those.
+    """
     if what.endswith("bugs"):
         by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF)}
         for name, (of, plant) in (SHARDING_BUGS if what == "sharding-bugs" else BUGS).items():
@@ -342,14 +345,15 @@ def main(what: str, names: list[str]) -> None:
                 found = play(by_name[of], partial(look, steps=2), plant)
                 print(json.dumps({"name": name, **found}), flush=True)  # noqa: T201
         return
-    look, cases = {"bf16": (compare_half, HALF), "logs": (compare_logs, SHARDED)}.get(
-        what, (compare, [*CASES, *SHARDED])
-    )
+    look = {"bf16": compare_half, "logs": compare_logs}.get(what, compare)
     steps = {"bf16": 3, "logs": 50}.get(what) or int(what)
+    if names and names != ["sharded"]:
+        cases = [case for case in (*CASES, *SHARDED, *HALF) if case.name in names]
+    else:
+        cases = HALF if what == "bf16" else SHARDED if names else CASES
     for case in cases:
-        if not names or case.name in names or (names == ["sharded"] and case.sharded):
-            found = play(case, partial(look, steps=steps))
-            print(json.dumps({"name": case.name, **found}), flush=True)  # noqa: T201
+        found = play(case, partial(look, steps=steps))
+        print(json.dumps({"name": case.name, **found}), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import combinations
 from typing import Any
 from unittest.mock import patch
 
+import engine_bugs
 import torch
-from engine_bugs import Plant, wrapped
+from engine_bugs import Bugs, wrapped
 from torch import Tensor
 from torch import distributed as dist
 
@@ -25,15 +27,8 @@ TIED = "sharded: zero-bubble, tied, dropout, two encoders"
 FOUR = "sharded: four replicas"
 ENDS = "sharded: eight: pp 4, encoder pp 2"
 HALF = "bf16: two by two interleaved"
-SHARDING_BUGS: dict[str, tuple[str, Plant]] = {}  # name -> case, and what plants it
-
-
-def bug(name: str, case: str) -> Callable[[Plant], Plant]:
-    def keep(plant: Plant) -> Plant:
-        SHARDING_BUGS[name] = case, plant
-        return plant
-
-    return keep
+SHARDING_BUGS: Bugs = {}
+bug = partial(engine_bugs.bug, into=SHARDING_BUGS)
 
 
 def changed(name: str, case: str, owner: Any, attribute: str, change: Callable[..., Any]) -> None:

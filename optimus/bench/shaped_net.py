@@ -41,11 +41,12 @@ def shaped_links(ranks: int, *, mbit_per_s: float) -> Iterator[list[str]]:
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
         yield names
     finally:
-        for name in names:
+        # Links by name: those of a deleted namespace go with it, but some time later.
+        gone = [("link", "del", f"{own}v{rank}") for rank in range(ranks)]
+        gone += [("netns", "del", name) for name in names]
+        for words in (*gone, ("link", "del", own)):
             with suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", name)  # and with it both ends of its link
-        with suppress(subprocess.CalledProcessError):
-            _ip("link", "del", own)
+                _ip(*words)
 
 
 def enter_namespace(name: str) -> None:

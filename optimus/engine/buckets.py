@@ -136,6 +136,13 @@ def check_types(parameters: Sequence[Tensor]) -> None:
         )
 
 
+def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """One after another in a flat buffer, each in its shape."""
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+
+
 def _by_type(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     found: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:

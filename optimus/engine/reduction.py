@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.buckets import check_types
+from optimus.engine.buckets import check_types, views_of
 
 
 class Replicated:
@@ -46,10 +46,3 @@ class Replicated:
         if self._work is not None:
             self._work.wait()
             self._work = None
-
-
-def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """One after another in a flat buffer, each in its shape."""
-    sizes = [parameter.numel() for parameter in parameters]
-    parts = flat[: sum(sizes)].split(sizes)
-    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]

@@ -14,11 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from optimus.engine.buckets import check_types
-from optimus.engine.reduction import views_of
+from optimus.engine.buckets import check_types, views_of
 
 # Since torch 2.13 by other names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,10 +43,8 @@ class Sharded:
         self._part = self._whole[mine]  # sent from where it is received
         self.master = nn.Parameter(self._part.to(wide, copy=True))
         self.master.grad = self.gradients[mine]  # and summed where it lies
-        self._gathers = self._reduces = None
-
-    _gathers: dist.Work | None
-    _reduces: dist.Work | None
+        self._gathers: dist.Work | None = None
+        self._reduces: dist.Work | None = None
 
     def _place_parameters(self, wide: torch.dtype) -> None:
         """Parameters become views of the flat buffer, and may have wider gradients."""
@@ -91,7 +86,3 @@ class Sharded:
         if self._reduces is not None:
             self._reduces.wait()
             self._reduces = None
-
-    def as_dtensor(self, mesh: DeviceMesh) -> DTensor:
-        """The masters of all replicas as one tensor, for checkpoints; `mesh` is that of the module."""
-        return DTensor.from_local(self.master.detach(), mesh, [Shard(0)], run_check=False)

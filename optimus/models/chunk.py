@@ -88,6 +88,7 @@ class SegmentedChunk:
         self.recompute, self.whole = recompute, whole
         self._segments = [segment for layer in layers for segment in layer]
         self._layer_of = [number for number, layer in enumerate(layers) for _ in layer]
+        self._remade = [self._is_remade(segment) for segment in self._segments]
         self._frames: dict[int, _Frame] = {}
 
     @classmethod
@@ -111,7 +112,7 @@ class SegmentedChunk:
                 if self.recompute == "cheap" and any(self._segments[place].has_cheap for place in mine):
                     fill = partial(self._fill, microbatch, layer)
                     found.append(Phase(kind=Kind.R, layer=layer, kernels=CHEAP, run=fill))
-                again = [place for place in mine if self._is_remade(place)]
+                again = [place for place in mine if self._remade[place]]
                 found += [self._phase(Kind.R, place, self._again, microbatch) for place in again]
                 found += [self._phase(kind, place, backward, microbatch) for place in reversed(mine)]
         return found or [Phase(kind=kind, layer=ANY, kernels=(), run=_pass)]
@@ -158,10 +159,10 @@ class SegmentedChunk:
             with torch.no_grad():
                 frame.state = segment.forward(frame.state, frame.context)
             return
-        remade = self._is_remade(place)
+        remade, empties = self._remade[place], self.recompute == "cheap"
         if remade and not self._follows(place):
             self._keep_input(frame, place)
-        state, saved = segment.run(frame.state, frame.needs, frame.context)
+        state, saved = segment.run(frame.state, frame.needs, frame.context, empties=empties)
         if saved is None:
             frame.needs = (False,) * len(state)
         else:
@@ -171,19 +172,19 @@ class SegmentedChunk:
         else:
             frame.saved[place] = saved
         frame.state = state
-        if self.recompute == "cheap" and self._is_last(place):
+        if empties and self._is_last(place):
             for each in self._saved_of(frame, self._layer_of[place]):
                 each.deferred.empty()
 
-    def _is_remade(self, place: int) -> bool:
+    def _is_remade(self, segment: Segment) -> bool:
         """Whether a segment runs again before its backward."""
-        wanted = self.recompute == "attention" and self._segments[place].kernels == ATTENTION
+        wanted = self.recompute == "attention" and segment.kernels == ATTENTION
         return self.recompute == "full" or wanted
 
     def _follows(self, place: int) -> bool:
         """Whether a segment that is made again is so from the one before it."""
         same = place > 0 and self._layer_of[place - 1] == self._layer_of[place]
-        return same and self._is_remade(place - 1)
+        return same and self._remade[place - 1]
 
     def _is_last(self, place: int) -> bool:
         """Of its layer."""
@@ -223,7 +224,6 @@ class SegmentedChunk:
         if saved is None:
             return  # frozen, with nothing trained before it
         frame.gradients = segment.input_gradient(saved, frame.gradients, split=split)
-        saved.deferred.cheap.clear()
         if split:
             frame.deferred[place] = saved.deferred
         else:

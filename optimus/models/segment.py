@@ -22,13 +22,14 @@ class Deferred(list[Callable[[], None]]):
     """Weight gradients to compute later, each of which adds to its parameter.
 
     `cheap` are tensors that a backward reads and that are quickly made again from others that it reads: they
-    may be emptied behind the forward, and filled again before the backward.
+    may be emptied behind the forward, and filled again before the backward. Only those who do so note them.
     """
 
-    __slots__ = ("cheap",)
+    __slots__ = ("cheap", "empties")
 
-    def __init__(self) -> None:
+    def __init__(self, *, empties: bool = False) -> None:
         super().__init__()
+        self.empties = empties
         self.cheap: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
 
     def empty(self) -> None:
@@ -48,7 +49,7 @@ class Deferred(list[Callable[[], None]]):
 def cheap(deferred: Deferred | None, make: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """What `make` gives of `rows`: it may be emptied behind a forward, and made again before its backward."""
     found = make(rows)
-    if deferred is not None:
+    if deferred is not None and deferred.empties:
         # Detached: or the list would lead back to itself through the graph, and nobody would free it at once.
         deferred.cheap.append((found.detach(), make, rows.detach()))
     return found
@@ -83,10 +84,12 @@ class Segment(nn.Module):
         """Parameters that get gradients. Freezing is decided before the first step."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def run(self, state: State, needs: tuple[bool, ...], context: Any) -> tuple[State, Saved | None]:
+    def run(
+        self, state: State, needs: tuple[bool, ...], context: Any, *, empties: bool = False
+    ) -> tuple[State, Saved | None]:
         """The next state, and what its backward will need: nothing if no gradient is asked for.
 
-        `needs` says which tensors of the state want a gradient.
+        `needs` says which tensors of the state want a gradient, `empties` whether to note what is cheap.
         """
         if not self.trained and not any(needs):
             with torch.no_grad():
@@ -96,7 +99,7 @@ class Segment(nn.Module):
             if need:
                 tensor.requires_grad_()
         inputs = tuple(detached)
-        deferred = Deferred()
+        deferred = Deferred(empties=empties)
         if torch.is_grad_enabled():  # to make sure of it costs more than to ask
             outputs = self.forward(inputs, context, deferred)
         else:
