@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
+
+from random_plans import bound
 
 from optimus.cost.assumptions import preset
 from optimus.job.job import Job
-from optimus.job.layout import Constraints, LayoutChoice, Limits
+from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
@@ -16,7 +20,10 @@ from optimus.program.plan import Plan
 from optimus.program.ranks import LLM
 from optimus.search.layouts import decide_setting
 from optimus.search.planning import make_plan
+from optimus.systems import trial
+from optimus.systems.inline import InlinePipeline
 from optimus.systems.listed import Beside, list_plan, llm_pipeline
+from optimus.systems.setting import Setting
 
 TOKENS = 24
 SEQUENCES = {
@@ -65,6 +72,9 @@ class Case:
     preset: str = "default"
     segments: bool = False  # each segment is played for itself, also where nothing stands between them
     layers: int = 4
+    width: int = 16  # of encoders; the LLM is twice as wide
+    tokens: int = TOKENS  # of a sequence; images grow with it
+    window: int = 0  # LLM microbatches of which encoders may keep something
     strategy: str = "list"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
     sharded: bool = False  # masters in parts on replicas
     clip: float = 0.0  # of the gradient's norm
@@ -77,12 +87,12 @@ class Case:
         return Encoder(
             name=name,
             modality="audio" if name == "audio" else "vision",
-            stack=stack(16, 4, dropout=self.dropout, gated=not self.plain, causal=False, **attention),
+            stack=stack(self.width, 4, dropout=self.dropout, gated=not self.plain, causal=False, **attention),
             projector=Projector(
-                widths=(32, 32), merge=2 if name == "audio" else 4, train=name not in self.frozen
+                widths=(2 * self.width,) * 2, merge=2 if name == "audio" else 4, train=name not in self.frozen
             ),
             patch_inputs=12,
-            positions=256 if self.plain else 0,
+            positions=256 * (self.tokens // TOKENS) if self.plain else 0,
             train=name not in self.frozen + self.frozen_trunk,
             recompute="none",
         )
@@ -91,24 +101,29 @@ class Case:
     def job(self) -> Job:
         names = NAMES[: len(self.encoders)]
         llm = Llm(
-            stack=stack(32, self.layers, dropout=self.dropout, gated=not self.plain, bias=self.plain),
+            stack=stack(
+                2 * self.width, self.layers, dropout=self.dropout, gated=not self.plain, bias=self.plain
+            ),
             vocab=48,
             tied=self.tied,
-            positions=TOKENS if self.plain else 0,
+            positions=self.tokens if self.plain else 0,
             train=not self.frozen_llm,
             recompute="none",
         )
         sequences = []
         for lengths in SEQUENCES[self.images]:
-            items = tuple(zip(names, lengths, strict=False))
-            sequences.append(PackedSequence(text=TOKENS - sum(sum(own) for _, own in items), items=items))
+            times = self.tokens // TOKENS
+            longer = [tuple(times * length for length in own) for own in lengths]
+            items = tuple(zip(names, longer, strict=False))
+            text = self.tokens - sum(sum(own) for _, own in items)
+            sequences.append(PackedSequence(text=text, items=items))
         dp = self.ranks // self.pp
         return Job(
             name=self.name,
             model=Model(name="tiny", encoders=tuple(map(self._encoder, names)), llm=llm),
             cluster=replace(load_cluster("h100:8"), gpus=self.ranks),
             workload=Workload(
-                sequence_tokens=TOKENS,
+                sequence_tokens=self.tokens,
                 sequences_per_step=dp * self.microbatches * self.sequences,
                 sequences=tuple(sequences),
             ),
@@ -125,11 +140,26 @@ class Case:
         setting, _ = decide_setting(self.job, preset(self.preset))
         llm = llm_pipeline(setting, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
         names = NAMES[: len(self.encoders)]
+        if self.window:
+            return self._windowed(setting, llm, names)
         beside = {
             name: Beside(pp=pp, pieces=pieces, recompute=self.recompute)
             for name, (pp, pieces) in zip(names, self.encoders, strict=True)
         }
         return list_plan(setting, llm, beside).plan
+
+    def _windowed(self, setting: Setting, llm: InlinePipeline, names: Sequence[str]) -> Plan:
+        beside = {
+            name: trial.Beside(
+                layout=Layout(dp=self.ranks // pp, pp=pp),
+                pieces=pieces,
+                recompute=self.recompute,
+                window=self.window,
+            )
+            for name, (pp, pieces) in zip(names, self.encoders, strict=True)
+        }
+        made = trial.Trial(setting, llm, beside)
+        return bound(made.plan(made.fill.arrange(0.0)).plan, setting)
 
     @property
     def all_numerics(self) -> dict[str, Numerics]:
@@ -240,4 +270,39 @@ HALF = [
     for case in SHARDED
     if case.name.removeprefix("sharded: ")
     in ("two by two interleaved", "zero-bubble, tied, dropout, two encoders", "four replicas")
+]
+
+
+def _measured(name: str, **given: Any) -> Case:
+    """Large enough that tensors count and names, tables and single numbers do not."""
+    fixed = {
+        "images": "even",
+        "dtype": "bfloat16",
+        "sharded": True,
+        "width": 96,
+        "tokens": 768,
+        "microbatches": 8,
+    }
+    return Case(name=f"measured: {name}", **{**fixed, **given})
+
+
+# For comparing bytes: in bf16, as plans are priced.
+MEASURED = [
+    _measured("two stages", ranks=2, pp=2),
+    _measured("plain layers", ranks=2, pp=2, plain=True),
+    _measured("selective", ranks=2, pp=2, recompute="selective", layers=8),
+    _measured("full", ranks=2, pp=2, recompute="full", layers=12, microbatches=16),
+    _measured("zero-bubble", ranks=2, pp=2, order="zero-bubble", layers=6),
+    _measured("interleaved", ranks=2, pp=2, chunks=2, order="interleaved", layers=8),
+    _measured("two encoders, one in a pipeline", ranks=2, pp=2, encoders=((1, 1), (2, 1))),
+    _measured("pieces", ranks=2, pp=2, encoders=((1, 2),)),
+    _measured("frozen encoder", ranks=2, pp=2, frozen=("vision",), layers=8),
+    _measured("frozen LLM", ranks=2, pp=2, frozen_llm=True),
+    _measured("two by two", ranks=4, pp=2, tied=True),
+    _measured("four stages", ranks=4, pp=4, encoders=((2, 1),), layers=8),
+    _measured("eight", ranks=8, pp=4, chunks=2, order="interleaved", layers=8),
+]
+WINDOWED = [
+    _measured(f"window of {window}, {count} microbatches", ranks=2, pp=2, window=window, microbatches=count)
+    for window, count in ((4, 8), (4, 32), (0, 8), (0, 16))
 ]

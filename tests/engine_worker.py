@@ -35,8 +35,9 @@ from optimus.engine.groups import make_groups
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
 from optimus.engine.reduction import Replicated
-from optimus.engine.sharding import Sharded, all_gather
+from optimus.engine.sharding import Sharded
 from optimus.engine.synthetic import Synthetic
+from optimus.engine.torch_private import all_gather_single
 from optimus.program.ranks import LLM
 
 TIMEOUT_S = 30
@@ -135,7 +136,7 @@ class RankRun:
         """Of the whole batch, by name."""
         for bucket in self.buckets:
             if isinstance(bucket, Sharded) and bucket.group is not None:
-                all_gather(bucket.gradients, bucket.summed, bucket.group)
+                all_gather_single(bucket.gradients, bucket.summed, bucket.group)
         return {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.model.parameters.items()
@@ -160,7 +161,7 @@ class RankRun:
             if bucket.group is None:
                 flat.copy_(bucket.master.detach())
             else:
-                all_gather(flat, bucket.master.detach(), bucket.group)
+                all_gather_single(flat, bucket.master.detach(), bucket.group)
             views = views_of(flat, bucket.parameters)
             found.update({names[id(p)]: view for p, view in zip(bucket.parameters, views, strict=True)})
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -12,8 +12,13 @@ from typing import Any, cast
 import torch
 from engine_worker import everybody, play, worst
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from optimus.engine.fill_schedule import FillSchedule
+from optimus.engine.groups import replica_mesh
 from optimus.program.module_times import EncoderBlocks, Seconds
 from optimus.program.plan import Plan
 from optimus.program.ranks import LLM
@@ -21,6 +26,7 @@ from optimus.systems.modules import plan_modules
 
 WIDTH, ROWS, IMAGES = 4, 3, 2  # of a microbatch; rows of one piece
 TRAINED = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0)
+STEPS, RATE = 2, 0.5
 FROZEN = Seconds(forward_s=1.0, backward_s=0.0)
 
 
@@ -35,6 +41,7 @@ class FillCase:
     microbatches: int = 4
     order: str = ""
     encoders: tuple[tuple[int, int, int], ...] = ((1, 1, 0),)
+    wrap: str = ""  # "ddp", "fsdp", or "nested": FSDP2 around every linear, too
 
     @property
     def replicas(self) -> int:
@@ -69,6 +76,11 @@ CASES = [
     FillCase(name="frozen encoder", ranks=2, pp=2, encoders=((2, 1, 4), (1, 1, 0))),
     FillCase(name="frozen trunk", ranks=2, pp=2, encoders=((2, 1, 2),)),
     FillCase(name="no encoder", ranks=2, pp=2, encoders=()),
+    FillCase(name="DDP", ranks=4, pp=2, encoders=((1, 1, 0), (2, 2, 0)), wrap="ddp"),
+    FillCase(name="FSDP2", ranks=4, pp=2, encoders=((1, 1, 0), (2, 2, 2)), wrap="fsdp"),
+    FillCase(name="FSDP2 zero-bubble", ranks=4, pp=2, chunks=2, order="zero-bubble", wrap="fsdp"),
+    FillCase(name="FSDP2 nested", ranks=4, pp=2, chunks=2, encoders=((1, 2, 0),), wrap="nested"),
+    FillCase(name="FSDP2 replicas", ranks=4, pp=1, encoders=((1, 1, 1),), wrap="nested"),
 ]
 
 
@@ -132,6 +144,36 @@ def make_encoders(case: FillCase) -> dict[str, list[nn.Module]]:
     return found
 
 
+def wrapped(case: FillCase, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    if case.wrap == "ddp":
+        learns = any(parameter.requires_grad for parameter in module.parameters())
+        return DistributedDataParallel(module, process_group=mesh.get_group()) if learns else module
+    if case.wrap == "nested":
+        for part in module.children():
+            if isinstance(part, nn.Linear):
+                fully_shard(part, mesh=mesh)
+    return fully_shard(module, mesh=mesh) if case.wrap else module
+
+
+def wrap_all(
+    case: FillCase, rank: int, stages: dict[int, nn.Module], encoders: dict[str, list[nn.Module]]
+) -> None:
+    """As a user might: all stages, and blocks that this rank runs."""
+    plan = case.plan
+    mesh = replica_mesh(plan, LLM)
+    for number in stages:
+        stages[number] = wrapped(case, stages[number], mesh)
+    for name, blocks in encoders.items():
+        mesh, pp = replica_mesh(plan, name), plan.modules[name].layout.pp
+        first = plan.ranks.stage_of(name, plan.ranks.class_of(rank)) * len(blocks) // pp
+        for at in range(first, first + len(blocks) // pp):
+            blocks[at] = wrapped(case, blocks[at], mesh)
+
+
+def whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+
+
 def make_batch(case: FillCase, replica: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(3 + replica)
 
@@ -160,9 +202,30 @@ def named(stages: Mapping[int, nn.Module], encoders: Mapping[str, list[nn.Module
 # ---------------------------------------------------------------------------- both ways
 
 
-def one_process(case: FillCase) -> tuple[dict[str, Tensor], list[list[float]], list[Tensor]]:
-    """Gradients of the mean over microbatches and replicas; losses and outputs of every replica."""
+def learn(parameters: Iterable[Tensor]) -> None:
+    """What an optimizer would do, behind the schedule's back."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.sub_(RATE * parameter.grad)
+
+
+def one_process(case: FillCase) -> list[tuple[dict[str, Tensor], list[list[float]], list[Tensor]]]:
+    """Of every step: gradients of the mean over microbatches and replicas; losses and outputs of each."""
     stages, encoders = make_stages(case), make_encoders(case)
+    found = []
+    for _ in range(STEPS):
+        found.append(one_step(case, stages, encoders))
+        parameters = named(dict(enumerate(stages)), encoders).values()
+        learn(parameters)
+        for parameter in parameters:
+            parameter.grad = None
+    return found
+
+
+def one_step(
+    case: FillCase, stages: list[Stage], encoders: dict[str, list[nn.Module]]
+) -> tuple[dict[str, Tensor], list[list[float]], list[Tensor]]:
     losses: list[list[float]] = []
     outputs = []
     for replica in range(case.replicas):
@@ -191,17 +254,20 @@ def one_process(case: FillCase) -> tuple[dict[str, Tensor], list[list[float]], l
 
 
 def compare(case: FillCase, rank: int) -> dict[str, Any]:
-    """Of two steps, each after an `eval`: differences of gradients, losses and outputs."""
+    """Of steps that learn, each after an `eval`: differences of gradients, losses and outputs."""
     plan, every = case.plan, make_stages(case)
     stage = plan.ranks.stage_of(LLM, plan.ranks.class_of(rank))
     replica = plan.ranks.place(LLM, rank).dp
-    mine = {number: every[number] for number in range(stage, len(every), case.pp)}
+    mine: dict[int, nn.Module] = {number: every[number] for number in range(stage, len(every), case.pp)}
     encoders = make_encoders(case)
-    parameters = named(mine, encoders)
+    plain = named(mine, encoders)
+    if case.wrap:
+        wrap_all(case, rank, mine, encoders)
+    parameters = plain if case.wrap == "ddp" else named(mine, encoders)
     schedule = FillSchedule(list(mine.values()), encoders, plan, loss_fn=loss_fn)
     x, images, target = make_batch(case, replica)
     seen = []
-    for _ in range(2):
+    for _ in range(STEPS):
         before = [parameter.grad for parameter in parameters.values()]
         of_eval: list[Tensor] = []
         output = schedule.eval(x, target=target, losses=of_eval, **images)
@@ -216,16 +282,16 @@ def compare(case: FillCase, rank: int) -> dict[str, Any]:
                 "losses": [float(loss) for loss in losses],
                 "eval output": output,
                 "output": again,
-                "gradients": {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None},
+                "gradients": {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None},
             }
         )
+        learn(parameters.values())
     assert schedule.step(x, target=target, return_outputs=False, **images) is None
     given = [everybody(one) for one in seen]
     if rank:
         return {}
-    expected, losses_of, outputs_of = one_process(case)
     found = {"gradients": 0.0, "losses": 0.0, "eval": 0.0, "untouched": True, "last ranks": 0}
-    for step in given:
+    for step, (expected, losses_of, outputs_of) in zip(given, one_process(case), strict=True):
         found["gradients"] = max(found["gradients"], worst([one["gradients"] for one in step], expected))
         for one in step:
             found["untouched"] = found["untouched"] and one["untouched"]

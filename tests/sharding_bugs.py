@@ -15,12 +15,13 @@ from engine_bugs import Bugs, wrapped
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine import optimizer, sharding
+from optimus.engine import optimizer
 from optimus.engine.actions import Compiler
 from optimus.engine.buckets import Buckets
 from optimus.engine.executor import Executor
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.sharding import Sharded
+from optimus.engine.torch_private import all_gather_single, reduce_scatter_single
 
 TWO = "sharded: two by two interleaved"
 TIED = "sharded: zero-bubble, tied, dropout, two encoders"
@@ -140,7 +141,7 @@ def _() -> AbstractContextManager[Any]:
     def gather(original: Any, self: Sharded) -> None:
         original(self)
         if self.group is not None:
-            self._reduces = sharding.reduce_scatter(
+            self._reduces = reduce_scatter_single(
                 self.summed, self.gradients, dist.ReduceOp.SUM, self.group, async_op=True
             )
 
@@ -331,7 +332,7 @@ def _() -> AbstractContextManager[Any]:
     def wait(original: Any, self: Sharded) -> None:
         if self._gathers is not None and self.group is not None:
             self._part.copy_(self.master.detach())
-            sharding.all_gather(self._whole, self._part, self.group)
+            all_gather_single(self._whole, self._part, self.group)
         self._gathers = None
 
     stack.enter_context(wrapped(Sharded, "gather", gather))

@@ -24,6 +24,8 @@ from optimus.bench.paced_steps import play_rounds
 from optimus.bench.result import BenchResult, VariantTime
 from optimus.cli import run
 from optimus.engine.mail import Pending
+from optimus.engine.sharding import Sharded
+from optimus.engine.torch_private import all_gather_single
 from optimus.program.plan import Plan, Verb
 from optimus.program.ranks import LLM
 from optimus.render.benching import bench_json, bench_text
@@ -82,7 +84,7 @@ def test_no_op_of_ours_is_shorter_than_20_ms(plan: Plan) -> None:
 Spoil = Callable[[int, PacedPlan], None]
 
 
-def _leave(rank: int, ours: PacedPlan) -> None:
+def leave(rank: int, ours: PacedPlan) -> None:
     """Nothing is wrong."""
 
 
@@ -112,13 +114,13 @@ def _drop(rank: int, ours: PacedPlan) -> None:
         mail.take = hurried  # type: ignore[method-assign]
 
 
-def _play_spoiled(
-    rank: int, network: PacedNetwork, plan: Plan, spoils: list[Spoil], rounds: int
+def play_spoiled(
+    rank: int, network: PacedNetwork, plan: Plan, spoils: list[Spoil], rounds: int, sharded: bool = False
 ) -> list[tuple[RankAnswer, list[list[float]]]]:
     """Steps of ours for each fault, and the gradients of this rank."""
     found = []
     for spoil in spoils:
-        ours = PacedPlan(plan, DRAWS, network.clock, timeout_s=60)
+        ours = PacedPlan(plan, DRAWS, network.clock, timeout_s=60, sharded=sharded)
         ours.prepare()
         spoil(rank, ours)
         begun: list[list[int]] = []
@@ -130,6 +132,9 @@ def _play_spoiled(
 
         ours.prepare = lambda: None  # type: ignore[method-assign]  # done before it was spoiled
         steps = play_rounds(network, {OURS: ours}, {OURS: rounds}, after)
+        for bucket in ours.executor.buckets:
+            if isinstance(bucket, Sharded) and bucket.group is not None:
+                all_gather_single(bucket.gradients, bucket.summed, bucket.group)
         gradients = [
             parameter.grad.flatten().tolist()
             for name in plan.modules
@@ -148,7 +153,7 @@ def _faults(plan: Plan, answers: list[RankAnswer]) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def spoiled(plan: Plan) -> list[list[tuple[RankAnswer, list[list[float]]]]]:
-    return run_paced_ranks(_play_spoiled, 4, SLOW, plan, [_leave, _swap, _drop], 1)
+    return run_paced_ranks(play_spoiled, 4, SLOW, plan, [leave, _swap, _drop], 1)
 
 
 def one_process(plan: Plan) -> dict[str, list[torch.Tensor]]:
@@ -215,7 +220,7 @@ def test_a_link_slower_than_told_is_noticed(plan: Plan) -> None:
     slower = replace(
         SLOW, latency_s=1.25 * SLOW.latency_s, bandwidth_bytes_per_s=SLOW.bandwidth_bytes_per_s / 1.25
     )
-    answers = run_paced_ranks(_play_spoiled, 4, slower, plan, [_leave], 1)
+    answers = run_paced_ranks(play_spoiled, 4, slower, plan, [leave], 1)
     words = _faults(plan, [cases[0][0] for cases in answers])
     assert any("late, which no lateness of the host explains" in word for word in words)
 

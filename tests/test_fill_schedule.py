@@ -14,12 +14,15 @@ import torch
 from fill_worker import CASES, FillCase, Scale, Shift, make_batch, make_encoders, make_stages
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from optimus.engine.actions import Shapes
 from optimus.engine.executor import Executor
-from optimus.engine.fill_schedule import FillSchedule
+from optimus.engine.fill_schedule import FillSchedule, make_bucket
 from optimus.engine.reduction import Replicated
+from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, take_over
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Block
@@ -211,3 +214,51 @@ def test_stages_of_torch_are_taken_by_their_module() -> None:
 
     (stage,) = make_stages(CASE)[:1]
     assert schedule(stages=[PipelineStage(stage)]).stages == [stage]
+
+
+# ---------------------------------------------------------------------------- modules that come sharded
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def test_a_module_sharded_over_other_ranks_is_refused(alone: DeviceMesh) -> None:
+    module = fully_shard(nn.Linear(2, 2), mesh=alone)
+    take_over(module, "llm", (0,))
+    with pytest.raises(UserError, match=r"llm.*over the ranks \(0,\).*replicas are \(0, 1\)"):
+        take_over(module, "llm", (0, 1))
+
+
+def test_a_block_that_is_sharded_in_part_is_refused(alone: DeviceMesh) -> None:
+    module = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=alone), nn.Linear(2, 2))
+    with pytest.raises(UserError, match="only in part"):
+        make_bucket(fsdp_modules(module), list(module.parameters()), None)
+
+
+def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> None:
+    """Of 64 microbatches: in bf16 the sum would no longer grow."""
+    module = nn.Linear(4, 1, bias=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(module, mesh=alone, mp_policy=policy)
+    take_over(module, "llm", (0,))
+    bucket, block = Fsdp(list(module.parameters()), fsdp_modules(module)), FsdpBlock(module)
+    bucket.reset()
+    bucket.gather()
+    bucket.wait_gathered()
+    chunk = SegmentedChunk([[block]])
+    for microbatch, size in enumerate([256.0] + [1.0] * 63):
+        chunk.begin(microbatch, (torch.full((1, 4), size, dtype=torch.bfloat16),), (True,), None)
+        for kind in (Kind.F, Kind.B):
+            if kind == Kind.B:
+                chunk.begin_backward(microbatch, (torch.ones_like(chunk.output(microbatch)[0]),))
+            for phase in chunk.phases(kind, microbatch):
+                phase.run()
+        chunk.input_gradients(microbatch)
+    bucket.reduce()
+    bucket.wait_reduced()
+    assert bucket.summed.tolist() == [256.0 + 63.0] * 4

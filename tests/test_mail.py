@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Event
 from typing import Any
 
 import pytest
@@ -32,6 +36,7 @@ class Wire:
     """What was asked of torch.distributed."""
 
     def __init__(self) -> None:
+        self.backend = "nccl"
         self.sent: list[tuple[torch.Tensor, int, Work]] = []
         self.posted: list[tuple[torch.Tensor, int, Work]] = []
 
@@ -49,6 +54,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     found = Wire()
     monkeypatch.setattr(dist, "isend", found.isend)
     monkeypatch.setattr(dist, "irecv", found.irecv)
+    monkeypatch.setattr(dist, "get_backend", lambda group: found.backend)
     return found
 
 
@@ -58,6 +64,11 @@ def mail() -> Mail:
 
 
 GROUP: Any = None
+
+
+def kept(mail: Mail) -> list[torch.Tensor]:
+    """What is being sent."""
+    return [tensor for _, tensor in mail._sent._kept]
 
 
 def test_what_is_put_is_taken_once(mail: Mail) -> None:
@@ -102,9 +113,9 @@ def test_a_send_goes_out_whole_and_stays_alive_until_it_has_ended(mail: Mail, wi
     mail.send(FIRST, 4, GROUP)
     ((tensor, other, work),) = wire.sent
     assert other == 4 and tensor.is_contiguous() and torch.equal(tensor, rows)
-    assert mail._sent[0][1] is tensor and not work.done
+    assert kept(mail)[0] is tensor and not work.done
     mail.finish()
-    assert [each.waited for _, _, each in wire.sent] == [1] and not mail._sent
+    assert [each.waited for _, _, each in wire.sent] == [1] and not kept(mail)
 
 
 def test_sends_that_have_ended_are_let_go_in_order(mail: Mail, wire: Wire) -> None:
@@ -114,9 +125,62 @@ def test_sends_that_have_ended_are_let_go_in_order(mail: Mail, wire: Wire) -> No
     mail.send(("forward", "llm", 1, 1), 1, GROUP)
     wire.sent[0][2].done = True
     mail.send(("forward", "llm", 1, 2), 1, GROUP)
-    assert [work for work, _ in mail._sent] == [wire.sent[1][2], wire.sent[2][2]]
+    assert [id(tensor) for tensor in kept(mail)] == [id(tensor) for tensor, _, _ in wire.sent[1:]]
     mail.finish()
     assert [work.waited for _, _, work in wire.sent] == [0, 1, 1]
+
+
+class Silent(Work):
+    """As gloo's: it says that it is over only to who waits, and that may take a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = Event()
+
+    def wait(self) -> None:
+        assert self.arrived.wait(10)
+        super().wait()
+
+    def is_completed(self) -> bool:
+        return bool(self.waited)
+
+
+class Lost(Silent):
+    def wait(self) -> None:
+        super().wait()
+        raise RuntimeError("the other end is gone")
+
+
+def test_what_gloo_has_sent_is_let_go_when_it_has_arrived(
+    mail: Mail, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although nobody here waits for it; an error is told to whoever comes next."""
+    works = [Silent(), Silent(), Lost()]
+    wire.backend, left = "gloo", iter(works)
+    monkeypatch.setattr(dist, "isend", lambda tensor, other, group: next(left))
+    for number in range(3):
+        mail.put(("forward", "llm", 1, number), (torch.ones(1),))
+        mail.send(("forward", "llm", 1, number), 1, GROUP)
+    mail._sent.forget_arrived()
+    assert len(kept(mail)) == 3
+    works[0].arrived.set()
+    wait_until(works[0].is_completed)
+    over = mail._sent._kept[0][0]
+    assert isinstance(over, Future)
+    wait_until(over.done)
+    mail._sent.forget_arrived()
+    assert len(kept(mail)) == 2
+    works[1].arrived.set()
+    works[2].arrived.set()
+    with pytest.raises(RuntimeError, match="gone"):
+        mail.finish()
+
+
+def wait_until(holds: Callable[[], Any]) -> None:
+    end_s = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 def test_what_was_received_can_be_sent_on(mail: Mail, wire: Wire) -> None:

@@ -68,6 +68,38 @@ def check_json(text: str) -> None:
 
 
 @pytest.mark.ci("engine")
+def test_memory_is_counted_beside_the_plans(tmp_path: Path, planned: Planned) -> None:
+    """Under torchrun and in bf16, as plans count; counting changes no number of the run."""
+    (tmp_path / "job.yaml").write_text(CATALOG.read_text() + "run: {dtype: bfloat16}\n")
+    words = ("train", "job.yaml", "--plan", planned.file, "--steps", "2", "--run-dir")
+    counted = call(*words, "counted", "--memory", folder=tmp_path, before=(*TORCHRUN, "2"))
+    assert counted.returncode == 0, counted.stderr
+    plain = call(*words, "plain", folder=tmp_path, before=(*TORCHRUN, "2"))
+    assert plain.returncode == 0, plain.stderr
+    losses = [[line["loss"] for line in metrics_in(tmp_path / name)] for name in ("counted", "plain")]
+    assert losses[0] == losses[1]
+    table = re.findall(r"^  ([\w ]+?) +planned +([\d.,]+) MB +counted +([\d.,]+) MB$", counted.stdout, re.M)
+    found = {name: (float(planned), float(counted)) for name, planned, counted in table}
+    assert list(found) == [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "LLM activations",
+        "encoder activations",
+        "seam",
+        "working",
+        "peak",
+    ]
+    assert found["peak"][0] == pytest.approx(found["peak"][1], rel=0.05)
+    assert "note   the run computed in" not in counted.stdout
+
+
+def test_memory_needs_a_second_step() -> None:
+    with pytest.raises(UserError, match="--memory needs two steps"):
+        training_of({}, steps=1, counts_memory=True)
+
+
+@pytest.mark.ci("engine")
 def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: Planned) -> None:
     alone = call("train", TINY, "--steps", "3", "--json", folder=tmp_path)
     assert alone.returncode == 0, alone.stderr

@@ -12,12 +12,13 @@ from torch import distributed as dist
 
 from optimus.bench.draws import Draws
 from optimus.bench.paced_backend import PacedNetwork
-from optimus.bench.paced_job import PacedJob, TorchVariant
+from optimus.bench.paced_job import LINK, LINK_OF_REPLICAS, PacedJob, TorchVariant
 from optimus.bench.paced_plan import PacedPlan, Played
 from optimus.bench.paced_ranks import run_paced_ranks
 from optimus.bench.paced_replays import (
     NEAR_S,
     Faults,
+    PlanReplay,
     best_cut,
     compare_step,
     replay_plan,
@@ -26,6 +27,7 @@ from optimus.bench.paced_replays import (
 )
 from optimus.bench.paced_steps import DISTURBED_SHARE, Playable, Step, is_disturbed, play_rounds, step_s
 from optimus.bench.paced_torch import PacedPipeline
+from optimus.bench.pacing import Link
 from optimus.bench.result import BenchResult, VariantTime
 from optimus.program.plan import Plan
 
@@ -47,6 +49,10 @@ class Task:
     draws: Draws
     torch_variants: Mapping[str, tuple[TorchVariant, ...]]  # with cuts to choose from
     rounds: Mapping[str, int]  # of each variant; 0: only its actions are wanted
+    sharded: bool = False
+
+    def replay(self, link: Link) -> PlanReplay:
+        return replay_plan(self.plan, self.draws, link, traffic="sharded" if self.sharded else "whole")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,19 +69,21 @@ class RankAnswer:
 def bench_paced(
     *,
     ranks: int = 16,
+    dp: int = 1,
     rounds: int = 3,
     seed: int = SEED,
     progress: Progress = lambda name, done, total: None,
 ) -> BenchResult:
     """Plans from means, plays drawn durations, and compares with replays of the same draws."""
-    job = PacedJob(ranks=ranks)
+    job = PacedJob(ranks=ranks, dp=dp, link=LINK if dp == 1 else LINK_OF_REPLICAS)
     progress("planning", 0, 1)
-    variants = job.torch_variants()
+    variants = job.torch_variants() if dp == 1 else {}
     task = Task(
         plan=job.plan(),
         draws=Draws(seed=seed),
         torch_variants=variants,
         rounds={OURS: rounds, **{name: _rounds(cuts, rounds) for name, cuts in variants.items()}},
+        sharded=dp > 1,
     )
     total, done = sum(task.rounds.values()), 0
 
@@ -96,7 +104,7 @@ def _rounds(variants: Sequence[TorchVariant], rounds: int) -> int:
 
 def play_task(rank: int, network: PacedNetwork, task: Task) -> RankAnswer:
     """One rank: all variants, in turn."""
-    ours = PacedPlan(task.plan, task.draws, network.clock, timeout_s=TIMEOUT_S)
+    ours = PacedPlan(task.plan, task.draws, network.clock, timeout_s=TIMEOUT_S, sharded=task.sharded)
     cuts: dict[str, TorchVariant] = {}
 
     def seconds(name: str, kind: str, stage: int, microbatch: int) -> float:
@@ -137,7 +145,7 @@ def play_task(rank: int, network: PacedNetwork, task: Task) -> RankAnswer:
 
 def compare(job: PacedJob, task: Task, answers: list[RankAnswer]) -> BenchResult:
     """Medians of the steps that count, beside what replays say."""
-    replayed = replay_plan(task.plan, task.draws, job.link)
+    replayed = task.replay(job.link)
     predicted = {OURS: replayed.step_s}
     for name, variant in answers[0].cuts.items():
         predicted[name] = replay_torch(variant, task.draws, job.link, answers[0].actions[name])
@@ -159,6 +167,7 @@ def compare(job: PacedJob, task: Task, answers: list[RankAnswer]) -> BenchResult
     notes = [
         f"{job.ranks} ranks, {job.microbatches} microbatches, encoder work half of the LLM's",
         f"ours: {claimed}",
+        *([_traffic_note(job, task, replayed)] if task.sharded else []),
         *([] if faults else [_order_note(task.plan, len(steps[OURS]))]),
         *_disturbance_notes(steps, never),
         *(
@@ -189,7 +198,7 @@ def our_faults(job: PacedJob, task: Task, answers: list[RankAnswer]) -> tuple[st
 
 def step_faults(job: PacedJob, task: Task, answers: list[RankAnswer]) -> list[Faults]:
     """One entry per step of ours. What each rank's host gave up may delay all: the sum explains lateness."""
-    replayed = replay_plan(task.plan, task.draws, job.link)
+    replayed = task.replay(job.link)
     found = []
     for number in range(len(answers[0].begun)):
         mine = [answer.steps[OURS][number] for answer in answers]
@@ -225,6 +234,14 @@ def _variant(steps: list[list[Step]], predicted_s: float, ours_s: float) -> Vari
         steps=len(counting),
         disturbed=sum(map(is_disturbed, steps)),
     )
+
+
+def _traffic_note(job: PacedJob, task: Task, replayed: PlanReplay) -> str:
+    """How much of the data-parallel traffic compute hides, by replays."""
+    silent = replay_plan(task.plan, task.draws, job.link, traffic="none")
+    costs_s = replayed.step_s - silent.step_s
+    moves = f"gathers and reduces take {replayed.traffic_s:.3f} s on the busiest rank"
+    return f"ours: {moves}, and make the step {costs_s:.3f} s longer than it is without them"
 
 
 def _order_note(plan: Plan, steps: int) -> str:

@@ -3,6 +3,7 @@
 The LLM has 4 layers per rank of 10 ms forward, the encoder 3 per rank of 6.7 ms, half of the LLM's work; a
 backward takes twice as long, half of that for weight gradients. So that host overhead hides, no op is shorter
 than 20 ms: an LLM chunk is 2 layers or more, and encoder layers run as blocks on a part of a microbatch.
+With replicas, parameters are sharded over them: all gathers and reduces of a rank take a twelfth of its step.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from optimus.bench.paced_torch import TorchPipeline
 from optimus.bench.pacing import Link
-from optimus.errors import UserError
+from optimus.errors import UserError, one_of
 from optimus.program.module_times import EncoderBlocks, Seconds
 from optimus.program.plan import Plan
 from optimus.systems.balance import proportional_cut, smallest_maximum_cut
@@ -32,8 +34,17 @@ WHOLE_STEP = 3  # forward, and a backward twice as long
 SIZES = (4, 8, 16, 32, 64)
 
 # An activation stands for 4096 tokens of width 2048 in bf16, on a link of 16.8 GB/s: 2 ms with latency. All
-# sends of a rank follow each other, as in plans.
+# sends of a rank follow each other, as in plans, and so do all its collectives.
 LINK = Link(latency_s=0.001, bandwidth_bytes_per_s=2.0**24 * 1000, bytes_scale=2.0**18, lane="p2p")
+BUCKET_SCALE = 64.0  # with replicas, a matrix of parameters stands for so many times an activation
+
+
+def _bytes_meant(tensor: Any) -> float:
+    """Activations are rows; what is flat are parameters, or gradients, that travel together."""
+    return float(tensor.nbytes) * (BUCKET_SCALE if tensor.dim() == 1 else 1.0)
+
+
+LINK_OF_REPLICAS = replace(LINK, size_of=_bytes_meant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +71,10 @@ class TorchVariant:
 
 @dataclass(frozen=True, kw_only=True)
 class PacedJob:
-    """The model on so many ranks, all of them one pipeline of the LLM."""
+    """The model on so many ranks: `dp` pipelines of the LLM, each with a replica of its own of everything."""
 
     ranks: int
+    dp: int = 1
     link: Link = LINK
 
     def __post_init__(self) -> None:
@@ -73,15 +85,26 @@ class PacedJob:
                 problem="is not a size of this bench",
                 hint=f"use {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]}",
             )
+        if self.ranks % (2 * self.dp):
+            raise UserError(
+                field="--dp",
+                value=self.dp,
+                problem=f"replicas of two stages or more do not fit on {self.ranks} ranks",
+                hint=f"use {one_of(str(dp) for dp in (1, 2, 4, 8) if self.ranks % (2 * dp) == 0)}",
+            )
+
+    @property
+    def pp(self) -> int:
+        return self.ranks // self.dp
 
     @property
     def microbatches(self) -> int:
-        return 2 * self.ranks
+        return 2 * self.pp
 
     @property
     def pieces(self) -> int:
         """Encoder microbatches in one of the LLM's."""
-        return min(4, self.ranks // 2)
+        return min(4, self.pp // 2)
 
     @property
     def bound_s(self) -> float:
@@ -93,17 +116,28 @@ class PacedJob:
         """Made from means: draws are unknown here. The order with the shortest claim, at 16 ranks."""
         rows = torch.zeros(ROWS, WIDTH)
         stage_s = LLM_LAYERS // CHUNKS * LAYER_S
-        stage = _seconds(stage_s, self.link.message_s(rows))
-        piece_s = self.ranks * ENCODER_LAYERS * ENCODER_LAYER_S / self.pieces
+        stage = self._seconds(stage_s, rows, replicas=self.dp)
+        piece_s = self.pp * ENCODER_LAYERS * ENCODER_LAYER_S / self.pieces
         count = round(piece_s / SHORTEST_S)
-        block = _seconds(piece_s / count, self.link.message_s(rows[: ROWS // self.pieces]))
+        block = self._seconds(piece_s / count, rows[: ROWS // self.pieces], replicas=self.ranks)
         return plan_modules(
-            stages=[stage] * (self.ranks * CHUNKS),
+            stages=[stage] * (self.pp * CHUNKS),
             encoders={ENCODER: EncoderBlocks(blocks=[block] * count, pieces=self.pieces)},
             microbatches=self.microbatches,
             ranks=self.ranks,
-            pp=self.ranks,
+            pp=self.pp,
             order="zero-bubble",
+        )
+
+    def _seconds(self, forward_s: float, sent: torch.Tensor, *, replicas: int) -> Seconds:
+        moves_s = self.link.collective_s([bucket(1, replicas)], ranks=replicas) if self.dp > 1 else 0.0
+        return Seconds(
+            forward_s=forward_s,
+            backward_s=2 * forward_s,
+            weight_s=forward_s,
+            send_s=self.link.message_s(sent),
+            gather_s=moves_s,
+            reduce_s=moves_s,
         )
 
     def torch_variants(self) -> dict[str, tuple[TorchVariant, ...]]:
@@ -153,5 +187,6 @@ def _parts(layers_s: Sequence[float], cut: Sequence[int]) -> tuple[float, ...]:
     return tuple(sum(layers_s[a:b]) for a, b in pairwise(cut))
 
 
-def _seconds(forward_s: float, send_s: float) -> Seconds:
-    return Seconds(forward_s=forward_s, backward_s=2 * forward_s, weight_s=forward_s, send_s=send_s)
+def bucket(layers: int, replicas: int) -> torch.Tensor:
+    """As large as the parameters of some layers, each a matrix, in equal parts on all replicas."""
+    return torch.zeros(-(-layers * WIDTH * WIDTH // replicas) * replicas)

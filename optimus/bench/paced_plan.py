@@ -15,9 +15,12 @@ from optimus.bench.draws import Draws
 from optimus.bench.paced_job import ROWS, WIDTH
 from optimus.bench.pacing import PacedClock
 from optimus.engine.actions import Shapes
+from optimus.engine.buckets import Buckets
 from optimus.engine.executor import Executor
 from optimus.engine.groups import make_groups
 from optimus.engine.mail import TensorSpec
+from optimus.engine.reduction import Replicated
+from optimus.engine.sharding import Sharded
 from optimus.models.chunk import Phase, SegmentedChunk
 from optimus.models.segment import Deferred, Segment, State
 from optimus.program.op import Kind
@@ -130,7 +133,9 @@ class TinyBatch:
 class PacedPlan:
     """This rank's part of a plan: made once, then played step by step."""
 
-    def __init__(self, plan: Plan, draws: Draws, clock: PacedClock, *, timeout_s: float) -> None:
+    def __init__(
+        self, plan: Plan, draws: Draws, clock: PacedClock, *, timeout_s: float, sharded: bool = False
+    ) -> None:
         self.plan, self._draws, self._clock = plan, draws, clock
         self._free = False  # nothing takes time: for the step in which ranks connect
         self.rank, self.journal = dist.get_rank(), Journal(clock)
@@ -141,7 +146,13 @@ class PacedPlan:
         groups = make_groups(plan, self.rank, timeout_s=timeout_s, backend="paced")
         self._batch = TinyBatch(plan)
         self.executor = Executor(
-            plan, groups, self.chunks, _shapes(plan), device=torch.device("cpu"), recorder=self.journal
+            plan,
+            groups,
+            self.chunks,
+            _shapes(plan),
+            device=torch.device("cpu"),
+            recorder=self.journal,
+            buckets=Buckets(plan, groups, self.chunks, Sharded if sharded else Replicated),
         )
 
     def prepare(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
 
 from optimus.bench.draws import Draws
-from optimus.bench.paced_job import WIDTH, TorchVariant
+from optimus.bench.paced_job import TorchVariant, bucket
 from optimus.bench.paced_plan import Played, drawn_s
 from optimus.bench.pacing import Link
 from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
@@ -19,28 +20,39 @@ from optimus.program.plan import OPS, Plan, Verb
 from optimus.schedule.coupled import couple
 from optimus.schedule.timeline import evaluate
 
+# How often what a line gathers or reduces goes around: parameters in parts, whole everywhere, or not at all.
+Traffic = Literal["sharded", "whole", "none"]
+PASSES: Mapping[Traffic, Mapping[int, int]] = {
+    "sharded": {Verb.GATHER: 1, Verb.REDUCE: 1},
+    "whole": {Verb.GATHER: 0, Verb.REDUCE: 2},
+    "none": {Verb.GATHER: 0, Verb.REDUCE: 0},
+}
 NEAR_S = 1e-6  # ideal times are exact; this is for sums of floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReplay:
-    """When the step is over, and every line of every device class."""
+    """When the step is over, and every line of every device class; collectives of the busiest one."""
 
     step_s: float
     ends_s: tuple[Floats, ...]
+    traffic_s: float
 
 
-def replay_plan(plan: Plan, draws: Draws, link: Link) -> PlanReplay:
+def replay_plan(plan: Plan, draws: Draws, link: Link, *, traffic: Traffic = "whole") -> PlanReplay:
     """The coupled graph of the programs, played with drawn durations and the links' times."""
     schedule = couple(plan, plan.programs)
     device = schedule.device
     seconds = schedule.duration_s.copy()  # sends stand there as the planner was told of the links
+    moves_s = np.zeros(len(plan.programs))
     rows = np.concatenate([program.rows for program in plan.programs]).tolist()
     for at, (number, verb, chunk, microbatch, place) in enumerate(rows):
-        if verb == Verb.GATHER:
-            seconds[at] = 0.0  # the engine's parameters are whole
-        elif verb == Verb.REDUCE:
-            seconds[at] = _reduce_s(plan, link, plan.names[number], int(device[at]))
+        if verb in (Verb.GATHER, Verb.REDUCE):
+            name, passes = plan.names[number], PASSES[traffic][verb]
+            moved = _bucket_at(plan, name, int(device[at]), place)
+            replicas = plan.modules[name].layout.dp
+            seconds[at] = link.collective_s([moved], ranks=replicas, passes=passes) if passes else 0.0
+            moves_s[device[at]] += seconds[at]
         elif verb in OPS:
             name = plan.names[number]
             virtual = chunk * plan.modules[name].layout.pp + plan.ranks.stage_of(name, int(device[at]))
@@ -51,15 +63,17 @@ def replay_plan(plan: Plan, draws: Draws, link: Link) -> PlanReplay:
     timeline = evaluate(replace(schedule, duration_s=seconds))
     ends = np.flatnonzero(np.diff(device, prepend=-1, append=-1))
     return PlanReplay(
-        step_s=timeline.step_s, ends_s=tuple(timeline.finish_s[a:b] for a, b in pairwise(ends.tolist()))
+        step_s=timeline.step_s,
+        ends_s=tuple(timeline.finish_s[a:b] for a, b in pairwise(ends.tolist())),
+        traffic_s=float(moves_s.max()),
     )
 
 
-def _reduce_s(plan: Plan, link: Link, name: str, device: int) -> float:
-    """Gradients of all layers of a chunk, each a matrix."""
+def _bucket_at(plan: Plan, name: str, device: int, place: int) -> torch.Tensor:
+    """What is gathered and reduced by one line."""
     module = plan.modules[name]
-    layers = module.chunks[plan.ranks.stage_of(name, device)].layers
-    return link.collective_s([torch.zeros(layers * WIDTH * WIDTH)], ranks=module.layout.dp, passes=2)
+    planned = module.buckets[plan.ranks.stage_of(name, device)][place]
+    return bucket(planned.end_layer - planned.first_layer, module.layout.dp)
 
 
 def replay_torch(variant: TorchVariant, draws: Draws, link: Link, actions: Sequence[Sequence[str]]) -> float:

@@ -26,6 +26,12 @@ class Bench:
     ranks: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="ranks of `paced`: 4, 8, 16 (default), 32, 64")
     ] = None
+    dp: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="N", help="replicas of `paced`, sharded and without torch's schedules; default 1"
+        ),
+    ] = None
     rounds: Annotated[
         int | None,
         tyro.conf.arg(metavar="N", help="times each variant is timed: 28 real, 3 paced, 14 shaped"),
@@ -46,6 +52,8 @@ class Bench:
         if self.kind != "paced" and self.ranks is not None:
             hint = f"leave it out: `{self.kind}` has 2"
             raise UserError(field="--ranks", value=self.ranks, problem="is for `paced`", hint=hint)
+        if self.kind != "paced" and self.dp is not None:
+            raise UserError(field="--dp", value=self.dp, problem="is for `paced`", hint="leave it out")
         if self.kind != "shaped" and self.mbit is not None:
             raise UserError(field="--mbit", value=self.mbit, problem="is for `shaped`", hint="leave it out")
         if self.kind != "real" and self.against:
@@ -54,6 +62,8 @@ class Bench:
             )
         if self.ranks is not None:
             given["ranks"] = self.ranks
+        if self.dp is not None:
+            given["dp"] = _positive("--dp", self.dp)
         if self.against:
             given["against"] = self.against
         if self.mbit is not None:

@@ -29,6 +29,7 @@ from optimus.errors import OptimusError
 
 if TYPE_CHECKING:
     from optimus.cost.measured import Profile as MeasuredProfile
+    from optimus.engine.training import Training
     from optimus.job.job import Job as JobToRun
     from optimus.program.plan import Plan
 
@@ -99,6 +100,9 @@ class Train:
             help="where metrics.jsonl, the plan and reports of failures go; begun anew by every run",
         ),
     ] = Path("optimus-run")
+    memory: Annotated[
+        bool, tyro.conf.arg(help="count the bytes of all tensors in the last step, beside the plan's")
+    ] = False
     quiet: Annotated[bool, tyro.conf.arg(help="show no progress")] = False
     json: Json = False
 
@@ -117,13 +121,12 @@ class Train:
 
     def _launch(self) -> int:
         """Starts the ranks on this host and waits for them."""
-        from optimus.engine.training import training_of
         from optimus.job.read import find_job
         from optimus.render.training import prediction, training_json, training_text
 
         require_torch()
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
-        training = training_of(job.run.settings, steps=self.steps, run_dir=self.run_dir)
+        training = self._training(job)
         make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
         if not self.json:
@@ -135,13 +138,13 @@ class Train:
 
     def _rank(self, place: Launched) -> int:
         """This process is one rank of several; rank 0 speaks for all."""
-        from optimus.engine.training import PLAN, training_of
+        from optimus.engine.training import PLAN
         from optimus.job.read import find_job
         from optimus.program.planfile import plan_digest, save_plan
         from optimus.render.training import training_json, training_text
 
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
-        training = training_of(job.run.settings, steps=self.steps, run_dir=self.run_dir)
+        training = self._training(job)
         plan = self._plan(job, profile)
         trainer = trainer_part("optimus.engine.trainer")
         make_folder("--run-dir", self.run_dir)
@@ -156,6 +159,13 @@ class Train:
         if summary.rank == 0:
             show(training_json(summary), training_text(summary, job, plan, self.run_dir), as_json=self.json)
         return OK
+
+    def _training(self, job: JobToRun) -> Training:
+        from optimus.engine.training import training_of
+
+        return training_of(
+            job.run.settings, steps=self.steps, run_dir=self.run_dir, counts_memory=self.memory
+        )
 
     @property
     def _speaks(self) -> bool:

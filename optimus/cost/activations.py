@@ -34,6 +34,11 @@ def activation_bytes(shape: LayerShape, recompute: str) -> float:
     return stored * shape.shard + scores
 
 
+def gradient_bytes(shape: LayerShape) -> float:
+    """The most gradients of activations while a layer's backward runs: behind the MLP's non-linearity."""
+    return BF16_BYTES * _mlp_widths(shape) * shape.shard
+
+
 def _mlp_widths(shape: LayerShape) -> float:
     """Stored widths of the MLP or of the experts a token visits."""
     stack = shape.stack

@@ -18,6 +18,8 @@ from optimus.program.op import Ints, Kind
 COMMUNICATOR_BYTES = {1: 0, 2: 342 * 2**20}
 COMMUNICATOR_BYTES_MANY = 392 * 2**20
 
+MESSAGES = 4  # of a module on their way at a time: one that leaves and one that is awaited, both ways
+
 NOT_MODELLED = (
     "allocator fragmentation beyond the reserve",
     "power capping and clock drift",
@@ -99,6 +101,13 @@ def _lives(order: tuple[tuple[Kind, int, int], ...]) -> tuple[Ints, Ints, Ints]:
     ends = split if split.any() else kind == Kind.B
     again = ((kind == Kind.I).astype(np.int64) - split) * split.any()
     return chunk, (kind == Kind.F).astype(np.int64) - ends, again
+
+
+def working_bytes(layers: Iterable[PricedLayer]) -> float:
+    """Beside what is kept: one layer's backward at a time, and messages between stages on their way."""
+    held = list(layers)
+    messages = max((MESSAGES * x.output_bytes * (x.layout.pp > 1) for x in held), default=0.0)
+    return max((x.backward_bytes for x in held), default=0.0) + messages
 
 
 def communicator_bytes(*group_sizes: int) -> float:

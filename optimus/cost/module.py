@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from optimus.cost import ends, flops
-from optimus.cost.activations import activation_bytes
+from optimus.cost.activations import activation_bytes, gradient_bytes
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward, selective_recompute, weight_gradients
 from optimus.cost.measured import Layers, layers_sort
@@ -32,8 +32,14 @@ class PricedLayer:
     trained: bool
     flops: float = 0.0  # of the model's forward pass, all ranks together
     expert_parameters: float = 0.0  # on one rank
-    working_bytes: float = 0.0  # alive only while the layer's own backward runs
+    working_bytes: float = 0.0  # made again before the layer's own backward
+    gradient_bytes: float = 0.0  # of activations, alive only while the layer's own backward runs
     logits_bytes: float = 0.0
+
+    @property
+    def backward_bytes(self) -> float:
+        """What is there only while the layer's own backward runs."""
+        return self.working_bytes + self.gradient_bytes
 
     @property
     def shard_parameters(self) -> float:
@@ -71,7 +77,9 @@ def price_encoder(
         layout=layout,
         kernels=ends.projector(encoder, tokens, layout, prices),
         parameters=encoder.projector_parameters + encoder.stack.norm_parameters,
-        activation_bytes=learns * llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES * len(encoder.feeds),
+        activation_bytes=learns
+        * (state_bytes + llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES)
+        * len(encoder.feeds),
         output_bytes=projected_bytes,
         trained=encoder.projector.train,
         flops=flops.projector_flops(encoder, load),
@@ -189,6 +197,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
         expert_parameters=experts / layout.ep,
         activation_bytes=kept,
         working_bytes=activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
+        gradient_bytes=gradient_bytes(shape) if passes_gradients else 0.0,
         output_bytes=shape.shard * stack.hidden * BF16_BYTES,
         trained=train,
         flops=flops.layer_flops(stack, shape.layer, shape.load),

@@ -82,6 +82,11 @@ class Executor:
         self._play(self.actions, batch)
         return self._loss()
 
+    def recorded(self, recorder: Recorder) -> Recorder:
+        """From now on another is told which line runs; who was told until now."""
+        before, self._recorder = self._recorder, recorder
+        return before
+
     def eval(self, batch: Batch) -> Tensor | None:
         """Forward only: nothing is kept for a backward."""
         for bucket in self.buckets.rest:

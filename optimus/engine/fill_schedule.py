@@ -15,22 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from optimus.engine.actions import Shapes
+from optimus.engine.buckets import Bucket, Buckets, all_layers
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups
+from optimus.engine.groups import make_groups, replicas_of
 from optimus.engine.mail import TensorSpec
 from optimus.engine.rank_model import refuse_unsupported
+from optimus.engine.reduction import Replicated
 from optimus.engine.survey import Survey, survey
+from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, take_over, unwrapped
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Block, Deferred, Segment, State
+from optimus.models.segment import Block, Deferred, Gradients, Segment, State
 from optimus.program.plan import Plan, PlannedModule
 from optimus.program.planfile import plan_digest
 from optimus.program.ranks import LLM
@@ -50,12 +56,19 @@ class _Target:
 class _WithLoss(Segment):
     """The last stage and the loss: scaled, as it is, and what the stage made."""
 
-    def __init__(self, module: nn.Module, loss: Loss | None) -> None:
+    def __init__(self, block: Block, loss: Loss | None) -> None:
         super().__init__()
-        self.module, self.loss = module, loss
+        self.block, self.loss = block, loss
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return self.block.trained
+
+    def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
+        self.block.add_gradients(parameters, gradients)
 
     def forward(self, state: State, context: _Target, deferred: Deferred | None = None) -> State:
-        output = self.module(*state)
+        (output,) = self.block(state, None)
         if context.target is None or self.loss is None:
             zero = output.new_zeros(())
             return zero, zero, output
@@ -71,6 +84,9 @@ class FillSchedule:
     are lists of blocks, whole on every rank: the plan says which of them a rank runs, and only those learn
     there. Every `step` begins gradients anew; they are of the loss's mean over microbatches and replicas, and
     complete when it returns: nothing else reduces them. Replicas begin with the parameters of the first.
+
+    Stages and blocks may come under DDP, or sharded by FSDP2 over the plan's replicas of their module
+    (see `replica_mesh`): then the plan's lines gather and reduce them, and `grad` holds this rank's part.
     """
 
     def __init__(
@@ -83,13 +99,14 @@ class FillSchedule:
         timeout_s: float = 60.0,
     ) -> None:
         self.plan, self.rank = plan, dist.get_rank()
-        self.stages = [getattr(stage, "submod", stage) for stage in stages]
+        self.stages = [unwrapped(getattr(stage, "submod", stage)) for stage in stages]
         _check_modules(plan, self.stages, encoders)
-        self.encoders = {name: list(encoders[name]) for name in plan.encoders}
+        self.encoders = {name: [unwrapped(block) for block in encoders[name]] for name in plan.encoders}
         self.loss_fn = loss_fn
         _check_plan(plan)
         self._groups = make_groups(plan, self.rank, timeout_s=timeout_s)
         self._chunks = self._make_chunks()
+        self._take_over()
         self._make_replicas_equal()
         self._executor: Executor | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -134,8 +151,14 @@ class FillSchedule:
 
     # ------------------------------------------------------------------------ modules as chunks
 
+    def _take_over(self) -> None:
+        """What FSDP2 shards is gathered and reduced by lines of the program."""
+        for name, chunks in self._chunks.items():
+            for layer in (layer for chunk in chunks for layer in chunk.layers):
+                take_over(layer, name, replicas_of(self.plan, name, self.rank))
+
     def _make_replicas_equal(self) -> None:
-        """As DDP does: gradients are shared, so parameters must be."""
+        """As DDP does: gradients are shared, so parameters must be. What is sharded has one owner."""
         for name, chunks in self._chunks.items():
             group = self._groups.get(f"{name}.dp")
             if group is None:
@@ -143,18 +166,19 @@ class FillSchedule:
             source = self._groups.members[f"{name}.dp"][0]
             for layer in (layer for chunk in chunks for layer in chunk.layers):
                 for tensor in (*layer.parameters(), *layer.buffers()):
-                    dist.broadcast(tensor.detach(), source, group)
+                    if not isinstance(tensor, DTensor):
+                        dist.broadcast(tensor.detach(), source, group)
 
     def _make_chunks(self) -> dict[str, tuple[SegmentedChunk, ...]]:
         device = self.plan.ranks.class_of(self.rank)
         chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
         for name, blocks in self.encoders.items():
             first, end = _cut(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
-            chunks[name] = (SegmentedChunk([[Block(block)] for block in blocks[first:end]]),)
-        found = [SegmentedChunk.opaque(stage) for stage in self.stages]
+            chunks[name] = (SegmentedChunk([[_block(block)] for block in blocks[first:end]]),)
+        found: list[Segment] = [_block(stage) for stage in self.stages]
         if self.is_last:
-            found[-1] = SegmentedChunk([[_WithLoss(self.stages[-1], self.loss_fn)]], whole=True)
-        return {**chunks, LLM: tuple(found)}
+            found[-1] = _WithLoss(_block(self.stages[-1]), self.loss_fn)
+        return {**chunks, LLM: tuple(SegmentedChunk([[part]], whole=True) for part in found)}
 
     def _ready(self, batch: _Batch) -> Executor:
         """The executor; at the first step ranks tell each other the shapes of what travels."""
@@ -162,12 +186,22 @@ class FillSchedule:
             pieces = {
                 name: (batch.inputs(name, 0)[0], self.plan.modules[name].pieces) for name in self.encoders
             }
+            modules = [part for layer in all_layers(self._chunks) for part in fsdp_modules(layer)]
+            for module in modules:
+                module.unshard()  # all replicas together: a survey runs where it is told to
             with torch.no_grad():
                 seen = survey(
                     self.stages, self.encoders, batch.inputs(LLM, 0), pieces, pp=self.plan.ranks.llm.pp
                 )
+            for module in modules:
+                module.reshard()
             self._executor = Executor(
-                self.plan, self._groups, self._chunks, _shapes(self.plan, seen), device=self._device
+                self.plan,
+                self._groups,
+                self._chunks,
+                _shapes(self.plan, seen),
+                device=self._device,
+                buckets=Buckets(self.plan, self._groups, self._chunks, partial(make_bucket, modules)),
             )
         return self._executor
 
@@ -232,6 +266,27 @@ class _Batch:
 
     def context(self, module: str, microbatch: int) -> Any:
         return self._targets[microbatch] if module == LLM else None
+
+
+def _block(module: nn.Module) -> Block:
+    return FsdpBlock(module) if fsdp_modules(module) else Block(module)
+
+
+def make_bucket(
+    modules: Sequence[FSDPModule], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> Bucket:
+    """What FSDP2 shards it gathers and reduces; all else is whole everywhere."""
+    sharded = [isinstance(parameter, DTensor) for parameter in parameters]
+    if not any(sharded):
+        return Replicated(parameters, group)
+    if not all(sharded):
+        raise UserError(
+            field="parameters",
+            problem="of one stage or block are sharded by FSDP2 only in part",
+            hint="call fully_shard on the whole stage or block, too",
+        )
+    mine = {id(parameter) for parameter in parameters}
+    return Fsdp(parameters, [part for part in modules if mine & set(map(id, part.parameters()))])
 
 
 def _divided(name: str, tensor: Tensor, count: int) -> list[Tensor]:

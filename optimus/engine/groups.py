@@ -49,6 +49,17 @@ def axes_of(plan: Plan) -> list[Axis]:
     return found
 
 
+def replicas_of(plan: Plan, module: str, rank: int) -> Members:
+    """The ranks that hold what a rank holds of a module, itself among them."""
+    return _replicas(plan.ranks, module)(rank) or (rank,)
+
+
+def replica_mesh(plan: Plan, module: str, device: str = "cpu") -> DeviceMesh:
+    """This rank's replicas of a module, for FSDP2 or DDP; all ranks make it together."""
+    groups = sorted({replicas_of(plan, module, rank) for rank in range(plan.ranks.world)})
+    return DeviceMesh(device, groups, mesh_dim_names=("apart", "replicas"))["replicas"]
+
+
 def edge_of(plan: Plan, rank: int, module: str, verb: Verb) -> tuple[str, int]:
     """The axis that carries a transfer of this rank, and the rank at its other end.
 

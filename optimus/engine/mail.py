@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -33,13 +37,60 @@ class Pending:
         self.tensors, self.works = tensors, works
 
 
+class _Sent:
+    """Tensors that are being sent: kept until they have arrived.
+
+    gloo tells that a send is over only to who waits for it, so a thread does.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[dist.Work | Future[bool], Tensor]] = deque()
+        self._awaited: SimpleQueue[tuple[dist.Work, Future[bool]] | None] | None = None
+
+    def add(self, work: dist.Work, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        if dist.get_backend(group) != "gloo":
+            self._kept.append((work, tensor))
+            return
+        over: Future[bool] = Future()
+        if self._awaited is None:
+            self._awaited = SimpleQueue()
+            Thread(target=_await_all, args=(self._awaited,), daemon=True).start()
+            finalize(self, self._awaited.put, None)
+        self._awaited.put((work, over))
+        self._kept.append((over, tensor))
+
+    def forget_arrived(self) -> None:
+        while self._kept:
+            work, _ = self._kept[0]
+            if not (work.done() if isinstance(work, Future) else work.is_completed()):
+                break
+            self._kept.popleft()
+            if isinstance(work, Future):
+                work.result()  # raises if it failed
+
+    def finish(self) -> None:
+        while self._kept:
+            work, _ = self._kept.popleft()
+            work.result() if isinstance(work, Future) else work.wait()
+
+
+def _await_all(awaited: SimpleQueue[tuple[dist.Work, Future[bool]] | None]) -> None:
+    while (given := awaited.get()) is not None:
+        work, over = given
+        try:
+            over.set_result(work.wait())
+        except Exception as error:  # for whoever asks how it ended
+            over.set_exception(error)
+        del given, work, over  # a work that outlives its group ends the process badly
+
+
 class Mail:
     """What ops of this rank hand to each other. Sends are kept alive until they have ended."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._there: dict[Key, tuple[Tensor, ...] | Pending] = {}
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent = _Sent()
         # On a GPU a receive starts after what its stream holds when it is posted: on one of its own, nothing.
         self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -59,20 +110,19 @@ class Mail:
         return found
 
     def send(self, key: Key, other: int, group: dist.ProcessGroup) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        self._sent.forget_arrived()
         for tensor in self.take(key):
             whole = tensor.contiguous()
-            self._sent.append((dist.isend(whole, other, group), whole))
+            self._sent.add(dist.isend(whole, other, group), whole, group)
 
     def receive(self, key: Key, specs: tuple[TensorSpec, ...], other: int, group: dist.ProcessGroup) -> None:
         """Posts a receive; whoever takes it waits."""
+        self._sent.forget_arrived()
         with nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving):
             tensors = tuple([spec.empty(self.device) for spec in specs])
             self._there[key] = Pending(tensors, [dist.irecv(tensor, other, group) for tensor in tensors])
 
     def finish(self) -> None:
         """Waits for all sends. What nobody took is an error of the program."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self._sent.finish()
         assert not self._there, f"left behind: {sorted(self._there)}"

@@ -36,7 +36,9 @@ class Optimizer:
         self._device = device or torch.device("cpu")
         masters = [bucket.master for bucket in self.buckets]
         self.adamw = (
-            torch.optim.AdamW(masters, lr=learning_rate, weight_decay=weight_decay) if masters else None
+            torch.optim.AdamW(masters, lr=learning_rate, weight_decay=weight_decay, fused=True)
+            if masters
+            else None
         )
         self.norm: Tensor | None = None  # of the last step, before clipping
 
@@ -52,7 +54,8 @@ class Optimizer:
 
     def _norm(self) -> Tensor:
         """Parts of every parameter lie on its replicas: each number is counted once."""
-        squares = [bucket.summed.square().sum(dtype=torch.float64) for bucket in self._counted]
+        norms = [torch.linalg.vector_norm(each.summed, dtype=torch.float64) for each in self._counted]
+        squares = [norm.square() for norm in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         total = total.to(self._device)
         dist.all_reduce(total)

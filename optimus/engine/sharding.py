@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from optimus.engine.buckets import check_types, views_of
-
-# Since torch 2.13 by other names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from optimus.engine.torch_private import all_gather_single, reduce_scatter_single
 
 
 class Sharded:
@@ -32,14 +31,15 @@ class Sharded:
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         check_types(parameters)
         self.parameters, self.group = list(parameters), group
-        parts, place = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        parts = 1 if group is None else dist.get_world_size(group)
+        self._place = 0 if group is None else dist.get_rank(group)
         like = self.parameters[0]
         wide = torch.promote_types(like.dtype, torch.float32)
         size = -(-sum(parameter.numel() for parameter in self.parameters) // parts)
         self._whole = torch.zeros(size * parts, dtype=like.dtype, device=like.device)
         self.gradients = torch.zeros(size * parts, dtype=wide, device=like.device)
         self._place_parameters(wide)
-        mine = slice(place * size, (place + 1) * size)
+        mine = slice(self._place * size, (self._place + 1) * size)
         self._part = self._whole[mine]  # sent from where it is received
         self.master = nn.Parameter(self._part.to(wide, copy=True))
         self.master.grad = self.gradients[mine]  # and summed where it lies
@@ -61,6 +61,19 @@ class Sharded:
         assert self.master.grad is not None
         return self.master.grad
 
+    def over_replicas(self, part: Tensor) -> Tensor:
+        """Masters, or what an optimizer keeps for each of them, of all replicas as one: for checkpoints.
+
+        Flat and without padding, so another number of replicas can read it. It shares memory with `part`.
+        """
+        count = sum(parameter.numel() for parameter in self.parameters)
+        begin = self._place * len(part)
+        mine = part.detach()[: max(0, count - begin)]
+        if self.group is None:
+            return mine
+        mesh = DeviceMesh.from_group(self.group, part.device.type)
+        return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=(count,), stride=(1,))
+
     def reset(self) -> None:
         self.gradients.zero_()
         for parameter, view in zip(self.parameters, self.gradient_views, strict=True):
@@ -69,7 +82,7 @@ class Sharded:
     def gather(self) -> None:
         self._part.copy_(self.master.detach())
         if self.group is not None:
-            self._gathers = all_gather(self._whole, self._part, self.group, async_op=True)
+            self._gathers = all_gather_single(self._whole, self._part, self.group, async_op=True)
 
     def wait_gathered(self) -> None:
         if self._gathers is not None:
@@ -78,7 +91,7 @@ class Sharded:
 
     def reduce(self) -> None:
         if self.group is not None:
-            self._reduces = reduce_scatter(
+            self._reduces = reduce_scatter_single(
                 self.summed, self.gradients, dist.ReduceOp.SUM, self.group, async_op=True
             )
 

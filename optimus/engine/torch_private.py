@@ -6,19 +6,27 @@ Written against torch 2.13; when another version needs something else, it is rep
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
 __all__ = [
     "PythonGroup",
     "PythonWork",
     "all_gather_single",
+    "fsdp_ranks",
+    "gather_fsdp",
     "gloo_on_loopback",
     "is_view",
+    "keep_fsdp_gradients",
+    "reduce_fsdp",
     "reduce_scatter_single",
+    "wait_fsdp",
 ]
 
 PythonGroup: Any = ProcessGroup  # a subclass in Python takes the place of a group and its backend
@@ -43,3 +51,45 @@ def is_view(tensor: Tensor) -> bool:
     """Whether it shares the memory of another tensor that autograd knows."""
     found: bool = tensor._is_view()
     return found
+
+
+# ---------------------------------------------------------------------------- FSDP2, without its hooks
+
+
+def fsdp_ranks(module: FSDPModule) -> tuple[int, ...] | None:
+    """The ranks over which a module's own parameters are sharded or replicated; None if it has none."""
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    found: list[int] | None = groups[0].mesh_info.mesh.mesh.flatten().tolist() if groups else None
+    return None if found is None else tuple(found)
+
+
+def gather_fsdp(module: FSDPModule) -> Any:
+    """Launches the gather of a module's own parameters, also if they are still whole from before."""
+    state: Any = module._get_fsdp_state()
+    state._lazy_init()
+    module.reshard()
+    return module.unshard(async_op=True)
+
+
+def keep_fsdp_gradients(module: FSDPModule) -> None:
+    """Gradients that were added to whole parameters become part of what will be reduced."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def reduce_fsdp(module: FSDPModule) -> None:
+    """Launches the sum of a module's own gradients over replicas, and gives whole parameters up."""
+    for group in reversed(module._get_fsdp_state()._fsdp_param_groups):
+        group.reduce_grads, group.reshard_after_backward = True, True
+        group.post_backward()
+        group.reduce_grads, group.reshard_after_backward = False, False
+
+
+def wait_fsdp(module: FSDPModule) -> None:
+    """Until its reduced gradients are there."""
+    state: Any = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        group.finalize_backward()
+    state._comm_ctx.reduce_scatter_states.clear()

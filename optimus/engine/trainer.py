@@ -20,12 +20,13 @@ from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets
 from optimus.engine.executor import Executor
 from optimus.engine.groups import make_groups
+from optimus.engine.memory_use import count_step
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
 from optimus.engine.rendezvous import Membership, agree, join
 from optimus.engine.sharding import Sharded
 from optimus.engine.synthetic import Synthetic
-from optimus.engine.training import METRICS, StepMetrics, Summary, Training
+from optimus.engine.training import METRICS, MemoryUse, StepMetrics, Summary, Training
 from optimus.engine.watch import Ring, Watch
 from optimus.environment import launched
 from optimus.errors import UserError
@@ -136,6 +137,7 @@ class _Loop:
         )
         place = plan.ranks.place(LLM, rank)
         self.replica, self.reads = place.dp, place.pp == 0
+        self._used: MemoryUse | None = None
         self.tables = TableExchange(
             plan,
             self.groups.control,
@@ -176,7 +178,16 @@ class _Loop:
             step_s_median=median(each.step_s for each in found) if found else None,
             rank=self.member.rank,
             device=self.device.type,
+            memory=self._fullest(),
         )
+
+    def _fullest(self) -> MemoryUse | None:
+        """What was counted on the rank that held most."""
+        if self._used is None:
+            return None
+        found: list[MemoryUse | None] = [None] * self.member.world
+        dist.all_gather_object(found, self._used)
+        return max((use for use in found if use is not None), key=lambda use: use.counted_peak)
 
     def _step(self, step: int) -> StepMetrics:
         begin = time.perf_counter()
@@ -184,7 +195,12 @@ class _Loop:
             table = self.tables.take()
             if step + 1 < self.training.steps:
                 self._start_table(step + 1)
-        loss = self.executor.step(self._batch(step, table))
+        batch = self._batch(step, table)
+        if self.training.counts_memory and step + 1 == self.training.steps:
+            parameters = list(self.model.parameters.values())
+            loss, self._used = count_step(self.executor, batch, parameters, self.optimizer)
+        else:
+            loss = self.executor.step(batch)
         total = self._total(loss)
         assert self.optimizer.norm is not None
         norm = float(self.optimizer.norm)

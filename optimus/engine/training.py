@@ -28,6 +28,7 @@ class Training:
     dtype: str | None = None  # of compute: bfloat16 on GPUs, else float32. Masters have at least float32
     limit_s: float = 8.0  # how long one op may take (or a usual step, if longer) before a rank says why
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
+    counts_memory: bool = False  # of the last step: the bytes of all tensors, beside the plan's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,28 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes of one rank. A component's own peak may be at another line than that of all together.
+
+    `working` are tensors that no line leaves behind. What torch does not allocate (communicators, the
+    allocator's reserve) is in neither, nor is the batch.
+    """
+
+    rank: int
+    planned: Mapping[str, int]  # by component
+    counted: Mapping[str, int]
+    planned_peak: int
+    counted_peak: int
+    lines_over: int  # lines while which more is alive than planned
+    dtype: str  # in which the rank computes; plans count bfloat16
+
+    @property
+    def error(self) -> float:
+        """How much more was planned, of what was counted."""
+        return self.planned_peak / self.counted_peak - 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """What a run ends with."""
 
@@ -50,6 +73,7 @@ class Summary:
     step_s_median: float | None
     rank: int
     device: str
+    memory: MemoryUse | None = None  # of the rank that held most, if it was counted
 
     def save(self, path: Path) -> None:
         """For the process that started this one."""
@@ -57,10 +81,18 @@ class Summary:
 
     @classmethod
     def load(cls, path: Path) -> Summary:
-        return cls(**json.loads(path.read_text()))
+        found = json.loads(path.read_text())
+        memory = found.pop("memory")
+        return cls(**found, memory=None if memory is None else MemoryUse(**memory))
 
 
-def training_of(settings: Mapping[str, Any], *, steps: int | None, run_dir: Path | None = None) -> Training:
+def training_of(
+    settings: Mapping[str, Any],
+    *,
+    steps: int | None,
+    run_dir: Path | None = None,
+    counts_memory: bool = False,
+) -> Training:
     """What a job's `run:` says, as far as it is known here; `steps` overrides it."""
     default, optimizer = Training(), settings.get("optimizer", {})
     if not isinstance(optimizer, Mapping):
@@ -81,14 +113,22 @@ def training_of(settings: Mapping[str, Any], *, steps: int | None, run_dir: Path
         _check_number(f"run.{name}", value, usual)
     if steps is not None:
         _check_number("--steps", steps, default.steps)
+    count = asked["steps"][0] if steps is None else steps
+    if counts_memory and count < 2:
+        raise UserError(
+            field="--memory",
+            problem="needs two steps: in the first one the optimizer makes its state",
+            hint="use --steps 2",
+        )
     return Training(
-        steps=asked["steps"][0] if steps is None else steps,
+        steps=count,
         seed=asked["seed"][0],
         learning_rate=float(asked["optimizer.lr"][0]),
         weight_decay=float(asked["optimizer.weight_decay"][0]),
         clip=float(asked["optimizer.clip"][0]),
         dtype=_dtype(settings.get("dtype", default.dtype)),
         run_dir=run_dir,
+        counts_memory=counts_memory,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from optimus.models.segment import Block, Deferred, Gradients, Saved, Segment, State
+from optimus.models.segment import Deferred, Gradients, Saved, Segment, State
 from optimus.program.op import Kind
 
 
@@ -74,7 +74,7 @@ class _Frame:
 
 
 class SegmentedChunk:
-    """Layers cut into segments. An opaque chunk is one segment.
+    """Layers cut into segments; a module that is not cut is one.
 
     What is made again before a layer's backward: nothing; what is `cheap` in it, which is emptied behind its
     forward; its `attention`; or with `full` all of it, so that only its inputs are kept. A chunk that is
@@ -90,11 +90,6 @@ class SegmentedChunk:
         self._layer_of = [number for number, layer in enumerate(layers) for _ in layer]
         self._remade = [self._is_remade(segment) for segment in self._segments]
         self._frames: dict[int, _Frame] = {}
-
-    @classmethod
-    def opaque(cls, module: nn.Module, *, takes_context: bool = False) -> SegmentedChunk:
-        """Any module as a chunk of one layer and one phase."""
-        return cls([[Block(module, takes_context=takes_context)]], whole=True)
 
     # ------------------------------------------------------------------------ what an op consists of
 
@@ -136,7 +131,9 @@ class SegmentedChunk:
     def output(self, microbatch: int) -> State:
         frame = self._frames[microbatch]
         found = tuple(tensor.detach() for tensor in frame.state)
-        frame.state = ()
+        frame.state, last = (), frame.saved[-1] if frame.saved else None
+        if last is not None:
+            last.let_outputs_go()
         if not any(frame.saved) and not frame.kept:
             del self._frames[microbatch]  # no backward will come
         return found
@@ -223,11 +220,10 @@ class SegmentedChunk:
         saved, frame.saved[place] = frame.saved[place], None
         if saved is None:
             return  # frozen, with nothing trained before it
+        saved.deferred.at_once = not split  # what they are made from need not wait for the segment's end
         frame.gradients = segment.input_gradient(saved, frame.gradients, split=split)
         if split:
             frame.deferred[place] = saved.deferred
-        else:
-            _play(saved.deferred)
 
     def _weights(self, microbatch: int, place: int) -> None:
         frame = self._frames.get(microbatch)
@@ -235,17 +231,12 @@ class SegmentedChunk:
             return
         deferred, frame.deferred[place] = frame.deferred[place], None
         if deferred is not None:
-            _play(deferred)
+            with torch.no_grad():
+                for work in deferred:
+                    work()
+            deferred.clear()
         if not any(frame.deferred):
             del self._frames[microbatch]
-
-
-def _play(deferred: Deferred) -> None:
-    """Weight gradients: no graph is made of what they are computed from."""
-    with torch.no_grad():
-        for work in deferred:
-            work()
-    deferred.clear()
 
 
 def _pass() -> None:

@@ -13,26 +13,29 @@ from torch.nn import functional
 
 from optimus.models.segment import Deferred
 
+WIDENED_ROWS = 512  # of which copies in a wider type are made at a time
+
 
 def _input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     return gradient @ weight
 
 
 def _add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Adds `gradient` transposed times `inputs` to the weight's gradient, which may be of a wider type."""
+    """Adds `gradient` transposed times `inputs` to the weight's gradient, which may be of a wider type.
+
+    Then the product is not rounded to the type of its factors: GPUs add up in the wider one anyway.
+    """
     if weight.grad is None:
         weight.grad = gradient.T @ inputs
-    elif weight.grad.dtype == gradient.dtype:
+        return
+    wide = weight.grad.dtype
+    if wide == gradient.dtype:
         weight.grad.addmm_(gradient.T, inputs)
+    elif weight.grad.is_cuda:
+        torch.addmm(weight.grad, gradient.T, inputs, out_dtype=wide, out=weight.grad)
     else:
-        weight.grad.add_(_wide_product(gradient.T, inputs, weight.grad.dtype))
-
-
-def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Not rounded to the type of the factors: GPUs add up in the wider one anyway."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
+        for left, right in zip(gradient.split(WIDENED_ROWS), inputs.split(WIDENED_ROWS), strict=True):
+            weight.grad.addmm_(left.T.to(wide), right.to(wide))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +72,9 @@ class _DeferringLinear(torch.autograd.Function):
         kernels: LinearKernels = context.kernels
         if weight.requires_grad:
             # Detached: what made the rows may lead back to the list itself, a circle that nobody would free.
-            context.deferred.append(partial(kernels.add_weight_gradient, weight, gradient, rows.detach()))
+            context.deferred.add(partial(kernels.add_weight_gradient, weight, gradient, rows.detach()))
         if bias is not None and bias.requires_grad:
-            context.deferred.append(partial(_add_bias_gradient, bias, gradient))
+            context.deferred.add(partial(_add_bias_gradient, bias, gradient))
         found = kernels.input_gradient(gradient, weight) if context.needs_input_grad[0] else None
         return found, None, None, None, None
 
@@ -110,7 +113,7 @@ class _DeferringEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, None, None]:
         ids, table = context.saved_tensors
-        context.deferred.append(partial(_add_table_gradient, table, gradient, ids))
+        context.deferred.add(partial(_add_table_gradient, table, gradient, ids))
         return None, None, None
 
 

@@ -41,8 +41,10 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows, weight, scale = context.saved_tensors
-        normed, wide = rows.to(scale.dtype) * scale, gradient.to(scale.dtype)
-        inner = wide * weight.to(scale.dtype)
-        found = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+        normed = rows.to(scale.dtype, copy=True).mul_(scale)
+        wide = gradient.to(scale.dtype, copy=True)  # both are changed in place: they are large
         own = (wide * normed).flatten(0, -2).sum(0) if context.needs_input_grad[1] else None
+        inner = wide.mul_(weight.to(scale.dtype))
+        shared = (inner * normed).mean(-1, keepdim=True)
+        found = inner.sub_(normed.mul_(shared)).mul_(scale)
         return found.to(rows.dtype), None if own is None else own.to(weight.dtype), None

@@ -13,24 +13,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 State = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]
 
 
 class Deferred(list[Callable[[], None]]):
-    """Weight gradients to compute later, each of which adds to its parameter.
+    """Weight gradients to compute later, each of which adds to its parameter; or `at_once`.
 
     `cheap` are tensors that a backward reads and that are quickly made again from others that it reads: they
     may be emptied behind the forward, and filled again before the backward. Only those who do so note them.
     """
 
-    __slots__ = ("cheap", "empties")
+    __slots__ = ("at_once", "cheap", "empties")
 
     def __init__(self, *, empties: bool = False) -> None:
         super().__init__()
-        self.empties = empties
+        self.empties, self.at_once = empties, False
         self.cheap: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
+
+    def add(self, work: Callable[[], None]) -> None:
+        """Said in a backward, where no graph is made."""
+        if self.at_once:
+            work()
+        else:
+            self.append(work)
 
     def empty(self) -> None:
         """Gives up the memory of what is cheap; whoever holds it keeps a tensor without numbers."""
@@ -61,7 +69,15 @@ class Saved:
     __slots__ = ("inputs", "outputs", "deferred")  # noqa: RUF023  in the order in which they come
 
     def __init__(self, inputs: State, outputs: State, deferred: Deferred) -> None:
-        self.inputs, self.outputs, self.deferred = inputs, outputs, deferred
+        self.inputs, self.deferred = inputs, deferred
+        self.outputs: tuple[Tensor | GradientEdge, ...] = outputs
+
+    def let_outputs_go(self) -> None:
+        """A backward needs to know where they came from, not their numbers: who took them keeps them."""
+        self.outputs = tuple(
+            get_gradient_edge(each) if isinstance(each, Tensor) and each.grad_fn is not None else each
+            for each in self.outputs
+        )
 
 
 class Segment(nn.Module):
@@ -79,9 +95,13 @@ class Segment(nn.Module):
         """The next state; with `deferred`, linears add their weight gradients to it in the backward."""
         raise NotImplementedError
 
-    @cached_property
+    @property
     def trained(self) -> list[nn.Parameter]:
         """Parameters that get gradients. Freezing is decided before the first step."""
+        return self._trained
+
+    @cached_property
+    def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def run(
@@ -112,10 +132,10 @@ class Segment(nn.Module):
 
         With `split` as much as possible is deferred.
         """
-        roots: list[Tensor] = []
+        roots: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
         for output, gradient in zip(saved.outputs, gradients, strict=True):
-            if gradient is not None and output.requires_grad:
+            if gradient is not None and (isinstance(output, GradientEdge) or output.requires_grad):
                 roots.append(output)  # or an input handed on as it is: autograd adds that up, too
                 seeds.append(gradient)
         inputs = saved.inputs
@@ -127,9 +147,8 @@ class Segment(nn.Module):
         found: Gradients = (None,) * len(asked)
         if roots and asked:
             found = torch.autograd.grad(roots, asked, seeds, retain_graph=later, allow_unused=True)
-        for parameter, gradient in zip(trained, found[count:], strict=True):
-            if gradient is not None:
-                add_gradient(parameter, gradient)
+        if trained:
+            self.add_gradients(trained, found[count:])
         if later and roots:
             saved.deferred.append(lambda: self._weight_gradients(roots, seeds))
         if count == len(inputs):
@@ -137,10 +156,14 @@ class Segment(nn.Module):
         given = iter(found)
         return tuple([next(given) if tensor.requires_grad else None for tensor in inputs])
 
-    def _weight_gradients(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
+    def _weight_gradients(self, roots: list[Tensor | GradientEdge], seeds: list[Tensor]) -> None:
         """The weight half by asking autograd a second time."""
-        found = torch.autograd.grad(roots, self.trained, seeds, allow_unused=True)
-        for parameter, gradient in zip(self.trained, found, strict=True):
+        trained = self.trained
+        self.add_gradients(trained, torch.autograd.grad(roots, trained, seeds, allow_unused=True))
+
+    def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
+        """What autograd found of some parameters, to what they already have."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 add_gradient(parameter, gradient)
 
@@ -164,12 +187,12 @@ class Fused(Segment):
 class Block(Segment):
     """Any module as one segment: it maps one or more tensors to one or more tensors."""
 
-    def __init__(self, module: nn.Module, *, takes_context: bool = False) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.takes_context = module, takes_context
+        self.module = module
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
-        found = self.module(*state, context) if self.takes_context else self.module(*state)
+        found = self.module(*state)
         return found if isinstance(found, tuple) else (found,)
 
 

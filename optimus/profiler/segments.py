@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint, representative_layers
+from optimus.engine.sharding import Sharded
 from optimus.engine.synthetic import Synthetic
 from optimus.errors import UserError
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
 from optimus.models.build import build_layers, layer_count, segment_name
-from optimus.models.chunk import SegmentedChunk
+from optimus.models.chunk import SegmentedChunk, parameters_of
 from optimus.models.context import encoder_inputs, llm_inputs
 from optimus.models.sample import Placed, Sample, placed_items
 from optimus.profiler.machine import conditions, one_thread
@@ -119,6 +120,7 @@ def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
     """The segments of one layer: whole backwards and split ones in turn."""
     module = load.module
     layers = build_layers(_trained(module), dtype=load.dtype, first=layer, end=layer + 1)
+    Sharded(parameters_of(layers[0]), None).reset()  # gradients are added up as in training, in float32
     names = [segment_name(module, layer, place).split(".")[-1] for place in range(len(layers[0]))]
     times: dict[tuple[str, Kind], list[float]] = {}
     for repetition in range(WARM_UP + REPETITIONS):

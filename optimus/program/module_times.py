@@ -14,6 +14,8 @@ class Seconds:
     backward_s: float  # 0: it is frozen
     weight_s: float = 0.0
     send_s: float = 0.0  # of its output to another rank
+    gather_s: float = 0.0  # of its parameters, if they are sharded over its replicas
+    reduce_s: float = 0.0  # of its gradients over them
 
 
 @dataclass(frozen=True, kw_only=True)

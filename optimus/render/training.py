@@ -14,6 +14,8 @@ UNCALIBRATED = (
     "`optimus profile {job}` gives one"
 )
 
+WIDER = "the run computed in {dtype}, and plans count bfloat16: compare with `dtype: bfloat16` under `run:`"
+
 
 def training_json(summary: Any) -> dict[str, Any]:
     """The object of `optimus train --json`."""
@@ -23,6 +25,16 @@ def training_json(summary: Any) -> dict[str, Any]:
         "final_loss": summary.final_loss,
         "step_s_median": summary.step_s_median,
         "device": summary.device,
+        **({} if summary.memory is None else {"memory": _memory_json(summary.memory)}),
+    }
+
+
+def _memory_json(use: Any) -> dict[str, Any]:
+    return {
+        "rank": use.rank,
+        "planned_bytes": {**use.planned, "peak": use.planned_peak},
+        "counted_bytes": {**use.counted, "peak": use.counted_peak},
+        "lines_over": use.lines_over,
     }
 
 
@@ -48,8 +60,28 @@ def training_text(summary: Any, job: Job, plan: Plan, run_dir: Path) -> list[str
         f"{summary.steps} {'step' if summary.steps == 1 else 'steps'}   loss {summary.final_loss:.4f}",
         f"median step {measured:.3g} s, {compared}   {tokens:,.0f} tokens/s",
     ]
+    lines += [] if summary.memory is None else memory_text(summary.memory)
     if not is_calibrated(plan) and not 1 / FAR < measured / claim < FAR:
         lines.append(f"note   {UNCALIBRATED.format(job=job.name)}")
     if summary.device == "cuda":
         lines.append("note   the GPU path is written for NCCL's rules; no run on GPUs is recorded yet")
     return [*lines, f"wrote {run_dir}/metrics.jsonl and plan.json"]
+
+
+def memory_text(use: Any) -> list[str]:
+    """A table of one rank's bytes: planned, and counted in a step."""
+    rows = [(name, use.planned[name], use.counted[name]) for name in use.planned]
+    rows.append(("peak", use.planned_peak, use.counted_peak))
+    names = [name.replace("_", " ").replace("llm", "LLM") for name, _, _ in rows]
+    wide = max(map(len, names))
+    over = f"; in {use.lines_over} lines there was more than planned" if use.lines_over else ""
+    share = f"the plan is {abs(use.error):.1%} {'above' if use.error >= 0 else 'below'} the count{over}"
+    wider = [] if use.dtype == "bfloat16" else [f"note   {WIDER.format(dtype=use.dtype)}"]
+    return [
+        f"memory of rank {use.rank}, which held most   {share}",
+        *(
+            f"  {name:{wide}}  planned {planned / 1e6:10,.1f} MB   counted {counted / 1e6:10,.1f} MB"
+            for name, (_, planned, counted) in zip(names, rows, strict=True)
+        ),
+        *wider,
+    ]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from optimus.cost.memory import Memory
+from optimus.cost.memory import Memory, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.cost.prices import Prices
 from optimus.job.model import Precision
@@ -64,6 +64,7 @@ class LayerSums:
         own = running(lambda x: x.activation_bytes * (x.module == llm))
         self._kept = np.stack([own, running(lambda x: x.activation_bytes) - own], axis=1)
         self._traffic: dict[tuple[float, ...], ParameterTraffic] = {}
+        self._working: dict[tuple[int, int], float] = {}
         again = running(lambda x: (x.working_bytes + x.logits_bytes) * (x.module == llm))
         self._again = np.stack([again, running(lambda x: x.working_bytes * (x.module != llm))], axis=1)
         self._groups: dict[Group, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
@@ -105,7 +106,7 @@ class LayerSums:
             found: Floats = np.diff(sums[ends]).reshape(-1, stages).sum(axis=0)
             return found
 
-        working = [max((x.working_bytes for x in self._layers[a:b]), default=0.0) for a, b in _runs(cut)]
+        working = [self._working_bytes(run) for run in _runs(cut)]
         return StageBytes(
             parameters=by_stage(self._parameters),
             gradients=by_stage(self._gradients),
@@ -115,6 +116,11 @@ class LayerSums:
             kept=np.diff(self._kept[ends], axis=0).reshape(-1, stages, 2),
             made_again=np.diff(self._again[ends], axis=0).reshape(-1, stages, 2),
         )
+
+    def _working_bytes(self, run: tuple[int, int]) -> float:
+        if run not in self._working:
+            self._working[run] = working_bytes(self._layers[slice(*run)])
+        return self._working[run]
 
 
 def _runs(cut: Cut) -> list[tuple[int, int]]:

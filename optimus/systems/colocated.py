@@ -10,7 +10,7 @@ from math import ceil
 
 from optimus import __version__
 from optimus.cost.kernel import Kernel
-from optimus.cost.memory import Memory, communicator_bytes, states
+from optimus.cost.memory import Memory, communicator_bytes, states, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.cost.network import Collective
 from optimus.job.layout import Layout
@@ -260,7 +260,7 @@ class Colocated:
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
             held.append(states(layers, setting.job.model.precision))
-            working += max(layer.working_bytes for layer in layers)
+            working += working_bytes(layers)
             leaves = choice.layout.pp > 1 or stage > 0 or layout.pp > choice.layout.pp  # rows cross the seam
             groups += [choice.layout.dp, choice.layout.tp, min(choice.layout.pp, 2), 2 if leaves else 1]
         total = {part: sum(getattr(memory, part) for memory in held) for part in PARTS}

@@ -49,7 +49,10 @@ def plan_modules(
     }
     made = tuple(_chunk(f"{LLM}.{at}", [stage], templates, split=split) for at, stage in enumerate(stages))
     buckets = tuple(
-        tuple(_bucket(chunk, 1) for chunk in range(chunks)) if llm.dp > 1 else () for _ in range(pp)
+        tuple(_bucket(chunk, 0, [stages[chunk * pp + stage]]) for chunk in range(chunks))
+        if llm.dp > 1
+        else ()
+        for stage in range(pp)
     )
     modules[LLM] = PlannedModule(layout=llm, chunks=made, buckets=buckets)
     told = {"stages": list(map(asdict, stages)), "encoders": {n: asdict(e) for n, e in encoders.items()}}
@@ -119,14 +122,10 @@ def _module(
     ends = list(accumulate(counts))
     parts = [blocks[end - count : end] for end, count in zip(ends, counts, strict=True)]
     chunks = tuple(_chunk(f"{name}.{at}", part, templates, split=False) for at, part in enumerate(parts))
-    learns = [any(block.backward_s for block in part) for part in parts]
     return PlannedModule(
         layout=layout,
         chunks=chunks,
-        buckets=tuple(
-            (_bucket(0, len(part)),) if layout.dp > 1 and trained else ()
-            for part, trained in zip(parts, learns, strict=True)
-        ),
+        buckets=tuple(_buckets(part) if layout.dp > 1 else () for part in parts),
         pieces=encoder.pieces,
         pipelines=(0,) * (microbatches * encoder.pieces),
         seam_bytes=1,
@@ -164,13 +163,22 @@ def _chunk(
     )
 
 
-def _bucket(chunk: int, layers: int) -> Bucket:
+def _buckets(blocks: Sequence[Seconds]) -> tuple[Bucket, ...]:
+    """Of an encoder's stage: one for every block if their traffic is known, else one for all."""
+    if not any(block.backward_s for block in blocks):
+        return ()
+    if not any(block.gather_s or block.reduce_s for block in blocks):
+        return (_bucket(0, 0, blocks),)
+    return tuple(_bucket(0, at, [block]) for at, block in enumerate(blocks) if block.backward_s)
+
+
+def _bucket(chunk: int, first: int, blocks: Sequence[Seconds]) -> Bucket:
     return Bucket(
         chunk=chunk,
-        first_layer=0,
-        end_layer=layers,
-        gather_s=TINY_S,
+        first_layer=first,
+        end_layer=first + len(blocks),
+        gather_s=max(TINY_S, round(sum(block.gather_s for block in blocks), DIGITS)),
         gather_bytes=1,
-        reduce_s=TINY_S,
+        reduce_s=max(TINY_S, round(sum(block.reduce_s for block in blocks), DIGITS)),
         reduce_bytes=1,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from optimus.cost.memory import Memory, communicator_bytes
+from optimus.cost.memory import Memory, communicator_bytes, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.job.layout import Layout
 from optimus.program.op import Kind, Lane, Schedule
@@ -114,7 +114,7 @@ class Sharded:
             gradients=gradients,
             optimizer=optimizer,
             llm_activations=sum(x.activation_bytes for x in self.layers if x.module == llm)
-            + max(x.working_bytes for x in self.layers),
+            + working_bytes(self.layers),
             encoder_activations=sum(x.activation_bytes for x in self.layers if x.module != llm),
             logits=sum(layer.logits_bytes for layer in self.layers),
             communicators=communicator_bytes(layout.tp, layout.dp, layout.ep),

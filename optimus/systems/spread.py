@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from optimus.cost.memory import Memory, states
+from optimus.cost.memory import Memory, states, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
@@ -92,7 +92,7 @@ class SpreadEncoder:
 
     @property
     def working_bytes(self) -> float:
-        return max(layer.working_bytes for layer in self.layers)
+        return working_bytes(self.layers)
 
     @cached_property
     def seconds(self) -> float:

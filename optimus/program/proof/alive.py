@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from optimus.program.op import Ints
-from optimus.program.plan import Verb
-from optimus.program.proof.lines import Lines
+from optimus.program.plan import Plan, Verb
+from optimus.program.proof.coverage import check_coverage
+from optimus.program.proof.lines import Asked, Lines
 from optimus.program.proof.waits import Derivation
 from optimus.program.ranks import LLM
 
@@ -27,6 +28,24 @@ class Alive:
 
 def replay_bytes(derived: Derivation) -> list[Alive]:
     """The peak of every device class. What a line frees is still there while it runs."""
+    comes, goes = _changes(derived)
+    return [_alive(derived.lines, device, comes, goes) for device in range(len(derived.lines.first) - 1)]
+
+
+def bytes_along(plan: Plan, device: int) -> Ints:
+    """Of one device class of a plan that holds: what is alive while each line runs, by component."""
+    lines, asked = Lines(plan), Asked(plan)
+    broken = next(iter(check_coverage(lines, asked)), None)
+    assert broken is None, broken
+    derived = Derivation(lines, asked)
+    comes, goes = _changes(derived)
+    mine = slice(int(derived.lines.first[device]), int(derived.lines.first[device + 1]))
+    found: Ints = (np.cumsum(comes[:, mine], axis=1) - np.cumsum(goes[:, mine], axis=1) + goes[:, mine]).T
+    return found
+
+
+def _changes(derived: Derivation) -> tuple[Ints, Ints]:
+    """Bytes that every line begins to keep, and those it ends to keep, by component."""
     lines = derived.lines
     comes = np.zeros((len(ACTIVATIONS), len(lines)), np.int64)
     goes = np.zeros_like(comes)
@@ -45,7 +64,7 @@ def replay_bytes(derived: Derivation) -> list[Alive]:
                 goes[component, last[:, -1]] += planned.made_again_bytes
             if name == LLM and chunk == 0 and lines.plan.ranks.coordinates(device)[0] == 0:
                 _add_seam(derived, device, rows, comes[2], goes[2])
-    return [_alive(lines, device, comes, goes) for device in range(len(lines.first) - 1)]
+    return comes, goes
 
 
 def _add_seam(derived: Derivation, device: int, forward: Ints, comes: Ints, goes: Ints) -> None:

@@ -1,0 +1,58 @@
+"""What a rank's tensors took in a step beside what its plan says, by component and line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+from torch import Tensor
+
+from optimus.engine.actions import Batch
+from optimus.engine.byte_counter import ByteCounter, states_of, total_bytes
+from optimus.engine.executor import Executor
+from optimus.engine.optimizer import Optimizer
+from optimus.engine.training import MemoryUse
+from optimus.program.plan import Plan
+from optimus.program.proof.alive import ACTIVATIONS, bytes_along
+
+BESIDE = ("working", "logits")  # planned as always there, and counted with whoever makes them
+STATES = ("parameters", "gradients", "optimizer")
+
+
+def count_step(
+    executor: Executor, batch: Batch, parameters: Sequence[Tensor], optimizer: Optimizer
+) -> tuple[Tensor | None, MemoryUse]:
+    """One step like any other, only slower: its loss, and what it took."""
+    states = states_of(parameters, optimizer)
+    with ByteCounter(executor, chain.from_iterable(states.values())) as counter:
+        loss = executor.step(batch)
+    held = {name: total_bytes(tensors) for name, tensors in states.items()}
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    return loss, _compared(executor.plan, executor.groups.rank, counter, held, dtype)
+
+
+def _compared(
+    plan: Plan, rank: int, counter: ByteCounter, states: Mapping[str, int], dtype: str
+) -> MemoryUse:
+    device = plan.ranks.class_of(rank)
+    alive, fixed = bytes_along(plan, device), plan.memory[device].fixed
+    beside = sum(fixed[name] for name in BESIDE)
+    planned = {name: fixed[name] for name in STATES}
+    most = counter.most
+    kept = counter.kept.sum(axis=1)
+    before = np.concatenate([[0], kept[:-1]])
+    own = dict(zip(ACTIVATIONS, counter.kept.max(axis=0).tolist(), strict=True))
+    return MemoryUse(
+        rank=rank,
+        planned={
+            **planned,
+            **dict(zip(ACTIVATIONS, alive.max(axis=0).tolist(), strict=True)),
+            "working": beside,
+        },
+        counted={**states, **own, "working": int((most - np.maximum(before, kept)).max())},
+        planned_peak=sum(planned.values()) + int(alive.sum(axis=1).max()) + beside,
+        counted_peak=sum(states.values()) + int(most.max()),
+        dtype=dtype,
+        lines_over=int((most > alive.sum(axis=1) + beside).sum()),
+    )

@@ -1,0 +1,148 @@
+"""Sharded replicas on paced ranks: gathers and reduces take their time, where the program has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_bench_paced import DRAWS, leave, one_process, play_spoiled
+
+from optimus.bench.paced import OURS, RankAnswer, Task, bench_paced, our_faults
+from optimus.bench.paced_backend import PacedWork
+from optimus.bench.paced_job import ENCODER, LINK_OF_REPLICAS, WIDTH, PacedJob
+from optimus.bench.paced_plan import PacedPlan
+from optimus.bench.paced_ranks import run_paced_ranks
+from optimus.bench.paced_replays import replay_plan
+from optimus.bench.paced_steps import is_disturbed, step_s
+from optimus.cli import run
+from optimus.engine import sharding
+from optimus.program.plan import Plan
+from optimus.program.ranks import LLM
+
+JOB = PacedJob(ranks=4, dp=2, link=LINK_OF_REPLICAS)
+Answers = list[list[tuple[RankAnswer, list[list[float]]]]]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return JOB.plan()
+
+
+def task(plan: Plan) -> Task:
+    return Task(plan=plan, draws=DRAWS, torch_variants={}, rounds={}, sharded=True)
+
+
+# ---------------------------------------------------------------- without processes
+
+
+def test_every_stage_and_block_has_a_bucket_of_known_seconds(plan: Plan) -> None:
+    """Of 64 activations, half of which travels between 2 replicas and three quarters between 4."""
+    activation_s = JOB.link.message_s(torch.zeros(4, 4)) - JOB.link.latency_s
+    for name, replicas in ((LLM, 2), (ENCODER, 4)):
+        module = plan.modules[name]
+        wanted_s = 0.001 + 64 * activation_s * (replicas - 1) / replicas
+        assert module.layout.dp == replicas
+        for stage in module.buckets:
+            assert sum(each.end_layer - each.first_layer for each in stage) == len(stage)
+            for each in stage:
+                assert (each.gather_s, each.reduce_s) == pytest.approx((wanted_s, wanted_s))
+
+
+def test_traffic_costs_some_of_what_it_takes(plan: Plan) -> None:
+    played = task(plan).replay(JOB.link)
+    silent = replay_plan(plan, DRAWS, JOB.link, traffic="none")
+    buckets = [each for module in plan.modules.values() for each in module.buckets[0]]
+    assert played.traffic_s == pytest.approx(sum(each.gather_s + each.reduce_s for each in buckets))
+    assert 0 < played.step_s - silent.step_s < played.traffic_s
+
+
+# ---------------------------------------------------------------- four ranks
+
+
+class _Hurried:
+    """A gather that nobody waits for."""
+
+    def __init__(self, work: PacedWork) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.end_s()
+
+
+def hurry(rank: int, ours: PacedPlan) -> None:
+    """Rank 3 computes before its parameters are there."""
+    launch: Callable[..., Any] = sharding.all_gather_single  # type: ignore[attr-defined]
+    if rank == 3:
+        hurried = lambda *given, **named: _Hurried(launch(*given, **named))  # noqa: E731
+        sharding.all_gather_single = hurried  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def answers(plan: Plan) -> Answers:
+    return run_paced_ranks(play_spoiled, 4, JOB.link, plan, [leave, hurry], 2, True)
+
+
+@pytest.mark.alone
+@pytest.mark.ci("engine")
+def test_a_sound_run_takes_what_its_replay_says_and_has_the_gradients_of_one_process(
+    plan: Plan, answers: Answers
+) -> None:
+    sound = [cases[0][0] for cases in answers]
+    assert our_faults(JOB, task(plan), sound) == ()
+    steps = [list(step) for step in zip(*(answer.steps[OURS] for answer in sound), strict=True)]
+    calm = [step_s(step) for step in steps if not is_disturbed(step)]
+    replayed_s = task(plan).replay(JOB.link).step_s
+    assert all(-0.001 < found_s / replayed_s - 1 < 0.03 for found_s in calm)
+    wanted = one_process(plan)  # both replicas have the same data
+    for rank, cases in enumerate(answers):
+        stage = plan.ranks.place(LLM, rank).pp
+        expected = [*wanted[ENCODER], *(wanted[LLM][virtual] for virtual in (stage, stage + JOB.pp))]
+        assert len(cases[0][1]) == len(expected)
+        for found, gradient in zip(cases[0][1], expected, strict=True):
+            torch.testing.assert_close(torch.tensor(found).reshape(WIDTH, WIDTH), 2 * gradient)
+
+
+@pytest.mark.alone
+@pytest.mark.ci("engine")
+def test_a_gather_that_nobody_waits_for_is_noticed(plan: Plan, answers: Answers) -> None:
+    words = our_faults(JOB, task(plan), [cases[1][0] for cases in answers])
+    assert any("before everything it waits for allows" in word for word in words)
+
+
+@pytest.mark.alone
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_sixteen_ranks() -> None:
+    result = bench_paced(ranks=16, dp=2, rounds=3)
+    assert result.ok, result.problems
+    ours = result.variants[OURS]
+    assert ours.error is not None and -0.001 < ours.error < 0.03
+    assert ours.steps
+
+
+# ---------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["paced", "--dp", "3"], "use 1, 2, 4 or 8"),
+        (["paced", "--dp", "0"], "use 1 or more"),
+        (["real", "--dp", "2"], "is for `paced`"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.alone
+@pytest.mark.ci("engine")
+def test_the_command_says_what_traffic_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["bench", "paced", "--ranks", "4", "--dp", "2", "--rounds", "1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["variants"]) == [OURS]
+    assert any("gathers and reduces take" in note for note in found["notes"])
