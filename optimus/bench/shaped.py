@@ -179,7 +179,7 @@ def prepare(mbit_per_s: float, progress: Progress) -> Prepared:
     """A plan for two replicas over this link, with segments measured in the type that will run."""
     job = find_job(JOB)
     progress("profile", 0, 1)
-    (profile,) = run_pinned_ranks(partial(_profile, job), 1)
+    profile, _ = run_pinned_ranks(partial(_profile, job), RANKS)  # at the same time, as they will run
     machine = describe_machine(measure_links(), ranks=RANKS)
     link = Link(
         bandwidth_bytes_per_s=mbit_per_s * 1e6 / 8,
