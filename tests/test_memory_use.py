@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from engine_cases import MEASURED
+import torch
+from engine_cases import CASES, MEASURED
 from worker_lines import run_worker
+
+from optimus.engine.byte_counter import ByteCounter
+from optimus.program.plan import Verb
 
 OVER, FULL = 0.10, 0.15  # planned above counted; where layers are made again, of every module one is planned
 QUICK = ("zero-bubble", "window of 4, 8 microbatches")
@@ -28,6 +34,90 @@ def check(line: dict[str, Any]) -> None:
 def encoders_of(line: dict[str, Any]) -> list[tuple[int, int]]:
     parts = ("planned", "counted")
     return [tuple(use[part]["encoder_activations"] for part in parts) for use in line["ranks"]]
+
+
+# ---------------------------------------------------------------------------- the counter
+
+
+class Quiet:
+    def begin(self, line: int) -> None: ...
+
+    def end(self, line: int) -> None: ...
+
+
+@pytest.fixture
+def counter() -> Iterator[tuple[ByteCounter, torch.Tensor]]:
+    """Of rank 0 of two, and a tensor that is counted apart."""
+    told: list[Any] = [Quiet()]
+
+    def recorded(recorder: Any) -> Any:
+        told.append(recorder)
+        return told[-2]
+
+    known = torch.zeros(100)
+    executor = SimpleNamespace(plan=CASES[0].plan, groups=SimpleNamespace(rank=0), recorded=recorded)
+    with ByteCounter(cast(Any, executor), [known]) as found:
+        assert told[-1] is found
+        yield found, known
+    assert told[-1] is told[0]
+
+
+def test_what_is_kept_is_counted_until_it_is_gone(counter: tuple[ByteCounter, torch.Tensor]) -> None:
+    count, known = counter
+    count.begin(2)
+    kept = known + 1
+    view = kept[10:].view(-1, 10)
+    known.mul_(2)
+    count.end(2)
+    count.begin(5)
+    del kept
+    count.end(5)
+    count.begin(6)
+    del view
+    count.end(6)
+    assert count.kept.sum(axis=1)[:7].tolist() == [0, 0, 400, 400, 400, 400, 0]
+    assert count.most[:7].tolist() == [0, 0, 400, 400, 400, 400, 400]
+
+
+def test_what_no_line_leaves_behind_counts_while_it_runs(counter: tuple[ByteCounter, torch.Tensor]) -> None:
+    count, known = counter
+    count.begin(0)
+    total = float((known + 1).mul(3).sum())
+    count.end(0)
+    assert total == 300 and count.kept[0].sum() == 0
+    assert 800 <= count.most[0] <= 808  # two tensors at a time, and a number
+
+
+def test_storages_may_be_emptied_and_filled(counter: tuple[ByteCounter, torch.Tensor]) -> None:
+    count, known = counter
+    count.begin(0)
+    kept = known + 1
+    kept.untyped_storage().resize_(0)
+    count.end(0)
+    count.begin(1)
+    kept.untyped_storage().resize_(400)
+    count.end(1)
+    assert count.kept.sum(axis=1)[:2].tolist() == [0, 400]
+
+
+def test_tensors_belong_to_who_made_them(counter: tuple[ByteCounter, torch.Tensor]) -> None:
+    """Rows that arrive are the seam's, and what was there before the step is nobody's."""
+    count, _ = counter
+    rows = CASES[0].plan.programs[0].rows
+    names = CASES[0].plan.names
+    lines = [
+        next(line for line, row in enumerate(rows.tolist()) if (names[row[0]], row[1]) == wanted)
+        for wanted in (("llm", Verb.F), ("vision", Verb.F), ("vision", Verb.RECV_SEAM))
+    ]
+    held = []
+    for line, size in sorted(zip(lines, (100, 200, 300), strict=True)):
+        count.begin(line)
+        held.append(torch.zeros(size))
+        count.end(line)
+    assert count.kept[max(lines)].tolist() == [400, 800, 1200]
+
+
+# ---------------------------------------------------------------------------- plans
 
 
 @pytest.mark.ci("engine")
@@ -52,3 +142,15 @@ def test_all_plans_need_what_they_say_and_a_window_bounds_what_encoders_keep() -
         assert later_counted <= 1.01 * counted
     for (_, counted), (_, later) in zip(whole, twice, strict=True):
         assert later > 1.8 * counted  # without a window, of 8 and of 16
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(200)
+def test_an_engine_that_keeps_too_much_is_noticed() -> None:
+    """Outputs that nobody needs any more are counted, and what was sent is more than any plan allows."""
+    sound, outputs, sent = run_worker("memory_worker.py", "leaks", timeout_s=180)
+    check(sound)
+    for leak in (outputs, sent):
+        peaks = zip(sound["ranks"], leak["ranks"], strict=True)
+        assert any(after["counted_peak"] > 1.002 * before["counted_peak"] for before, after in peaks)
+    assert max(use["lines_over"] for use in sent["ranks"]) > 0
