@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from optimus.engine.actions import Shapes
 from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule, make_bucket
 from optimus.engine.reduction import Replicated
-from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, take_over
+from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, refuse_wrapped, take_over
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Block
@@ -230,8 +231,23 @@ def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
 def test_a_module_sharded_over_other_ranks_is_refused(alone: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(2, 2), mesh=alone)
     take_over(module, "llm", (0,))
-    with pytest.raises(UserError, match=r"llm.*over the ranks \(0,\).*replicas are \(0, 1\)"):
+    with pytest.raises(UserError, match=r"llm.*over the ranks \[0\].*replicas are \[0, 1\]"):
         take_over(module, "llm", (0, 1))
+
+
+def test_a_module_sharded_over_a_part_of_its_replicas_is_refused(alone: DeviceMesh) -> None:
+    mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicated", "sharded"))
+    module = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(UserError, match=r"over the ranks \[\[0\]\]"):
+        take_over(module, "llm", (0,))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_wrapped_block_that_runs_elsewhere_is_refused(alone: DeviceMesh, inside: bool) -> None:
+    module = fully_shard(nn.Linear(2, 2), mesh=alone)
+    with pytest.raises(UserError, match=r"encoders.images.*does not run on this rank"):
+        refuse_wrapped(nn.Sequential(module) if inside else module, "encoders.images")
+    refuse_wrapped(nn.Linear(2, 2), "encoders.images")
 
 
 def test_a_block_that_is_sharded_in_part_is_refused(alone: DeviceMesh) -> None:
@@ -262,3 +278,6 @@ def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> 
     bucket.reduce()
     bucket.wait_reduced()
     assert bucket.summed.tolist() == [256.0 + 63.0] * 4
+    assert isinstance(module.weight, DTensor)  # in parts again
+    state: Any = module._get_fsdp_state()
+    assert not state._comm_ctx.post_forward_order and not state._comm_ctx.reduce_scatter_states

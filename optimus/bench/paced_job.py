@@ -3,7 +3,7 @@
 The LLM has 4 layers per rank of 10 ms forward, the encoder 3 per rank of 6.7 ms, half of the LLM's work; a
 backward takes twice as long, half of that for weight gradients. So that host overhead hides, no op is shorter
 than 20 ms: an LLM chunk is 2 layers or more, and encoder layers run as blocks on a part of a microbatch.
-With replicas, parameters are sharded over them: all gathers and reduces of a rank take a twelfth of its step.
+With replicas, parameters are sharded over them, and gathers and reduces take a tenth of a step or more.
 """
 
 from __future__ import annotations

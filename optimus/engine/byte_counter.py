@@ -74,8 +74,8 @@ class ByteCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and _key(leaf) not in self._alive:
-                self._known.add(_key(leaf))  # from before the step, as its batch is
+            if isinstance(leaf, Tensor):
+                self._meet(leaf)
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
@@ -91,17 +91,29 @@ class ByteCounter(TorchDispatchMode):
         self._alive[key] = gone, self._now, storage.nbytes()
         self._bytes[self._now] += storage.nbytes()
 
+    def _meet(self, tensor: Tensor) -> None:
+        """What an op reads: from before the step, as its batch is, or made in it and perhaps refilled."""
+        key = _key(tensor)
+        if key not in self._alive:
+            self._known.add(key)
+        else:
+            self._update(key)
+
+    def _update(self, key: int) -> None:
+        gone, component, size = self._alive[key]
+        storage = gone()
+        if storage is not None and storage.nbytes() != size:
+            self._alive[key] = gone, component, storage.nbytes()
+            self._bytes[component] += storage.nbytes() - size
+
     def _forget(self, key: int) -> None:
         _, component, size = self._alive.pop(key)
         self._bytes[component] -= size
 
     def _look_again(self) -> None:
         """Storages may have been emptied or filled, which nobody is told."""
-        for key, (gone, component, size) in list(self._alive.items()):
-            storage = gone()
-            if storage is not None and storage.nbytes() != size:
-                self._alive[key] = gone, component, storage.nbytes()
-                self._bytes[component] += storage.nbytes() - size
+        for key in list(self._alive):
+            self._update(key)
         self._most = max(self._most, int(self._bytes.sum()))
 
 

@@ -120,6 +120,8 @@ class Executor:
     def _finish(self) -> None:
         """The last line: everything sent and reduced, tied gradients joined, parameters changed."""
         self._mail.finish()
+        for bucket in self.buckets.rest:
+            bucket.reduce()  # no line does
         for bucket in self.buckets:
             bucket.wait_reduced()
         self._join_tied()

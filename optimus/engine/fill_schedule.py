@@ -33,7 +33,8 @@ from optimus.engine.mail import TensorSpec
 from optimus.engine.rank_model import refuse_unsupported
 from optimus.engine.reduction import Replicated
 from optimus.engine.survey import Survey, survey
-from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, take_over, unwrapped
+from optimus.engine.torch_private import end_fsdp_forward
+from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, refuse_wrapped, take_over, unwrapped
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Block, Deferred, Gradients, Segment, State
@@ -107,6 +108,8 @@ class FillSchedule:
         self._groups = make_groups(plan, self.rank, timeout_s=timeout_s)
         self._chunks = self._make_chunks()
         self._take_over()
+        self._sharded = [part for layer in all_layers(self._chunks) for part in fsdp_modules(layer)]
+        self._frozen = [part for part in self._sharded if not any(p.requires_grad for p in part.parameters())]
         self._make_replicas_equal()
         self._executor: Executor | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -128,6 +131,7 @@ class FillSchedule:
             )
         batch = self._batch(args, inputs, target)
         executor = self._ready(batch)
+        self._gather_frozen()
         executor.step(batch)
         return self._result(executor, losses, return_outputs=return_outputs)
 
@@ -141,7 +145,11 @@ class FillSchedule:
         """Forward of a batch without gradients."""
         batch = self._batch(args, inputs, target)
         executor = self._ready(batch)
+        self._gather_frozen()
         executor.eval(batch)
+        for module in self._sharded:
+            if module not in self._frozen:
+                end_fsdp_forward(module)
         return self._result(executor, losses, return_outputs=True)
 
     @property
@@ -152,10 +160,20 @@ class FillSchedule:
     # ------------------------------------------------------------------------ modules as chunks
 
     def _take_over(self) -> None:
-        """What FSDP2 shards is gathered and reduced by lines of the program."""
+        """What FSDP2 shards is gathered and reduced by lines of the program; elsewhere it may not be."""
         for name, chunks in self._chunks.items():
             for layer in (layer for chunk in chunks for layer in chunk.layers):
                 take_over(layer, name, replicas_of(self.plan, name, self.rank))
+        here = {id(part) for layer in all_layers(self._chunks) for part in layer.modules()}
+        for name, blocks in self.encoders.items():
+            for block in blocks:
+                if id(block) not in here:
+                    refuse_wrapped(block, f"encoders.{name}")
+
+    def _gather_frozen(self) -> None:
+        """No line does: all ranks, in one order, before the program. They stay whole."""
+        for module in self._frozen:
+            module.unshard()
 
     def _make_replicas_equal(self) -> None:
         """As DDP does: gradients are shared, so parameters must be. What is sharded has one owner."""
@@ -186,22 +204,21 @@ class FillSchedule:
             pieces = {
                 name: (batch.inputs(name, 0)[0], self.plan.modules[name].pieces) for name in self.encoders
             }
-            modules = [part for layer in all_layers(self._chunks) for part in fsdp_modules(layer)]
-            for module in modules:
+            for module in self._sharded:
                 module.unshard()  # all replicas together: a survey runs where it is told to
             with torch.no_grad():
                 seen = survey(
                     self.stages, self.encoders, batch.inputs(LLM, 0), pieces, pp=self.plan.ranks.llm.pp
                 )
-            for module in modules:
-                module.reshard()
+            for module in self._sharded:
+                end_fsdp_forward(module)
             self._executor = Executor(
                 self.plan,
                 self._groups,
                 self._chunks,
                 _shapes(self.plan, seen),
                 device=self._device,
-                buckets=Buckets(self.plan, self._groups, self._chunks, partial(make_bucket, modules)),
+                buckets=Buckets(self.plan, self._groups, self._chunks, partial(make_bucket, self._sharded)),
             )
         return self._executor
 

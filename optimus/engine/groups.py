@@ -54,10 +54,12 @@ def replicas_of(plan: Plan, module: str, rank: int) -> Members:
     return _replicas(plan.ranks, module)(rank) or (rank,)
 
 
-def replica_mesh(plan: Plan, module: str, device: str = "cpu") -> DeviceMesh:
-    """This rank's replicas of a module, for FSDP2 or DDP; all ranks make it together."""
-    groups = sorted({replicas_of(plan, module, rank) for rank in range(plan.ranks.world)})
-    return DeviceMesh(device, groups, mesh_dim_names=("apart", "replicas"))["replicas"]
+def replica_mesh(plan: Plan, module: str) -> DeviceMesh:
+    """This rank's replicas of a module, for FSDP2 or DDP; all ranks make theirs at the same point."""
+    members = list(replicas_of(plan, module, dist.get_rank()))
+    group = dist.new_group(members, use_local_synchronization=True)
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    return DeviceMesh.from_group(group, device, mesh_dim_names=("replicas",))
 
 
 def edge_of(plan: Plan, rank: int, module: str, verb: Verb) -> tuple[str, int]:

@@ -77,11 +77,14 @@ class _Sent:
 def _await_all(awaited: SimpleQueue[tuple[dist.Work, Future[bool]] | None]) -> None:
     while (given := awaited.get()) is not None:
         work, over = given
+        failed: Exception | None = None
         try:
-            over.set_result(work.wait())
+            work.wait()
         except Exception as error:  # for whoever asks how it ended
-            over.set_exception(error)
-        del given, work, over  # a work that outlives its group ends the process badly
+            failed = error
+        del given, work  # first: a work that outlives its group ends the process badly
+        over.set_result(True) if failed is None else over.set_exception(failed)
+        del over
 
 
 class Mail:

@@ -62,7 +62,7 @@ class Sharded:
         return self.master.grad
 
     def over_replicas(self, part: Tensor) -> Tensor:
-        """Masters, or what an optimizer keeps for each of them, of all replicas as one: for checkpoints.
+        """Masters, or one of an optimizer's moments of them, of all replicas as one: for checkpoints to come.
 
         Flat and without padding, so another number of replicas can read it. It shares memory with `part`.
         """

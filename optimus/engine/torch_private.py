@@ -8,9 +8,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
+
+from optimus.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -19,7 +22,8 @@ __all__ = [
     "PythonGroup",
     "PythonWork",
     "all_gather_single",
-    "fsdp_ranks",
+    "end_fsdp_forward",
+    "fsdp_meshes",
     "gather_fsdp",
     "gloo_on_loopback",
     "is_view",
@@ -56,11 +60,17 @@ def is_view(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------------------- FSDP2, without its hooks
 
 
-def fsdp_ranks(module: FSDPModule) -> tuple[int, ...] | None:
-    """The ranks over which a module's own parameters are sharded or replicated; None if it has none."""
-    groups = module._get_fsdp_state()._fsdp_param_groups
-    found: list[int] | None = groups[0].mesh_info.mesh.mesh.flatten().tolist() if groups else None
-    return None if found is None else tuple(found)
+def fsdp_meshes(module: FSDPModule) -> list[Tensor]:
+    """Ranks over which a module's own parameters are sharded; none if it has no parameters of its own."""
+    groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)
+    if groups is None:
+        raise UserError(
+            field="torch",
+            value=torch.__version__,
+            problem="has another FSDP2 than this version of Optimus knows",
+            hint="use torch 2.13, or modules that are not sharded",
+        )
+    return [group.mesh_info.mesh.mesh for group in groups]
 
 
 def gather_fsdp(module: FSDPModule) -> Any:
@@ -80,8 +90,17 @@ def keep_fsdp_gradients(module: FSDPModule) -> None:
 
 
 def reduce_fsdp(module: FSDPModule) -> None:
-    """Launches the sum of a module's own gradients over replicas, and gives whole parameters up."""
+    """Sums a module's own gradients over replicas, zeros where this one had none; gives whole parameters up.
+
+    On GPUs it launches the sum; gloo's is over when this returns.
+    """
     for group in reversed(module._get_fsdp_state()._fsdp_param_groups):
+        group.wait_for_unshard()  # where nothing ran
+        for parameter in group.fsdp_params:
+            whole = parameter.unsharded_param
+            if whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None:
+                wide = parameter.reduce_dtype or whole.dtype
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=wide)
         group.reduce_grads, group.reshard_after_backward = True, True
         group.post_backward()
         group.reduce_grads, group.reshard_after_backward = False, False
@@ -93,3 +112,16 @@ def wait_fsdp(module: FSDPModule) -> None:
     for group in state._fsdp_param_groups:
         group.finalize_backward()
     state._comm_ctx.reduce_scatter_states.clear()
+    state._comm_ctx.post_forward_order.clear()
+
+
+def end_fsdp_forward(module: FSDPModule) -> None:
+    """After forwards without a backward: parameters in parts again, and nothing noted of what ran."""
+    state: Any = module._get_fsdp_state()
+    state._lazy_init()
+    for group in state._fsdp_param_groups:
+        group.wait_for_unshard()  # where nothing ran
+    module.reshard()
+    for group in state._fsdp_param_groups:
+        group._post_forward_indices.clear()
+    state._comm_ctx.post_forward_order.clear()

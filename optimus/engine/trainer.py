@@ -172,10 +172,11 @@ class _Loop:
         except Exception as error:
             watch.failed(error)
         watch.stop()
+        timed = found[:-1] if self._used is not None else found  # to count takes time
         return Summary(
             steps=len(found),
             final_loss=found[-1].loss if found else None,
-            step_s_median=median(each.step_s for each in found) if found else None,
+            step_s_median=median(each.step_s for each in timed) if timed else None,
             rank=self.member.rank,
             device=self.device.type,
             memory=self._fullest(),

@@ -1,7 +1,8 @@
 """Modules that a user brings wrapped: by DDP, or sharded by FSDP2.
 
 DDP is taken off: the plan's own lines reduce what its hooks would have. FSDP2 stays, as a container: lines of
-the program gather its parameters for the whole step and reduce its gradients, its hooks do neither.
+the program gather its parameters for the whole step and reduce its gradients, its hooks do neither. What is
+frozen is gathered once, before the first step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from optimus.engine.torch_private import fsdp_ranks, gather_fsdp, keep_fsdp_gradients, reduce_fsdp, wait_fsdp
+from optimus.engine.torch_private import fsdp_meshes, gather_fsdp, keep_fsdp_gradients, reduce_fsdp, wait_fsdp
 from optimus.errors import UserError
 from optimus.models.segment import Block, Gradients
 
@@ -25,6 +26,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
+def refuse_wrapped(module: nn.Module, field: str) -> None:
+    """A module that must be as it was made."""
+    if any(isinstance(part, FSDPModule | DistributedDataParallel) for part in module.modules()):
+        raise UserError(
+            field=field,
+            problem="is wrapped by DDP or FSDP2, and does not run on this rank or is part of another module",
+            hint="wrap whole stages and blocks, and those only that the plan has on this rank",
+        )
+
+
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """All that FSDP2 shards in a module, itself first."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -32,20 +43,23 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
 
 def take_over(module: nn.Module, field: str, replicas: Sequence[int]) -> None:
     """From now on nothing but lines of a program gathers and reduces what is sharded in a module."""
-    for part in fsdp_modules(module):
-        over, wanted = fsdp_ranks(part), tuple(replicas)
-        if over not in (None, wanted):
-            raise UserError(
-                field=field,
-                problem=f"is sharded over the ranks {over}, and the plan's replicas are {wanted}",
-                hint="give fully_shard a mesh of those",
-            )
+    parts = fsdp_modules(module)
+    for part in parts:
+        for mesh in fsdp_meshes(part):
+            over, wanted = mesh.tolist(), list(replicas)
+            if over != wanted:
+                raise UserError(
+                    field=field,
+                    problem=f"is sharded over the ranks {over}, and the plan's replicas are {wanted}",
+                    hint="give fully_shard the mesh that replica_mesh makes",
+                )
         part.set_requires_gradient_sync(False, recurse=False)
         part.set_reshard_after_forward(False, recurse=False)
         part.set_reshard_after_backward(False, recurse=False)
         part.set_gradient_divide_factor(1.0)  # losses are scaled
         part.set_force_sum_reduction_for_comms(True)
         part.set_is_last_backward(False)
+        part.set_reduce_scatter_max_input_buffers(len(parts))  # or compute would wait for the one before
 
 
 class FsdpBlock(Block):
@@ -66,6 +80,8 @@ class Fsdp:
 
     def __init__(self, parameters: Sequence[Tensor], modules: Sequence[FSDPModule]) -> None:
         self.parameters, self._modules = list(parameters), list(modules)
+        # FSDP2 waits for gloo: in the last line, where ranks wait anyway and in one order.
+        self._blocks = self.parameters[0].device.type == "cpu"
         self._gathers: list[Any] = []
 
     @property
@@ -88,9 +104,15 @@ class Fsdp:
         self._gathers = []
 
     def reduce(self) -> None:
-        for module in self._modules:
-            reduce_fsdp(module)
+        if not self._blocks:
+            self._sum()
 
     def wait_reduced(self) -> None:
+        if self._blocks:
+            self._sum()
         for module in self._modules:
             wait_fsdp(module)
+
+    def _sum(self) -> None:
+        for module in self._modules:
+            reduce_fsdp(module)
