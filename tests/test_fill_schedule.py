@@ -21,9 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from optimus.engine.actions import Shapes
 from optimus.engine.executor import Executor
-from optimus.engine.fill_schedule import FillSchedule, make_bucket
+from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.reduction import Replicated
-from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, refuse_wrapped, take_over
+from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, make_bucket, refuse_wrapped, take_over
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Block

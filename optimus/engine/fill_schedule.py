@@ -22,19 +22,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from optimus.engine.actions import Shapes
-from optimus.engine.buckets import Bucket, Buckets, all_layers
+from optimus.engine.buckets import Buckets, all_layers
 from optimus.engine.executor import Executor
 from optimus.engine.groups import make_groups, replicas_of
 from optimus.engine.mail import TensorSpec
 from optimus.engine.rank_model import refuse_unsupported
-from optimus.engine.reduction import Replicated
 from optimus.engine.survey import Survey, survey
 from optimus.engine.torch_private import end_fsdp_forward
-from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, refuse_wrapped, take_over, unwrapped
+from optimus.engine.wrapped import (
+    fsdp_modules,
+    make_block,
+    make_bucket,
+    refuse_wrapped,
+    take_over,
+    unwrapped,
+)
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Block, Deferred, Gradients, Segment, State
@@ -192,10 +197,10 @@ class FillSchedule:
         chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
         for name, blocks in self.encoders.items():
             first, end = _cut(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
-            chunks[name] = (SegmentedChunk([[_block(block)] for block in blocks[first:end]]),)
-        found: list[Segment] = [_block(stage) for stage in self.stages]
+            chunks[name] = (SegmentedChunk([[make_block(block)] for block in blocks[first:end]]),)
+        found: list[Segment] = [make_block(stage) for stage in self.stages]
         if self.is_last:
-            found[-1] = _WithLoss(_block(self.stages[-1]), self.loss_fn)
+            found[-1] = _WithLoss(make_block(self.stages[-1]), self.loss_fn)
         return {**chunks, LLM: tuple(SegmentedChunk([[part]], whole=True) for part in found)}
 
     def _ready(self, batch: _Batch) -> Executor:
@@ -283,27 +288,6 @@ class _Batch:
 
     def context(self, module: str, microbatch: int) -> Any:
         return self._targets[microbatch] if module == LLM else None
-
-
-def _block(module: nn.Module) -> Block:
-    return FsdpBlock(module) if fsdp_modules(module) else Block(module)
-
-
-def make_bucket(
-    modules: Sequence[FSDPModule], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> Bucket:
-    """What FSDP2 shards it gathers and reduces; all else is whole everywhere."""
-    sharded = [isinstance(parameter, DTensor) for parameter in parameters]
-    if not any(sharded):
-        return Replicated(parameters, group)
-    if not all(sharded):
-        raise UserError(
-            field="parameters",
-            problem="of one stage or block are sharded by FSDP2 only in part",
-            hint="call fully_shard on the whole stage or block, too",
-        )
-    mine = {id(parameter) for parameter in parameters}
-    return Fsdp(parameters, [part for part in modules if mine & set(map(id, part.parameters()))])
 
 
 def _divided(name: str, tensor: Tensor, count: int) -> list[Tensor]:

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from optimus.engine.buckets import Bucket
+from optimus.engine.reduction import Replicated
 from optimus.engine.torch_private import fsdp_meshes, gather_fsdp, keep_fsdp_gradients, reduce_fsdp, wait_fsdp
 from optimus.errors import UserError
 from optimus.models.segment import Block, Gradients
@@ -116,3 +119,25 @@ class Fsdp:
     def _sum(self) -> None:
         for module in self._modules:
             reduce_fsdp(module)
+
+
+def make_block(module: nn.Module) -> Block:
+    """A module as a segment, sharded or not."""
+    return FsdpBlock(module) if fsdp_modules(module) else Block(module)
+
+
+def make_bucket(
+    modules: Sequence[FSDPModule], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> Bucket:
+    """What FSDP2 shards it gathers and reduces; all else is whole everywhere."""
+    sharded = [isinstance(parameter, DTensor) for parameter in parameters]
+    if not any(sharded):
+        return Replicated(parameters, group)
+    if not all(sharded):
+        raise UserError(
+            field="parameters",
+            problem="of one stage or block are sharded by FSDP2 only in part",
+            hint="call fully_shard on the whole stage or block, too",
+        )
+    mine = {id(parameter) for parameter in parameters}
+    return Fsdp(parameters, [part for part in modules if mine & set(map(id, part.parameters()))])

@@ -108,7 +108,7 @@ class Colocated:
                     templates=templates,
                     layers=len(chunk.layers),
                     kept_bytes=round(chunk.kept_bytes),
-                    made_again_bytes=round(sum(x.working_bytes + x.logits_bytes for x in chunk.layers)),
+                    made_again_bytes=round(sum(x.made_again_bytes + x.logits_bytes for x in chunk.layers)),
                     output_bytes=round(chunk.output_bytes),
                     send_s=round(prices.send_s(chunk.output_bytes, across_nodes=across), DIGITS),
                 )
@@ -141,7 +141,7 @@ class Colocated:
                     templates=templates,
                     layers=len(layers),
                     kept_bytes=round(sum(layer.activation_bytes for layer in layers)),
-                    made_again_bytes=round(sum(layer.working_bytes for layer in layers))
+                    made_again_bytes=round(sum(layer.made_again_bytes for layer in layers))
                     if choice.split
                     else 0,
                     output_bytes=round(output),
