@@ -24,6 +24,7 @@ from optimus.systems import trial
 from optimus.systems.inline import InlinePipeline
 from optimus.systems.listed import Beside, list_plan, llm_pipeline
 from optimus.systems.setting import Setting
+from optimus.systems.slots import without_slots
 
 TOKENS = 24
 SEQUENCES = {
@@ -40,7 +41,7 @@ def stack(
     return Stack(
         hidden=hidden,
         layers=layers,
-        attention=Attention(heads=4, kv_heads=2, head_dim=hidden // 4, **attention),  # type: ignore[arg-type]
+        attention=Attention(**{"heads": 4, "kv_heads": 2, "head_dim": hidden // 4, **attention}),  # type: ignore[arg-type]
         mlp=Mlp(width=2 * hidden, gated=gated, bias=not gated),
         dropout=dropout,
         norm="rmsnorm" if gated else "layernorm",
@@ -49,16 +50,20 @@ def stack(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One plan to run. `encoders` gives pp and pieces of each; `frozen` which of them only run forward."""
+    """One plan to run. `encoders` gives pp, pieces and, if it is not 1, tp of each.
+
+    `frozen` are encoders that only run forward.
+    """
 
     name: str
     ranks: int
     pp: int
+    tp: int = 1
     microbatches: int = 4
     sequences: int = 1  # in a microbatch
     chunks: int = 1
     order: str = "1f1b"
-    encoders: tuple[tuple[int, int], ...] = ((1, 1),)
+    encoders: tuple[tuple[int, ...], ...] = ((1, 1),)
     frozen: tuple[str, ...] = ()
     frozen_trunk: tuple[str, ...] = ()
     frozen_llm: bool = False
@@ -75,6 +80,9 @@ class Case:
     width: int = 16  # of encoders; the LLM is twice as wide
     tokens: int = TOKENS  # of a sequence; images grow with it
     window: int = 0  # LLM microbatches of which encoders may keep something
+    split: bool = True  # gradients of encoders' weights are made apart, where ours plans
+    slots: bool = True  # work of encoders may stand between a launch and its wait
+    odd: bool = False  # as many heads and columns as do not go round
     strategy: str = "list"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
     sharded: bool = False  # masters in parts on replicas
     clip: float = 0.0  # of the gradient's norm
@@ -83,7 +91,11 @@ class Case:
     numerics: dict[str, Numerics] = field(default_factory=dict)
 
     def _encoder(self, name: str) -> Encoder:
-        attention = {"window_tokens": 16, "full_layers": (1,)} if self.windows and name == "vision" else {}
+        attention: dict[str, Any] = {"kv_heads": 4 if self.tp > 2 else 2}
+        if self.odd:
+            attention |= {"heads": 3, "kv_heads": 3}
+        if self.windows and name == "vision":
+            attention |= {"window_tokens": 16, "full_layers": (1,)}
         return Encoder(
             name=name,
             modality="audio" if name == "audio" else "vision",
@@ -102,9 +114,14 @@ class Case:
         names = NAMES[: len(self.encoders)]
         llm = Llm(
             stack=stack(
-                2 * self.width, self.layers, dropout=self.dropout, gated=not self.plain, bias=self.plain
+                2 * self.width,
+                self.layers,
+                dropout=self.dropout,
+                gated=not self.plain,
+                bias=self.plain,
+                kv_heads=4 if self.tp > 2 else 2,
             ),
-            vocab=48,
+            vocab=45 if self.odd else 48,
             tied=self.tied,
             positions=self.tokens if self.plain else 0,
             train=not self.frozen_llm,
@@ -117,7 +134,7 @@ class Case:
             items = tuple(zip(names, longer, strict=False))
             text = self.tokens - sum(sum(own) for _, own in items)
             sequences.append(PackedSequence(text=text, items=items))
-        dp = self.ranks // self.pp
+        dp = self.ranks // self.pp // self.tp
         return Job(
             name=self.name,
             model=Model(name="tiny", encoders=tuple(map(self._encoder, names)), llm=llm),
@@ -128,7 +145,7 @@ class Case:
                 sequences=tuple(sequences),
             ),
             layout=Constraints(
-                modules={LLM: LayoutChoice(dp=dp, pp=self.pp, cp=1, ep=1, tp=1)},
+                modules={LLM: LayoutChoice(dp=dp, pp=self.pp, cp=1, ep=1, tp=self.tp)},
                 limits=Limits(microbatch_sequences=(self.sequences,)),
             ),
         )
@@ -140,26 +157,28 @@ class Case:
         setting, _ = decide_setting(self.job, preset(self.preset))
         llm = llm_pipeline(setting, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
         names = NAMES[: len(self.encoders)]
-        if self.window:
-            return self._windowed(setting, llm, names)
+        if self.window or self.tp > 1:
+            return self._tried(setting, llm, names)
         beside = {
             name: Beside(pp=pp, pieces=pieces, recompute=self.recompute)
             for name, (pp, pieces) in zip(names, self.encoders, strict=True)
         }
         return list_plan(setting, llm, beside).plan
 
-    def _windowed(self, setting: Setting, llm: InlinePipeline, names: Sequence[str]) -> Plan:
-        beside = {
-            name: trial.Beside(
-                layout=Layout(dp=self.ranks // pp, pp=pp),
+    def _tried(self, setting: Setting, llm: InlinePipeline, names: Sequence[str]) -> Plan:
+        beside = {}
+        for name, (pp, pieces, *rest) in zip(names, self.encoders, strict=True):
+            tp = rest[0] if rest else 1
+            beside[name] = trial.Beside(
+                layout=Layout(dp=self.ranks // pp // tp, pp=pp, tp=tp),
                 pieces=pieces,
                 recompute=self.recompute,
                 window=self.window,
+                split=self.split,
             )
-            for name, (pp, pieces) in zip(names, self.encoders, strict=True)
-        }
         made = trial.Trial(setting, llm, beside)
-        return bound(made.plan(made.fill.arrange(0.0)).plan, setting)
+        plan = bound(made.plan(made.fill.arrange(0.0)).plan, setting)
+        return plan if self.slots else without_slots(plan).plan
 
     @property
     def all_numerics(self) -> dict[str, Numerics]:
@@ -305,4 +324,93 @@ MEASURED = [
 WINDOWED = [
     _measured(f"window of {window}, {count} microbatches", ranks=2, pp=2, window=window, microbatches=count)
     for window, count in ((4, 8), (4, 32), (0, 8), (0, 16))
+]
+
+
+def _divided(name: str, **given: Any) -> Case:
+    return Case(name=f"tp: {name}", **given)
+
+
+DIVIDED = [
+    _divided("two", ranks=2, pp=1, tp=2, encoders=((1, 2),)),
+    _divided("two, encoder too", ranks=2, pp=1, tp=2, encoders=((1, 1, 2),), segments=True),
+    _divided("two stages", ranks=4, pp=2, tp=2, encoders=((1, 2),), tied=True),
+    _divided("two stages, no slots", ranks=4, pp=2, tp=2, encoders=((1, 2),), tied=True, slots=False),
+    _divided("two stages, encoder too", ranks=4, pp=2, tp=2, encoders=((2, 1, 2),), dropout=True),
+    _divided("two replicas", ranks=4, pp=1, tp=2, encoders=((1, 2),), images="rare", sequences=2),
+    _divided("one piece for unequal blocks", ranks=4, pp=2, tp=2, encoders=((1, 1),), microbatches=8),
+    _divided("zero-bubble", ranks=4, pp=2, tp=2, encoders=((1, 2),), order="zero-bubble", plain=True),
+    _divided("full", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), recompute="full", dropout=True),
+    _divided("full, split", ranks=4, pp=2, tp=2, recompute="full", order="zero-bubble", encoders=((1, 2),)),
+    _divided("selective", ranks=4, pp=2, tp=2, encoders=((1, 2),), recompute="selective", plain=True),
+    _divided(
+        "selective, split",
+        ranks=4,
+        pp=2,
+        tp=2,
+        encoders=((1, 1, 2),),
+        recompute="selective",
+        order="zero-bubble",
+    ),
+    _divided(
+        "attention again", ranks=4, pp=2, tp=2, encoders=((1, 2),), recompute="selective", preset="paper"
+    ),
+    _divided("all exposed", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), preset="paper", split=False),
+    _divided("four", ranks=4, pp=1, tp=4, encoders=((1, 2, 2),), tied=True, dropout=True),
+    _divided("four, no slots", ranks=4, pp=1, tp=4, encoders=((1, 4),), slots=False),
+    _divided("odd numbers", ranks=4, pp=1, tp=4, encoders=((1, 2, 2),), odd=True, plain=True),
+    _divided("two encoders", ranks=4, pp=2, tp=2, encoders=((1, 2), (2, 1, 2))),
+    _divided("frozen encoder", ranks=4, pp=2, tp=2, encoders=((1, 2),), frozen=("vision",)),
+    _divided("frozen trunk", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), frozen_trunk=("vision",)),
+    _divided("frozen llm", ranks=4, pp=2, tp=2, encoders=((1, 2),), frozen_llm=True),
+    _divided("interleaved", ranks=4, pp=2, tp=2, encoders=((1, 2),), chunks=2, order="interleaved"),
+    _divided("windows and sections", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), windows=True, sections=True),
+    _divided(
+        "eight: pp 2 x tp 2 x dp 2, two encoders",
+        ranks=8,
+        pp=2,
+        tp=2,
+        encoders=((2, 2), (1, 1, 2)),
+        images="rare",
+        tied=True,
+    ),
+    _divided("eight: pp 2 x tp 4", ranks=8, pp=2, tp=4, encoders=((1, 2, 2),), order="zero-bubble", layers=6),
+    _divided(
+        "eight: pp 4 x tp 2, interleaved, frozen encoder beside one that learns",
+        ranks=8,
+        pp=4,
+        tp=2,
+        chunks=2,
+        order="interleaved",
+        layers=8,
+        microbatches=8,
+        encoders=((2, 2), (1, 2)),
+        frozen=("audio",),
+    ),
+    _divided("eight: tp 4 x dp 2", ranks=8, pp=1, tp=4, encoders=((1, 4),), dropout=True, images="rare"),
+    _divided(
+        "sixteen: pp 4 x tp 2 x dp 2",
+        ranks=16,
+        pp=4,
+        tp=2,
+        encoders=((2, 1, 2),),
+        order="zero-bubble",
+        layers=6,
+    ),
+    _divided(
+        "sixteen: pp 2 x tp 4 x dp 2",
+        ranks=16,
+        pp=2,
+        tp=4,
+        encoders=((1, 2, 2), (2, 4)),
+        recompute="selective",
+        tied=True,
+    ),
+    _divided("sixteen: pp 4 x tp 4", ranks=16, pp=4, tp=4, encoders=((1, 4),), recompute="full", slots=False),
+]
+# The same with masters in parts on replicas, and gradients clipped: to their norm every number counts once.
+DIVIDED_SHARDED = [
+    replace(case, name=f"sharded {case.name}", sharded=True, clip=0.05)
+    for case in DIVIDED
+    if case.ranks >= 4 and case.slots
 ]

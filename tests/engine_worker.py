@@ -15,13 +15,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_bugs import BUGS
-from engine_cases import CASES, HALF, SHARDED, Case
+from engine_cases import CASES, DIVIDED, DIVIDED_SHARDED, HALF, SHARDED, Case
 from one_process import OneProcess
 from sharding_bugs import SHARDING_BUGS
 from torch import Tensor
@@ -31,13 +32,15 @@ from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets, views_of
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups
+from optimus.engine.groups import make_groups, share_of
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
 from optimus.engine.reduction import Replicated
 from optimus.engine.sharding import Sharded
 from optimus.engine.synthetic import Synthetic
-from optimus.engine.torch_private import all_gather_single
+from optimus.models.build import build_layers, divided_parameters
+from optimus.models.collectives import all_gather_single
+from optimus.models.split import Split
 from optimus.program.ranks import LLM
 
 TIMEOUT_S = 30
@@ -54,19 +57,20 @@ class RankRun:
         self.data = Synthetic(job=job, seed=case.seed)
         self.per_step = job.workload.sequences_per_step
         tokens = case.sequences * job.workload.sequence_tokens
+        groups = make_groups(self.plan, rank, timeout_s=TIMEOUT_S)
         self.model = build_rank(
             job.model,
             self.plan,
-            rank,
+            groups,
             llm_tokens=tokens,
             dtype=self.dtype,
             seed=case.seed,
             numerics=case.all_numerics,
             fuse=not case.segments,
         )
-        groups = make_groups(self.plan, rank, timeout_s=TIMEOUT_S)
         chunks, tied = self.model.chunks, self.model.tied
-        self.buckets = Buckets(self.plan, groups, chunks, Sharded if case.sharded else Replicated, tied)
+        make: Any = Sharded if case.sharded else Replicated
+        self.buckets: Buckets[Any] = Buckets(self.plan, groups, chunks, make, tied, self.model.partial)
         self.optimizer = self._sharded_optimizer() if case.sharded else self._plain_optimizer()
         self.narrow = 0
         self.learns = False  # the first step shows gradients, and changes nothing
@@ -83,6 +87,18 @@ class RankRun:
         )
         self.replica = self.plan.ranks.place(LLM, rank).dp
 
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """How parameters of all ranks are divided, by name."""
+        return {
+            name: split
+            for module in self.case.job.model.modules
+            for name, _, split in divided_parameters(
+                module, build_layers(module, dtype=self.dtype, device="meta")
+            )
+            if split is not None
+        }
+
     def numbers(self, step: int) -> range:
         return range(step * self.per_step, (step + 1) * self.per_step)
 
@@ -94,7 +110,7 @@ class RankRun:
         return SampleBatch(
             self.case.job.model,
             self.plan,
-            self.plan.ranks.class_of(self.rank),
+            self.rank,
             table,
             self.data.sample,
             scale=1.0 / sum(self.data.labels(number) for number in numbers),
@@ -171,9 +187,8 @@ class RankRun:
         return torch.optim.AdamW(trained, foreach=False, **LEARNING) if trained else None
 
     def _sharded_optimizer(self) -> Optimizer:
-        sharded = [bucket for bucket in self.buckets if isinstance(bucket, Sharded)]
         learning = {"learning_rate": LEARNING["lr"], "weight_decay": LEARNING["weight_decay"]}
-        return Optimizer(sharded, clip=self.case.clip, copies=self.model.copies, **learning)
+        return Optimizer(self.buckets, clip=self.case.clip, copies=self.model.copies, **learning)
 
 
 def everybody(mine: Any) -> list[Any]:
@@ -183,18 +198,26 @@ def everybody(mine: Any) -> list[Any]:
     return found
 
 
-def worst(given: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> float:
+def worst(given: list[dict[str, Tensor]], expected: dict[str, Tensor], run: RankRun | None = None) -> float:
     """The largest difference of any rank, relative to the largest number of all; infinite if names miss."""
     scale = max((float(tensor.abs().max()) for tensor in expected.values()), default=1.0) or 1.0
     seen: set[str] = set()
     found = 0.0
-    for of_rank in given:
+    for rank, of_rank in enumerate(given):
         for name, tensor in of_rank.items():
-            plain = name.removesuffix(" (head)")
+            plain = _plain(name)
             seen.add(plain)
-            difference = float((tensor - expected[plain]).abs().max()) / scale
+            right = expected[plain] if run is None else part_of(run, rank, plain, expected)
+            difference = float((tensor - right).abs().max()) / scale
             found = max(found, difference if difference == difference else float("inf"))
     return found if seen == set(expected) else float("inf")
+
+
+def part_of(run: RankRun, rank: int, name: str, whole: dict[str, Tensor]) -> Tensor:
+    """What a rank holds of a parameter."""
+    share = share_of(run.plan, name.split(".")[0], rank)
+    split = run.splits.get(name)
+    return whole[name] if split is None else split.part(whole[name], share.rank, share.size)
 
 
 def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
@@ -219,7 +242,7 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
         assert not run.narrow and run.optimizer.norm is not None and run.optimizer.norm > case.clip
     found = {
         "loss": abs(loss - expected_loss) / abs(expected_loss),
-        "gradients": worst(gradients, expected),
+        "gradients": worst(gradients, expected, run),
         "digests": digests,
     }
     if steps:
@@ -227,7 +250,7 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
         one = OneProcess(case.job.model, seed=case.seed, numerics=case.all_numerics)
         one.train(batches, clip=case.clip, **LEARNING)
         trained = {name: p.detach() for name, p in one.parameters().items() if p.requires_grad}
-        found["parameters"] = worst(learned, trained)
+        found["parameters"] = worst(learned, trained, run)
     return found
 
 
@@ -336,7 +359,7 @@ def play(
 def main(what: str, names: list[str]) -> None:
     """Cases after `what` steps of training; with `bugs` every bug on its case; `bf16` in that type.
 
-    All plain ones if none is named; `sharded` are all of those.
+    All plain ones if none is named; `sharded` and `divided` are all of those.
     """
     if what.endswith("bugs"):
         by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF)}
@@ -348,10 +371,12 @@ def main(what: str, names: list[str]) -> None:
         return
     look = {"bf16": compare_half, "logs": compare_logs}.get(what, compare)
     steps = {"bf16": 3, "logs": 50}.get(what) or int(what)
-    if names and names != ["sharded"]:
-        cases = [case for case in (*CASES, *SHARDED, *HALF) if case.name in names]
+    groups = {"sharded": SHARDED, "divided": DIVIDED, "divided-sharded": DIVIDED_SHARDED}
+    if names and names[0] not in groups:
+        every = (*CASES, *HALF, *chain.from_iterable(groups.values()))
+        cases = [case for case in every if case.name in names]
     else:
-        cases = HALF if what == "bf16" else SHARDED if names else CASES
+        cases = HALF if what == "bf16" else groups[names[0]] if names else CASES
     for case in cases:
         found = play(case, partial(look, steps=steps))
         print(json.dumps({"name": case.name, **found}), flush=True)  # noqa: T201

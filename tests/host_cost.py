@@ -98,12 +98,13 @@ class TinyRank:
                 sequences=(PackedSequence(text=1, items=()),),
             ),
         )
+        groups = Groups(rank=0, members={}, groups={})
         self.model: RankModel = build_rank(
-            self.job.model, self.plan, 0, llm_tokens=1, dtype=torch.float32, seed=0
+            self.job.model, self.plan, groups, llm_tokens=1, dtype=torch.float32, seed=0
         )
         self.executor = Executor(
             self.plan,
-            Groups(rank=0, members={}, groups={}),
+            groups,
             self.model.chunks,
             self.model.shapes,
             device=torch.device("cpu"),

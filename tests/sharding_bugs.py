@@ -21,7 +21,7 @@ from optimus.engine.buckets import Buckets
 from optimus.engine.executor import Executor
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.sharding import Sharded
-from optimus.engine.torch_private import all_gather_single, reduce_scatter_single
+from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 TWO = "sharded: two by two interleaved"
 TIED = "sharded: zero-bubble, tied, dropout, two encoders"

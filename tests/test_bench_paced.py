@@ -25,7 +25,7 @@ from optimus.bench.result import BenchResult, VariantTime
 from optimus.cli import run
 from optimus.engine.mail import Pending
 from optimus.engine.sharding import Sharded
-from optimus.engine.torch_private import all_gather_single
+from optimus.models.collectives import all_gather_single
 from optimus.program.plan import Plan, Verb
 from optimus.program.ranks import LLM
 from optimus.render.benching import bench_json, bench_text

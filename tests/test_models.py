@@ -20,7 +20,7 @@ from optimus.models.arrangement import arrange
 from optimus.models.attention import attend_by_spans
 from optimus.models.build import build_layers, layer_count, named_parameters
 from optimus.models.check_sample import check_sample
-from optimus.models.chunk import Recompute, SegmentedChunk
+from optimus.models.chunk import SegmentedChunk
 from optimus.models.context import bin_targets, encoder_inputs, llm_inputs
 from optimus.models.dropout import kept, row_keys
 from optimus.models.layers import gated
@@ -28,6 +28,7 @@ from optimus.models.norms import Norm
 from optimus.models.numerics import NUMERICS, Numerics
 from optimus.models.sample import Item, Placed, Sample, loss_scale, placed_items
 from optimus.models.segment import Deferred, Segment
+from optimus.models.steps import Recompute
 from optimus.program.op import Kind
 
 DTYPE = torch.float64
@@ -177,8 +178,8 @@ def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backwar
     kept = SegmentedChunk(layers, recompute="cheap")
     kept.begin(0, state, needs, context)
     play(kept, Kind.F)
-    for layer in range(module.stack.layers + 2):
-        chunk._fill(0, layer)
+    for place in range(len(chunk._segments)):
+        chunk._fill(0, place)
     assert all(torch.equal(again, first) for again, first in zip(made, cheap_of(kept), strict=True))
 
 

@@ -21,7 +21,7 @@ from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_ranks import run_paced_ranks
 from optimus.bench.pacing import Link, PacedClock
 from optimus.bench.real_ranks import run_pinned_ranks
-from optimus.engine.torch_private import all_gather_single, reduce_scatter_single
+from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 LINK = Link(latency_s=0.005, bandwidth_bytes_per_s=1e5, bytes_scale=10.0)
 MESSAGE = torch.arange(50, dtype=torch.float32)  # 200 bytes that stand for 2000

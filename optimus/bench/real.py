@@ -77,16 +77,16 @@ def _ours(
 ) -> tuple[Callable[[], Tensor | None], list[Tensor]]:
     """Our step, and parameters of this rank, so that each of the model is on one of them."""
     rank, samples = dist.get_rank(), job.workload.sequences_per_step
-    model = build_rank(
-        job.model, plan, rank, llm_tokens=job.workload.sequence_tokens, dtype=torch.float32, seed=SEED
-    )
     groups = make_groups(plan, rank, timeout_s=TIMEOUT_S)
+    model = build_rank(
+        job.model, plan, groups, llm_tokens=job.workload.sequence_tokens, dtype=torch.float32, seed=SEED
+    )
     executor = Executor(plan, groups, model.chunks, model.shapes, device=torch.device("cpu"), tied=model.tied)
     table = make_table(plan, [data.sizes(number) for number in range(samples)])
     batch = SampleBatch(
         job.model,
         plan,
-        plan.ranks.class_of(rank),
+        rank,
         table,
         data.sample,
         scale=scale,

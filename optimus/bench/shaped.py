@@ -95,9 +95,9 @@ class _Variant:
         rank, data = dist.get_rank(), Synthetic(job=job, seed=SEED)
         count = job.workload.sequences_per_step
         llm_tokens = count // plan.ranks.llm.dp // plan.microbatches * job.workload.sequence_tokens
-        model = build_rank(job.model, plan, rank, llm_tokens=llm_tokens, dtype=DTYPE, seed=SEED)
         groups = make_groups(plan, rank, timeout_s=TIMEOUT_S)
-        buckets: Buckets[Sharded] = Buckets(plan, groups, model.chunks, way, model.tied)
+        model = build_rank(job.model, plan, groups, llm_tokens=llm_tokens, dtype=DTYPE, seed=SEED)
+        buckets: Buckets[Sharded] = Buckets(plan, groups, model.chunks, way, model.tied, model.partial)
         self.optimizer = Optimizer(buckets, learning_rate=1e-4, weight_decay=0.01, clip=1.0)
         self._executor = Executor(
             plan,
@@ -114,7 +114,7 @@ class _Variant:
         self._batch = SampleBatch(
             job.model,
             plan,
-            plan.ranks.class_of(rank),
+            rank,
             make_table(plan, [data.sizes(number) for number in range(first, first + own)]),
             data.sample,
             scale=1.0 / sum(data.labels(number) for number in range(count)),

@@ -15,6 +15,7 @@ from optimus.engine.buckets import Bucket, Buckets
 from optimus.engine.groups import Groups, edge_of, seam_edge
 from optimus.engine.mail import Key, Mail, TensorSpec
 from optimus.engine.placing import place_phases
+from optimus.engine.seam import arrives
 from optimus.models.chunk import Chunk
 from optimus.models.chunk import Phase as ChunkPhase
 from optimus.models.segment import Gradients, State
@@ -85,6 +86,7 @@ class Compiler:
         self.mail, self.moment, self.finish = mail, moment, finish
         self.device = plan.ranks.class_of(groups.rank)
         self.program = plan.programs[self.device]
+        self._counts_loss = plan.ranks.place(LLM, groups.rank).tp == 0  # all of a group make the same
         self.senders: dict[Key, tuple[int, ...]] = {}  # whose message is taken under a key
         self._placed: dict[tuple[str, Verb, int, int], list[list[ChunkPhase]]] = {}
 
@@ -137,6 +139,8 @@ class Compiler:
             begin, keys = self._begin(module, verb, virtual, microbatch)
             waits = tuple(sorted({rank for key in keys for rank in self.senders.get(key, ())}))
             runs.insert(0, begin)
+        if any(phase.kind == Kind.WAIT for phase in placed[place]):
+            waits = tuple(sorted({*waits, *self.groups.members[f"{module}.tp"]} - {self.groups.rank}))
         if place == busy[-1] and verb != Verb.W:
             runs.append(self._end(module, verb, virtual, microbatch))
         return _in_turn(runs), waits
@@ -178,6 +182,7 @@ class Compiler:
             (ROWS, name, 0, microbatch * encoder.pieces + piece)
             for name, encoder in self.plan.encoders.items()
             for piece in range(encoder.pieces)
+            if arrives(self.plan, self.groups.rank, name, microbatch * encoder.pieces + piece)
         ]
 
     def _needs(self, key: Key) -> bool:
@@ -245,7 +250,8 @@ class Compiler:
 
     def _keep_loss(self, chunk: Chunk, microbatch: int) -> None:
         output = chunk.output(microbatch)
-        self.moment.losses.append(output[0])
+        if self._counts_loss:
+            self.moment.losses.append(output[0])
         if self.moment.one is None:
             self.moment.one = torch.ones_like(output[0])
         if len(output) > 1:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from optimus.engine.batch_table import BatchTable
+from optimus.engine.groups import share_of
+from optimus.engine.seam import Piece, holders_of, route
 from optimus.job.model import Encoder, Model
-from optimus.models.context import bin_targets, encoder_inputs, llm_inputs
+from optimus.models.context import SeamRows, bin_targets, encoder_inputs, llm_inputs
 from optimus.models.numerics import NUMERICS, Numerics
 from optimus.models.sample import Placed, Sample
 from optimus.program.plan import Plan, Verb
@@ -19,13 +21,13 @@ from optimus.program.ranks import LLM
 
 
 class SampleBatch:
-    """Everything is made on the host before the step begins, for the ops of one device class."""
+    """Everything is made on the host before the step begins, for the ops of one rank."""
 
     def __init__(
         self,
         model: Model,
         plan: Plan,
-        device_class: int,
+        rank: int,
         table: BatchTable,
         read: Callable[[int], Sample],
         *,
@@ -42,7 +44,10 @@ class SampleBatch:
         self._samples: dict[int, Sample] = {}
         self._read = read
         self._made: dict[tuple[str, int], tuple[tuple[Tensor, ...], Any]] = {}
-        program = plan.programs[device_class]
+        self._shares = {name: share_of(plan, name, rank) for name in plan.modules}
+        device = plan.ranks.class_of(rank)
+        self._begins_llm = plan.ranks.stage_of(LLM, device) == 0
+        program = plan.programs[device]
         forwards = program.rows[program.verb == Verb.F][:, [0, 3]]
         for module, microbatch in sorted(set(map(tuple, forwards.tolist()))):
             name = plan.names[module]
@@ -72,33 +77,42 @@ class SampleBatch:
         room = self.plan.modules[name].bin_tokens
         items, numerics = self._items(name, microbatch), self.numerics.get(name, NUMERICS)
         inputs, context = encoder_inputs(encoder, items, room, numerics=numerics, **self._how)
-        return (inputs.to(self.device, non_blocking=True),), context.to(self.device)
+        rows = self._shares[name].rows(room)
+        return (inputs[rows].to(self.device, non_blocking=True),), context.of(rows).to(self.device)
 
     def _llm(self, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
         samples = [self._sample(number) for number in self.table.samples[microbatch]]
-        targets: list[Tensor] = []
+        pieces: list[Piece] = []
         for encoder in self.model.encoders:
-            targets += self._targets(encoder, microbatch, samples)
+            pieces += self._pieces(encoder, microbatch, samples)
         ids, context = llm_inputs(
             self.model.llm,
             samples,
-            targets,
+            [piece.targets for piece in pieces],
             self.scale,
             encoders=self.model.encoders,
             numerics=self.numerics.get(LLM, NUMERICS),
             **self._how,
         )
+        share = self._shares[LLM]
+        if share.size > 1:
+            context = context.of(share.rows(len(ids)), self._seam(pieces, len(ids)))
         return (ids.to(self.device, non_blocking=True),), context.to(self.device)
 
-    def _targets(self, encoder: Encoder, microbatch: int, samples: list[Sample]) -> list[Tensor]:
-        """Of every piece that feeds an LLM microbatch: the row that each of its rows replaces."""
+    def _seam(self, pieces: list[Piece], length: int) -> SeamRows | None:
+        """Only the first stage looks at it."""
+        return route(pieces, self._shares[LLM], length) if self._begins_llm else None
+
+    def _pieces(self, encoder: Encoder, microbatch: int, samples: list[Sample]) -> list[Piece]:
+        """What feeds an LLM microbatch: the row that each of its rows replaces, and who holds it."""
         first_rows, rows = {}, 0
         for sample in samples:
             first_rows[sample.number] = rows
             rows += sample.length
         planned = self.plan.modules[encoder.name]
-        pieces = range(microbatch * planned.pieces, (microbatch + 1) * planned.pieces)
-        return [
-            bin_targets(encoder, self._items(encoder.name, piece), planned.bin_tokens, first_rows, rows)
-            for piece in pieces
-        ]
+        name, found = encoder.name, []
+        for piece in range(microbatch * planned.pieces, (microbatch + 1) * planned.pieces):
+            items = self._items(name, piece)
+            targets = bin_targets(encoder, items, planned.bin_tokens, first_rows, rows)
+            found.append(Piece(holders=holders_of(self.plan, name, piece), targets=targets))
+        return found

@@ -30,6 +30,10 @@ class Bucket(Protocol):
     def summed(self) -> Tensor:
         """After `wait_reduced`: the gradients that this rank holds, flat."""
 
+    @property
+    def offset(self) -> int:
+        """Where, among the gradients of all parameters one after another, those of this rank begin."""
+
     def reset(self) -> None:
         """Gradients begin anew."""
 
@@ -51,7 +55,8 @@ class Buckets(Generic[B]):
     """All buckets of one rank. Each parameter is in one; one that is `tied` to another rank's, alone in it.
 
     Both ends of a tied parameter then hold the same part of it. What belongs to no chunk's bucket is in that
-    of the whole stage, if there is one; what is in none at all is not reduced, and `rest`.
+    of the whole stage, if there is one; what is in none at all is not reduced, and `rest`. Parameters whose
+    gradients a tensor-parallel group makes in `partial` sums stand first in their bucket.
     """
 
     def __init__(
@@ -61,16 +66,18 @@ class Buckets(Generic[B]):
         chunks: Mapping[str, tuple[Chunk, ...]],
         make: Callable[[Sequence[Tensor], dist.ProcessGroup | None], B],
         tied: Sequence[Tensor] = (),
+        partial: Sequence[Tensor] = (),
     ) -> None:
         self._plan, self._groups, self._chunks, self._make = plan, groups, chunks, make
         self._tied = {id(parameter) for parameter in tied}
+        self._partial = {id(parameter) for parameter in partial}
+        self._modules: dict[Bucket, str] = {}
         self._device = plan.ranks.class_of(groups.rank)
         self._made: dict[tuple[str, int], tuple[B, ...]] = {}
         self._taken: set[int] = set()
         for name in plan.modules:
             self._make_module(name)
-        left = [p for p in parameters_of(all_layers(chunks)) if id(p) not in self._taken]
-        self.rest = tuple(chain.from_iterable(self._make_all(alike, None) for alike in _by_type(left)))
+        self.rest = tuple(chain.from_iterable(self._make_rest(name) for name in plan.modules))
 
     def __iter__(self) -> Iterator[B]:
         return chain(chain.from_iterable(self._made.values()), self.rest)
@@ -87,6 +94,30 @@ class Buckets(Generic[B]):
             if whole or (bucket.chunk == chunk and inside):
                 yield from self.at(module, place)
 
+    def partial_sums(self, bucket: Bucket) -> Tensor:
+        """What of a bucket's gradients is, on this rank, still to be summed over the module's group."""
+        count = sum(each.numel() for each in bucket.parameters if id(each) in self._partial)
+        return bucket.summed[: max(0, count - bucket.offset)]
+
+    def counted(self, bucket: Bucket) -> Tensor:
+        """What of a bucket's gradients counts on this rank: what a whole group holds does so on its first."""
+        first = self._plan.ranks.place(self._modules[bucket], self._groups.rank).tp == 0
+        return bucket.summed if first else bucket.summed[len(self.partial_sums(bucket)) :]
+
+    def add_partial_sums(self) -> None:
+        """Over every module's tensor-parallel group, all of it at once."""
+        for name in self._plan.modules:
+            group = self._groups.get(f"{name}.tp")
+            mine = [bucket for bucket in self if self._modules[bucket] == name]
+            parts = [] if group is None else [self.partial_sums(bucket) for bucket in mine]
+            parts = [part for part in parts if len(part)]
+            if not parts:
+                continue
+            flat = torch.cat(parts)
+            dist.all_reduce(flat, dist.ReduceOp.SUM, group)
+            for part, found in zip(parts, flat.split([len(part) for part in parts]), strict=True):
+                part.copy_(found)
+
     def _planned(self, module: str) -> Sequence[PlannedBucket]:
         return self._plan.modules[module].buckets[self._plan.ranks.stage_of(module, self._device)]
 
@@ -99,16 +130,29 @@ class Buckets(Generic[B]):
             if bucket.chunk != WHOLE_STAGE and len(mine) < len(held) and group is not None:
                 raise _shared(name)
             self._taken |= {id(parameter) for parameter in mine}
-            self._made[name, place] = self._make_all(mine, group)
+            self._made[name, place] = self._make_all(name, mine, group)
         trained = {id(p) for p in parameters_of(all_layers({name: self._chunks[name]}))}
         if group is not None and trained - (self._taken - before):
             raise _left_out(name)
 
-    def _make_all(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> tuple[B, ...]:
+    def _make_rest(self, name: str) -> Iterator[B]:
+        """Of what no bucket of the plan holds."""
+        trained = parameters_of(all_layers({name: self._chunks[name]}))
+        left = [parameter for parameter in trained if id(parameter) not in self._taken]
+        self._taken |= {id(parameter) for parameter in left}
+        for alike in _by_type(left):
+            yield from self._make_all(name, alike, None)
+
+    def _make_all(
+        self, name: str, parameters: Sequence[Tensor], group: dist.ProcessGroup | None
+    ) -> tuple[B, ...]:
         """One bucket, and one for each parameter that is tied."""
         tied = [[p] for p in parameters if id(p) in self._tied]
         others = [p for p in parameters if id(p) not in self._tied]
-        return tuple(self._make(part, group) for part in (others, *tied) if part)
+        others.sort(key=lambda parameter: id(parameter) not in self._partial)
+        found = tuple(self._make(part, group) for part in (others, *tied) if part)
+        self._modules.update(dict.fromkeys(found, name))
+        return found
 
     def _held(self, name: str, bucket: PlannedBucket) -> list[Tensor]:
         held: list[Tensor] = []

@@ -124,6 +124,7 @@ class Executor:
             bucket.reduce()  # no line does
         for bucket in self.buckets:
             bucket.wait_reduced()
+        self.buckets.add_partial_sums()
         self._join_tied()
         if self._optimizer is not None:
             self._optimizer.step()

@@ -9,12 +9,13 @@ plan, never on the number of ranks; where a backend can split, one split makes a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from optimus.models.tensor_parallel import Share
 from optimus.program.op import Communicator, Kind
 from optimus.program.plan import Plan, Verb
 from optimus.program.ranks import LLM, Ranks
@@ -35,6 +36,8 @@ def axes_of(plan: Plan) -> list[Axis]:
     ranks, found = plan.ranks, []
     for name, module in plan.modules.items():
         found.append(Axis(name=f"{name}.dp", members=_replicas(ranks, name)))
+        if module.layout.tp > 1:
+            found.append(Axis(name=f"{name}.tp", members=_sharers(ranks, name)))
         for direction in ("forward", "backward")[: 1 + _learns(plan, name)]:
             for colour in _colours(module.layout.pp, module.layout.chunks):
                 axis = f"{name}.{direction}.{colour}"
@@ -52,6 +55,11 @@ def axes_of(plan: Plan) -> list[Axis]:
 def replicas_of(plan: Plan, module: str, rank: int) -> Members:
     """The ranks that hold what a rank holds of a module, itself among them."""
     return _replicas(plan.ranks, module)(rank) or (rank,)
+
+
+def share_of(plan: Plan, module: str, rank: int) -> Share:
+    """A rank's place among those that divide the layers of a module between them."""
+    return Share(rank=plan.ranks.place(module, rank).tp, size=plan.modules[module].layout.tp)
 
 
 def replica_mesh(plan: Plan, module: str) -> DeviceMesh:
@@ -82,7 +90,9 @@ def seam_edge(plan: Plan, rank: int, module: str, verb: Verb, microbatch: int) -
     ranks = plan.ranks
     pipeline = plan.modules[module].pipelines[microbatch]
     direction = "seam" if verb in (Verb.SEND_SEAM, Verb.RECV_SEAM) else "seam-back"
-    entry, last = _seam_ends(ranks, module, pipeline, rank)
+    ends = _seam_ends(ranks, module, pipeline, rank)
+    assert rank in ends, f"rank {rank} is no end of pipeline {pipeline} of {module}"
+    entry, last = ends
     other = entry if verb in (Verb.SEND_SEAM, Verb.RECV_SEAM_B) else last
     return f"{module}.{direction}.{pipeline}", other
 
@@ -97,6 +107,10 @@ def _learns(plan: Plan, name: str) -> bool:
 
 def _replicas(ranks: Ranks, module: str) -> Callable[[int], Members]:
     return lambda rank: ranks.group_of(module, Communicator.DP, rank)
+
+
+def _sharers(ranks: Ranks, module: str) -> Callable[[int], Members]:
+    return lambda rank: ranks.group_of(module, Communicator.TP, rank)
 
 
 def _colour(source: int, pp: int) -> str:
@@ -128,21 +142,27 @@ def _pairs(ranks: Ranks, module: str, colour: str) -> Callable[[int], Members]:
 def _remote_pipelines(ranks: Ranks, module: str) -> list[int]:
     """Pipelines of an encoder whose last stage is not on LLM stage 0."""
     return [
-        pipeline
-        for pipeline in range(ranks.num_pipelines(module))
-        if len(set(_seam_ends(ranks, module, pipeline, like=0))) == 2
+        pipeline for pipeline in range(ranks.num_pipelines(module)) if _last_stage(ranks, module, pipeline)
     ]
 
 
-def _seam_ends(ranks: Ranks, module: str, pipeline: int, like: int) -> tuple[int, int]:
-    """The ranks on LLM stage 0 and at the last stage of an encoder pipeline, in the replica of `like`."""
-    last_stage = ranks.layouts[module].pp - 1
-    device = next(
-        device
-        for device in range(ranks.num_classes)
-        if ranks.stage_of(module, device) == last_stage and ranks.pipeline_of(module, device) == pipeline
-    )
-    return ranks.member(ranks.entry_of(device), like), ranks.member(device, like)
+def _last_stage(ranks: Ranks, module: str, pipeline: int) -> int:
+    """The LLM's stage on which an encoder pipeline ends."""
+    layout, llm = ranks.layouts[module], ranks.llm
+    return pipeline // (llm.tp // layout.tp) // llm.cp * layout.pp + layout.pp - 1
+
+
+def _seam_ends(ranks: Ranks, module: str, pipeline: int, like: int) -> Members:
+    """The ranks on LLM stage 0 and at the last stage of an encoder pipeline, where `like` stands in both.
+
+    None if the pipeline does not reach that place of the tensor-parallel group.
+    """
+    layout, llm, place = ranks.layouts[module], ranks.llm, ranks.place(LLM, like)
+    across = llm.tp // layout.tp
+    if place.tp // layout.tp != pipeline % across:
+        return ()
+    context, last = pipeline // across % llm.cp, _last_stage(ranks, module, pipeline)
+    return ranks.rank_of(0, place.dp, context, place.tp), ranks.rank_of(last, place.dp, context, place.tp)
 
 
 def _seam(ranks: Ranks, module: str, pipeline: int) -> Callable[[int], Members]:
@@ -180,6 +200,10 @@ class Groups:
 
     def get(self, axis: str) -> dist.ProcessGroup | None:
         return self.groups.get(axis)
+
+    def share(self, plan: Plan, module: str) -> Share:
+        """This rank's place in the module's tensor-parallel group, with the group."""
+        return replace(share_of(plan, module, self.rank), process_group=self.get(f"{module}.tp"))
 
     def mesh(self, module: str, device_type: str) -> DeviceMesh | None:
         """The replicas of a module as a mesh, for those who place tensors by it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,14 @@ from torch import distributed as dist
 from optimus.engine.sharding import Sharded
 
 SMALL = 1e-6  # added to a norm that divides, as torch.nn.utils.clip_grad_norm_ does
+
+
+class Counted(Protocol):
+    """Buckets, and what of each counts here; see `buckets.Buckets`."""
+
+    def __iter__(self) -> Iterator[Sharded]: ...
+
+    def counted(self, bucket: Sharded) -> Tensor: ...
 
 
 class Optimizer:
@@ -22,7 +31,7 @@ class Optimizer:
 
     def __init__(
         self,
-        buckets: Iterable[Sharded],
+        buckets: Counted,
         *,
         learning_rate: float,
         weight_decay: float,
@@ -32,7 +41,9 @@ class Optimizer:
     ) -> None:
         self.buckets, self.clip = list(buckets), clip
         elsewhere = {id(parameter) for parameter in copies}
-        self._counted = [each for each in self.buckets if id(each.parameters[0]) not in elsewhere]
+        self._counted = [
+            buckets.counted(each) for each in self.buckets if id(each.parameters[0]) not in elsewhere
+        ]
         self._device = device or torch.device("cpu")
         masters = [bucket.master for bucket in self.buckets]
         self.adamw = (
@@ -54,7 +65,7 @@ class Optimizer:
 
     def _norm(self) -> Tensor:
         """Parts of every parameter lie on its replicas: each number is counted once."""
-        norms = [torch.linalg.vector_norm(each.summed, dtype=torch.float64) for each in self._counted]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._counted]
         squares = [norm.square() for norm in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         total = total.to(self._device)

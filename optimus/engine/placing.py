@@ -7,7 +7,7 @@ piece of a backward at the first, so that what is reduced after any of these lin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from optimus.errors import UserError
 from optimus.models.chunk import ANY, Phase
@@ -15,16 +15,20 @@ from optimus.program.op import Kind
 from optimus.program.plan import Phase as PlannedPhase
 from optimus.program.plan import Template
 
+COMMUNICATION = (Kind.LAUNCH, Kind.WAIT)
+
 
 def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list[list[Phase]]:
     """For every line of an op, the phases of the chunk to run there."""
-    forward = all(phase.kind == Kind.F for phase in phases)
+    forward = all(phase.kind in (Kind.F, *COMMUNICATION) for phase in phases)
     covered: list[list[int]] = [[] for _ in phases]
+    found_at: dict[int, int] = {}  # the phase that stands for a line of the template
     for place, planned in enumerate(template):
-        number = next((at for at, phase in enumerate(phases) if _stands_for(phase, planned)), None)
+        number = _phase_for(template, place, phases, found_at)
         if number is not None:
+            found_at[place] = number
             covered[number].append(place)
-        elif planned.kind in (Kind.LAUNCH, Kind.WAIT) or planned.duration_s > 0:
+        elif planned.kind in COMMUNICATION or planned.duration_s > 0:
             raise UserError(
                 field=f"{what} layer {planned.layer} {planned.name}",
                 problem="is in the plan, and the chunk that was given has nothing for it",
@@ -34,6 +38,8 @@ def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list
     at = 0
     for phase, places in zip(phases, covered, strict=True):
         wanted = (places[-1] if forward else places[0]) if places else at
+        if phase.kind == Kind.LAUNCH:
+            wanted = max(wanted, at)  # behind what its numbers come from: a plan knows no such small steps
         if wanted < at:
             raise UserError(
                 field=f"{what} layer {phase.layer} {'+'.join(phase.kernels)}",
@@ -45,12 +51,27 @@ def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list
     return found
 
 
+def _phase_for(
+    template: Template, place: int, phases: Sequence[Phase], found_at: Mapping[int, int]
+) -> int | None:
+    """The number of the phase that stands for a line; a wait is found by its launch."""
+    planned = template[place]
+    if planned.kind == Kind.WAIT and planned.after[0] in found_at:
+        launch = found_at[planned.after[0]]
+        if phases[launch].kind != Kind.LAUNCH:
+            return launch  # a chunk that is one piece
+        name = phases[launch].kernels
+        rest = range(launch + 1, len(phases))
+        return next(at for at in rest if phases[at].kind == Kind.WAIT and phases[at].kernels == name)
+    return next((at for at, phase in enumerate(phases) if _stands_for(phase, planned)), None)
+
+
 def _stands_for(phase: Phase, planned: PlannedPhase) -> bool:
     if phase.layer == ANY:
         return True
     if phase.layer != planned.layer or (phase.kind == Kind.R) != (planned.kind == Kind.R):
         return False
-    communicates = planned.kind in (Kind.LAUNCH, Kind.WAIT)
-    if communicates != (phase.kind in (Kind.LAUNCH, Kind.WAIT)):
-        return False
-    return not phase.kernels or planned.name.split(".")[0] in phase.kernels
+    if planned.kind in COMMUNICATION or phase.kind in COMMUNICATION:
+        return phase.kind == planned.kind and planned.name in phase.kernels
+    own = planned.name, planned.name.split(".")[0]
+    return not phase.kernels or any(name in phase.kernels for name in own)

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from optimus.engine.actions import Shapes
+from optimus.engine.groups import Groups
 from optimus.engine.mail import TensorSpec
 from optimus.errors import UserError
 from optimus.job.model import Encoder, Llm, Model
-from optimus.models.build import build_layers, layer_count, named_parameters
-from optimus.models.chunk import Recompute, SegmentedChunk
+from optimus.models.build import build_layers, divided, divided_parameters, layer_count
+from optimus.models.chunk import SegmentedChunk
 from optimus.models.numerics import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.models.segment import Fused
+from optimus.models.segment import Fused, Segment
+from optimus.models.split import Split
+from optimus.models.steps import Recompute
 from optimus.program.op import Kind
 from optimus.program.plan import OPS, Plan, Verb
 from optimus.program.ranks import LLM
@@ -27,13 +30,17 @@ from optimus.program.ranks import LLM
 class RankModel:
     """Chunks by module, parameters by their global names, and tied parameters that are here.
 
-    `copies` are those of them that are the other end of one that counts, on this rank or another.
+    `copies` are those of them that are the other end of one that counts, on this rank or another. `splits`
+    says how tensor parallelism divides parameters; `partial` are those it does not: every rank of a group
+    holds all of them, and makes a part of their gradients.
     """
 
     chunks: Mapping[str, tuple[SegmentedChunk, ...]]
     parameters: Mapping[str, Tensor]
+    splits: Mapping[str, Split]
     tied: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
+    partial: tuple[Tensor, ...]
     shapes: Shapes
 
     @property
@@ -44,7 +51,7 @@ class RankModel:
 def build_rank(
     model: Model,
     plan: Plan,
-    rank: int,
+    groups: Groups,
     *,
     llm_tokens: int,
     dtype: torch.dtype,
@@ -56,16 +63,21 @@ def build_rank(
 ) -> RankModel:
     """Only what this rank runs is built. `llm_tokens` are those of one LLM microbatch.
 
-    Layers into which nothing is scheduled run as one piece, unless `fuse` is off.
+    Layers into which nothing is scheduled run as one piece, unless `fuse` is off or they are divided.
     """
     refuse_unsupported(plan)
+    rank = groups.rank
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
     parameters: dict[str, Tensor] = {}
+    splits: dict[str, Split] = {}
     tied: list[Tensor] = []
     copies: list[Tensor] = []
+    partial: list[Tensor] = []
     cut = modules_cut_in_layers(plan, rank) if fuse else set(plan.modules)
+    fed = any(encoder.train or encoder.projector.train for encoder in model.encoders)
     for module in model.modules:
         mine = []
+        share = groups.share(plan, module.name)
         for first, end in ranges_of(plan, module, rank):
             layers = build_layers(
                 module,
@@ -76,15 +88,22 @@ def build_rank(
                 end=end,
                 numerics=numerics.get(module.name, NUMERICS),
                 compute=kernels,
+                share=share,
+                fed=fed,
             )
             recompute = recompute_of(plan, module.name)
             whole = module.name not in cut and recompute != "attention"
-            parts = [[Fused(layer)] for layer in layers] if whole else layers
-            mine.append(SegmentedChunk(parts, recompute=recompute))
-            for name, parameter in named_parameters(module, layers, first=first):
+            parts = [_played(layer, divided_=share.size > 1, whole=whole) for layer in layers]
+            regathers = regathers_of(plan, module.name)
+            mine.append(SegmentedChunk(parts, recompute=recompute, regathers=regathers))
+            for name, parameter, split in divided_parameters(module, layers, first=first):
                 known = parameters.setdefault(name, parameter)
                 if known is not parameter:  # the other end of a tied parameter
                     parameters[f"{name} (head)"] = parameter
+                if split is not None:
+                    splits[name] = split
+                elif share.size > 1:
+                    partial.append(parameter)
             if isinstance(module, Llm) and module.tied and (first, end) != (0, layer_count(module)):
                 tied += [layers[0][0].weight] if first == 0 else []
                 copies += [layers[-1][0].weight] if end == layer_count(module) else []
@@ -92,10 +111,17 @@ def build_rank(
     return RankModel(
         chunks=chunks,
         parameters=parameters,
+        splits=splits,
         tied=(*tied, *copies),
         copies=tuple(copies),
+        partial=tuple(partial),
         shapes=shapes_of(model, plan, llm_tokens=llm_tokens, dtype=dtype),
     )
+
+
+def _played(layer: list[Segment], *, divided_: bool, whole: bool) -> list[Segment]:
+    """Segments of a layer between which the program may put something."""
+    return divided(layer) if divided_ else [Fused(layer)] if whole else layer
 
 
 def modules_cut_in_layers(plan: Plan, rank: int) -> set[str]:
@@ -138,17 +164,25 @@ def ranges_of(plan: Plan, module: Encoder | Llm, rank: int) -> list[tuple[int, i
 
 def shapes_of(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) -> Shapes:
     """Rows that travel between stages, and over the seam."""
-    hidden = model.llm.stack.hidden
+    hidden, tp = model.llm.stack.hidden, plan.ranks.llm.tp
+    if llm_tokens % tp:
+        raise UserError(
+            field=f"layout.{LLM}.tp",
+            value=tp,
+            problem=f"does not divide the {llm_tokens} tokens of a microbatch",
+            hint="use sequences of another length, or another tp",
+        )
 
     def everywhere(module: str, rows: int, width: int) -> list[tuple[TensorSpec, ...]]:
-        return [(TensorSpec(shape=(rows, width), dtype=dtype),)] * len(plan.modules[module].chunks)
+        own = rows // plan.modules[module].layout.tp
+        return [(TensorSpec(shape=(own, width), dtype=dtype),)] * len(plan.modules[module].chunks)
 
     inputs = {LLM: everywhere(LLM, llm_tokens, hidden)}
     rows = {}
     for encoder in model.encoders:
         tokens = plan.modules[encoder.name].bin_tokens
         inputs[encoder.name] = everywhere(encoder.name, tokens, encoder.stack.hidden)
-        merged = (tokens // encoder.projector.merge, hidden)
+        merged = (tokens // encoder.projector.merge // plan.modules[encoder.name].layout.tp, hidden)
         rows[encoder.name] = (TensorSpec(shape=merged, dtype=dtype),)
     return Shapes(inputs=inputs, rows=rows)
 
@@ -156,7 +190,7 @@ def shapes_of(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) 
 def refuse_unsupported(plan: Plan) -> None:
     """Names what a plan asks for and the engine does not run yet."""
     for name, module in plan.modules.items():
-        for axis in ("tp", "cp", "ep"):
+        for axis in ("cp", "ep"):
             if getattr(module.layout, axis) > 1:
                 raise UserError(
                     field=f"plan.modules.{name}.layout.{axis}",
@@ -174,3 +208,13 @@ def recompute_of(plan: Plan, name: str) -> Recompute:
     templates = {template for chunk in module.chunks for template in chunk.templates.values()}
     again = {phase.name for each in templates for phase in plan.templates[each] if phase.kind == Kind.R}
     return "attention" if again == {"attention"} else "cheap"
+
+
+def regathers_of(plan: Plan, name: str) -> bool:
+    """Whether a plan gathers rows of divided products a second time, for the gradients of weights."""
+    templates = {template for chunk in plan.modules[name].chunks for template in chunk.templates.values()}
+    return any(
+        phase.kind == Kind.LAUNCH and phase.name in ("qkv.gather", "up.gather")
+        for each in templates
+        for phase in plan.templates[each]
+    )

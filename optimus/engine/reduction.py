@@ -17,6 +17,8 @@ class Replicated:
     Whoever brings an optimizer of his own finds them in `grad`, as after any backward.
     """
 
+    offset = 0
+
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         check_types(parameters)
         self.parameters, self.group = list(parameters), group

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from optimus.engine.buckets import check_types, views_of
-from optimus.engine.torch_private import all_gather_single, reduce_scatter_single
+from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 
 class Sharded:
@@ -39,7 +39,8 @@ class Sharded:
         self._whole = torch.zeros(size * parts, dtype=like.dtype, device=like.device)
         self.gradients = torch.zeros(size * parts, dtype=wide, device=like.device)
         self._place_parameters(wide)
-        mine = slice(self._place * size, (self._place + 1) * size)
+        self.offset = self._place * size
+        mine = slice(self.offset, self.offset + size)
         self._part = self._whole[mine]  # sent from where it is received
         self.master = nn.Parameter(self._part.to(wide, copy=True))
         self.master.grad = self.gradients[mine]  # and summed where it lies

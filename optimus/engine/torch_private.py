@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 
 from optimus.errors import UserError
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "PythonGroup",
     "PythonWork",
-    "all_gather_single",
     "end_fsdp_forward",
     "fsdp_meshes",
     "gather_fsdp",
@@ -29,7 +27,6 @@ __all__ = [
     "is_view",
     "keep_fsdp_gradients",
     "reduce_fsdp",
-    "reduce_scatter_single",
     "wait_fsdp",
 ]
 
@@ -44,11 +41,6 @@ def gloo_on_loopback(store: Store, rank: int, size: int, timeout: timedelta) -> 
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
     return gloo(store, rank, size, options)
-
-
-# torch 2.13 has new names and warns about the old ones, which are all that earlier versions have.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def is_view(tensor: Tensor) -> bool:

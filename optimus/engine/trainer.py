@@ -104,17 +104,19 @@ class _Loop:
         self.dtype = getattr(torch, training.dtype or usual)
         self.sequences = job.workload.sequences_per_step // plan.ranks.llm.dp // plan.microbatches
         self.data = Synthetic(job=job, seed=training.seed)
+        self.groups = make_groups(plan, rank, timeout_s=GROUP_S)
         self.model = build_rank(
             job.model,
             plan,
-            rank,
+            self.groups,
             llm_tokens=self.sequences * job.workload.sequence_tokens,
             dtype=self.dtype,
             device=self.device,
             seed=training.seed,
         )
-        self.groups = make_groups(plan, rank, timeout_s=GROUP_S)
-        buckets: Buckets[Sharded] = Buckets(plan, self.groups, self.model.chunks, Sharded, self.model.tied)
+        buckets: Buckets[Sharded] = Buckets(
+            plan, self.groups, self.model.chunks, Sharded, self.model.tied, self.model.partial
+        )
         self.optimizer = Optimizer(
             buckets,
             learning_rate=training.learning_rate,
@@ -257,7 +259,7 @@ class _Loop:
         return SampleBatch(
             self.job.model,
             self.plan,
-            self._device_class,
+            self.member.rank,
             table,
             self.data.sample,
             scale=1.0 / max(1, labels),

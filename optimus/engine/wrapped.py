@@ -81,6 +81,8 @@ class FsdpBlock(Block):
 class Fsdp:
     """Modules of a stage or block that FSDP2 shards, as one bucket: see `buckets.Bucket`."""
 
+    offset = 0
+
     def __init__(self, parameters: Sequence[Tensor], modules: Sequence[FSDPModule]) -> None:
         self.parameters, self._modules = list(parameters), list(modules)
         # FSDP2 waits for gloo: in the last line, where ranks wait anyway and in one order.

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimus.errors import UserError
+from optimus.errors import UserError, one_of
 from optimus.job.model import Encoder, Llm
 from optimus.models.dropout import hashed
 from optimus.models.encoder import Patches, Project
-from optimus.models.layers import Attend, Down, Out, Qkv, Up
+from optimus.models.layers import JOIN, Attend, Down, Out, Qkv, Up
 from optimus.models.llm import Embedding, Head
 from optimus.models.numerics import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.models.segment import Segment
+from optimus.models.segment import Fused, Part, Segment
+from optimus.models.split import Split
+from optimus.models.tensor_parallel import ALONE, Share
 
 Module = Encoder | Llm
 SPREAD = 0.02  # standard deviation of weights and biases
@@ -40,37 +42,61 @@ def build_layers(
     end: int | None = None,
     numerics: Numerics = NUMERICS,
     compute: Kernels = KERNELS,
+    share: Share = ALONE,
+    fed: bool = True,
 ) -> list[list[Segment]]:
-    """Layers `first` up to `end` (not included) of a module, each a list of segments."""
-    refuse_unsupported(module)
+    """Layers `first` up to `end` (not included) of a module, each a list of segments.
+
+    `share` says which part of every layer is this rank's, `fed` whether rows that feed an LLM want gradients.
+    """
+    refuse_unsupported(module, share.size)
     end = layer_count(module) if end is None else end
     assert 0 <= first <= end <= layer_count(module), f"layers {first}:{end} of {layer_count(module)}"
     where = {"dtype": dtype, "device": device}
-    layers = [_layer(module, layer, numerics, compute, where) for layer in range(first, end)]
+    layers = [_layer(module, layer, numerics, compute, share, fed, where) for layer in range(first, end)]
     _tie(module, first, end, layers)
     with torch.no_grad():
-        for name, parameter in named_parameters(module, layers, first=first):
-            initialise(parameter, name, seed)
+        for name, parameter, split in divided_parameters(module, layers, first=first):
+            initialise(parameter, name, seed, split, share)
     _freeze(module, layers, first)
     return layers
 
 
 def _layer(
-    module: Module, layer: int, numerics: Numerics, compute: Kernels, where: dict[str, Any]
+    module: Module,
+    layer: int,
+    numerics: Numerics,
+    compute: Kernels,
+    share: Share,
+    fed: bool,
+    where: dict[str, Any],
 ) -> list[Segment]:
     last = layer_count(module) - 1
-    if layer in (0, last) and isinstance(module, Llm):
-        return [Head(module, numerics, compute, **where) if layer else Embedding(module, numerics, **where)]
+    if layer == 0 and isinstance(module, Llm):
+        return [Embedding(module, numerics, share, fed=fed, **where)]
+    if layer == last and isinstance(module, Llm):
+        return [Head(module, numerics, compute, share, **where)]
     if layer in (0, last) and isinstance(module, Encoder):
         return [(Project if layer else Patches)(module, numerics, compute, **where)]
     stack, place = module.stack, f"{module.name}.layers.{layer - 1}"
     return [
-        Qkv(stack, numerics, compute, **where),
+        Qkv(stack, numerics, compute, share, **where),
         Attend(stack, layer - 1, compute),
-        Out(stack, numerics, compute, f"{place}.out", **where),
-        Up(stack, numerics, compute, **where),
-        Down(stack, numerics, compute, f"{place}.down", **where),
+        Out(stack, numerics, compute, f"{place}.out", share, **where),
+        Up(stack, numerics, compute, share, **where),
+        Down(stack, numerics, compute, f"{place}.down", share, **where),
     ]
+
+
+def divided(layer: Sequence[Segment]) -> list[Segment]:
+    """A layer of which several ranks hold a share, as they play it: parts with exchanges between them."""
+    found: list[Segment] = []
+    for part in (part for segment in layer for part in segment.parts()):
+        if found and found[-1].kernels == JOIN and isinstance(part, Part):
+            found[-1] = Fused((found[-1], part), part.kernels)  # nothing is ever scheduled between them
+        else:
+            found.append(part)
+    return found
 
 
 def _tie(module: Module, first: int, end: int, layers: Sequence[Sequence[Segment]]) -> None:
@@ -111,29 +137,45 @@ def named_parameters(
     module: Module, layers: Sequence[Sequence[Segment]], *, first: int = 0
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters of a range of layers, shared ones once."""
+    return ((name, parameter) for name, parameter, _ in divided_parameters(module, layers, first=first))
+
+
+def divided_parameters(
+    module: Module, layers: Sequence[Sequence[Segment]], *, first: int = 0
+) -> Iterator[tuple[str, nn.Parameter, Split | None]]:
+    """The same, with how tensor parallelism divides each; None if it is whole on every rank."""
     seen: set[int] = set()
     for layer, segments in enumerate(layers, first):
         for number, segment in enumerate(segments):
             for name, parameter in segment.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield global_name(module, layer, number, name), parameter
+                    yield global_name(module, layer, number, name), parameter, segment.splits.get(name)
 
 
-def initialise(parameter: Tensor, name: str, seed: int) -> None:
-    """Ones for norms, else normal numbers drawn on the host in float32, so that every type has the same."""
+def initialise(
+    parameter: Tensor, name: str, seed: int, split: Split | None = None, share: Share = ALONE
+) -> None:
+    """Ones for norms, else normal numbers drawn on the host in float32, so that every type has the same.
+
+    Of a parameter that is divided, all numbers are drawn, and this rank takes its part of them.
+    """
     if parameter.is_meta:
         return
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
         return
+    shape = list(parameter.shape)
+    if split is not None:
+        shape[split.dim] = split.length(1)
     generator = torch.Generator().manual_seed(hashed("parameter", seed, name) & (2**63 - 1))
-    values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, SPREAD, generator=generator)
-    parameter.copy_(values)
+    values = torch.empty(shape, dtype=torch.float32).normal_(0.0, SPREAD, generator=generator)
+    parameter.copy_(values if split is None else split.part(values, share.rank, share.size))
 
 
-def refuse_unsupported(module: Module) -> None:
+def refuse_unsupported(module: Module, tp: int = 1) -> None:
     """Names the first field that the engine cannot run."""
+    refuse_heads(module, tp)
     stack, attention = module.stack, module.stack.attention
     problems: list[tuple[str, object, bool]] = [
         ("stack.experts", "given", stack.experts is not None),
@@ -153,3 +195,17 @@ def refuse_unsupported(module: Module) -> None:
                 problem="can be planned, but the engine does not run it yet",
                 hint="leave it out, or only plan",
             )
+
+
+def refuse_heads(module: Module, tp: int) -> None:
+    """Whether every rank gets heads with the keys and values that they attend to."""
+    attention = module.stack.attention
+    heads, groups = attention.heads, attention.kv_heads
+    if heads == groups or (heads % tp == 0 and groups % tp == 0):
+        return
+    raise UserError(
+        field=f"layout.{module.name}.tp",
+        value=tp,
+        problem=f"does not divide {heads} heads that share {groups} heads of keys and values",
+        hint=f"use {one_of(str(n) for n in range(1, groups + 1) if heads % n == 0 and groups % n == 0)}",
+    )

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from optimus.models.collectives import Flight
 from optimus.models.segment import Deferred, Gradients, Saved, Segment, State
+from optimus.models.steps import Layer, Play, Recompute
+from optimus.models.tensor_parallel import Exchange
 from optimus.program.op import Kind
 
 
@@ -30,8 +34,6 @@ class Phase:
 
 
 ANY = -1
-Recompute = Literal["none", "cheap", "attention", "full"]
-CHEAP, ATTENTION = ("cheap",), ("attention",)  # kernels of what a plan makes again
 
 
 class Chunk(Protocol):
@@ -63,7 +65,10 @@ class Chunk(Protocol):
 class _Frame:
     """What is alive of one microbatch in one chunk."""
 
-    __slots__ = ("context", "deferred", "gradients", "kept", "needs", "saved", "state")
+    __slots__ = (
+        "context", "deferred", "flights", "given_up", "gradients", "kept", "late", "needs", "saved", "state",
+        "wanted",
+    )  # fmt: skip
 
     def __init__(self, state: State, needs: tuple[bool, ...] | None, context: Any, segments: int) -> None:
         self.state, self.needs, self.context = state, needs, context
@@ -71,54 +76,73 @@ class _Frame:
         self.deferred: list[Deferred | None] = [None] * segments
         self.kept: dict[int, tuple[State, tuple[bool, ...] | None]] = {}  # what segments are made again from
         self.gradients: Gradients = ()
+        # Of exchanges, by place: what is on its way, a rank's part and the whole that was given up for now,
+        # whether a gradient comes back, and the gradients of one that is late.
+        self.flights: dict[int, Flight] = {}
+        self.given_up: dict[int, tuple[Tensor, Tensor]] = {}
+        self.wanted: set[int] = set()
+        self.late: dict[int, Gradients] = {}
 
 
 class SegmentedChunk:
     """Layers cut into segments; a module that is not cut is one.
 
     What is made again before a layer's backward: nothing; what is `cheap` in it, which is emptied behind its
-    forward; its `attention`; or with `full` all of it, so that only its inputs are kept. A chunk that is
-    `whole` stands for all layers of its stage, however many the plan counts.
+    forward; its `attention`; or with `full` all of it, so that only its inputs are kept. If a chunk
+    `regathers`, what was gathered for a product is given up behind it, and gathered again for the gradient of
+    its weights. One that is `whole` stands for all layers of its stage, however many the plan counts.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Segment]], *, recompute: Recompute = "none", whole: bool = False
+        self,
+        layers: Sequence[Sequence[Segment]],
+        *,
+        recompute: Recompute = "none",
+        regathers: bool = True,
+        whole: bool = False,
     ) -> None:
         self.layers = nn.ModuleList(nn.ModuleList(layer) for layer in layers)
         self.recompute, self.whole = recompute, whole
         self._segments = [segment for layer in layers for segment in layer]
         self._layer_of = [number for number, layer in enumerate(layers) for _ in layer]
-        self._remade = [self._is_remade(segment) for segment in self._segments]
+        firsts = accumulate((len(layer) for layer in layers), initial=0)
+        self._ordered = [
+            Layer(layer, first, recompute, regathers=regathers)
+            for layer, first in zip(layers, firsts, strict=False)
+        ]
+        places = range(len(self._segments))
+        self._remade = [self._ordered[self._layer_of[place]].is_made_again(place) for place in places]
+        self._gives_up = [self._ordered[self._layer_of[place]].gives_up(place) for place in places]
         self._frames: dict[int, _Frame] = {}
 
     # ------------------------------------------------------------------------ what an op consists of
 
     def phases(self, kind: Kind, microbatch: int) -> list[Phase]:
-        places = range(len(self._segments))
-        if kind == Kind.F:
-            found = [self._phase(kind, place, self._forward, microbatch) for place in places]
-        elif kind == Kind.W:
-            found = [self._phase(kind, place, self._weights, microbatch) for place in reversed(places)]
-        else:
-            backward = partial(self._backward, split=kind == Kind.I)
-            found = []
-            for layer in reversed(range(len(self.layers))):
-                mine = [place for place in places if self._layer_of[place] == layer]
-                if self.recompute == "cheap" and any(self._segments[place].has_cheap for place in mine):
-                    fill = partial(self._fill, microbatch, layer)
-                    found.append(Phase(kind=Kind.R, layer=layer, kernels=CHEAP, run=fill))
-                again = [place for place in mine if self._remade[place]]
-                found += [self._phase(Kind.R, place, self._again, microbatch) for place in again]
-                found += [self._phase(kind, place, backward, microbatch) for place in reversed(mine)]
+        plays: dict[Play, Callable[[int, int], None]] = {
+            "forward": self._forward,
+            "again": self._again,
+            "fill": self._fill,
+            "backward": partial(self._backward, split=False),
+            "inputs": partial(self._backward, split=True),
+            "weights": self._weights,
+            "launch": self._launch,
+            "land": self._land,
+            "launch_back": self._launch_back,
+            "land_back": self._land_back,
+            "launch_again": self._launch_again,
+            "land_again": self._land_again,
+        }
+        found = [
+            Phase(
+                kind=step.kind,
+                layer=ANY if self.whole else self._layer_of[step.place],
+                kernels=step.kernels,
+                run=partial(plays[step.play], microbatch, step.place),
+            )
+            for layer in (self._ordered if kind == Kind.F else reversed(self._ordered))
+            for step in layer.steps(kind)
+        ]
         return found or [Phase(kind=kind, layer=ANY, kernels=(), run=_pass)]
-
-    def _phase(self, kind: Kind, place: int, play: Callable[[int, int], None], microbatch: int) -> Phase:
-        return Phase(
-            kind=kind,
-            layer=ANY if self.whole else self._layer_of[place],
-            kernels=self._segments[place].kernels,
-            run=partial(play, microbatch, place),
-        )
 
     # ------------------------------------------------------------------------ data in and out
 
@@ -144,11 +168,16 @@ class SegmentedChunk:
     def input_gradients(self, microbatch: int) -> Gradients:
         frame = self._frames[microbatch]
         found, frame.gradients = frame.gradients, ()
-        if not any(frame.deferred):
-            del self._frames[microbatch]  # no W has anything to do
+        self._forget_finished(microbatch)
         return found
 
-    # ------------------------------------------------------------------------ phases
+    def _forget_finished(self, microbatch: int) -> None:
+        """When no op has anything to do any more."""
+        frame = self._frames[microbatch]
+        if not (frame.gradients or frame.late or any(frame.saved) or any(frame.deferred)):
+            del self._frames[microbatch]
+
+    # ------------------------------------------------------------------------ forward
 
     def _forward(self, microbatch: int, place: int) -> None:
         frame, segment = self._frames[microbatch], self._segments[place]
@@ -169,14 +198,12 @@ class SegmentedChunk:
         else:
             frame.saved[place] = saved
         frame.state = state
+        self._give_up(frame, place - 1)
+        if remade:
+            frame.given_up.pop(place - 1, None)
         if empties and self._is_last(place):
             for each in self._saved_of(frame, self._layer_of[place]):
                 each.deferred.empty()
-
-    def _is_remade(self, segment: Segment) -> bool:
-        """Whether a segment runs again before its backward."""
-        wanted = self.recompute == "attention" and segment.kernels == ATTENTION
-        return self.recompute == "full" or wanted
 
     def _follows(self, place: int) -> bool:
         """Whether a segment that is made again is so from the one before it."""
@@ -201,42 +228,119 @@ class SegmentedChunk:
         """One segment of a forward, from what was kept for it or from the segment before it."""
         frame = self._frames[microbatch]
         if not self._follows(place):
-            if place not in frame.kept:
-                frame.state, frame.needs = (), None
-                return  # frozen, with nothing trained before it
-            frame.state, frame.needs = frame.kept.pop(place)
+            frame.state, frame.needs = frame.kept.pop(place, ((), None))
         if frame.needs is None:
-            return
+            return  # frozen, with nothing trained before it
         frame.state, frame.saved[place] = self._segments[place].run(frame.state, frame.needs, frame.context)
         frame.needs = tuple(tensor.requires_grad for tensor in frame.state)
+        self._give_up(frame, place - 1)
 
-    def _fill(self, microbatch: int, layer: int) -> None:
-        """What was emptied behind a layer's forward."""
-        for saved in self._saved_of(self._frames[microbatch], layer):
+    def _fill(self, microbatch: int, place: int) -> None:
+        """What was emptied behind the forward of the layer that begins here."""
+        for saved in self._saved_of(self._frames[microbatch], self._layer_of[place]):
             saved.deferred.fill()
+
+    # ------------------------------------------------------------------------ backward
 
     def _backward(self, microbatch: int, place: int, *, split: bool) -> None:
         frame, segment = self._frames[microbatch], self._segments[place]
-        saved, frame.saved[place] = frame.saved[place], None
+        saved = frame.saved[place]
         if saved is None:
             return  # frozen, with nothing trained before it
+        if split and self._leave_for_later(frame, place + 1):
+            frame.gradients = segment.input_gradient(saved, frame.gradients, split=False)
+            return
+        frame.saved[place] = None
         saved.deferred.at_once = not split  # what they are made from need not wait for the segment's end
         frame.gradients = segment.input_gradient(saved, frame.gradients, split=split)
         if split:
             frame.deferred[place] = saved.deferred
+
+    def _leave_for_later(self, frame: _Frame, place: int) -> bool:
+        """Gradients that only a W needs are exchanged there."""
+        exchange = self._segments[place] if place < len(self._segments) else None
+        if not (isinstance(exchange, Exchange) and exchange.late and place in frame.wanted):
+            return False
+        given, at = frame.gradients, exchange.at
+        frame.late[place], frame.gradients = given, (*given[:at], None, *given[at + 1 :])
+        return True
 
     def _weights(self, microbatch: int, place: int) -> None:
         frame = self._frames.get(microbatch)
         if frame is None:
             return
         deferred, frame.deferred[place] = frame.deferred[place], None
+        saved = frame.saved[place]
+        if saved is not None and frame.gradients:  # its gradients came late
+            frame.saved[place], saved.deferred.at_once = None, True
+            self._segments[place].input_gradient(saved, frame.gradients, split=False)
+            frame.gradients = ()
         if deferred is not None:
             with torch.no_grad():
                 for work in deferred:
                     work()
             deferred.clear()
-        if not any(frame.deferred):
-            del self._frames[microbatch]
+        self._forget_finished(microbatch)
+
+    # ------------------------------------------------------------------------ exchanges
+
+    def _exchange(self, place: int) -> Exchange:
+        found = self._segments[place]
+        assert isinstance(found, Exchange)
+        return found
+
+    def _launch(self, microbatch: int, place: int) -> None:
+        frame = self._frames[microbatch]
+        if frame.state:  # else its layer is to be made again, and has nothing to learn
+            frame.flights[place] = self._exchange(place).launch(frame.state, frame.context)
+
+    def _land(self, microbatch: int, place: int) -> None:
+        frame, exchange = self._frames[microbatch], self._exchange(place)
+        if place not in frame.flights:
+            return
+        before, frame.state = frame.state, frame.flights.pop(place).land()
+        made = frame.saved[place - 1] if place else None
+        if made is not None:
+            made.let_outputs_go()  # what was exchanged is large, and on its way it was alive
+        if frame.needs is None:
+            return
+        frame.needs = exchange.needs(frame.needs)
+        if frame.needs[exchange.at]:
+            frame.wanted.add(place)
+        if self._gives_up[place]:
+            frame.given_up[place] = before[exchange.at].detach(), frame.state[exchange.at]
+
+    def _give_up(self, frame: _Frame, place: int) -> None:
+        """What was gathered for the product that has just been made."""
+        if place in frame.given_up:
+            frame.given_up[place][1].untyped_storage().resize_(0)
+
+    def _launch_back(self, microbatch: int, place: int) -> None:
+        frame = self._frames.get(microbatch)
+        if frame is None or place not in frame.wanted:
+            return
+        frame.wanted.discard(place)
+        given = frame.late.pop(place, frame.gradients)
+        frame.flights[place] = self._exchange(place).launch_back(given, frame.context)
+
+    def _land_back(self, microbatch: int, place: int) -> None:
+        frame = self._frames.get(microbatch)
+        if frame is not None and place in frame.flights:
+            frame.gradients = frame.flights.pop(place).land()
+
+    def _launch_again(self, microbatch: int, place: int) -> None:
+        """Into the memory that the gradient of weights will read: what it was given up from."""
+        frame = self._frames.get(microbatch)
+        if frame is None or place not in frame.given_up:
+            return
+        part, whole = frame.given_up.pop(place)
+        whole.untyped_storage().resize_(whole.nbytes)
+        frame.flights[~place] = self._exchange(place).launch_again(part, whole.data)
+
+    def _land_again(self, microbatch: int, place: int) -> None:
+        frame = self._frames.get(microbatch)
+        if frame is not None and ~place in frame.flights:
+            frame.flights.pop(~place).land()
 
 
 def _pass() -> None:

@@ -22,6 +22,24 @@ from optimus.models.sample import IGNORED, Item, Placed, Sample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SeamRows:
+    """Of one LLM microbatch where tensor parallelism divides it: which encoder rows of this rank go where.
+
+    Rows that arrive come from all ranks in order, and replace those of this rank's run of the sequence.
+    """
+
+    pieces: tuple[int, ...]  # rows of every piece that this rank holds, one after another
+    leaving: Tensor  # int64: which of them go, by the rank they go to
+    sent: tuple[int, ...]  # how many go to every rank
+    received: tuple[int, ...]  # and how many come
+    targets: Tensor  # int64: the row that each replaces
+
+    def to(self, device: torch.device | str) -> SeamRows:
+        leaving, targets = (each.to(device, non_blocking=True) for each in (self.leaving, self.targets))
+        return replace(self, leaving=leaving, targets=targets)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderContext:
     """Of one bin of an encoder."""
 
@@ -31,6 +49,15 @@ class EncoderContext:
     positions: Tensor | None  # int64 (capacity,), into the learned table
     waves: Tensor | None  # (capacity, hidden), of sounds without learned positions
     keys: Tensor | None  # int64 (capacity,), of dropout
+
+    def of(self, rows: slice) -> EncoderContext:
+        """Where a rank holds these rows between products: heads see all of them."""
+        return replace(
+            self,
+            positions=_cut(self.positions, rows),
+            waves=_cut(self.waves, rows),
+            keys=_cut(self.keys, rows),
+        )
 
     def to(self, device: torch.device | str) -> EncoderContext:
         return replace(
@@ -53,6 +80,12 @@ class LlmContext:
     scale: float  # of the summed loss
     targets: tuple[Tensor, ...]  # of every encoder's rows: the row they replace; n for nowhere
     keys: Tensor | None  # int64 (n,), of dropout
+    seam: SeamRows | None = None  # instead of targets, where the sequence is divided
+
+    def of(self, rows: slice, seam: SeamRows | None) -> LlmContext:
+        """Where a rank holds these rows between products: heads and labels are of all of them."""
+        positions, keys = _cut(self.positions, rows), _cut(self.keys, rows)
+        return replace(self, positions=positions, keys=keys, targets=(), seam=seam)
 
     def to(self, device: torch.device | str) -> LlmContext:
         return replace(
@@ -62,7 +95,12 @@ class LlmContext:
             labels=self.labels.to(device, non_blocking=True),
             targets=tuple(target.to(device, non_blocking=True) for target in self.targets),
             keys=_moved(self.keys, device),
+            seam=None if self.seam is None else self.seam.to(device),
         )
+
+
+def _cut(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
 
 
 def _moved(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:

@@ -20,13 +20,13 @@ class Patches(Segment):
     """(inputs) to (x): a linear map (a convolution over unfolded inputs), then positions."""
 
     kernels = ("patches",)
-    defers = True
+    defers, is_end = True, True
 
     def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **where: Any) -> None:
         super().__init__()
         hidden = encoder.stack.hidden
         self.compute = compute
-        self.site, self.share = hashed("site", f"{encoder.name}.patches"), numerics.dropout
+        self.site, self.dropped = hashed("site", f"{encoder.name}.patches"), numerics.dropout
         self.weight = nn.Parameter(torch.empty(hidden, encoder.patch_inputs, **where))
         self.bias = nn.Parameter(torch.empty(hidden, **where))
         table = torch.empty(encoder.positions, hidden, **where) if encoder.positions else None
@@ -39,14 +39,14 @@ class Patches(Segment):
             x = x + embedding(context.positions, self.positions, deferred=deferred)
         elif context.waves is not None:
             x = x + context.waves
-        return (dropout(x, context.keys, self.site, self.share),)
+        return (dropout(x, context.keys, self.site, self.dropped),)
 
 
 class Project(Segment):
     """(x) to (rows of the LLM): the encoder's final norm, then `merge` rows to one, and linear maps."""
 
     kernels = ("projector",)
-    defers = True
+    defers, is_end = True, True
 
     def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **where: Any) -> None:
         super().__init__()

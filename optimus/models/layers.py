@@ -1,4 +1,4 @@
-"""A transformer layer as five segments, cut where tensor parallelism communicates."""
+"""A transformer layer as five segments; where it is divided, in parts with exchanges between them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from optimus.models.linear import linear
 from optimus.models.norms import Norm
 from optimus.models.numerics import Kernels, Numerics
 from optimus.models.rotary import rotate
-from optimus.models.segment import Deferred, Segment, State, cheap
+from optimus.models.segment import Deferred, Part, Segment, State, cheap
+from optimus.models.split import Split
+from optimus.models.tensor_parallel import ALONE, Gather, Scatter, Share
+
+JOIN = ("join",)  # no kernel of a plan: it runs where the exchange before it has ended
 
 
 class Projection(Segment):
-    """A segment around one linear map, of which it holds the parameters."""
+    """A segment around one linear map, of which it holds the parameters, or this rank's share of them."""
 
     defers = True
 
@@ -31,21 +35,23 @@ class Projection(Segment):
         stack: Stack,
         numerics: Numerics,
         compute: Kernels,
+        split: Split,
+        share: Share = ALONE,
         site: str = "",
         **where: Any,
     ) -> None:
         super().__init__()
-        self.stack, self.numerics, self.compute = stack, numerics, compute
+        self.stack, self.numerics, self.compute, self.share = stack, numerics, compute, share
         self.site = hashed("site", site)
+        by_rows = split.dim == 0  # of the matrix: then outputs are divided, and with them the bias
+        self.splits = {"weight": split} | ({"bias": split} if bias and by_rows else {})
+        own = split.length(share.size)
+        outputs, inputs = (own, inputs) if by_rows else (outputs, own)
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
         self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
 
     def project(self, rows: Tensor, deferred: Deferred | None) -> Tensor:
         return linear(rows, self.weight, self.bias, deferred=deferred, kernels=self.compute.linear)
-
-    def joined(self, x: Tensor, rows: Tensor, keys: Tensor | None) -> Tensor:
-        """The residual stream with what this projection adds."""
-        return x + dropout(rows, keys, self.site, self.numerics.dropout)
 
 
 class Qkv(Projection):
@@ -54,8 +60,12 @@ class Qkv(Projection):
     kernels = ("norm1", "latent", "qkv")
     has_cheap = True
 
-    def __init__(self, stack: Stack, numerics: Numerics, compute: Kernels, **where: Any) -> None:
+    def __init__(
+        self, stack: Stack, numerics: Numerics, compute: Kernels, share: Share = ALONE, **where: Any
+    ) -> None:
         attention = stack.attention
+        heads = ((attention.heads, attention.head_dim), *((attention.kv_heads, attention.head_dim),) * 2)
+        split = Split(dim=0, blocks=heads)
         super().__init__(
             stack.hidden,
             attention.query_width + attention.key_value_width,
@@ -63,21 +73,36 @@ class Qkv(Projection):
             stack=stack,
             numerics=numerics,
             compute=compute,
+            split=split,
+            share=share,
             **where,
         )
+        self._counts = [-(-units // share.size) for units, _ in heads]
         eps = numerics.norm_eps
         self.norm = Norm(stack.norm, stack.hidden, eps, **where)
         width = attention.head_dim
         self.query_norm = Norm("rmsnorm", width, eps, **where) if attention.qk_norm else None
         self.key_norm = Norm("rmsnorm", width, eps, **where) if attention.qk_norm else None
 
+    def parts(self) -> list[Segment]:
+        reads = (self.weight, self.bias, self.query_norm, self.key_norm)
+        return [
+            Part(self, self._normed, ("norm1", "latent"), [self.norm], has_cheap=True),
+            Gather(self.share, 1, there="gather1", of="qkv", regathers=True),
+            Part(self, self._heads, ("qkv",), reads),
+        ]
+
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        return self._heads(self._normed(state, context, deferred), context, deferred)
+
+    def _normed(self, state: State, context: Any, deferred: Deferred | None) -> State:
         (x,) = state
-        attention = self.stack.attention
-        counts = (attention.heads, attention.kv_heads, attention.kv_heads)
-        normed = cheap(deferred, self.norm, x)
-        rows = self.project(normed, deferred).unflatten(-1, (sum(counts), attention.head_dim))
-        queries, keys, values = rows.split(counts, 1)
+        return x, cheap(deferred, self.norm, x)
+
+    def _heads(self, state: State, context: Any, deferred: Deferred | None) -> State:
+        x, normed = state
+        rows = self.project(normed, deferred).unflatten(-1, (sum(self._counts), -1))
+        queries, keys, values = rows.split(self._counts, 1)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         if context.rotary is not None:
@@ -103,12 +128,50 @@ class Attend(Segment):
         return x, self.compute.attention(queries, keys, values, spans, self.causal).flatten(1)
 
 
-class Out(Projection):
+class Joining(Projection):
+    """(x, rows) to (x): a product that is added to the residual stream, with a bias of its own."""
+
+    there: str  # names of its exchange and of its kernel
+    of: str
+
+    def parts(self) -> list[Segment]:
+        return [
+            Part(self, self._multiplied, self.kernels, [self.weight]),
+            Scatter(self.share, 1, there=self.there, of=self.of),
+            Part(self, self._joined, JOIN, [self.bias]),
+        ]
+
+    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        x, rows = state
+        return self._added(x, self.project(rows, deferred), context)
+
+    def _multiplied(self, state: State, context: Any, deferred: Deferred | None) -> State:
+        x, rows = state
+        return x, linear(rows, self.weight, deferred=deferred, kernels=self.compute.linear)
+
+    def _joined(self, state: State, context: Any, deferred: Deferred | None) -> State:
+        x, rows = state
+        return self._added(x, rows if self.bias is None else rows + self.bias, context)
+
+    def _added(self, x: Tensor, rows: Tensor, context: Any) -> State:
+        return (x + dropout(rows, context.keys, self.site, self.numerics.dropout),)
+
+
+class Out(Joining):
     """(x, attended) to (x)."""
 
     kernels = ("out",)
+    there, of = "scatter1", "out"
 
-    def __init__(self, stack: Stack, numerics: Numerics, compute: Kernels, site: str, **where: Any) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        numerics: Numerics,
+        compute: Kernels,
+        site: str,
+        share: Share = ALONE,
+        **where: Any,
+    ) -> None:
         attention = stack.attention
         super().__init__(
             attention.output_width,
@@ -117,13 +180,11 @@ class Out(Projection):
             stack=stack,
             numerics=numerics,
             compute=compute,
+            split=Split(dim=1, blocks=((attention.heads, attention.output_width // attention.heads),)),
+            share=share,
             site=site,
             **where,
         )
-
-    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
-        x, attended = state
-        return (self.joined(x, self.project(attended, deferred), context.keys),)
 
 
 class _Gated(torch.autograd.Function):
@@ -159,33 +220,60 @@ class Up(Projection):
     kernels = ("norm2", "up")
     has_cheap = True
 
-    def __init__(self, stack: Stack, numerics: Numerics, compute: Kernels, **where: Any) -> None:
+    def __init__(
+        self, stack: Stack, numerics: Numerics, compute: Kernels, share: Share = ALONE, **where: Any
+    ) -> None:
+        mlp = stack.mlp
         super().__init__(
             stack.hidden,
-            stack.mlp.up_width,
-            bias=stack.mlp.bias,
+            mlp.up_width,
+            bias=mlp.bias,
             stack=stack,
             numerics=numerics,
             compute=compute,
+            split=Split(dim=0, blocks=((mlp.width, 1),) * (2 if mlp.gated else 1)),
+            share=share,
             **where,
         )
         self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **where)
 
+    def parts(self) -> list[Segment]:
+        return [
+            Part(self, self._normed, ("norm2",), [self.norm], has_cheap=True),
+            Gather(self.share, 1, there="gather2", of="up", regathers=True),
+            Part(self, self._widened, ("up",), [self.weight, self.bias], has_cheap=True),
+        ]
+
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        return self._widened(self._normed(state, context, deferred), context, deferred)
+
+    def _normed(self, state: State, context: Any, deferred: Deferred | None) -> State:
         (x,) = state
-        rows = self.project(cheap(deferred, self.norm, x), deferred)
-        return x, cheap(deferred, self._nonlinear, rows)
+        return x, cheap(deferred, self.norm, x)
+
+    def _widened(self, state: State, context: Any, deferred: Deferred | None) -> State:
+        x, normed = state
+        return x, cheap(deferred, self._nonlinear, self.project(normed, deferred))
 
     def _nonlinear(self, rows: Tensor) -> Tensor:
         return gated(rows) if self.stack.mlp.gated else functional.gelu(rows, approximate=self.numerics.gelu)
 
 
-class Down(Projection):
+class Down(Joining):
     """(x, h) to (x)."""
 
     kernels = ("down",)
+    there, of = "scatter2", "down"
 
-    def __init__(self, stack: Stack, numerics: Numerics, compute: Kernels, site: str, **where: Any) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        numerics: Numerics,
+        compute: Kernels,
+        site: str,
+        share: Share = ALONE,
+        **where: Any,
+    ) -> None:
         super().__init__(
             stack.mlp.width,
             stack.hidden,
@@ -193,10 +281,8 @@ class Down(Projection):
             stack=stack,
             numerics=numerics,
             compute=compute,
+            split=Split(dim=1, blocks=((stack.mlp.width, 1),)),
+            share=share,
             site=site,
             **where,
         )
-
-    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
-        x, h = state
-        return (self.joined(x, self.project(h, deferred), context.keys),)

@@ -105,30 +105,51 @@ class _DeferringEmbedding(torch.autograd.Function):
     """Rows of a table; the backward leaves the table's gradient in `deferred`."""
 
     @staticmethod
-    def forward(context: Any, ids: Tensor, table: Tensor, deferred: Deferred) -> Tensor:
+    def forward(context: Any, ids: Tensor, table: Tensor, deferred: Deferred, first: int | None) -> Tensor:
         context.save_for_backward(ids, table)
-        context.deferred = deferred
-        return functional.embedding(ids, table)
+        context.deferred, context.first = deferred, first
+        return _rows_of(table, ids, first)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[None, None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         ids, table = context.saved_tensors
-        context.deferred.add(partial(_add_table_gradient, table, gradient, ids))
-        return None, None, None
+        context.deferred.add(partial(_add_table_gradient, table, gradient, ids, context.first))
+        return None, None, None, None
 
 
-def _add_table_gradient(table: Tensor, gradient: Tensor, ids: Tensor) -> None:
+def _rows_of(table: Tensor, ids: Tensor, first: int | None) -> Tensor:
+    if first is None:
+        return functional.embedding(ids, table)
+    here, mine = _own(table, ids, first)
+    return functional.embedding(mine, table).mul_(here[..., None])
+
+
+def _own(table: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Which ids stand in a table that begins with `first`, and where; anywhere for the others."""
+    mine, last = ids - first, table.shape[0] - 1
+    return (mine >= 0) & (mine <= last), mine.clamp(0, last)
+
+
+def _add_table_gradient(table: Tensor, gradient: Tensor, ids: Tensor, first: int | None) -> None:
     if table.grad is None:
         table.grad = torch.zeros_like(table)
     rows = gradient.reshape(-1, gradient.shape[-1]).to(table.grad.dtype)
+    if first is not None:
+        here, ids = _own(table, ids, first)
+        rows = rows * here.reshape(-1, 1)
     table.grad.index_add_(0, ids.reshape(-1), rows)
 
 
-def embedding(ids: Tensor, table: Tensor, *, deferred: Deferred | None = None) -> Tensor:
-    """Rows of `table`; with `deferred` its gradient waits there after the backward."""
+def embedding(
+    ids: Tensor, table: Tensor, *, first: int | None = None, deferred: Deferred | None = None
+) -> Tensor:
+    """Rows of `table`; with `deferred` its gradient waits there after the backward.
+
+    A table that is a part of one begins with the id `first`; ids that are not in it give zeros.
+    """
     if deferred is None:
-        return functional.embedding(ids, table)
-    found: Tensor = _DeferringEmbedding.apply(ids, table, deferred)
+        return _rows_of(table, ids, first)
+    found: Tensor = _DeferringEmbedding.apply(ids, table, deferred, first)
     return found
 
 

@@ -7,13 +7,16 @@ Weight gradients that can wait are put into a list, the *deferred* work of one s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from optimus.models.split import Split
 
 State = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]
@@ -90,6 +93,14 @@ class Segment(nn.Module):
     kernels: tuple[str, ...] = ()
     defers = False
     has_cheap = False  # it makes something by `cheap`
+    is_end = False  # an embedding, a projector or a head: never made again
+    # Of parameters by name: how tensor parallelism divides them. Others are whole on every rank, which sees
+    # only some rows or heads: their gradients are summed over the ranks.
+    splits: Mapping[str, Split] = MappingProxyType({})
+
+    def parts(self) -> list[Segment]:
+        """What it consists of where its layer is divided: segments and the exchanges between them."""
+        return [self]
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         """The next state; with `deferred`, linears add their weight gradients to it in the backward."""
@@ -168,15 +179,51 @@ class Segment(nn.Module):
                 add_gradient(parameter, gradient)
 
 
+class Part(Segment):
+    """A function of another segment, with the parameters that it reads, to be played for itself."""
+
+    defers = True
+
+    def __init__(
+        self,
+        owner: Segment,
+        function: Callable[[State, Any, Deferred | None], State],
+        kernels: tuple[str, ...],
+        reads: Sequence[nn.Module | nn.Parameter | None],
+        *,
+        has_cheap: bool = False,
+    ) -> None:
+        super().__init__()
+        self.owner, self._function = owner, function
+        self.kernels, self.has_cheap, self.is_end = kernels, has_cheap, owner.is_end
+        self._reads = [each for each in reads if each is not None]
+
+    @cached_property
+    def _trained(self) -> list[nn.Parameter]:
+        found: list[nn.Parameter] = []
+        for each in self._reads:
+            found += [each] if isinstance(each, nn.Parameter) else each.parameters()
+        return [parameter for parameter in found if parameter.requires_grad]
+
+    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        return self._function(state, context, deferred)
+
+
 class Fused(Segment):
     """Segments between which nothing is scheduled, as one: one graph, one boundary."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], kernels: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.segments = nn.ModuleList(segments)
+        self.segments, self.kernels = nn.ModuleList(segments), kernels
         self._parts = list(segments)
         self.defers = all(segment.defers for segment in segments)
         self.has_cheap = any(segment.has_cheap for segment in segments)
+        self.is_end = any(segment.is_end for segment in segments)
+
+    @cached_property
+    def _trained(self) -> list[nn.Parameter]:
+        found = {id(parameter): parameter for segment in self._parts for parameter in segment.trained}
+        return list(found.values())
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         for segment in self._parts:

@@ -166,9 +166,11 @@ class Colocated:
         )
 
     def _bin_tokens(self, choice: ColocatedEncoder) -> int:
+        """Whole merge groups on every rank that shares the encoder's layers."""
         workload, encoder = self.setting.job.workload, choice.encoder
-        sequences = ceil(self.llm.sequences)
-        return workload.bin_tokens(encoder.name, encoder.projector.merge, sequences, choice.pieces)
+        sequences, merge = ceil(self.llm.sequences), encoder.projector.merge
+        needed = workload.bin_tokens(encoder.name, merge, sequences, choice.pieces)
+        return ceil(needed / (merge * choice.layout.tp)) * merge * choice.layout.tp
 
     def _name(self, module: str, kind: Kind, phases: Template) -> str:
         """Equal templates are written once."""

@@ -1,0 +1,161 @@
+"""Tensor parallelism with sequence parallelism: who shares a layer, and what travels between its segments.
+
+Between segments every rank holds its own rows, a run of the sequence. Before a product whose columns are
+divided, rows of all ranks are gathered; after one whose inner dimension is, sums are scattered over rows. An
+*exchange* stands between two segments of a layer and holds no parameters: it is launched and waited for, and
+anything may run in between. Going back, a gather becomes a scatter of sums, and a scatter a gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from optimus.models.collectives import Flight, exchange_rows, fill_rows, gather_rows, sum_rows
+from optimus.models.segment import Deferred, Gradients, Segment, State
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """A rank's place among those that divide the layers of a module between them."""
+
+    rank: int = 0
+    size: int = 1
+    process_group: dist.ProcessGroup | None = None  # needed to run, not to build
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert self.process_group is not None, "built to be looked at, not to run"
+        return self.process_group
+
+    def rows(self, count: int) -> slice:
+        """Of a sequence: this rank's."""
+        assert count % self.size == 0, f"{count} rows for {self.size} ranks"
+        own = count // self.size
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+
+ALONE = Share()
+
+
+class Exchange(Segment):
+    """Communication between two segments, of the tensor at place `at` of their state.
+
+    `there`, `back` and `again` name its collectives as plans do: of a forward, of a backward, and of what is
+    brought a second time for gradients of weights. One whose backward serves such a gradient alone is `late`.
+    """
+
+    defers = True
+    there: str
+    back: str
+    again: str | None = None
+    late = False
+
+    def __init__(self, share: Share, at: int) -> None:
+        super().__init__()
+        self.share, self.at = share, at
+
+    def needs(self, given: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which tensors of the state want a gradient afterwards."""
+        return given
+
+    def launch(self, state: State, context: Any) -> Flight:
+        """Lands as the next state."""
+        raise NotImplementedError
+
+    def launch_back(self, gradients: Gradients, context: Any) -> Flight:
+        """Lands as the gradients of the state before."""
+        raise NotImplementedError
+
+    def launch_again(self, part: Tensor, whole: Tensor) -> Flight:
+        """Into `whole` what was brought there before, from this rank's part of it."""
+        raise NotImplementedError
+
+    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+        """At once, for those who schedule nothing."""
+        found: State = self.launch(state, context).land()
+        return found
+
+
+class Gather(Exchange):
+    """Rows of all ranks, before a product whose columns are divided; going back, sums over the columns."""
+
+    def __init__(self, share: Share, at: int, *, there: str, of: str, regathers: bool) -> None:
+        super().__init__(share, at)
+        self.there, self.back = there, f"{of}.scatter"
+        self.again = f"{of}.gather" if regathers else None
+
+    def launch(self, state: State, context: Any) -> Flight:
+        flight = gather_rows(state[self.at], self.share.group)
+        return flight.then(lambda rows: _changed(state, self.at, rows))
+
+    def launch_back(self, gradients: Gradients, context: Any) -> Flight:
+        flight = sum_rows(_present(gradients[self.at]), self.share.group)
+        return flight.then(lambda rows: _changed(gradients, self.at, rows))
+
+    def launch_again(self, part: Tensor, whole: Tensor) -> Flight:
+        return fill_rows(whole, part, self.share.group)
+
+
+class Scatter(Exchange):
+    """Sums over ranks, of which each keeps its own rows; going back, gradients of all rows to everybody."""
+
+    def __init__(self, share: Share, at: int, *, there: str, of: str, late: bool = False) -> None:
+        super().__init__(share, at)
+        self.there, self.back, self.late = there, f"{of}.gather", late
+
+    def launch(self, state: State, context: Any) -> Flight:
+        flight = sum_rows(state[self.at], self.share.group)
+        return flight.then(lambda rows: _changed(state, self.at, rows))
+
+    def launch_back(self, gradients: Gradients, context: Any) -> Flight:
+        flight = gather_rows(_present(gradients[self.at]), self.share.group)
+        return flight.then(lambda rows: _changed(gradients, self.at, rows))
+
+
+class Seam(Exchange):
+    """(ids, rows of a piece, ...) to (ids, rows): encoder rows go to who holds their places in the sequence.
+
+    What goes where stands in the context. `learns` says whether any encoder wants gradients: all ranks must
+    agree, also those that hold no rows.
+    """
+
+    there, back = "seam.gather.tp", "seam.scatter.tp"
+
+    def __init__(self, share: Share, *, width: int, dtype: torch.dtype, learns: bool) -> None:
+        super().__init__(share, 1)
+        self.width, self.dtype, self.learns = width, dtype, learns
+
+    def needs(self, given: tuple[bool, ...]) -> tuple[bool, ...]:
+        return (False, self.learns)
+
+    def launch(self, state: State, context: Any) -> Flight:
+        ids, *pieces = state
+        seam = context.seam
+        nothing = torch.empty(0, self.width, dtype=self.dtype, device=ids.device)
+        rows = torch.cat([piece.detach() for piece in pieces]) if pieces else nothing
+        flight = exchange_rows(rows[seam.leaving], seam.sent, seam.received, self.share.group)
+        return flight.then(lambda came: (ids, came))
+
+    def launch_back(self, gradients: Gradients, context: Any) -> Flight:
+        seam = context.seam
+        flight = exchange_rows(_present(gradients[self.at]), seam.received, seam.sent, self.share.group)
+
+        def dealt(came: Tensor) -> Gradients:
+            rows = came.new_zeros(sum(seam.pieces), self.width)
+            return (None, *rows.index_copy_(0, seam.leaving, came).split(seam.pieces))
+
+        return flight.then(dealt)
+
+
+def _changed(state: Any, at: int, tensor: Tensor) -> Any:
+    return (*state[:at], tensor, *state[at + 1 :])
+
+
+def _present(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None, "nothing depends on what was exchanged"
+    return gradient

@@ -1,0 +1,37 @@
+"""A plan without TP slots: what encoders do between a launch of the LLM and its wait comes after it."""
+
+from __future__ import annotations
+
+from optimus.program.op import Kind
+from optimus.program.plan import OPS, Plan, Program, Verb
+from optimus.program.ranks import LLM
+from optimus.systems.filled import FilledPlan, finish_plan
+
+
+def without_slots(plan: Plan) -> FilledPlan:
+    """Every device keeps the order of each module's own phases, so that sums are made in the same order."""
+    orders = [_waited(plan, device, program) for device, program in enumerate(plan.programs)]
+    fixed = [memory.fixed for memory in plan.memory]
+    return finish_plan(plan, orders, fixed, estimate_s=plan.claims.estimate_s)
+
+
+def _waited(plan: Plan, device: int, program: Program) -> Program:
+    """The phases of a device, those of encoders not while a collective of the LLM is on its way."""
+    found: list[list[int]] = []
+    held: list[list[int]] = []
+    on_their_way = 0
+    llm, stage = plan.names.index(LLM), plan.ranks.stage_of(LLM, device)
+    for row in program.rows[program.verb <= Verb.W].tolist():
+        module, verb, chunk, _, place = row
+        if module < llm and on_their_way:
+            held.append(row)
+            continue
+        found.append(row)
+        if module == llm:
+            kind = plan.template_of(LLM, OPS[Verb(verb)], stage, chunk)[place].kind
+            on_their_way += (kind == Kind.LAUNCH) - (kind == Kind.WAIT)
+        if not on_their_way:
+            found += held
+            held = []
+    assert not held, "every launch is waited for"
+    return Program.of(found)

@@ -1,0 +1,187 @@
+"""Layers divided over ranks compute what one process does, with work of encoders in their gaps or without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_cases import DIVIDED, DIVIDED_SHARDED, Case
+from hypothesis import given
+from hypothesis import strategies as st
+from test_equality import check, check_cases
+from worker_lines import run_worker
+
+from optimus.engine.placing import place_phases
+from optimus.engine.rank_model import ranges_of, recompute_of, regathers_of
+from optimus.engine.seam import Piece, route
+from optimus.errors import UserError
+from optimus.models.build import build_layers, divided
+from optimus.models.chunk import SegmentedChunk
+from optimus.models.split import Split
+from optimus.models.tensor_parallel import Share
+from optimus.program.op import Kind
+from optimus.program.plan import OPS, Plan, Verb
+from optimus.program.ranks import LLM
+from optimus.program.validator import check_plan
+
+QUICK = ("tp: four", "sharded tp: eight: pp 2 x tp 2 x dp 2, two encoders")
+
+
+@pytest.mark.ci("tensor parallelism")
+@pytest.mark.timeout(240)
+def test_a_few_divided_plans_compute_what_one_process_does() -> None:
+    assert set(check_cases(2, *QUICK, timeout_s=200)) == set(QUICK)
+
+
+@pytest.mark.ci("tensor parallelism")
+@pytest.mark.timeout(240)
+def test_slots_change_no_bit() -> None:
+    lines = run_worker("engine_worker.py", "2", "tp: two stages", "tp: two stages, no slots", timeout_s=200)
+    for line in lines:
+        check(line)
+    assert lines[0]["digests"] == lines[1]["digests"]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(("group", "cases"), [("divided", DIVIDED), ("divided-sharded", DIVIDED_SHARDED)])
+def test_all_divided_plans_compute_what_one_process_does(group: str, cases: list[Case]) -> None:
+    assert len(check_cases(20, group, timeout_s=2300)) == len(cases) >= 16
+
+
+# ---------------------------------------------------------------------------- plans and phases
+
+
+def in_slots(plan: Plan) -> int:
+    """Phases of encoders between a launch of the LLM and its wait."""
+    found = 0
+    for device, program in enumerate(plan.programs):
+        on_their_way = 0
+        for module, verb, chunk, _, place in program.rows[program.verb <= Verb.W].tolist():
+            name = plan.names[module]
+            stage = plan.ranks.stage_of(name, device)
+            kind = plan.template_of(name, OPS[Verb(verb)], stage, chunk)[place].kind
+            if name == LLM:
+                on_their_way += (kind == Kind.LAUNCH) - (kind == Kind.WAIT)
+            else:
+                found += on_their_way > 0
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in DIVIDED if case.ranks <= 8], ids=lambda case: case.name)
+def test_plans_fill_slots_unless_told_not_to_and_pass_the_proof(case: Case) -> None:
+    assert (in_slots(case.plan) > 0) == case.slots
+    assert check_plan(case.plan).ok
+    check_launches(case)
+
+
+def check_launches(case: Case) -> None:
+    """Every collective is launched and waited for at its own lines.
+
+    But those of a layer that is made again: its gradients are gathered behind its last sum.
+    """
+    for module in case.job.model.modules:
+        plan, name = case.plan, module.name
+        for rank in range(case.ranks):
+            stage = plan.ranks.stage_of(name, plan.ranks.class_of(rank))
+            share = Share(rank=plan.ranks.place(name, rank).tp, size=plan.modules[name].layout.tp)
+            for number, (first, end) in enumerate(ranges_of(plan, module, rank)):
+                layers = build_layers(
+                    module, dtype=torch.bfloat16, device="meta", first=first, end=end, share=share
+                )
+                chunk = SegmentedChunk(
+                    [divided(layer) if share.size > 1 else layer for layer in layers],
+                    recompute=recompute_of(plan, name),
+                    regathers=regathers_of(plan, name),
+                )
+                for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+                    template = plan.template_of(name, kind, stage, number)
+                    if not template:
+                        continue
+                    placed = place_phases("op", template, chunk.phases(kind, 0))
+                    for line, (planned, phases) in enumerate(zip(template, placed, strict=True)):
+                        if planned.kind not in (Kind.LAUNCH, Kind.WAIT):
+                            continue
+                        made_again = case.recompute == "full" and planned.name == "down.gather"
+                        here = [phase.kernels for phase in phases if phase.kind == planned.kind]
+                        assert here == [(planned.name,)] or made_again, (line, planned, here)
+
+
+# ---------------------------------------------------------------------------- parts of parameters
+
+
+blocks = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), min_size=1, max_size=3)
+
+
+@given(blocks=blocks, size=st.integers(1, 5), dim=st.integers(0, 1))
+def test_parts_make_up_the_whole(blocks: list[tuple[int, int]], size: int, dim: int) -> None:
+    split = Split(dim=dim, blocks=tuple(blocks))
+    shape = [2, 2]
+    shape[dim] = split.length(1)
+    whole = torch.arange(1, 1 + shape[0] * shape[1]).reshape(shape)
+    parts = [split.part(whole, rank, size) for rank in range(size)]
+    assert {part.shape[dim] for part in parts} == {split.length(size)}
+    assert torch.equal(split.whole(parts), whole)
+    assert sum(int((part != 0).sum()) for part in parts) == whole.numel()
+
+
+def test_heads_that_do_not_go_round_are_refused() -> None:
+    case = replace(DIVIDED[0], tp=4)
+    llm = case.job.model.llm
+    attention = replace(llm.stack.attention, heads=4, kv_heads=2)
+    odd = replace(llm, stack=replace(llm.stack, attention=attention))
+    with pytest.raises(UserError, match="does not divide 4 heads that share 2") as error:
+        build_layers(odd, dtype=torch.float32, device="meta", share=Share(size=4))
+    assert "use 1 or 2" in str(error.value)
+
+
+# ---------------------------------------------------------------------------- the seam
+
+
+@st.composite
+def routed(draw: st.DrawFn) -> tuple[list[Piece], int, int]:
+    """Pieces on some ranks of a group, whose rows go to different places of a sequence, or nowhere."""
+    size = draw(st.sampled_from([1, 2, 4]))
+    length = size * draw(st.integers(1, 6))
+    places = list(draw(st.permutations(range(length))))
+    pieces = []
+    for _ in range(draw(st.integers(0, 3))):
+        tp = draw(st.sampled_from([tp for tp in (1, 2, 4) if size % tp == 0]))
+        block = draw(st.integers(0, size // tp - 1))
+        rows = tp * draw(st.integers(0, 3))
+        targets = [places.pop() if places and draw(st.booleans()) else length for _ in range(rows)]
+        holders = range(block * tp, (block + 1) * tp)
+        pieces.append(Piece(holders=holders, targets=torch.tensor(targets, dtype=torch.int64)))
+    return pieces, size, length
+
+
+@given(routed())
+def test_every_row_reaches_its_place_and_no_other(given: tuple[list[Piece], int, int]) -> None:
+    pieces, size, length = given
+    routes = [route(pieces, Share(rank=rank, size=size), length) for rank in range(size)]
+    numbers, count = [], 0  # every row of every piece has one
+    for piece in pieces:
+        numbers.append(torch.arange(count, count + len(piece.targets)))
+        count += len(piece.targets)
+    held = []
+    for rank in range(size):
+        parts = [torch.empty(0, dtype=torch.int64)]
+        for piece, own in zip(pieces, numbers, strict=True):
+            if rank in piece.holders:
+                parts.append(own.chunk(len(piece.holders))[rank - piece.holders[0]] if len(own) else own)
+        held.append(torch.cat(parts))
+        assert sum(routes[rank].pieces) == len(held[rank])
+    found = {}
+    for rank, mine in enumerate(routes):
+        came = [held[other][theirs.leaving].split(theirs.sent)[rank] for other, theirs in enumerate(routes)]
+        assert tuple(map(len, came)) == mine.received
+        for number, target in zip(torch.cat(came).tolist(), mine.targets.tolist(), strict=True):
+            found[number] = rank * (length // size) + target
+    expected = {
+        number: target
+        for piece, own in zip(pieces, numbers, strict=True)
+        for number, target in zip(own.tolist(), piece.targets.tolist(), strict=True)
+        if target < length
+    }
+    assert found == expected
