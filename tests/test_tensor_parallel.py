@@ -150,7 +150,8 @@ def routed(draw: st.DrawFn) -> tuple[list[Piece], int, int]:
         tp = draw(st.sampled_from([tp for tp in (1, 2, 4) if size % tp == 0]))
         block = draw(st.integers(0, size // tp - 1))
         rows = tp * draw(st.integers(0, 3))
-        targets = [places.pop() if places and draw(st.booleans()) else length for _ in range(rows)]
+        wanted: list[bool] = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+        targets = [places.pop() if places and want else length for want in wanted]
         holders = range(block * tp, (block + 1) * tp)
         pieces.append(Piece(holders=holders, targets=torch.tensor(targets, dtype=torch.int64)))
     return pieces, size, length
