@@ -14,14 +14,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from optimus.bench.shaped import JOB, OURS, SILENT, UNFILLED, bench_shaped, predict
+from optimus.bench.shaped import CONTESTS, JOB, Axis, bench_shaped, predict
 from optimus.bench.shaped_net import enter_namespace, shaped_links
 from optimus.cli import run
 from optimus.errors import UserError
-from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
 from optimus.program.ranks import LLM
 from optimus.search.planning import make_plan
+from optimus.systems.slots import without_slots
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="makes network namespaces"
@@ -109,6 +109,7 @@ def test_who_may_not_make_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) ->
         (["shaped", "--against", "balanced ZBV"], "--against"),
         (["real", "--mbit", "100"], "--mbit"),
         (["shaped", "--mbit", "0"], "--mbit"),
+        (["real", "--link", "tp"], "--link"),
     ],
 )
 def test_what_is_for_another_bench_is_refused(
@@ -118,18 +119,23 @@ def test_what_is_for_another_bench_is_refused(
     assert f"error: {field}" in capsys.readouterr().err
 
 
-def test_prediction_fills_some_of_what_is_exposed() -> None:
-    job = find_job(JOB)
-    job = replace(job, layout=replace(job.layout, modules={LLM: LayoutChoice(dp=2, pp=1, tp=1)}))
-    found = predict(make_plan(job, systems=()).plan)
-    assert found[SILENT] <= found[OURS] < found[UNFILLED]
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_prediction_fills_some_of_what_is_exposed(axis: Axis) -> None:
+    job, contest = find_job(JOB), CONTESTS[axis]
+    job = replace(job, layout=replace(job.layout, modules={LLM: contest.layout}))
+    plan = make_plan(job, systems=()).plan
+    empty = without_slots(plan).plan
+    plans = {name: plan if way.slots else empty for name, way in contest.ways.items()}
+    found = predict(contest, plans)
+    assert found[contest.silent] <= found[contest.ours] < found[contest.unfilled]
 
 
 @needs_root
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
-def test_filled_bubbles_are_faster_over_a_slow_link() -> None:
-    result = bench_shaped()
-    assert result.variants[UNFILLED].over_ours >= 1.10, result
-    low = result.variants[UNFILLED].over_ours_low
-    assert low is not None and low > 1.05
+@pytest.mark.parametrize(("axis", "least"), [("dp", 1.10), ("tp", 1.12)])
+def test_filled_bubbles_are_faster_over_a_slow_link(axis: Axis, least: float) -> None:
+    result = bench_shaped(axis=axis)
+    unfilled = result.variants[CONTESTS[axis].unfilled]
+    assert unfilled.over_ours >= least, result
+    assert unfilled.over_ours_low is not None and unfilled.over_ours_low > 1.05

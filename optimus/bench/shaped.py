@@ -1,7 +1,9 @@
-"""Two ranks on two cores and a link that is really slow, timed: data-parallel bubbles filled and not.
+"""Two ranks on two cores and a link that is really slow, timed: bubbles filled and not.
 
-Both variants play one plan, two replicas of everything: encoders run while the LLM's parameters are gathered
-and while its gradients are reduced, or every rank waits for both. A third sends nothing, which bounds them.
+All variants play one plan. Either there are two replicas of everything: encoders run while the LLM's
+parameters are gathered and while its gradients are reduced, or every rank waits for both. Or the two ranks
+divide the LLM's layers: encoders run between the launch of a collective and its wait, or after the wait. A
+third variant sends nothing, which bounds the others.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups
+from optimus.engine.groups import Groups, make_groups
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
 from optimus.engine.sharding import Sharded
@@ -32,19 +34,23 @@ from optimus.engine.synthetic import Synthetic
 from optimus.job.cluster import Link
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
+from optimus.job.model import BF16_BYTES
 from optimus.job.read import find_job
+from optimus.models.tensor_parallel import Share
+from optimus.profiler.at_home import AtHome
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import profile_job
+from optimus.program.op import Kind
 from optimus.program.plan import Plan
 from optimus.program.ranks import LLM
 from optimus.search.planning import make_plan
 from optimus.search.replaying import replay_plan
+from optimus.systems.slots import without_slots
 
 JOB, RANKS = "cpu/bench-vl", 2
-OURS, UNFILLED, SILENT = "DP bubbles filled", "DP bubbles not filled", "no DP traffic"
-SEED, WARM_UP, ROUNDS, MBIT_PER_S = 0, 2, 14, 400.0
-DTYPE = torch.bfloat16
+SEED, WARM_UP, ROUNDS = 0, 2, 14
+Axis = Literal["dp", "tp"]  # which of the two goes over the slow link
 Progress = Callable[[str, int, int], None]
 
 
@@ -73,15 +79,87 @@ class Silent(Sharded):
         """Every replica learns from its own part of the batch."""
 
 
-WAYS: dict[str, type[Sharded]] = {OURS: Sharded, UNFILLED: Waiting, SILENT: Silent}
+class Mute(Groups):
+    """A tensor-parallel group in which nobody hears the other: numbers mean nothing, and take as long."""
+
+    def share(self, plan: Plan, module: str) -> Share:
+        found = super().share(plan, module)
+        return AtHome(rank=found.rank, size=found.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a variant plays the plan."""
+
+    buckets: type[Sharded] = Sharded
+    slots: bool = True
+    groups: type[Groups] = Groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """What is compared over the link: ours, the same unfilled, and what neither can beat."""
+
+    ways: dict[str, Way]
+    layout: LayoutChoice  # of the LLM
+    dtype: torch.dtype
+    mbit_per_s: float
+    words: str  # what the two ranks are, and what goes over the link
+    traffic: str
+
+    @property
+    def ours(self) -> str:
+        return next(iter(self.ways))
+
+    @property
+    def unfilled(self) -> str:
+        return list(self.ways)[1]
+
+    @property
+    def silent(self) -> str:
+        return list(self.ways)[-1]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of layers, to measure."""
+        return tuple(sorted({1, self.layout.tp or 1}))
+
+
+CONTESTS: dict[Axis, Contest] = {
+    "dp": Contest(
+        ways={
+            "DP bubbles filled": Way(),
+            "DP bubbles not filled": Way(buckets=Waiting),
+            "no DP traffic": Way(buckets=Silent),
+        },
+        layout=LayoutChoice(dp=RANKS, pp=1, tp=1),
+        dtype=torch.bfloat16,
+        mbit_per_s=400.0,
+        words="two replicas",
+        traffic="data-parallel",
+    ),
+    "tp": Contest(
+        ways={
+            "TP slots filled": Way(),
+            "TP slots not filled": Way(slots=False),
+            "no TP traffic": Way(groups=Mute),
+        },
+        layout=LayoutChoice(dp=1, pp=1, tp=RANKS),
+        dtype=torch.float32,  # here faster than bf16, as GPUs are in bf16: traffic counts as it does there
+        mbit_per_s=1000.0,
+        words="two ranks that divide the LLM's layers",
+        traffic="tensor-parallel",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """What is measured and decided before any rank starts."""
 
+    contest: Contest
     job: Job
-    plan: Plan
+    plans: dict[str, Plan]
     predicted_s: dict[str, float]
 
 
@@ -91,13 +169,16 @@ class Prepared:
 class _Variant:
     """One way to play the plan on this rank, with parameters of its own."""
 
-    def __init__(self, job: Job, plan: Plan, way: type[Sharded]) -> None:
+    def __init__(self, job: Job, plan: Plan, way: Way, dtype: torch.dtype) -> None:
         rank, data = dist.get_rank(), Synthetic(job=job, seed=SEED)
         count = job.workload.sequences_per_step
         llm_tokens = count // plan.ranks.llm.dp // plan.microbatches * job.workload.sequence_tokens
-        groups = make_groups(plan, rank, timeout_s=TIMEOUT_S)
-        model = build_rank(job.model, plan, groups, llm_tokens=llm_tokens, dtype=DTYPE, seed=SEED)
-        buckets: Buckets[Sharded] = Buckets(plan, groups, model.chunks, way, model.tied, model.partial)
+        made = make_groups(plan, rank, timeout_s=TIMEOUT_S)
+        groups = way.groups(rank=rank, members=made.members, groups=made.groups)
+        model = build_rank(job.model, plan, groups, llm_tokens=llm_tokens, dtype=dtype, seed=SEED)
+        buckets: Buckets[Sharded] = Buckets(
+            plan, groups, model.chunks, way.buckets, model.tied, model.partial
+        )
         self.optimizer = Optimizer(buckets, learning_rate=1e-4, weight_decay=0.01, clip=1.0)
         self._executor = Executor(
             plan,
@@ -120,7 +201,7 @@ class _Variant:
             scale=1.0 / sum(data.labels(number) for number in range(count)),
             seed=SEED,
             step=0,
-            dtype=DTYPE,
+            dtype=dtype,
         )
 
     def step(self) -> Tensor | None:
@@ -135,7 +216,8 @@ class _Variant:
 
 def time_ways(rank: int, prepared: Prepared, rounds: int, tell: Callable[[int], None]) -> Timed:
     """Every way once a round."""
-    variants = {name: _Variant(prepared.job, prepared.plan, way) for name, way in WAYS.items()}
+    contest, job, plans = prepared.contest, prepared.job, prepared.plans
+    variants = {name: _Variant(job, plans[name], way, contest.dtype) for name, way in contest.ways.items()}
     losses: dict[str, tuple[float, float]] = {}
     for _ in range(WARM_UP):
         losses = {name: variant.seen() for name, variant in variants.items()}
@@ -154,13 +236,16 @@ def _enter(rank: int, namespaces: Sequence[str]) -> None:
 
 def bench_shaped(
     *,
+    axis: Axis = "dp",
     rounds: int = ROUNDS,
-    mbit_per_s: float = MBIT_PER_S,
+    mbit_per_s: float | None = None,
     progress: Progress = lambda name, done, total: None,
 ) -> BenchResult:
     """Profiles, plans for the link, runs all ways over it, and compares."""
-    prepared = prepare(mbit_per_s, progress)
-    with shaped_links(RANKS, mbit_per_s=mbit_per_s) as names:
+    contest = CONTESTS[axis]
+    contest = contest if mbit_per_s is None else replace(contest, mbit_per_s=mbit_per_s)
+    prepared = prepare(contest, progress)
+    with shaped_links(RANKS, mbit_per_s=contest.mbit_per_s) as names:
         progress("starting ranks", 0, rounds)
         timed = run_pinned_ranks(
             time_ways,
@@ -170,36 +255,48 @@ def bench_shaped(
             hear=lambda done: progress("timing", done, rounds),
             before=partial(_enter, namespaces=names),
         )[0]
-    equal = {name: found for name, found in timed.losses.items() if name != SILENT}
-    check_losses(equal, OURS)
-    return compare(prepared, timed, rounds, mbit_per_s)
+    equal = {name: found for name, found in timed.losses.items() if name != contest.silent}
+    check_losses(equal, contest.ours)
+    return compare(prepared, timed, rounds)
 
 
-def prepare(mbit_per_s: float, progress: Progress) -> Prepared:
-    """A plan for two replicas over this link, with segments measured in the type that will run."""
-    job = find_job(JOB)
+def prepare(contest: Contest, progress: Progress) -> Prepared:
+    """A plan for two ranks over this link, with segments measured in the type that will run."""
+    job, tp = find_job(JOB), contest.layout.tp or 1
     progress("profile", 0, 1)
-    profile, _ = run_pinned_ranks(partial(_profile, job), RANKS)  # at the same time, as they will run
+    # At the same time, as they will run.
+    profile, _ = run_pinned_ranks(partial(_profile, job, contest), RANKS)
     machine = describe_machine(measure_links(), ranks=RANKS)
+    wide = contest.dtype.itemsize / BF16_BYTES if tp > 1 else 1.0  # plans count activations in bf16
     link = Link(
-        bandwidth_bytes_per_s=mbit_per_s * 1e6 / 8,
+        bandwidth_bytes_per_s=contest.mbit_per_s * 1e6 / 8 / wide,
         latency_s=machine.within_node.latency_s,
-        source=f"{mbit_per_s:g} Mbit/s by tbf",
+        source=f"{contest.mbit_per_s:g} Mbit/s by tbf",
     )
-    cluster = replace(machine, gpus_per_node=1, within_node=link, between_nodes=link)
-    layout = replace(job.layout, modules={LLM: LayoutChoice(dp=RANKS, pp=1, tp=1)})
+    cluster = replace(machine, gpus_per_node=tp, within_node=link, between_nodes=link)
+    layout = replace(job.layout, modules={LLM: contest.layout})
     job = replace(job, cluster=cluster, layout=layout)
     plan = make_plan(job, profile=replace(profile, name="of this machine"), systems=()).plan
-    return Prepared(job=job, plan=plan, predicted_s=predict(plan))
+    slotless = plan if tp == 1 else without_slots(plan).plan
+    plans = {name: plan if way.slots else slotless for name, way in contest.ways.items()}
+    return Prepared(contest=contest, job=job, plans=plans, predicted_s=predict(contest, plans))
 
 
-def _profile(job: Job, rank: int, tell: Any) -> Any:
-    return profile_job(job, dtype=DTYPE)
+def _profile(job: Job, contest: Contest, rank: int, tell: Any) -> Any:
+    return profile_job(job, dtype=contest.dtype, tps=contest.widths)
 
 
-def predict(plan: Plan) -> dict[str, float]:
-    """Replayed steps: as planned, with all traffic before and after compute, and without any."""
+def predict(contest: Contest, plans: dict[str, Plan]) -> dict[str, float]:
+    """Replayed steps: as planned, not filled, and without traffic."""
+    plan = plans[contest.ours]
     silent_s = replay_plan(_without_traffic(plan)).timeline.step_s
+    if contest.layout.tp != 1:
+        unfilled_s = plans[contest.unfilled].claims.step_s
+        return {
+            contest.ours: plan.claims.step_s,
+            contest.unfilled: unfilled_s,
+            contest.silent: silent_s,
+        }
     exposed_s = max(
         sum(
             bucket.gather_s + bucket.reduce_s
@@ -208,10 +305,21 @@ def predict(plan: Plan) -> dict[str, float]:
         )
         for device in range(plan.ranks.num_classes)
     )
-    return {OURS: plan.claims.step_s, UNFILLED: silent_s + exposed_s, SILENT: silent_s}
+    return {
+        contest.ours: plan.claims.step_s,
+        contest.unfilled: silent_s + exposed_s,
+        contest.silent: silent_s,
+    }
 
 
 def _without_traffic(plan: Plan) -> Plan:
+    """Gathers, reduces and the collectives of divided layers take no time."""
+    templates = {
+        name: tuple(
+            replace(phase, duration_s=0.0) if phase.kind == Kind.LAUNCH else phase for phase in phases
+        )
+        for name, phases in plan.templates.items()
+    }
     modules = {
         name: replace(
             module,
@@ -222,32 +330,36 @@ def _without_traffic(plan: Plan) -> Plan:
         )
         for name, module in plan.modules.items()
     }
-    return replace(plan, modules=modules)
+    return replace(plan, modules=modules, templates=templates)
 
 
-def compare(prepared: Prepared, timed: Timed, rounds: int, mbit_per_s: float) -> BenchResult:
+def compare(prepared: Prepared, timed: Timed, rounds: int) -> BenchResult:
     """Medians, predictions beside them, and the share of traffic that compute hides."""
+    contest, planned = prepared.contest, prepared.predicted_s
     variants = {
-        name: replace(found, predicted_s=prepared.predicted_s[name])
-        for name, found in variant_times(timed.seconds, OURS).items()
+        name: replace(found, predicted_s=planned[name])
+        for name, found in variant_times(timed.seconds, contest.ours).items()
     }
     measured = {name: variant.step_s for name, variant in variants.items()}
-    count, planned = prepared.plan.microbatches, prepared.predicted_s
+    count, dtype = prepared.plans[contest.ours].microbatches, str(contest.dtype).removeprefix("torch.")
+    link = f"{contest.mbit_per_s:g} Mbit/s both ways"
+    hidden = f"{_hidden(contest, measured):.0%} are hidden, {_hidden(contest, planned):.0%} as planned"
     notes = (
-        f"two replicas, one core each, {mbit_per_s:g} Mbit/s both ways; {count} microbatches; bf16",
-        f"of the data-parallel traffic {_hidden(measured):.0%} are hidden, {_hidden(planned):.0%} as planned",
+        f"{contest.words}, one core each, {link}; {count} microbatches; {dtype}",
+        f"of the {contest.traffic} traffic {hidden}",
         f"{rounds} rounds; {timed.words}",
     )
     return BenchResult(
         bench="shaped",
         variants=variants,
-        ours=OURS,
-        bound_s=measured[SILENT],
-        ours_over_bound=measured[OURS] / measured[SILENT],
+        ours=contest.ours,
+        bound_s=measured[contest.silent],
+        ours_over_bound=measured[contest.ours] / measured[contest.silent],
         notes=notes,
     )
 
 
-def _hidden(seconds: dict[str, float]) -> float:
+def _hidden(contest: Contest, seconds: dict[str, float]) -> float:
     """What filling saves, of all that traffic costs."""
-    return (seconds[UNFILLED] - seconds[OURS]) / (seconds[UNFILLED] - seconds[SILENT])
+    unfilled_s, silent_s = seconds[contest.unfilled], seconds[contest.silent]
+    return (unfilled_s - seconds[contest.ours]) / (unfilled_s - silent_s)

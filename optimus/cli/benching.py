@@ -40,8 +40,15 @@ class Bench:
         tuple[str, ...],
         tyro.conf.arg(metavar="NAME", help="variants of `real` to time beside ours; all if left out"),
     ] = ()
+    link: Annotated[
+        Literal["dp", "tp"] | None,
+        tyro.conf.arg(
+            help="what goes over the link of `shaped`: traffic of replicas (dp, if left out) or of divided layers"
+        ),
+    ] = None
     mbit: Annotated[
-        float | None, tyro.conf.arg(metavar="N", help="Mbit/s of the link of `shaped`; 400 if left out")
+        float | None,
+        tyro.conf.arg(metavar="N", help="Mbit/s of the link of `shaped`: 400, or 1000 with --link tp"),
     ] = None
     json: Json = False
 
@@ -54,6 +61,8 @@ class Bench:
             raise UserError(field="--ranks", value=self.ranks, problem="is for `paced`", hint=hint)
         if self.kind != "paced" and self.dp is not None:
             raise UserError(field="--dp", value=self.dp, problem="is for `paced`", hint="leave it out")
+        if self.kind != "shaped" and self.link is not None:
+            raise UserError(field="--link", value=self.link, problem="is for `shaped`", hint="leave it out")
         if self.kind != "shaped" and self.mbit is not None:
             raise UserError(field="--mbit", value=self.mbit, problem="is for `shaped`", hint="leave it out")
         if self.kind != "real" and self.against:
@@ -66,6 +75,8 @@ class Bench:
             given["dp"] = _positive("--dp", self.dp)
         if self.against:
             given["against"] = self.against
+        if self.link is not None:
+            given["axis"] = self.link
         if self.mbit is not None:
             given["mbit_per_s"] = _positive("--mbit", self.mbit)
         bench = getattr(trainer_part(f"optimus.bench.{self.kind}"), f"bench_{self.kind}")

@@ -203,7 +203,7 @@ class Groups:
 
     def share(self, plan: Plan, module: str) -> Share:
         """This rank's place in the module's tensor-parallel group, with the group."""
-        return replace(share_of(plan, module, self.rank), process_group=self.get(f"{module}.tp"))
+        return replace(share_of(plan, module, self.rank), group=self.get(f"{module}.tp"))
 
     def mesh(self, module: str, device_type: str) -> DeviceMesh | None:
         """The replicas of a module as a mesh, for those who place tensors by it."""

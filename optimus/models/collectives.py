@@ -19,12 +19,13 @@ class Flight:
 
     __slots__ = ("_kept", "_take", "_work")
 
-    def __init__(self, work: dist.Work, take: Callable[[], Any], *kept: Tensor) -> None:
+    def __init__(self, work: dist.Work | None, take: Callable[[], Any], *kept: Tensor) -> None:
         self._work, self._take, self._kept = work, take, kept
 
     def land(self) -> Any:
         """What it brings, when it is there: on a GPU compute waits for that, the host does not."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._take()
 
     def then(self, take: Callable[[Any], Any]) -> Flight:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.models.collectives import gather_rows
 from optimus.models.sample import IGNORED
 from optimus.models.tensor_parallel import Share
 
@@ -22,7 +21,7 @@ class _DividedCrossEntropy(torch.autograd.Function):
         column = mine.clamp(0, max(0, logits.shape[1] - 1))[:, None]
         own = torch.logsumexp(logits[:, :count], 1)
         found = torch.where(here, logits.gather(1, column)[:, 0], 0.0)
-        parts: Tensor = gather_rows(torch.stack((own, found))[None], share.group).land()
+        parts: Tensor = share.gather(torch.stack((own, found))[None]).land()
         normaliser = torch.logsumexp(parts[:, 0], 0)
         context.save_for_backward(logits, normaliser, asked, here, column)
         context.count = count

@@ -8,6 +8,7 @@ anything may run in between. Going back, a gather becomes a scatter of sums, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +22,38 @@ from optimus.models.segment import Deferred, Gradients, Segment, State
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
-    """A rank's place among those that divide the layers of a module between them."""
+    """A rank's place among those that divide the layers of a module between them, and how it reaches them."""
 
     rank: int = 0
     size: int = 1
-    process_group: dist.ProcessGroup | None = None  # needed to run, not to build
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        assert self.process_group is not None, "built to be looked at, not to run"
-        return self.process_group
+    group: dist.ProcessGroup | None = None  # needed to run, not to build
 
     def rows(self, count: int) -> slice:
         """Of a sequence: this rank's."""
         assert count % self.size == 0, f"{count} rows for {self.size} ranks"
         own = count // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
+
+    def gather(self, part: Tensor) -> Flight:
+        """Rows of all ranks in order."""
+        return gather_rows(part, self._reached)
+
+    def fill(self, whole: Tensor, part: Tensor) -> Flight:
+        """The same, into memory that is there."""
+        return fill_rows(whole, part, self._reached)
+
+    def sum(self, parts: Tensor) -> Flight:
+        """This rank's rows of the sum over all ranks."""
+        return sum_rows(parts, self._reached)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+        """So many rows to every rank, and so many from every rank."""
+        return exchange_rows(rows, sent, received, self._reached)
+
+    @property
+    def _reached(self) -> dist.ProcessGroup:
+        assert self.group is not None, "built to be looked at, not to run"
+        return self.group
 
 
 ALONE = Share()
@@ -90,15 +107,15 @@ class Gather(Exchange):
         self.again = f"{of}.gather" if regathers else None
 
     def launch(self, state: State, context: Any) -> Flight:
-        flight = gather_rows(state[self.at], self.share.group)
+        flight = self.share.gather(state[self.at])
         return flight.then(lambda rows: _changed(state, self.at, rows))
 
     def launch_back(self, gradients: Gradients, context: Any) -> Flight:
-        flight = sum_rows(_present(gradients[self.at]), self.share.group)
+        flight = self.share.sum(_present(gradients[self.at]))
         return flight.then(lambda rows: _changed(gradients, self.at, rows))
 
     def launch_again(self, part: Tensor, whole: Tensor) -> Flight:
-        return fill_rows(whole, part, self.share.group)
+        return self.share.fill(whole, part)
 
 
 class Scatter(Exchange):
@@ -109,11 +126,11 @@ class Scatter(Exchange):
         self.there, self.back, self.late = there, f"{of}.gather", late
 
     def launch(self, state: State, context: Any) -> Flight:
-        flight = sum_rows(state[self.at], self.share.group)
+        flight = self.share.sum(state[self.at])
         return flight.then(lambda rows: _changed(state, self.at, rows))
 
     def launch_back(self, gradients: Gradients, context: Any) -> Flight:
-        flight = gather_rows(_present(gradients[self.at]), self.share.group)
+        flight = self.share.gather(_present(gradients[self.at]))
         return flight.then(lambda rows: _changed(gradients, self.at, rows))
 
 
@@ -138,12 +155,12 @@ class Seam(Exchange):
         seam = context.seam
         nothing = torch.empty(0, self.width, dtype=self.dtype, device=ids.device)
         rows = torch.cat([piece.detach() for piece in pieces]) if pieces else nothing
-        flight = exchange_rows(rows[seam.leaving], seam.sent, seam.received, self.share.group)
+        flight = self.share.exchange(rows[seam.leaving], seam.sent, seam.received)
         return flight.then(lambda came: (ids, came))
 
     def launch_back(self, gradients: Gradients, context: Any) -> Flight:
         seam = context.seam
-        flight = exchange_rows(_present(gradients[self.at]), seam.received, seam.sent, self.share.group)
+        flight = self.share.exchange(_present(gradients[self.at]), seam.received, seam.sent)
 
         def dealt(came: Tensor) -> Gradients:
             rows = came.new_zeros(sum(seam.pieces), self.width)

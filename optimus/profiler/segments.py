@@ -7,7 +7,7 @@ them is part of their time. CPU time of this thread is taken: other tenants of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import quantiles
 from typing import Any
@@ -21,10 +21,13 @@ from optimus.engine.synthetic import Synthetic
 from optimus.errors import UserError
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
-from optimus.models.build import build_layers, layer_count, segment_name
-from optimus.models.chunk import SegmentedChunk, parameters_of
-from optimus.models.context import encoder_inputs, llm_inputs
+from optimus.models.build import build_layers, divided, layer_count, segment_name
+from optimus.models.chunk import Phase, SegmentedChunk, parameters_of
+from optimus.models.context import LlmContext, SeamRows, encoder_inputs, llm_inputs
 from optimus.models.sample import Placed, Sample, placed_items
+from optimus.models.segment import Segment
+from optimus.models.tensor_parallel import Share
+from optimus.profiler.at_home import AtHome
 from optimus.profiler.machine import conditions, one_thread
 from optimus.program.op import Kind
 
@@ -32,6 +35,8 @@ REPETITIONS = 24
 WARM_UP = 3
 DTYPE = torch.float32
 Progress = Callable[[str, int, int], None]
+# Parts of divided layers that have no kernel of their own in a plan: whose time theirs is.
+BELONGS_TO = {"join": "norm1", "place": "embedding"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +48,17 @@ class _Load:
     inputs: tuple[Tensor, ...]
     context: Any
     dtype: torch.dtype
+    share: Share = AtHome()
 
 
 def profile_job(
     job: Job,
     *,
     dtype: torch.dtype = DTYPE,
+    tps: Sequence[int] = (1,),
     progress: Progress = lambda name, done, total: None,
 ) -> Profile:
-    """Segments of all modules, at the sizes of their microbatches."""
+    """Segments of all modules, at the sizes of their microbatches, whole or as one rank's share of `tps`."""
     if torch.cuda.is_available():
         raise UserError(
             field="profile",
@@ -62,7 +69,8 @@ def profile_job(
     with one_thread():
         parts = [
             (load, sort, layer)
-            for load in _loads(job, dtype)
+            for whole in _loads(job, dtype)
+            for load in (_shared(whole, tp) for tp in tps)
             for sort, layer in _layers_to_measure(load.module)
         ]
         for done, (load, sort, layer) in enumerate(parts):
@@ -113,28 +121,63 @@ def _llm_load(llm: Llm, samples: list[Sample], dtype: torch.dtype) -> _Load:
     return _Load(module=llm, tokens=len(ids), inputs=(ids,), context=context, dtype=dtype)
 
 
+def _shared(load: _Load, tp: int) -> _Load:
+    """What the first of `tp` ranks has of it."""
+    if tp == 1:
+        return load
+    share = AtHome(size=tp)
+    rows = share.rows(load.tokens)
+    if isinstance(load.context, LlmContext):
+        nothing = torch.empty(0, dtype=torch.int64)
+        seam = SeamRows(pieces=(), leaving=nothing, sent=(0,) * tp, received=(0,) * tp, targets=nothing)
+        return replace(load, context=load.context.of(rows, seam), share=share)
+    inputs = tuple(tensor[rows] for tensor in load.inputs)
+    return replace(load, inputs=inputs, context=load.context.of(rows), share=share)
+
+
 # ---------------------------------------------------------------------------- measuring
 
 
 def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
-    """The segments of one layer: whole backwards and split ones in turn."""
-    module = load.module
-    layers = build_layers(_trained(module), dtype=load.dtype, first=layer, end=layer + 1)
-    Sharded(parameters_of(layers[0]), None).reset()  # gradients are added up as in training, in float32
-    names = [segment_name(module, layer, place).split(".")[-1] for place in range(len(layers[0]))]
+    """The segments of one layer: whole backwards and split ones in turn; only these where it is divided."""
+    module, tp = load.module, load.share.size
+    (built,) = build_layers(_trained(module), dtype=load.dtype, first=layer, end=layer + 1, share=load.share)
+    Sharded(parameters_of(built), None).reset()  # gradients are added up as in training, in float32
+    names = _names(load, layer, built)
+    parts = built if tp == 1 else divided(built)
+    ways = ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)) if tp == 1 else ((Kind.F, Kind.I, Kind.W),)
     times: dict[tuple[str, Kind], list[float]] = {}
     for repetition in range(WARM_UP + REPETITIONS):
-        for kinds in ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)):
-            timed = list(_play(SegmentedChunk(layers), kinds, load, first=layer == 0))
+        for kinds in ways:
+            timed: dict[tuple[str, Kind], float] = {}
+            for kind, phase, seconds in _play(SegmentedChunk([parts]), kinds, load, first=layer == 0):
+                key = names[_base(phase)], kind
+                timed[key] = timed.get(key, 0.0) + seconds
             if repetition >= WARM_UP:
-                for kind, place, seconds in timed:
-                    times.setdefault((names[place], kind), []).append(seconds)
-    kernels = dict(zip(names, (segment.kernels for segment in layers[0]), strict=True))
+                for key, seconds in timed.items():
+                    times.setdefault(key, []).append(seconds)
+    kernels = {name: tuple(base for base, own in names.items() if own == name) for name in names.values()}
     return [
         _row(load, sort, name, kernels[name], kind, seconds)
         for (name, kind), seconds in times.items()
         if not (sort == "embedding" and kind == Kind.I)  # a first layer has no input that wants a gradient
     ]
+
+
+def _names(load: _Load, layer: int, segments: Sequence[Segment]) -> dict[str, str]:
+    """The segment that each kernel of the plan is a part of: where a layer is divided, one for each."""
+    if load.share.size > 1:
+        return {base: base for segment in segments for base in segment.kernels}
+    return {
+        base: segment_name(load.module, layer, place).split(".")[-1]
+        for place, segment in enumerate(segments)
+        for base in segment.kernels
+    }
+
+
+def _base(phase: Phase) -> str:
+    name = phase.kernels[0].partition(".")[0]
+    return BELONGS_TO.get(name, name)
 
 
 def _trained(module: Encoder | Llm) -> Encoder | Llm:
@@ -146,19 +189,20 @@ def _trained(module: Encoder | Llm) -> Encoder | Llm:
 
 def _play(
     chunk: SegmentedChunk, kinds: tuple[Kind, ...], load: _Load, *, first: bool
-) -> Iterator[tuple[Kind, int, float]]:
-    """One microbatch through one layer: kind, place of the segment, seconds."""
-    state = load.inputs if first else (torch.randn(load.tokens, load.module.stack.hidden, dtype=load.dtype),)
+) -> Iterator[tuple[Kind, Phase, float]]:
+    """One microbatch through one layer: kind of the op, what computes, seconds."""
+    rows = load.tokens // load.share.size
+    state = load.inputs if first else (torch.randn(rows, load.module.stack.hidden, dtype=load.dtype),)
     chunk.begin(0, state, (not first,) * len(state), load.context)
     for kind in kinds:
         if kind in (Kind.B, Kind.I):
             chunk.begin_backward(0, tuple(torch.ones_like(tensor) for tensor in chunk.output(0)))
-        phases = chunk.phases(kind, 0)
-        for at, phase in enumerate(phases):
+        for phase in chunk.phases(kind, 0):
             begin = time.thread_time()
             phase.run()
             seconds = time.thread_time() - begin
-            yield kind, at if kind == Kind.F else len(phases) - 1 - at, seconds
+            if phase.kind not in (Kind.LAUNCH, Kind.WAIT):
+                yield kind, phase, seconds
 
 
 def _row(
@@ -172,7 +216,7 @@ def _row(
         kernels=kernels,
         kind=kind,
         tokens=load.tokens,
-        tp=1,
+        tp=load.share.size,
         median_s=middle,
         p25_s=p25,
         p75_s=p75,

@@ -1,0 +1,35 @@
+"""A tensor-parallel group of which only one rank is there: its compute is real, and nothing travels.
+
+Rows of others are this rank's own once more, so that numbers stay ordinary; they mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from optimus.models.collectives import Flight
+from optimus.models.tensor_parallel import Share
+
+
+class AtHome(Share):
+    """A share of layers whose exchanges are over at once."""
+
+    def gather(self, part: Tensor) -> Flight:
+        rows = part.detach()
+        return Flight(None, lambda: rows.repeat(self.size, *(1,) * (rows.dim() - 1)))
+
+    def fill(self, whole: Tensor, part: Tensor) -> Flight:
+        own = part.shape[0]
+        for place in range(self.size):
+            whole[place * own : (place + 1) * own] = part
+        return Flight(None, lambda: whole)
+
+    def sum(self, parts: Tensor) -> Flight:
+        rows = parts.detach()[self.rows(len(parts))]
+        return Flight(None, rows.clone)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+        came = rows.new_zeros(sum(received), *rows.shape[1:])
+        return Flight(None, lambda: came)
