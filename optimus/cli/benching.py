@@ -43,7 +43,7 @@ class Bench:
     link: Annotated[
         Literal["dp", "tp"] | None,
         tyro.conf.arg(
-            help="what goes over the link of `shaped`: traffic of replicas (dp, if left out) or of divided layers"
+            help="what goes over the link of `shaped`: traffic of replicas (dp, default) or of divided layers"
         ),
     ] = None
     mbit: Annotated[
