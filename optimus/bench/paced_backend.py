@@ -1,7 +1,8 @@
 """A c10d backend with links of a given speed, so that every engine on torch meets the same network.
 
 gloo carries the bytes; a transfer is over when the link says so, in ideal time (see pacing.py). A message
-brings its ideal arrival along. A collective starts, in ideal time, when its last member has launched it.
+brings its ideal arrival along. A collective starts, in ideal time, when its last member has launched it, and
+is over on all of them when it is where it takes longest.
 As in plans, a send does not wait for the receive; whoever waits for a send waits until it has arrived.
 """
 
@@ -255,11 +256,11 @@ class PacedGroup(PythonGroup):
         launched_s = clock.ideal_s
 
         def play() -> float:
-            last_s = torch.tensor([max(launched_s, lane.free_s)], dtype=torch.float64)
-            carried = [self._carrier.allreduce([last_s], dist.ReduceOp.MAX), *carry()]
+            told = torch.tensor([max(launched_s, lane.free_s), duration_s], dtype=torch.float64)
+            carried = [self._carrier.allreduce([told], dist.ReduceOp.MAX), *carry()]
             for work in carried:
                 work.wait()
-            lane.free_s = float(last_s[0]) + duration_s
+            lane.free_s = float(told.sum())
             return lane.free_s
 
         played: Future[float] = lane.thread.submit(play)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,6 +71,10 @@ class Journal:
 
     def spent(self, row: Row) -> None:
         self.played.append(Played(line=self._line, row=row, end_s=self._clock.ideal_s))
+
+    def passed(self, row: Row) -> None:
+        """Of a line at which nothing runs nobody can tell when it was over."""
+        self.played.append(Played(line=self._line, row=row, end_s=math.nan))
 
 
 class PacedChunk(SegmentedChunk):

@@ -8,14 +8,20 @@ of a host read one clock, so ideal times travel with messages and mean the same 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 
 class PacedClock:
-    """Ideal time of one rank, in seconds of the host's monotonic clock. Only its main thread moves it."""
+    """Ideal time of one rank, in seconds of the host's monotonic clock.
+
+    The thread that made it keeps it. Work that another thread does beside it, in a copy of its context, has a
+    time of its own, which begins when that copy was made.
+    """
 
     def __init__(
         self,
@@ -25,11 +31,12 @@ class PacedClock:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._catch_up_s, self._now, self._sleep = catch_up_s, now, sleep
-        self._ideal_s, self._given_up_s = now(), 0.0
+        self._keeper, self._ideal = threading.get_ident(), ContextVar[float]("ideal_s")
+        self.restart()
 
     @property
     def ideal_s(self) -> float:
-        return self._ideal_s
+        return self._ideal.get()
 
     @property
     def given_up_s(self) -> float:
@@ -38,21 +45,23 @@ class PacedClock:
 
     def restart(self) -> None:
         """Forgets how late it is: what ran before was not to be paced."""
-        self._ideal_s, self._given_up_s = self._now(), 0.0
+        self._ideal.set(self._now())
+        self._given_up_s = 0.0
 
     def compute(self, duration_s: float) -> None:
         """Computes, in ideal time, for so long; real work done before this call is part of it."""
-        self.reach(self._ideal_s + duration_s)
+        self.reach(self.ideal_s + duration_s)
 
     def reach(self, ideal_s: float) -> None:
         """Waits for an event at this ideal time, which may be over."""
-        self._ideal_s = max(self._ideal_s, ideal_s)
-        left_s = self._ideal_s - self._now()
+        ideal_s = max(self.ideal_s, ideal_s)
+        self._ideal.set(ideal_s)
+        left_s = ideal_s - self._now()
         if left_s > 0:
             self._sleep(left_s)
-        too_late_s = self._now() - self._ideal_s - self._catch_up_s
-        if too_late_s > 0:
-            self._ideal_s += too_late_s
+        too_late_s = self._now() - ideal_s - self._catch_up_s
+        if too_late_s > 0 and threading.get_ident() == self._keeper:
+            self._ideal.set(ideal_s + too_late_s)
             self._given_up_s += too_late_s
 
     def is_over(self, ideal_s: float) -> bool:

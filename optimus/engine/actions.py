@@ -16,6 +16,7 @@ from optimus.engine.groups import Groups, edge_of, seam_edge
 from optimus.engine.mail import Key, Mail, TensorSpec
 from optimus.engine.placing import place_phases
 from optimus.engine.seam import arrives
+from optimus.engine.side import Side
 from optimus.models.chunk import Chunk
 from optimus.models.chunk import Phase as ChunkPhase
 from optimus.models.segment import Gradients, State
@@ -78,12 +79,14 @@ class Compiler:
         buckets: Buckets[Bucket],
         shapes: Shapes,
         mail: Mail,
+        side: Side,
         moment: Moment,
         finish: Run,
     ) -> None:
         self.plan, self.groups, self.chunks, self.shapes = plan, groups, chunks, shapes
         self.buckets, self._gathered = buckets, set(buckets.rest)
-        self.mail, self.moment, self.finish = mail, moment, finish
+        self.mail, self.side, self.moment, self.finish = mail, side, moment, finish
+        self._beside: set[tuple[str, Verb, int, int]] = set()  # ops that open beside the program
         self.device = plan.ranks.class_of(groups.rank)
         self.program = plan.programs[self.device]
         self._counts_loss = plan.ranks.place(LLM, groups.rank).tp == 0  # all of a group make the same
@@ -135,10 +138,16 @@ class Compiler:
             runs = [*self._awaited(module, chunk, layers), *runs]
         virtual = chunk * self.plan.modules[module].layout.pp + self.plan.ranks.stage_of(module, self.device)
         waits: tuple[int, ...] = ()
+        op = module, verb, chunk, microbatch
         if place == busy[0] and verb != Verb.W:
             begin, keys = self._begin(module, verb, virtual, microbatch)
             waits = tuple(sorted({rank for key in keys for rank in self.senders.get(key, ())}))
             runs.insert(0, begin)
+            if waits and placed[place][-1].kind == Kind.LAUNCH:
+                self._beside.add(op)
+                return partial(self.side.begin, op, _in_turn(runs)), waits
+        if op in self._beside and place == busy[1]:
+            runs.insert(0, partial(self.side.end, op))
         if any(phase.kind == Kind.WAIT for phase in placed[place]):
             waits = tuple(sorted({*waits, *self.groups.members[f"{module}.tp"]} - {self.groups.rank}))
         if place == busy[-1] and verb != Verb.W:

@@ -14,6 +14,7 @@ from optimus.engine.buckets import Bucket, Buckets
 from optimus.engine.groups import Groups
 from optimus.engine.mail import Mail
 from optimus.engine.reduction import Replicated
+from optimus.engine.side import Side
 from optimus.models.chunk import Chunk
 from optimus.models.segment import State
 from optimus.program.plan import Plan
@@ -64,11 +65,11 @@ class Executor:
         optimizer: Steps | None = None,
     ) -> None:
         self.plan, self.groups, self.tied = plan, groups, tied
-        self._mail, self._moment = Mail(device), Moment()
+        self._mail, self.side, self._moment = Mail(device), Side(device), Moment()
         self._recorder = recorder or _Nobody()
         self.buckets = buckets or Buckets(plan, groups, chunks, Replicated, tied)
         self._optimizer, mail, moment = optimizer, self._mail, self._moment
-        compiler = Compiler(plan, groups, chunks, self.buckets, shapes, mail, moment, self._finish)
+        compiler = Compiler(plan, groups, chunks, self.buckets, shapes, mail, self.side, moment, self._finish)
         self.actions = compiler.actions()
         self._waits_for = {action.line: action.waits_for for action in self.actions}
         self._forward = only_forward(self.actions)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -211,11 +212,19 @@ class Groups:
         return None if group is None else DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
 
 
-def make_groups(plan: Plan, rank: int, *, timeout_s: float, backend: str | None = None) -> Groups:
+def make_groups(
+    plan: Plan,
+    rank: int,
+    *,
+    timeout_s: float,
+    backend: str | None = None,
+    options_of: Callable[[str], Any] = lambda axis: None,
+) -> Groups:
     """All groups of this rank. Every rank must call it, at the same time, with the same plan.
 
     Where a backend cannot split, members name a group after its ranks and the number of groups they already
     have. So every rank makes one for every axis, be it of itself alone: the numbers stay the same everywhere.
+    `options_of` gives a backend options for the groups of an axis, by its name.
     """
     splits = dist.get_backend() == "nccl" and backend is None
     timeout = timedelta(seconds=timeout_s)
@@ -233,6 +242,7 @@ def make_groups(plan: Plan, rank: int, *, timeout_s: float, backend: str | None 
                 list(mine or (rank,)),
                 timeout=timeout,
                 backend=backend,
+                pg_options=options_of(axis.name),
                 use_local_synchronization=True,
                 group_desc=axis.name,
             )

@@ -25,7 +25,7 @@ def count_step(
 ) -> tuple[Tensor | None, MemoryUse]:
     """One step like any other, only slower: its loss, and what it took."""
     states = states_of(parameters, optimizer)
-    with ByteCounter(executor, chain.from_iterable(states.values())) as counter:
+    with executor.side.waiting(), ByteCounter(executor, chain.from_iterable(states.values())) as counter:
         loss = executor.step(batch)
     held = {name: total_bytes(tensors) for name, tensors in states.items()}
     dtype = str(parameters[0].dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ from optimus.program.plan import Phase as PlannedPhase
 from optimus.program.plan import Template
 
 COMMUNICATION = (Kind.LAUNCH, Kind.WAIT)
+SPARED = "scatter2"  # the last sum of a layer that is made again: plans count it, and no gradient needs it
 
 
 def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list[list[Phase]]:
@@ -28,6 +29,8 @@ def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list
         if number is not None:
             found_at[place] = number
             covered[number].append(place)
+        elif planned.name == SPARED and not forward:
+            continue
         elif planned.kind in COMMUNICATION or planned.duration_s > 0:
             raise UserError(
                 field=f"{what} layer {planned.layer} {planned.name}",
@@ -38,8 +41,6 @@ def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list
     at = 0
     for phase, places in zip(phases, covered, strict=True):
         wanted = (places[-1] if forward else places[0]) if places else at
-        if phase.kind == Kind.LAUNCH:
-            wanted = max(wanted, at)  # behind what its numbers come from: a plan knows no such small steps
         if wanted < at:
             raise UserError(
                 field=f"{what} layer {phase.layer} {'+'.join(phase.kernels)}",

@@ -26,6 +26,9 @@ class Flight:
         """What it brings, when it is there: on a GPU compute waits for that, the host does not."""
         if self._work is not None:
             self._work.wait()
+        for tensor in self._kept:
+            if tensor.is_cuda:  # it may have been launched from another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._take()
 
     def then(self, take: Callable[[Any], Any]) -> Flight:

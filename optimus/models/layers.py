@@ -14,7 +14,7 @@ from optimus.models.linear import linear
 from optimus.models.norms import Norm
 from optimus.models.numerics import Kernels, Numerics
 from optimus.models.rotary import rotate
-from optimus.models.segment import Deferred, Part, Segment, State, cheap
+from optimus.models.segment import Deferred, Gradients, Part, Saved, Segment, State, cheap
 from optimus.models.split import Split
 from optimus.models.tensor_parallel import ALONE, Gather, Scatter, Share
 
@@ -138,7 +138,7 @@ class Joining(Projection):
         return [
             Part(self, self._multiplied, self.kernels, [self.weight]),
             Scatter(self.share, 1, there=self.there, of=self.of),
-            Part(self, self._joined, JOIN, [self.bias]),
+            Join(self, self._joined, JOIN, [self.bias]),
         ]
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
@@ -155,6 +155,42 @@ class Joining(Projection):
 
     def _added(self, x: Tensor, rows: Tensor, context: Any) -> State:
         return (x + dropout(rows, context.keys, self.site, self.numerics.dropout),)
+
+
+class _Joined(Saved):
+    """All that the gradient of a join depends on."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self, keys: Tensor | None) -> None:
+        super().__init__((), (), Deferred())
+        self.keys = keys
+
+
+class Join(Part):
+    """What ends a divided layer: rows that were summed over ranks are added to the residual stream.
+
+    Its gradient is a formula, so that it needs no graph, keeps no rows, and may run wherever they arrive.
+    """
+
+    keeps_nothing = True
+
+    def run(
+        self, state: State, needs: tuple[bool, ...], context: Any, *, empties: bool = False
+    ) -> tuple[State, Saved | None]:
+        with torch.no_grad():
+            found = self.forward(state, context)
+        if not self.trained and not any(needs):
+            return found, None
+        return tuple(tensor.requires_grad_() for tensor in found), _Joined(context.keys)
+
+    def input_gradient(self, saved: Saved, gradients: Gradients, *, split: bool) -> Gradients:
+        (gradient,), owner = gradients, self.owner
+        assert isinstance(saved, _Joined) and isinstance(owner, Joining) and gradient is not None
+        rows = dropout(gradient, saved.keys, owner.site, owner.numerics.dropout)
+        if self.trained:
+            self.add_gradients(self.trained, (rows.sum(0),))
+        return gradient, rows
 
 
 class Out(Joining):

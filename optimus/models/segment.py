@@ -94,6 +94,7 @@ class Segment(nn.Module):
     defers = False
     has_cheap = False  # it makes something by `cheap`
     is_end = False  # an embedding, a projector or a head: never made again
+    keeps_nothing = False  # between forward and backward: no reason to make it again
     # Of parameters by name: how tensor parallelism divides them. Others are whole on every rank, which sees
     # only some rows or heads: their gradients are summed over the ranks.
     splits: Mapping[str, Split] = MappingProxyType({})

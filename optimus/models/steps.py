@@ -42,6 +42,9 @@ class Layer:
         self._at = dict(enumerate(segments, first))
         self._recompute, self._regathers = recompute, regathers
         self._is_end = any(segment.is_end for segment in segments)
+        # The sum at the end of a divided layer, which no gradient needs, is not made again.
+        spared = 2 if segments and segments[-1].keeps_nothing else 0
+        self._spared = first + len(segments) - spared
 
     def steps(self, kind: Kind) -> Iterator[Step]:
         """Of an op of this kind."""
@@ -58,7 +61,7 @@ class Layer:
     def is_made_again(self, place: int) -> bool:
         """Whether a segment runs a second time before its backward."""
         wanted = self._recompute == "attention" and self._at[place].kernels == ATTENTION
-        return wanted or (self._recompute == "full" and not self._is_end)
+        return wanted or (self._recompute == "full" and not self._is_end and place < self._spared)
 
     def gives_up(self, place: int) -> bool:
         """Whether what an exchange brings is given up behind the product that it serves."""
