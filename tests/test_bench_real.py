@@ -10,11 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from optimus.bench import real, torch_stages
+from optimus.bench import torch_stages, variants
 from optimus.bench.alternating import Timed, bootstrap, busy_s
-from optimus.bench.real import OURS, bench_real, compare
+from optimus.bench.real import bench_real, compare
 from optimus.bench.real_job import VARIANTS, Prepared, chosen_variants, even_cut, stage0_cut
 from optimus.bench.torch_stages import Variant, layers_in_order
+from optimus.bench.variants import OURS
 from optimus.engine.synthetic import Synthetic
 from optimus.errors import UserError
 from optimus.job.read import find_job
@@ -32,10 +33,10 @@ def test_a_stage_may_end_after_any_layer() -> None:
     job = find_job("cpu/bench-vl")
     (encoder,) = job.model.encoders
     sample = Synthetic(job=job, seed=0).sample(0)
-    x, context = real._encoder_inputs(encoder, sample)
-    contexts = {encoder.name: context, "llm": real._llm_context(job, sample, 1.0)}
+    x, context = variants._encoder_inputs(encoder, sample)
+    contexts = {encoder.name: context, "llm": variants._llm_context(job, sample, 1.0)}
     for layer in layers_in_order(job.model):
-        x = torch_stages._stage([layer], contexts, 0)(x, ids=sample.tokens).detach_()
+        x = torch_stages.stage_of_layers([layer], contexts, seed=0)(x, ids=sample.tokens).detach_()
     assert x.shape == (job.workload.sequence_tokens, job.model.llm.vocab)
 
 

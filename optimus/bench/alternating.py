@@ -47,15 +47,22 @@ def alternate(
     rounds: int,
     tell: Callable[[int], None],
     losses: Mapping[str, tuple[float, float]],
+    *,
+    host: dist.ProcessGroup | None = None,
+    settle: Callable[[], None] = lambda: None,
 ) -> Timed:
-    """Every variant once a round; what rank 0 measured counts."""
+    """Every variant once a round; what rank 0 measured counts.
+
+    Ranks meet in `host`, a group for tensors of the CPU: the default group, if left out. `settle` returns
+    when a device has done what it was given.
+    """
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     foreign, dropped, kept = [], 0, 0
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
             for attempt in range(MOST_REPEATS):
-                took, share = _repetition(steps[name])
+                took, share = _repetition(steps[name], host, settle)
                 if share <= FOREIGN_SHARE or attempt == MOST_REPEATS - 1:
                     break
                 dropped += 1
@@ -66,27 +73,35 @@ def alternate(
     return Timed(seconds=seconds, losses=losses, dropped=dropped, kept=kept, foreign=median(foreign))
 
 
-def total_loss(loss: Tensor | None) -> float:
+def total_loss(loss: Tensor | None, device: torch.device | str = "cpu") -> float:
     """Of all ranks."""
-    total = torch.zeros(1) if loss is None else loss.reshape(1).float().clone()
+    total = torch.zeros(1, device=device) if loss is None else loss.reshape(1).float().clone()
     dist.all_reduce(total)
     return float(total)
 
 
-def _repetition(step: Step) -> tuple[float, float]:
+def _repetition(
+    step: Step, host: dist.ProcessGroup | None, settle: Callable[[], None]
+) -> tuple[float, float]:
     """Seconds from when all begin until all are done, and the share of other processes; rank 0's of both."""
-    dist.barrier()
+    meet(host)
     own, busy, begin = time.process_time(), busy_s(), time.perf_counter()
     step()
-    dist.barrier()
+    settle()
+    meet(host)
     took = time.perf_counter() - begin
     spent = torch.tensor([time.process_time() - own], dtype=torch.float64)
     busy = busy_s() - busy
-    dist.all_reduce(spent)
+    dist.all_reduce(spent, group=host)
     share = max(0.0, busy - float(spent)) / (took * (os.cpu_count() or 1))
     found = torch.tensor([took, share], dtype=torch.float64)
-    dist.broadcast(found, 0)
+    dist.broadcast(found, 0, group=host)
     return float(found[0]), float(found[1])
+
+
+def meet(host: dist.ProcessGroup | None) -> None:
+    """Nobody goes on before all are here. No barrier: in a group beside NCCL's it would want a GPU."""
+    dist.all_reduce(torch.zeros(1), group=host)
 
 
 def busy_s() -> float:
@@ -99,9 +114,18 @@ def busy_s() -> float:
 
 def check_losses(losses: Mapping[str, tuple[float, float]], ours: str) -> None:
     """All variants compute the same loss and gradients, or their times say nothing."""
-    for name, found in losses.items():
-        for what, theirs, own in zip(("loss", "gradients"), found, losses[ours], strict=True):
-            assert abs(theirs - own) <= 1e-3 * abs(own), f"{what} of {name}: {theirs}, ours {own}"
+    unequal = unequal_losses(losses, ours, tolerance=1e-3)
+    assert not unequal, "; ".join(unequal)
+
+
+def unequal_losses(losses: Mapping[str, tuple[float, float]], ours: str, *, tolerance: float) -> list[str]:
+    """Which variants compute something else than ours, and what."""
+    return [
+        f"{what} of {name}: {theirs}, ours {own}"
+        for name, found in losses.items()
+        for what, theirs, own in zip(("loss", "gradients"), found, losses[ours], strict=True)
+        if not abs(theirs - own) <= tolerance * abs(own)
+    ]
 
 
 def variant_times(seconds: Mapping[str, list[float]], ours: str) -> dict[str, VariantTime]:

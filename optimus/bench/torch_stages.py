@@ -77,7 +77,11 @@ def layers_in_order(model: Model) -> list[tuple[Encoder | Llm, int]]:
 
 
 class TorchRun:
-    """One of torch's schedules on this rank."""
+    """One of torch's schedules on this rank.
+
+    `pipeline` are the ranks of its stages: all, if left out. `replicas` hold the same stages: their gradients
+    are summed when the schedule is over.
+    """
 
     def __init__(
         self,
@@ -88,20 +92,28 @@ class TorchRun:
         microbatches: int,
         scale: float,
         seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        pipeline: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank, ranks = dist.get_rank(pipeline), dist.get_world_size(pipeline)
         order, self.mine = layers_in_order(model), variant.stages_of(rank, ranks)
-        self.last = variant.virtual_stages - 1
-        modules = [_stage(order[variant.cut[at] : variant.cut[at + 1]], contexts, seed) for at in self.mine]
+        self.last, self._replicas = variant.virtual_stages - 1, replicas
+        modules = [
+            stage_of_layers(
+                order[variant.cut[at] : variant.cut[at + 1]], contexts, seed=seed, dtype=dtype, device=device
+            )
+            for at in self.mine
+        ]
         self.parameters = [p for module in modules for p in module.parameters()]
         stages = [
-            PipelineStage(module, at, variant.virtual_stages, torch.device("cpu"))
+            PipelineStage(module, at, variant.virtual_stages, torch.device(device), group=pipeline)
             for at, module in zip(self.mine, modules, strict=True)
         ]
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            summed = functional.cross_entropy(logits.float(), labels.flatten(), reduction="sum")
-            return summed * scale
+            return summed_loss(logits, labels) * scale
 
         made = get_schedule_class(variant.schedule)
         single = len(stages) == 1 and variant.schedule in ("1F1B", "GPipe")
@@ -115,14 +127,33 @@ class TorchRun:
         args = (pixels,) if 0 in self.mine else ()
         if self.last in self.mine:
             self.schedule.step(*args, ids=ids, target=labels, losses=losses, return_outputs=False)
-            return torch.stack(losses).sum().detach()
-        self.schedule.step(*args, ids=ids, return_outputs=False)
-        return None
+        else:
+            self.schedule.step(*args, ids=ids, return_outputs=False)
+        self._sum_over_replicas()
+        return torch.stack(losses).sum().detach() if losses else None
+
+    def _sum_over_replicas(self) -> None:
+        if self._replicas is not None:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            works = [dist.all_reduce(each, group=self._replicas, async_op=True) for each in gradients]
+            for work in works:
+                work.wait()
 
 
-def _stage(layers: Sequence[tuple[Encoder | Llm, int]], contexts: dict[str, Any], seed: int) -> StageOfLayers:
-    built = [
-        (module, build_layers(module, dtype=torch.float32, seed=seed, first=layer, end=layer + 1)[0])
-        for module, layer in layers
-    ]
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Over all rows that are asked for something."""
+    return functional.cross_entropy(logits.float(), labels.flatten(), reduction="sum")
+
+
+def stage_of_layers(
+    layers: Sequence[tuple[Encoder | Llm, int]],
+    contexts: dict[str, Any],
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> StageOfLayers:
+    """Some layers, named by module and number, as one module."""
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed}
+    built = [(module, build_layers(module, first=at, end=at + 1, **how)[0]) for module, at in layers]
     return StageOfLayers(built, contexts)
