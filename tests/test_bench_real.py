@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 from optimus.bench import torch_stages, variants
 from optimus.bench.alternating import Timed, bootstrap, busy_s
 from optimus.bench.real import bench_real, compare
-from optimus.bench.real_job import VARIANTS, Prepared, chosen_variants, even_cut, stage0_cut
-from optimus.bench.torch_stages import Variant, layers_in_order
+from optimus.bench.real_job import VARIANTS, chosen_variants, even_cut, stage0_cut
+from optimus.bench.torch_stages import Prepared, Variant, layers_in_order
 from optimus.bench.variants import OURS
 from optimus.engine.synthetic import Synthetic
 from optimus.errors import UserError

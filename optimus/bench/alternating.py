@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.bench.communicators import meet
 from optimus.bench.result import VariantTime
 
 FOREIGN_SHARE = 0.06  # of both cores: more by other processes, and a repetition does not count
@@ -50,20 +51,21 @@ def alternate(
     *,
     host: dist.ProcessGroup | None = None,
     settle: Callable[[], None] = lambda: None,
+    repeats: int = MOST_REPEATS,
 ) -> Timed:
     """Every variant once a round; what rank 0 measured counts.
 
     Ranks meet in `host`, a group for tensors of the CPU: the default group, if left out. `settle` returns
-    when a device has done what it was given.
+    when a device has done what it was given. A disturbed repetition is one of `repeats` at most.
     """
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     foreign, dropped, kept = [], 0, 0
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            for attempt in range(MOST_REPEATS):
+            for attempt in range(repeats):
                 took, share = _repetition(steps[name], host, settle)
-                if share <= FOREIGN_SHARE or attempt == MOST_REPEATS - 1:
+                if share <= FOREIGN_SHARE or attempt == repeats - 1:
                     break
                 dropped += 1
             seconds[name].append(took)
@@ -97,11 +99,6 @@ def _repetition(
     found = torch.tensor([took, share], dtype=torch.float64)
     dist.broadcast(found, 0, group=host)
     return float(found[0]), float(found[1])
-
-
-def meet(host: dist.ProcessGroup | None) -> None:
-    """Nobody goes on before all are here. No barrier: in a group beside NCCL's it would want a GPU."""
-    dist.all_reduce(torch.zeros(1), group=host)
 
 
 def busy_s() -> float:

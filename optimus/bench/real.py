@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from optimus.bench.alternating import Timed, alternate, check_losses, total_loss, variant_times
-from optimus.bench.real_job import Prepared, Progress, chosen_variants, prepare
+from optimus.bench.real_job import Progress, chosen_variants, prepare
 from optimus.bench.real_ranks import run_pinned_ranks
 from optimus.bench.result import BenchResult, VariantTime
+from optimus.bench.torch_stages import Prepared
 from optimus.bench.variants import OURS, Variants
 
 WARM_UP = 2  # steps of each variant

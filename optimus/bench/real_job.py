@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
 
 from optimus.bench.real_ranks import run_pinned_ranks
-from optimus.bench.torch_stages import Cut, Variant, layers_in_order
+from optimus.bench.torch_stages import Cut, Prepared, Variant, layers_in_order
 from optimus.cost.assumptions import preset
 from optimus.cost.measured import Profile
 from optimus.errors import UserError, nearest
@@ -29,18 +29,6 @@ from optimus.systems.setting import Setting
 
 JOB = "cpu/bench-vl"
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What is measured and decided before any rank starts."""
-
-    job: Job
-    plan: Plan
-    variants: tuple[Variant, ...]
-    bound_s: float
-    encoder_share: float
-    how: str
 
 
 def prepare(names: Sequence[str], progress: Progress) -> Prepared:

@@ -19,11 +19,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional
 
 from optimus.engine.torch_private import is_view
+from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, layer_count
 from optimus.models.context import EncoderContext, LlmContext
 from optimus.models.llm import Embedding, Head
 from optimus.models.segment import Segment
+from optimus.program.plan import Plan
 
 Cut = tuple[int, ...]  # of all layers in model order: 0, ..., their number
 
@@ -45,6 +47,18 @@ class Variant:
         if self.schedule == "ZBVZeroBubble":
             return [rank, self.virtual_stages - 1 - rank]
         return list(range(rank, self.virtual_stages, ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a bench decides before any rank starts."""
+
+    job: Job
+    plan: Plan
+    variants: tuple[Variant, ...]
+    bound_s: float
+    encoder_share: float
+    how: str
 
 
 class StageOfLayers(nn.Module):

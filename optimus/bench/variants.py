@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.bench.real_job import Prepared
-from optimus.bench.real_ranks import TIMEOUT_S
-from optimus.bench.torch_stages import TorchRun
+from optimus.bench.communicators import TIMEOUT_S, group_among
+from optimus.bench.torch_stages import Prepared, TorchRun
 from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets
@@ -105,11 +103,11 @@ class Variants:
         job, plan = prepared.job, prepared.plan
         load = Load(job, plan, device=device, dtype=dtype)
         self.device = device
+        pipeline, replicas = _torch_groups(plan)  # first: ours are unequal in number on ranks
         ours, mine = _ours(load)
         self.steps: dict[str, Callable[[], Tensor | None]] = {OURS: ours}
         self.parameters: dict[str, list[Tensor]] = {OURS: mine}
         built(OURS)
-        pipeline, replicas = _torch_groups(plan)
         tensors, contexts = load.tensors(), load.contexts()
         counts = plan.ranks.place(LLM, load.rank).dp == 0
         for variant in prepared.variants:
@@ -181,15 +179,6 @@ def _torch_groups(plan: Plan) -> tuple[dist.ProcessGroup | None, dist.ProcessGro
         pipelines[plan.ranks.place(LLM, rank).dp].append(rank)
     alike = [list(ranks) for ranks in zip(*pipelines, strict=True)]
     return group_among(pipelines), group_among(alike)
-
-
-def group_among(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """A communicator of its own for this rank's part; all ranks call it with the same parts."""
-    timeout = timedelta(seconds=TIMEOUT_S)
-    if dist.get_backend() == "nccl":
-        return dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
-    mine = next(part for part in parts if dist.get_rank() in part)
-    return dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
 
 
 def _encoder_inputs(
