@@ -53,7 +53,13 @@ def module_parameters(file: ModuleFile) -> int:
 
 
 def test_the_catalog_holds_what_is_promised() -> None:
-    assert set(catalog.names("jobs")) == {*JOBS, "paper/small-a100", "cpu/tiny-vl", "cpu/bench-vl"}
+    assert set(catalog.names("jobs")) == {
+        *JOBS,
+        "paper/small-a100",
+        "cpu/tiny-vl",
+        "cpu/bench-vl",
+        "gpu/bench-vl",
+    }
     assert catalog.names("models") == MODELS and catalog.names("clusters") == CLUSTERS
     assert set(catalog.aliases()) == {"a100", "h100", "h200", "b200"}
 
