@@ -112,3 +112,18 @@ def keep_freed_memory(variables: MutableMapping[str, str] = os.environ) -> None:
     """
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         variables.setdefault(name, str(2**31))
+
+
+# What changes how CUDA and NCCL behave, and says nothing about whose machine it is.
+TUNING = (
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_CTA_POLICY",
+    "NCCL_CUMEM_ENABLE", "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL", "NCCL_PROTO", "NCCL_SHM_DISABLE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_HIGH_PRIORITY",
+)  # fmt: skip
+
+
+def tuning(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Those of `TUNING` that are set: figures of another setting are other figures."""
+    return {name: variables[name] for name in TUNING if name in variables}

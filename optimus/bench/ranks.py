@@ -28,7 +28,7 @@ def run_processes(
 
     Function, arguments and what it returns are pickled. `store` is a file by which ranks may find each other;
     what a rank tells is heard here. The first failure ends all ranks and is raised, also that of a rank which
-    died without a word. No two answers are further apart than `timeout_s`.
+    died without a word; what others told before is heard. No two answers are further apart than `timeout_s`.
     """
     started: dict[Connection, tuple[int, BaseProcess]] = {}
     with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
@@ -68,12 +68,25 @@ def _collect(ranks: dict[Connection, int], timeout_s: float, hear: Tell) -> dict
             except EOFError:
                 word, answer = _FAILED, "ended without an answer"
             if word == _FAILED:
+                _hear_all([other for other in silent if other is not ours], hear)
                 raise RuntimeError(f"rank {ranks[ours]}: {answer}")
             if word == _TOLD:
                 hear(answer)
             else:
                 found[ranks[ours]] = answer
     return found
+
+
+def _hear_all(connections: list[Connection], hear: Tell) -> None:
+    """What was told and not read yet."""
+    for ours in connections:
+        try:
+            while ours.poll():
+                word, answer = ours.recv()
+                if word == _TOLD:
+                    hear(answer)
+        except (EOFError, OSError):
+            pass
 
 
 def _run(
