@@ -150,9 +150,7 @@ def _ours(load: Load) -> tuple[Callable[[], Tensor | None], list[Tensor]]:
         device=device,
         seed=SEED,
     )
-    buckets: Buckets[Replicated] = Buckets(
-        plan, groups, model.chunks, Replicated, model.tied, model.partial
-    )
+    buckets: Buckets[Replicated] = Buckets(plan, groups, model.chunks, Replicated, model.tied, model.partial)
     executor = Executor(
         plan, groups, model.chunks, model.shapes, device=device, tied=model.tied, buckets=buckets
     )

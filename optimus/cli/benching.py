@@ -14,13 +14,14 @@ from optimus.errors import UserError
 
 @dataclass(frozen=True)
 class Bench:
-    """Run our schedule and torch's side by side: for real on 2 cores, or paced on more ranks than cores."""
+    """Run our schedule and torch's side by side: on 2 cores, paced on more ranks, or on GPUs of one node."""
 
     kind: Annotated[
-        tyro.conf.Positional[Literal["real", "paced", "shaped"]],
+        tyro.conf.Positional[Literal["real", "paced", "shaped", "gpu"]],
         tyro.conf.arg(
             help="real: CPU ranks compute; paced: ranks sleep for given times, order and messages are real; "
-            "shaped: real, over a slow link (needs root: network namespaces)"
+            "shaped: real, over a slow link (needs root: network namespaces); "
+            "gpu: what plans assume of NCCL and streams, and a step, on 2, 4 or 8 GPUs in under ten minutes"
         ),
     ]
     ranks: Annotated[
@@ -34,7 +35,10 @@ class Bench:
     ] = None
     rounds: Annotated[
         int | None,
-        tyro.conf.arg(metavar="N", help="times each variant is timed: 28 real, 3 paced, 14 shaped"),
+        tyro.conf.arg(
+            metavar="N",
+            help="times each variant is timed: 28 real, 3 paced, 14 shaped; gpu: what fits, up to 14",
+        ),
     ] = None
     against: Annotated[
         tuple[str, ...],
@@ -50,25 +54,22 @@ class Bench:
         float | None,
         tyro.conf.arg(metavar="N", help="Mbit/s of the link of `shaped`: 400, or 1000 with --link tp"),
     ] = None
+    layout: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="MODULE=AXES ...", help="layouts of the step of `gpu`; llm=pp8,tp1 on 8 GPUs if left out"
+        ),
+    ] = ()
     json: Json = False
 
     def __call__(self) -> int:
         from optimus.render.benching import bench_json, bench_text
+        from optimus.render.gpu_benching import gpu_json, gpu_text
 
         given: dict[str, Any] = {} if self.rounds is None else {"rounds": _positive("--rounds", self.rounds)}
-        if self.kind != "paced" and self.ranks is not None:
-            hint = f"leave it out: `{self.kind}` has 2"
-            raise UserError(field="--ranks", value=self.ranks, problem="is for `paced`", hint=hint)
-        if self.kind != "paced" and self.dp is not None:
-            raise UserError(field="--dp", value=self.dp, problem="is for `paced`", hint="leave it out")
-        if self.kind != "shaped" and self.link is not None:
-            raise UserError(field="--link", value=self.link, problem="is for `shaped`", hint="leave it out")
-        if self.kind != "shaped" and self.mbit is not None:
-            raise UserError(field="--mbit", value=self.mbit, problem="is for `shaped`", hint="leave it out")
-        if self.kind != "real" and self.against:
-            raise UserError(
-                field="--against", value=self.against[0], problem="is for `real`", hint="leave it out"
-            )
+        self._refuse_what_is_for_another()
+        if self.layout:
+            given["layout"] = self.layout
         if self.ranks is not None:
             given["ranks"] = self.ranks
         if self.dp is not None:
@@ -82,8 +83,22 @@ class Bench:
         bench = getattr(trainer_part(f"optimus.bench.{self.kind}"), f"bench_{self.kind}")
         with progress_bar() as progress, announced_compilation():
             result = bench(progress=progress, **given)
-        show(bench_json(result), bench_text(result), as_json=self.json)
+        found, lines = (gpu_json, gpu_text) if self.kind == "gpu" else (bench_json, bench_text)
+        show(found(result), lines(result), as_json=self.json)
         return OK if result.ok else NO
+
+    def _refuse_what_is_for_another(self) -> None:
+        has = "one on each GPU" if self.kind == "gpu" else "2"
+        for field, value, kind, hint in (
+            ("--ranks", self.ranks, "paced", f"leave it out: `{self.kind}` has {has}"),
+            ("--dp", self.dp, "paced", "leave it out"),
+            ("--link", self.link, "shaped", "leave it out"),
+            ("--mbit", self.mbit, "shaped", "leave it out"),
+            ("--against", self.against[0] if self.against else None, "real", "leave it out"),
+            ("--layout", self.layout[0] if self.layout else None, "gpu", "leave it out"),
+        ):
+            if self.kind != kind and value is not None:
+                raise UserError(field=field, value=value, problem=f"is for `{kind}`", hint=hint)
 
 
 def _positive(field: str, value: float) -> float:

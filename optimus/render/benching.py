@@ -31,6 +31,11 @@ def bench_json(result: Any) -> dict[str, Any]:
 
 def bench_text(result: Any) -> list[str]:
     """A line per variant, the shortest step first, then the bound, what is wrong, and notes."""
+    return [*variants_text(result), *closing_text(result)]
+
+
+def variants_text(result: Any) -> list[str]:
+    """A line per variant, and the bound."""
     variants = sorted(result.variants.items(), key=lambda item: item[1].step_s)
     shown = [
         (header, cell) for header, cell in _COLUMNS.items() if any(cell(variant) for _, variant in variants)
@@ -38,7 +43,12 @@ def bench_text(result: Any) -> list[str]:
     table = [[name, *(cell(variant) for _, cell in shown)] for name, variant in variants]
     lines = columns(["variant", *(header for header, _ in shown)], table)
     bound = f"{seconds(result.bound_s)} s, all work evenly on all ranks"
-    lines += ["", *wrap("bound", f"{bound}; ours takes {result.ours_over_bound:.3f} of it")]
+    return [*lines, "", *wrap("bound", f"{bound}; ours takes {result.ours_over_bound:.3f} of it")]
+
+
+def closing_text(result: Any) -> list[str]:
+    """What is wrong, and notes."""
+    lines: list[str] = []
     for problem in result.problems:
         lines += wrap("NO", problem)
     for note in result.notes:
