@@ -30,9 +30,8 @@ from optimus.systems.setting import Setting
 
 VISION = "vision"
 TOKENS, WIDTH, IMAGES, MERGE = 64, 32, (8, 8), 4
-ENCODER_LAYERS = 2
-KERNEL_S, SMALL_S = 0.020, 0.002  # a product or attention; an embedding, a projector
-COLLECTIVE_S = 0.025  # of a layer's rows, by two ranks
+KERNEL_S, SMALL_S = 0.015, 0.002  # a product or attention; an embedding, a projector
+COLLECTIVE_S = 0.020  # of a layer's rows, by two ranks
 MESSAGE_S = 0.005  # of a rank's rows to the next stage
 TP = 2
 
@@ -104,19 +103,30 @@ class DividedJob:
 
     @property
     def microbatches(self) -> int:
-        return 2 * self.pp
+        return 4 * self.pp
+
+    @property
+    def encoder_layers(self) -> int:
+        """As many as the LLM has, one on every stage; a layer of either takes as long."""
+        return self.pp
 
     @property
     def sequences(self) -> int:
         """Of a step."""
         return self.microbatches * self.dp
 
+    @property
+    def bound_s(self) -> float:
+        """Compute of encoder and LLM, by its means, evenly on all ranks."""
+        layer_s = sum(sum(kernels.values()) for kernels in LAYER_S.values())
+        return self.microbatches * layer_s * (1 + self.encoder_layers / self.pp)
+
     @cached_property
     def job(self) -> Job:
         encoder = Encoder(
             name=VISION,
             modality="vision",
-            stack=_stack(ENCODER_LAYERS, causal=False),
+            stack=_stack(self.encoder_layers, causal=False),
             projector=Projector(widths=(WIDTH,), merge=MERGE),
             patch_inputs=12,
             recompute="none",

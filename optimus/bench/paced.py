@@ -153,8 +153,8 @@ def compare(job: PacedJob, task: Task, answers: list[RankAnswer]) -> BenchResult
         name: [list(step) for step in zip(*(answer.steps[name] for answer in answers), strict=True)]
         for name in answers[0].steps
     }
-    ours_s = median(_counting(steps[OURS]))
-    variants = {name: _variant(found, predicted[name], ours_s) for name, found in steps.items()}
+    ours_s = median(counting(steps[OURS]))
+    variants = {name: variant_time(found, predicted[name], ours_s) for name, found in steps.items()}
     faults = our_faults(job, task, answers)
     problems = [*faults]
     never = [name for name, found in steps.items() if all(map(is_disturbed, found))]
@@ -168,8 +168,8 @@ def compare(job: PacedJob, task: Task, answers: list[RankAnswer]) -> BenchResult
         f"{job.ranks} ranks, {job.microbatches} microbatches, encoder work half of the LLM's",
         f"ours: {claimed}",
         *([_traffic_note(job, task, replayed)] if task.sharded else []),
-        *([] if faults else [_order_note(task.plan, len(steps[OURS]))]),
-        *_disturbance_notes(steps, never),
+        *([] if faults else [order_note(task.plan, len(steps[OURS]))]),
+        *disturbance_notes(steps, never),
         *(
             f"{name} was not played: its replay takes {seconds:.1f} s, {seconds / ours_s:.2f} of ours"
             for name, seconds in predicted.items()
@@ -215,23 +215,24 @@ def step_faults(job: PacedJob, task: Task, answers: list[RankAnswer]) -> list[Fa
     return found
 
 
-def _counting(steps: list[list[Step]]) -> list[float]:
+def counting(steps: list[list[Step]]) -> list[float]:
     """Seconds of the steps that were not disturbed; of all, if all were."""
     calm = [step_s(step) for step in steps if not is_disturbed(step)]
     return calm or [step_s(step) for step in steps]
 
 
-def _variant(steps: list[list[Step]], predicted_s: float, ours_s: float) -> VariantTime:
-    counting = _counting(steps)
-    middle = median(counting)
+def variant_time(steps: list[list[Step]], predicted_s: float, ours_s: float) -> VariantTime:
+    """Of the steps that count, beside what was predicted."""
+    seconds = counting(steps)
+    middle = median(seconds)
     return VariantTime(
         step_s=middle,
         over_ours=middle / ours_s,
-        step_low_s=min(counting),
-        step_high_s=max(counting),
+        step_low_s=min(seconds),
+        step_high_s=max(seconds),
         predicted_s=predicted_s,
         error=middle / predicted_s - 1,
-        steps=len(counting),
+        steps=len(seconds),
         disturbed=sum(map(is_disturbed, steps)),
     )
 
@@ -244,7 +245,8 @@ def _traffic_note(job: PacedJob, task: Task, replayed: PlanReplay) -> str:
     return f"ours: {moves}, and make the step {costs_s:.3f} s longer than it is without them"
 
 
-def _order_note(plan: Plan, steps: int) -> str:
+def order_note(plan: Plan, steps: int) -> str:
+    """That every line was played where and when it should be."""
     lines = sum(len(plan.programs[plan.ranks.class_of(rank)]) for rank in range(plan.ranks.world))
     of = (
         f"ours: {lines:,} lines in each of {steps} steps, all in program order; every op over when the replay"
@@ -252,7 +254,8 @@ def _order_note(plan: Plan, steps: int) -> str:
     return f"{of} says to {NEAR_S:g} s, or later by no more than hosts were late for good"
 
 
-def _disturbance_notes(steps: Mapping[str, list[list[Step]]], never: list[str]) -> list[str]:
+def disturbance_notes(steps: Mapping[str, list[list[Step]]], never: list[str]) -> list[str]:
+    """How many steps the host spoilt."""
     everything = [step for found in steps.values() for step in found]
     disturbed = sum(map(is_disturbed, everything))
     late = f"a rank late for good by over {100 * DISTURBED_SHARE:g} %"

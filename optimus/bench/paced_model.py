@@ -18,6 +18,7 @@ from optimus.bench.draws import Draws
 from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_plan import Journal, drawn_s
 from optimus.bench.paced_replays import PlanReplay
+from optimus.bench.waiting import Waiting
 from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets
@@ -27,7 +28,7 @@ from optimus.engine.rank_model import build_rank
 from optimus.engine.sharding import Sharded
 from optimus.engine.synthetic import Synthetic
 from optimus.job.job import Job
-from optimus.program.op import Kind
+from optimus.program.op import Floats, Kind, Schedule
 from optimus.program.plan import OPS, Phase, Plan, Verb
 from optimus.program.ranks import LLM
 from optimus.schedule.coupled import couple
@@ -115,7 +116,15 @@ class PacedModel:
     """This rank's part of a plan: made once, then played step by step."""
 
     def __init__(
-        self, job: DividedJob, of: Job, plan: Plan, draws: Draws, network: PacedNetwork, groups: Groups
+        self,
+        job: DividedJob,
+        of: Job,
+        plan: Plan,
+        draws: Draws,
+        network: PacedNetwork,
+        groups: Groups,
+        *,
+        waits: bool = False,
     ) -> None:
         rank, self.plan = dist.get_rank(), plan
         self.journal = Journal(network.clock)
@@ -123,7 +132,7 @@ class PacedModel:
         tokens = of.workload.sequence_tokens
         model = build_rank(of.model, plan, groups, llm_tokens=tokens, dtype=DTYPE)
         self.buckets: Buckets[Sharded] = Buckets(
-            plan, groups, model.chunks, Sharded, model.tied, model.partial
+            plan, groups, model.chunks, Waiting if waits else Sharded, model.tied, model.partial
         )
         self.executor = Executor(
             plan,
@@ -196,29 +205,62 @@ def _move_s(sizes: Sequence[int], ranks: int) -> tuple[float, float]:
 
 def replay_model(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> PlanReplay:
     """The coupled graph of the programs, played with drawn durations and the links' times."""
-    schedule = couple(plan, plan.programs)
-    seconds, moves_s = schedule.duration_s.copy(), np.zeros(len(plan.programs))
+    schedule, seconds = couple(plan, plan.programs), _seconds(plan, draws, traffic)
+    return _played(plan, schedule, seconds)
+
+
+def replay_waiting(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> PlanReplay:
+    """The same with all parameter traffic apart: gathers before anything computes, reduces after everything.
+
+    All ranks hold the encoder, so that its reduces begin when the last rank has computed.
+    """
+    schedule, seconds = couple(plan, plan.programs), _seconds(plan, draws, traffic)
+    verbs = np.concatenate([program.verb for program in plan.programs])
+    modules = np.concatenate([program.module for program in plan.programs])
+    first = {device: np.flatnonzero((schedule.device == device) & (verbs <= Verb.W))[0] for device in
+             range(len(plan.programs))}  # fmt: skip
+    ends: dict[bool, float] = {}
+    for verb in (Verb.GATHER, Verb.REDUCE):
+        moves = verbs == verb
+        for of_llm in (False, True):
+            mine = moves & ((modules == plan.names.index(LLM)) == of_llm)
+            sums = np.bincount(schedule.device[mine], seconds[mine], minlength=len(plan.programs))
+            if verb == Verb.REDUCE:
+                ends[of_llm] = float(sums.max())
+            else:
+                for device, at in first.items():
+                    seconds[at] += sums[device]
+        seconds[moves] = 0.0
+    found = _played(plan, schedule, seconds)
+    return replace(found, step_s=found.step_s + sum(ends.values()))
+
+
+def _seconds(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> Floats:
+    """Of every line of all device classes."""
+    seconds = couple(plan, plan.programs).duration_s.copy()
     seam_s = {name: max(own.seam_s[name] for own in traffic) for name in traffic[0].seam_s}
     of_class = {plan.ranks.class_of(rank): own for rank, own in enumerate(traffic)}
     at = 0
     for device, program in enumerate(plan.programs):
         drawn = line_seconds(plan, device, draws)
         for line, (module, verb, chunk, _, place) in enumerate(program.rows.tolist()):
-            name = plan.names[module]
             if verb in (Verb.GATHER, Verb.REDUCE):
-                seconds[at] = of_class[device].buckets[name, place][verb == Verb.REDUCE]
-                moves_s[device] += seconds[at]
+                seconds[at] = of_class[device].buckets[plan.names[module], place][verb == Verb.REDUCE]
             elif verb in OPS:
                 phase = phase_of(plan, device, module, verb, chunk, place)
-                if phase.kind == Kind.LAUNCH:
-                    seconds[at] = seam_s.get(phase.name, seconds[at])
-                else:
-                    seconds[at] = drawn[line]
+                seconds[at] = (
+                    seam_s.get(phase.name, seconds[at]) if phase.kind == Kind.LAUNCH else drawn[line]
+                )
             at += 1
+    return seconds
+
+
+def _played(plan: Plan, schedule: Schedule, seconds: Floats) -> PlanReplay:
     timeline = evaluate(replace(schedule, duration_s=seconds))
     ends = np.flatnonzero(np.diff(schedule.device, prepend=-1, append=-1))
+    moves = np.isin(schedule.kind, (Kind.GATHER, Kind.REDUCE))
     return PlanReplay(
         step_s=timeline.step_s,
         ends_s=tuple(timeline.finish_s[a:b] for a, b in pairwise(ends.tolist())),
-        traffic_s=float(moves_s.max()),
+        traffic_s=float(np.bincount(schedule.device[moves], seconds[moves]).max(initial=0.0)),
     )

@@ -89,7 +89,7 @@ def replay_torch(variant: TorchVariant, draws: Draws, link: Link, actions: Seque
             programs,
             [rank_of[stage] for stage in sorted(rank_of)],
             lambda kind, stage, microbatch: torch_s(variant, draws, kind, stage, microbatch),
-            link.message_s(torch.zeros(pipeline.rows, pipeline.width)),
+            link.message_s(pipeline.example),
             split=pipeline.splits,
             shared=link.lane is not None,
         )

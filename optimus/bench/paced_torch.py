@@ -22,7 +22,7 @@ from optimus.bench.pacing import PacedClock
 Seconds = Callable[[str, int, int], float]  # of kind (F, B, I or W), virtual stage and microbatch
 
 
-class _Passing(torch.autograd.Function):
+class Passing(torch.autograd.Function):
     """The same tensor; its backward takes time."""
 
     @staticmethod
@@ -49,10 +49,10 @@ class PacedStage(nn.Module):
         number = int(microbatch)
         if not rows.requires_grad:  # the input gradient of the first stage is work too, if nobody takes it
             rows = rows.detach().requires_grad_()
-        rows = _Passing.apply(rows, lambda: self._spend("I" if self._split else "B", number))
+        rows = Passing.apply(rows, lambda: self._spend("I" if self._split else "B", number))
         weight = self.weight
         if self._split:
-            weight = _Passing.apply(weight, lambda: self._spend("W", number))
+            weight = Passing.apply(weight, lambda: self._spend("W", number))
         found = torch.tanh(rows @ weight)
         self._spend("F", number)
         return found
@@ -71,6 +71,7 @@ class TorchPipeline:
     chunks: int = 1  # per rank
     rows: int = 2  # of one microbatch
     width: int = 4
+    dtype: torch.dtype = torch.float32
 
     @property
     def splits(self) -> bool:
@@ -80,7 +81,12 @@ class TorchPipeline:
         """Rows and targets of all microbatches."""
         count = self.num_microbatches * self.rows * self.width
         rows = torch.linspace(-1, 1, count).reshape(-1, self.width)
-        return rows, torch.sin(7 * rows)
+        return rows.to(self.dtype), torch.sin(7 * rows).to(self.dtype)
+
+    @property
+    def example(self) -> Tensor:
+        """One microbatch, as it travels."""
+        return torch.zeros(self.rows, self.width, dtype=self.dtype)
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
         """Virtual stages of a rank: round and round, or down and up again for schedules shaped like a V."""
@@ -99,15 +105,18 @@ class PacedPipeline:
         clock: PacedClock,
         seconds: Seconds,
         group: dist.ProcessGroup | None = None,
+        make: Callable[[int], Any] | None = None,  # the module of a virtual stage; else a `PacedStage`
     ) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self._pipeline, self._ranks = pipeline, ranks
         numbers = pipeline.stages_of(rank, ranks)
-        self._modules = [
-            PacedStage(clock, seconds, stage=number, width=pipeline.width, split=pipeline.splits)
-            for number in numbers
-        ]
-        example = torch.zeros(pipeline.rows, pipeline.width, requires_grad=True)
+        make = make or (
+            lambda number: PacedStage(
+                clock, seconds, stage=number, width=pipeline.width, split=pipeline.splits
+            )
+        )
+        self._modules = [make(number) for number in numbers]
+        example = pipeline.example.requires_grad_()
         stages = [
             PipelineStage(
                 module,

@@ -22,6 +22,7 @@ from optimus.bench.alternating import Timed, alternate, check_losses, total_loss
 from optimus.bench.real_ranks import TIMEOUT_S, run_pinned_ranks
 from optimus.bench.result import BenchResult
 from optimus.bench.shaped_net import INTERFACE, enter_namespace, shaped_links
+from optimus.bench.waiting import Waiting
 from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets
@@ -52,21 +53,6 @@ JOB, RANKS = "cpu/bench-vl", 2
 SEED, WARM_UP, ROUNDS = 0, 2, 14
 Axis = Literal["dp", "tp"]  # which of the two goes over the slow link
 Progress = Callable[[str, int, int], None]
-
-
-class Waiting(Sharded):
-    """Nobody computes while parameters are gathered; gradients are reduced when all compute is over."""
-
-    def gather(self) -> None:
-        super().gather()
-        super().wait_gathered()
-
-    def reduce(self) -> None:
-        """When it is waited for."""
-
-    def wait_reduced(self) -> None:
-        super().reduce()
-        super().wait_reduced()
 
 
 class Silent(Sharded):

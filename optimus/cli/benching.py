@@ -33,6 +33,10 @@ class Bench:
             metavar="N", help="replicas of `paced`, sharded and without torch's schedules; default 1"
         ),
     ] = None
+    tp: Annotated[
+        bool,
+        tyro.conf.arg(help="`paced` with layers divided over two ranks each, and what every idea is worth"),
+    ] = False
     rounds: Annotated[
         int | None,
         tyro.conf.arg(
@@ -42,7 +46,10 @@ class Bench:
     ] = None
     against: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(metavar="NAME", help="variants of `real` to time beside ours; all if left out"),
+        tyro.conf.arg(
+            metavar="NAME",
+            help="variants of `real`, or of `paced --tp`, to time beside ours; all if left out",
+        ),
     ] = ()
     link: Annotated[
         Literal["dp", "tp"] | None,
@@ -76,11 +83,12 @@ class Bench:
             given["dp"] = _positive("--dp", self.dp)
         if self.against:
             given["against"] = self.against
+        name = "paced_divided" if self.tp else self.kind
         if self.link is not None:
             given["axis"] = self.link
         if self.mbit is not None:
             given["mbit_per_s"] = _positive("--mbit", self.mbit)
-        bench = getattr(trainer_part(f"optimus.bench.{self.kind}"), f"bench_{self.kind}")
+        bench = getattr(trainer_part(f"optimus.bench.{name}"), f"bench_{name}")
         with progress_bar() as progress, announced_compilation():
             result = bench(progress=progress, **given)
         found, lines = (gpu_json, gpu_text) if self.kind == "gpu" else (bench_json, bench_text)
@@ -92,9 +100,10 @@ class Bench:
         for field, value, kind, hint in (
             ("--ranks", self.ranks, "paced", f"leave it out: `{self.kind}` has {has}"),
             ("--dp", self.dp, "paced", "leave it out"),
+            ("--tp", self.tp or None, "paced", "leave it out"),
             ("--link", self.link, "shaped", "leave it out"),
             ("--mbit", self.mbit, "shaped", "leave it out"),
-            ("--against", self.against[0] if self.against else None, "real", "leave it out"),
+            ("--against", None if self.tp or not self.against else self.against[0], "real", "leave it out"),
             ("--layout", self.layout[0] if self.layout else None, "gpu", "leave it out"),
         ):
             if self.kind != kind and value is not None:

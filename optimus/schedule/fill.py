@@ -57,7 +57,7 @@ class Fill:
     def __init__(self, header: Plan, base: Base, windows: Mapping[str, int] | None = None) -> None:
         """`windows`: microbatches of an encoder that a class may keep at a time; all if left out."""
         self.header = header
-        made = unplaced(header, list(_coarse(header, base)), _traffic_order(header, base))
+        made = unplaced(header, list(coarse_orders(header, base)), _traffic_order(header, base))
         held_back = _window_edges(made.lines, windows or {})
         self.schedule = _in_order(made.schedule, made.lines, header.launch_s, held_back)
         self._lines = made.lines
@@ -253,7 +253,7 @@ def _traffic_order(header: Plan, base: Base) -> dict[Traffic, float]:
     return found
 
 
-def _coarse(header: Plan, base: Base) -> Iterator[Program]:
+def coarse_orders(header: Plan, base: Base) -> Iterator[Program]:
     """Of every class: all forwards of encoders, the LLM, all backwards of encoders."""
     for device in range(header.ranks.num_classes):
         forwards = list(_ops(header, device, (Kind.F,)))

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from optimus.program.op import Kind
-from optimus.program.plan import OPS, Plan, Program, Verb
+from dataclasses import replace
+from functools import cached_property
+
+from optimus.program.op import Communicator, Kind, Lane
+from optimus.program.plan import OPS, Phase, Plan, Program, Verb
 from optimus.program.ranks import LLM
+from optimus.schedule.fill import Arranged
 from optimus.systems.filled import FilledPlan, finish_plan
+from optimus.systems.trial import Trial
+
+
+class SlotlessTrial(Trial):
+    """Arranged as if a rank computed while a collective of the LLM is on its way: encoders go around it."""
+
+    @cached_property
+    def header(self) -> Plan:
+        header = self._scheduled.header(strategy="optimus")
+        templates = {
+            name: tuple(map(_blocking, phases)) if name.startswith(f"{LLM}.") else phases
+            for name, phases in header.templates.items()
+        }
+        return replace(header, templates=templates)
+
+    def lowered(self, arranged: Arranged) -> FilledPlan:
+        return without_slots(super().lowered(arranged).plan)
+
+
+def _blocking(phase: Phase) -> Phase:
+    """A collective as compute of the same length."""
+    if phase.kind not in (Kind.LAUNCH, Kind.WAIT):
+        return phase
+    return replace(phase, kind=Kind.F, lane=Lane.COMPUTE, communicator=Communicator.NONE)
 
 
 def without_slots(plan: Plan) -> FilledPlan:

@@ -1,0 +1,148 @@
+"""What each idea is worth: plans of one job that fill more and more of the LLM's idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+from optimus.bench.divided_job import TP, VISION, DividedJob
+from optimus.job.job import Job
+from optimus.job.layout import Layout
+from optimus.job.model import Encoder
+from optimus.program.plan import Plan
+from optimus.schedule.fill import coarse_orders
+from optimus.schedule.unfold import unfold
+from optimus.systems.colocated import ColocatedEncoder
+from optimus.systems.filled import FilledPlan, finish_plan
+from optimus.systems.inline import InlinePipeline
+from optimus.systems.listed import list_plan, llm_pipeline
+from optimus.systems.setting import Setting
+from optimus.systems.slots import SlotlessTrial
+from optimus.systems.trial import Beside, Trial
+
+OURS, FLOOR = "ours", "the LLM alone"
+NOTHING, COARSE, GAPS, DP_BUBBLES, TP_SLOTS = (
+    "no filling",
+    "coarse",
+    "+ pipeline gaps",
+    "+ DP bubbles",
+    "+ TP slots",
+)
+SHIFTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)  # of the LLM, as shares of its own step: the best is taken
+ORDERS = ("1f1b", "zero-bubble")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to play the job; one that `waits` moves parameters before and gradients after all compute."""
+
+    job: Job
+    plan: Plan
+    waits: bool = False
+
+
+def variants_of(job: DividedJob) -> dict[str, Variant]:
+    """Ours, what it is made of step by step, and the LLM without encoders."""
+    setting = job.setting(job.job)
+    plain = llm_pipeline(setting, order_name="1f1b")
+    even, dealt = _coarse_plans(job, setting, plain)
+    gaps = _best(SlotlessTrial(setting, plain, _beside(job)))
+    slots = _best(Trial(setting, plain, _beside(job)))
+    split = min((_best(trial) for trial in _split_trials(job, setting)), key=_step_s)
+    ours = min(slots, split, key=_step_s)
+    found = {
+        OURS: ours.plan,
+        TP_SLOTS: slots.plan,
+        DP_BUBBLES: gaps.plan,
+        GAPS: gaps.plan,
+        COARSE: dealt.plan,
+        NOTHING: even.plan,
+    }
+    waiting = (GAPS, COARSE, NOTHING)
+    variants = {name: Variant(job=job.job, plan=plan, waits=name in waiting) for name, plan in found.items()}
+    return {**variants, FLOOR: Variant(job=job.alone, plan=_floor(job))}
+
+
+def _floor(job: DividedJob) -> Plan:
+    setting = job.setting(job.alone)
+    plans = (list_plan(setting, llm_pipeline(setting, order_name=order), {}) for order in ORDERS)
+    return min(plans, key=_step_s).plan
+
+
+def _beside(job: DividedJob, *, split: bool = False) -> dict[str, Beside]:
+    """An encoder whole on every rank, each TP block with a piece of every microbatch."""
+    layout = Layout(dp=job.ranks, pp=1, tp=1)
+    return {VISION: Beside(layout=layout, recompute="none", pieces=TP, split=split)}
+
+
+def _split_trials(job: DividedJob, setting: Setting) -> Iterator[Trial]:
+    """Gradients of weights apart: the LLM's, the encoder's, or both."""
+    for order in ORDERS:
+        for split in (False, True):
+            if split or order != "1f1b":
+                yield Trial(setting, llm_pipeline(setting, order_name=order), _beside(job, split=split))
+
+
+def _best(trial: Trial) -> FilledPlan:
+    """Over shifts of the LLM."""
+    step_s = trial.base.step_s
+    return min((trial.plan(trial.fill.arrange(share * step_s)) for share in SHIFTS), key=_step_s)
+
+
+def _step_s(plan: FilledPlan) -> float:
+    return plan.step_s
+
+
+# ---------------------------------------------------------------------------- before and after the LLM
+
+
+class _Dealt(Trial):
+    """Encoder microbatches dealt in given numbers to pipelines."""
+
+    counts: tuple[int, ...] = ()
+
+    def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
+        found = super()._encoder(encoder, folded=folded)
+        return replace(found, pipelines=_deal(self.counts)) if folded else found
+
+    def coarse(self) -> FilledPlan:
+        orders = list(coarse_orders(self.header, self.base))
+        header, orders = unfold(self._whole.header(strategy="optimus"), self.header, orders)
+        return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=0.0)
+
+
+def _coarse_plans(job: DividedJob, setting: Setting, llm: InlinePipeline) -> tuple[FilledPlan, FilledPlan]:
+    """All forwards of encoders before the LLM and all backwards after it: dealt evenly, and at best."""
+    found = {}
+    for counts in _counts(job.microbatches, job.pp):
+        trial = _Dealt(setting, llm, _beside(job))
+        trial.counts = counts
+        found[counts] = trial.coarse()
+    even = found[(job.microbatches // job.pp,) * job.pp]
+    return even, min(found.values(), key=_step_s)
+
+
+def _counts(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to deal so many; later stages, which wait longer for the LLM, never get less."""
+    for cuts in combinations(range(total + parts - 1), parts - 1):
+        ends = (-1, *cuts, total + parts - 1)
+        counts = tuple(b - a - 1 for a, b in pairwise(ends))
+        if min(counts) > 0 and list(counts) == sorted(counts):
+            yield counts
+
+
+def _deal(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Who gets each microbatch: all have as much of their own as far as the batch has come."""
+    given = [0] * len(counts)
+    found = []
+    for _ in range(sum(counts)):
+        at = min(range(len(counts)), key=lambda pipeline: (given[pipeline] + 1) / counts[pipeline])
+        given[at] += 1
+        found.append(at)
+    return tuple(found)
+
+
+def step_over_floor(seconds: Mapping[str, float]) -> float:
+    """Of ours."""
+    return seconds[OURS] / seconds[FLOOR]

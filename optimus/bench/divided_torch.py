@@ -1,0 +1,195 @@
+"""torch's own schedules over divided stages: tensor parallelism by DTensor, on the links that ours meets too.
+
+Encoder and LLM stand in one pipeline, both divided over the same ranks, and are cut between the two halves of
+any layer. DTensor gathers and scatters where it computes: nothing can run meanwhile. Replicas send each other
+nothing, which spares these schedules what ours has to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from optimus.bench.divided_job import COLLECTIVE_S, LAYER_S, P2P_LINK, TOKENS, TP, WIDTH, DividedJob
+from optimus.bench.draws import Draws
+from optimus.bench.paced_backend import PacedNetwork
+from optimus.bench.paced_torch import PacedPipeline, Passing, TorchPipeline
+from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
+from optimus.engine.groups import Groups
+from optimus.program.op import Kind
+from optimus.systems.balance import proportional_cut, smallest_maximum_cut
+
+DTYPE = torch.bfloat16
+HALVES = (("qkv", "attention", "out"), ("up", "down"))  # kernels of a layer before and after its middle
+EXCHANGES = 2  # of a half, in each direction
+
+
+def half_s(half: int, kind: str) -> float:
+    """Compute of half a layer: F, I, W, or B, which is both of them."""
+    kinds = {"F": (Kind.F,), "I": (Kind.I,), "W": (Kind.W,), "B": (Kind.I, Kind.W)}[kind]
+    return sum(LAYER_S[each].get(kernel, 0.0) for each in kinds for kernel in HALVES[half % 2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedTorch:
+    """A schedule of torch's over one cut of the half layers: which of them every virtual stage holds."""
+
+    pipeline: TorchPipeline
+    stages: tuple[range, ...]
+
+    def compute_s(self, kind: str, stage: int) -> float:
+        return sum(half_s(half, kind) for half in self.stages[stage])
+
+    def exchange_s(self, kind: str, stage: int) -> float:
+        """Gradients of weights are made without."""
+        return 0.0 if kind == "W" else EXCHANGES * COLLECTIVE_S * len(self.stages[stage])
+
+    def drawn_s(self, draws: Draws, kind: str, stage: int, microbatch: int) -> float:
+        named = f"{self.pipeline.schedule} of {len(self.stages)}"
+        factor = draws.factor(module=named, kind=kind, virtual_stage=stage, microbatch=microbatch)
+        return self.compute_s(kind, stage) * factor
+
+    def replayed_s(self, draws: Draws, actions: Sequence[Sequence[str]]) -> float:
+        """By the rules alone."""
+        pipeline, ranks = self.pipeline, len(actions)
+        rank_of = {stage: rank for rank in range(ranks) for stage in pipeline.stages_of(rank, ranks)}
+        programs = [
+            one_f_one_b(rank, ranks, pipeline.num_microbatches)
+            if pipeline.schedule == "1F1B"
+            else from_torch(actions[rank])
+            for rank in range(ranks)
+        ]
+
+        def seconds(kind: str, stage: int, microbatch: int) -> float:
+            return self.drawn_s(draws, kind, stage, microbatch) + self.exchange_s(kind, stage)
+
+        return max(
+            replay(
+                programs,
+                [rank_of[stage] for stage in sorted(rank_of)],
+                seconds,
+                P2P_LINK.message_s(pipeline.example),
+                split=pipeline.splits,
+                shared=True,
+            )
+        )
+
+
+def torch_variants(job: DividedJob) -> dict[str, tuple[DividedTorch, ...]]:
+    """The encoder in stage 0, or all layers in model order: each with cuts to choose from."""
+    once = TorchPipeline(
+        schedule="1F1B", num_microbatches=job.microbatches, rows=TOKENS // TP, width=WIDTH, dtype=DTYPE
+    )
+    twice = replace(once, schedule="Interleaved1F1B", chunks=2)
+    return {
+        "stage0 1F1B": _stage0(job, once),
+        "balanced 1F1B": _balanced(job, once),
+        "balanced Interleaved": _balanced(job, twice),
+        "balanced ZBV": _balanced(job, replace(twice, schedule="ZBVZeroBubble")),
+    }
+
+
+def _stage0(job: DividedJob, pipeline: TorchPipeline) -> tuple[DividedTorch, ...]:
+    """The encoder as stage 0, and the LLM's layers evenly behind it."""
+    first, total = 2 * job.encoder_layers, 2 * (job.encoder_layers + job.pp)
+    weights = [half_s(half, "F") + half_s(half, "B") for half in range(first, total)]
+    cut = [0, *(first + at for at in smallest_maximum_cut(weights, job.pp - 1))]
+    return (_cut(pipeline, cut),)
+
+
+def _balanced(job: DividedJob, pipeline: TorchPipeline) -> tuple[DividedTorch, ...]:
+    """As even as possible from the front, from the back, and by equal shares."""
+    count, stages = 2 * (job.encoder_layers + job.pp), job.pp * pipeline.chunks
+    weights = [half_s(half, "F") + half_s(half, "B") + 4 * COLLECTIVE_S for half in range(count)]
+    cuts: dict[tuple[int, ...], None] = {}
+    for cut_of in (smallest_maximum_cut, proportional_cut):
+        cuts[tuple(cut_of(weights, stages))] = None
+        cuts[tuple(count - at for at in reversed(list(cut_of(weights[::-1], stages))))] = None
+    return tuple(_cut(pipeline, cut) for cut in cuts)
+
+
+def _cut(pipeline: TorchPipeline, cut: Sequence[int]) -> DividedTorch:
+    stages = tuple(range(a, b) for a, b in zip(cut, list(cut)[1:], strict=False))
+    return DividedTorch(pipeline=pipeline, stages=stages)
+
+
+# ---------------------------------------------------------------------------- on every rank
+
+
+class DividedStage(nn.Module):
+    """Half layers on the rows that this rank holds of the sequence."""
+
+    def __init__(self, variant: DividedTorch, stage: int, mesh: DeviceMesh, spend: Any) -> None:
+        super().__init__()
+        self._mesh, self._spend, self._split = mesh, partial(spend, stage=stage), variant.pipeline.splits
+        shapes = (WIDTH, WIDTH // TP), (WIDTH // TP, WIDTH)  # this rank's columns, then its rows
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.full(shape, 1 / WIDTH, dtype=DTYPE))
+            for _ in variant.stages[stage]
+            for shape in shapes
+        )
+        self.free = False
+
+    def forward(self, rows: Tensor, microbatch: Tensor) -> Tensor:
+        number = int(microbatch)
+        if not rows.requires_grad:
+            rows = rows.detach().requires_grad_()
+        kind = "I" if self._split else "B"
+        rows = Passing.apply(rows, lambda: self._spent(kind, number))
+        weights = list(self.weights)
+        if self._split:
+            weights[0] = Passing.apply(weights[0], lambda: self._spent("W", number))
+        x = self._placed(rows, Shard(0))
+        for columns, inner in zip(weights[::2], weights[1::2], strict=True):
+            gathered = x.redistribute(placements=[Replicate()])
+            wide = torch.tanh(gathered @ self._placed(columns, Shard(1)))
+            x = x + (wide @ self._placed(inner, Shard(0))).redistribute(placements=[Shard(0)])
+        found: Tensor = x.to_local().clone()  # torch detaches it in place, which a view does not allow
+        self._spent("F", number)
+        return found
+
+    def _placed(self, tensor: Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(tensor, self._mesh, [placement], run_check=False)
+
+    def _spent(self, kind: str, microbatch: int) -> None:
+        if not self.free:
+            self._spend(kind=kind, microbatch=microbatch)
+
+
+def make_pipelines(
+    variants: Mapping[str, DividedTorch],
+    draws: Draws,
+    network: PacedNetwork,
+    groups: Groups,
+    pipeline: dist.ProcessGroup,
+) -> dict[str, PacedPipeline]:
+    """Of every variant, this rank's stages; `pipeline` joins the stages of one replica at its place."""
+    sharing = groups.get("llm.tp")
+    assert sharing is not None
+    mesh = DeviceMesh.from_group(sharing, "cpu")
+
+    def spend(variant: DividedTorch, stage: int, kind: str, microbatch: int) -> None:
+        network.clock.compute(variant.drawn_s(draws, kind, stage, microbatch))
+
+    return {
+        name: PacedPipeline(
+            variant.pipeline,
+            clock=network.clock,
+            seconds=lambda kind, stage, microbatch: 0.0,
+            group=pipeline,
+            make=partial(_make, variant, mesh, partial(spend, variant)),
+        )
+        for name, variant in variants.items()
+    }
+
+
+def _make(variant: DividedTorch, mesh: DeviceMesh, spend: Any, stage: int) -> DividedStage:
+    return DividedStage(variant, stage, mesh, spend)

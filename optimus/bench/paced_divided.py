@@ -1,0 +1,256 @@
+"""`optimus bench paced --tp`: ours on ranks that divide layers, what it is made of, and torch's schedules.
+
+Every variant stands beside its own replay: ours beside one of its programs, torch's beside one of its rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from optimus.bench.divided_job import P2P_LINK, TP, DividedJob, link_of
+from optimus.bench.divided_plans import DP_BUBBLES, FLOOR, OURS, TP_SLOTS, Variant, variants_of
+from optimus.bench.divided_torch import DividedTorch, make_pipelines, torch_variants
+from optimus.bench.draws import Draws
+from optimus.bench.paced import (
+    ERROR,
+    MEANING,
+    SEED,
+    TIMEOUT_S,
+    counting,
+    disturbance_notes,
+    order_note,
+    variant_time,
+)
+from optimus.bench.paced_backend import PacedNetwork
+from optimus.bench.paced_model import PacedModel, Traffic, replay_model, replay_waiting
+from optimus.bench.paced_plan import Played
+from optimus.bench.paced_ranks import run_paced_ranks
+from optimus.bench.paced_replays import PlanReplay, compare_step
+from optimus.bench.paced_steps import Playable, Step, is_disturbed, play_rounds
+from optimus.bench.result import BenchResult
+from optimus.engine.groups import make_groups
+from optimus.errors import UserError, one_of
+from optimus.program.op import Communicator
+from optimus.program.ranks import LLM
+
+Progress = Callable[[str, int, int], None]
+GAIN_ERROR = 0.01  # the most that the measured gain of slots may differ from the predicted one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every rank is given."""
+
+    job: DividedJob
+    variants: Mapping[str, Variant]
+    torch_variants: Mapping[str, tuple[DividedTorch, ...]]  # with cuts to choose from
+    draws: Draws
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAnswer:
+    """What one rank found; lines and phases are those of every step of our variants."""
+
+    steps: Mapping[str, list[Step]]
+    begun: Mapping[str, list[list[int]]]
+    played: Mapping[str, list[list[Played]]]
+    traffic: Mapping[str, Traffic]
+    cuts: Mapping[str, DividedTorch]
+    actions: Mapping[str, list[list[str]]]
+
+
+def bench_paced_divided(
+    *,
+    ranks: int = 16,
+    dp: int | None = None,
+    rounds: int = 3,
+    seed: int = SEED,
+    against: Sequence[str] = (),
+    progress: Progress = lambda name, done, total: None,
+) -> BenchResult:
+    """Plans from means, plays drawn durations, and compares with replays of the same draws."""
+    job = DividedJob(ranks=ranks, dp=dp or max(2, ranks // 8))
+    progress("planning", 0, 1)
+    variants, beside = variants_of(job), torch_variants(job)
+    wanted = _chosen([*variants, *beside], against)
+    task = Task(
+        job=job,
+        variants={name: each for name, each in variants.items() if name in wanted},
+        torch_variants={name: each for name, each in beside.items() if name in wanted},
+        draws=Draws(seed=seed),
+        rounds=rounds,
+    )
+    total, done = rounds * (len(task.variants) + len(task.torch_variants)), 0
+
+    def hear(name: str) -> None:
+        nonlocal done
+        done += 1
+        progress(name, min(done, total), total)
+
+    progress("starting ranks", 0, total)
+    answers = run_paced_ranks(play_task, ranks, P2P_LINK, task, timeout_s=4 * TIMEOUT_S, hear=hear)
+    return compare(task, answers)
+
+
+def _chosen(names: Sequence[str], against: Sequence[str]) -> set[str]:
+    """Ours and what it is to be compared with: everything if nothing is said."""
+    for name in against:
+        if name not in names:
+            raise UserError(
+                field="--against",
+                value=name,
+                problem="is not a variant of this bench",
+                hint=f"use {one_of(repr(each) for each in names if each != OURS)}",
+            )
+    return {OURS, *against} if against else set(names)
+
+
+def play_task(rank: int, network: PacedNetwork, task: Task) -> RankAnswer:
+    """One rank: all variants, in turn."""
+    torch.manual_seed(0)
+    models = {name: _model(task, variant, network) for name, variant in task.variants.items()}
+    cuts, actions, pipelines = _torch(task, network) if task.torch_variants else ({}, {}, {})
+    begun: dict[str, list[list[int]]] = {name: [] for name in models}
+    played: dict[str, list[list[Played]]] = {name: [] for name in models}
+
+    def after(name: str) -> None:
+        if name in models:
+            begun[name].append(models[name].journal.begun)
+            played[name].append(models[name].journal.played)
+
+    everything: dict[str, Playable] = {**models, **pipelines}
+    return RankAnswer(
+        steps=play_rounds(network, everything, dict.fromkeys(everything, task.rounds), after),
+        begun=begun,
+        played=played,
+        traffic={name: model.traffic() for name, model in models.items()},
+        cuts=cuts,
+        actions=actions,
+    )
+
+
+def _model(task: Task, variant: Variant, network: PacedNetwork) -> PacedModel:
+    groups = make_groups(
+        variant.plan, dist.get_rank(), timeout_s=TIMEOUT_S, backend="paced", options_of=link_of
+    )
+    return PacedModel(task.job, variant.job, variant.plan, task.draws, network, groups, waits=variant.waits)
+
+
+def _torch(
+    task: Task, network: PacedNetwork
+) -> tuple[dict[str, DividedTorch], dict[str, list[list[str]]], dict[str, Any]]:
+    """Of every variant the best cut, what torch lists for each rank of a pipeline, and this rank's stages."""
+    plan = next(iter(task.variants.values())).plan
+    rank = dist.get_rank()
+    groups = make_groups(plan, rank, timeout_s=TIMEOUT_S, backend="paced", options_of=link_of)
+    members = plan.ranks.group_of(LLM, Communicator.PP, rank)
+    pipeline = dist.new_group(
+        list(members), backend="paced", pg_options=P2P_LINK, use_local_synchronization=True
+    )
+    first = {name: cuts[0] for name, cuts in task.torch_variants.items()}
+    made = make_pipelines(first, task.draws, network, groups, pipeline)
+    actions = {name: each.actions() for name, each in made.items()}
+    means = Draws(seed=0, sigma=0.0)
+    best = {
+        name: min(cuts, key=lambda cut: cut.replayed_s(means, actions[name]))
+        for name, cuts in task.torch_variants.items()
+    }
+    return best, actions, dict(make_pipelines(best, task.draws, network, groups, pipeline))
+
+
+# ---------------------------------------------------------------------------- results
+
+
+def compare(task: Task, answers: list[RankAnswer]) -> BenchResult:
+    """Medians of the steps that count, beside what replays say."""
+    replays = {name: _replayed(task, name, answers) for name in task.variants}
+    predicted = {name: each.step_s for name, each in replays.items()}
+    for name, variant in answers[0].cuts.items():
+        predicted[name] = variant.replayed_s(task.draws, answers[0].actions[name])
+    steps = {
+        name: [list(step) for step in zip(*(answer.steps[name] for answer in answers), strict=True)]
+        for name in answers[0].steps
+    }
+    ours_s = median(counting(steps[OURS]))
+    variants = {name: variant_time(found, predicted[name], ours_s) for name, found in steps.items()}
+    never = [name for name, found in steps.items() if all(map(is_disturbed, found))]
+    faults = _faults(task, replays, answers)
+    problems = [*faults]
+    for name, found in variants.items():
+        if name not in never and found.error is not None and abs(found.error) > ERROR:
+            problems.append(f"{name} is {100 * found.error:+.1f} % off its replay, over {100 * ERROR:g} %")
+    measured = {name: found.step_s for name, found in variants.items()}
+    problems += _gain_problem(measured, predicted)
+    job = task.job
+    layout = f"dp{job.dp} pp{job.pp} tp{TP}, the encoder whole on every rank"
+    notes = [
+        f"{job.ranks} ranks: {layout}; {job.microbatches} microbatches; encoder and LLM have equal work",
+        *_ratios(measured, predicted),
+        "torch's schedules divide encoder and LLM by DTensor; their replicas send each other nothing",
+        *([] if faults else [order_note(task.variants[OURS].plan, len(steps[OURS]))]),
+        *disturbance_notes(steps, never),
+        MEANING,
+    ]
+    bound_s = measured.get(FLOOR, job.bound_s)
+    return BenchResult(
+        bench="paced",
+        variants=variants,
+        ours=OURS,
+        bound_s=bound_s,
+        ours_over_bound=ours_s / bound_s,
+        notes=tuple(notes),
+        problems=tuple(problems),
+    )
+
+
+def _replayed(task: Task, name: str, answers: list[RankAnswer]) -> PlanReplay:
+    variant, traffic = task.variants[name], [answer.traffic[name] for answer in answers]
+    play = replay_waiting if variant.waits else replay_model
+    return play(variant.plan, task.draws, traffic)
+
+
+def _ratios(measured: Mapping[str, float], predicted: Mapping[str, float]) -> list[str]:
+    """What slots gain and how near the floor ours comes: measured and as replayed."""
+    found = []
+    for words, over, under in (
+        ("slots make a step shorter by", DP_BUBBLES, TP_SLOTS),
+        ("ours over the LLM alone:", OURS, FLOOR),
+    ):
+        if over in measured and under in measured:
+            pair = (each[over] / each[under] for each in (measured, predicted))
+            found.append("{} {:.4f} measured, {:.4f} replayed".format(words, *pair))
+    return found
+
+
+def _gain_problem(measured: Mapping[str, float], predicted: Mapping[str, float]) -> list[str]:
+    if not {DP_BUBBLES, TP_SLOTS} <= set(measured):
+        return []
+    found, wanted = (each[DP_BUBBLES] / each[TP_SLOTS] for each in (measured, predicted))
+    return [] if abs(found / wanted - 1) <= GAIN_ERROR else [f"slots gain {found:.4f}, not {wanted:.4f}"]
+
+
+def _faults(task: Task, replays: Mapping[str, PlanReplay], answers: list[RankAnswer]) -> tuple[str, ...]:
+    """Of every step of ours that fills: the order and the time of every op."""
+    words: dict[str, None] = {}
+    for name, variant in task.variants.items():
+        if variant.waits:
+            continue  # what waits is known to its end only
+        for number in range(len(answers[0].begun[name])):
+            mine = [answer.steps[name][number] for answer in answers]
+            faults = compare_step(
+                variant.plan,
+                replays[name],
+                [answer.begun[name][number] for answer in answers],
+                [answer.played[name][number] for answer in answers],
+                start_s=min(step.start_s for step in mine),
+                given_up_s=sum(step.given_up_s for step in mine),
+            )
+            words.update(dict.fromkeys(f"{name}: {each}" for each in faults.words()))
+    return tuple(words)
