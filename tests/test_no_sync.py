@@ -22,6 +22,8 @@ CASES = (
     "recompute",
     "sharded: zero-bubble, tied, dropout, two encoders",
     "sharded: four replicas",
+    "tp: two stages",
+    "tp: full, split",
 )
 ROWS, MASK = torch.arange(6.0).reshape(3, 2), torch.tensor([True, False, True])
 

@@ -35,7 +35,7 @@ class Bench:
     ] = None
     tp: Annotated[
         bool,
-        tyro.conf.arg(help="`paced` with layers divided over two ranks each, and what every idea is worth"),
+        tyro.conf.arg(help="`paced` with every layer divided over two ranks; what each idea is worth"),
     ] = False
     rounds: Annotated[
         int | None,
@@ -48,7 +48,7 @@ class Bench:
         tuple[str, ...],
         tyro.conf.arg(
             metavar="NAME",
-            help="variants of `real`, or of `paced --tp`, to time beside ours; all if left out",
+            help="variants of `real` or `paced --tp` to time beside ours; default all",
         ),
     ] = ()
     link: Annotated[

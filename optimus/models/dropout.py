@@ -6,12 +6,12 @@ column are hashed to the bits of an element. Integers wrap alike on every device
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-_BITS = 31  # of a hash that decide about an element
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # splitmix64: its step and its two factors, as signed integers
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
@@ -41,9 +41,14 @@ def row_keys(rows: Tensor, *, seed: int, step: int, sample: int, item: int = -1)
 
 def kept(keys: Tensor, width: int, site: int, share: float) -> Tensor:
     """Which elements of rows stay. `share` is that of dropped ones, `site` a hash of a place in the model."""
-    columns = torch.arange(width, device=keys.device) * _GOLDEN
-    bits = mixed(mixed(keys ^ site)[:, None] + columns)
-    return (bits & ((1 << _BITS) - 1)) >= int(share * (1 << _BITS))
+    bits = (mixed(keys ^ site)[:, None] + _columns(width, keys.device)).mul_(_FIRST)
+    bits.bitwise_xor_(bits >> 32).mul_(_SECOND)  # its upper bits depend on all of row and column
+    return bits >= int((share - 0.5) * 2.0**64)
+
+
+@lru_cache(maxsize=64)
+def _columns(width: int, device: torch.device) -> Tensor:
+    return mixed(torch.arange(width, device=device) * _GOLDEN)
 
 
 def dropout(rows: Tensor, keys: Tensor | None, site: int, share: float) -> Tensor:

@@ -31,7 +31,7 @@ class _DividedCrossEntropy(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, normaliser, asked, here, column = context.saved_tensors
         found = logits.sub_(normaliser[:, None]).exp_()  # in place: logits are large
-        found[:, context.count :] = 0.0
+        found[:, context.count :].zero_()
         found.scatter_add_(1, column, -here[:, None].to(found.dtype))
         return found.mul_((asked * gradient)[:, None]), None, None, None, None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optimus.models.split import Split
@@ -158,7 +159,7 @@ class Segment(nn.Module):
         asked = wanted + trained if trained else wanted
         found: Gradients = (None,) * len(asked)
         if roots and asked:
-            found = torch.autograd.grad(roots, asked, seeds, retain_graph=later, allow_unused=True)
+            found = gradients_of(roots, asked, seeds, keep_graph=later)
         if trained:
             self.add_gradients(trained, found[count:])
         if later and roots:
@@ -171,7 +172,7 @@ class Segment(nn.Module):
     def _weight_gradients(self, roots: list[Tensor | GradientEdge], seeds: list[Tensor]) -> None:
         """The weight half by asking autograd a second time."""
         trained = self.trained
-        self.add_gradients(trained, torch.autograd.grad(roots, trained, seeds, allow_unused=True))
+        self.add_gradients(trained, gradients_of(roots, trained, seeds, keep_graph=False))
 
     def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
         """What autograd found of some parameters, to what they already have."""
@@ -242,6 +243,26 @@ class Block(Segment):
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         found = self.module(*state)
         return found if isinstance(found, tuple) else (found,)
+
+
+def gradients_of(
+    roots: Sequence[Tensor | GradientEdge],
+    asked: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+) -> Gradients:
+    """As `torch.autograd.grad`, without what that checks each time: a third of what the host spends on it."""
+    found: Gradients = Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(seeds),
+        keep_graph,
+        False,
+        tuple(asked),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:

@@ -1,0 +1,151 @@
+"""What one rank's host spends on issuing a whole step of a large plan: the engine's own step on tiny tensors.
+
+Layers, layouts, lines and groups are those of the job; widths and lengths are as small as they can be, and
+collectives of a fake group are over at once. What is left is what a host does: Python, torch, launches.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from optimus.engine.batch_table import make_table
+from optimus.engine.batches import SampleBatch
+from optimus.engine.buckets import Buckets
+from optimus.engine.executor import Executor
+from optimus.engine.groups import Groups, make_groups
+from optimus.engine.rank_model import build_rank
+from optimus.engine.sharding import Sharded
+from optimus.engine.synthetic import Synthetic
+from optimus.job.job import Job
+from optimus.job.model import Model, Stack
+from optimus.job.read import find_job
+from optimus.job.workload import PackedSequence
+from optimus.models.collectives import Flight
+from optimus.models.tensor_parallel import Share
+from optimus.program.plan import Plan
+from optimus.search.planning import make_plan
+
+STEPS = 5
+
+
+def _tiny_stack(stack: Stack, tp: int) -> Stack:
+    attention = replace(stack.attention, heads=tp, kv_heads=tp, head_dim=2)
+    return replace(stack, hidden=2 * tp, attention=attention, mlp=replace(stack.mlp, width=tp))
+
+
+def tiny(job: Job, plan: Plan) -> tuple[Job, Plan]:
+    """The same layers and images, each as small as its layout lets it be."""
+    tp = plan.ranks.llm.tp
+    llm = replace(
+        job.model.llm,
+        stack=_tiny_stack(job.model.llm.stack, tp),
+        vocab=tp,
+        positions=8 * tp * bool(job.model.llm.positions),
+    )
+    encoders, modules, lengths = [], dict(plan.modules), {}
+    for encoder in job.model.encoders:
+        projector = replace(encoder.projector, widths=(llm.stack.hidden,) * len(encoder.projector.widths))
+        encoders.append(
+            replace(
+                encoder,
+                stack=_tiny_stack(encoder.stack, plan.modules[encoder.name].layout.tp),
+                projector=projector,
+                patch_inputs=2,
+                positions=64 * bool(encoder.positions),
+            )
+        )
+        module = plan.modules[encoder.name]
+        room = projector.merge * module.layout.tp
+        modules[encoder.name] = replace(module, bin_tokens=room)
+        lengths[encoder.name] = (1,) * module.pieces  # an image of one token in every piece
+    images = sum(sum(own) for own in lengths.values())
+    tokens = -(-(images + 1) // tp) * tp
+    sequence = PackedSequence(text=tokens - images, items=tuple(lengths.items()))
+    workload = replace(
+        job.workload,
+        sequence_tokens=tokens,
+        sequences_per_step=plan.microbatches * plan.ranks.llm.dp,
+        sequences=(sequence,),
+    )
+    model = Model(name="tiny", encoders=tuple(encoders), llm=llm)
+    return replace(job, model=model, workload=workload), replace(plan, modules=modules)
+
+
+class _Share(Share):
+    """torch's fake group cannot bring rows to who sends none."""
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+        came = rows.new_empty(sum(received), *rows.shape[1:])
+        return Flight(None, lambda: came)
+
+
+class _Fakes(Groups):
+    def share(self, plan: Plan, module: str) -> Share:
+        found = super().share(plan, module)
+        return _Share(rank=found.rank, size=found.size, group=found.group)
+
+
+def issue_s(job: Job, plan: Plan, rank: int) -> float:
+    """CPU seconds of this thread for one step, the least of some; its first, which makes things, aside."""
+    torch.set_num_threads(1)
+    small, small_plan = tiny(job, plan)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.ranks.world)
+    made = make_groups(small_plan, rank, timeout_s=60)
+    groups = _Fakes(rank=rank, members=made.members, groups=made.groups)
+    tokens = small.workload.sequence_tokens
+    model = build_rank(small.model, small_plan, groups, llm_tokens=tokens, dtype=torch.float32)
+    buckets: Buckets[Sharded] = Buckets(small_plan, groups, model.chunks, Sharded, model.tied, model.partial)
+    executor = Executor(
+        small_plan,
+        groups,
+        model.chunks,
+        model.shapes,
+        device=torch.device("cpu"),
+        tied=model.tied,
+        buckets=buckets,
+    )
+    data = Synthetic(job=small)
+    batch = SampleBatch(
+        small.model,
+        small_plan,
+        rank,
+        make_table(small_plan, [data.sizes(number) for number in range(plan.microbatches)]),
+        data.sample,
+        scale=1.0,
+        seed=0,
+        step=0,
+        dtype=torch.float32,
+    )
+    found = []
+    with executor.side.waiting():
+        for _ in range(1 + STEPS):
+            gc.collect()
+            gc.disable()
+            begin = time.process_time()
+            executor.step(batch)
+            found.append(time.process_time() - begin)
+            gc.enable()
+    dist.destroy_process_group()
+    return min(found[1:])
+
+
+def main(name: str, strategy: str, ranks: list[int]) -> None:
+    job = find_job(name)
+    plan = make_plan(job, strategy=strategy, systems=()).plan
+    for rank in ranks:
+        seconds = issue_s(job, plan, rank)
+        lines = len(plan.programs[plan.ranks.class_of(rank)])
+        print(f"{name} {strategy} rank {rank}: {lines} lines, {seconds:.3f} s of {plan.claims.step_s:.3f} s")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], list(map(int, sys.argv[3:])))
