@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -143,7 +143,7 @@ class Compiler:
             begin, keys = self._begin(module, verb, virtual, microbatch)
             waits = tuple(sorted({rank for key in keys for rank in self.senders.get(key, ())}))
             runs.insert(0, begin)
-            if waits and placed[place][-1].kind == Kind.LAUNCH:
+            if waits and placed[place][-1].kind == Kind.LAUNCH and op in self._undisturbed:
                 self._beside.add(op)
                 return partial(self.side.begin, op, _in_turn(runs)), waits
         if op in self._beside and place == busy[1]:
@@ -153,6 +153,29 @@ class Compiler:
         if place == busy[-1] and verb != Verb.W:
             runs.append(self._end(module, verb, virtual, microbatch))
         return _in_turn(runs), waits
+
+    @cached_property
+    def _undisturbed(self) -> set[tuple[str, Verb, int, int]]:
+        """Ops that open with a launch before whose wait their module launches nothing else.
+
+        Only these may open beside the program: all ranks of a group must launch in the same order.
+        """
+        names, found = self.plan.names, set()
+        open_ops: dict[str, tuple[str, Verb, int, int]] = {}
+        for module, verb, chunk, microbatch, place in self.program.rows.tolist():
+            if verb not in OPS:
+                continue
+            name = names[module]
+            op = name, Verb(verb), chunk, microbatch
+            stage = self.plan.ranks.stage_of(name, self.device)
+            launches = self.plan.template_of(name, OPS[Verb(verb)], stage, chunk)[place].kind == Kind.LAUNCH
+            if open_ops.get(name) == op:
+                found.add(open_ops.pop(name))
+            elif launches:
+                open_ops.pop(name, None)
+                if place == 0:
+                    open_ops[name] = op
+        return found
 
     def _awaited(self, module: str, chunk: int, layers: Sequence[int]) -> list[Run]:
         """Waits for the gathers of what some layers need: at the first line of the program that needs it."""
