@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from divided_bugs import DIVIDED_BUGS
 from engine_bugs import BUGS
 from engine_cases import CASES, DIVIDED, DIVIDED_SHARDED, HALF, SHARDED, Case
 from one_process import OneProcess
@@ -362,8 +363,9 @@ def main(what: str, names: list[str]) -> None:
     All plain ones if none is named; `sharded` and `divided` are all of those.
     """
     if what.endswith("bugs"):
-        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF)}
-        for name, (of, plant) in (SHARDING_BUGS if what == "sharding-bugs" else BUGS).items():
+        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *DIVIDED, *DIVIDED_SHARDED)}
+        bugs = {"sharding-bugs": SHARDING_BUGS, "divided-bugs": DIVIDED_BUGS}.get(what, BUGS)
+        for name, (of, plant) in bugs.items():
             if not names or name in names:
                 look = compare_half if by_name[of].dtype != "float64" else compare
                 found = play(by_name[of], partial(look, steps=2), plant)

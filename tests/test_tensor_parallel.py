@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from divided_bugs import DIVIDED_BUGS
 from engine_cases import DIVIDED, DIVIDED_SHARDED, Case
 from hypothesis import given
 from hypothesis import strategies as st
-from test_equality import check, check_cases
+from test_equality import caught, check, check_cases
 from worker_lines import run_worker
 
 from optimus.engine.placing import SPARED, place_phases
@@ -48,6 +49,15 @@ def test_slots_change_no_bit() -> None:
 @pytest.mark.parametrize(("group", "cases"), [("divided", DIVIDED), ("divided-sharded", DIVIDED_SHARDED)])
 def test_all_divided_plans_compute_what_one_process_does(group: str, cases: list[Case]) -> None:
     assert len(check_cases(20, group, timeout_s=2300)) == len(cases) >= 16
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_every_planted_bug_is_noticed() -> None:
+    lines = run_worker("engine_worker.py", "divided-bugs", timeout_s=850)
+    missed = [line["name"] for line in lines if not caught(line)]
+    assert len(lines) == len(DIVIDED_BUGS) >= 15
+    assert not missed
 
 
 # ---------------------------------------------------------------------------- plans and phases

@@ -44,21 +44,26 @@ def without_slots(plan: Plan) -> FilledPlan:
 
 
 def _waited(plan: Plan, device: int, program: Program) -> Program:
-    """The phases of a device, those of encoders not while a collective of the LLM is on its way."""
+    """The phases of a device, those of encoders not while a collective of the LLM is on its way.
+
+    Nor between it and the compute whose result it takes, behind which it is launched at once.
+    """
     found: list[list[int]] = []
     held: list[list[int]] = []
-    on_their_way = 0
+    on_their_way, launches = 0, False
     llm, stage = plan.names.index(LLM), plan.ranks.stage_of(LLM, device)
     for row in program.rows[program.verb <= Verb.W].tolist():
         module, verb, chunk, _, place = row
-        if module < llm and on_their_way:
+        if module < llm and (on_their_way or launches):
             held.append(row)
             continue
         found.append(row)
         if module == llm:
-            kind = plan.template_of(LLM, OPS[Verb(verb)], stage, chunk)[place].kind
+            phases = plan.template_of(LLM, OPS[Verb(verb)], stage, chunk)
+            kind = phases[place].kind
             on_their_way += (kind == Kind.LAUNCH) - (kind == Kind.WAIT)
-        if not on_their_way:
+            launches = place + 1 < len(phases) and phases[place + 1].kind == Kind.LAUNCH
+        if not (on_their_way or launches):
             found += held
             held = []
     assert not held, "every launch is waited for"

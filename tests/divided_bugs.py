@@ -1,0 +1,187 @@
+"""Bugs that divided layers could have, each planted by replacing one piece, with a case that must notice."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from engine_bugs import Bugs, bug, wrapped
+from torch import Tensor
+
+from optimus.engine import batches
+from optimus.engine.buckets import Buckets
+from optimus.models import linear, loss
+from optimus.models.chunk import SegmentedChunk
+from optimus.models.collectives import Flight
+from optimus.models.context import LlmContext
+from optimus.models.layers import Join, Joining
+from optimus.models.split import Split
+from optimus.models.tensor_parallel import Gather, Seam, Share
+
+DIVIDED_BUGS: Bugs = {}
+PLAIN, SHARDED = "tp: two stages", "sharded tp: two stages"
+
+
+@bug("partial gradients are not summed", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    return wrapped(Buckets, "add_partial_sums", lambda original, self: None)
+
+
+@bug("only the first bucket's partial gradients are summed", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def partial_sums(original: Any, self: Any, bucket: Any) -> Tensor:
+        found: Tensor = original(self, bucket)
+        return found if bucket is next(iter(self)) else found[:0]
+
+    return wrapped(Buckets, "partial_sums", partial_sums)
+
+
+@bug("the norm counts what all ranks of a group hold on each of them", SHARDED, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    return wrapped(Buckets, "counted", lambda original, self, bucket: bucket.summed)
+
+
+@bug("sums of another rank's rows are kept", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def total(original: Any, self: Share, parts: Tensor) -> Flight:
+        return original(self, parts.roll(parts.shape[0] // self.size, 0))  # type: ignore[no-any-return]
+
+    return wrapped(Share, "sum", total)
+
+
+@bug("gathered rows are in another order", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def gather(original: Any, self: Share, part: Tensor) -> Flight:
+        flight: Flight = original(self, part)
+        return flight.then(lambda rows: rows.roll(part.shape[0], 0))
+
+    return wrapped(Share, "gather", gather)
+
+
+@bug("what was given up is not gathered again", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def again(original: Any, self: Gather, part: Tensor, whole: Tensor) -> Flight:
+        return Flight(None, whole.zero_)
+
+    return wrapped(Gather, "launch_again", again)
+
+
+@bug("what is gathered again comes from this rank alone", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def again(original: Any, self: Gather, part: Tensor, whole: Tensor) -> Flight:
+        whole.copy_(part.repeat(self.share.size, 1))
+        return Flight(None, lambda: None)
+
+    return wrapped(Gather, "launch_again", again)
+
+
+@bug("gradients of a divided product's input are not summed", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def back(original: Any, self: Gather, gradients: Any, context: Any) -> Flight:
+        mine = gradients[self.at]
+        own = mine[self.share.rows(len(mine))].clone()
+        return Flight(None, lambda: (*gradients[: self.at], own, *gradients[self.at + 1 :]))
+
+    return wrapped(Gather, "launch_back", back)
+
+
+@bug("every rank of a group begins with the same part of a matrix", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    return wrapped(Split, "part", lambda original, self, whole, rank, size: original(self, whole, 0, size))
+
+
+@bug("a part of a fused matrix is cut without looking at its blocks", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def part(original: Any, self: Split, whole: Tensor, rank: int, size: int) -> Tensor:
+        return whole.chunk(size, self.dim)[rank]
+
+    return wrapped(Split, "part", part)
+
+
+@bug("ids of another part of the vocabulary are looked up too", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def own(original: Any, table: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        here, mine = original(table, ids, first)
+        return torch.ones_like(here), mine
+
+    return wrapped(linear, "_own", own)
+
+
+@bug("columns that stand for nothing take part in the loss", "tp: odd numbers", DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def entropy(original: Any, logits: Tensor, *args: Any, first: int, count: int) -> Tensor:
+        return original(logits, *args, first=first, count=logits.shape[1])
+
+    return patch("optimus.models.llm.divided_cross_entropy", lambda *a, **k: entropy(_ENTROPY, *a, **k))
+
+
+_ENTROPY = loss.divided_cross_entropy
+
+
+@bug("a label of another rank counts on all", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def entropy(logits: Tensor, labels: Tensor, share: Share, *, first: int, count: int) -> Tensor:
+        return _ENTROPY(logits, labels, share, first=0, count=count)
+
+    return patch("optimus.models.llm.divided_cross_entropy", entropy)
+
+
+@bug("dropout of a rank's rows is that of the first rows", "tp: full", DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def of(original: Any, self: LlmContext, rows: slice, seam: Any) -> LlmContext:
+        found: LlmContext = original(self, rows, seam)
+        keys = None if self.keys is None else self.keys[: rows.stop - rows.start]
+        return replace(found, keys=keys)
+
+    return wrapped(LlmContext, "of", of)
+
+
+@bug("the gradient of a join forgets its dropout", "tp: full", DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def back(original: Any, self: Join, saved: Any, gradients: Any, *, split: bool) -> Any:
+        saved.keys = None
+        return original(self, saved, gradients, split=split)
+
+    return wrapped(Join, "input_gradient", back)
+
+
+@bug("encoder rows are placed where the other rank's belong", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def route(original: Any, pieces: Any, share: Share, length: int) -> Any:
+        found = original(pieces, share, length)
+        own = length // share.size
+        return replace(found, targets=(found.targets + 1) % own)
+
+    return wrapped(batches, "route", route)
+
+
+@bug("gradients of encoder rows stay where they are", PLAIN, DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def back(original: Any, self: Seam, gradients: Any, context: Any) -> Flight:
+        flight: Flight = original(self, gradients, context)
+        return flight.then(lambda found: (found[0], *(part.zero_() for part in found[1:])))
+
+    return wrapped(Seam, "launch_back", back)
+
+
+@bug("an embedding whose gradient comes late gets none", "tp: zero-bubble", DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def later(original: Any, self: SegmentedChunk, frame: Any, place: int) -> bool:
+        found: bool = original(self, frame, place)
+        if found:
+            frame.late[place] = tuple(g if g is None else torch.zeros_like(g) for g in frame.late[place])
+        return found
+
+    return wrapped(SegmentedChunk, "_leave_for_later", later)
+
+
+@bug("a bias of the rows is added on every rank before the sum", "tp: zero-bubble", DIVIDED_BUGS)
+def _() -> AbstractContextManager[Any]:
+    def multiplied(original: Any, self: Joining, state: Any, context: Any, deferred: Any) -> Any:
+        x, rows = original(self, state, context, deferred)
+        return x, rows if self.bias is None else rows + self.bias.detach()
+
+    return wrapped(Joining, "_multiplied", multiplied)

@@ -1,0 +1,148 @@
+"""Draws one LLM layer and the encoder kernels in its gaps, from a step that really ran over a slow link.
+
+`PYTHONPATH=.:tests python tests/slot_picture.py` (as root) writes docs/images/slots.svg.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from optimus.bench.real_ranks import run_pinned_ranks
+from optimus.bench.shaped import CONTESTS, Prepared, _enter, _Variant, prepare
+from optimus.bench.shaped_net import shaped_links
+from optimus.program.op import Kind
+from optimus.program.plan import OPS, Plan, Verb
+from optimus.program.ranks import LLM
+
+TARGET = Path(__file__).parent.parent / "docs" / "images" / "slots.svg"
+WARM_UP, WIDTH, LEFT, LANE, GAP = 3, 1060, 90, 34, 14
+Timed = list[tuple[int, float, float]]  # line, begin, end
+
+
+class Watch:
+    """A recorder that looks at the clock."""
+
+    def __init__(self) -> None:
+        self.found: Timed = []
+        self._began = 0.0
+
+    def begin(self, line: int) -> None:
+        self._began = time.perf_counter()
+
+    def end(self, line: int) -> None:
+        self.found.append((line, self._began, time.perf_counter()))
+
+
+def record(rank: int, prepared: Prepared, tell: Callable[[Any], None]) -> Timed:
+    contest = prepared.contest
+    variant = _Variant(prepared.job, prepared.plans[contest.ours], contest.ways[contest.ours], contest.dtype)
+    watch = Watch()
+    for _ in range(WARM_UP):
+        variant.step()
+    variant._executor.recorded(watch)
+    variant.step()
+    return watch.found
+
+
+class Line:
+    """A line of the program as it ran."""
+
+    def __init__(self, plan: Plan, line: int, begin: float, end: float) -> None:
+        module, verb, chunk, self.microbatch, self.place = plan.programs[0].rows[line].tolist()
+        self.module, self.verb, self.begin, self.end = plan.names[module], Verb(verb), begin, end
+        phases = plan.template_of(self.module, OPS[self.verb], 0, chunk) if verb in OPS else ()
+        phase = phases[self.place] if phases else None
+        self.kind = phase.kind if phase else None
+        self.name = phase.name if phase else self.verb.word
+        self.layer = phase.layer if phase else -1
+
+    @property
+    def text(self) -> str:
+        return f"{self.module} {self.verb.name}{self.microbatch} layer {self.layer} {self.name}"
+
+
+def chosen(lines: Sequence[Line]) -> list[Line]:
+    """The forward of one layer of the LLM, in the middle of the step, with most of the encoder inside."""
+    best: list[Line] = []
+    most = 0.0
+    starts = [
+        at for at, line in enumerate(lines) if (line.module, line.verb, line.name) == (LLM, Verb.F, "norm1")
+    ]
+    for at in starts:
+        first = lines[at]
+        mine = [
+            number
+            for number, line in enumerate(lines)
+            if (line.module, line.verb, line.microbatch) == (LLM, Verb.F, first.microbatch)
+            and (line.layer == first.layer or (line.name == "scatter2" and line.layer == first.layer + 1))
+        ]
+        inside = [line for line in lines[at : mine[-1] + 1] if line.module != LLM and line.kind == Kind.F]
+        spent = sum(line.end - line.begin for line in inside)
+        if spent > most and lines[mine[-1]].end - first.begin < 0.2:
+            best, most = list(lines[at : mine[-1] + 1]), spent
+    return best
+
+
+def draw(lines: Sequence[Line], mbit: float) -> str:
+    """Two lanes: what the rank computes, and the link."""
+    start, end = lines[0].begin, lines[-1].end
+    scale = (WIDTH - LEFT - 10) / (end - start)
+    parts = []
+
+    def box(begin: float, until: float, lane: int, colour: str, text: str, shown: str) -> None:
+        x, width = LEFT + (begin - start) * scale, max(1.0, (until - begin) * scale)
+        y = 46 + lane * (LANE + GAP)
+        parts.append(
+            f"<g><title>{escape(text)}, {1e3 * (until - begin):.1f} ms</title>"
+            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE}" rx="2" fill="{colour}"/>'
+        )
+        if width > 7 * len(shown):
+            parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 21}" class="in">{escape(shown)}</text>')
+        parts.append("</g>")
+
+    launched: dict[str, Line] = {}
+    for line in lines:
+        if line.kind == Kind.LAUNCH and line.module == LLM:
+            launched[line.name] = line
+        elif line.kind == Kind.WAIT and line.module == LLM:
+            begun = launched.pop(line.name, line)
+            box(begun.begin, line.end, 1, "#8a8f98", f"{line.name} on its way", line.name)
+            box(line.begin, line.end, 0, "#d9dce1", f"waiting for {line.name}", "")
+        elif line.module == LLM:
+            box(line.begin, line.end, 0, "#2f6db5", line.text, line.name)
+        else:
+            box(line.begin, line.end, 0, "#e08a2c", line.text, line.name)
+    height = 46 + 2 * (LANE + GAP) + 24
+    names = "".join(
+        f'<text x="8" y="{46 + lane * (LANE + GAP) + 21}">{name}</text>'
+        for lane, name in enumerate(("core", "link"))
+    )
+    title = (
+        f"One LLM layer, forward, and the encoder in its gaps: two ranks, {mbit:g} Mbit/s, "
+        f"{1e3 * (end - start):.0f} ms as they ran"
+    )
+    legend = "blue: the LLM; orange: the encoder; light: waiting; grey: collectives from launch to wait"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
+        "<style>text{font:13px sans-serif;fill:#444}.in{fill:#fff;text-anchor:middle;font-size:11px}</style>"
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/><text x="8" y="18">{escape(title)}</text>'
+        f'<text x="8" y="36" style="font-size:11px">{escape(legend)}</text>{names}{"".join(parts)}</svg>\n'
+    )
+
+
+def main() -> None:
+    prepared = prepare(CONTESTS["tp"], lambda name, done, total: None)
+    contest = prepared.contest
+    with shaped_links(2, mbit_per_s=contest.mbit_per_s) as names:
+        found = run_pinned_ranks(record, 2, prepared, before=partial(_enter, namespaces=names))[0]
+    lines = [Line(prepared.plans[contest.ours], *each) for each in found]
+    TARGET.write_text(draw(chosen(lines), contest.mbit_per_s))
+
+
+if __name__ == "__main__":
+    main()

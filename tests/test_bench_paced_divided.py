@@ -1,0 +1,80 @@
+"""`optimus bench paced --tp`: divided layers on paced ranks take what replays say, line by line."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from optimus.bench.divided_job import COLLECTIVE_S, MESSAGE_S, TP, DividedJob
+from optimus.bench.divided_plans import COARSE, DP_BUBBLES, FLOOR, NOTHING, OURS, TP_SLOTS, variants_of
+from optimus.bench.divided_torch import EXCHANGES, half_s, torch_variants
+from optimus.bench.paced_divided import bench_paced_divided
+from optimus.cli import run
+from optimus.program.op import Kind
+from optimus.program.ranks import LLM
+from optimus.program.validator import check_plan
+
+EIGHT = DividedJob(ranks=8)
+
+
+def test_plans_know_kernels_and_links_as_ranks_do() -> None:
+    plan = variants_of(EIGHT)[OURS].plan
+    phases = [phase for template in plan.templates.values() for phase in template]
+    launched = {
+        phase.duration_s for phase in phases if phase.kind == Kind.LAUNCH and "seam" not in phase.name
+    }
+    assert launched == {COLLECTIVE_S}
+    assert plan.modules[LLM].chunks[0].send_s == pytest.approx(MESSAGE_S)
+    assert plan.slowdown == plan.launch_s == 0.0 and plan.ranks.llm.tp == TP
+
+
+def test_every_idea_makes_the_step_shorter_and_passes_the_proof() -> None:
+    found = variants_of(EIGHT)
+    steps = {name: variant.plan.claims.step_s for name, variant in found.items()}
+    order = [FLOOR, OURS, TP_SLOTS, DP_BUBBLES, COARSE, NOTHING]
+    assert [steps[name] for name in order] == sorted(steps[name] for name in order)
+    assert steps[DP_BUBBLES] / steps[TP_SLOTS] > 1.1
+    for variant in found.values():
+        report = check_plan(variant.plan)
+        broken = {rule for rule, holds in report.rules.items() if not holds}
+        assert broken <= {"binding"}, report.violations[:3]  # bound to no file
+
+
+def test_torchs_schedules_hold_every_layer_once() -> None:
+    halves = 2 * (EIGHT.encoder_layers + EIGHT.pp)
+    alone_s = sum(half_s(half, kind) for half in range(halves) for kind in "FB")
+    for name, cuts in torch_variants(EIGHT).items():
+        for variant in cuts:
+            stages = range(len(variant.stages))
+            assert [half for own in variant.stages for half in own] == list(range(halves)), name
+            compute_s = sum(variant.compute_s(kind, stage) for stage in stages for kind in "FB")
+            assert compute_s == pytest.approx(alone_s)
+            exchanged_s = sum(variant.exchange_s("F", stage) for stage in stages)
+            assert exchanged_s == pytest.approx(EXCHANGES * halves * COLLECTIVE_S)
+
+
+def test_what_is_no_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "paced", "--tp", "--ranks", "8", "--against", "magic"]) == 2
+    assert "error: --against = magic is not a variant" in capsys.readouterr().err
+    assert run(["bench", "real", "--tp"]) == 2
+    assert run(["bench", "paced", "--tp", "--ranks", "4"]) == 2
+    assert "error: --dp = 2 replicas" in capsys.readouterr().err
+
+
+@pytest.mark.alone
+@pytest.mark.ci("tensor parallelism")
+@pytest.mark.timeout(240)
+def test_eight_ranks_play_every_line_when_its_replay_says() -> None:
+    """In order and never early, on however busy a host; how late it is, a quiet one shows (heavy)."""
+    result = bench_paced_divided(ranks=8, rounds=1, against=(TP_SLOTS,))
+    assert not [problem for problem in result.problems if ":" in problem], result.problems
+
+
+@pytest.mark.alone
+@pytest.mark.heavy
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [16, 32])
+def test_steps_take_what_replays_say(ranks: int) -> None:
+    result = bench_paced_divided(ranks=ranks)
+    assert result.ok, result.problems
