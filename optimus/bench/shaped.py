@@ -90,6 +90,7 @@ class Contest:
     layout: LayoutChoice  # of the LLM
     dtype: torch.dtype
     mbit_per_s: float
+    sequences: int  # of a step
     words: str  # what the two ranks are, and what goes over the link
     traffic: str
 
@@ -121,6 +122,7 @@ CONTESTS: dict[Axis, Contest] = {
         layout=LayoutChoice(dp=RANKS, pp=1, tp=1),
         dtype=torch.bfloat16,
         mbit_per_s=400.0,
+        sequences=8,
         words="two replicas",
         traffic="data-parallel",
     ),
@@ -133,6 +135,7 @@ CONTESTS: dict[Axis, Contest] = {
         layout=LayoutChoice(dp=1, pp=1, tp=RANKS),
         dtype=torch.float32,  # here faster than bf16, as GPUs are in bf16: traffic counts as it does there
         mbit_per_s=1000.0,
+        sequences=4,
         words="two ranks that divide the LLM's layers",
         traffic="tensor-parallel",
     ),
@@ -261,7 +264,8 @@ def prepare(contest: Contest, progress: Progress) -> Prepared:
     )
     cluster = replace(machine, gpus_per_node=tp, within_node=link, between_nodes=link)
     layout = replace(job.layout, modules={LLM: contest.layout})
-    job = replace(job, cluster=cluster, layout=layout)
+    workload = replace(job.workload, sequences_per_step=contest.sequences)
+    job = replace(job, cluster=cluster, layout=layout, workload=workload)
     plan = make_plan(job, profile=replace(profile, name="of this machine"), systems=()).plan
     slotless = plan if tp == 1 else without_slots(plan).plan
     plans = {name: plan if way.slots else slotless for name, way in contest.ways.items()}
