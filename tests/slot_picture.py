@@ -136,9 +136,9 @@ def draw(lines: Sequence[Line], mbit: float) -> str:
 
 
 def main() -> None:
-    prepared = prepare(CONTESTS["tp"], lambda name, done, total: None)
-    contest = prepared.contest
+    contest = CONTESTS["tp"]
     with shaped_links(2, mbit_per_s=contest.mbit_per_s) as names:
+        prepared = prepare(contest, names, lambda name, done, total: None)
         found = run_pinned_ranks(record, 2, prepared, before=partial(_enter, namespaces=names))[0]
     lines = [Line(prepared.plans[contest.ours], *each) for each in found]
     TARGET.write_text(draw(chosen(lines), contest.mbit_per_s))

@@ -9,9 +9,12 @@ third variant sends nothing, which bounds the others.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -37,6 +40,7 @@ from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.model import BF16_BYTES
 from optimus.job.read import find_job
+from optimus.models.collectives import gather_rows, sum_rows
 from optimus.models.tensor_parallel import Share
 from optimus.profiler.at_home import AtHome
 from optimus.profiler.links import measure_links
@@ -51,6 +55,7 @@ from optimus.systems.slots import without_slots
 
 JOB, RANKS = "cpu/bench-vl", 2
 SEED, WARM_UP, ROUNDS = 0, 2, 14
+EXCHANGES = 30  # to know how long one takes
 Axis = Literal["dp", "tp"]  # which of the two goes over the slow link
 Progress = Callable[[str, int, int], None]
 
@@ -91,6 +96,7 @@ class Contest:
     dtype: torch.dtype
     mbit_per_s: float
     sequences: int  # of a step
+    images: int  # of a sequence, which share its image tokens
     words: str  # what the two ranks are, and what goes over the link
     traffic: str
 
@@ -123,6 +129,7 @@ CONTESTS: dict[Axis, Contest] = {
         dtype=torch.bfloat16,
         mbit_per_s=400.0,
         sequences=8,
+        images=1,
         words="two replicas",
         traffic="data-parallel",
     ),
@@ -134,8 +141,9 @@ CONTESTS: dict[Axis, Contest] = {
         },
         layout=LayoutChoice(dp=1, pp=1, tp=RANKS),
         dtype=torch.float32,  # here faster than bf16, as GPUs are in bf16: traffic counts as it does there
-        mbit_per_s=1000.0,
+        mbit_per_s=400.0,
         sequences=4,
+        images=2,  # one for each rank, whose kernels then fit into gaps
         words="two ranks that divide the LLM's layers",
         traffic="tensor-parallel",
     ),
@@ -233,8 +241,8 @@ def bench_shaped(
     """Profiles, plans for the link, runs all ways over it, and compares."""
     contest = CONTESTS[axis]
     contest = contest if mbit_per_s is None else replace(contest, mbit_per_s=mbit_per_s)
-    prepared = prepare(contest, progress)
     with shaped_links(RANKS, mbit_per_s=contest.mbit_per_s) as names:
+        prepared = prepare(contest, names, progress)
         progress("starting ranks", 0, rounds)
         timed = run_pinned_ranks(
             time_ways,
@@ -249,27 +257,63 @@ def bench_shaped(
     return compare(prepared, timed, rounds)
 
 
-def prepare(contest: Contest, progress: Progress) -> Prepared:
-    """A plan for two ranks over this link, with segments measured in the type that will run."""
-    job, tp = find_job(JOB), contest.layout.tp or 1
+def prepare(contest: Contest, namespaces: Sequence[str], progress: Progress) -> Prepared:
+    """A plan for two ranks over this link, with segments and link measured in the type that will run."""
+    job, tp = _job(contest), contest.layout.tp or 1
     progress("profile", 0, 1)
     # At the same time, as they will run.
     profile, _ = run_pinned_ranks(partial(_profile, job, contest), RANKS)
     machine = describe_machine(measure_links(), ranks=RANKS)
-    wide = contest.dtype.itemsize / BF16_BYTES if tp > 1 else 1.0  # plans count activations in bf16
     link = Link(
-        bandwidth_bytes_per_s=contest.mbit_per_s * 1e6 / 8 / wide,
+        bandwidth_bytes_per_s=contest.mbit_per_s * 1e6 / 8,
         latency_s=machine.within_node.latency_s,
         source=f"{contest.mbit_per_s:g} Mbit/s by tbf",
     )
+    if tp > 1:  # small messages take longer than their bytes: measured
+        shape = (job.workload.sequence_tokens, job.model.llm.stack.hidden)
+        enter = partial(_enter, namespaces=namespaces)
+        seconds = run_pinned_ranks(partial(_exchange_s, shape, contest.dtype), RANKS, before=enter)[0]
+        moved = prod(shape) * BF16_BYTES / RANKS  # as plans count activations
+        link = replace(link, bandwidth_bytes_per_s=moved / seconds, latency_s=0.0)
     cluster = replace(machine, gpus_per_node=tp, within_node=link, between_nodes=link)
-    layout = replace(job.layout, modules={LLM: contest.layout})
-    workload = replace(job.workload, sequences_per_step=contest.sequences)
-    job = replace(job, cluster=cluster, layout=layout, workload=workload)
+    whole = LayoutChoice(pp=1, tp=1)  # encoders send nothing but gradients
+    layout = replace(job.layout, modules={LLM: contest.layout, **dict.fromkeys(_encoders(job), whole)})
+    job = replace(job, cluster=cluster, layout=layout)
     plan = make_plan(job, profile=replace(profile, name="of this machine"), systems=()).plan
     slotless = plan if tp == 1 else without_slots(plan).plan
     plans = {name: plan if way.slots else slotless for name, way in contest.ways.items()}
     return Prepared(contest=contest, job=job, plans=plans, predicted_s=predict(contest, plans))
+
+
+def _job(contest: Contest) -> Job:
+    """The images of every sequence in as many parts as ranks can take."""
+    job = find_job(JOB)
+    sequences = [
+        replace(each, items=tuple((name, _cut(lengths, contest.images)) for name, lengths in each.items))
+        for each in job.workload.sequences
+    ]
+    workload = replace(job.workload, sequences_per_step=contest.sequences, sequences=tuple(sequences))
+    return replace(job, workload=workload)
+
+
+def _cut(lengths: Sequence[int], parts: int) -> tuple[int, ...]:
+    return tuple(length // parts for length in lengths for _ in range(parts))
+
+
+def _exchange_s(shape: tuple[int, int], dtype: torch.dtype, rank: int, tell: Any) -> float:
+    """Of rows of all ranks, half of them gathered and half of them summed: the median."""
+    whole, group, found = torch.zeros(shape, dtype=dtype), dist.group.WORLD, []
+    part = whole[: shape[0] // RANKS].clone()
+    for number in range(EXCHANGES):
+        dist.barrier()
+        begin = time.perf_counter()
+        (sum_rows(whole, group) if number % 2 else gather_rows(part, group)).land()
+        found.append(time.perf_counter() - begin)
+    return median(found)
+
+
+def _encoders(job: Job) -> list[str]:
+    return [encoder.name for encoder in job.model.encoders]
 
 
 def _profile(job: Job, contest: Contest, rank: int, tell: Any) -> Any:

@@ -59,7 +59,7 @@ class Bench:
     ] = None
     mbit: Annotated[
         float | None,
-        tyro.conf.arg(metavar="N", help="Mbit/s of the link of `shaped`: 400, or 1000 with --link tp"),
+        tyro.conf.arg(metavar="N", help="Mbit/s of the link of `shaped`; 400 if left out"),
     ] = None
     layout: Annotated[
         tuple[str, ...],
