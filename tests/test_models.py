@@ -501,12 +501,29 @@ def test_items_that_do_not_fit_their_encoder_are_refused() -> None:
     refused(windows, (3, 4), 12, "multiples of 2")
     refused(windows, (4,), 4, "multiples of 2")
     refused(windows, (4, 4), 15, "shape")
-    refused(learned, (2, 12), 24, "wider than 10")
+    refused(learned, (2, 12), 24, "larger than 10 x 10")
+    refused(replace(learned, positions=128), (10, 8), 80, "larger than 8 x 16")
     refused(sound, (5,), 5, "multiple of 2")
     merged = replace(windows, projector=replace(windows.projector, merge=2))
     refused(merged, (4, 4), 16, "use 1")
     attention = replace(windows.stack.attention, window_tokens=9)
     refused(replace(windows, stack=replace(windows.stack, attention=attention)), (4, 4), 16, "use 16")
+
+
+@pytest.mark.parametrize(
+    ("positions", "sides"), [(100, (10, 10)), (101, (10, 10)), (128, (8, 16)), (2048, (32, 64))]
+)
+def test_every_place_of_an_image_has_a_learned_position_of_its_own(
+    positions: int, sides: tuple[int, int]
+) -> None:
+    """Also where they make no square, as those of the paper's encoders."""
+    learned = ENCODERS["learned"]
+    encoder = replace(learned, positions=positions)
+    tokens = sides[0] * sides[1]
+    item = Item(offset=0, grid=sides, inputs=torch.zeros(tokens, encoder.patch_inputs))
+    _, context = encoder_inputs(encoder, [(0, 0, item)], tokens, seed=0, step=0)
+    assert context.positions is not None
+    assert sorted(context.positions.tolist()) == list(range(tokens))
 
 
 def test_a_sample_longer_than_the_learned_positions_is_refused() -> None:

@@ -170,22 +170,37 @@ def _arranged(encoder: Encoder, item: Item) -> Arrangement:
     arrangement = arrange(encoder, item.grid)
     if not encoder.positions:
         return arrangement
-    side = encoder.positions if encoder.modality == "audio" else isqrt(encoder.positions)
-    if max(item.grid[-2:]) > side:
+    sides = table_sides(encoder)
+    if any(length > side for length, side in zip(item.grid[-2:], sides, strict=True)):
+        shape = " x ".join(map(str, sides))
         raise UserError(
             field=f"grid of an item of {encoder.name}",
             value=item.grid,
-            problem=f"is wider than {side}: {encoder.positions} positions are learned",
+            problem=f"is larger than {shape}: {encoder.positions} positions are learned",
             hint="resize the item, or give the encoder more positions",
         )
     return arrangement
 
 
+def table_sides(encoder: Encoder) -> tuple[int, ...]:
+    """How learned positions stand: of sounds in a row; of images in a square, or as near to one as divides.
+
+    One more than a square is a square with a token of its own.
+    """
+    if encoder.modality == "audio":
+        return (encoder.positions,)
+    side = isqrt(encoder.positions)
+    if encoder.positions - side * side > 1:
+        side = next(height for height in range(side, 0, -1) if encoder.positions % height == 0)
+        return side, encoder.positions // side
+    return side, side
+
+
 def _learned(encoder: Encoder, coordinates: Tensor) -> Tensor:
-    """Row of the table: of an image, height times the table's side plus width."""
+    """Row of the table: of an image, height times the table's width plus width."""
     if encoder.modality == "audio":
         return coordinates[:, 0].contiguous()
-    return coordinates[:, 0] * isqrt(encoder.positions) + coordinates[:, 1]
+    return coordinates[:, 0] * table_sides(encoder)[1] + coordinates[:, 1]
 
 
 def _waves(encoder: Encoder, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
