@@ -66,8 +66,8 @@ class _Frame:
     """What is alive of one microbatch in one chunk."""
 
     __slots__ = (
-        "context", "deferred", "flights", "given_up", "gradients", "kept", "late", "needs", "saved", "state",
-        "wanted",
+        "context", "deferred", "flights", "given_up", "gradients", "kept", "late", "needs", "saved", "spent",
+        "state", "wanted",
     )  # fmt: skip
 
     def __init__(self, state: State, needs: tuple[bool, ...] | None, context: Any, segments: int) -> None:
@@ -77,9 +77,10 @@ class _Frame:
         self.kept: dict[int, tuple[State, tuple[bool, ...] | None]] = {}  # what segments are made again from
         self.gradients: Gradients = ()
         # Of exchanges, by place: what is on its way, a rank's part and the whole that was given up for now,
-        # whether a gradient comes back, and the gradients of one that is late.
+        # what no backward reads, whether a gradient comes back, and the gradients of one that is late.
         self.flights: dict[int, Flight] = {}
         self.given_up: dict[int, tuple[Tensor, Tensor]] = {}
+        self.spent: dict[int, list[Tensor]] = {}
         self.wanted: set[int] = set()
         self.late: dict[int, Gradients] = {}
 
@@ -309,11 +310,15 @@ class SegmentedChunk:
             frame.wanted.add(place)
         if self._gives_up[place]:
             frame.given_up[place] = before[exchange.at].detach(), frame.state[exchange.at]
+        elif exchange.spent:
+            frame.spent[place] = [frame.state[at] for at in exchange.spent]
 
     def _give_up(self, frame: _Frame, place: int) -> None:
-        """What was gathered for the product that has just been made."""
+        """What was gathered for the product that has just been made, or scattered to be added."""
         if place in frame.given_up:
             frame.given_up[place][1].untyped_storage().resize_(0)
+        for tensor in frame.spent.pop(place, ()):
+            tensor.untyped_storage().resize_(0)
 
     def _launch_back(self, microbatch: int, place: int) -> None:
         frame = self._frames.get(microbatch)

@@ -49,7 +49,7 @@ class Embedding(Segment):
         return [
             Seam(self.share, width=width, dtype=self.weight.dtype, learns=self.fed),
             Part(self, self._looked_up, self.kernels, [self.weight]),
-            Scatter(self.share, 1, there="embedding.scatter", of="embedding", late=True),
+            Scatter(self.share, 1, there="embedding.scatter", of="embedding", late=True, spent=(0,)),
             Part(self, self._placed, PLACE, [self.positions]),
         ]
 

@@ -64,6 +64,7 @@ class Exchange(Segment):
 
     `there`, `back` and `again` name its collectives as plans do: of a forward, of a backward, and of what is
     brought a second time for gradients of weights. One whose backward serves such a gradient alone is `late`.
+    At the places `spent` of the state stands what the next segment only adds up: nobody reads it afterwards.
     """
 
     defers = True
@@ -71,6 +72,7 @@ class Exchange(Segment):
     back: str
     again: str | None = None
     late = False
+    spent: tuple[int, ...] = ()
 
     def __init__(self, share: Share, at: int) -> None:
         super().__init__()
@@ -121,9 +123,12 @@ class Gather(Exchange):
 class Scatter(Exchange):
     """Sums over ranks, of which each keeps its own rows; going back, gradients of all rows to everybody."""
 
-    def __init__(self, share: Share, at: int, *, there: str, of: str, late: bool = False) -> None:
+    def __init__(
+        self, share: Share, at: int, *, there: str, of: str, late: bool = False, spent: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(share, at)
         self.there, self.back, self.late = there, f"{of}.gather", late
+        self.spent = (*spent, at)
 
     def launch(self, state: State, context: Any) -> Flight:
         flight = self.share.sum(state[self.at])
