@@ -133,11 +133,13 @@ def _own(table: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
 def _add_table_gradient(table: Tensor, gradient: Tensor, ids: Tensor, first: int | None) -> None:
     if table.grad is None:
         table.grad = torch.zeros_like(table)
-    rows = gradient.reshape(-1, gradient.shape[-1]).to(table.grad.dtype)
-    if first is not None:
-        here, ids = _own(table, ids, first)
-        rows = rows * here.reshape(-1, 1)
-    table.grad.index_add_(0, ids.reshape(-1), rows)
+    rows, ids, wide = gradient.reshape(-1, gradient.shape[-1]), ids.reshape(-1), table.grad.dtype
+    for some, own in zip(rows.split(WIDENED_ROWS), ids.split(WIDENED_ROWS), strict=True):
+        if first is None:
+            table.grad.index_add_(0, own, some.to(wide))
+        else:
+            here, own = _own(table, own, first)
+            table.grad.index_add_(0, own, some.to(wide, copy=True).mul_(here[:, None]))
 
 
 def embedding(
