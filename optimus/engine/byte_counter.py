@@ -7,23 +7,24 @@ the first line (parameters, gradients, optimizer) is counted apart: see `states_
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from optimus.engine.executor import Executor, Recorder
 from optimus.engine.optimizer import Optimizer
+from optimus.engine.torch_private import told_of_resizes
 from optimus.program.op import Ints
 from optimus.program.plan import Plan, Verb
 from optimus.program.proof.alive import ACTIVATIONS
 from optimus.program.ranks import LLM
 
 LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(len(ACTIVATIONS))
+_DEVICE = torch.ops.prim.device.default  # of tensors without numbers
 
 
 class ByteCounter(TorchDispatchMode):
@@ -38,9 +39,12 @@ class ByteCounter(TorchDispatchMode):
         plan, self._executor = executor.plan, executor
         program = plan.programs[plan.ranks.class_of(executor.groups.rank)]
         self._component = _components(plan, program.rows)
-        self._known = {_key(tensor) for tensor in known}
-        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # component and bytes, by storage
-        self._bytes: Ints = np.zeros(len(ACTIVATIONS), np.int64)
+        # By storage: what is not counted; and what is, with its component and bytes.
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        for tensor in known:
+            self._meet(tensor)
+        self._bytes, self._total = [0] * len(ACTIVATIONS), 0
         self._now, self._most, self._next = LLM_ACTIVATIONS, 0, 0
         self.kept: Ints = np.zeros((len(program), len(ACTIVATIONS)), np.int64)
         self.most: Ints = np.zeros(len(program), np.int64)
@@ -48,23 +52,25 @@ class ByteCounter(TorchDispatchMode):
 
     def __enter__(self) -> ByteCounter:
         self._recorder = self._executor.recorded(self)
+        self._told = told_of_resizes(self._resized)
+        self._told.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._told.__exit__(None, None, None)
         self._executor.recorded(self._recorder)
 
     # ------------------------------------------------------------------------ as a recorder
 
     def begin(self, line: int) -> None:
         self._recorder.begin(line)
-        self._now, self._most = int(self._component[line]), int(self._bytes.sum())
+        self._now, self._most = int(self._component[line]), self._total
         passed = slice(self._next, line)  # lines that do nothing here
         self.kept[passed], self.most[passed], self._next = self._bytes, self._most, line + 1
 
     def end(self, line: int) -> None:
-        self._look_again()
         self.kept[line], self.most[line] = self._bytes, self._most
         self._recorder.end(line)
 
@@ -73,48 +79,60 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._meet(leaf)
+        if func is _DEVICE:
+            return func(*args)  # asked more often than anything is made
+        for tensor in _tensors_in(args, kwargs):
+            self._meet(tensor)
         found = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
-        self._most = max(self._most, int(self._bytes.sum()))
+        for tensor in _tensors_in((found,)):
+            self._see(tensor)
         return found
 
-    def _see(self, tensor: Tensor) -> None:
-        key, storage = _key(tensor), tensor.untyped_storage()
-        if key in self._alive or key in self._known:
-            return
-        gone = weakref.ref(storage, lambda _: self._forget(key))
-        self._alive[key] = gone, self._now, storage.nbytes()
-        self._bytes[self._now] += storage.nbytes()
-
     def _meet(self, tensor: Tensor) -> None:
-        """What an op reads: from before the step, as its batch is, or made in it and perhaps refilled."""
-        key = _key(tensor)
-        if key not in self._alive:
-            self._known.add(key)
-        else:
-            self._update(key)
+        """What an op reads and none made is from before the step, as its batch is."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive and key not in self._known:
+            self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
 
-    def _update(self, key: int) -> None:
-        gone, component, size = self._alive[key]
-        storage = gone()
-        if storage is not None and storage.nbytes() != size:
-            self._alive[key] = gone, component, storage.nbytes()
-            self._bytes[component] += storage.nbytes() - size
+    def _see(self, tensor: Tensor) -> None:
+        """What an op gives is new, or a view of what it reads."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            self._resized(storage)
+        elif key not in self._known:
+            gone = weakref.ref(storage, lambda _: self._forget(key))
+            self._alive[key] = gone, self._now, size
+            self._add(self._now, size)
+
+    def _resized(self, storage: Any) -> None:
+        """Emptied, or filled again: no op says so."""
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive and self._alive[key][2] != size:
+            gone, component, before = self._alive[key]
+            self._alive[key] = gone, component, size
+            self._add(component, size - before)
 
     def _forget(self, key: int) -> None:
         _, component, size = self._alive.pop(key)
-        self._bytes[component] -= size
+        self._add(component, -size)
 
-    def _look_again(self) -> None:
-        """Storages may have been emptied or filled, which nobody is told."""
-        for key in list(self._alive):
-            self._update(key)
-        self._most = max(self._most, int(self._bytes.sum()))
+    def _add(self, component: int, size: int) -> None:
+        self._bytes[component] += size
+        self._total += size
+        self._most = max(self._most, self._total)
+
+
+def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
+    """Of the arguments or results of an op, which are tensors, lists of tensors or neither."""
+    found: list[Tensor] = []
+    for each in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            found += _tensors_in(each)
+    return found
 
 
 def states_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, list[Tensor]]:

@@ -5,6 +5,8 @@ Written against torch 2.13; when another version needs something else, it is rep
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ __all__ = [
     "is_view",
     "keep_fsdp_gradients",
     "reduce_fsdp",
+    "told_of_resizes",
     "wait_fsdp",
 ]
 
@@ -47,6 +50,24 @@ def is_view(tensor: Tensor) -> bool:
     """Whether it shares the memory of another tensor that autograd knows."""
     found: bool = tensor._is_view()
     return found
+
+
+@contextmanager
+def told_of_resizes(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """While it is open, `tell` gets every storage behind a `resize_`, of which no dispatch mode hears."""
+    kind: Any = torch.UntypedStorage
+    resize = kind.resize_  # of the class that it is made from
+
+    def told(storage: torch.UntypedStorage, size: int) -> Any:
+        found = resize(storage, size)
+        tell(storage)
+        return found
+
+    kind.resize_ = told
+    try:
+        yield
+    finally:
+        del kind.resize_
 
 
 # ---------------------------------------------------------------------------- FSDP2, without its hooks
