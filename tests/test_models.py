@@ -226,7 +226,9 @@ def test_nothing_reads_values_or_sizes_from_a_device(name: str) -> None:
     module, layers = build(name, device="meta")
     state, needs, context = inputs_of(module, name)
     chunk = SegmentedChunk(layers)
-    chunk.begin(0, tuple(tensor.to("meta") for tensor in state), needs, context.to("meta"))
+    chunk.begin(
+        0, tuple(tensor.to("meta") for tensor in state), needs, context.map(lambda tensor: tensor.to("meta"))
+    )
     play(chunk, Kind.F)
     (output,) = chunk.output(0)
     chunk.begin_backward(0, (torch.empty_like(output),))

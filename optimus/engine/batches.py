@@ -13,15 +13,19 @@ from optimus.engine.batch_table import BatchTable
 from optimus.engine.groups import share_of
 from optimus.engine.seam import Piece, holders_of, route
 from optimus.job.model import Encoder, Model
-from optimus.models.context import SeamRows, bin_targets, encoder_inputs, llm_inputs
+from optimus.models.context import Change, SeamRows, bin_targets, encoder_inputs, llm_inputs
 from optimus.models.numerics import NUMERICS, Numerics
 from optimus.models.sample import Placed, Sample
 from optimus.program.plan import Plan, Verb
 from optimus.program.ranks import LLM
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class SampleBatch:
-    """Everything is made on the host before the step begins, for the ops of one rank."""
+    """Everything is made on the host before the step begins, for the ops of one rank, and `placed` there."""
 
     def __init__(
         self,
@@ -35,11 +39,11 @@ class SampleBatch:
         seed: int,
         step: int,
         dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        placed: Change = _as_it_is,
         numerics: Mapping[str, Numerics] = MappingProxyType({}),
     ) -> None:
         self.numerics = numerics
-        self.model, self.plan, self.table, self.scale, self.device = model, plan, table, scale, device
+        self.model, self.plan, self.table, self.scale, self._placed = model, plan, table, scale, placed
         self._how: dict[str, Any] = {"seed": seed, "step": step, "dtype": dtype}
         self._samples: dict[int, Sample] = {}
         self._read = read
@@ -78,7 +82,7 @@ class SampleBatch:
         items, numerics = self._items(name, microbatch), self.numerics.get(name, NUMERICS)
         inputs, context = encoder_inputs(encoder, items, room, numerics=numerics, **self._how)
         rows = self._shares[name].rows(room)
-        return (inputs[rows].to(self.device, non_blocking=True),), context.of(rows).to(self.device)
+        return (self._placed(inputs[rows]),), context.of(rows).map(self._placed)
 
     def _llm(self, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
         samples = [self._sample(number) for number in self.table.samples[microbatch]]
@@ -97,7 +101,7 @@ class SampleBatch:
         share = self._shares[LLM]
         if share.size > 1:
             context = context.of(share.rows(len(ids)), self._seam(pieces, len(ids)))
-        return (ids.to(self.device, non_blocking=True),), context.to(self.device)
+        return (self._placed(ids),), context.map(self._placed)
 
     def _seam(self, pieces: list[Piece], length: int) -> SeamRows | None:
         """Only the first stage looks at it."""

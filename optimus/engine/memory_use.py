@@ -42,6 +42,7 @@ def _compared(
     most = counter.most
     kept = counter.kept.sum(axis=1)
     before = np.concatenate([[0], kept[:-1]])
+    over = most - alive.sum(axis=1) - beside
     own = dict(zip(ACTIVATIONS, counter.kept.max(axis=0).tolist(), strict=True))
     return MemoryUse(
         rank=rank,
@@ -54,5 +55,7 @@ def _compared(
         planned_peak=sum(planned.values()) + int(alive.sum(axis=1).max()) + beside,
         counted_peak=sum(states.values()) + int(most.max()),
         dtype=dtype,
-        lines_over=int((most > alive.sum(axis=1) + beside).sum()),
+        lines_over=int((over > 0).sum()),
+        most_over=max(0, int(over.max())),
+        peak_line=int(most.argmax()),
     )

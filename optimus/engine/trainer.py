@@ -15,17 +15,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine.actions import describe
-from optimus.engine.batch_table import BatchTable, TableExchange, make_table
-from optimus.engine.batches import SampleBatch
-from optimus.engine.buckets import Buckets
-from optimus.engine.executor import Executor
+from optimus.engine.batch_table import TableExchange
 from optimus.engine.groups import make_groups
 from optimus.engine.memory_use import count_step
-from optimus.engine.optimizer import Optimizer
-from optimus.engine.rank_model import build_rank
+from optimus.engine.one_rank import OneRank
 from optimus.engine.rendezvous import Membership, agree, join
-from optimus.engine.sharding import Sharded
-from optimus.engine.synthetic import Synthetic
 from optimus.engine.training import METRICS, MemoryUse, StepMetrics, Summary, Training
 from optimus.engine.watch import Ring, Watch
 from optimus.environment import launched
@@ -99,51 +93,25 @@ class _Loop:
     def __init__(self, job: Job, plan: Plan, training: Training, member: Membership) -> None:
         self.job, self.plan, self.training, self.member = job, plan, training, member
         rank = member.rank
-        self.device = torch.device("cuda", member.local_rank) if _on_gpus() else torch.device("cpu")
-        usual = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.dtype = getattr(torch, training.dtype or usual)
-        self.sequences = job.workload.sequences_per_step // plan.ranks.llm.dp // plan.microbatches
-        self.data = Synthetic(job=job, seed=training.seed)
-        self.groups = make_groups(plan, rank, timeout_s=GROUP_S)
-        self.model = build_rank(
-            job.model,
-            plan,
-            self.groups,
-            llm_tokens=self.sequences * job.workload.sequence_tokens,
-            dtype=self.dtype,
-            device=self.device,
-            seed=training.seed,
-        )
-        buckets: Buckets[Sharded] = Buckets(
-            plan, self.groups, self.model.chunks, Sharded, self.model.tied, self.model.partial
-        )
-        self.optimizer = Optimizer(
-            buckets,
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            clip=training.clip,
-            copies=self.model.copies,
-            device=self.device,
-        )
+        device = torch.device("cuda", member.local_rank) if _on_gpus() else torch.device("cpu")
+        usual = "bfloat16" if device.type == "cuda" else "float32"
+        groups = make_groups(plan, rank, timeout_s=GROUP_S)
         self.ring = Ring()
-        self.executor = Executor(
+        self.rank = OneRank(
+            job,
             plan,
-            self.groups,
-            self.model.chunks,
-            self.model.shapes,
-            device=self.device,
-            tied=self.model.tied,
+            training,
+            groups,
+            dtype=getattr(torch, training.dtype or usual),
+            device=device,
             recorder=self.ring,
-            buckets=buckets,
-            optimizer=self.optimizer,
         )
-        place = plan.ranks.place(LLM, rank)
-        self.replica, self.reads = place.dp, place.pp == 0
+        self.reads = plan.ranks.place(LLM, rank).pp == 0
         self._used: MemoryUse | None = None
         self.tables = TableExchange(
             plan,
-            self.groups.control,
-            reader=plan.ranks.rank_of(0, self.replica, 0, 0),
+            groups.control,
+            reader=plan.ranks.rank_of(0, self.rank.replica, 0, 0),
             rows=self._most_items(),
         )
 
@@ -180,7 +148,7 @@ class _Loop:
             final_loss=found[-1].loss if found else None,
             step_s_median=median(each.step_s for each in timed) if timed else None,
             rank=self.member.rank,
-            device=self.device.type,
+            device=self.rank.device.type,
             memory=self._fullest(),
         )
 
@@ -198,15 +166,14 @@ class _Loop:
             table = self.tables.take()
             if step + 1 < self.training.steps:
                 self._start_table(step + 1)
-        batch = self._batch(step, table)
+        rank, batch = self.rank, self.rank.batch(step, table)
         if self.training.counts_memory and step + 1 == self.training.steps:
-            parameters = list(self.model.parameters.values())
-            loss, self._used = count_step(self.executor, batch, parameters, self.optimizer)
+            loss, self._used = count_step(rank.executor, batch, rank.parameters, rank.optimizer)
         else:
-            loss = self.executor.step(batch)
+            loss = rank.executor.step(batch)
         total = self._total(loss)
-        assert self.optimizer.norm is not None
-        norm = float(self.optimizer.norm)
+        assert rank.optimizer.norm is not None
+        norm = float(rank.optimizer.norm)
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
         return StepMetrics(
@@ -215,7 +182,7 @@ class _Loop:
 
     def _total(self, loss: Tensor | None) -> float:
         """The loss of the whole batch, on every rank."""
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.rank.device)
         total = zero if loss is None else loss.double()
         with self._beside(LOSS):
             dist.all_reduce(total)
@@ -235,39 +202,15 @@ class _Loop:
 
     # ------------------------------------------------------------------------ data
 
-    def _mine(self, step: int) -> range:
-        """Numbers of the samples of this rank's replica."""
-        own = self.sequences * self.plan.microbatches
-        first = step * self.job.workload.sequences_per_step + self.replica * own
-        return range(first, first + own)
-
     def _most_items(self) -> int:
         """Items of all encoders that one replica's step may have."""
         most = max(
             sum(len(lengths) for _, lengths in sequence.items) for sequence in self.job.workload.sequences
         )
-        return max(1, most * self.sequences * self.plan.microbatches)
+        return max(1, most * self.rank.sequences * self.plan.microbatches)
 
     def _start_table(self, step: int) -> None:
-        mine = self._mine(step)
-        table = make_table(self.plan, [self.data.sizes(n) for n in mine]) if self.reads else None
-        self.tables.start(table, len(mine))
-
-    def _batch(self, step: int, table: BatchTable) -> SampleBatch:
-        count = self.job.workload.sequences_per_step
-        labels = sum(self.data.labels(number) for number in range(step * count, (step + 1) * count))
-        return SampleBatch(
-            self.job.model,
-            self.plan,
-            self.member.rank,
-            table,
-            self.data.sample,
-            scale=1.0 / max(1, labels),
-            seed=self.training.seed,
-            step=step,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        self.tables.start(self.rank.table(step) if self.reads else None, len(self.rank.samples(step)))
 
     # ------------------------------------------------------------------------ words
 
@@ -277,7 +220,7 @@ class _Loop:
     def _waits_for(self, line: int) -> tuple[int, ...]:
         beside = line - len(self.plan.programs[self._device_class])
         if beside < 0:
-            return self.executor.waits_for(line)
+            return self.rank.executor.waits_for(line)
         rank, world = self.member.rank, self.member.world
         if beside == LOSS:
             return tuple(sorted({(rank - 1) % world, (rank + 1) % world} - {rank}))

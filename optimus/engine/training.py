@@ -56,6 +56,8 @@ class MemoryUse:
     planned_peak: int
     counted_peak: int
     lines_over: int  # lines while which more is alive than planned
+    most_over: int  # bytes, in the one of them that exceeds the plan most
+    peak_line: int  # the first while which most is alive
     dtype: str  # in which the rank computes; plans count bfloat16
 
     @property

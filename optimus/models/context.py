@@ -5,7 +5,7 @@ Everything is made on the host, once per microbatch, from samples; nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
@@ -19,6 +19,8 @@ from optimus.models.dropout import row_keys
 from optimus.models.numerics import NUMERICS, Numerics
 from optimus.models.rotary import Rotary, grid_table, sequence_table
 from optimus.models.sample import IGNORED, Item, Placed, Sample
+
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,9 +36,8 @@ class SeamRows:
     received: tuple[int, ...]  # and how many come
     targets: Tensor  # int64: the row that each replaces
 
-    def to(self, device: torch.device | str) -> SeamRows:
-        leaving, targets = (each.to(device, non_blocking=True) for each in (self.leaving, self.targets))
-        return replace(self, leaving=leaving, targets=targets)
+    def map(self, change: Change) -> SeamRows:
+        return replace(self, leaving=change(self.leaving), targets=change(self.targets))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,13 +60,14 @@ class EncoderContext:
             keys=_cut(self.keys, rows),
         )
 
-    def to(self, device: torch.device | str) -> EncoderContext:
+    def map(self, change: Change) -> EncoderContext:
+        """Each of its tensors changed, as when they go to a device."""
         return replace(
             self,
-            rotary=_moved_pair(self.rotary, device),
-            positions=_moved(self.positions, device),
-            waves=_moved(self.waves, device),
-            keys=_moved(self.keys, device),
+            rotary=None if self.rotary is None else (change(self.rotary[0]), change(self.rotary[1])),
+            positions=None if self.positions is None else change(self.positions),
+            waves=None if self.waves is None else change(self.waves),
+            keys=None if self.keys is None else change(self.keys),
         )
 
 
@@ -87,32 +89,21 @@ class LlmContext:
         positions, keys = _cut(self.positions, rows), _cut(self.keys, rows)
         return replace(self, positions=positions, keys=keys, targets=(), seam=seam)
 
-    def to(self, device: torch.device | str) -> LlmContext:
+    def map(self, change: Change) -> LlmContext:
+        """Each of its tensors changed, as when they go to a device."""
         return replace(
             self,
-            rotary=_moved_pair(self.rotary, device),
-            positions=_moved(self.positions, device),
-            labels=self.labels.to(device, non_blocking=True),
-            targets=tuple(target.to(device, non_blocking=True) for target in self.targets),
-            keys=_moved(self.keys, device),
-            seam=None if self.seam is None else self.seam.to(device),
+            rotary=None if self.rotary is None else (change(self.rotary[0]), change(self.rotary[1])),
+            positions=None if self.positions is None else change(self.positions),
+            labels=change(self.labels),
+            targets=tuple(map(change, self.targets)),
+            keys=None if self.keys is None else change(self.keys),
+            seam=None if self.seam is None else self.seam.map(change),
         )
 
 
 def _cut(tensor: Tensor | None, rows: slice) -> Tensor | None:
     return None if tensor is None else tensor[rows]
-
-
-def _moved(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=True)
-
-
-def _moved_pair(pair: Rotary | None, device: torch.device | str) -> Rotary | None:
-    return (
-        None
-        if pair is None
-        else (pair[0].to(device, non_blocking=True), pair[1].to(device, non_blocking=True))
-    )
 
 
 # ---------------------------------------------------------------------------------------- encoders
