@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from engine_cases import CASES, MEASURED
 from worker_lines import run_worker
 
 from optimus.engine.byte_counter import ByteCounter
+from optimus.engine.torch_private import FakeTensorMode
 from optimus.program.plan import Verb
 
 OVER, FULL = 0.10, 0.15  # planned above counted; where layers are made again, of every module one is planned
@@ -45,8 +47,8 @@ class Quiet:
     def end(self, line: int) -> None: ...
 
 
-@pytest.fixture
-def counter() -> Iterator[tuple[ByteCounter, torch.Tensor]]:
+@contextmanager
+def counting() -> Iterator[tuple[ByteCounter, torch.Tensor]]:
     """Of rank 0 of two, and a tensor that is counted apart."""
     told: list[Any] = [Quiet()]
 
@@ -60,6 +62,12 @@ def counter() -> Iterator[tuple[ByteCounter, torch.Tensor]]:
         assert told[-1] is found
         yield found, known
     assert told[-1] is told[0]
+
+
+@pytest.fixture
+def counter() -> Iterator[tuple[ByteCounter, torch.Tensor]]:
+    with counting() as found:
+        yield found
 
 
 def test_what_is_kept_is_counted_until_it_is_gone(counter: tuple[ByteCounter, torch.Tensor]) -> None:
@@ -97,6 +105,21 @@ def test_storages_may_be_emptied_and_filled(counter: tuple[ByteCounter, torch.Te
     count.begin(1)
     kept.untyped_storage().resize_(400)
     count.end(1)
+    assert count.kept.sum(axis=1)[:2].tolist() == [0, 400]
+
+
+def test_views_of_what_was_emptied_do_not_fill_it() -> None:
+    """As they do by themselves where tensors have no numbers."""
+    with FakeTensorMode(), counting() as (count, known):
+        count.begin(0)
+        kept = known + 1
+        kept.untyped_storage().resize_(0)
+        view = kept.detach().view(10, 10)
+        count.end(0)
+        count.begin(1)
+        kept.untyped_storage().resize_(400)
+        count.end(1)
+    assert view.shape == (10, 10)
     assert count.kept.sum(axis=1)[:2].tolist() == [0, 400]
 
 

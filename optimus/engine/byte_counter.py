@@ -100,6 +100,8 @@ class ByteCounter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
+            if not self._alive[key][2]:
+                storage.resize_(0)  # a view of what was emptied, which fills it where tensors have no numbers
             self._resized(storage)
         elif key not in self._known:
             gone = weakref.ref(storage, lambda _: self._forget(key))

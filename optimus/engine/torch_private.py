@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimus.errors import UserError
 
@@ -20,9 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "FakeTensorMode",
     "PythonGroup",
     "PythonWork",
     "end_fsdp_forward",
+    "fake_world",
     "fsdp_meshes",
     "gather_fsdp",
     "gloo_on_loopback",
@@ -50,6 +54,18 @@ def is_view(tensor: Tensor) -> bool:
     """Whether it shares the memory of another tensor that autograd knows."""
     found: bool = tensor._is_view()
     return found
+
+
+@contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """This process as one rank of a world where nobody else is: what it sends and sums ends at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the backend known
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
