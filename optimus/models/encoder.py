@@ -53,7 +53,8 @@ class Project(Segment):
         self.projector, self.compute = encoder.projector, compute
         stack = encoder.stack
         self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **where)
-        self.linears = nn.ModuleList(_linears(encoder, **where))
+        bias, linears = self.projector.bias, self.projector.linears(stack.hidden)
+        self.linears = nn.ModuleList(Linear(*each, bias=bias, **where) for each in linears)
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         (x,) = state
@@ -64,13 +65,3 @@ class Project(Segment):
             rows = functional.gelu(rows) if number else rows
             rows = part(rows, deferred, self.compute.linear)
         return (rows,)
-
-
-def _linears(encoder: Encoder, *, dtype: torch.dtype, device: torch.device | str) -> list[nn.Module]:
-    """Without values: those come by name, see build.py."""
-    return [
-        Linear(inputs, outputs, bias=encoder.projector.bias, dtype=dtype, device="meta").to_empty(
-            device=device
-        )
-        for inputs, outputs in encoder.projector.linears(encoder.stack.hidden)
-    ]

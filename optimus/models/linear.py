@@ -29,13 +29,20 @@ def _add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> No
         weight.grad = gradient.T @ inputs
         return
     wide = weight.grad.dtype
-    if wide == gradient.dtype:
-        weight.grad.addmm_(gradient.T, inputs)
-    elif weight.grad.is_cuda:
-        torch.addmm(weight.grad, gradient.T, inputs, out_dtype=wide, out=weight.grad)
+    if wide == gradient.dtype or weight.grad.is_cuda:
+        _add_product(weight, gradient, inputs)
     else:
         for left, right in zip(gradient.split(WIDENED_ROWS), inputs.split(WIDENED_ROWS), strict=True):
             weight.grad.addmm_(left.T.to(wide), right.to(wide))
+
+
+def _add_product(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
+    """The same as one kernel, which GPUs have for types of different width."""
+    assert weight.grad is not None
+    if weight.grad.dtype == gradient.dtype:
+        weight.grad.addmm_(gradient.T, inputs)
+    else:
+        torch.addmm(weight.grad, gradient.T, inputs, out_dtype=weight.grad.dtype, out=weight.grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,7 @@ class LinearKernels:
 
 
 TORCH = LinearKernels()
+ON_GPUS = LinearKernels(add_weight_gradient=_add_product)  # for tensors that stand for those of a GPU
 
 
 class _DeferringLinear(torch.autograd.Function):
@@ -156,14 +164,12 @@ def embedding(
 
 
 class Linear(nn.Module):
-    """Parameters of a linear map, used through `linear`."""
+    """Parameters of a linear map, used through `linear`; their values come by name, see build.py."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False, **where: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
-        self.bias = nn.Parameter(torch.zeros(outputs, **where)) if bias else None
-        if not self.weight.is_meta:
-            nn.init.normal_(self.weight, std=0.02)
+        self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
 
     def forward(
         self, rows: Tensor, deferred: Deferred | None = None, kernels: LinearKernels = TORCH
