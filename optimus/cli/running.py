@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from optimus.cli.flags import (
+    NO,
     OK,
     USER_ERROR,
     Job,
@@ -25,7 +26,7 @@ from optimus.cli.flags import (
 from optimus.cli.local_training import make_folder, require_torch, run_ranks
 from optimus.console import announced_compilation, check_writable, progress_bar, show, training_progress
 from optimus.environment import Launched, launched
-from optimus.errors import OptimusError
+from optimus.errors import OptimusError, UserError
 
 if TYPE_CHECKING:
     from optimus.cost.measured import Profile as MeasuredProfile
@@ -81,7 +82,11 @@ class Profile:
 
 @dataclass(frozen=True)
 class Train:
-    """Train a job on made-up data: on this host by itself, or as one rank under torchrun."""
+    """Train a job on made-up data: on this host by itself, or as one rank under torchrun.
+
+    With --dry-run it trains nothing: one rank of a job of any size is built and steps on this CPU without
+    numbers, and says what it does, whom it talks to, and what memory that takes beside what the plan says.
+    """
 
     job: Job
     on: On = None
@@ -103,11 +108,21 @@ class Train:
     memory: Annotated[
         bool, tyro.conf.arg(help="count the bytes of all tensors in the last step, beside the plan's")
     ] = False
+    dry_run: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="only step one rank, without numbers and other ranks; exit code 1 if it does not fit"
+        ),
+    ] = False
+    rank: Annotated[int | None, tyro.conf.arg(help="which rank --dry-run steps; 0 if left out")] = None
     quiet: Annotated[bool, tyro.conf.arg(help="show no progress")] = False
     json: Json = False
 
     def __call__(self) -> int:
         place = launched()
+        self._check_flags(place)
+        if self.dry_run:
+            return self._dry_run()
         if place is None:
             return self._launch()
         rendezvous = trainer_part("optimus.engine.rendezvous")
@@ -135,6 +150,45 @@ class Train:
         if summary is not None:
             show(training_json(summary), training_text(summary, job, plan, self.run_dir), as_json=self.json)
         return code
+
+    def _check_flags(self, place: Launched | None) -> None:
+        """Flags that mean something only with others, or without them."""
+        if not self.dry_run:
+            if self.rank is not None:
+                raise UserError(
+                    field="--rank",
+                    value=self.rank,
+                    problem="is of a dry run",
+                    hint="add --dry-run, or leave it out",
+                )
+            return
+        if place is not None:
+            raise UserError(
+                field="--dry-run",
+                problem=f"is one process by itself, and {place.world} were started",
+                hint="call optimus train without torchrun",
+            )
+        for flag, given in (("--steps", self.steps is not None), ("--memory", self.memory)):
+            if given:
+                raise UserError(
+                    field=flag,
+                    problem="is of a training run: a dry run is one step, whose memory is counted",
+                    hint=f"leave out {flag}",
+                )
+
+    def _dry_run(self) -> int:
+        """One rank in this process."""
+        from optimus.job.read import find_job
+        from optimus.render.dry_run import dry_run_json, dry_run_text
+
+        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
+        training, rank = self._training(job), self.rank or 0
+        engine = trainer_part("optimus.engine.dry_run")
+        engine.check_rank(rank, job.cluster.gpus)
+        plan = self._plan(job, profile)
+        found = engine.dry_run(job, plan, training, rank)
+        show(dry_run_json(found), dry_run_text(found, plan), as_json=self.json)
+        return OK if found.fits else NO
 
     def _rank(self, place: Launched) -> int:
         """This process is one rank of several; rank 0 speaks for all."""

@@ -25,11 +25,12 @@ def training_json(summary: Any) -> dict[str, Any]:
         "final_loss": summary.final_loss,
         "step_s_median": summary.step_s_median,
         "device": summary.device,
-        **({} if summary.memory is None else {"memory": _memory_json(summary.memory)}),
+        **({} if summary.memory is None else {"memory": memory_json(summary.memory)}),
     }
 
 
-def _memory_json(use: Any) -> dict[str, Any]:
+def memory_json(use: Any) -> dict[str, Any]:
+    """One rank's bytes: planned, and counted in a step."""
     return {
         "rank": use.rank,
         "planned_bytes": {**use.planned, "peak": use.planned_peak},

@@ -1,0 +1,63 @@
+"""Counts the bytes of ranks that really run, for comparing dry runs with; prints one JSON line a case."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from engine_cases import DIVIDED, Case
+from engine_worker import everybody, play
+from torch import distributed as dist
+
+from optimus.engine.groups import make_groups
+from optimus.engine.memory_use import count_step
+from optimus.engine.one_rank import OneRank
+from optimus.engine.training import Training
+from optimus.models import collectives
+
+TRAINING = Training(dtype="bfloat16")
+TIMES = 4  # a thread of gloo may hold a tensor a moment longer than it is needed: seldom in all of them
+
+
+class _AtOnce:
+    """Sends end before anything else is done, as those of a dry run do: gloo takes all of a small tensor."""
+
+    def add(self, work: dist.Work, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        work.wait()
+
+    def forget_arrived(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def count(case: Case, rank: int) -> dict[str, Any]:
+    groups = make_groups(case.plan, rank, timeout_s=30)
+    scatters = SimpleNamespace(**{**vars(dist), "get_backend": lambda group: "nccl"})
+    with patch("optimus.engine.mail._Sent", _AtOnce), patch.object(collectives, "dist", scatters):
+        one = OneRank(
+            case.job,
+            case.plan,
+            TRAINING,
+            groups,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+        if one.optimizer.adamw is not None:
+            one.optimizer.adamw.step()
+        batch = one.batch(0, one.table(0))
+        uses = []
+        for _ in range(TIMES):
+            one.executor._moment.one = None  # 4 bytes that the first step makes and all others find
+            uses.append(count_step(one.executor, batch, one.parameters, one.optimizer)[1])
+    return {"ranks": everybody(list(map(asdict, uses)))}
+
+
+if __name__ == "__main__":
+    for case in DIVIDED:
+        if case.name in sys.argv[1:]:
+            print(json.dumps({"name": case.name, **play(case, count)}), flush=True)  # noqa: T201
