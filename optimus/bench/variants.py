@@ -67,8 +67,11 @@ class Load:
             seed=SEED,
             step=0,
             dtype=self.dtype,
-            device=self.device,
+            placed=self._moved,
         )
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Pixels, ids and labels of all samples, as torch's schedules read them."""
@@ -84,8 +87,8 @@ class Load:
         sample = self.data.sample(self.numbers[0])
         (encoder,) = self.job.model.encoders
         return {
-            encoder.name: _encoder_inputs(encoder, sample, self.dtype)[1].to(self.device),
-            LLM: _llm_context(self.job, sample, self.scale, self.dtype).to(self.device),
+            encoder.name: _encoder_inputs(encoder, sample, self.dtype)[1].map(self._moved),
+            LLM: _llm_context(self.job, sample, self.scale, self.dtype).map(self._moved),
         }
 
 
