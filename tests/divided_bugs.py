@@ -17,7 +17,9 @@ from optimus.models import linear, loss
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import Flight
 from optimus.models.context import LlmContext
-from optimus.models.layers import Join, Joining
+from optimus.models.layer_parts import Join
+from optimus.models.layers import Joining
+from optimus.models.segment import Segment
 from optimus.models.split import Split
 from optimus.models.tensor_parallel import Gather, Seam, Share
 
@@ -141,11 +143,10 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("the gradient of a join forgets its dropout", "tp: full", DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def back(original: Any, self: Join, saved: Any, gradients: Any, *, split: bool) -> Any:
-        saved.keys = None
-        return original(self, saved, gradients, split=split)
+    def back(original: Any, self: Join, values: Any, *given: Any) -> Any:
+        return original(self, None, *given)
 
-    return wrapped(Join, "input_gradient", back)
+    return wrapped(Join, "gradient", back)
 
 
 @bug("encoder rows are placed where the other rank's belong", PLAIN, DIVIDED_BUGS)
@@ -180,8 +181,9 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("a bias of the rows is added on every rank before the sum", "tp: zero-bubble", DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def multiplied(original: Any, self: Joining, state: Any, context: Any, deferred: Any) -> Any:
-        x, rows = original(self, state, context, deferred)
-        return x, rows if self.bias is None else rows + self.bias.detach()
+    def parts(original: Any, self: Joining) -> list[Segment]:
+        product, scatter, join = original(self)
+        product.bias = self.bias
+        return [product, scatter, join]
 
-    return wrapped(Joining, "_multiplied", multiplied)
+    return wrapped(Joining, "parts", parts)

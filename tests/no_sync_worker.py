@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
-from optimus.models.layers import Down, Out, Up
+from optimus.models.layer_parts import Heads, Normed, Widened
 from optimus.models.linear import TORCH, LinearKernels
 from optimus.models.numerics import Kernels
 from optimus.models.segment import State
@@ -26,18 +26,18 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 def _changed(owner: type, change: Callable[[State], None]) -> AbstractContextManager[Any]:
     """A segment that also does something with the state that it makes."""
-    original = owner.forward  # type: ignore[attr-defined]
+    original = owner.made  # type: ignore[attr-defined]
 
-    def forward(self: Any, *args: Any) -> State:
-        found: State = original(self, *args)
-        change(found)
+    def made(self: Any, *args: Any) -> tuple[State, Any]:
+        found: tuple[State, Any] = original(self, *args)
+        change(found[0])
         return found
 
-    return patch.object(owner, "forward", forward)
+    return patch.object(owner, "made", made)
 
 
 def _item() -> AbstractContextManager[Any]:
-    return _changed(Up, lambda state: print(end="") if state[0].sum().item() > 1e9 else None)  # noqa: T201
+    return _changed(Widened, lambda state: print(end="") if state[0].sum().item() > 1e9 else None)  # noqa: T201
 
 
 def _mask() -> AbstractContextManager[Any]:
@@ -45,11 +45,11 @@ def _mask() -> AbstractContextManager[Any]:
         rows = state[0].detach()
         rows[rows > 1e9] = rows.new_zeros(())
 
-    return _changed(Down, change)
+    return _changed(Normed, change)
 
 
 def _list() -> AbstractContextManager[Any]:
-    return _changed(Out, lambda state: state[0].detach().tolist())
+    return _changed(Heads, lambda state: state[0].detach().tolist())
 
 
 def _backward() -> AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ from optimus.engine.reduction import Replicated
 from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, make_bucket, refuse_wrapped, take_over
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Block
+from optimus.models.segment import Block, Deferred
 from optimus.program.op import Kind
 
 DIFFERENCE = 1e-14
@@ -106,7 +106,7 @@ def test_what_is_handed_on_twice_gets_both_gradients() -> None:
             return x, x, x * self.weight, self.weight, y
 
     block = Block(Twice())
-    _, saved = block.run((torch.ones(2), torch.ones(2)), (True, True), None)
+    _, saved = block.run((torch.ones(2), torch.ones(2)), (True, True), None, Deferred())
     assert saved is not None
     seeds = tuple(torch.full((2,), value) for value in (1.0, 10.0, 100.0, 1000.0))
     of_x, of_y = block.input_gradient(saved, (*seeds, None), split=False)

@@ -22,8 +22,8 @@ from optimus.models.build import build_layers, layer_count, named_parameters
 from optimus.models.check_sample import check_sample
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.context import bin_targets, encoder_inputs, llm_inputs
-from optimus.models.dropout import kept, row_keys
-from optimus.models.layers import gated
+from optimus.models.dropout import Dropout, row_keys
+from optimus.models.layer_parts import Gated, gated
 from optimus.models.norms import Norm
 from optimus.models.numerics import NUMERICS, Numerics
 from optimus.models.sample import Item, Placed, Sample, loss_scale, placed_items
@@ -201,7 +201,7 @@ def test_a_norm_has_the_gradients_of_its_formula(dtype: torch.dtype) -> None:
 
 def test_a_gate_has_the_gradient_of_its_formula() -> None:
     rows = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(gated, (rows,))
+    assert torch.autograd.gradcheck(Gated.apply, (rows,))
     gate, up = rows.chunk(2, -1)
     assert torch.equal(gated(rows), torch.nn.functional.silu(gate) * up)
 
@@ -213,10 +213,10 @@ def test_frozen_parts_build_no_graph(name: str) -> None:
     state: State = (first, *rest)
     for layer in layers if name == "frozen llm" else layers[:-1]:
         for segment in layer:
-            state, saved = segment.run(state, (False,) * len(state), context)
+            state, saved = segment.run(state, (False,) * len(state), context, Deferred())
             assert saved is None and not any(tensor.requires_grad for tensor in state)
     if name == "frozen trunk":
-        state, saved = layers[-1][0].run(state, (False,), context)
+        state, saved = layers[-1][0].run(state, (False,), context, Deferred())
         assert saved is not None and state[0].requires_grad
 
 
@@ -321,23 +321,26 @@ def test_dropout_masks_are_equal_bit_by_bit_in_every_bin() -> None:
     _, one = encoder_inputs(encoder, [items[1]], 24, seed=1, step=2)
     _, two = encoder_inputs(encoder, [items[0], items[1]], 64, seed=1, step=2)
     assert one.keys is not None and two.keys is not None
-    assert torch.equal(kept(one.keys, 16, 77, 0.1), kept(two.keys[16:40], 16, 77, 0.1))
+    drop = Dropout("somewhere", 0.1)
+    assert torch.equal(drop.kept(one.keys, 16), drop.kept(two.keys[16:40], 16))
     sample, number, item = items[1]
     _, other = encoder_inputs(encoder, [(sample, number + 1, item)], 24, seed=1, step=2)
     assert other.keys is not None and not (other.keys == one.keys).any()
 
 
 def test_dropout_drops_its_share_and_masks_are_independent() -> None:
-    rows, width, share = 500, 64, 0.1
+    rows, width, share = 2_000, 256, 0.1
     masks = [
-        kept(row_keys(torch.arange(rows), seed=seed, step=step, sample=sample, item=item), width, site, share)
+        Dropout(site, share).kept(
+            row_keys(torch.arange(rows), seed=seed, step=step, sample=sample, item=item), width
+        )
         for seed, step, sample, item, site in [
-            (0, 0, 0, -1, 5),
-            (1, 0, 0, -1, 5),
-            (0, 1, 0, -1, 5),
-            (0, 0, 1, -1, 5),
-            (0, 0, 0, 0, 5),
-            (0, 0, 0, -1, 6),
+            (0, 0, 0, -1, "here"),
+            (1, 0, 0, -1, "here"),
+            (0, 1, 0, -1, "here"),
+            (0, 0, 1, -1, "here"),
+            (0, 0, 0, 0, "here"),
+            (0, 0, 0, -1, "there"),
         ]
     ]
     deviation = sqrt(share * (1 - share) / (rows * width))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.bench.alternating import Timed, alternate, check_losses, total_loss, variant_times
-from optimus.bench.real_ranks import TIMEOUT_S, run_pinned_ranks
+from optimus.bench.real_ranks import TIMEOUT_S, put_communication_first, run_pinned_ranks
 from optimus.bench.result import BenchResult
 from optimus.bench.shaped_net import INTERFACE, enter_namespace, shaped_links
 from optimus.bench.waiting import Waiting
@@ -40,7 +40,6 @@ from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.model import BF16_BYTES
 from optimus.job.read import find_job
-from optimus.models.collectives import gather_rows, sum_rows
 from optimus.models.tensor_parallel import Share
 from optimus.profiler.at_home import AtHome
 from optimus.profiler.links import measure_links
@@ -141,8 +140,8 @@ CONTESTS: dict[Axis, Contest] = {
         },
         layout=LayoutChoice(dp=1, pp=1, tp=RANKS),
         dtype=torch.float32,  # here faster than bf16, as GPUs are in bf16: traffic counts as it does there
-        mbit_per_s=400.0,
-        sequences=4,
+        mbit_per_s=600.0,
+        sequences=8,
         images=2,  # one for each rank, whose kernels then fit into gaps
         words="two ranks that divide the LLM's layers",
         traffic="tensor-parallel",
@@ -218,6 +217,7 @@ def time_ways(rank: int, prepared: Prepared, rounds: int, tell: Callable[[int], 
     losses: dict[str, tuple[float, float]] = {}
     for _ in range(WARM_UP):
         losses = {name: variant.seen() for name, variant in variants.items()}
+    put_communication_first()
     steps = {name: variant.step for name, variant in variants.items()}
     return alternate(steps, rounds, tell, losses)
 
@@ -302,12 +302,18 @@ def _cut(lengths: Sequence[int], parts: int) -> tuple[int, ...]:
 
 def _exchange_s(shape: tuple[int, int], dtype: torch.dtype, rank: int, tell: Any) -> float:
     """Of rows of all ranks, half of them gathered and half of them summed: the median."""
-    whole, group, found = torch.zeros(shape, dtype=dtype), dist.group.WORLD, []
+    whole, share, found = (
+        torch.zeros(shape, dtype=dtype),
+        Share(rank=rank, size=RANKS, group=dist.group.WORLD),
+        [],
+    )
     part = whole[: shape[0] // RANKS].clone()
+    dist.barrier()
+    put_communication_first()
     for number in range(EXCHANGES):
         dist.barrier()
         begin = time.perf_counter()
-        (sum_rows(whole, group) if number % 2 else gather_rows(part, group)).land()
+        (share.sum(whole) if number % 2 else share.gather(part)).land()
         found.append(time.perf_counter() - begin)
     return median(found)
 

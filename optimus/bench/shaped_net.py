@@ -13,7 +13,8 @@ from pathlib import Path
 from optimus.errors import UserError
 
 CLONE_NEWNET = 0x40000000
-BURST_BYTES = 32 * 1024  # that may pass at once; a few frames
+BURST_BYTES = 32 * 1024  # that may pass at once: two frames
+FRAME_BYTES, BUFFER_BYTES = 16 * 1024, 4 * 1024 * 1024
 LATENCY_MS = 50  # that a frame may wait for its turn
 INTERFACE = "eth0"  # of a rank, inside its namespace
 
@@ -35,7 +36,11 @@ def shaped_links(ranks: int, *, mbit_per_s: float) -> Iterator[list[str]]:
             _ip("link", "set", inside, "netns", name)
             _ip("-n", name, "link", "set", inside, "name", INTERFACE)
             _ip("-n", name, "addr", "add", f"10.213.0.{rank + 1}/24", "dev", INTERFACE)
-            _ip("-n", name, "link", "set", INTERFACE, "up")
+            # Frames that tbf lets pass whole: to cut larger ones would take the core of a rank.
+            _ip("-n", name, "link", "set", INTERFACE, "gso_max_size", str(FRAME_BYTES), "up")
+            for buffer in ("tcp_wmem", "tcp_rmem"):  # a whole message, handed over at once
+                size = f"echo 4096 {BUFFER_BYTES} {BUFFER_BYTES} > /proc/sys/net/ipv4/{buffer}"
+                _ip("netns", "exec", name, "sh", "-c", size)
             _ip("-n", name, "link", "set", "lo", "up")
             shape = ["rate", f"{mbit_per_s:g}mbit", "burst", str(BURST_BYTES), "latency", f"{LATENCY_MS}ms"]
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)

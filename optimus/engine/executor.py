@@ -108,10 +108,11 @@ class Executor:
     def _play(self, actions: list[Action], batch: Batch, *, learns: bool = True) -> None:
         moment, recorder = self._moment, self._recorder
         moment.batch, moment.learns, moment.losses, moment.outputs = batch, learns, [], {}
-        for action in actions:
-            recorder.begin(action.line)
-            action.run()
-            recorder.end(action.line)
+        with torch.no_grad():  # whoever wants a graph makes one
+            for action in actions:
+                recorder.begin(action.line)
+                action.run()
+                recorder.end(action.line)
         moment.batch = None
 
     def _loss(self) -> Tensor | None:

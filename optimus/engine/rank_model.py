@@ -18,7 +18,7 @@ from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, divided, divided_parameters, layer_count
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.numerics import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.models.segment import Fused, Segment
+from optimus.models.segment import Chain, Segment
 from optimus.models.split import Split
 from optimus.models.steps import Recompute
 from optimus.program.op import Kind
@@ -121,7 +121,7 @@ def build_rank(
 
 def _played(layer: list[Segment], *, divided_: bool, whole: bool) -> list[Segment]:
     """Segments of a layer between which the program may put something."""
-    return divided(layer) if divided_ else [Fused(layer)] if whole else layer
+    return divided(layer) if divided_ else [Chain(layer)] if whole else layer
 
 
 def modules_cut_in_layers(plan: Plan, rank: int) -> set[str]:

@@ -15,12 +15,13 @@ from optimus.errors import UserError, one_of
 from optimus.job.model import Encoder, Llm
 from optimus.models.dropout import hashed
 from optimus.models.encoder import Patches, Project
-from optimus.models.layers import JOIN, Attend, Down, Out, Qkv, Up
+from optimus.models.layer_parts import JOIN
+from optimus.models.layers import Attend, Down, Out, Qkv, Up
 from optimus.models.llm import Embedding, Head
 from optimus.models.numerics import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.models.segment import Fused, Part, Segment
+from optimus.models.segment import Chain, Segment
 from optimus.models.split import Split
-from optimus.models.tensor_parallel import ALONE, Share
+from optimus.models.tensor_parallel import ALONE, Exchange, Share
 
 Module = Encoder | Llm
 SPREAD = 0.02  # standard deviation of weights and biases
@@ -92,8 +93,8 @@ def divided(layer: Sequence[Segment]) -> list[Segment]:
     """A layer of which several ranks hold a share, as they play it: parts with exchanges between them."""
     found: list[Segment] = []
     for part in (part for segment in layer for part in segment.parts()):
-        if found and found[-1].kernels == JOIN and isinstance(part, Part):
-            found[-1] = Fused((found[-1], part), part.kernels)  # nothing is ever scheduled between them
+        if found and found[-1].kernels == JOIN and not isinstance(part, Exchange):
+            found[-1] = Chain((found[-1], part), part.kernels)  # nothing is ever scheduled between them
         else:
             found.append(part)
     return found

@@ -189,7 +189,8 @@ class SegmentedChunk:
         remade, empties = self._remade[place], self.recompute == "cheap"
         if remade and not self._follows(place):
             self._keep_input(frame, place)
-        state, saved = segment.run(frame.state, frame.needs, frame.context, empties=empties)
+        deferred = Deferred(empties=empties)
+        state, saved = segment.run(frame.state, frame.needs, frame.context, deferred)
         if saved is None:
             frame.needs = (False,) * len(state)
         else:
@@ -232,7 +233,8 @@ class SegmentedChunk:
             frame.state, frame.needs = frame.kept.pop(place, ((), None))
         if frame.needs is None:
             return  # frozen, with nothing trained before it
-        frame.state, frame.saved[place] = self._segments[place].run(frame.state, frame.needs, frame.context)
+        segment, given = self._segments[place], frame.state
+        frame.state, frame.saved[place] = segment.run(given, frame.needs, frame.context, Deferred())
         frame.needs = tuple(tensor.requires_grad for tensor in frame.state)
         self._give_up(frame, place - 1)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 # torch 2.13 has new names and warns about the old ones, which are all that earlier versions have.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,36 +39,57 @@ class Flight:
         return self
 
 
+def _options(kind: type) -> Any:
+    """Of a collective that is not waited for at once; those of a sum are a sum's."""
+    found = kind()
+    found.asyncOp = True
+    return found
+
+
+def _method(name: str, older: str) -> Callable[..., dist.Work]:
+    found: Callable[..., dist.Work] = getattr(dist.ProcessGroup, name, None) or getattr(
+        dist.ProcessGroup, older
+    )
+    return found
+
+
+# What `dist` calls when it has checked its arguments, which takes a host longer than the call itself: a
+# divided layer makes ten of them for every microbatch.
+_GATHER = _method("all_gather_single", "_allgather_base"), _options(c10d.AllgatherOptions)
+_SUM = _method("reduce_scatter_single", "_reduce_scatter_base"), _options(c10d.ReduceScatterOptions)
+_EXCHANGE = _method("all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions)
+
+
 def gather_rows(part: Tensor, group: dist.ProcessGroup) -> Flight:
     """Rows of all ranks in order."""
     part = part.detach().contiguous()
-    count = part.shape[0] * dist.get_world_size(group)
-    return fill_rows(part.new_empty(count, *part.shape[1:]), part, group)
+    return fill_rows(part.new_empty(part.shape[0] * group.size(), *part.shape[1:]), part, group)
 
 
 def fill_rows(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Flight:
     """Rows of all ranks in order, into `whole`."""
-    return Flight(all_gather_single(whole, part, group, async_op=True), lambda: whole, part, whole)
+    gather, options = _GATHER
+    return Flight(gather(group, whole, part, options), lambda: whole, part, whole)
 
 
-def sum_rows(parts: Tensor, group: dist.ProcessGroup) -> Flight:
-    """The sum over ranks, of which each gets its own rows."""
-    parts = parts.detach().contiguous()
-    size = dist.get_world_size(group)
-    if dist.get_backend(group) == "gloo":  # whose reduce-scatter takes twice as long as this
+def sum_rows(parts: Tensor, group: dist.ProcessGroup, *, by_exchange: bool) -> Flight:
+    """The sum over ranks, of which each gets its own rows; or `by_exchange` of rows, each sums its own."""
+    parts, size = parts.detach().contiguous(), group.size()
+    if by_exchange:
+        exchange, options = _EXCHANGE
         came = torch.empty_like(parts)
-        work = dist.all_to_all_single(came, parts, group=group, async_op=True)
+        work = exchange(group, came, parts, [], [], options)
         return Flight(work, lambda: came.unflatten(0, (size, -1)).sum(0), parts, came)
+    scatter, options = _SUM
     mine = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
-    work = reduce_scatter_single(mine, parts, dist.ReduceOp.SUM, group, async_op=True)
-    return Flight(work, lambda: mine, parts, mine)
+    return Flight(scatter(group, mine, parts, options), lambda: mine, parts, mine)
 
 
 def exchange_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Flight:
     """So many rows to every rank, in order, and so many from every rank."""
-    rows = rows.detach().contiguous()
+    rows, (exchange, options) = rows.detach().contiguous(), _EXCHANGE
     came = rows.new_empty(sum(received), *rows.shape[1:])
-    work = dist.all_to_all_single(came, rows, list(received), list(sent), group=group, async_op=True)
+    work = exchange(group, came, rows, list(received), list(sent), options)
     return Flight(work, lambda: came, rows, came)

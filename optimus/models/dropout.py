@@ -6,7 +6,6 @@ column are hashed to the bits of an element. Integers wrap alike on every device
 
 from __future__ import annotations
 
-from functools import lru_cache
 from hashlib import blake2b
 
 import torch
@@ -39,21 +38,30 @@ def row_keys(rows: Tensor, *, seed: int, step: int, sample: int, item: int = -1)
     return mixed(rows * _GOLDEN + hashed("rows", seed, step, sample, item))
 
 
-def kept(keys: Tensor, width: int, site: int, share: float) -> Tensor:
-    """Which elements of rows stay. `share` is that of dropped ones, `site` a hash of a place in the model."""
-    bits = (mixed(keys ^ site)[:, None] + _columns(width, keys.device)).mul_(_FIRST)
-    bits.bitwise_xor_(bits >> 32).mul_(_SECOND)  # its upper bits depend on all of row and column
-    return bits >= int((share - 0.5) * 2.0**64)
+class Dropout:
+    """Drops a share of the elements of rows at one place of a model, and scales up the others.
 
+    An element's bits are the upper ones of a product of its row's key and a hash of site and column: few
+    operations, since a host issues them for every join of every layer.
+    """
 
-@lru_cache(maxsize=64)
-def _columns(width: int, device: torch.device) -> Tensor:
-    return mixed(torch.arange(width, device=device) * _GOLDEN)
+    def __init__(self, site: str, share: float) -> None:
+        self._site, self._share = hashed("site", site), share
+        self._columns: dict[tuple[int, torch.device], Tensor] = {}
 
+    def __call__(self, rows: Tensor, keys: Tensor | None) -> Tensor:
+        """As they are without keys. It is linear, so that its gradient is what it makes of a gradient."""
+        if keys is None:
+            return rows
+        mask = self.kept(keys, rows.shape[-1])
+        found: Tensor = torch.ops.aten.native_dropout_backward.default(rows, mask, 1.0 / (1.0 - self._share))
+        return found
 
-def dropout(rows: Tensor, keys: Tensor | None, site: int, share: float) -> Tensor:
-    """Rows with some elements dropped and the others scaled up; as they are without keys."""
-    if keys is None:
-        return rows
-    mask = kept(keys, int(rows.shape[-1]), site, share)
-    return torch.where(mask, rows, 0.0) * (1.0 / (1.0 - share))
+    def kept(self, keys: Tensor, width: int) -> Tensor:
+        """Which elements of rows stay."""
+        columns = self._columns.get((width, keys.device))
+        if columns is None:
+            numbers = torch.arange(width, device=keys.device) * _GOLDEN + self._site
+            # Odd: then a product with it is uniform where keys are.
+            columns = self._columns[width, keys.device] = mixed(numbers) | 1
+        return keys.unsqueeze(1) * columns >= int((self._share - 0.5) * 2.0**64)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from optimus.job.model import Encoder
-from optimus.models.dropout import dropout, hashed
+from optimus.models.dropout import Dropout
 from optimus.models.linear import Linear, embedding, linear
 from optimus.models.norms import Norm
 from optimus.models.numerics import Kernels, Numerics
@@ -26,7 +26,7 @@ class Patches(Segment):
         super().__init__()
         hidden = encoder.stack.hidden
         self.compute = compute
-        self.site, self.dropped = hashed("site", f"{encoder.name}.patches"), numerics.dropout
+        self.dropout = Dropout(f"{encoder.name}.patches", numerics.dropout)
         self.weight = nn.Parameter(torch.empty(hidden, encoder.patch_inputs, **where))
         self.bias = nn.Parameter(torch.empty(hidden, **where))
         table = torch.empty(encoder.positions, hidden, **where) if encoder.positions else None
@@ -39,7 +39,7 @@ class Patches(Segment):
             x = x + embedding(context.positions, self.positions, deferred=deferred)
         elif context.waves is not None:
             x = x + context.waves
-        return (dropout(x, context.keys, self.site, self.dropped),)
+        return (self.dropout(x, context.keys),)
 
 
 class Project(Segment):

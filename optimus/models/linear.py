@@ -77,14 +77,28 @@ class _DeferringLinear(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         rows, weight, bias = context.saved_tensors
-        kernels: LinearKernels = context.kernels
-        if weight.requires_grad:
-            # Detached: what made the rows may lead back to the list itself, a circle that nobody would free.
-            context.deferred.add(partial(kernels.add_weight_gradient, weight, gradient, rows.detach()))
-        if bias is not None and bias.requires_grad:
-            context.deferred.add(partial(_add_bias_gradient, bias, gradient))
-        found = kernels.input_gradient(gradient, weight) if context.needs_input_grad[0] else None
+        # Detached: what made the rows may lead back to the list itself, a circle that nobody would free.
+        deferred, kernels, wanted = context.deferred, context.kernels, context.needs_input_grad[0]
+        found = linear_gradient(gradient, rows.detach(), weight, bias, deferred, kernels, wanted=wanted)
         return found, None, None, None, None
+
+
+def linear_gradient(
+    gradient: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    deferred: Deferred,
+    kernels: LinearKernels,
+    *,
+    wanted: bool,
+) -> Tensor | None:
+    """Of the rows, if it is wanted; those of weight and bias go to `deferred`."""
+    if weight.requires_grad:
+        deferred.add(partial(kernels.add_weight_gradient, weight, gradient, rows))
+    if bias is not None and bias.requires_grad:
+        deferred.add(partial(_add_bias_gradient, bias, gradient))
+    return kernels.input_gradient(gradient, weight) if wanted else None
 
 
 def _add_bias_gradient(bias: Tensor, gradient: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optimus.job.model import Llm
-from optimus.models.dropout import dropout, hashed
+from optimus.models.dropout import Dropout
 from optimus.models.linear import embedding, linear
 from optimus.models.loss import divided_cross_entropy
 from optimus.models.norms import Norm
@@ -38,7 +38,7 @@ class Embedding(Segment):
         super().__init__()
         hidden, split = llm.stack.hidden, Split(dim=0, blocks=((llm.vocab, 1),))
         self.splits, self.share, self.fed = {"weight": split}, share, fed
-        self.site, self.dropped = hashed("site", f"{llm.name}.embedding"), numerics.dropout
+        self.dropout = Dropout(f"{llm.name}.embedding", numerics.dropout)
         rows = split.length(share.size)
         self._first = share.rank * rows
         self.weight = nn.Parameter(torch.empty(rows, hidden, **where))
@@ -69,7 +69,7 @@ class Embedding(Segment):
     def _finished(self, x: Tensor, context: Any, deferred: Deferred | None) -> State:
         if self.positions is not None:
             x = x + embedding(context.positions, self.positions, deferred=deferred)
-        return (dropout(x, context.keys, self.site, self.dropped),)
+        return (self.dropout(x, context.keys),)
 
 
 def _placed(x: Tensor, encoded: Any, targets: Any) -> Tensor:

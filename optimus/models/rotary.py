@@ -42,3 +42,9 @@ def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
     cosines, sines = rotary
     first, second = heads.chunk(2, -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+
+
+def rotate_back(heads: Tensor, rotary: Rotary) -> Tensor:
+    """By the same angles the other way, which is the gradient of turning."""
+    cosines, sines = rotary
+    return rotate(heads, (cosines, -sines))

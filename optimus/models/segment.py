@@ -44,6 +44,11 @@ class Deferred(list[Callable[[], None]]):
         else:
             self.append(work)
 
+    def note(self, made: Tensor, make: Callable[[Tensor], Tensor], rows: Tensor) -> None:
+        """That `make` gave this of `rows`, quickly: it may be emptied behind the forward."""
+        if self.empties:
+            self.cheap.append((made, make, rows))
+
     def empty(self) -> None:
         """Gives up the memory of what is cheap; whoever holds it keeps a tensor without numbers."""
         for tensor, _, _ in self.cheap:
@@ -56,15 +61,6 @@ class Deferred(list[Callable[[], None]]):
                 tensor.untyped_storage().resize_(tensor.nbytes)
                 tensor.data.copy_(make(rows))  # not as an operation on what autograd has saved
         self.cheap.clear()
-
-
-def cheap(deferred: Deferred | None, make: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """What `make` gives of `rows`: it may be emptied behind a forward, and made again before its backward."""
-    found = make(rows)
-    if deferred is not None and deferred.empties:
-        # Detached: or the list would lead back to itself through the graph, and nobody would free it at once.
-        deferred.cheap.append((found.detach(), make, rows.detach()))
-    return found
 
 
 class Saved:
@@ -118,11 +114,11 @@ class Segment(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def run(
-        self, state: State, needs: tuple[bool, ...], context: Any, *, empties: bool = False
+        self, state: State, needs: tuple[bool, ...], context: Any, deferred: Deferred
     ) -> tuple[State, Saved | None]:
         """The next state, and what its backward will need: nothing if no gradient is asked for.
 
-        `needs` says which tensors of the state want a gradient, `empties` whether to note what is cheap.
+        `needs` says which tensors of the state want a gradient; those of the next that do `requires_grad`.
         """
         if not self.trained and not any(needs):
             with torch.no_grad():
@@ -132,7 +128,6 @@ class Segment(nn.Module):
             if need:
                 tensor.requires_grad_()
         inputs = tuple(detached)
-        deferred = Deferred(empties=empties)
         if torch.is_grad_enabled():  # to make sure of it costs more than to ask
             outputs = self.forward(inputs, context, deferred)
         else:
@@ -211,26 +206,61 @@ class Part(Segment):
         return self._function(state, context, deferred)
 
 
-class Fused(Segment):
-    """Segments between which nothing is scheduled, as one: one graph, one boundary."""
+class Linked(Segment):
+    """Segments between which nothing is scheduled, as one; `linked` does not own them."""
 
-    def __init__(self, segments: Sequence[Segment], kernels: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        self.segments, self.kernels = nn.ModuleList(segments), kernels
-        self._parts = list(segments)
-        self.defers = all(segment.defers for segment in segments)
-        self.has_cheap = any(segment.has_cheap for segment in segments)
-        self.is_end = any(segment.is_end for segment in segments)
-
-    @cached_property
-    def _trained(self) -> list[nn.Parameter]:
-        found = {id(parameter): parameter for segment in self._parts for parameter in segment.trained}
-        return list(found.values())
+    def link(self, *links: Segment) -> None:
+        self.linked = list(links)  # which torch does not look into
+        self.defers = all(link.defers for link in links)
+        self.has_cheap = any(link.has_cheap for link in links)
+        self.is_end = any(link.is_end for link in links)
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
-        for segment in self._parts:
-            state = segment.forward(state, context, deferred)
+        for link in self.linked:
+            state = link.forward(state, context, deferred)
         return state
+
+    def run(
+        self, state: State, needs: tuple[bool, ...], context: Any, deferred: Deferred
+    ) -> tuple[State, Saved | None]:
+        parts, first = [], needs
+        for link in self.linked:
+            state, saved = link.run(state, needs, context, deferred)
+            needs = tuple([tensor.requires_grad for tensor in state])
+            parts.append(saved)
+        return state, _Chained(parts, len(first), deferred) if any(parts) else None
+
+    def input_gradient(self, saved: Saved, gradients: Gradients, *, split: bool) -> Gradients:
+        assert isinstance(saved, _Chained)
+        for link in reversed(self.linked):
+            part = saved.parts.pop()
+            if part is None:  # frozen, with nothing trained before it
+                return (None,) * saved.inputs_count
+            gradients = link.input_gradient(part, gradients, split=split)
+        return gradients
+
+
+class Chain(Linked):
+    """The same of segments that nobody else holds."""
+
+    def __init__(self, links: Sequence[Segment], kernels: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.links, self.kernels = nn.ModuleList(links), kernels
+        self.link(*links)
+
+
+class _Chained(Saved):
+    """What the links of a chain keep, given up one by one."""
+
+    __slots__ = ("inputs_count", "parts")
+
+    def __init__(self, parts: list[Saved | None], inputs_count: int, deferred: Deferred) -> None:
+        super().__init__((), (), deferred)
+        self.parts, self.inputs_count = parts, inputs_count
+
+    def let_outputs_go(self) -> None:
+        if self.parts and self.parts[-1] is not None:
+            self.parts[-1].let_outputs_go()
 
 
 class Block(Segment):

@@ -1,0 +1,203 @@
+"""Gradients that are written out, beside those that autograd finds of the same segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.job.model import Attention, Mlp, Stack
+from optimus.models.dropout import row_keys
+from optimus.models.formula import Formula
+from optimus.models.layers import Down, Out, Projection, Qkv, Up
+from optimus.models.numerics import KERNELS, Numerics
+from optimus.models.rotary import Rotary, sequence_table
+from optimus.models.segment import Chain, Deferred, Segment, State
+from optimus.models.tensor_parallel import Exchange, Share
+
+ROWS, WIDTH, HEADS, HEAD_DIM = 6, 8, 4, 4
+WHERE = {"dtype": torch.float64}
+STACK = Stack(
+    hidden=WIDTH,
+    layers=1,
+    attention=Attention(heads=HEADS, kv_heads=2, head_dim=HEAD_DIM),
+    mlp=Mlp(width=12),
+    norm="rmsnorm",
+)
+PLAIN = replace(
+    STACK,
+    attention=replace(STACK.attention, bias=True, qk_norm=True),
+    mlp=Mlp(width=12, gated=False, bias=True),
+    norm="layernorm",
+)
+STACKS = {"rmsnorm, gated": STACK, "layernorm, biases, head norms": PLAIN}
+
+
+@dataclass
+class Context:
+    keys: Tensor | None
+    rotary: Rotary | None
+
+
+CONTEXTS = {
+    "plain": Context(keys=None, rotary=None),
+    "turned, dropped": Context(
+        keys=row_keys(torch.arange(ROWS), seed=0, step=0, sample=0),
+        rotary=sequence_table(torch.arange(ROWS), HEAD_DIM, 10_000.0, torch.float64),
+    ),
+}
+
+
+def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
+    """Those of a layer, whole or as its parts are where two ranks share it."""
+    numerics, share = Numerics(dropout=0.25), Share(rank=0, size=2 if parts else 1)
+    made: list[Projection] = [
+        Qkv(stack, numerics, KERNELS, share, **WHERE),
+        Out(stack, numerics, KERNELS, "out", share, **WHERE),
+        Up(stack, numerics, KERNELS, share, **WHERE),
+        Down(stack, numerics, KERNELS, "down", share, **WHERE),
+    ]
+    for projection in made:
+        for parameter in projection.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        for part in projection.parts() if parts else [projection]:
+            if not isinstance(part, Exchange):
+                yield "-".join(part.kernels), part
+
+
+def state_of(segment: Segment, name: str) -> State:
+    """What a segment gets: the residual stream and, but for those that begin with a norm, rows beside it."""
+    x = torch.randn(ROWS, WIDTH, **WHERE)
+    if name.startswith("norm"):
+        return (x,)
+    if name in ("qkv", "up", "join"):
+        return x, torch.randn(ROWS, WIDTH, **WHERE)
+    return x, torch.randn(ROWS, next(segment.parameters()).shape[1], **WHERE)
+
+
+CASES = [
+    pytest.param(stack, context, parts, id=f"{stack}; {context}; {'parts' if parts else 'whole'}")
+    for stack, context, parts in product(STACKS, CONTEXTS, (False, True))
+]
+
+
+@pytest.mark.parametrize(("stack", "context", "parts"), CASES)
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("empties", [False, True], ids=["kept", "emptied"])
+def test_written_gradients_are_those_of_autograd(
+    stack: str, context: str, parts: bool, split: bool, empties: bool
+) -> None:
+    torch.manual_seed(0)
+    for name, segment in segments(STACKS[stack], parts=parts):
+        state = state_of(segment, name)
+        expected = _by_autograd(segment, state, CONTEXTS[context], (True,) * len(state))
+        found = _written(
+            segment, state, CONTEXTS[context], (True,) * len(state), split=split, empties=empties
+        )
+        _compare(name, expected, found)
+
+
+@pytest.mark.parametrize("frozen", ["inputs", "parameters"])
+@pytest.mark.parametrize("stack", STACKS)
+def test_nothing_is_made_for_who_wants_none(stack: str, frozen: str) -> None:
+    torch.manual_seed(0)
+    for name, segment in segments(STACKS[stack], parts=True):
+        segment.requires_grad_(frozen != "parameters")
+        if frozen == "inputs" and not segment.trained:
+            continue
+        state = state_of(segment, name)
+        needs = (frozen == "parameters",) * len(state)
+        expected = _by_autograd(segment, state, CONTEXTS["plain"], needs)
+        found = _written(segment, state, CONTEXTS["plain"], needs, split=False, empties=False)
+        _compare(name, expected, found)
+
+
+def test_a_frozen_formula_keeps_nothing() -> None:
+    for name, segment in segments(STACK, parts=True):
+        segment.requires_grad_(False)
+        state = state_of(segment, name)
+        found, saved = segment.run(state, (False,) * len(state), CONTEXTS["plain"], Deferred())
+        assert saved is None and not any(tensor.requires_grad for tensor in found)
+
+
+def test_no_part_of_a_layer_makes_a_graph() -> None:
+    for name, segment in segments(STACK, parts=True):
+        assert isinstance(segment, Formula), name
+        state = state_of(segment, name)
+        found, _ = segment.run(state, (True,) * len(state), CONTEXTS["plain"], Deferred())
+        assert all(tensor.grad_fn is None and tensor.requires_grad for tensor in found), name
+
+
+def test_a_chain_gives_up_what_its_links_keep_one_by_one() -> None:
+    torch.manual_seed(0)
+    qkv, up = (segment for name, segment in segments(STACK, parts=False) if name.startswith("norm"))
+    chain = Chain((up, qkv))
+    up.requires_grad_(False)
+    x = torch.randn(ROWS, WIDTH, **WHERE)
+    _, saved = Chain((up,)).run((x,), (False,), CONTEXTS["plain"], Deferred())
+    assert saved is None, "nothing in it learns"
+    up.requires_grad_(True)
+    assert len(chain.trained) == len(list(chain.parameters()))
+
+
+Found = tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]  # state, its gradients, of parameters
+
+
+def _by_autograd(segment: Segment, state: State, context: Context, needs: tuple[bool, ...]) -> Found:
+    given = [tensor.clone().requires_grad_(need) for tensor, need in zip(state, needs, strict=True)]
+    made = segment.forward(tuple(given), context)
+    seeds = [_seed(tensor) for tensor in made]
+    roots = [(tensor, seed) for tensor, seed in zip(made, seeds, strict=True) if tensor.requires_grad]
+    asked = [tensor for tensor in (*given, *segment.parameters()) if tensor.requires_grad]
+    found = iter(
+        torch.autograd.grad(
+            [root for root, _ in roots], asked, [seed for _, seed in roots], allow_unused=True
+        )
+    )
+    gradients = [next(found) if tensor.requires_grad else None for tensor in given]
+    return (
+        list(made),
+        gradients,
+        [next(found) if each.requires_grad else None for each in segment.parameters()],
+    )
+
+
+def _written(
+    segment: Segment, state: State, context: Context, needs: tuple[bool, ...], *, split: bool, empties: bool
+) -> Found:
+    for parameter in segment.parameters():
+        parameter.grad = None
+    deferred = Deferred(empties=empties)
+    made, saved = segment.run(state, needs, context, deferred)
+    assert saved is not None
+    kept = [tensor.detach().clone() for tensor in made]
+    if empties:
+        deferred.empty()
+        deferred.fill()
+    deferred.at_once = not split
+    seeds = tuple(_seed(tensor) if tensor.requires_grad else None for tensor in made)
+    gradients = segment.input_gradient(saved, seeds, split=split)
+    for work in deferred:
+        work()
+    return kept, list(gradients), [parameter.grad for parameter in segment.parameters()]
+
+
+def _seed(tensor: Tensor) -> Tensor:
+    return torch.linspace(-1, 2, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def _compare(name: str, expected: Found, found: Found) -> None:
+    for what, left, right in zip(("state", "gradients", "parameters"), expected, found, strict=True):
+        for place, (one, other) in enumerate(zip(left, right, strict=True)):
+            if one is None or other is None:
+                assert one is other or not _any(one if other is None else other), (name, what, place)
+            else:
+                torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-13, msg=f"{name} {what} {place}")
+
+
+def _any(tensor: Tensor | None) -> bool:
+    return tensor is not None and bool(tensor.any())
