@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from engine_cases import Case
-from made_profiles import SEGMENTS
 from torch import Tensor
 from torch import distributed as dist
 
@@ -34,8 +33,7 @@ from optimus.job.job import Job
 from optimus.job.model import Attention, Mlp, Model, Stack
 from optimus.job.workload import PackedSequence, Workload
 from optimus.models.segment import Segment, State
-from optimus.program.op import Kind
-from optimus.program.plan import OPS, RECVS, Plan, Verb
+from optimus.program.plan import Plan, Verb
 from optimus.program.ranks import LLM
 from optimus.search.layouts import decide_setting
 from optimus.systems.listed import list_plan, llm_pipeline
@@ -318,39 +316,3 @@ def communication_costs(group: dist.ProcessGroup) -> dict[str, float]:
     return {name: found[name] - found[f"bare {name}"] for name in ("send", "receive", "take", "reduce")} | {
         f"bare {name}": found[f"bare {name}"] for name in ("send", "receive", "take", "reduce")
     }
-
-
-# ---------------------------------------------------------------------------- a large plan
-
-SEGMENT_OF = {kernel: segment for segment, kernels in SEGMENTS.items() for kernel in kernels}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpCounts:
-    """Of one rank's program: segments that run forward and backward, and phases of communication."""
-
-    forwards: int
-    backwards: int
-    communications: int
-
-
-def count_ops(plan: Plan, device: int) -> OpCounts:
-    """A receive counts twice: it is posted, and taken."""
-    segments: dict[bool, set[tuple[Any, ...]]] = {True: set(), False: set()}
-    communications = 0
-    for number, verb_number, chunk, microbatch, place in plan.programs[device].rows.tolist():
-        name, verb = plan.names[number], Verb(verb_number)
-        if verb in OPS:
-            stage = plan.ranks.stage_of(name, device)
-            phase = plan.template_of(name, OPS[verb], stage, chunk)[place]
-            if phase.kind in (Kind.LAUNCH, Kind.WAIT):
-                communications += 1
-            else:
-                segment = SEGMENT_OF[phase.name.split(".")[0]]
-                forward = phase.kind in (Kind.F, Kind.R)
-                segments[forward].add((verb, name, chunk, microbatch, phase.layer, segment))
-        elif verb != Verb.FINISH:
-            communications += 2 if verb in RECVS else 1
-    return OpCounts(
-        forwards=len(segments[True]), backwards=len(segments[False]), communications=communications
-    )

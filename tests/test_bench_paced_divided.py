@@ -7,7 +7,16 @@ import pytest
 pytest.importorskip("torch")
 
 from optimus.bench.divided_job import COLLECTIVE_S, MESSAGE_S, TP, DividedJob
-from optimus.bench.divided_plans import COARSE, DP_BUBBLES, FLOOR, NOTHING, OURS, TP_SLOTS, variants_of
+from optimus.bench.divided_plans import (
+    COARSE,
+    DP_BUBBLES,
+    FLOOR,
+    NOTHING,
+    OURS,
+    TP_SLOTS,
+    Variant,
+    variants_of,
+)
 from optimus.bench.divided_torch import EXCHANGES, half_s, torch_variants
 from optimus.bench.paced_divided import bench_paced_divided
 from optimus.cli import run
@@ -18,8 +27,13 @@ from optimus.program.validator import check_plan
 EIGHT = DividedJob(ranks=8)
 
 
-def test_plans_know_kernels_and_links_as_ranks_do() -> None:
-    plan = variants_of(EIGHT)[OURS].plan
+@pytest.fixture(scope="module")
+def variants() -> dict[str, Variant]:
+    return dict(variants_of(EIGHT))
+
+
+def test_plans_know_kernels_and_links_as_ranks_do(variants: dict[str, Variant]) -> None:
+    plan = variants[OURS].plan
     phases = [phase for template in plan.templates.values() for phase in template]
     launched = {
         phase.duration_s for phase in phases if phase.kind == Kind.LAUNCH and "seam" not in phase.name
@@ -29,13 +43,12 @@ def test_plans_know_kernels_and_links_as_ranks_do() -> None:
     assert plan.slowdown == plan.launch_s == 0.0 and plan.ranks.llm.tp == TP
 
 
-def test_every_idea_makes_the_step_shorter_and_passes_the_proof() -> None:
-    found = variants_of(EIGHT)
-    steps = {name: variant.plan.claims.step_s for name, variant in found.items()}
+def test_every_idea_makes_the_step_shorter_and_passes_the_proof(variants: dict[str, Variant]) -> None:
+    steps = {name: variant.plan.claims.step_s for name, variant in variants.items()}
     order = [FLOOR, OURS, TP_SLOTS, DP_BUBBLES, COARSE, NOTHING]
     assert [steps[name] for name in order] == sorted(steps[name] for name in order)
     assert steps[DP_BUBBLES] / steps[TP_SLOTS] > 1.1
-    for variant in found.values():
+    for variant in variants.values():
         report = check_plan(variant.plan)
         broken = {rule for rule, holds in report.rules.items() if not holds}
         assert broken <= {"binding"}, report.violations[:3]  # bound to no file
@@ -66,7 +79,7 @@ def test_what_is_no_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.ci("tensor parallelism")
 @pytest.mark.timeout(240)
 def test_eight_ranks_play_every_line_when_its_replay_says() -> None:
-    """In order and never early, on however busy a host; how late it is, a quiet one shows (heavy)."""
+    """In order, never early, and no later than the host; how late that is, a quiet one shows (heavy)."""
     result = bench_paced_divided(ranks=8, rounds=1, against=(TP_SLOTS,))
     assert not [problem for problem in result.problems if ":" in problem], result.problems
 

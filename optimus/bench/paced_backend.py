@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.bench.pacing import Link, PacedClock
-from optimus.engine.torch_private import PythonGroup, PythonWork, gloo_on_loopback
+from optimus.engine.torch_private import PythonGroup, PythonWork, gloo_by, loopback_device
 
 _HEADER_BYTES = 8  # one float64: when the message arrives
 
@@ -35,6 +35,10 @@ class PacedNetwork:
         self.sends_free_s: dict[object, float] = {}
         self._lanes: dict[object, _Lane] = {}
         self._groups: list[PacedGroup] = []
+
+    @cached_property
+    def _device(self) -> Any:
+        return loopback_device()
 
     def register(self, name: str = "paced") -> None:
         """Makes `backend=name` mean these links; `pg_options=Link(...)` gives one group a link of its own."""
@@ -56,7 +60,7 @@ class PacedNetwork:
 
     def _make_group(self, options: Any, link: Link | None) -> PacedGroup:
         rank, size = options.group_rank, options.group_size
-        made = partial(gloo_on_loopback, options.store, rank, size, options.timeout)
+        made = partial(gloo_by, self._device, options.store, rank, size, options.timeout)
         group = PacedGroup(rank, size, made, self, link or self.link)
         self._groups.append(group)
         return group

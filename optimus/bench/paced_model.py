@@ -205,8 +205,22 @@ def _move_s(sizes: Sequence[int], ranks: int) -> tuple[float, float]:
 
 def replay_model(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> PlanReplay:
     """The coupled graph of the programs, played with drawn durations and the links' times."""
-    schedule, seconds = couple(plan, plan.programs), _seconds(plan, draws, traffic)
+    schedule, seconds = _coupled(plan), _seconds(plan, draws, traffic)
     return _played(plan, schedule, seconds)
+
+
+def _coupled(plan: Plan) -> Schedule:
+    """As plans know it, and ranks that share a head meet there: their loss needs a small gather."""
+    schedule = couple(plan, plan.programs)
+    meeting = np.full(len(schedule), -1) if schedule.meeting is None else schedule.meeting.copy()
+    heads: dict[int, int] = {}  # by microbatch
+    at = 0
+    for device, program in enumerate(plan.programs):
+        for module, verb, chunk, microbatch, place in program.rows.tolist():
+            if verb == Verb.F and phase_of(plan, device, module, verb, chunk, place).name == "head":
+                meeting[at] = heads.setdefault(microbatch, meeting.max() + 1)
+            at += 1
+    return replace(schedule, meeting=meeting)
 
 
 def replay_waiting(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> PlanReplay:
@@ -214,7 +228,7 @@ def replay_waiting(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> Plan
 
     All ranks hold the encoder, so that its reduces begin when the last rank has computed.
     """
-    schedule, seconds = couple(plan, plan.programs), _seconds(plan, draws, traffic)
+    schedule, seconds = _coupled(plan), _seconds(plan, draws, traffic)
     verbs = np.concatenate([program.verb for program in plan.programs])
     modules = np.concatenate([program.module for program in plan.programs])
     first = {device: np.flatnonzero((schedule.device == device) & (verbs <= Verb.W))[0] for device in

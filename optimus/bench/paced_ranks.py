@@ -22,16 +22,18 @@ def run_paced_ranks(
     world: int,
     link: Link,
     *args: Any,
+    slow: float = 1.0,
     timeout_s: float = 60.0,
     hear: Tell = lambda told: None,
 ) -> list[Any]:
     """What `function(rank, network, *args)` returns on every rank; its default group is a paced one.
 
-    What a rank says on its way by `network.tell` is heard here.
+    What a rank says on its way by `network.tell` is heard here. In slow motion a second of theirs takes
+    `slow` of the host's.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    given = (function, link, timeout_s, args)
+    given = (function, link, slow, timeout_s, args)
     return run_processes(context, _rank_main, world, *given, timeout_s=timeout_s, hear=hear)
 
 
@@ -42,11 +44,12 @@ def _rank_main(
     tell: Tell,
     function: Callable[..., Any],
     link: Link,
+    slow: float,
     timeout_s: float,
     args: tuple[Any, ...],
 ) -> Any:
     torch.set_num_threads(1)
-    network = PacedNetwork(PacedClock(), link, tell=tell)
+    network = PacedNetwork(PacedClock(slow=slow), link, tell=tell)
     network.register()
     dist.init_process_group(
         "paced",

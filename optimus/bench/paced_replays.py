@@ -114,8 +114,10 @@ class Faults:
     """How a step differs from its program and its replay."""
 
     out_of_order: int  # lines begun, or phases run, elsewhere than where the program has them
-    early_s: float  # the most by which a phase was over before it could be
-    late_s: float  # the most by which one was late, beyond what all hosts gave up
+    # The most by which a phase was over before it could be, and the most by which one was late: beyond what
+    # all hosts gave up, since where one is late on a lane that others share, they come earlier.
+    early_s: float
+    late_s: float
 
     def words(self) -> tuple[str, ...]:
         """None if the step is as it should be."""
@@ -151,7 +153,7 @@ def compare_step(
         wrong += sum(tuple(program[phase.line].tolist()) != phase.row for phase in phases)
         for phase in phases:
             gap_s = phase.end_s - start_s - float(ends_s[phase.line])
-            early_s, late_s = max(early_s, -gap_s), max(late_s, gap_s - given_up_s)
+            early_s, late_s = max(early_s, -gap_s - given_up_s), max(late_s, gap_s - given_up_s)
     return Faults(out_of_order=wrong, early_s=early_s, late_s=late_s)
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 
 class PacedClock:
-    """Ideal time of one rank, in seconds of the host's monotonic clock.
+    """Ideal time of one rank, in seconds of the host's monotonic clock, or in *slow motion*: so many of those
+    are one of its own, on hosts whose cores could not wake all ranks in time.
 
     The thread that made it keeps it. Work that another thread does beside it, in a copy of its context, has a
     time of its own, which begins when that copy was made.
@@ -26,13 +27,18 @@ class PacedClock:
     def __init__(
         self,
         *,
+        slow: float = 1.0,
         catch_up_s: float = 0.03,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._catch_up_s, self._now, self._sleep = catch_up_s, now, sleep
+        self.slow, self._catch_up_s, self._host_s, self._sleep = slow, catch_up_s / slow, now, sleep
         self._keeper, self._ideal = threading.get_ident(), ContextVar[float]("ideal_s")
         self.restart()
+
+    def now(self) -> float:
+        """Real time, as fast as this clock goes."""
+        return self._host_s() / self.slow
 
     @property
     def ideal_s(self) -> float:
@@ -43,9 +49,9 @@ class PacedClock:
         """Lateness since the last restart that was too much to catch up: how disturbed the host was."""
         return self._given_up_s
 
-    def restart(self) -> None:
-        """Forgets how late it is: what ran before was not to be paced."""
-        self._ideal.set(self._now())
+    def restart(self, ideal_s: float | None = None) -> None:
+        """Forgets how late it was, what ran before was not to be paced; it is now, or as late as is said."""
+        self._ideal.set(self.now() if ideal_s is None else ideal_s)
         self._given_up_s = 0.0
 
     def compute(self, duration_s: float) -> None:
@@ -56,16 +62,16 @@ class PacedClock:
         """Waits for an event at this ideal time, which may be over."""
         ideal_s = max(self.ideal_s, ideal_s)
         self._ideal.set(ideal_s)
-        left_s = ideal_s - self._now()
+        left_s = ideal_s - self.now()
         if left_s > 0:
-            self._sleep(left_s)
-        too_late_s = self._now() - ideal_s - self._catch_up_s
+            self._sleep(left_s * self.slow)
+        too_late_s = self.now() - ideal_s - self._catch_up_s
         if too_late_s > 0 and threading.get_ident() == self._keeper:
             self._ideal.set(ideal_s + too_late_s)
             self._given_up_s += too_late_s
 
     def is_over(self, ideal_s: float) -> bool:
-        return self._now() >= ideal_s
+        return self.now() >= ideal_s
 
 
 def _plain_size(tensor: Any) -> float:

@@ -29,9 +29,10 @@ __all__ = [
     "fake_world",
     "fsdp_meshes",
     "gather_fsdp",
-    "gloo_on_loopback",
+    "gloo_by",
     "is_view",
     "keep_fsdp_gradients",
+    "loopback_device",
     "reduce_fsdp",
     "told_of_resizes",
     "wait_fsdp",
@@ -41,12 +42,17 @@ PythonGroup: Any = ProcessGroup  # a subclass in Python takes the place of a gro
 PythonWork: Any = Work
 
 
-def gloo_on_loopback(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo backend without a group around it, between processes of one host."""
+def loopback_device() -> Any:
+    """What gloo reaches processes of one host by. Its thread wakes every 10 ms: one is enough for all."""
+    gloo: Any = ProcessGroupGloo
+    return gloo.create_device(hostname="127.0.0.1")
+
+
+def gloo_by(device: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo backend without a group around it."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
+    options._devices, options._timeout = [device], timeout
     return gloo(store, rank, size, options)
 
 

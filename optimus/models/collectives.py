@@ -46,18 +46,15 @@ def _options(kind: type) -> Any:
     return found
 
 
-def _method(name: str, older: str) -> Callable[..., dist.Work]:
-    found: Callable[..., dist.Work] = getattr(dist.ProcessGroup, name, None) or getattr(
-        dist.ProcessGroup, older
-    )
-    return found
+def _named(name: str, older: str) -> str:
+    return name if hasattr(dist.ProcessGroup, name) else older
 
 
 # What `dist` calls when it has checked its arguments, which takes a host longer than the call itself: a
 # divided layer makes ten of them for every microbatch.
-_GATHER = _method("all_gather_single", "_allgather_base"), _options(c10d.AllgatherOptions)
-_SUM = _method("reduce_scatter_single", "_reduce_scatter_base"), _options(c10d.ReduceScatterOptions)
-_EXCHANGE = _method("all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions)
+_GATHER = _named("all_gather_single", "_allgather_base"), _options(c10d.AllgatherOptions)
+_SUM = _named("reduce_scatter_single", "_reduce_scatter_base"), _options(c10d.ReduceScatterOptions)
+_EXCHANGE = _named("all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions)
 
 
 def gather_rows(part: Tensor, group: dist.ProcessGroup) -> Flight:
@@ -68,28 +65,28 @@ def gather_rows(part: Tensor, group: dist.ProcessGroup) -> Flight:
 
 def fill_rows(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Flight:
     """Rows of all ranks in order, into `whole`."""
-    gather, options = _GATHER
-    return Flight(gather(group, whole, part, options), lambda: whole, part, whole)
+    name, options = _GATHER
+    return Flight(getattr(group, name)(whole, part, options), lambda: whole, part, whole)
 
 
 def sum_rows(parts: Tensor, group: dist.ProcessGroup, *, by_exchange: bool) -> Flight:
     """The sum over ranks, of which each gets its own rows; or `by_exchange` of rows, each sums its own."""
     parts, size = parts.detach().contiguous(), group.size()
     if by_exchange:
-        exchange, options = _EXCHANGE
+        name, options = _EXCHANGE
         came = torch.empty_like(parts)
-        work = exchange(group, came, parts, [], [], options)
+        work = getattr(group, name)(came, parts, [], [], options)
         return Flight(work, lambda: came.unflatten(0, (size, -1)).sum(0), parts, came)
-    scatter, options = _SUM
+    name, options = _SUM
     mine = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
-    return Flight(scatter(group, mine, parts, options), lambda: mine, parts, mine)
+    return Flight(getattr(group, name)(mine, parts, options), lambda: mine, parts, mine)
 
 
 def exchange_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Flight:
     """So many rows to every rank, in order, and so many from every rank."""
-    rows, (exchange, options) = rows.detach().contiguous(), _EXCHANGE
+    rows, (name, options) = rows.detach().contiguous(), _EXCHANGE
     came = rows.new_empty(sum(received), *rows.shape[1:])
-    work = exchange(group, came, rows, list(received), list(sent), options)
+    work = getattr(group, name)(came, rows, list(received), list(sent), options)
     return Flight(work, lambda: came, rows, came)
