@@ -56,6 +56,11 @@ def test_two_processes_measure_their_links() -> None:
 
 
 @pytest.mark.ci("engine")
+def test_two_processes_measure_what_compute_pays_for_a_collective() -> None:
+    assert 0 <= links.measure_slowdown(repetitions=5) < 20  # gloo needs the core that computes
+
+
+@pytest.mark.ci("engine")
 def test_processes_that_take_too_long_are_ended() -> None:
     with pytest.raises(links.LinksNotMeasured, match="in time") as caught:
         links.measure_links(timeout_s=0.01)

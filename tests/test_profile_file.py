@@ -81,7 +81,7 @@ def profile_of(*rows: SegmentTime) -> Profile:
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     found = made_profile(find_job(TINY), lambda s: float(f"{s:.4g}"), sequences=(0.5, 1))
     rows = [replace(r, p25_s=r.median_s, p75_s=r.median_s) for r in found.segments]
-    found = replace(found, segments=tuple(rows), links=(SEND,), issue_s=4e-6)
+    found = replace(found, segments=tuple(rows), links=(SEND,), issue_s=4e-6, slowdown=0.12)
     digest = save_profile(found, tmp_path / "p.yaml")
     assert load_profile(tmp_path / "p.yaml") == found
     assert save_profile(load_profile(tmp_path / "p.yaml"), tmp_path / "q.yaml") == digest
@@ -278,6 +278,18 @@ def test_the_host_s_time_to_issue_replaces_the_assumed_one() -> None:
     assert clean.assumptions.launch_s == 0  # the preset leaves launches out
 
 
+def test_a_measured_slow_down_replaces_the_assumed_one_and_binds_a_plan() -> None:
+    job = find_job(TINY, layouts=[FLAT])
+    plain = made_profile(job)
+    profile = replace(plain, slowdown=0.5)
+    assert compare_systems(job, names=["stage0"], profile=plain).assumptions.residence_slowdown == 0.1
+    assert compare_systems(job, names=["stage0"], profile=profile).assumptions.residence_slowdown == 0.5
+    clean = compare_systems(job, names=["stage0"], profile=profile, assumptions="clean")
+    assert clean.assumptions.residence_slowdown == 0
+    assert bound_parts(job, plain) != bound_parts(job, profile)
+    assert "slowdown" not in bound_parts(job, plain)["profile"]
+
+
 def test_a_profile_of_another_model_is_refused() -> None:
     job = find_job(TINY, layouts=[FLAT])
     wider = replace(job.model.llm, stack=replace(job.model.llm.stack, hidden=256))
@@ -366,7 +378,7 @@ def test_profile_writes_a_profile_and_a_cluster(
 ) -> None:
     job = find_job(TINY)
     stub(monkeypatch, "segments", profile_job=lambda job, progress: made_profile(job))
-    stub(monkeypatch, "links", measure_links=lambda: (SEND,))
+    stub(monkeypatch, "links", measure_links=lambda: (SEND,), measure_slowdown=lambda: 0.25)
     described = {
         "describe_machine": lambda links, ranks: job.cluster,
         "cluster_text": lambda cluster: "x: 1\n",
@@ -375,11 +387,14 @@ def test_profile_writes_a_profile_and_a_cluster(
     file = tmp_path / "p.yaml"
     code, out, _ = run(capsys, "profile", TINY, "-o", file)
     assert code == 0 and "send           50 us and 2.00 GB/s between 2 ranks over gloo" in out
+    assert "slow-down      products take 25% longer under an all-reduce" in out
     assert load_profile(file).name == "p" and load_profile(file).links == (SEND,)
+    assert load_profile(file).slowdown == 0.25
     assert (tmp_path / "p.cluster.yaml").read_text() == "x: 1\n"
     code, out, _ = run(capsys, "profile", TINY, "-o", file, "--json")
     found = json.loads(out)
     assert {"schema", "profile", "segments", "links", "mapped_share"} <= set(found)
+    assert found["slowdown"] == 0.25
     assert len(found["segments"]) == len(load_profile(file).segments)
 
 

@@ -67,7 +67,12 @@ class Profile:
         with progress_bar() as progress:
             measured = segments.profile_job(job, progress=progress)
             progress("links", 0, 1)
-            found = replace(measured, name=output.name.removesuffix(".yaml"), links=links.measure_links())
+            found = replace(
+                measured,
+                name=output.name.removesuffix(".yaml"),
+                links=links.measure_links(),
+                slowdown=links.measure_slowdown(),
+            )
             cluster = machine.describe_machine(found.links, ranks=job.cluster.gpus)
         digest = save_profile(found, output)
         described.write_text(machine.cluster_text(cluster))

@@ -106,6 +106,7 @@ class Profile:
     segments: tuple[SegmentTime, ...] = ()
     links: tuple[LinkTime, ...] = ()
     issue_s: float | None = None  # host time to issue one kernel
+    slowdown: float | None = None  # of compute under a collective: share of its time that it takes longer
 
     @property
     def source(self) -> str:

@@ -84,7 +84,8 @@ class _Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class _Host:
-    issue_s: Rest
+    issue_s: Rest | None = None
+    slowdown: Rest | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,7 @@ def _read(root: Node, name: str) -> Profile:
         segments=segments,
         links=tuple(_link(link) for link in file.links),
         issue_s=None if file.host is None else file.host.issue_s,
+        slowdown=None if file.host is None else file.host.slowdown,
     )
 
 
@@ -227,8 +229,9 @@ def profile_text(profile: Profile) -> str:
         f"measured: {_shown(_values(profile.measured))}",
         f"modules: {_shown(dict(profile.modules))}",
     ]
-    if profile.issue_s is not None:
-        lines.append(f"host: {_shown({'issue_s': profile.issue_s})}")
+    host = {"issue_s": profile.issue_s, "slowdown": profile.slowdown}
+    if known := {name: value for name, value in host.items() if value is not None}:
+        lines.append(f"host: {_shown(known)}")
     lines.append("segments:" if profile.segments else "segments: []")
     lines += [f"  - {_shown(_values(row))}" for row in profile.segments]
     if profile.links:

@@ -1,4 +1,4 @@
-"""Measures how fast two processes of this host reach each other over gloo."""
+"""Measures how fast two processes of this host reach each other over gloo, and what compute pays for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from optimus.errors import OptimusError
 SIZES = (64, 4096, 65_536, 1_048_576, 8_388_608)  # bytes
 RANKS = 2
 WARM_UP = 3
+SERIES = 0.5  # of an all-reduce's time: products that are over before it is, also when they are slower
 LEAST_GAP_S = 1e-5  # a larger message that was not slower: its bandwidth is not known, only large
 
 
@@ -36,17 +38,29 @@ def measure_links(
     *, sizes: Sequence[int] = SIZES, repetitions: int = 15, timeout_s: float = 60.0
 ) -> tuple[LinkTime, ...]:
     """Sends one way and all-reduces between two processes with one thread each, on cores of their own."""
+    times = _on_two_ranks(partial(_link_times, tuple(sizes), repetitions), timeout_s)
+    return tuple(fit_link(operation, times[operation]) for operation in ("send", "all_reduce"))
+
+
+def measure_slowdown(*, repetitions: int = 15, timeout_s: float = 60.0) -> float:
+    """By how much longer products take while an all-reduce is on its way, as a share of what they take alone."""
+    found: float = _on_two_ranks(partial(_slowdown, repetitions), timeout_s)
+    return found
+
+
+def _on_two_ranks(measure: Callable[[int], Any], timeout_s: float) -> Any:
+    """What `measure(rank)` finds on rank 0."""
     spawning = multiprocessing.get_context("spawn")
     answers = spawning.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="optimus-links-") as folder:
-        arguments = (str(Path(folder, "store")), tuple(sizes), repetitions, timeout_s, answers)
+        arguments = (str(Path(folder, "store")), measure, timeout_s, answers)
         ranks = [
             spawning.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)
         ]
         try:
             for process in ranks:
                 process.start()
-            times = _await(ranks, answers, time.monotonic() + timeout_s)
+            return _await(ranks, answers, time.monotonic() + timeout_s)
         finally:
             for process in ranks:
                 if process.pid is not None:
@@ -54,7 +68,6 @@ def measure_links(
                     process.kill()
                     process.join()
             answers.close()
-    return tuple(fit_link(operation, times[operation]) for operation in ("send", "all_reduce"))
 
 
 def fit_link(operation: Literal["send", "all_reduce"], times: Sequence[SizeTime]) -> LinkTime:
@@ -77,7 +90,7 @@ def summarize(size_bytes: int, seconds: Sequence[float]) -> SizeTime:
     return SizeTime(size_bytes=size_bytes, median_s=median, p25_s=p25, p75_s=p75, repetitions=len(seconds))
 
 
-def _await(ranks: Sequence[Any], answers: Any, deadline_s: float) -> dict[str, list[SizeTime]]:
+def _await(ranks: Sequence[Any], answers: Any, deadline_s: float) -> Any:
     """What rank 0 found; an error as soon as a rank has failed or the time is over."""
     while answers.empty():
         failed = next((process for process in ranks if process.exitcode not in (None, 0)), None)
@@ -86,16 +99,13 @@ def _await(ranks: Sequence[Any], answers: Any, deadline_s: float) -> dict[str, l
         if time.monotonic() > deadline_s:
             raise LinksNotMeasured("were not measured in time")
         time.sleep(0.01)
-    found: dict[str, list[SizeTime]] = answers.get()
-    return found
+    return answers.get()
 
 
 # ---------------------------------------------------------------------------- in the processes
 
 
-def _rank(
-    rank: int, store: str, sizes: tuple[int, ...], repetitions: int, timeout_s: float, answers: Any
-) -> None:
+def _rank(rank: int, store: str, measure: Callable[[int], Any], timeout_s: float, answers: Any) -> None:
     torch.set_num_threads(1)
     _take_core(rank)
     keep_gloo_on_loopback()
@@ -107,15 +117,41 @@ def _rank(
         timeout=timedelta(seconds=timeout_s),
     )
     try:
-        found = {
-            "send": [_timed(size, repetitions, _there_and_back(rank), share=0.5) for size in sizes],
-            "all_reduce": [_timed(size, repetitions, dist.all_reduce, share=1.0) for size in sizes],
-        }
+        found = measure(rank)
         if rank == 0:
             answers.put(found)
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _link_times(sizes: tuple[int, ...], repetitions: int, rank: int) -> dict[str, list[SizeTime]]:
+    return {
+        "send": [_timed(size, repetitions, _there_and_back(rank), share=0.5) for size in sizes],
+        "all_reduce": [_timed(size, repetitions, dist.all_reduce, share=1.0) for size in sizes],
+    }
+
+
+def _slowdown(repetitions: int, rank: int) -> float:
+    """A series of products that ends before the all-reduce does, beside one and alone, in turn."""
+    message, rows, weight = torch.zeros(SIZES[-1] // 4), torch.randn(64, 256), torch.randn(256, 256)
+    travels_s = _timed(SIZES[-1], repetitions, dist.all_reduce, share=1.0).median_s
+    product_s = _timed(0, repetitions, lambda _: rows @ weight, share=1.0).median_s
+    count = max(1, int(SERIES * travels_s / product_s))
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(2 * (WARM_UP + repetitions)):
+        beside = bool(turn % 2)
+        dist.barrier()
+        work = dist.all_reduce(message, async_op=True) if beside else None
+        begin = time.perf_counter()
+        for _ in range(count):
+            rows @ weight
+        seconds = time.perf_counter() - begin
+        if work is not None:
+            work.wait()
+        if turn >= 2 * WARM_UP:
+            found[beside].append(seconds)
+    return max(0.0, statistics.median(found[True]) / statistics.median(found[False]) - 1.0)
 
 
 def _timed(size: int, repetitions: int, play: Callable[[Tensor], Any], *, share: float) -> SizeTime:

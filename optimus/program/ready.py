@@ -18,6 +18,9 @@ class Measured(Protocol):
     @property
     def issue_s(self) -> float | None: ...
 
+    @property
+    def slowdown(self) -> float | None: ...
+
     def bound(self) -> Any: ...
 
 
@@ -26,6 +29,8 @@ def bound_parts(job: Job, profile: Measured | None = None) -> dict[str, Any]:
     measured: dict[str, Any] = {"kernels": [] if profile is None else profile.bound()}
     if profile is not None and profile.issue_s is not None:
         measured["issue_s"] = profile.issue_s
+    if profile is not None and profile.slowdown is not None:
+        measured["slowdown"] = profile.slowdown
     return {
         "model": asdict(job.model),
         "cluster": asdict(job.cluster),

@@ -25,6 +25,7 @@ def profile_json(profile: Profile, *, file: Path, cluster_file: Path, digest: st
         "segments": [{**asdict(row), "kind": row.kind.name} for row in profile.segments],
         "links": [asdict(link) for link in profile.links],
         "issue_s": profile.issue_s,
+        "slowdown": profile.slowdown,
         "mapped_share": None,  # of a foreign trace; here everything was measured by name
     }
 
@@ -50,6 +51,8 @@ def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
     lines += ["", *columns(header, table, left=3), ""]
     for link in profile.links:
         lines += wrap(link.operation.replace("_", "-"), _link_words(link))
+    if profile.slowdown is not None:
+        lines += wrap("slow-down", f"products take {profile.slowdown:.0%} longer under an all-reduce")
     gpu = cluster.gpu
     rate = (
         f"{gpu.peak_flops / 1e9:.0f} GFLOP/s in a product, {gpu.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"

@@ -154,10 +154,15 @@ class _Best:
 
 
 def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:
-    """Launches at what the host was measured to take; a preset that leaves them out still does."""
-    if profile.issue_s is None or assumptions.launch_s == 0:
-        return assumptions
-    return replace(assumptions, launch_s=profile.issue_s)
+    """Launches, and compute under collectives, at what they were measured to take.
+
+    A preset that leaves either out still does.
+    """
+    if profile.issue_s is not None and assumptions.launch_s != 0:
+        assumptions = replace(assumptions, launch_s=profile.issue_s)
+    if profile.slowdown is not None and assumptions.residence_slowdown != 0:
+        assumptions = replace(assumptions, residence_slowdown=profile.slowdown)
+    return assumptions
 
 
 def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:
