@@ -12,8 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from optimus.bench.contests import CONTESTS
 from optimus.bench.real_ranks import run_pinned_ranks
-from optimus.bench.shaped import CONTESTS, Prepared, _enter, _Variant, prepare
+from optimus.bench.shaped import Prepared, _enter, _Variant, prepare
 from optimus.bench.shaped_net import shaped_links
 from optimus.program.op import Kind
 from optimus.program.plan import OPS, Plan, Verb

@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from optimus.bench.shaped import CONTESTS, JOB, Axis, bench_shaped, predict
+from optimus.bench.contests import CONTESTS, Axis
+from optimus.bench.shaped import JOB, bench_shaped, predict
 from optimus.bench.shaped_net import enter_namespace, shaped_links
 from optimus.cli import run
 from optimus.errors import UserError

@@ -15,22 +15,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from optimus.bench.alternating import Timed, alternate, check_losses, total_loss, variant_times
+from optimus.bench.contests import CONTESTS, RANKS, Axis, Contest, Way
 from optimus.bench.real_ranks import TIMEOUT_S, put_communication_first, run_pinned_ranks
 from optimus.bench.result import BenchResult
 from optimus.bench.shaped_net import INTERFACE, enter_namespace, shaped_links
-from optimus.bench.waiting import Waiting
 from optimus.engine.batch_table import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets
 from optimus.engine.executor import Executor
-from optimus.engine.groups import Groups, make_groups
+from optimus.engine.groups import make_groups
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.rank_model import build_rank
 from optimus.engine.sharding import Sharded
@@ -41,7 +41,6 @@ from optimus.job.layout import LayoutChoice
 from optimus.job.model import BF16_BYTES
 from optimus.job.read import find_job
 from optimus.models.tensor_parallel import Share
-from optimus.profiler.at_home import AtHome
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import profile_job
@@ -52,101 +51,10 @@ from optimus.search.planning import make_plan
 from optimus.search.replaying import replay_plan
 from optimus.systems.slots import without_slots
 
-JOB, RANKS = "cpu/bench-vl", 2
+JOB = "cpu/bench-vl"
 SEED, WARM_UP, ROUNDS = 0, 2, 14
 EXCHANGES = 30  # to know how long one takes
-Axis = Literal["dp", "tp"]  # which of the two goes over the slow link
 Progress = Callable[[str, int, int], None]
-
-
-class Silent(Sharded):
-    """Replicas that do not know of each other."""
-
-    def gather(self) -> None:
-        """Every replica goes on with what it has."""
-
-    def reduce(self) -> None:
-        """Every replica learns from its own part of the batch."""
-
-
-class Mute(Groups):
-    """A tensor-parallel group in which nobody hears the other: numbers mean nothing, and take as long."""
-
-    def share(self, plan: Plan, module: str) -> Share:
-        found = super().share(plan, module)
-        return AtHome(rank=found.rank, size=found.size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How a variant plays the plan."""
-
-    buckets: type[Sharded] = Sharded
-    slots: bool = True
-    groups: type[Groups] = Groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contest:
-    """What is compared over the link: ours, the same unfilled, and what neither can beat."""
-
-    ways: dict[str, Way]
-    layout: LayoutChoice  # of the LLM
-    dtype: torch.dtype
-    mbit_per_s: float
-    sequences: int  # of a step
-    images: int  # of a sequence, which share its image tokens
-    words: str  # what the two ranks are, and what goes over the link
-    traffic: str
-
-    @property
-    def ours(self) -> str:
-        return next(iter(self.ways))
-
-    @property
-    def unfilled(self) -> str:
-        return list(self.ways)[1]
-
-    @property
-    def silent(self) -> str:
-        return list(self.ways)[-1]
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Of layers, to measure."""
-        return tuple(sorted({1, self.layout.tp or 1}))
-
-
-CONTESTS: dict[Axis, Contest] = {
-    "dp": Contest(
-        ways={
-            "DP bubbles filled": Way(),
-            "DP bubbles not filled": Way(buckets=Waiting),
-            "no DP traffic": Way(buckets=Silent),
-        },
-        layout=LayoutChoice(dp=RANKS, pp=1, tp=1),
-        dtype=torch.bfloat16,
-        mbit_per_s=400.0,
-        sequences=8,
-        images=1,
-        words="two replicas",
-        traffic="data-parallel",
-    ),
-    "tp": Contest(
-        ways={
-            "TP slots filled": Way(),
-            "TP slots not filled": Way(slots=False),
-            "no TP traffic": Way(groups=Mute),
-        },
-        layout=LayoutChoice(dp=1, pp=1, tp=RANKS),
-        dtype=torch.float32,  # here faster than bf16, as GPUs are in bf16: traffic counts as it does there
-        mbit_per_s=600.0,
-        sequences=8,
-        images=2,  # one for each rank, whose kernels then fit into gaps
-        words="two ranks that divide the LLM's layers",
-        traffic="tensor-parallel",
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,12 +187,10 @@ class Part(Segment):
         function: Callable[[State, Any, Deferred | None], State],
         kernels: tuple[str, ...],
         reads: Sequence[nn.Module | nn.Parameter | None],
-        *,
-        has_cheap: bool = False,
     ) -> None:
         super().__init__()
         self.owner, self._function = owner, function
-        self.kernels, self.has_cheap, self.is_end = kernels, has_cheap, owner.is_end
+        self.kernels, self.is_end = kernels, owner.is_end
         self._reads = [each for each in reads if each is not None]
 
     @cached_property
