@@ -16,9 +16,10 @@ from optimus.engine.actions import Compiler
 from optimus.engine.executor import Executor
 from optimus.engine.mail import Mail
 from optimus.engine.reduction import Replicated
-from optimus.models import linear
+from optimus.models import layer_parts, linear
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Deferred, Segment
+from optimus.models.layer_parts import Normed
+from optimus.models.segment import Deferred
 
 Plant = Callable[[], AbstractContextManager[Any]]
 Bugs = dict[str, tuple[str, Plant]]  # name -> case, and what plants it
@@ -200,7 +201,11 @@ def _() -> AbstractContextManager[Any]:
         weight.grad = gradient.T @ inputs
 
     kernels = replace(linear.TORCH, add_weight_gradient=add)
-    return wrapped(linear._DeferringLinear, "apply", lambda original, *args: original(*args[:-1], kernels))
+    return wrapped(
+        layer_parts,
+        "linear_gradient",
+        lambda original, *args, wanted: original(*args[:-1], kernels, wanted=wanted),
+    )
 
 
 @bug("a bias gradient is lost", "plain")
@@ -210,24 +215,20 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("a table's gradient is set, not added", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    def add(original: Any, table: Any, gradient: Any, ids: Any) -> None:
+    def add(original: Any, table: Any, *given: Any) -> None:
         if table.grad is not None:
             table.grad.zero_()
-        original(table, gradient, ids)
+        original(table, *given)
 
     return wrapped(linear, "_add_table_gradient", add)
 
 
 @bug("the residual's gradient is lost", "plain")  # played segment by segment
 def _() -> AbstractContextManager[Any]:
-    def gradient(original: Any, self: Segment, saved: Any, gradients: Any, *, split: bool) -> Any:
-        cut = tuple(
-            torch.zeros_like(g) if g is not None and o.is_leaf and o.requires_grad else g
-            for o, g in zip(saved.outputs, gradients, strict=True)
-        )
-        return original(self, saved, cut, split=split)
+    def gradient(original: Any, self: Normed, values: Any, given: Any, *rest: Any) -> Any:
+        return original(self, values, (None, given[1]), *rest)
 
-    return wrapped(Segment, "input_gradient", gradient)
+    return wrapped(Normed, "gradient", gradient)
 
 
 @bug("the loss is averaged over microbatches", "two ranks")

@@ -43,7 +43,7 @@ def measure_links(
 
 
 def measure_slowdown(*, repetitions: int = 15, timeout_s: float = 60.0) -> float:
-    """By how much longer products take while an all-reduce is on its way, as a share of what they take alone."""
+    """By how much longer products take under an all-reduce, as a share of what they take alone."""
     found: float = _on_two_ranks(partial(_slowdown, repetitions), timeout_s)
     return found
 
