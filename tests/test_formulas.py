@@ -132,6 +132,16 @@ def test_no_part_of_a_layer_makes_a_graph() -> None:
         assert all(tensor.grad_fn is None and tensor.requires_grad for tensor in found), name
 
 
+def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
+    for stack in STACKS.values():
+        moved = Up(stack, Numerics(), KERNELS, dtype=torch.float64, device="meta").to_empty(device="cpu")
+        x = torch.randn(ROWS, WIDTH, **WHERE)
+        _, saved = moved.run((x,), (True,), CONTEXTS["plain"], Deferred())
+        assert saved is not None
+        found = {id(each) for link in moved.linked for each in link.parameters()}
+        assert found == {id(each) for each in moved.parameters()}
+
+
 def test_a_chain_gives_up_what_its_links_keep_one_by_one() -> None:
     torch.manual_seed(0)
     qkv, up = (segment for name, segment in segments(STACK, parts=False) if name.startswith("norm"))

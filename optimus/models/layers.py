@@ -39,6 +39,16 @@ class Projection(Linked):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
         self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
 
+    def links(self) -> list[Segment]:
+        """Formulas over its parameters."""
+        raise NotImplementedError
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Projection:
+        """Torch moves modules by it, and may put other parameters in place of these."""
+        super()._apply(*args, **kwargs)
+        self.link(*self.links())
+        return self
+
 
 class Qkv(Projection):
     """(x) to (x, queries, keys, values), heads turned by their positions."""
@@ -62,12 +72,16 @@ class Qkv(Projection):
         self.norm = Norm(stack.norm, stack.hidden, eps, **where)
         self.query_norm = Norm("rmsnorm", width, eps, **where) if attention.qk_norm else None
         self.key_norm = Norm("rmsnorm", width, eps, **where) if attention.qk_norm else None
+        self._linear, self._counts = compute.linear, [-(-units // share.size) for units, _ in heads]
+        self.link(*self.links())
+
+    def links(self) -> list[Segment]:
         both = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        counts = [-(-units // share.size) for units, _ in heads]
-        self.link(
+        counts = self._counts
+        return [
             Normed(self.norm, ("norm1", "latent")),
-            Heads(self.weight, self.bias, compute.linear, ("qkv",), counts=counts, norms=both),
-        )
+            Heads(self.weight, self.bias, self._linear, ("qkv",), counts=counts, norms=both),
+        ]
 
     def parts(self) -> list[Segment]:
         normed, heads = self.linked
@@ -102,7 +116,10 @@ class Joining(Projection):
     ) -> None:
         super().__init__(inputs, share=share, **given)
         self._linear, self._dropout = compute.linear, Dropout(site, numerics.dropout)
-        self.link(Joined(self.weight, self.bias, self._linear, self.kernels, self._dropout))
+        self.link(*self.links())
+
+    def links(self) -> list[Segment]:
+        return [Joined(self.weight, self.bias, self._linear, self.kernels, self._dropout)]
 
     def parts(self) -> list[Segment]:
         return [
@@ -159,11 +176,15 @@ class Up(Projection):
             **where,
         )
         self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **where)
-        linear, gelu = compute.linear, numerics.gelu
-        self.link(
+        self._linear, self._nonlinear = compute.linear, (mlp.gated, numerics.gelu)
+        self.link(*self.links())
+
+    def links(self) -> list[Segment]:
+        gated, gelu = self._nonlinear
+        return [
             Normed(self.norm, ("norm2",)),
-            Widened(self.weight, self.bias, linear, ("up",), gated=mlp.gated, gelu=gelu),
-        )
+            Widened(self.weight, self.bias, self._linear, ("up",), gated=gated, gelu=gelu),
+        ]
 
     def parts(self) -> list[Segment]:
         normed, widened = self.linked
