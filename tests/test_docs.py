@@ -164,6 +164,7 @@ def is_shown_truly(shown: tuple[str, ...], output: list[str]) -> bool:
     [page for page in PAGES if any(s.words[0] == "optimus" for s in steps(page))],
     ids=lambda p: p.name,
 )
+@pytest.mark.timeout(300)  # a page of plans takes 90 s on a quiet machine
 def test_every_command_runs_and_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     furnish(tmp_path)
     for step in steps(page):
