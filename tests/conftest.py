@@ -17,8 +17,7 @@ MINUTES = {
     "sharding": 2,
     "tensor parallelism": 2,
 }
-
-
+SLOWEST = 4  # tests named of an area that is over its minutes
 SLOW_MACHINE = 2.0  # the same tests take up to twice as long on a busy or slower machine: only more fails
 
 
@@ -45,6 +44,7 @@ class Budget:
 
     def __init__(self) -> None:
         self.used_s: dict[str, float] = defaultdict(float)
+        self.tests_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def complaint(self, area: str) -> str:
         if area not in MINUTES:
@@ -60,6 +60,7 @@ class Budget:
         for name, value in report.user_properties:
             if name == "area":
                 self.used_s[str(value)] += report.duration
+                self.tests_s[str(value)][report.nodeid] += report.duration
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -73,3 +74,7 @@ class Budget:
             terminalreporter.line(
                 f"{area:<20}{seconds / 60:6.2f} of {granted}  {self.complaint(area)}".rstrip()
             )
+            if self.complaint(area):
+                tests = self.tests_s[area]
+                for name in sorted(tests, key=tests.__getitem__, reverse=True)[:SLOWEST]:
+                    terminalreporter.line(f"{tests[name]:24.0f} s  {name}")

@@ -14,17 +14,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from optimus.engine.batch_table import make_table
-from optimus.engine.batches import SampleBatch
-from optimus.engine.buckets import Buckets
-from optimus.engine.executor import Executor
 from optimus.engine.groups import Groups, make_groups
-from optimus.engine.rank_model import build_rank
-from optimus.engine.sharding import Sharded
-from optimus.engine.synthetic import Synthetic
+from optimus.engine.one_rank import OneRank
+from optimus.engine.torch_private import fake_world
+from optimus.engine.training import Training
 from optimus.job.job import Job
 from optimus.job.model import Model, Stack
 from optimus.job.read import find_job
@@ -98,44 +92,20 @@ def issue_s(job: Job, plan: Plan, rank: int) -> float:
     """CPU seconds of this thread for one step, the least of some; its first, which makes things, aside."""
     torch.set_num_threads(1)
     small, small_plan = tiny(job, plan)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.ranks.world)
-    made = make_groups(small_plan, rank, timeout_s=60)
-    groups = _Fakes(rank=rank, members=made.members, groups=made.groups)
-    tokens = small.workload.sequence_tokens
-    model = build_rank(small.model, small_plan, groups, llm_tokens=tokens, dtype=torch.float32)
-    buckets: Buckets[Sharded] = Buckets(small_plan, groups, model.chunks, Sharded, model.tied, model.partial)
-    executor = Executor(
-        small_plan,
-        groups,
-        model.chunks,
-        model.shapes,
-        device=torch.device("cpu"),
-        tied=model.tied,
-        buckets=buckets,
-    )
-    data = Synthetic(job=small)
-    batch = SampleBatch(
-        small.model,
-        small_plan,
-        rank,
-        make_table(small_plan, [data.sizes(number) for number in range(plan.microbatches)]),
-        data.sample,
-        scale=1.0,
-        seed=0,
-        step=0,
-        dtype=torch.float32,
-    )
-    found = []
-    # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.
-    with executor.side.waiting(), torch.backends.mkldnn.flags(enabled=False):
-        for _ in range(1 + STEPS):
-            gc.collect()
-            gc.disable()
-            begin = time.process_time()
-            executor.step(batch)
-            found.append(time.process_time() - begin)
-            gc.enable()
-    dist.destroy_process_group()
+    with fake_world(rank, plan.ranks.world):
+        made = make_groups(small_plan, rank, timeout_s=60)
+        groups = _Fakes(rank=rank, members=made.members, groups=made.groups)
+        one = OneRank(small, small_plan, Training(), groups, dtype=torch.float32, device=torch.device("cpu"))
+        batch, found = one.batch(0, one.table(0)), []
+        # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.
+        with one.executor.side.waiting(), torch.backends.mkldnn.flags(enabled=False):
+            for _ in range(1 + STEPS):
+                gc.collect()
+                gc.disable()
+                begin = time.process_time()
+                one.executor.step(batch)
+                found.append(time.process_time() - begin)
+                gc.enable()
     return min(found[1:])
 
 

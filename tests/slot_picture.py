@@ -45,7 +45,7 @@ def record(rank: int, prepared: Prepared, tell: Callable[[Any], None]) -> Timed:
     watch = Watch()
     for _ in range(WARM_UP):
         variant.step()
-    variant._executor.recorded(watch)
+    variant.one.executor.recorded(watch)
     variant.step()
     return watch.found
 

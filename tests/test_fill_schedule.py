@@ -17,12 +17,12 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from optimus.engine.actions import Shapes
 from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.reduction import Replicated
+from optimus.engine.torch_private import fake_world
 from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, make_bucket, refuse_wrapped, take_over
 from optimus.errors import UserError
 from optimus.models.chunk import SegmentedChunk
@@ -120,9 +120,8 @@ def test_what_is_handed_on_twice_gets_both_gradients() -> None:
 @pytest.fixture
 def rank() -> Iterator[None]:
     """Rank 0 of a world whose backend does nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=CASE.ranks)
-    yield
-    dist.destroy_process_group()
+    with fake_world(0, CASE.ranks):
+        yield
 
 
 def schedule(**changed: Any) -> FillSchedule:
@@ -186,16 +185,13 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_name(what: str, count: int
 def test_a_parameter_shared_by_stages_with_replicas_is_refused_by_name() -> None:
     """The first bucket would be summed over replicas before the other stage has added to it."""
     case = FillCase(name="shared", ranks=4, pp=2, chunks=2)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
-    try:
+    with fake_world(0, case.ranks):
         stage, _ = make_stages(case)[:2]
         mine = FillSchedule([stage, stage], make_encoders(case), case.plan)
         nothing = Shapes(inputs={}, rows={})
         with pytest.raises(UserError, match="two of its buckets share") as error:
             Executor(case.plan, mine._groups, mine._chunks, nothing, device=torch.device("cpu"))
         assert error.value.field == "llm"
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("rank")

@@ -16,7 +16,7 @@ from optimus.models.formula import Formula
 from optimus.models.layers import Down, Out, Projection, Qkv, Up
 from optimus.models.numerics import KERNELS, Numerics
 from optimus.models.rotary import Rotary, sequence_table
-from optimus.models.segment import Chain, Deferred, Segment, State
+from optimus.models.segment import Chain, Deferred, Segment, State, _Chained
 from optimus.models.tensor_parallel import Exchange, Share
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 6, 8, 4, 4
@@ -142,16 +142,36 @@ def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
         assert found == {id(each) for each in moved.parameters()}
 
 
-def test_a_chain_gives_up_what_its_links_keep_one_by_one() -> None:
+def test_a_chain_is_its_links_one_after_another_and_gives_up_what_they_keep() -> None:
     torch.manual_seed(0)
-    qkv, up = (segment for name, segment in segments(STACK, parts=False) if name.startswith("norm"))
-    chain = Chain((up, qkv))
-    up.requires_grad_(False)
-    x = torch.randn(ROWS, WIDTH, **WHERE)
-    _, saved = Chain((up,)).run((x,), (False,), CONTEXTS["plain"], Deferred())
-    assert saved is None, "nothing in it learns"
-    up.requires_grad_(True)
-    assert len(chain.trained) == len(list(chain.parameters()))
+    chain = Chain(links := _norm_and_up())
+    state, context = (torch.randn(ROWS, WIDTH, **WHERE),), CONTEXTS["plain"]
+    expected = _by_autograd(chain, state, context, (True,))
+    _compare("chain", expected, _written(chain, state, context, (True,), split=False, empties=False))
+
+    made, saved = chain.run(state, (True,), context, Deferred())
+    assert isinstance(saved, _Chained)
+    assert len(saved.parts) == len(links)
+    chain.input_gradient(saved, tuple(map(_seed, made)), split=False)
+    assert not saved.parts
+
+
+def test_a_chain_goes_back_no_further_than_something_learns() -> None:
+    torch.manual_seed(0)
+    norm, up = _norm_and_up()
+    norm.requires_grad_(False)
+    chain, state, context = Chain((norm, up)), (torch.randn(ROWS, WIDTH, **WHERE),), CONTEXTS["plain"]
+    made, saved = chain.run(state, (False,), context, Deferred())
+    assert isinstance(saved, _Chained) and saved.parts[0] is None and saved.parts[1] is not None
+    assert chain.input_gradient(saved, (None, _seed(made[1])), split=False) == (None,)
+    assert all(parameter.grad is None for parameter in norm.parameters())
+
+    frozen = Chain(_norm_and_up()).requires_grad_(False)
+    assert frozen.run(state, (False,), context, Deferred())[1] is None
+
+
+def _norm_and_up() -> list[Segment]:
+    return [segment for name, segment in segments(STACK, parts=True) if name in ("norm2", "up")]
 
 
 Found = tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]  # state, its gradients, of parameters

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,10 +13,10 @@ import pytest
 from engine_cases import CASES
 from tiny_plans import tiny_plan
 from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from optimus.engine import groups as engine_groups
 from optimus.engine.groups import axes_of, edge_of, make_groups, seam_edge
+from optimus.engine.torch_private import fake_world
 from optimus.program.module_times import EncoderBlocks, Seconds
 from optimus.program.plan import RECVS, SENDS, Plan, Verb
 from optimus.systems.modules import plan_modules
@@ -155,15 +154,6 @@ def test_a_wrong_peer_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def world_plan(world: int) -> Plan:
     encoders = ((2, 1, FULL), (1, 2, FULL), (4, 1, FROZEN))
     return modules_plan(ranks=world, pp=4, chunks=2, encoders=encoders)
-
-
-@contextmanager
-def fake_world(rank: int, world: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[..., Any]) -> list[Any]:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from host_cost import SegmentCosts, communication_costs, segment_costs
 from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from optimus.engine.torch_private import fake_world
 
 FORWARD_US, BACKWARD_US, COMMUNICATION_US = 40.0, 80.0, 25.0  # above bare calls of torch
 Record = Callable[[str, object], None]
@@ -39,9 +40,8 @@ def segments() -> SegmentCosts:
 
 @pytest.fixture(scope="module")
 def communication() -> Iterator[dict[str, float]]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield communication_costs(dist.group.WORLD)
-    dist.destroy_process_group()
+    with fake_world(0, 2):
+        yield communication_costs(dist.group.WORLD)
 
 
 @pytest.mark.alone

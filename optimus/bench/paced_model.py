@@ -205,20 +205,19 @@ def _move_s(sizes: Sequence[int], ranks: int) -> tuple[float, float]:
 
 def replay_model(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> PlanReplay:
     """The coupled graph of the programs, played with drawn durations and the links' times."""
-    schedule, seconds = _coupled(plan), _seconds(plan, draws, traffic)
-    return _played(plan, schedule, seconds)
+    schedule = _coupled(plan)
+    return _played(plan, schedule, _seconds(plan, schedule, draws, traffic))
 
 
 def _coupled(plan: Plan) -> Schedule:
     """As plans know it, and ranks that share a head meet there: their loss needs a small gather."""
     schedule = couple(plan, plan.programs)
     meeting = np.full(len(schedule), -1) if schedule.meeting is None else schedule.meeting.copy()
-    heads: dict[int, int] = {}  # by microbatch
-    at = 0
+    first, at = meeting.max() + 1, 0
     for device, program in enumerate(plan.programs):
         for module, verb, chunk, microbatch, place in program.rows.tolist():
             if verb == Verb.F and phase_of(plan, device, module, verb, chunk, place).name == "head":
-                meeting[at] = heads.setdefault(microbatch, meeting.max() + 1)
+                meeting[at] = first + microbatch
             at += 1
     return replace(schedule, meeting=meeting)
 
@@ -228,7 +227,8 @@ def replay_waiting(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> Plan
 
     All ranks hold the encoder, so that its reduces begin when the last rank has computed.
     """
-    schedule, seconds = _coupled(plan), _seconds(plan, draws, traffic)
+    schedule = _coupled(plan)
+    seconds = _seconds(plan, schedule, draws, traffic)
     verbs = np.concatenate([program.verb for program in plan.programs])
     modules = np.concatenate([program.module for program in plan.programs])
     first = {device: np.flatnonzero((schedule.device == device) & (verbs <= Verb.W))[0] for device in
@@ -249,9 +249,9 @@ def replay_waiting(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> Plan
     return replace(found, step_s=found.step_s + sum(ends.values()))
 
 
-def _seconds(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> Floats:
+def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[Traffic]) -> Floats:
     """Of every line of all device classes."""
-    seconds = couple(plan, plan.programs).duration_s.copy()
+    seconds = schedule.duration_s.copy()
     seam_s = {name: max(own.seam_s[name] for own in traffic) for name in traffic[0].seam_s}
     of_class = {plan.ranks.class_of(rank): own for rank, own in enumerate(traffic)}
     at = 0

@@ -26,15 +26,9 @@ from optimus.bench.contests import CONTESTS, RANKS, Axis, Contest, Way
 from optimus.bench.real_ranks import TIMEOUT_S, put_communication_first, run_pinned_ranks
 from optimus.bench.result import BenchResult
 from optimus.bench.shaped_net import INTERFACE, enter_namespace, shaped_links
-from optimus.engine.batch_table import make_table
-from optimus.engine.batches import SampleBatch
-from optimus.engine.buckets import Buckets
-from optimus.engine.executor import Executor
 from optimus.engine.groups import make_groups
-from optimus.engine.optimizer import Optimizer
-from optimus.engine.rank_model import build_rank
-from optimus.engine.sharding import Sharded
-from optimus.engine.synthetic import Synthetic
+from optimus.engine.one_rank import OneRank
+from optimus.engine.training import Training
 from optimus.job.cluster import Link
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
@@ -74,48 +68,23 @@ class _Variant:
     """One way to play the plan on this rank, with parameters of its own."""
 
     def __init__(self, job: Job, plan: Plan, way: Way, dtype: torch.dtype) -> None:
-        rank, data = dist.get_rank(), Synthetic(job=job, seed=SEED)
-        count = job.workload.sequences_per_step
-        llm_tokens = count // plan.ranks.llm.dp // plan.microbatches * job.workload.sequence_tokens
+        rank, device = dist.get_rank(), torch.device("cpu")
         made = make_groups(plan, rank, timeout_s=TIMEOUT_S)
         groups = way.groups(rank=rank, members=made.members, groups=made.groups)
-        model = build_rank(job.model, plan, groups, llm_tokens=llm_tokens, dtype=dtype, seed=SEED)
-        buckets: Buckets[Sharded] = Buckets(
-            plan, groups, model.chunks, way.buckets, model.tied, model.partial
+        self.one = OneRank(
+            job, plan, Training(seed=SEED), groups, dtype=dtype, device=device, sharding=way.buckets
         )
-        self.optimizer = Optimizer(buckets, learning_rate=1e-4, weight_decay=0.01, clip=1.0)
-        self._executor = Executor(
-            plan,
-            groups,
-            model.chunks,
-            model.shapes,
-            device=torch.device("cpu"),
-            tied=model.tied,
-            buckets=buckets,
-            optimizer=self.optimizer,
-        )
-        own = count // plan.ranks.llm.dp
-        first = plan.ranks.place(LLM, rank).dp * own
-        self._batch = SampleBatch(
-            job.model,
-            plan,
-            rank,
-            make_table(plan, [data.sizes(number) for number in range(first, first + own)]),
-            data.sample,
-            scale=1.0 / sum(data.labels(number) for number in range(count)),
-            seed=SEED,
-            step=0,
-            dtype=dtype,
-        )
+        self._batch = self.one.batch(0, self.one.table(0))
 
     def step(self) -> Tensor | None:
-        return self._executor.step(self._batch)
+        return self.one.executor.step(self._batch)
 
     def seen(self) -> tuple[float, float]:
         """Loss and gradient norm of a step."""
         loss = total_loss(self.step())
-        assert self.optimizer.norm is not None
-        return loss, float(self.optimizer.norm)
+        norm = self.one.optimizer.norm
+        assert norm is not None
+        return loss, float(norm)
 
 
 def time_ways(rank: int, prepared: Prepared, rounds: int, tell: Callable[[int], None]) -> Timed:

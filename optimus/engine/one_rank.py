@@ -1,6 +1,6 @@
 """One rank of a run, ready to step: its part of the model, its optimizer, its program bound, and its data.
 
-`trainer` runs it among others; `dry_run` by itself, at full size and without numbers.
+`trainer` and benches run it among others; `dry_run` by itself, at full size and without numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from optimus.program.ranks import LLM
 
 
 class OneRank:
-    """Made on every rank from the same job, plan and training; `groups` say which rank it is."""
+    """Made on every rank from the same job, plan and training; `groups` say which rank it is.
+
+    `sharding` says how parameters are gathered and gradients reduced.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class OneRank:
         device: torch.device,
         recorder: Recorder | None = None,
         kernels: Kernels = KERNELS,
+        sharding: type[Sharded] = Sharded,
     ) -> None:
         self.job, self.plan, self.training, self.groups = job, plan, training, groups
         self.dtype, self.device = dtype, device
@@ -57,7 +61,7 @@ class OneRank:
             kernels=kernels,
         )
         buckets: Buckets[Sharded] = Buckets(
-            plan, groups, self.model.chunks, Sharded, self.model.tied, self.model.partial
+            plan, groups, self.model.chunks, sharding, self.model.tied, self.model.partial
         )
         self.optimizer = Optimizer(
             buckets,
