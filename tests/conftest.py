@@ -10,15 +10,14 @@ from service_user import installed as installed
 
 # Sums of the durations of an area's tests; `make test-ci` runs two tests at a time, so it takes about half.
 MINUTES = {
-    "foundation": 5,
-    "plan file": 12,
-    "engine": 5,
-    "search": 8,
-    "sharding": 2,
+    "foundation": 7,
+    "plan file": 9,
+    "engine": 7,
+    "search": 6,
     "tensor parallelism": 2,
 }
 SLOWEST = 4  # tests named of an area that is over its minutes
-SLOW_MACHINE = 2.0  # the same tests take up to twice as long on a busy or slower machine: only more fails
+SLOW_MACHINE = 3.0  # the same tests take up to three times as long on a busy, slower machine: only more fails
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

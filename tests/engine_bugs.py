@@ -73,11 +73,11 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("the second piece goes where the first went", "pieces")
 def _() -> AbstractContextManager[Any]:
-    def targets(original: Any, *args: Any) -> Any:
+    def pieces(original: Any, *args: Any) -> Any:
         found = original(*args)
         return [found[0]] * len(found)
 
-    return wrapped(batches.SampleBatch, "_targets", targets)
+    return wrapped(batches.SampleBatch, "_pieces", pieces)
 
 
 @bug("images attend to each other", "two ranks")
@@ -210,7 +210,7 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("a bias gradient is lost", "plain")
 def _() -> AbstractContextManager[Any]:
-    return patch.object(linear, "_add_bias_gradient", lambda bias, gradient: None)
+    return patch.object(linear, "add_bias_gradient", lambda bias, gradient: None)
 
 
 @bug("a table's gradient is set, not added", "two ranks")

@@ -28,7 +28,7 @@ from optimus.models.tensor_parallel import Share
 from optimus.program.plan import Plan
 from optimus.search.planning import make_plan
 
-STEPS = 5
+STEPS, BARE_CALLS = 5, 20_000
 
 
 def _tiny_stack(stack: Stack, tp: int) -> Stack:
@@ -88,15 +88,18 @@ class _Fakes(Groups):
         return _Share(rank=found.rank, size=found.size, group=found.group)
 
 
-def issue_s(job: Job, plan: Plan, rank: int) -> float:
-    """CPU seconds of this thread for one step, the least of some; its first, which makes things, aside."""
+def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
+    """CPU seconds of a whole step, and of a bare call of torch's: the least of some.
+
+    The first step, which makes things, is left aside.
+    """
     torch.set_num_threads(1)
     small, small_plan = tiny(job, plan)
     with fake_world(rank, plan.ranks.world):
         made = make_groups(small_plan, rank, timeout_s=60)
         groups = _Fakes(rank=rank, members=made.members, groups=made.groups)
         one = OneRank(small, small_plan, Training(), groups, dtype=torch.float32, device=torch.device("cpu"))
-        batch, found = one.batch(0, one.table(0)), []
+        batch, found, bare = one.batch(0, one.table(0)), [], []
         # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.
         with one.executor.side.waiting(), torch.backends.mkldnn.flags(enabled=False):
             for _ in range(1 + STEPS):
@@ -105,17 +108,29 @@ def issue_s(job: Job, plan: Plan, rank: int) -> float:
                 begin = time.process_time()
                 one.executor.step(batch)
                 found.append(time.process_time() - begin)
+                bare.append(_bare_call_s())
                 gc.enable()
-    return min(found[1:])
+    return min(found[1:]), min(bare)
+
+
+def _bare_call_s() -> float:
+    """A product of tiny matrices: how fast this host is just now."""
+    matrix = torch.ones(2, 2)
+    begin = time.process_time()
+    for _ in range(BARE_CALLS):
+        torch.mm(matrix, matrix)
+    return (time.process_time() - begin) / BARE_CALLS
 
 
 def main(name: str, strategy: str, ranks: list[int]) -> None:
     job = find_job(name)
     plan = make_plan(job, strategy=strategy, systems=()).plan
     for rank in ranks:
-        seconds = issue_s(job, plan, rank)
+        seconds, bare_s = issue_s(job, plan, rank)
         lines = len(plan.programs[plan.ranks.class_of(rank)])
-        print(f"{name} {strategy} rank {rank}: {lines} lines, {seconds:.3f} s of {plan.claims.step_s:.3f} s")  # noqa: T201
+        of = f"{lines} lines, {seconds:.3f} s of {plan.claims.step_s:.3f} s"
+        calls = f"a line is {seconds / lines / bare_s:.1f} bare calls of {bare_s * 1e6:.2f} us"
+        print(f"{name} {strategy} rank {rank}: {of}; {calls}")  # noqa: T201
 
 
 if __name__ == "__main__":

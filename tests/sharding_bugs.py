@@ -315,8 +315,9 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("tied parameters lie in different buckets", ENDS)
 def _() -> AbstractContextManager[Any]:
-    def make_all(original: Any, self: Buckets[Sharded], parameters: Any, group: Any) -> Any:
-        return (self._make(parameters, group),) if parameters else ()
+    def make_all(original: Any, self: Buckets[Sharded], *args: Any) -> Any:
+        with patch.object(self, "_tied", frozenset()):
+            return original(self, *args)
 
     return wrapped(Buckets, "_make_all", make_all)
 

@@ -17,9 +17,9 @@ from optimus.bench.draws import Draws
 from optimus.bench.paced import OURS, RankAnswer, Task, bench_paced, our_faults
 from optimus.bench.paced_backend import PacedNetwork, PacedWork
 from optimus.bench.paced_job import ENCODER, LINK, ROWS, WIDTH, PacedJob
-from optimus.bench.paced_plan import PacedPlan, TinyBatch, TinyStage
+from optimus.bench.paced_plan import PacedPlan, Played, TinyBatch, TinyStage
 from optimus.bench.paced_ranks import run_paced_ranks
-from optimus.bench.paced_replays import replay_plan
+from optimus.bench.paced_replays import compare_step, replay_plan
 from optimus.bench.paced_steps import play_rounds
 from optimus.bench.result import BenchResult, VariantTime
 from optimus.cli import run
@@ -62,17 +62,41 @@ def test_two_replays_agree(plan: Plan, seed: int) -> None:
     assert wanted_s > plan.claims.step_s * 0.9
 
 
+@pytest.mark.parametrize("moved_s", [-0.004, 0.004])
+def test_an_op_that_is_off_its_replay_is_noticed_unless_hosts_were_late(plan: Plan, moved_s: float) -> None:
+    replayed = replay_plan(plan, DRAWS, SLOW)
+    begun, played = [], []
+    for rank in range(JOB.ranks):
+        device = plan.ranks.class_of(rank)
+        rows = [tuple(row) for row in plan.programs[device].rows.tolist()]
+        begun.append(list(range(len(rows))))
+        played.append(
+            [
+                Played(line=line, row=row, end_s=7.0 + float(replayed.ends_s[device][line]))
+                for line, row in enumerate(rows)
+                if row[1] <= Verb.W
+            ]
+        )
+
+    def words(given_up_s: float) -> tuple[str, ...]:
+        return compare_step(plan, replayed, begun, played, start_s=7.0, given_up_s=given_up_s).words()
+
+    assert words(0.0) == ()
+    played[2][5] = replace(played[2][5], end_s=played[2][5].end_s + moved_s)
+    (said,) = words(0.003)
+    assert ("before everything it waits for" if moved_s < 0 else "late") in said and "0.0010 s" in said
+    assert words(0.0045) == ()
+
+
 def test_the_job_is_as_it_is_described() -> None:
     for ranks in (4, 16):
         job = PacedJob(ranks=ranks)
         variants = job.torch_variants()
-        forward_s = [sum(cut.forward_s) for cuts in variants.values() for cut in cuts]
-        assert forward_s == pytest.approx([ranks * job.bound_s / job.microbatches / 3] * len(forward_s))
-        assert min(min(cut.forward_s) for cut in variants["balanced ZBV"]) >= 0.02
-        for cuts in variants.values():
-            for cut in cuts:
-                assert len(cut.forward_s) == ranks * cut.pipeline.chunks
-                assert cut.least_s >= job.bound_s * (1 - 1e-9)
+        starts = [cuts.variant(cut) for cuts in variants.values() for cut in cuts.starts]
+        for variant in starts:
+            assert sum(variant.forward_s) == pytest.approx(ranks * job.bound_s / job.microbatches / 3)
+            assert len(variant.forward_s) == ranks * variant.pipeline.chunks
+            assert variant.least_s >= job.bound_s * (1 - 1e-9)
 
 
 def test_no_op_of_ours_is_shorter_than_20_ms(plan: Plan) -> None:
@@ -142,7 +166,7 @@ def play_spoiled(
             for parameter in chunk.trained(0, 99)
             if parameter.grad is not None
         ]
-        answer = RankAnswer(steps=steps, begun=begun, played=played, cuts={}, actions={})
+        answer = RankAnswer(steps=steps, begun=begun, played=played)
         found.append((answer, gradients))
     return found
 

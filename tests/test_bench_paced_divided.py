@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from optimus.bench.divided_job import COLLECTIVE_S, MESSAGE_S, TP, DividedJob
+from optimus.bench.divided_job import COLLECTIVE_S, MESSAGE_S, SIZES, TP, DividedJob, replicas_on
 from optimus.bench.divided_plans import (
     COARSE,
     DP_BUBBLES,
@@ -58,28 +58,50 @@ def test_torchs_schedules_hold_every_layer_once() -> None:
     halves = 2 * (EIGHT.encoder_layers + EIGHT.pp)
     alone_s = sum(half_s(half, kind) for half in range(halves) for kind in "FB")
     for name, cuts in torch_variants(EIGHT).items():
-        for variant in cuts:
+        for variant in map(cuts.variant, cuts.starts):
             stages = range(len(variant.stages))
             assert [half for own in variant.stages for half in own] == list(range(halves)), name
             compute_s = sum(variant.compute_s(kind, stage) for stage in stages for kind in "FB")
             assert compute_s == pytest.approx(alone_s)
             exchanged_s = sum(variant.exchange_s("F", stage) for stage in stages)
-            assert exchanged_s == pytest.approx(EXCHANGES * halves * COLLECTIVE_S)
+            assert exchanged_s == pytest.approx(EXCHANGES * 2 * EIGHT.pp * COLLECTIVE_S), "of the LLM alone"
 
 
 def test_what_is_no_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "paced", "--tp", "--ranks", "8", "--against", "magic"]) == 2
     assert "error: --against = magic is not a variant" in capsys.readouterr().err
     assert run(["bench", "real", "--tp"]) == 2
-    assert run(["bench", "paced", "--tp", "--ranks", "4"]) == 2
-    assert "error: --dp = 2 replicas" in capsys.readouterr().err
+    assert run(["bench", "paced", "--tp", "--ranks", "16", "--dp", "1"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "error: --dp = 1 replicas of 2 to 4 stages of 2 do not fit on 16 ranks" in said
+        and "use 2 or 4" in said
+    )
+
+
+@pytest.mark.parametrize("ranks", ["0", "-8", "7"])
+def test_a_number_of_ranks_that_cannot_be_divided_is_refused(
+    ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "paced", "--tp", "--ranks", ranks]) == 2
+    assert f"error: --ranks = {ranks} is not a size" in capsys.readouterr().err
+
+
+def test_every_size_has_a_number_of_replicas() -> None:
+    assert {ranks: replicas_on(ranks) for ranks in SIZES} == {
+        4: [1],
+        8: [1, 2],
+        16: [2, 4],
+        32: [4, 8],
+        64: [8, 16],
+    }
 
 
 @pytest.mark.alone
 @pytest.mark.ci("tensor parallelism")
 @pytest.mark.timeout(240)
 def test_eight_ranks_play_every_line_when_its_replay_says() -> None:
-    """In order, never early, and no later than the host; how late that is, a quiet one shows (heavy)."""
+    """In order, and off by no more than hosts were late; how late that is, a quiet one shows (heavy)."""
     result = bench_paced_divided(ranks=8, rounds=1, against=(TP_SLOTS,))
     assert not [problem for problem in result.problems if ":" in problem], result.problems
 

@@ -67,11 +67,14 @@ def send(name: str) -> int:
 @pytest.mark.timeout(60)
 def test_a_link_is_as_slow_as_it_is_told_to_be() -> None:
     """200 ms for a megabyte at 40 Mbit/s, less what may pass at once; more on a busy machine."""
+    seconds = []
     with shaped_links(2, mbit_per_s=MBIT_PER_S) as names:
-        children = receive(names[0]), send(names[1])
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes[0] == 0
-    assert 0.18 <= codes[1] / 100 <= 1.0
+        for _ in range(3):
+            children = receive(names[0]), send(names[1])
+            received, sent = (os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+            assert received == 0
+            seconds.append(sent / 100)
+    assert 0.18 <= min(seconds) <= 1.0
 
 
 def namespaces_and_links() -> set[str]:

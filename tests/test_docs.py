@@ -36,6 +36,7 @@ TABLES = ROOT / "docs" / "cost-model.md"
 REFRESH = "run `python tests/test_docs.py` and look at what changed"
 LEFT_OUT = "..."  # a line of its own: lines of the output that are not shown
 ELSEWHERE = ("pip", "make")  # commands that a test does not run but checks
+LONG = ("report", "why")  # pages that plan and compare for minutes
 HOSTS = ("arxiv.org", "keepachangelog.com", "semver.org")
 COMMANDS = {command.__name__.lower(): command for command in cli.COMMANDS}
 OPTIONS = {
@@ -158,11 +159,13 @@ def is_shown_truly(shown: tuple[str, ...], output: list[str]) -> bool:
 # ---------------------------------------------------------------- commands
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if any(s.words[0] == "optimus" for s in steps(page))],
-    ids=lambda p: p.name,
+    [
+        pytest.param(page, marks=pytest.mark.heavy if page.stem in LONG else pytest.mark.ci, id=page.name)
+        for page in PAGES
+        if any(step.words[0] == "optimus" for step in steps(page))
+    ],
 )
 @pytest.mark.timeout(300)  # a page of plans takes 90 s on a quiet machine
 def test_every_command_runs_and_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
@@ -187,6 +190,13 @@ def test_every_command_is_ours_or_can_be_checked(page: Path) -> None:
             assert set((wanted["extras"] or "").split(",")) <= {"", *known}
         elif command != "file":
             assert command in ("optimus", "optimus-mllm"), command
+
+
+@pytest.mark.parametrize("where", ["README.md", "docs/index.md", "mkdocs.yml"])
+def test_every_page_can_be_found(where: str) -> None:
+    text = (ROOT / where).read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert not {page for page in pages if page not in text}
 
 
 @by_page

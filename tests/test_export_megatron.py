@@ -94,7 +94,7 @@ def core_config(flags: dict[str, list[str]]) -> Any:
     ("job", "layout"),
     [
         ("cpu/tiny-vl", ()),
-        ("paper/small-a100", ()),
+        pytest.param("paper/small-a100", (), marks=pytest.mark.heavy),
         ("paper/small-a100", ("llm=pp4,tp2",)),
         ("paper/small-a100", ("llm=pp2,tp4,chunks5",)),
         ("paper/strong-3072", ()),

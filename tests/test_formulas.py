@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from optimus.job.model import Attention, Mlp, Stack
-from optimus.models.dropout import row_keys
+from optimus.models.dropout import Dropout, row_keys
 from optimus.models.formula import Formula
+from optimus.models.layer_parts import Join
 from optimus.models.layers import Down, Out, Projection, Qkv, Up
 from optimus.models.numerics import KERNELS, Numerics
 from optimus.models.rotary import Rotary, sequence_table
@@ -172,6 +173,31 @@ def test_a_chain_goes_back_no_further_than_something_learns() -> None:
 
 def _norm_and_up() -> list[Segment]:
     return [segment for name, segment in segments(STACK, parts=True) if name in ("norm2", "up")]
+
+
+def test_a_bias_that_adds_up_in_float32_gets_sums_in_float32() -> None:
+    bias = torch.nn.Parameter(torch.zeros(WIDTH, dtype=torch.bfloat16))
+    bias.grad_dtype = torch.float32
+    bias.grad = torch.zeros(WIDTH)
+    join = Join(bias, Dropout("join", 0.0))
+    gradient = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    join.gradient(None, (gradient,), (True, True), Deferred())
+    assert torch.equal(bias.grad, gradient.sum(0, dtype=torch.float32))
+
+
+def test_dropout_in_a_graph_keeps_keys_and_drops_gradients_as_it_drops_rows() -> None:
+    keys, dropout, kept = row_keys(torch.arange(ROWS), seed=0, step=0, sample=0), Dropout("site", 0.1), []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    rows = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = dropout(rows, keys)
+    assert kept == [keys]
+    found.backward(seed := torch.randn_like(found))
+    assert rows.grad is not None and torch.equal(rows.grad, dropout(seed, keys))
 
 
 Found = tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]  # state, its gradients, of parameters

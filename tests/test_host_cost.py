@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from optimus.engine.torch_private import fake_world
 
+BARE_CALLS = 30  # of torch, that a line of a large plan may take
 FORWARD_US, BACKWARD_US, COMMUNICATION_US = 40.0, 80.0, 25.0  # above bare calls of torch
 Record = Callable[[str, object], None]
 
@@ -72,13 +73,15 @@ def test_a_phase_of_communication_costs_the_host_little_more_than_torch(
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(300)
 def test_a_large_plan_is_issued_faster_than_it_runs(record: Record) -> None:
-    """A whole step of one rank, by the engine itself: 0.37 of its time on a quiet host, up to 0.8 else.
+    """A whole step of one rank, by the engine itself; the aim is 0.30 of its time (docs/limits.md).
 
-    The aim is 0.30 (docs/limits.md).
+    Seconds depend on the host, so what guards against slower code is a line's cost in bare calls of torch:
+    19 to 25, and 33 to 36 when layers played autograd's gradients.
     """
     worker = Path(__file__).with_name("host_issue.py")
     command = [sys.executable, str(worker), "paper/strong-3072", "optimus", "0"]
     told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280).stdout
     record("issued", told.strip())
     issued_s, step_s = map(float, re.findall(r"([0-9.]+) s", told))
-    assert 0.1 * step_s < issued_s < step_s, told
+    calls = float(re.findall(r"([0-9.]+) bare calls", told)[0])
+    assert 0.1 * step_s < issued_s < step_s and 5 < calls < BARE_CALLS, told

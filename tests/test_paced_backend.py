@@ -42,8 +42,8 @@ class Host:
     def work(self, duration_s: float) -> None:
         self.now_s += duration_s
 
-    def clock(self) -> PacedClock:
-        return PacedClock(catch_up_s=0.03, now=lambda: self.now_s, sleep=self.work)
+    def clock(self, slow: float = 1.0) -> PacedClock:
+        return PacedClock(slow=slow, catch_up_s=0.03, now=lambda: self.now_s, sleep=self.work)
 
 
 def test_overhead_is_caught_up() -> None:
@@ -64,6 +64,20 @@ def test_only_so_much_is_caught_up() -> None:
     assert (clock.ideal_s - 100, clock.given_up_s) == pytest.approx((0.07, 0.05))
     clock.compute(0.05)
     assert host.now_s - 100 == pytest.approx(0.12)
+
+
+def test_in_slow_motion_a_second_takes_several_and_lateness_of_the_host_counts_as_less() -> None:
+    host = Host()
+    clock = host.clock(slow=4.0)
+    begin_s = clock.ideal_s
+    clock.compute(0.5)
+    assert (host.now_s - 100, clock.ideal_s - begin_s) == pytest.approx((2.0, 0.5))
+    host.work(0.07)
+    clock.compute(0.01)  # as long as 40 ms of the host, which is 30 late: just what it may make up for
+    assert clock.given_up_s == pytest.approx(0, abs=1e-12)
+    host.work(0.09)
+    clock.compute(0.01)  # 80 ms late, 50 for good
+    assert clock.given_up_s == pytest.approx(0.05 / 4)
 
 
 def test_an_event_in_the_past_costs_nothing() -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -117,18 +119,31 @@ def test_a_plan_is_proved_and_its_parts_agree(planned: Planned) -> None:
     assert spent > 0 and planned.plan.claims.estimate_s > 0
 
 
-@pytest.mark.ci("plan file")
-def test_bounds_hold_for_every_system() -> None:
-    for job in (find_job(SMALL), small_job()):
-        found = make_plan(job, systems=["balanced-best", "three-phase"])
-        # Another layout (fsdp) may be below the floor; at this layout nothing is below the bound.
-        for system in found.systems.values():
-            least = found.bounds.floor_s if system.name == "llm-only" else found.bounds.bound_s
-            assert system.step_s >= least * (1 - 1e-9), system.name
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(small_job, id="few layers", marks=pytest.mark.ci("plan file")),
+        pytest.param(partial(find_job, SMALL), id=SMALL, marks=pytest.mark.heavy),
+    ],
+)
+def test_bounds_hold_for_every_system(job: Callable[[], Job]) -> None:
+    found = make_plan(job(), systems=["balanced-best", "three-phase"])
+    # Another layout (fsdp) may be below the floor; at this layout nothing is below the bound.
+    for system in found.systems.values():
+        least = found.bounds.floor_s if system.name == "llm-only" else found.bounds.bound_s
+        assert system.step_s >= least * (1 - 1e-9), system.name
 
 
-@pytest.mark.ci("plan file")
-@pytest.mark.parametrize("name", catalog.names("jobs"))
+LONG = ("paper/strong-1536", "paper/strong-2048", "paper/dual-11-5", "paper/dual-22-11")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.heavy if name in LONG else pytest.mark.ci("plan file"))
+        for name in catalog.names("jobs")
+    ],
+)
 def test_the_validator_s_replay_equals_the_claim_on_every_catalog_job(name: str) -> None:
     """To a nanosecond; every rule holds."""
     job = find_job(name)

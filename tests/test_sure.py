@@ -47,10 +47,22 @@ def sure(comparison: Comparison) -> Sure:
     return find_sure(comparison)
 
 
+def test_what_a_profile_measured_is_among_what_is_drawn() -> None:
+    """A machine on which collectives take half of the cores' time is not another one."""
+    measured = replace(BASE, slowdown=0.6, launch_s=4e-5)
+    models = draw_models(measured, doubts(measured), draws=200, seed=0)
+    assert {model.slowdown for model in models} == {0.0, 0.6, 1.2}
+    assert {model.launch_s for model in models} == {0.0, 4e-5, 8e-5}
+    clean = replace(BASE, slowdown=0.0, launch_s=0.0)
+    assert {each.field: each.choices for each in doubts(clean)} == {
+        each.field: each.choices for each in doubts(BASE)
+    }
+
+
 def test_every_doubt_covers_its_range_evenly() -> None:
     """A Latin hypercube: one draw in each 200th part; choices equally often."""
-    models = draw_models(BASE, doubts(), draws=200, seed=0)
-    for doubt in doubts():
+    models = draw_models(BASE, doubts(BASE), draws=200, seed=0)
+    for doubt in doubts(BASE):
         values = np.array([getattr(model, doubt.field) for model in models])
         if doubt.choices:
             counts = [int((values == choice).sum()) for choice in doubt.choices]
@@ -58,10 +70,12 @@ def test_every_doubt_covers_its_range_evenly() -> None:
         else:
             parts = np.floor((values - doubt.low) / (doubt.high - doubt.low) * 200)
             assert sorted(parts.astype(int).tolist()) == list(range(200)), doubt
-    assert models == draw_models(BASE, doubts(), draws=200, seed=0)
-    assert models != draw_models(BASE, doubts(), draws=200, seed=1)
-    pairs = np.array([[getattr(model, doubt.field) for doubt in doubts()] for model in models])
-    assert np.abs(np.corrcoef(pairs.T) - np.eye(len(doubts()))).max() < 0.25  # drawn together, not in step
+    assert models == draw_models(BASE, doubts(BASE), draws=200, seed=0)
+    assert models != draw_models(BASE, doubts(BASE), draws=200, seed=1)
+    pairs = np.array([[getattr(model, doubt.field) for doubt in doubts(BASE)] for model in models])
+    assert (
+        np.abs(np.corrcoef(pairs.T) - np.eye(len(doubts(BASE)))).max() < 0.25
+    )  # drawn together, not in step
 
 
 def test_with_nothing_perturbed_the_step_is_the_system_s(comparison: Comparison) -> None:
@@ -110,18 +124,18 @@ def test_counts_are_those_of_the_steps(sure: Sure, comparison: Comparison) -> No
 
 def test_a_rule_finds_what_decides() -> None:
     """Winners made by a rule of which everything is known, with a little noise."""
-    models = draw_models(BASE, doubts(), draws=200, seed=5)
+    models = draw_models(BASE, doubts(BASE), draws=200, seed=5)
     overlapped = [model.tp_overlapped > 0.5 for model in models]
-    rule = find_rule(models, doubts(), overlapped)
+    rule = find_rule(models, doubts(BASE), overlapped)
     assert rule is not None and str(rule) == "TP traffic is 70 % overlapped"
     assert rule.explains == rule.holds == 100
     slow = [model.dp_bandwidth < 0.9 and model.pp_bandwidth < 1.2 for model in models]
-    rule = find_rule(models, doubts(), slow)
+    rule = find_rule(models, doubts(BASE), slow)
     assert rule is not None and rule.doubt.field == "dp_bandwidth" and not rule.above
     assert str(rule) == "DP bandwidth is -10 % or lower" and rule.explains == sum(slow)
     dice = np.random.default_rng(1).random(200) < 0.3
-    assert find_rule(models, doubts(), dice.tolist()) is None
-    assert find_rule(models, doubts(), [False] * 200) is None
+    assert find_rule(models, doubts(BASE), dice.tolist()) is None
+    assert find_rule(models, doubts(BASE), [False] * 200) is None
 
 
 def test_what_cannot_win_or_is_the_same_is_left_out(comparison: Comparison) -> None:
@@ -149,8 +163,8 @@ def test_of_too_many_ops_the_slowest_are_left_out(comparison: Comparison) -> Non
 def test_the_words_of_the_two_lines(sure: Sure) -> None:
     steps = Steps(system="paper", dealing="drawn", steps_s=np.linspace(1.0, 2.0, 101), plays=101)
     other = replace(steps, system="today", steps_s=2 * steps.steps_s)
-    models = draw_models(BASE, doubts(), draws=200, seed=5)
-    rule = find_rule(models, doubts(), [model.tp_overlapped > 0.5 for model in models])
+    models = draw_models(BASE, doubts(BASE), draws=200, seed=5)
+    rule = find_rule(models, doubts(BASE), [model.tp_overlapped > 0.5 for model in models])
     wins = (
         Otherwise(system="balanced-best", wins=100, rule=rule),
         Otherwise(system="fsdp", wins=1, rule=None),

@@ -33,7 +33,8 @@ TOKENS, WIDTH, IMAGES, MERGE = 64, 32, (8, 8), 4
 KERNEL_S, SMALL_S = 0.015, 0.002  # a product or attention; an embedding, a projector
 COLLECTIVE_S = 0.020  # of a layer's rows, by two ranks
 MESSAGE_S = 0.005  # of a rank's rows to the next stage
-TP = 2
+TP, MOST_STAGES = 2, 4
+REPLICAS, SIZES = (1, 2, 4, 8, 16), (4, 8, 16, 32, 64)
 
 # By kind: seconds of every kernel of a layer, and of the ends. Norms take none: where layers are not divided,
 # the engine plays one together with the product behind it, and the plan knows two lines.
@@ -80,6 +81,19 @@ def link_of(axis: str) -> Link:
     return {"tp": TP_LINK, "dp": DP_LINK}.get(axis.split(".")[-1], P2P_LINK)
 
 
+def replicas_on(ranks: int) -> list[int]:
+    """Numbers of replicas that fit."""
+    found = [dp for dp in REPLICAS if ranks % (TP * dp) == 0 and 2 <= ranks // (TP * dp) <= MOST_STAGES]
+    if not found:
+        raise UserError(
+            field="--ranks",
+            value=ranks,
+            problem="is not a size of this bench",
+            hint=f"with --tp use {one_of(map(str, SIZES))}",
+        )
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class DividedJob:
     """The LLM in `dp` replicas of pipelines whose stages are two ranks each, an encoder on every rank."""
@@ -88,13 +102,12 @@ class DividedJob:
     dp: int = 2
 
     def __post_init__(self) -> None:
-        if self.ranks % (2 * TP * self.dp):
-            fits = one_of(str(dp) for dp in (1, 2, 4, 8) if self.ranks % (2 * TP * dp) == 0)
+        if self.dp not in (fits := replicas_on(self.ranks)):
             raise UserError(
                 field="--dp",
                 value=self.dp,
-                problem=f"replicas of two stages of {TP} ranks or more do not fit on {self.ranks} ranks",
-                hint=f"use {fits}" if fits else f"use --ranks {2 * TP * self.dp}",
+                problem=f"replicas of 2 to {MOST_STAGES} stages of {TP} do not fit on {self.ranks} ranks",
+                hint=f"use {one_of(map(str, fits))}",
             )
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from functools import cached_property
 
 from optimus.bench.divided_job import TP, VISION, DividedJob
 from optimus.job.job import Job
@@ -29,6 +29,8 @@ NOTHING, COARSE, GAPS, DP_BUBBLES, TP_SLOTS = (
     "+ DP bubbles",
     "+ TP slots",
 )
+VARIANTS = (OURS, TP_SLOTS, DP_BUBBLES, GAPS, COARSE, NOTHING, FLOOR)
+WAITING = (GAPS, COARSE, NOTHING)
 SHIFTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)  # of the LLM, as shares of its own step: the best is taken
 ORDERS = ("1f1b", "zero-bubble")
 
@@ -42,32 +44,54 @@ class Variant:
     waits: bool = False
 
 
-def variants_of(job: DividedJob) -> dict[str, Variant]:
-    """Ours, what it is made of step by step, and the LLM without encoders."""
-    setting = job.setting(job.job)
-    plain = llm_pipeline(setting, order_name="1f1b")
-    even, dealt = _coarse_plans(job, setting, plain)
-    gaps = _best(SlotlessTrial(setting, plain, _beside(job)))
-    slots = _best(Trial(setting, plain, _beside(job)))
-    split = min((_best(trial) for trial in _split_trials(job, setting)), key=_step_s)
-    ours = min(slots, split, key=_step_s)
-    found = {
-        OURS: ours.plan,
-        TP_SLOTS: slots.plan,
-        DP_BUBBLES: gaps.plan,
-        GAPS: gaps.plan,
-        COARSE: dealt.plan,
-        NOTHING: even.plan,
+def variants_of(job: DividedJob, wanted: Collection[str] = VARIANTS) -> dict[str, Variant]:
+    """Ours, what it is made of step by step, and the LLM without encoders: those that are wanted."""
+    plans = _Plans(job)
+    found: dict[str, Callable[[], FilledPlan]] = {
+        OURS: lambda: min(plans.slots, plans.split, key=_step_s),
+        TP_SLOTS: lambda: plans.slots,
+        DP_BUBBLES: lambda: plans.gaps,
+        GAPS: lambda: plans.gaps,
+        COARSE: lambda: plans.coarse[1],
+        NOTHING: lambda: plans.coarse[0],
+        FLOOR: plans.floor,
     }
-    waiting = (GAPS, COARSE, NOTHING)
-    variants = {name: Variant(job=job.job, plan=plan, waits=name in waiting) for name, plan in found.items()}
-    return {**variants, FLOOR: Variant(job=job.alone, plan=_floor(job))}
+    return {
+        name: Variant(
+            job=job.alone if name == FLOOR else job.job, plan=found[name]().plan, waits=name in WAITING
+        )
+        for name in VARIANTS
+        if name in wanted
+    }
 
 
-def _floor(job: DividedJob) -> Plan:
-    setting = job.setting(job.alone)
-    plans = (list_plan(setting, llm_pipeline(setting, order_name=order), {}) for order in ORDERS)
-    return min(plans, key=_step_s).plan
+class _Plans:
+    """Made when they are asked for."""
+
+    def __init__(self, job: DividedJob) -> None:
+        self._job, self._setting = job, job.setting(job.job)
+        self._plain = llm_pipeline(self._setting, order_name="1f1b")
+
+    @cached_property
+    def coarse(self) -> tuple[FilledPlan, FilledPlan]:
+        return _coarse_plans(self._job, self._setting, self._plain)
+
+    @cached_property
+    def gaps(self) -> FilledPlan:
+        return _best(SlotlessTrial(self._setting, self._plain, _beside(self._job)))
+
+    @cached_property
+    def slots(self) -> FilledPlan:
+        return _best(Trial(self._setting, self._plain, _beside(self._job)))
+
+    @cached_property
+    def split(self) -> FilledPlan:
+        return min((_best(trial) for trial in _split_trials(self._job, self._setting)), key=_step_s)
+
+    def floor(self) -> FilledPlan:
+        setting = self._job.setting(self._job.alone)
+        plans = (list_plan(setting, llm_pipeline(setting, order_name=order), {}) for order in ORDERS)
+        return min(plans, key=_step_s)
 
 
 def _beside(job: DividedJob, *, split: bool = False) -> dict[str, Beside]:
@@ -123,13 +147,13 @@ def _coarse_plans(job: DividedJob, setting: Setting, llm: InlinePipeline) -> tup
     return even, min(found.values(), key=_step_s)
 
 
-def _counts(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _counts(total: int, parts: int, least: int = 1) -> Iterator[tuple[int, ...]]:
     """All ways to deal so many; later stages, which wait longer for the LLM, never get less."""
-    for cuts in combinations(range(total + parts - 1), parts - 1):
-        ends = (-1, *cuts, total + parts - 1)
-        counts = tuple(b - a - 1 for a, b in pairwise(ends))
-        if min(counts) > 0 and list(counts) == sorted(counts):
-            yield counts
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(least, total // parts + 1):
+        yield from ((first, *others) for others in _counts(total - first, parts - 1, first))
 
 
 def _deal(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -141,8 +165,3 @@ def _deal(counts: tuple[int, ...]) -> tuple[int, ...]:
         given[at] += 1
         found.append(at)
     return tuple(found)
-
-
-def step_over_floor(seconds: Mapping[str, float]) -> float:
-    """Of ours."""
-    return seconds[OURS] / seconds[FLOOR]

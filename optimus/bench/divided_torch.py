@@ -1,15 +1,17 @@
 """torch's own schedules over divided stages: tensor parallelism by DTensor, on the links that ours meets too.
 
-Encoder and LLM stand in one pipeline, both divided over the same ranks, and are cut between the two halves of
-any layer. DTensor gathers and scatters where it computes: nothing can run meanwhile. Replicas send each other
-nothing, which spares these schedules what ours has to do.
+Encoder and LLM stand in one pipeline and are cut between the two halves of any layer. The LLM is divided by
+DTensor, which gathers and scatters where it computes: nothing can run meanwhile. The encoder is whole on
+every rank, with one image of a microbatch, as in ours. Replicas send each other nothing, and gradients of the
+encoder are not summed over the ranks of a stage: both spare these schedules what ours has to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,10 +24,12 @@ from optimus.bench.divided_job import COLLECTIVE_S, LAYER_S, P2P_LINK, TOKENS, T
 from optimus.bench.draws import Draws
 from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_torch import PacedPipeline, Passing, TorchPipeline
+from optimus.bench.torch_cuts import Actions, Cuts, balanced
 from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
 from optimus.engine.groups import Groups
 from optimus.program.op import Kind
-from optimus.systems.balance import proportional_cut, smallest_maximum_cut
+from optimus.schedule.layer_sums import Cut
+from optimus.systems.balance import smallest_maximum_cut
 
 DTYPE = torch.bfloat16
 HALVES = (("qkv", "attention", "out"), ("up", "down"))  # kernels of a layer before and after its middle
@@ -44,20 +48,22 @@ class DividedTorch:
 
     pipeline: TorchPipeline
     stages: tuple[range, ...]
+    whole: int  # the first halves, which are not divided: those of the encoder
 
     def compute_s(self, kind: str, stage: int) -> float:
         return sum(half_s(half, kind) for half in self.stages[stage])
 
     def exchange_s(self, kind: str, stage: int) -> float:
         """Gradients of weights are made without."""
-        return 0.0 if kind == "W" else EXCHANGES * COLLECTIVE_S * len(self.stages[stage])
+        divided = sum(half >= self.whole for half in self.stages[stage])
+        return 0.0 if kind == "W" else EXCHANGES * COLLECTIVE_S * divided
 
     def drawn_s(self, draws: Draws, kind: str, stage: int, microbatch: int) -> float:
         named = f"{self.pipeline.schedule} of {len(self.stages)}"
         factor = draws.factor(module=named, kind=kind, virtual_stage=stage, microbatch=microbatch)
         return self.compute_s(kind, stage) * factor
 
-    def replayed_s(self, draws: Draws, actions: Sequence[Sequence[str]]) -> float:
+    def replayed_s(self, draws: Draws, actions: Actions) -> float:
         """By the rules alone."""
         pipeline, ranks = self.pipeline, len(actions)
         rank_of = {stage: rank for rank in range(ranks) for stage in pipeline.stages_of(rank, ranks)}
@@ -83,7 +89,7 @@ class DividedTorch:
         )
 
 
-def torch_variants(job: DividedJob) -> dict[str, tuple[DividedTorch, ...]]:
+def torch_variants(job: DividedJob) -> dict[str, Cuts[DividedTorch]]:
     """The encoder in stage 0, or all layers in model order: each with cuts to choose from."""
     once = TorchPipeline(
         schedule="1F1B", num_microbatches=job.microbatches, rows=TOKENS // TP, width=WIDTH, dtype=DTYPE
@@ -97,44 +103,48 @@ def torch_variants(job: DividedJob) -> dict[str, tuple[DividedTorch, ...]]:
     }
 
 
-def _stage0(job: DividedJob, pipeline: TorchPipeline) -> tuple[DividedTorch, ...]:
+def _stage0(job: DividedJob, pipeline: TorchPipeline) -> Cuts[DividedTorch]:
     """The encoder as stage 0, and the LLM's layers evenly behind it."""
-    first, total = 2 * job.encoder_layers, 2 * (job.encoder_layers + job.pp)
-    weights = [half_s(half, "F") + half_s(half, "B") for half in range(first, total)]
-    cut = [0, *(first + at for at in smallest_maximum_cut(weights, job.pp - 1))]
-    return (_cut(pipeline, cut),)
+    first, halves = 2 * job.encoder_layers, _halves_s(job)
+    start = (0, *(first + at for at in smallest_maximum_cut(halves[first:], job.pp - 1)))
+    return replace(_cuts(job, pipeline, (start,)), is_fixed=True)
 
 
-def _balanced(job: DividedJob, pipeline: TorchPipeline) -> tuple[DividedTorch, ...]:
-    """As even as possible from the front, from the back, and by equal shares."""
-    count, stages = 2 * (job.encoder_layers + job.pp), job.pp * pipeline.chunks
-    weights = [half_s(half, "F") + half_s(half, "B") + 4 * COLLECTIVE_S for half in range(count)]
-    cuts: dict[tuple[int, ...], None] = {}
-    for cut_of in (smallest_maximum_cut, proportional_cut):
-        cuts[tuple(cut_of(weights, stages))] = None
-        cuts[tuple(count - at for at in reversed(list(cut_of(weights[::-1], stages))))] = None
-    return tuple(_cut(pipeline, cut) for cut in cuts)
+def _balanced(job: DividedJob, pipeline: TorchPipeline) -> Cuts[DividedTorch]:
+    return _cuts(job, pipeline, balanced(_halves_s(job), job.pp * pipeline.chunks))
 
 
-def _cut(pipeline: TorchPipeline, cut: Sequence[int]) -> DividedTorch:
-    stages = tuple(range(a, b) for a, b in zip(cut, list(cut)[1:], strict=False))
-    return DividedTorch(pipeline=pipeline, stages=stages)
+def _halves_s(job: DividedJob) -> list[float]:
+    """What each takes, forward and backward: the encoder's, then the LLM's, which have exchanges."""
+    whole, exchanges_s = 2 * job.encoder_layers, 2 * EXCHANGES * COLLECTIVE_S
+    return [
+        half_s(half, "F") + half_s(half, "B") + (exchanges_s if half >= whole else 0.0)
+        for half in range(2 * (job.encoder_layers + job.pp))
+    ]
+
+
+def _cuts(job: DividedJob, pipeline: TorchPipeline, starts: tuple[Cut, ...]) -> Cuts[DividedTorch]:
+    def variant(cut: Cut) -> DividedTorch:
+        stages = tuple(range(a, b) for a, b in pairwise(cut))
+        return DividedTorch(pipeline=pipeline, stages=stages, whole=2 * job.encoder_layers)
+
+    return Cuts(pipeline=pipeline, starts=starts, variant=variant)
 
 
 # ---------------------------------------------------------------------------- on every rank
 
 
 class DividedStage(nn.Module):
-    """Half layers on the rows that this rank holds of the sequence."""
+    """Half layers on the rows that this rank holds: of an image, then of the sequence."""
 
     def __init__(self, variant: DividedTorch, stage: int, mesh: DeviceMesh, spend: Any) -> None:
         super().__init__()
         self._mesh, self._spend, self._split = mesh, partial(spend, stage=stage), variant.pipeline.splits
-        shapes = (WIDTH, WIDTH // TP), (WIDTH // TP, WIDTH)  # this rank's columns, then its rows
+        self._divided = [half >= variant.whole for half in variant.stages[stage]]
         self.weights = nn.ParameterList(
             nn.Parameter(torch.full(shape, 1 / WIDTH, dtype=DTYPE))
-            for _ in variant.stages[stage]
-            for shape in shapes
+            for divided in self._divided
+            for shape in _shapes(WIDTH // TP if divided else WIDTH)
         )
         self.free = False
 
@@ -147,14 +157,19 @@ class DividedStage(nn.Module):
         weights = list(self.weights)
         if self._split:
             weights[0] = Passing.apply(weights[0], lambda: self._spent("W", number))
-        x = self._placed(rows, Shard(0))
-        for columns, inner in zip(weights[::2], weights[1::2], strict=True):
-            gathered = x.redistribute(placements=[Replicate()])
-            wide = torch.tanh(gathered @ self._placed(columns, Shard(1)))
-            x = x + (wide @ self._placed(inner, Shard(0))).redistribute(placements=[Shard(0)])
-        found: Tensor = x.to_local().clone()  # torch detaches it in place, which a view does not allow
+        for divided, columns, inner in zip(self._divided, weights[::2], weights[1::2], strict=True):
+            rows = self._exchanged(rows, columns, inner) if divided else _alone(rows, columns, inner)
+        found = rows.clone()  # torch detaches it in place, which a view does not allow
         self._spent("F", number)
         return found
+
+    def _exchanged(self, rows: Tensor, columns: Tensor, inner: Tensor) -> Tensor:
+        """All rows are gathered, and sums scattered to those who hold them."""
+        x = self._placed(rows, Shard(0))
+        gathered = x.redistribute(placements=[Replicate()])
+        wide = torch.tanh(gathered @ self._placed(columns, Shard(1)))
+        found = x + (wide @ self._placed(inner, Shard(0))).redistribute(placements=[Shard(0)])
+        return found.to_local()
 
     def _placed(self, tensor: Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(tensor, self._mesh, [placement], run_check=False)
@@ -162,6 +177,15 @@ class DividedStage(nn.Module):
     def _spent(self, kind: str, microbatch: int) -> None:
         if not self.free:
             self._spend(kind=kind, microbatch=microbatch)
+
+
+def _shapes(width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """A rank's columns of the first product, then its rows of the second."""
+    return (WIDTH, width), (width, WIDTH)
+
+
+def _alone(rows: Tensor, columns: Tensor, inner: Tensor) -> Tensor:
+    return rows + torch.tanh(rows @ columns) @ inner
 
 
 def make_pipelines(

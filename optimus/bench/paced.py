@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
-from torch import distributed as dist
-
-from optimus.bench.draws import Draws
+from optimus.bench.draws import MEANS, Draws
 from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_job import LINK, LINK_OF_REPLICAS, PacedJob, TorchVariant
 from optimus.bench.paced_plan import PacedPlan, Played
@@ -19,7 +16,6 @@ from optimus.bench.paced_replays import (
     NEAR_S,
     Faults,
     PlanReplay,
-    best_cut,
     compare_step,
     replay_plan,
     replay_torch,
@@ -29,6 +25,7 @@ from optimus.bench.paced_steps import DISTURBED_SHARE, Playable, Step, is_distur
 from optimus.bench.paced_torch import PacedPipeline
 from optimus.bench.pacing import Link
 from optimus.bench.result import BenchResult, VariantTime
+from optimus.bench.torch_cuts import Chosen, choose
 from optimus.program.plan import Plan
 
 OURS = "ours"
@@ -36,6 +33,7 @@ SEED = 20_250_101  # of the draws; plans are made without it
 ERROR = 0.03  # the most that a step may differ from its replay
 ONCE_S, NEVER_S = 20.0, 60.0  # steps of variants that take longer are played once, or only replayed
 TIMEOUT_S = 300.0
+NO_CALM_STEP = "no step of ours was undisturbed, so its time proves nothing: use a calmer host"
 MEANING = "Pacing proves order, dependencies and messaging, not GPU speed: ranks sleep instead of computing."
 
 Progress = Callable[[str, int, int], None]
@@ -47,8 +45,8 @@ class Task:
 
     plan: Plan
     draws: Draws
-    torch_variants: Mapping[str, tuple[TorchVariant, ...]]  # with cuts to choose from
-    rounds: Mapping[str, int]  # of each variant; 0: only its actions are wanted
+    torch_variants: Mapping[str, Chosen[TorchVariant]]
+    rounds: Mapping[str, int]  # of each variant; 0: it is only replayed
     sharded: bool = False
 
     def replay(self, link: Link) -> PlanReplay:
@@ -62,8 +60,6 @@ class RankAnswer:
     steps: Mapping[str, list[Step]]
     begun: list[list[int]]
     played: list[list[Played]]
-    cuts: Mapping[str, TorchVariant]
-    actions: Mapping[str, list[list[str]]]  # of all ranks, by torch
 
 
 def bench_paced(
@@ -77,12 +73,12 @@ def bench_paced(
     """Plans from means, plays drawn durations, and compares with replays of the same draws."""
     job = PacedJob(ranks=ranks, dp=dp, link=LINK if dp == 1 else LINK_OF_REPLICAS)
     progress("planning", 0, 1)
-    variants = job.torch_variants() if dp == 1 else {}
+    plan, variants = job.plan(), choose_cuts(job, progress) if dp == 1 else {}
     task = Task(
-        plan=job.plan(),
+        plan=plan,
         draws=Draws(seed=seed),
         torch_variants=variants,
-        rounds={OURS: rounds, **{name: _rounds(cuts, rounds) for name, cuts in variants.items()}},
+        rounds={OURS: rounds, **{name: _rounds(each.variant, rounds) for name, each in variants.items()}},
         sharded=dp > 1,
     )
     total, done = sum(task.rounds.values()), 0
@@ -97,30 +93,29 @@ def bench_paced(
     return compare(job, task, answers)
 
 
-def _rounds(variants: Sequence[TorchVariant], rounds: int) -> int:
-    least_s = min(variant.least_s for variant in variants)
-    return 0 if least_s > NEVER_S else 1 if least_s > ONCE_S else rounds
+def choose_cuts(job: PacedJob, progress: Progress) -> dict[str, Chosen[TorchVariant]]:
+    """For every schedule of torch's, by means, as our plan is made."""
+    found, wanted = {}, job.torch_variants()
+    for number, (name, cuts) in enumerate(wanted.items()):
+        progress(f"cutting for {name}", number, len(wanted))
+        found[name] = choose(cuts, job.ranks, partial(replay_torch, draws=MEANS, link=job.link))
+    return found
+
+
+def _rounds(variant: TorchVariant, rounds: int) -> int:
+    return 0 if variant.least_s > NEVER_S else 1 if variant.least_s > ONCE_S else rounds
 
 
 def play_task(rank: int, network: PacedNetwork, task: Task) -> RankAnswer:
     """One rank: all variants, in turn."""
     ours = PacedPlan(task.plan, task.draws, network.clock, timeout_s=TIMEOUT_S, sharded=task.sharded)
-    cuts: dict[str, TorchVariant] = {}
-
-    def seconds(name: str, kind: str, stage: int, microbatch: int) -> float:
-        return torch_s(cuts[name], task.draws, kind, stage, microbatch)
-
     pipelines = {
-        name: PacedPipeline(variants[0].pipeline, clock=network.clock, seconds=partial(seconds, name))
-        for name, variants in task.torch_variants.items()
+        name: PacedPipeline(
+            each.variant.pipeline, clock=network.clock, seconds=partial(torch_s, each.variant, task.draws)
+        )
+        for name, each in task.torch_variants.items()
+        if task.rounds[name]
     }
-    actions = {name: pipeline.actions() for name, pipeline in pipelines.items()}
-    chosen: list[Any] = [None]
-    if rank == 0:
-        found = task.torch_variants.items()
-        chosen = [{name: best_cut(variants, network.link, actions[name]) for name, variants in found}]
-    dist.broadcast_object_list(chosen)
-    cuts.update(chosen[0])
     begun: list[list[int]] = []
     played: list[list[Played]] = []
 
@@ -130,14 +125,8 @@ def play_task(rank: int, network: PacedNetwork, task: Task) -> RankAnswer:
             played.append(ours.journal.played)
 
     everything: dict[str, Playable] = {OURS: ours, **pipelines}
-    wanted = {name: variant for name, variant in everything.items() if task.rounds[name]}
-    return RankAnswer(
-        steps=play_rounds(network, wanted, task.rounds, after),
-        begun=begun,
-        played=played,
-        cuts=cuts,
-        actions=actions,
-    )
+    steps = play_rounds(network, everything, task.rounds, after)
+    return RankAnswer(steps=steps, begun=begun, played=played)
 
 
 # ---------------------------------------------------------------------------- results
@@ -147,8 +136,8 @@ def compare(job: PacedJob, task: Task, answers: list[RankAnswer]) -> BenchResult
     """Medians of the steps that count, beside what replays say."""
     replayed = task.replay(job.link)
     predicted = {OURS: replayed.step_s}
-    for name, variant in answers[0].cuts.items():
-        predicted[name] = replay_torch(variant, task.draws, job.link, answers[0].actions[name])
+    for name, each in task.torch_variants.items():
+        predicted[name] = replay_torch(each.variant, each.actions, draws=task.draws, link=job.link)
     steps = {
         name: [list(step) for step in zip(*(answer.steps[name] for answer in answers), strict=True)]
         for name in answers[0].steps
@@ -159,7 +148,7 @@ def compare(job: PacedJob, task: Task, answers: list[RankAnswer]) -> BenchResult
     problems = [*faults]
     never = [name for name, found in steps.items() if all(map(is_disturbed, found))]
     if OURS in never:
-        problems.append("no step of ours was undisturbed, so its time proves nothing: use a calmer host")
+        problems.append(NO_CALM_STEP)
     for name, found in variants.items():
         if name not in never and found.error is not None and abs(found.error) > ERROR:
             problems.append(f"{name} is {100 * found.error:+.1f} % off its replay, over {100 * ERROR:g} %")
@@ -251,7 +240,7 @@ def order_note(plan: Plan, steps: int) -> str:
     of = (
         f"ours: {lines:,} lines in each of {steps} steps, all in program order; every op over when the replay"
     )
-    return f"{of} says to {NEAR_S:g} s, or later by no more than hosts were late for good"
+    return f"{of} says to {NEAR_S:g} s, and off by no more than hosts were late for good where they were"
 
 
 def disturbance_notes(steps: Mapping[str, list[list[Step]]], never: list[str]) -> list[str]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from optimus.bench.divided_job import P2P_LINK, TP, DividedJob, link_of
-from optimus.bench.divided_plans import DP_BUBBLES, FLOOR, OURS, TP_SLOTS, Variant, variants_of
+from optimus.bench.divided_job import P2P_LINK, TP, DividedJob, link_of, replicas_on
+from optimus.bench.divided_plans import DP_BUBBLES, FLOOR, OURS, TP_SLOTS, VARIANTS, Variant, variants_of
 from optimus.bench.divided_torch import DividedTorch, make_pipelines, torch_variants
-from optimus.bench.draws import Draws
+from optimus.bench.draws import MEANS, Draws
 from optimus.bench.paced import (
     ERROR,
     MEANING,
+    NO_CALM_STEP,
     SEED,
     TIMEOUT_S,
     counting,
@@ -33,7 +33,9 @@ from optimus.bench.paced_plan import Played
 from optimus.bench.paced_ranks import run_paced_ranks
 from optimus.bench.paced_replays import PlanReplay, compare_step
 from optimus.bench.paced_steps import Playable, Step, is_disturbed, play_rounds
+from optimus.bench.paced_torch import PacedPipeline
 from optimus.bench.result import BenchResult
+from optimus.bench.torch_cuts import Chosen, choose
 from optimus.engine.groups import make_groups
 from optimus.errors import UserError, one_of
 from optimus.program.op import Communicator
@@ -50,7 +52,7 @@ class Task:
 
     job: DividedJob
     variants: Mapping[str, Variant]
-    torch_variants: Mapping[str, tuple[DividedTorch, ...]]  # with cuts to choose from
+    torch_variants: Mapping[str, Chosen[DividedTorch]]
     draws: Draws
     rounds: int
 
@@ -63,8 +65,6 @@ class RankAnswer:
     begun: Mapping[str, list[list[int]]]
     played: Mapping[str, list[list[Played]]]
     traffic: Mapping[str, Traffic]
-    cuts: Mapping[str, DividedTorch]
-    actions: Mapping[str, list[list[str]]]
 
 
 def bench_paced_divided(
@@ -77,14 +77,19 @@ def bench_paced_divided(
     progress: Progress = lambda name, done, total: None,
 ) -> BenchResult:
     """Plans from means, plays drawn durations, and compares with replays of the same draws."""
-    job = DividedJob(ranks=ranks, dp=dp or max(2, ranks // 8))
+    fits = replicas_on(ranks)
+    job = DividedJob(ranks=ranks, dp=dp or next((dp for dp in fits if dp > 1), fits[0]))
     progress("planning", 0, 1)
-    variants, beside = variants_of(job), torch_variants(job)
-    wanted = _chosen([*variants, *beside], against)
+    beside = torch_variants(job)
+    wanted = _chosen([*VARIANTS, *beside], against)
     task = Task(
         job=job,
-        variants={name: each for name, each in variants.items() if name in wanted},
-        torch_variants={name: each for name, each in beside.items() if name in wanted},
+        variants=variants_of(job, wanted),
+        torch_variants={
+            name: choose(cuts, job.pp, lambda variant, actions: variant.replayed_s(MEANS, actions))
+            for name, cuts in beside.items()
+            if name in wanted
+        },
         draws=Draws(seed=seed),
         rounds=rounds,
     )
@@ -119,7 +124,7 @@ def play_task(rank: int, network: PacedNetwork, task: Task) -> RankAnswer:
     """One rank: all variants, in turn."""
     torch.manual_seed(0)
     models = {name: _model(task, variant, network) for name, variant in task.variants.items()}
-    cuts, actions, pipelines = _torch(task, network) if task.torch_variants else ({}, {}, {})
+    pipelines = _torch(task, network) if task.torch_variants else {}
     begun: dict[str, list[list[int]]] = {name: [] for name in models}
     played: dict[str, list[list[Played]]] = {name: [] for name in models}
 
@@ -134,8 +139,6 @@ def play_task(rank: int, network: PacedNetwork, task: Task) -> RankAnswer:
         begun=begun,
         played=played,
         traffic={name: model.traffic() for name, model in models.items()},
-        cuts=cuts,
-        actions=actions,
     )
 
 
@@ -146,10 +149,8 @@ def _model(task: Task, variant: Variant, network: PacedNetwork) -> PacedModel:
     return PacedModel(task.job, variant.job, variant.plan, task.draws, network, groups, waits=variant.waits)
 
 
-def _torch(
-    task: Task, network: PacedNetwork
-) -> tuple[dict[str, DividedTorch], dict[str, list[list[str]]], dict[str, Any]]:
-    """Of every variant the best cut, what torch lists for each rank of a pipeline, and this rank's stages."""
+def _torch(task: Task, network: PacedNetwork) -> dict[str, PacedPipeline]:
+    """Of every variant, this rank's stages."""
     plan = next(iter(task.variants.values())).plan
     rank = dist.get_rank()
     groups = make_groups(plan, rank, timeout_s=TIMEOUT_S, backend="paced", options_of=link_of)
@@ -157,15 +158,8 @@ def _torch(
     pipeline = dist.new_group(
         list(members), backend="paced", pg_options=P2P_LINK, use_local_synchronization=True
     )
-    first = {name: cuts[0] for name, cuts in task.torch_variants.items()}
-    made = make_pipelines(first, task.draws, network, groups, pipeline)
-    actions = {name: each.actions() for name, each in made.items()}
-    means = Draws(seed=0, sigma=0.0)
-    best = {
-        name: min(cuts, key=lambda cut: cut.replayed_s(means, actions[name]))
-        for name, cuts in task.torch_variants.items()
-    }
-    return best, actions, dict(make_pipelines(best, task.draws, network, groups, pipeline))
+    variants = {name: each.variant for name, each in task.torch_variants.items()}
+    return make_pipelines(variants, task.draws, network, groups, pipeline)
 
 
 # ---------------------------------------------------------------------------- results
@@ -175,8 +169,8 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
     """Medians of the steps that count, beside what replays say."""
     replays = {name: _replayed(task, name, answers) for name in task.variants}
     predicted = {name: each.step_s for name, each in replays.items()}
-    for name, variant in answers[0].cuts.items():
-        predicted[name] = variant.replayed_s(task.draws, answers[0].actions[name])
+    for name, each in task.torch_variants.items():
+        predicted[name] = each.variant.replayed_s(task.draws, each.actions)
     steps = {
         name: [list(step) for step in zip(*(answer.steps[name] for answer in answers), strict=True)]
         for name in answers[0].steps
@@ -186,6 +180,8 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
     never = [name for name, found in steps.items() if all(map(is_disturbed, found))]
     faults = _faults(task, replays, answers)
     problems = [*faults]
+    if OURS in never:
+        problems.append(NO_CALM_STEP)
     for name, found in variants.items():
         if name not in never and found.error is not None and abs(found.error) > ERROR:
             problems.append(f"{name} is {100 * found.error:+.1f} % off its replay, over {100 * ERROR:g} %")
@@ -197,7 +193,7 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
         f"{job.ranks} ranks: {layout}; {job.microbatches} microbatches; encoder and LLM have equal work",
         *_ratios(measured, predicted),
         *([f"in slow motion, a second takes {slow:g}"] if slow > 1 else []),
-        "torch's schedules divide encoder and LLM by DTensor; their replicas send each other nothing",
+        "torch's schedules divide the LLM by DTensor; their replicas send each other nothing",
         *([] if faults else [order_note(task.variants[OURS].plan, len(steps[OURS]))]),
         *disturbance_notes(steps, never),
         MEANING,

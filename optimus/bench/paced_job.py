@@ -8,19 +8,21 @@ With replicas, parameters are sharded over them, and gathers and reduces take a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from optimus.bench.paced_torch import TorchPipeline
 from optimus.bench.pacing import Link
+from optimus.bench.torch_cuts import Cuts, balanced
 from optimus.errors import UserError, one_of
 from optimus.program.module_times import EncoderBlocks, Seconds
 from optimus.program.plan import Plan
-from optimus.systems.balance import proportional_cut, smallest_maximum_cut
+from optimus.schedule.layer_sums import Cut
+from optimus.systems.balance import smallest_maximum_cut
 from optimus.systems.modules import plan_modules
 
 ENCODER = "vision"
@@ -140,7 +142,7 @@ class PacedJob:
             reduce_s=moves_s,
         )
 
-    def torch_variants(self) -> dict[str, tuple[TorchVariant, ...]]:
+    def torch_variants(self) -> dict[str, Cuts[TorchVariant]]:
         """The encoder in stage 0, or all layers in model order: each with cuts to choose from."""
         once = TorchPipeline(schedule="1F1B", num_microbatches=self.microbatches, rows=ROWS, width=WIDTH)
         twice = replace(once, schedule="Interleaved1F1B", chunks=CHUNKS)
@@ -153,38 +155,33 @@ class PacedJob:
             "balanced ZBV": self._balanced(zbv),
         }
 
-    def _stage0(self, pipeline: TorchPipeline) -> tuple[TorchVariant, ...]:
+    @property
+    def _layers_s(self) -> list[float]:
+        """Forwards of the encoder's, then of the LLM's."""
+        encoder, llm = self.ranks * ENCODER_LAYERS, self.ranks * LLM_LAYERS
+        return [ENCODER_LAYER_S] * encoder + [LAYER_S] * llm
+
+    def _variant(self, pipeline: TorchPipeline, cut: Cut) -> TorchVariant:
+        forward_s = tuple(sum(self._layers_s[a:b]) for a, b in pairwise(cut))
+        return TorchVariant(pipeline=pipeline, forward_s=forward_s)
+
+    def _stage0(self, pipeline: TorchPipeline) -> Cuts[TorchVariant]:
         """The encoder as stage 0, and the LLM's layers evenly behind it; or few of them on its rank."""
-        encoder_s = self.ranks * ENCODER_LAYERS * ENCODER_LAYER_S
-        layers_s = [LAYER_S] * (self.ranks * LLM_LAYERS)
-        stages = self.ranks * pipeline.chunks
-        even = _parts(layers_s, smallest_maximum_cut(layers_s, stages - 1))
-        found = [TorchVariant(pipeline=pipeline, forward_s=(encoder_s, *even))]
+        first, stages = self.ranks * ENCODER_LAYERS, self.ranks * pipeline.chunks
+        layers = [1.0] * (self.ranks * LLM_LAYERS)
+        sizes = [[b - a for a, b in pairwise(smallest_maximum_cut(layers, stages - 1))]]
         if pipeline.chunks > 1:
             few = pipeline.chunks - 1  # one layer in every later chunk of that rank
-            spread = list(_parts(layers_s, smallest_maximum_cut(layers_s[few:], stages - 1 - few)))
+            spread = [b - a for a, b in pairwise(smallest_maximum_cut(layers[few:], stages - 1 - few))]
             for chunk in range(1, pipeline.chunks):
-                spread.insert(chunk * self.ranks - 1, LAYER_S)
-            found.append(TorchVariant(pipeline=pipeline, forward_s=(encoder_s, *spread)))
-        return tuple(found)
+                spread.insert(chunk * self.ranks - 1, 1)
+            sizes.append(spread)
+        starts = tuple((0, *accumulate([first, *each])) for each in sizes)
+        return Cuts(pipeline=pipeline, starts=starts, variant=partial(self._variant, pipeline), is_fixed=True)
 
-    def _balanced(self, pipeline: TorchPipeline) -> tuple[TorchVariant, ...]:
-        """As even as possible from the front, from the back, and by equal shares."""
-        encoder, llm = self.ranks * ENCODER_LAYERS, self.ranks * LLM_LAYERS
-        layers_s = [ENCODER_LAYER_S] * encoder + [LAYER_S] * llm
-        stages, back = self.ranks * pipeline.chunks, layers_s[::-1]
-        cuts = {
-            _parts(layers_s, smallest_maximum_cut(layers_s, stages)): None,
-            _parts(back, smallest_maximum_cut(back, stages))[::-1]: None,
-            _parts(layers_s, proportional_cut(layers_s, stages)): None,
-            _parts(back, proportional_cut(back, stages))[::-1]: None,
-        }
-        return tuple(TorchVariant(pipeline=pipeline, forward_s=cut) for cut in cuts)
-
-
-def _parts(layers_s: Sequence[float], cut: Sequence[int]) -> tuple[float, ...]:
-    """Seconds of every part."""
-    return tuple(sum(layers_s[a:b]) for a, b in pairwise(cut))
+    def _balanced(self, pipeline: TorchPipeline) -> Cuts[TorchVariant]:
+        starts = balanced(self._layers_s, self.ranks * pipeline.chunks)
+        return Cuts(pipeline=pipeline, starts=starts, variant=partial(self._variant, pipeline))
 
 
 def bucket(layers: int, replicas: int) -> torch.Tensor:

@@ -28,14 +28,13 @@ from optimus.engine.rank_model import build_rank
 from optimus.engine.sharding import Sharded
 from optimus.engine.synthetic import Synthetic
 from optimus.job.job import Job
-from optimus.program.op import Floats, Kind, Schedule
+from optimus.program.op import COLLECTIVE, Floats, Kind, Schedule
 from optimus.program.plan import OPS, Phase, Plan, Verb
 from optimus.program.ranks import LLM
 from optimus.schedule.coupled import couple
 from optimus.schedule.timeline import evaluate
 
 DTYPE = torch.bfloat16
-COMMUNICATION = (Kind.LAUNCH, Kind.WAIT)
 
 
 def line_seconds(plan: Plan, device: int, draws: Draws) -> list[float]:
@@ -43,7 +42,7 @@ def line_seconds(plan: Plan, device: int, draws: Draws) -> list[float]:
     found = []
     for module, verb, chunk, microbatch, place in plan.programs[device].rows.tolist():
         name = plan.names[module]
-        if verb not in OPS or phase_of(plan, device, module, verb, chunk, place).kind in COMMUNICATION:
+        if verb not in OPS or phase_of(plan, device, module, verb, chunk, place).kind in COLLECTIVE:
             found.append(0.0)
             continue
         virtual = chunk * plan.modules[name].layout.pp + plan.ranks.stage_of(name, device)

@@ -14,6 +14,7 @@ from optimus.bench.draws import Draws
 from optimus.bench.paced_job import TorchVariant, bucket
 from optimus.bench.paced_plan import Played, drawn_s
 from optimus.bench.pacing import Link
+from optimus.bench.torch_cuts import Actions
 from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
 from optimus.program.op import Floats, Kind
 from optimus.program.plan import OPS, Plan, Verb
@@ -76,7 +77,7 @@ def _bucket_at(plan: Plan, name: str, device: int, place: int) -> torch.Tensor:
     return bucket(planned.end_layer - planned.first_layer, module.layout.dp)
 
 
-def replay_torch(variant: TorchVariant, draws: Draws, link: Link, actions: Sequence[Sequence[str]]) -> float:
+def replay_torch(variant: TorchVariant, actions: Actions, *, draws: Draws, link: Link) -> float:
     """A step of one of torch's schedules; `actions` are what torch listed for every rank."""
     pipeline, ranks = variant.pipeline, len(actions)
     rank_of = {stage: rank for rank in range(ranks) for stage in pipeline.stages_of(rank, ranks)}
@@ -94,12 +95,6 @@ def replay_torch(variant: TorchVariant, draws: Draws, link: Link, actions: Seque
             shared=link.lane is not None,
         )
     )
-
-
-def best_cut(variants: Sequence[TorchVariant], link: Link, actions: Sequence[Sequence[str]]) -> TorchVariant:
-    """By means, as plans are made: without draws."""
-    means = Draws(seed=0, sigma=0.0)
-    return min(variants, key=lambda variant: replay_torch(variant, means, link, actions))
 
 
 def torch_s(variant: TorchVariant, draws: Draws, kind: str, stage: int, microbatch: int) -> float:

@@ -16,7 +16,7 @@ from optimus.bench.ranks import Tell, run_processes
 from optimus.environment import keep_freed_memory, keep_gloo_on_loopback
 
 TIMEOUT_S = 120.0
-COMMUNICATION = ("gloo_tcp_loop", "pt_gloo_runloop")  # names of gloo's threads
+GLOO_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")  # by name
 
 
 def run_pinned_ranks(
@@ -42,10 +42,14 @@ def put_communication_first() -> None:
     Otherwise they wait for the end of compute's time slice, 3 ms on Linux, at every step of every message;
     a GPU's network card waits for nobody. It takes root's rights.
     """
-    tasks = Path("/proc/self/task")
-    for task in tasks.iterdir():
-        if (task / "comm").read_text().strip() in COMMUNICATION:
-            os.sched_setscheduler(int(task.name), os.SCHED_FIFO, os.sched_param(1))
+    tasks = [task for task in Path("/proc/self/task").iterdir() if _name_of(task) in GLOO_THREADS]
+    assert tasks, f"no thread is called {' or '.join(GLOO_THREADS)}: torch has other names for gloo's now"
+    for task in tasks:
+        os.sched_setscheduler(int(task.name), os.SCHED_FIFO, os.sched_param(1))
+
+
+def _name_of(task: Path) -> str:
+    return (task / "comm").read_text().strip()
 
 
 def _rank_main(

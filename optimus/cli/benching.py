@@ -30,7 +30,9 @@ class Bench:
     dp: Annotated[
         int | None,
         tyro.conf.arg(
-            metavar="N", help="replicas of `paced`, sharded and without torch's schedules; default 1"
+            metavar="N",
+            help="replicas of `paced`, sharded; default 1, or with --tp what makes pipelines of four stages. "
+            "Without --tp, 2 or more leave out torch's schedules",
         ),
     ] = None
     tp: Annotated[
@@ -59,7 +61,9 @@ class Bench:
     ] = None
     mbit: Annotated[
         float | None,
-        tyro.conf.arg(metavar="N", help="Mbit/s of the link of `shaped`; 400 if left out"),
+        tyro.conf.arg(
+            metavar="N", help="Mbit/s of the link of `shaped`; 400 if left out, or 600 with --link tp"
+        ),
     ] = None
     layout: Annotated[
         tuple[str, ...],
@@ -111,6 +115,6 @@ class Bench:
 
 
 def _positive(field: str, value: float) -> float:
-    if value < 1:
+    if not value >= 1:  # nor what is no number
         raise UserError(field=field, value=value, problem="is too few", hint="use 1 or more")
     return value

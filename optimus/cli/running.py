@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from optimus.job.job import Job as JobToRun
     from optimus.program.plan import Plan
 
+RUN_DIR = Path("optimus-run")
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -109,7 +111,7 @@ class Train:
             metavar="FOLDER",
             help="where metrics.jsonl, the plan and reports of failures go; begun anew by every run",
         ),
-    ] = Path("optimus-run")
+    ] = RUN_DIR
     memory: Annotated[
         bool, tyro.conf.arg(help="count the bytes of all tensors in the last step, beside the plan's")
     ] = False
@@ -173,7 +175,11 @@ class Train:
                 problem=f"is one process by itself, and {place.world} were started",
                 hint="call optimus train without torchrun",
             )
-        for flag, given in (("--steps", self.steps is not None), ("--memory", self.memory)):
+        for flag, given in (
+            ("--steps", self.steps is not None),
+            ("--memory", self.memory),
+            ("--run-dir", self.run_dir != RUN_DIR),
+        ):
             if given:
                 raise UserError(
                     field=flag,

@@ -21,7 +21,7 @@ from optimus.models.chunk import Chunk
 from optimus.models.chunk import Phase as ChunkPhase
 from optimus.models.segment import Gradients, State
 from optimus.program.op import Kind
-from optimus.program.plan import OPS, RECVS, SENDS, Plan, Verb
+from optimus.program.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
 from optimus.program.ranks import LLM
 
 Run = Callable[[], None]
@@ -308,7 +308,7 @@ class Compiler:
 
     def _transfer(self, module: str, verb: Verb, chunk: int, microbatch: int) -> Run:
         rank = self.groups.rank
-        if verb in (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B):
+        if verb in SEAMS:
             axis, other = seam_edge(self.plan, rank, module, verb, microbatch)
         else:
             axis, other = edge_of(self.plan, rank, module, verb)

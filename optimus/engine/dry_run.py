@@ -23,18 +23,15 @@ from optimus.errors import UserError
 from optimus.job.job import Job
 from optimus.models.linear import ON_GPUS
 from optimus.models.numerics import Kernels
-from optimus.program.op import Kind
-from optimus.program.plan import OPS, RECVS, SENDS, Plan, Verb
+from optimus.program.op import COLLECTIVE, Kind
+from optimus.program.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
 from optimus.program.ranks import LLM, Place
 
-CPU = torch.device(
-    "cpu"
-)  # tensors without numbers of another device cannot learn where torch has no such device
+# Tensors without numbers of another device cannot learn where torch has no such device.
+CPU = torch.device("cpu")
 DTYPE = "bfloat16"  # as on GPUs
 TIMEOUT_S = 60.0  # of groups that never wait
 PLANNED_ONLY = ("communicators", "reserve")  # no tensors
-SEAMS = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)
-COMMUNICATION = (Kind.LAUNCH, Kind.WAIT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +183,7 @@ def count_slots(plan: Plan, device: int) -> tuple[int, int]:
         kind = template[place].kind
         if name == LLM:
             on_their_way += (kind == Kind.LAUNCH) - (kind == Kind.WAIT)
-        elif kind not in COMMUNICATION:
+        elif kind not in COLLECTIVE:
             phases, inside = phases + 1, inside + (on_their_way > 0)
     return phases, inside
 

@@ -99,6 +99,7 @@ class Mail:
         self._sent = _Sent()
         # On a GPU a receive starts after what its stream holds when it is posted: on one of its own, nothing.
         self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._computing = None if self._receiving is None else torch.cuda.current_stream(device)
 
     def put(self, key: Key, tensors: tuple[Tensor, ...]) -> None:
         self._there[key] = tensors
@@ -109,9 +110,11 @@ class Mail:
         if isinstance(found, Pending):
             for work in found.works:
                 work.wait()
-            if self._receiving is not None:
+            if self._computing is not None:
+                # Also where it is taken beside the program: what is handed on as it came is read by compute.
                 for tensor in found.tensors:
                     tensor.record_stream(torch.cuda.current_stream(self.device))
+                    tensor.record_stream(self._computing)
             return found.tensors
         return found
 

@@ -11,17 +11,16 @@ from collections.abc import Mapping, Sequence
 
 from optimus.errors import UserError
 from optimus.models.chunk import ANY, Phase
-from optimus.program.op import Kind
+from optimus.program.op import COLLECTIVE, Kind
 from optimus.program.plan import Phase as PlannedPhase
 from optimus.program.plan import Template
 
-COMMUNICATION = (Kind.LAUNCH, Kind.WAIT)
 SPARED = "scatter2"  # the last sum of a layer that is made again: plans count it, and no gradient needs it
 
 
 def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list[list[Phase]]:
     """For every line of an op, the phases of the chunk to run there."""
-    forward = all(phase.kind in (Kind.F, *COMMUNICATION) for phase in phases)
+    forward = all(phase.kind in (Kind.F, *COLLECTIVE) for phase in phases)
     covered: list[list[int]] = [[] for _ in phases]
     found_at: dict[int, int] = {}  # the phase that stands for a line of the template
     for place, planned in enumerate(template):
@@ -31,7 +30,7 @@ def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list
             covered[number].append(place)
         elif planned.name == SPARED and not forward:
             continue
-        elif planned.kind in COMMUNICATION or planned.duration_s > 0:
+        elif planned.kind in COLLECTIVE or planned.duration_s > 0:
             raise UserError(
                 field=f"{what} layer {planned.layer} {planned.name}",
                 problem="is in the plan, and the chunk that was given has nothing for it",
@@ -72,7 +71,7 @@ def _stands_for(phase: Phase, planned: PlannedPhase) -> bool:
         return True
     if phase.layer != planned.layer or (phase.kind == Kind.R) != (planned.kind == Kind.R):
         return False
-    if planned.kind in COMMUNICATION or phase.kind in COMMUNICATION:
+    if planned.kind in COLLECTIVE or phase.kind in COLLECTIVE:
         return phase.kind == planned.kind and planned.name in phase.kernels
     own = planned.name, planned.name.split(".")[0]
     return not phase.kernels or any(name in phase.kernels for name in own)

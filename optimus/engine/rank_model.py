@@ -128,9 +128,8 @@ def modules_cut_in_layers(plan: Plan, rank: int) -> set[str]:
     """Modules into whose layers the program of a rank puts other work: these run segment by segment."""
     device = plan.ranks.class_of(rank)
     found: set[str] = set()
-    seen: dict[
-        tuple[int, ...], tuple[int, int]
-    ] = {}  # of an op: the layer that it was last seen in, and when
+    # Of an op: the layer that it was last seen in, and when.
+    seen: dict[tuple[int, ...], tuple[int, int]] = {}
     count = 0
     for module, verb, chunk, microbatch, place in plan.programs[device].rows.tolist():
         if verb > Verb.W:

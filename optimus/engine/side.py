@@ -48,5 +48,7 @@ class Side:
     def waiting(self) -> Iterator[None]:
         """Nothing runs beside the program, for those who look at all that is made."""
         self._waits = True
-        yield
-        self._waits = False
+        try:
+            yield
+        finally:
+            self._waits = False

@@ -1,4 +1,4 @@
-"""Everything that Optimus takes from torch without torch having promised to keep it.
+"""What the engine takes from torch without torch having promised to keep it.
 
 Written against torch 2.13; when another version needs something else, it is repaired here.
 """

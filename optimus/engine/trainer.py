@@ -33,7 +33,7 @@ GROUP_S = 600.0  # the watch ends a rank long before
 FIRST_STEP_LIMITS = 3  # so many times as long may an op of the first step take: much is made in it
 LAST_STEPS = 20  # an op may take as long as their median
 LOSS, TABLE = range(2)  # what a step does beside the lines of its program
-FINISH_WORDS = "the end of all reductions and sends, or the optimizer's step"
+FINISH_WORDS = "the end of all reductions and sends, the norm or the optimizer"
 BESIDES = ("the loss of a step", "the table of a step")
 
 Report = Callable[[StepMetrics], None]
@@ -70,11 +70,7 @@ def words_of(plan: Plan, rank: int, line: int) -> str:
     if beside >= 0:
         return BESIDES[beside]
     words = describe(plan, device, line)
-    return (
-        "the end of all reductions and sends, the norm or the optimizer"
-        if words.startswith(f"{ALL}.")
-        else words
-    )
+    return FINISH_WORDS if words.startswith(f"{ALL}.") else words
 
 
 def _on_gpus() -> bool:

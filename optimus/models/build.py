@@ -59,7 +59,7 @@ def build_layers(
     with torch.no_grad():
         for name, parameter, split in divided_parameters(module, layers, first=first):
             initialise(parameter, name, seed, split, share)
-    _freeze(module, layers, first)
+    _freeze(module, layers)
     return layers
 
 
@@ -106,7 +106,7 @@ def _tie(module: Module, first: int, end: int, layers: Sequence[Sequence[Segment
         layers[-1][0].weight = layers[0][0].weight
 
 
-def _freeze(module: Module, layers: Sequence[Sequence[Segment]], first: int) -> None:
+def _freeze(module: Module, layers: Sequence[Sequence[Segment]]) -> None:
     for layer in layers:
         for segment in layer:
             segment.requires_grad_(module.train)

@@ -250,6 +250,7 @@ class SegmentedChunk:
         saved = frame.saved[place]
         if saved is None:
             return  # frozen, with nothing trained before it
+        frame.state = ()  # if its layer was made again, nobody needs what that ended with
         if split and self._leave_for_later(frame, place + 1):
             frame.gradients = segment.input_gradient(saved, frame.gradients, split=False)
             return

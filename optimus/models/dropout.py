@@ -7,6 +7,7 @@ column are hashed to the bits of an element. Integers wrap alike on every device
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ class Dropout:
         """As they are without keys. It is linear, so that its gradient is what it makes of a gradient."""
         if keys is None:
             return rows
+        if rows.requires_grad and torch.is_grad_enabled():
+            graphed: Tensor = _Dropped.apply(rows, keys, self)
+            return graphed
         mask = self.kept(keys, rows.shape[-1])
         found: Tensor = torch.ops.aten.native_dropout_backward.default(rows, mask, 1.0 / (1.0 - self._share))
         return found
@@ -65,3 +69,18 @@ class Dropout:
             # Odd: then a product with it is uniform where keys are.
             columns = self._columns[width, keys.device] = mixed(numbers) | 1
         return keys.unsqueeze(1) * columns >= int((self._share - 0.5) * 2.0**64)
+
+
+class _Dropped(torch.autograd.Function):
+    """For those who want a graph: it keeps the keys, where torch would keep rows and mask."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, keys: Tensor, dropout: Dropout) -> Tensor:
+        context.save_for_backward(keys)
+        context.dropout = dropout
+        return dropout(rows, keys)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (keys,) = context.saved_tensors
+        return context.dropout(gradient, keys), None, None

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from optimus.models.dropout import Dropout
 from optimus.models.formula import Formula
-from optimus.models.linear import LinearKernels, linear_gradient
+from optimus.models.linear import LinearKernels, add_bias_gradient, linear_gradient
 from optimus.models.norms import Norm
 from optimus.models.rotary import rotate, rotate_back
-from optimus.models.segment import Deferred, Gradients, State, add_gradient
+from optimus.models.segment import Deferred, Gradients, State
 
 JOIN = ("join",)  # no kernel of a plan: it runs where the exchange before it has ended
 
@@ -125,7 +125,7 @@ class Heads(Product):
 def _turned(queries: Tensor, keys: Tensor, values: Tensor, context: Any) -> tuple[Tensor, Tensor, Tensor]:
     if context.rotary is None:
         return queries, keys, values
-    # Cloned: or all of the rows would be kept beside what was turned.
+    # Cloned: or all of the rows would be kept beside what was turned (as they are where heads are normed).
     return rotate(queries, context.rotary), rotate(keys, context.rotary), values.clone()
 
 
@@ -168,7 +168,7 @@ class Widened(Product):
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
         x, normed = state
         rows = self.product(normed)
-        return x, Gated.apply(rows) if self._gated else functional.gelu(rows, approximate=self._gelu)
+        return x, Gated.apply(rows) if self._gated else self._nonlinear(rows)
 
     def made(self, state: State, context: Any, deferred: Deferred) -> tuple[State, Any]:
         x, normed = state
@@ -220,7 +220,7 @@ class Join(Formula):
         assert gradient is not None
         rows = self._dropout(gradient, values)
         if self.bias is not None and self.bias.requires_grad:
-            add_gradient(self.bias, rows.sum(0))
+            add_bias_gradient(self.bias, rows)
         return gradient if needs[0] else None, rows if needs[1] else None
 
 

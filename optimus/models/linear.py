@@ -97,11 +97,12 @@ def linear_gradient(
     if weight.requires_grad:
         deferred.add(partial(kernels.add_weight_gradient, weight, gradient, rows))
     if bias is not None and bias.requires_grad:
-        deferred.add(partial(_add_bias_gradient, bias, gradient))
+        deferred.add(partial(add_bias_gradient, bias, gradient))
     return kernels.input_gradient(gradient, weight) if wanted else None
 
 
-def _add_bias_gradient(bias: Tensor, gradient: Tensor) -> None:
+def add_bias_gradient(bias: Tensor, gradient: Tensor) -> None:
+    """Summed in the type in which a bias adds up its gradients."""
     if bias.grad is None:
         bias.grad = gradient.sum(0)
     else:
@@ -156,12 +157,13 @@ def _add_table_gradient(table: Tensor, gradient: Tensor, ids: Tensor, first: int
     if table.grad is None:
         table.grad = torch.zeros_like(table)
     rows, ids, wide = gradient.reshape(-1, gradient.shape[-1]), ids.reshape(-1), table.grad.dtype
-    for some, own in zip(rows.split(WIDENED_ROWS), ids.split(WIDENED_ROWS), strict=True):
-        if first is None:
-            table.grad.index_add_(0, own, some.to(wide))
-        else:
-            here, own = _own(table, own, first)
-            table.grad.index_add_(0, own, some.to(wide, copy=True).mul_(here[:, None]))
+    here, mine = (None, ids) if first is None else _own(table, ids, first)
+    for begin in range(0, len(rows), WIDENED_ROWS):
+        some = slice(begin, begin + WIDENED_ROWS)
+        widened = rows[some].to(wide, copy=here is not None)
+        if here is not None:
+            widened.mul_(here[some, None])
+        table.grad.index_add_(0, mine[some], widened)
 
 
 def embedding(

@@ -89,7 +89,7 @@ class Segment(nn.Module):
 
     kernels: tuple[str, ...] = ()
     defers = False
-    has_cheap = False  # it makes something by `cheap`
+    has_cheap = False  # it notes something that is quickly made again
     is_end = False  # an embedding, a projector or a head: never made again
     keeps_nothing = False  # between forward and backward: no reason to make it again
     # Of parameters by name: how tensor parallelism divides them. Others are whole on every rank, which sees
@@ -101,7 +101,10 @@ class Segment(nn.Module):
         return [self]
 
     def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
-        """The next state; with `deferred`, linears add their weight gradients to it in the backward."""
+        """The next state; with `deferred`, linears add their weight gradients to it in autograd's backward.
+
+        Formulas have a backward of their own, in `input_gradient`: here they compute, and defer nothing.
+        """
         raise NotImplementedError
 
     @property
@@ -239,7 +242,7 @@ class Linked(Segment):
 
 
 class Chain(Linked):
-    """The same of segments that nobody else holds."""
+    """The same of segments that it owns."""
 
     def __init__(self, links: Sequence[Segment], kernels: tuple[str, ...] = ()) -> None:
         super().__init__()

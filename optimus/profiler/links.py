@@ -23,7 +23,9 @@ from optimus.errors import OptimusError
 SIZES = (64, 4096, 65_536, 1_048_576, 8_388_608)  # bytes
 RANKS = 2
 WARM_UP = 3
-SERIES = 0.5  # of an all-reduce's time: products that are over before it is, also when they are slower
+UNDER_BYTES = (
+    64 * 1_048_576
+)  # of an all-reduce under which products run: it takes many of the system's time slices
 LEAST_GAP_S = 1e-5  # a larger message that was not slower: its bandwidth is not known, only large
 
 
@@ -46,6 +48,29 @@ def measure_slowdown(*, repetitions: int = 15, timeout_s: float = 60.0) -> float
     """By how much longer products take under an all-reduce, as a share of what they take alone."""
     found: float = _on_two_ranks(partial(_slowdown, repetitions), timeout_s)
     return found
+
+
+def slowdown_of(
+    compute: Callable[[], Any],
+    launch: Callable[[], dist.Work],
+    repetitions: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Of `compute`, called as often as it fits under what was launched, and as often alone, in turn."""
+    shares = []
+    for turn in range(WARM_UP + repetitions):
+        work, count, begin = launch(), 0, clock()
+        while not work.is_completed():
+            compute()
+            count += 1
+        under_s = clock() - begin
+        work.wait()
+        begin = clock()
+        for _ in range(count):
+            compute()
+        if turn >= WARM_UP and count:
+            shares.append(under_s / (clock() - begin) - 1.0)
+    return max(0.0, statistics.median(shares)) if shares else 0.0
 
 
 def _on_two_ranks(measure: Callable[[int], Any], timeout_s: float) -> Any:
@@ -133,25 +158,14 @@ def _link_times(sizes: tuple[int, ...], repetitions: int, rank: int) -> dict[str
 
 
 def _slowdown(repetitions: int, rank: int) -> float:
-    """A series of products that ends before the all-reduce does, beside one and alone, in turn."""
-    message, rows, weight = torch.zeros(SIZES[-1] // 4), torch.randn(64, 256), torch.randn(256, 256)
-    travels_s = _timed(SIZES[-1], repetitions, dist.all_reduce, share=1.0).median_s
-    product_s = _timed(0, repetitions, lambda _: rows @ weight, share=1.0).median_s
-    count = max(1, int(SERIES * travels_s / product_s))
-    found: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(2 * (WARM_UP + repetitions)):
-        beside = bool(turn % 2)
+    message, rows, weight = torch.zeros(UNDER_BYTES // 4), torch.randn(64, 256), torch.randn(256, 256)
+
+    def launch() -> dist.Work:
         dist.barrier()
-        work = dist.all_reduce(message, async_op=True) if beside else None
-        begin = time.perf_counter()
-        for _ in range(count):
-            rows @ weight
-        seconds = time.perf_counter() - begin
-        if work is not None:
-            work.wait()
-        if turn >= 2 * WARM_UP:
-            found[beside].append(seconds)
-    return max(0.0, statistics.median(found[True]) / statistics.median(found[False]) - 1.0)
+        found: dist.Work = dist.all_reduce(message, async_op=True)
+        return found
+
+    return slowdown_of(lambda: rows @ weight, launch, repetitions)
 
 
 def _timed(size: int, repetitions: int, play: Callable[[Tensor], Any], *, share: float) -> SizeTime:

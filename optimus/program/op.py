@@ -31,6 +31,9 @@ class Kind(IntEnum):
     FINISH = 11  # tied embeddings, clipping, optimizer
 
 
+COLLECTIVE = (Kind.LAUNCH, Kind.WAIT)  # of one that divided layers have
+
+
 class Lane(IntEnum):
     """What an op occupies on its device; one op at a time per lane."""
 

@@ -48,6 +48,7 @@ OPS = {Verb.F: Kind.F, Verb.B: Kind.B, Verb.I: Kind.I, Verb.W: Kind.W}
 VERB_OF = {kind: verb for verb, kind in OPS.items()}
 SENDS = (Verb.SEND_F, Verb.SEND_B, Verb.SEND_SEAM, Verb.SEND_SEAM_B)
 RECVS = (Verb.RECV_F, Verb.RECV_B, Verb.RECV_SEAM, Verb.RECV_SEAM_B)
+SEAMS = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)
 ALL = "all"  # the module of FINISH
 
 

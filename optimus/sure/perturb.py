@@ -12,6 +12,7 @@ from optimus.schedule.timeline import evaluate
 
 DRAWS = 200
 SEED = 0
+SLOWDOWN, LAUNCH_S = 0.1, 5e-6  # in doubt where the base has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,11 @@ class Doubt:
         return f"{100 * (value - 1):+.0f} %" if self.unit == "change" else f"{100 * value:.0f} %"
 
 
-def doubts(time_scale: float = 1.0) -> tuple[Doubt, ...]:
-    """All that is perturbed together. `time_scale` is that of the calibration: launches carry it too."""
+def doubts(base: CostModel, time_scale: float = 1.0) -> tuple[Doubt, ...]:
+    """All that is perturbed together. `time_scale` is that of the calibration: launches carry it too.
+
+    Slow-down and launch are what `base` has, nothing, or twice as much: it may have measured them.
+    """
     factors = [
         ("llm_efficiency", "LLM compute efficiency", 0.15),
         ("encoder_efficiency", "encoder compute efficiency", 0.15),
@@ -81,11 +85,18 @@ def doubts(time_scale: float = 1.0) -> tuple[Doubt, ...]:
     ]
     changes = [Doubt(field=name, words=words, low=1 - by, high=1 + by) for name, words, by in factors]
     changes[-1] = replace(changes[-1], said="{} are {}")
-    launches = tuple(microseconds * 1e-6 * time_scale for microseconds in (0, 5, 10))
+    slowdown, launch_s = base.slowdown or SLOWDOWN, base.launch_s or LAUNCH_S * time_scale
     return (
         *changes,
-        Doubt(field="slowdown", words="slow-down under collectives", choices=(0.0, 0.1, 0.2), unit="share"),
-        Doubt(field="launch_s", words="a launch", choices=launches, unit="us", said="{} takes {}"),
+        Doubt(
+            field="slowdown",
+            words="slow-down under collectives",
+            choices=_up_to_twice(slowdown),
+            unit="share",
+        ),
+        Doubt(
+            field="launch_s", words="a launch", choices=_up_to_twice(launch_s), unit="us", said="{} takes {}"
+        ),
         Doubt(
             field="tp_overlapped",
             words="TP traffic",
@@ -94,6 +105,10 @@ def doubts(time_scale: float = 1.0) -> tuple[Doubt, ...]:
             said="{} is {} overlapped",
         ),
     )
+
+
+def _up_to_twice(value: float) -> tuple[float, ...]:
+    return 0.0, value, 2 * value
 
 
 def draw_models(base: CostModel, asked: Sequence[Doubt], *, draws: int, seed: int) -> list[CostModel]:

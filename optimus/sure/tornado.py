@@ -45,7 +45,8 @@ def find_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None =
             if system.fits and name not in ("llm-only", plan.strategy)
         }
     several = len(schedules) > 1
-    base, asked = _base_of(plan), doubts(_noted(plan, "time_scale", 1.0))
+    base = _base_of(plan)
+    asked = doubts(base, _noted(plan, "time_scale", 1.0))
     played = {name: Perturbable(each, list(plan.encoders), base) for name, each in schedules.items()}
     what = "all systems that fit were played again" if several else "only this plan was played again"
     kept = "with their schedules as they are" if several else "with its schedule as it is"

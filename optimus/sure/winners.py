@@ -78,7 +78,7 @@ def find_sure(
     base = base_model(comparison.assumptions)
     encoders = [encoder.name for encoder in comparison.job.model.encoders]
     chosen, left_out = choose_systems(comparison, draws)
-    asked = doubts(comparison.assumptions.time_scale)
+    asked = doubts(base, comparison.assumptions.time_scale)
     models = draw_models(base, asked, draws=draws, seed=seed)
     steps: dict[str, Floats] = {}
     for place, system in enumerate(chosen):

@@ -1,0 +1,83 @@
+"""Cuts of a model for torch's schedules, searched by replays, as plans of ours are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from optimus.bench.paced_torch import PacedPipeline, TorchPipeline
+from optimus.bench.pacing import PacedClock
+from optimus.engine.torch_private import fake_world
+from optimus.schedule.layer_sums import Cut
+from optimus.systems.balance import neighbours, proportional_cut, smallest_maximum_cut
+
+MOST = 300  # replays for a schedule; a count, not a time: results repeat
+Actions = list[list[str]]  # what torch lists for every rank; its 1F1B lists nothing
+Variant = TypeVar("Variant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuts(Generic[Variant]):
+    """Where the search for a cut begins, and what plays one."""
+
+    pipeline: TorchPipeline
+    starts: tuple[Cut, ...]
+    variant: Callable[[Cut], Variant]
+    is_fixed: bool = False  # nothing but `starts` is tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen(Generic[Variant]):
+    """The variant of the best cut, and what torch lists for it."""
+
+    variant: Variant
+    actions: Actions
+
+
+def balanced(weights: Sequence[float], parts: int) -> tuple[Cut, ...]:
+    """By seconds, from the front, from the back and by equal shares; and by the number of layers."""
+    count, even = len(weights), [1.0] * len(weights)
+    found: dict[Cut, None] = {}
+    for cut_of in (smallest_maximum_cut, proportional_cut):
+        found[cut_of(weights, parts)] = None
+        found[tuple(count - place for place in reversed(cut_of(weights[::-1], parts)))] = None
+    return (*found, proportional_cut(even, parts))
+
+
+def choose(cuts: Cuts[Variant], ranks: int, step_s: Callable[[Variant, Actions], float]) -> Chosen[Variant]:
+    """By the shortest step."""
+    actions = listed(cuts.pipeline, ranks)
+
+    def replayed_s(cut: Cut) -> float:
+        return step_s(cuts.variant(cut), actions)
+
+    starts = {cut: replayed_s(cut) for cut in cuts.starts}
+    best = min(starts, key=starts.__getitem__)
+    if not cuts.is_fixed:
+        best = _improved(best, starts[best], replayed_s)
+    return Chosen(variant=cuts.variant(best), actions=actions)
+
+
+def _improved(best: Cut, best_s: float, replayed_s: Callable[[Cut], float]) -> Cut:
+    """Layers go to the stage before or behind, one at a time, while the step gets shorter."""
+    used, found = 0, True
+    seen = {best}
+    while found and used < MOST:
+        found = False
+        for cut in neighbours(best):
+            if cut in seen or used >= MOST:
+                continue
+            seen.add(cut)
+            used += 1
+            if (seconds := replayed_s(cut)) < best_s * (1 - 1e-9):
+                best, best_s, found = cut, seconds, True
+                break
+    return best
+
+
+def listed(pipeline: TorchPipeline, ranks: int) -> Actions:
+    """By torch, for every rank of a pipeline."""
+    with fake_world(0, ranks):
+        clock = PacedClock(sleep=lambda seconds: None)
+        return PacedPipeline(pipeline, clock=clock, seconds=lambda kind, stage, microbatch: 0.0).actions()
