@@ -212,7 +212,7 @@ def test_a_dry_run_is_no_rank_of_torchrun(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 1000, 3071])
 def test_a_rank_of_3072_steps_on_a_laptop(rank: int, tmp_path: Path) -> None:
-    """With its plan within two minutes and 8 GB; what it takes is within a tenth of what the plan says.
+    """With its plan within two minutes and 8 GB; its peak is within 5 % of what the plan says.
 
     Processor time is what counts: others may use the machine.
     """
@@ -232,10 +232,11 @@ def test_a_rank_of_3072_steps_on_a_laptop(rank: int, tmp_path: Path) -> None:
     check_keys(found)
     memory = found["memory"]
     assert (found["rank"], found["world"], found["groups_made"]) == (rank, 3072, 18)
-    assert abs(memory["error"]) < 0.10 and found["fits"]
+    assert abs(memory["error"]) < 0.05 and found["fits"]
     for name in ("parameters", "gradients", "optimizer"):
         assert memory["counted_bytes"][name] == pytest.approx(memory["planned_bytes"][name], rel=0.01)
-    assert memory["counted_bytes"]["llm_activations"] == pytest.approx(
-        memory["planned_bytes"]["llm_activations"], rel=0.02
-    )
+    # The plan counts masks of dropout, which are made again; and too little of split backwards of encoders.
+    counted, planned = memory["counted_bytes"], memory["planned_bytes"]
+    assert 0.94 < counted["llm_activations"] / planned["llm_activations"] < 1.0
+    assert 0.94 < counted["encoder_activations"] / planned["encoder_activations"] < 1.35
     assert found["program"]["encoder_phases_in_slots"] > 400

@@ -185,7 +185,7 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
     for name, found in variants.items():
         if name not in never and found.error is not None and abs(found.error) > ERROR:
             problems.append(f"{name} is {100 * found.error:+.1f} % off its replay, over {100 * ERROR:g} %")
-    measured = {name: found.step_s for name, found in variants.items()}
+    measured = {name: found.step_s for name, found in variants.items() if name not in never}
     problems += _gain_problem(measured, predicted)
     job = task.job
     layout = f"dp{job.dp} pp{job.pp} tp{TP}, the encoder whole on every rank"
@@ -198,7 +198,7 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
         *disturbance_notes(steps, never),
         MEANING,
     ]
-    bound_s = measured.get(FLOOR, job.bound_s)
+    bound_s = measured.get(FLOOR, predicted.get(FLOOR, job.bound_s))
     return BenchResult(
         bench="paced",
         variants=variants,
