@@ -12,15 +12,16 @@ pytest.importorskip("torch")
 from optimus.bench.divided_job import DividedJob
 from optimus.bench.divided_torch import DividedTorch, torch_variants
 from optimus.bench.draws import MEANS
-from optimus.bench.torch_cuts import Actions, balanced, choose
+from optimus.bench.torch_cuts import balanced, choose
+from optimus.bench.torch_replay import Programs
 
 JOB = DividedJob(ranks=8, dp=1)  # four stages
 HALVES = 2 * (JOB.encoder_layers + JOB.pp)
 SCHEDULES = ("balanced 1F1B", "balanced Interleaved", "balanced ZBV")
 
 
-def step_s(variant: DividedTorch, actions: Actions) -> float:
-    return variant.replayed_s(MEANS, actions)
+def step_s(variant: DividedTorch, programs: Programs) -> float:
+    return variant.replayed_s(MEANS, programs)
 
 
 @pytest.mark.parametrize(
@@ -32,18 +33,18 @@ def test_no_other_cut_is_faster(name: str) -> None:
     chosen = choose(cuts, JOB.pp, step_s)
     parts = len(chosen.variant.stages)
     best_s = min(
-        step_s(cuts.variant((0, *inner, HALVES)), chosen.actions)
+        step_s(cuts.variant((0, *inner, HALVES)), chosen.programs)
         for inner in combinations(range(1, HALVES), parts - 1)
         if max(b - a for a, b in zip((0, *inner), (*inner, HALVES), strict=True)) <= 2 * HALVES // parts
     )
-    assert step_s(chosen.variant, chosen.actions) == pytest.approx(best_s)
+    assert step_s(chosen.variant, chosen.programs) == pytest.approx(best_s)
 
 
 def test_the_search_improves_what_it_begins_with() -> None:
     cuts = torch_variants(JOB)["balanced ZBV"]
     begun = choose(replace(cuts, is_fixed=True), JOB.pp, step_s)
     found = choose(cuts, JOB.pp, step_s)
-    assert step_s(found.variant, found.actions) < step_s(begun.variant, begun.actions)
+    assert step_s(found.variant, found.programs) < step_s(begun.variant, begun.programs)
 
 
 def test_starts_hold_every_layer() -> None:

@@ -24,8 +24,8 @@ from optimus.bench.divided_job import COLLECTIVE_S, LAYER_S, P2P_LINK, TOKENS, T
 from optimus.bench.draws import Draws
 from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_torch import PacedPipeline, Passing, TorchPipeline
-from optimus.bench.torch_cuts import Actions, Cuts, balanced
-from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
+from optimus.bench.torch_cuts import Cuts, balanced
+from optimus.bench.torch_replay import Programs, replay_step
 from optimus.engine.groups import Groups
 from optimus.program.op import Kind
 from optimus.schedule.layer_sums import Cut
@@ -63,30 +63,13 @@ class DividedTorch:
         factor = draws.factor(module=named, kind=kind, virtual_stage=stage, microbatch=microbatch)
         return self.compute_s(kind, stage) * factor
 
-    def replayed_s(self, draws: Draws, actions: Actions) -> float:
+    def replayed_s(self, draws: Draws, programs: Programs) -> float:
         """By the rules alone."""
-        pipeline, ranks = self.pipeline, len(actions)
-        rank_of = {stage: rank for rank in range(ranks) for stage in pipeline.stages_of(rank, ranks)}
-        programs = [
-            one_f_one_b(rank, ranks, pipeline.num_microbatches)
-            if pipeline.schedule == "1F1B"
-            else from_torch(actions[rank])
-            for rank in range(ranks)
-        ]
 
         def seconds(kind: str, stage: int, microbatch: int) -> float:
             return self.drawn_s(draws, kind, stage, microbatch) + self.exchange_s(kind, stage)
 
-        return max(
-            replay(
-                programs,
-                [rank_of[stage] for stage in sorted(rank_of)],
-                seconds,
-                P2P_LINK.message_s(pipeline.example),
-                split=pipeline.splits,
-                shared=True,
-            )
-        )
+        return replay_step(self.pipeline, programs, seconds, P2P_LINK)
 
 
 def torch_variants(job: DividedJob) -> dict[str, Cuts[DividedTorch]]:

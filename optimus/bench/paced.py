@@ -137,7 +137,7 @@ def compare(job: PacedJob, task: Task, answers: list[RankAnswer]) -> BenchResult
     replayed = task.replay(job.link)
     predicted = {OURS: replayed.step_s}
     for name, each in task.torch_variants.items():
-        predicted[name] = replay_torch(each.variant, each.actions, draws=task.draws, link=job.link)
+        predicted[name] = replay_torch(each.variant, each.programs, draws=task.draws, link=job.link)
     steps = {
         name: [list(step) for step in zip(*(answer.steps[name] for answer in answers), strict=True)]
         for name in answers[0].steps

@@ -86,7 +86,7 @@ def bench_paced_divided(
         job=job,
         variants=variants_of(job, wanted),
         torch_variants={
-            name: choose(cuts, job.pp, lambda variant, actions: variant.replayed_s(MEANS, actions))
+            name: choose(cuts, job.pp, lambda variant, programs: variant.replayed_s(MEANS, programs))
             for name, cuts in beside.items()
             if name in wanted
         },
@@ -170,7 +170,7 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
     replays = {name: _replayed(task, name, answers) for name in task.variants}
     predicted = {name: each.step_s for name, each in replays.items()}
     for name, each in task.torch_variants.items():
-        predicted[name] = each.variant.replayed_s(task.draws, each.actions)
+        predicted[name] = each.variant.replayed_s(task.draws, each.programs)
     steps = {
         name: [list(step) for step in zip(*(answer.steps[name] for answer in answers), strict=True)]
         for name in answers[0].steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -14,8 +15,7 @@ from optimus.bench.draws import Draws
 from optimus.bench.paced_job import TorchVariant, bucket
 from optimus.bench.paced_plan import Played, drawn_s
 from optimus.bench.pacing import Link
-from optimus.bench.torch_cuts import Actions
-from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
+from optimus.bench.torch_replay import Programs, replay_step
 from optimus.program.op import Floats, Kind
 from optimus.program.plan import OPS, Plan, Verb
 from optimus.schedule.coupled import couple
@@ -77,24 +77,9 @@ def _bucket_at(plan: Plan, name: str, device: int, place: int) -> torch.Tensor:
     return bucket(planned.end_layer - planned.first_layer, module.layout.dp)
 
 
-def replay_torch(variant: TorchVariant, actions: Actions, *, draws: Draws, link: Link) -> float:
-    """A step of one of torch's schedules; `actions` are what torch listed for every rank."""
-    pipeline, ranks = variant.pipeline, len(actions)
-    rank_of = {stage: rank for rank in range(ranks) for stage in pipeline.stages_of(rank, ranks)}
-    if pipeline.schedule == "1F1B":
-        programs = [one_f_one_b(rank, ranks, pipeline.num_microbatches) for rank in range(ranks)]
-    else:
-        programs = [from_torch(own) for own in actions]
-    return max(
-        replay(
-            programs,
-            [rank_of[stage] for stage in sorted(rank_of)],
-            lambda kind, stage, microbatch: torch_s(variant, draws, kind, stage, microbatch),
-            link.message_s(pipeline.example),
-            split=pipeline.splits,
-            shared=link.lane is not None,
-        )
-    )
+def replay_torch(variant: TorchVariant, programs: Programs, *, draws: Draws, link: Link) -> float:
+    """A step of one of torch's schedules."""
+    return replay_step(variant.pipeline, programs, partial(torch_s, variant, draws), link)
 
 
 def torch_s(variant: TorchVariant, draws: Draws, kind: str, stage: int, microbatch: int) -> float:

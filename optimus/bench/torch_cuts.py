@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 from optimus.bench.paced_torch import PacedPipeline, TorchPipeline
 from optimus.bench.pacing import PacedClock
+from optimus.bench.torch_replay import Programs, programs_of
 from optimus.engine.torch_private import fake_world
 from optimus.schedule.layer_sums import Cut
 from optimus.systems.balance import neighbours, proportional_cut, smallest_maximum_cut
 
 MOST = 300  # replays for a schedule; a count, not a time: results repeat
-Actions = list[list[str]]  # what torch lists for every rank; its 1F1B lists nothing
 Variant = TypeVar("Variant")
 
 
@@ -29,10 +29,10 @@ class Cuts(Generic[Variant]):
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen(Generic[Variant]):
-    """The variant of the best cut, and what torch lists for it."""
+    """The variant of the best cut, and what ranks play of it."""
 
     variant: Variant
-    actions: Actions
+    programs: Programs
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[Cut, ...]:
@@ -45,18 +45,18 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[Cut, ...]:
     return (*found, proportional_cut(even, parts))
 
 
-def choose(cuts: Cuts[Variant], ranks: int, step_s: Callable[[Variant, Actions], float]) -> Chosen[Variant]:
+def choose(cuts: Cuts[Variant], ranks: int, step_s: Callable[[Variant, Programs], float]) -> Chosen[Variant]:
     """By the shortest step."""
-    actions = listed(cuts.pipeline, ranks)
+    programs = listed(cuts.pipeline, ranks)
 
     def replayed_s(cut: Cut) -> float:
-        return step_s(cuts.variant(cut), actions)
+        return step_s(cuts.variant(cut), programs)
 
     starts = {cut: replayed_s(cut) for cut in cuts.starts}
     best = min(starts, key=starts.__getitem__)
     if not cuts.is_fixed:
         best = _improved(best, starts[best], replayed_s)
-    return Chosen(variant=cuts.variant(best), actions=actions)
+    return Chosen(variant=cuts.variant(best), programs=programs)
 
 
 def _improved(best: Cut, best_s: float, replayed_s: Callable[[Cut], float]) -> Cut:
@@ -76,8 +76,9 @@ def _improved(best: Cut, best_s: float, replayed_s: Callable[[Cut], float]) -> C
     return best
 
 
-def listed(pipeline: TorchPipeline, ranks: int) -> Actions:
+def listed(pipeline: TorchPipeline, ranks: int) -> Programs:
     """By torch, for every rank of a pipeline."""
     with fake_world(0, ranks):
         clock = PacedClock(sleep=lambda seconds: None)
-        return PacedPipeline(pipeline, clock=clock, seconds=lambda kind, stage, microbatch: 0.0).actions()
+        made = PacedPipeline(pipeline, clock=clock, seconds=lambda kind, stage, microbatch: 0.0)
+        return programs_of(pipeline, made.actions())

@@ -9,7 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from optimus.bench.paced_torch import TorchPipeline
+from optimus.bench.pacing import Link
+
 Line = tuple[str, int, int]
+Programs = list[list[Line]]  # of every rank
 Seconds = Callable[[str, int, int], float]
 
 
@@ -46,6 +50,29 @@ def from_torch(actions: Sequence[str]) -> list[Line]:
         elif not re.fullmatch(r"\d+(RECV_F|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)", action):
             raise ValueError(f"what is {action}?")
     return [*lines, ("WAIT", 0, 0)]
+
+
+def programs_of(pipeline: TorchPipeline, actions: Sequence[Sequence[str]]) -> Programs:
+    """Of every rank, by what torch lists for it; its 1F1B lists nothing."""
+    if pipeline.schedule == "1F1B":
+        return [one_f_one_b(rank, len(actions), pipeline.num_microbatches) for rank in range(len(actions))]
+    return [from_torch(own) for own in actions]
+
+
+def replay_step(pipeline: TorchPipeline, programs: Programs, seconds: Seconds, link: Link) -> float:
+    """When all ranks of a pipeline are done."""
+    ranks = range(len(programs))
+    rank_of = {stage: rank for rank in ranks for stage in pipeline.stages_of(rank, len(programs))}
+    return max(
+        replay(
+            programs,
+            [rank_of[stage] for stage in sorted(rank_of)],
+            seconds,
+            link.message_s(pipeline.example),
+            split=pipeline.splits,
+            shared=link.lane is not None,
+        )
+    )
 
 
 def replay(
