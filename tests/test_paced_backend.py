@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+from machine import allowed_s
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +29,7 @@ LINK = Link(latency_s=0.005, bandwidth_bytes_per_s=1e5, bytes_scale=10.0)
 MESSAGE = torch.arange(50, dtype=torch.float32)  # 200 bytes that stand for 2000
 MESSAGE_S = 0.005 + 2000 / 1e5
 NEAR_S = 0.003
-REPEATS = 7  # a disturbed host can only make things take longer
+ROUNDS = 12  # those in which the host of some rank was too late to catch up say nothing
 
 
 # ---------------------------------------------------------------- without processes
@@ -182,8 +184,8 @@ def _all_reduce(rank: int, network: PacedNetwork) -> tuple[float, float]:
     return watch.read()
 
 
-def _collectives(rank: int, network: PacedNetwork) -> list[dict[str, float]]:
-    """Groups of two ranks, one with a link of its own."""
+def _collectives(rank: int, network: PacedNetwork) -> Callable[[], dict[str, float]]:
+    """Groups of two ranks, one with a link of its own: ideal seconds of each; two are launched at once."""
     first = rank // 2 * 2
     ranks = [first, first + 1]
     pair = dist.new_group(ranks, backend="paced", use_local_synchronization=True)
@@ -193,129 +195,146 @@ def _collectives(rank: int, network: PacedNetwork) -> list[dict[str, float]]:
         use_local_synchronization=True,
         pg_options=Link(latency_s=0.02, bandwidth_bytes_per_s=1e9),
     )
-    return [_in_pairs(rank, network, pair, slow) for _ in range(REPEATS)]
+
+    def run() -> dict[str, float]:
+        whole, part, mine = torch.zeros(100), torch.zeros(25), torch.full((50,), float(rank))
+        found = {}
+
+        def timed(name: str, collective: Callable[[], object]) -> None:
+            before_s = network.clock.ideal_s
+            collective()
+            found[name] = network.clock.ideal_s - before_s
+
+        Stopwatch(network)
+        timed("all_gather", lambda: all_gather_single(whole, mine, group=pair))
+        assert whole.tolist() == [float(first)] * 50 + [float(first + 1)] * 50
+        timed("reduce_scatter", lambda: reduce_scatter_single(part, mine, group=pair))
+        assert part.tolist() == [2.0 * first + 1] * 25
+        timed("broadcast", lambda: dist.broadcast(mine, first, group=pair))
+        assert mine.tolist() == [float(first)] * 50
+        timed("barrier", lambda: dist.barrier(slow))
+        works = [dist.all_reduce(torch.zeros(50), group=pair, async_op=True) for _ in range(2)]
+        timed("two all_reduces", works[1].wait)
+        assert works[0].wait() and works[0].is_completed()
+        return found
+
+    return run
 
 
-def _in_pairs(rank: int, network: PacedNetwork, pair: Any, slow: Any) -> dict[str, float]:
-    """Ideal seconds of each collective; two of them launched at once."""
-    first = rank // 2 * 2
-    whole, part, mine = torch.zeros(100), torch.zeros(25), torch.full((50,), float(rank))
-    found = {}
-
-    def timed(name: str, run: Any) -> None:
-        before_s = network.clock.ideal_s
-        run()
-        found[name] = network.clock.ideal_s - before_s
-
-    dist.barrier()
-    network.clock.restart()
-    dist.barrier()
-    timed("all_gather", lambda: all_gather_single(whole, mine, group=pair))
-    assert whole.tolist() == [float(first)] * 50 + [float(first + 1)] * 50
-    timed("reduce_scatter", lambda: reduce_scatter_single(part, mine, group=pair))
-    assert part.tolist() == [2.0 * first + 1] * 25
-    timed("broadcast", lambda: dist.broadcast(mine, first, group=pair))
-    assert mine.tolist() == [float(first)] * 50
-    timed("barrier", lambda: dist.barrier(slow))
-    works = [dist.all_reduce(torch.zeros(50), group=pair, async_op=True) for _ in range(2)]
-    timed("two all_reduces", works[1].wait)
-    assert works[0].wait() and works[0].is_completed()
-    return found
-
-
-def _dtensor(rank: int, network: PacedNetwork) -> list[float]:
+def _dtensor(rank: int, network: PacedNetwork) -> Callable[[], float]:
     """torch's tensor parallelism takes the same links, through functional collectives in C++."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rows = DTensor.from_local(torch.full((25, 2), float(rank % 2)), mesh["tp"], [Shard(0)], run_check=False)
-    found = []
-    for _ in range(REPEATS):
+
+    def run() -> float:
         watch = Stopwatch(network)
         whole = rows.redistribute(placements=[Replicate()]).to_local()
         assert float(whole.sum()) == 50
         assert functional.all_reduce(torch.ones(50), "sum", mesh["tp"].get_group()).tolist() == [2.0] * 50
-        found.append(watch.read()[0])
-    return found
+        return watch.read()[0]
+
+    return run
 
 
-def _lanes(rank: int, network: PacedNetwork) -> list[tuple[float, float]]:
+def _lanes(rank: int, network: PacedNetwork) -> tuple[Callable[[], float], Callable[[], float]]:
     """Two groups that share a lane: what is launched on both at once follows each other."""
     link = Link(latency_s=0.03, bandwidth_bytes_per_s=1e9, lane="p2p")
     groups = [dist.new_group([0, 1, 2, 3], backend="paced", pg_options=link) for _ in range(2)]
-    found = []
-    for _ in range(REPEATS):
+
+    def messages() -> float:
         watch = Stopwatch(network)
         if rank == 0:
             dist.isend(MESSAGE[:0], 1, groups[0])
             dist.isend(MESSAGE[:0], 2, groups[1])
         elif rank < 3:
             dist.irecv(torch.zeros(0), 0, groups[rank - 1]).wait()
-        messages_s = watch.read()[0]
+        return watch.read()[0]
+
+    def barriers() -> float:
         watch = Stopwatch(network)
         for work in [dist.barrier(group, async_op=True) for group in groups]:
             work.wait()
-        found.append((messages_s, watch.read()[0]))
+        return watch.read()[0]
+
+    return messages, barriers
+
+
+Rounds = list[tuple[float, Any]]  # what a rank gave up in each, and what it read
+
+
+def _everything(rank: int, network: PacedNetwork) -> dict[str, Rounds]:
+    messages, barriers = _lanes(rank, network)
+    experiments: dict[str, Callable[[], Any]] = {
+        "message": lambda: _one_message(rank, network),
+        "queue": lambda: _queue(rank, network),
+        "both ways": lambda: _both_ways(rank, network),
+        "all_reduce": lambda: _all_reduce(rank, network),
+        "collectives": _collectives(rank, network),
+        "dtensor": _dtensor(rank, network),
+        "messages of a lane": messages,
+        "barriers of a lane": barriers,
+    }
+    found: dict[str, Rounds] = {name: [] for name in experiments}
+    for name, run in experiments.items():
+        for _ in range(ROUNDS):
+            read = run()
+            found[name].append((network.clock.given_up_s, read))
     return found
 
 
-def _everything(rank: int, network: PacedNetwork) -> dict[str, Any]:
-    return {
-        "message": [_one_message(rank, network) for _ in range(REPEATS)],
-        "queue": [_queue(rank, network) for _ in range(REPEATS)],
-        "both ways": [_both_ways(rank, network) for _ in range(REPEATS)],
-        "all_reduce": [_all_reduce(rank, network) for _ in range(REPEATS)],
-        "collectives": _collectives(rank, network),
-        "dtensor": _dtensor(rank, network),
-        "lanes": _lanes(rank, network),
-    }
-
-
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def ranks() -> list[dict[str, Rounds]]:
     return run_paced_ranks(_everything, 4, LINK)
 
 
+def _calm(ranks: list[dict[str, Rounds]], name: str) -> list[list[Any]]:
+    """What every rank read, in rounds in which the hosts of all of them kept up."""
+    rounds = list(zip(*(found[name] for found in ranks), strict=True))
+    calm = [one for one in rounds if not any(given_up_s for given_up_s, _ in one)]
+    assert calm, f"the host was too late in all of {ROUNDS} rounds: nothing was measured"
+    return [[read for _, read in reads] for reads in zip(*calm, strict=True)]
+
+
 def _near(reads: list[tuple[float, float]], wanted_s: float) -> None:
-    """Ideal time is exact while the host keeps up; real time is never before it, and near it if calm."""
-    assert min(ideal for ideal, _ in reads) == pytest.approx(wanted_s, abs=1e-6)
+    """Ideal time is exact; real time is never before it, and near it if nothing else ran."""
+    assert [ideal for ideal, _ in reads] == pytest.approx([wanted_s] * len(reads), abs=1e-6)
     assert all(real >= ideal for ideal, real in reads)
-    assert min(real for _, real in reads) == pytest.approx(wanted_s, abs=NEAR_S)
+    assert min(real for _, real in reads) == pytest.approx(wanted_s, abs=allowed_s(NEAR_S))
 
 
 @pytest.mark.alone
 @pytest.mark.ci("engine")
-def test_a_message_takes_latency_plus_bytes_over_bandwidth(ranks: list[dict[str, Any]]) -> None:
-    _near(ranks[0]["message"], MESSAGE_S)
-    _near(ranks[1]["message"], MESSAGE_S)
-    _near(ranks[2]["message"], 0.0)
+def test_a_message_takes_latency_plus_bytes_over_bandwidth(ranks: list[dict[str, Rounds]]) -> None:
+    for reads, wanted_s in zip(_calm(ranks, "message"), [MESSAGE_S, MESSAGE_S, 0.0, 0.0], strict=True):
+        _near(reads, wanted_s)
 
 
 @pytest.mark.alone
 @pytest.mark.ci("engine")
-def test_messages_queue(ranks: list[dict[str, Any]]) -> None:
-    sender, receiver = ranks[0]["queue"], ranks[1]["queue"]
-    _near([read[0] for read in sender], MESSAGE_S)
-    _near([read[1] for read in sender], 2 * MESSAGE_S)
-    _near([read[0] for read in receiver], 2 * MESSAGE_S)
-    _near([read[1] for read in receiver], 2 * MESSAGE_S)
+def test_messages_queue(ranks: list[dict[str, Rounds]]) -> None:
+    sender, receiver, *_ = _calm(ranks, "queue")
+    _near([first for first, _ in sender], MESSAGE_S)
+    _near([second for _, second in sender], 2 * MESSAGE_S)
+    _near([read for reads in receiver for read in reads], 2 * MESSAGE_S)
 
 
 @pytest.mark.alone
 @pytest.mark.ci("engine")
-def test_directions_do_not_disturb_each_other(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        _near(found["both ways"], 0.005 + 40 / 1e5)
+def test_directions_do_not_disturb_each_other(ranks: list[dict[str, Rounds]]) -> None:
+    for reads in _calm(ranks, "both ways"):
+        _near(reads, 0.005 + 40 / 1e5)
 
 
 @pytest.mark.alone
 @pytest.mark.ci("engine")
-def test_an_all_reduce_starts_with_the_last_and_hides_behind_compute(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        _near(found["all_reduce"], 0.03 + max(0.02, 0.005 + 2 * 3 / 4 * 2000 / 1e5))
+def test_an_all_reduce_starts_with_the_last_and_hides_behind_compute(ranks: list[dict[str, Rounds]]) -> None:
+    for reads in _calm(ranks, "all_reduce"):
+        _near(reads, 0.03 + max(0.02, 0.005 + 2 * 3 / 4 * 2000 / 1e5))
 
 
 @pytest.mark.alone
 @pytest.mark.ci("engine")
-def test_collectives_of_a_pair(ranks: list[dict[str, Any]]) -> None:
+def test_collectives_of_a_pair(ranks: list[dict[str, Rounds]]) -> None:
     wanted = {
         "all_gather": 0.005 + 4000 / 2 / 1e5,
         "reduce_scatter": 0.005 + 2000 / 2 / 1e5,
@@ -323,25 +342,26 @@ def test_collectives_of_a_pair(ranks: list[dict[str, Any]]) -> None:
         "barrier": 0.02,
         "two all_reduces": 2 * (0.005 + 2000 / 1e5),
     }
-    for found in ranks:
-        best = {name: min(times[name] for times in found["collectives"]) for name in wanted}
-        assert best == pytest.approx(wanted, abs=1e-6)
+    for reads in _calm(ranks, "collectives"):
+        for read in reads:
+            assert read == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.alone
 @pytest.mark.ci("engine")
-def test_dtensor_takes_the_same_links(ranks: list[dict[str, Any]]) -> None:
-    wanted_s = (0.005 + 4000 / 2 / 1e5) + (0.005 + 2000 / 1e5)
-    for found in ranks:
-        assert min(found["dtensor"]) == pytest.approx(wanted_s, abs=1e-6)
-
-
-@pytest.mark.alone
-@pytest.mark.ci("engine")
-def test_groups_may_share_a_lane(ranks: list[dict[str, Any]]) -> None:
-    for found, message_s in zip(ranks, [0, 0.03, 0.06, 0], strict=True):
-        assert min(messages_s for messages_s, _ in found["lanes"]) == pytest.approx(message_s, abs=1e-6)
-        assert min(barriers_s for _, barriers_s in found["lanes"]) == pytest.approx(0.06, abs=1e-6)
+@pytest.mark.parametrize(
+    ("name", "wanted_s"),
+    [
+        ("dtensor", [(0.005 + 4000 / 2 / 1e5) + (0.005 + 2000 / 1e5)] * 4),
+        ("messages of a lane", [0, 0.03, 0.06, 0]),
+        ("barriers of a lane", [0.06] * 4),
+    ],
+)
+def test_dtensor_takes_the_same_links_and_groups_may_share_a_lane(
+    ranks: list[dict[str, Rounds]], name: str, wanted_s: list[float]
+) -> None:
+    for reads, rank_s in zip(_calm(ranks, name), wanted_s, strict=True):
+        assert reads == pytest.approx([rank_s] * len(reads), abs=1e-6)
 
 
 def _third_fails(rank: int, network: PacedNetwork) -> None:

@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import allowed_s
 from reference_replay import Deadlock, idle_per_busy, makespan, replay
 
 from optimus.errors import UserError
@@ -200,4 +201,4 @@ def test_a_large_pipeline_is_written_quickly(schedule: Callable[..., Pipeline]) 
         start = time.perf_counter()
         schedule(stages=8, chunks=12, microbatches=128)
         times_s.append(time.perf_counter() - start)
-    assert min(times_s) < 0.15
+    assert min(times_s) < allowed_s(0.15)

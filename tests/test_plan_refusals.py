@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import allowed_s
 from plan_by_hand import llm_alone, two_pipelines
 
 from optimus.errors import UserError
@@ -244,4 +245,4 @@ def test_large_nonsense_is_refused_at_once() -> None:
     assert len(refused(edited(put(many, "templates"))).hint) < 2000
     refused(edited(lambda document: document["modules"].update({f"m{n}": {} for n in range(100_000)})))
     refused(edited(put(["x"] * 300_000, "programs", 0)))
-    assert time.perf_counter() - started < 8
+    assert time.perf_counter() - started < allowed_s(8)

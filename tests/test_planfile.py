@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import allowed_s
 from plan_by_hand import llm_alone, plan_by_hand, two_encoders, two_pipelines
 from tiny_plans import tiny_plan
 
@@ -136,7 +137,7 @@ def test_a_large_plan_is_read_fast(tmp_path: Path) -> None:
         started = time.perf_counter()
         load_plan(path)
         taken.append(time.perf_counter() - started)
-    assert min(taken) < 0.3
+    assert min(taken) < allowed_s(0.3)
 
 
 # ---------------------------------------------------------------------------- fuzz

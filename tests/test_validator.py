@@ -11,6 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 from all_interleavings import can_stop
+from machine import allowed_s
 from plan_mutants import FATAL, move, swap, with_rows
 from slow_plan_figures import bytes_alive, regions
 from slow_plan_replay import SlowPlan, slow_replay
@@ -303,5 +304,5 @@ def test_a_large_plan_is_checked_in_seconds() -> None:
     assert count > 100_000
     began = time.perf_counter()
     report = check_plan(plan)
-    assert report.ok and time.perf_counter() - began < 5.0
+    assert report.ok and time.perf_counter() - began < allowed_s(5.0)
     assert np.isfinite(plan.claims.step_s)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import allowed_s
 from torch.distributed import HashStore
 
 from optimus.engine.verdict import Post, behind, give_verdict
@@ -55,7 +56,7 @@ def test_an_entry_costs_less_than_a_microsecond() -> None:
             ring.begin(line)
             ring.end(line)
         best_s = min(best_s, (time.perf_counter() - begin_s) / 1000)
-    assert best_s < 1e-6
+    assert best_s < allowed_s(1e-6)
 
 
 def test_the_stopped_rank_is_named_from_every_rank() -> None:

@@ -69,7 +69,7 @@ def _played(
     patience_s: float,
 ) -> tuple[Timeline, Ints]:
     """Changes `issued`: when the host has issued every op, or until when it is held."""
-    lane = (schedule.device.astype(np.int32) * NUM_LANES + schedule.lane).astype(np.int32)
+    lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
     deps, dep_offset = schedule.deps.astype(np.int32), schedule.dep_offset.astype(np.int64)
     received = np.flatnonzero(schedule.kind == Kind.RECV)
     sent = deps[dep_offset[received]]
@@ -148,7 +148,7 @@ def _play(  # noqa: PLR0915
     every meeting that have not come: all of them, at first.
 
     One long function on purpose: every array handed to another costs reference counts per event,
-    and made it four times slower.
+    and made it four times slower. Indices are of one type, or the others are compiled for several.
     """
     follower_offset, followers = _reverse(len(lane), dep_offset, deps)
     listing, turns = len(rank) > 0, 0
@@ -166,7 +166,7 @@ def _play(  # noqa: PLR0915
     key = np.empty(num_lanes, np.float64)  # next event of the lane: an end, or an issue it waits for
     heap = np.empty(num_lanes, np.int64)  # lanes by key
     place = np.empty(num_lanes, np.int64)  # where the lane stands in the heap, -1 if it does not
-    size = 0
+    size = int(np.int64(0))  # numba would compile what takes a literal 0 once more
     free = np.empty(num_lanes, np.int64)  # lanes to look at: they may start an op now
     num_free = num_lanes
     looked_at = np.empty(num_lanes, np.bool_)  # stands in `free`
@@ -294,7 +294,7 @@ def _reverse(count: int, dep_offset: NDArray[Any], deps: NDArray[Any]) -> tuple[
     for op in range(count):
         offset[op + 1] += offset[op]
     place = offset[:count].copy()
-    followers = np.empty(len(deps), np.int32)
+    followers = np.empty(len(deps), np.int64)
     for op in range(count):
         for position in range(dep_offset[op], dep_offset[op + 1]):
             dep = deps[position]
@@ -376,7 +376,7 @@ def _remove_first(key: Floats, heap: NDArray[Any], place: NDArray[Any], size: in
     if size > 0:
         heap[0] = heap[size]
         place[heap[0]] = 0
-        _sift_down(0, key, heap, place, size)
+        _sift_down(place[heap[0]], key, heap, place, size)
     return size
 
 
