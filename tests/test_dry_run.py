@@ -28,11 +28,11 @@ from optimus.render.dry_run import dry_run_json, dry_run_text
 ROOT = Path(__file__).parent.parent
 TINY, LARGE = "cpu/tiny-vl", "paper/strong-3072"
 BY_NAME = {case.name: case for case in DIVIDED}
-QUICK = ("tp: two stages", "tp: selective, split")
+QUICK = ("tp: selective, split",)
 OTHERS = (
-    "tp: two stages, encoder too", "tp: two replicas", "tp: zero-bubble", "tp: full", "tp: full, split",
-    "tp: attention again", "tp: four", "tp: odd numbers", "tp: two encoders", "tp: frozen trunk",
-    "tp: frozen llm", "tp: interleaved", "tp: eight: pp 2 x tp 2 x dp 2, two encoders",
+    "tp: two stages", "tp: two stages, encoder too", "tp: two replicas", "tp: zero-bubble", "tp: full",
+    "tp: full, split", "tp: attention again", "tp: four", "tp: odd numbers", "tp: two encoders",
+    "tp: frozen trunk", "tp: frozen llm", "tp: interleaved", "tp: eight: pp 2 x tp 2 x dp 2, two encoders",
 )  # fmt: skip
 
 
@@ -54,9 +54,9 @@ def check_exact(*names: str, timeout_s: float) -> None:
 
 
 @pytest.mark.ci("tensor parallelism")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(440)
 def test_a_dry_run_counts_what_a_real_run_takes() -> None:
-    check_exact(*QUICK, timeout_s=200)
+    check_exact(*QUICK, timeout_s=400)
 
 
 @pytest.mark.heavy

@@ -32,7 +32,7 @@ from optimus.systems.trial import Beside, Trial
 
 Record = Callable[[str, object], None]
 RANDOM, CI_RANDOM, PART = 12, 60, 30
-CI_WAYS, HEAVY_WAYS, WAYS_PART = 2_000, 100_000, 500
+CI_WAYS, HEAVY_WAYS, WAYS_PART = 1_000, 100_000, 500
 # Of the LLM's own step with interleaved 1F1B: as the catalog has the images, and with images of a quarter.
 OVER_FLOOR_1F1B = {
     ("paper/strong-3072", "clean"): (1.031, 1.025),
@@ -135,7 +135,7 @@ def test_whatever_is_tried_passes_all_rules() -> None:
 
 @pytest.mark.ci("search")
 @pytest.mark.parametrize("first", range(0, CI_WAYS, WAYS_PART))
-def test_two_thousand_ways_pass_all_rules(first: int) -> None:
+def test_a_thousand_ways_pass_all_rules(first: int) -> None:
     check_ways(range(first, first + WAYS_PART))
 
 
@@ -146,14 +146,14 @@ def test_a_hundred_thousand_ways_pass_all_rules(first: int) -> None:
 
 
 @pytest.mark.ci("search")
-@pytest.mark.parametrize(("name", "assumed"), [key for key in OVER_FLOOR_1F1B if "3072" in key[0]])
+@pytest.mark.parametrize(("name", "assumed"), [("paper/strong-3072", "clean")])
 def test_large_encoders_hide_behind_the_llm(name: str, assumed: str, record_property: Record) -> None:
     check_over_floor(name, assumed, record_property)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("name", "assumed"), [key for key in OVER_FLOOR_1F1B if "3072" not in key[0]])
-def test_large_encoders_hide_behind_the_llm_at_fewer_gpus(
+@pytest.mark.parametrize(("name", "assumed"), [*OVER_FLOOR_1F1B][1:])
+def test_large_encoders_hide_behind_the_llm_at_fewer_gpus_and_with_slack(
     name: str, assumed: str, record_property: Record
 ) -> None:
     check_over_floor(name, assumed, record_property)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from optimus.search.planning import make_plan
 from optimus.sure.assess import Assessed
 from optimus.sure.perturb import Perturbable, doubts, draw_models
 from optimus.sure.steps import Steps
+from optimus.sure.threads import in_threads
 from optimus.sure.winners import (
     CANNOT_WIN,
     Otherwise,
@@ -120,6 +122,24 @@ def test_counts_are_those_of_the_steps(sure: Sure, comparison: Comparison) -> No
     for name, reason in sure.left_out.items():
         slower = comparison.systems[name].step_s / comparison.systems[sure.winner].step_s > CANNOT_WIN
         assert slower or reason.startswith("the same as"), name
+
+
+def test_threads_answer_in_order_and_end_when_nobody_reads() -> None:
+    begun = []
+
+    def slow(number: int) -> float:
+        begun.append(number)
+        time.sleep((7 - number % 7) / 1000)
+        return 1 / (number - 60)
+
+    assert list(in_threads(slow, range(50))) == [1 / (number - 60) for number in range(50)]
+    with pytest.raises(ZeroDivisionError):
+        list(in_threads(slow, range(50, 70)))
+    begun.clear()
+    reading = in_threads(slow, range(61, 1000))
+    assert next(reading) == 1
+    reading.close()
+    assert len(begun) < 100
 
 
 def test_a_rule_finds_what_decides() -> None:

@@ -12,6 +12,7 @@ from optimus.cost.assumptions import Assumptions
 from optimus.program.op import Floats
 from optimus.search.compare import Comparison
 from optimus.sure.perturb import DRAWS, SEED, CostModel, Doubt, Perturbable, doubts, draw_models
+from optimus.sure.threads import in_threads
 from optimus.systems.known import System
 
 CANNOT_WIN = 1.3  # of the best step: systems beyond are left out
@@ -84,9 +85,9 @@ def find_sure(
     for place, system in enumerate(chosen):
         schedule = Perturbable(system.schedule, encoders, base)
         found = np.empty(draws)
-        for draw, model in enumerate(models):
+        for draw, step_s in enumerate(in_threads(schedule.step_s, models)):
             progress(f"perturbed {system.name}", place * draws + draw, len(chosen) * draws)
-            found[draw] = schedule.step_s(model)
+            found[draw] = step_s
         steps[system.name] = found
     names = list(steps)
     winners = [names[int(place)] for place in np.argmin(np.stack(list(steps.values())), axis=0)]

@@ -167,7 +167,7 @@ def _specs(
         named = order_names(stages=stages, chunks=chunks, microbatches=microbatches)
         other = (GREEDY,) if not named and can_list(stages, chunks, microbatches) else ()
         names = [name for name in (*named, *other) if name in orders]
-        cuts = _cuts(seconds[Kind.F] + seconds[Kind.B], stages * chunks) if names else []
+        cuts = _cuts(setting, layers, stages * chunks) if names else []
         for cut, name in product(cuts, names):
             yield _Spec(
                 bound_s=_bound_s(name, cut, seconds, stages, microbatches),
@@ -193,8 +193,14 @@ def _bound_s(name: str, cut: Cut, seconds: dict[Kind, Floats], stages: int, micr
     return min(bounds)
 
 
-def _cuts(weights: Floats, parts: int) -> list[Cut]:
-    return sorted({smallest_maximum_cut(weights, parts), proportional_cut(weights, parts)})
+def _cuts(setting: Setting, layers: tuple[PricedLayer, ...], parts: int) -> list[Cut]:
+    """Made once for these layers, whose sums keep them: so their id stays their own."""
+    known, key = setting.made.cuts, (id(layers), parts)
+    if key not in known:
+        sums = setting.sums(layers)
+        weights = sums.layer_seconds(Kind.F) + sums.layer_seconds(Kind.B)
+        known[key] = sorted({smallest_maximum_cut(weights, parts), proportional_cut(weights, parts)})
+    return known[key]
 
 
 def _build(

@@ -18,7 +18,7 @@ from optimus.schedule.layer_sums import Cut, LayerSums, StageBytes
 from optimus.schedule.op_graph import CutSeconds, OpGraph
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
 from optimus.schedule.timeline import evaluate
-from optimus.systems.setting import Policy, Setting
+from optimus.systems.setting import PipelineKey, Policy, Setting
 
 GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
@@ -60,6 +60,12 @@ class InlinePipeline:
             prices=self.setting.prices,
         )
 
+    @cached_property
+    def _key(self) -> PipelineKey:
+        """Pipelines that share it take as long and need as much: a search comes to many of them again."""
+        self.sums  # noqa: B018  which keeps the layers, so that their id stays their own
+        return id(self.layers), self.cut, self.listed or self.order_name, self.microbatches, self.layout
+
     @property
     def sums(self) -> LayerSums:
         return self.setting.sums(self.layers)
@@ -96,6 +102,12 @@ class InlinePipeline:
 
         A long step is periodic in its middle, so that two short ones give its length.
         """
+        known = self.setting.made.estimates
+        if self._key not in known:
+            known[self._key] = self._estimated_s()
+        return known[self._key]
+
+    def _estimated_s(self) -> float:
         stages = self.layout.pp
         if self.listed is None and self.microbatches > LONG_STEP * stages:
             short, longer = (replace(self, microbatches=count * stages).estimate_s for count in (3, 4))
@@ -119,8 +131,11 @@ class InlinePipeline:
     @cached_property
     def memories(self) -> tuple[Memory, ...]:
         """Of one rank of every stage."""
-        held = self.sums.stage_bytes(self.cut, self.layout.pp)
-        return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
+        known = self.setting.made.memories
+        if self._key not in known:
+            held = self.sums.stage_bytes(self.cut, self.layout.pp)
+            known[self._key] = tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
+        return known[self._key]
 
     @property
     def peak_bytes(self) -> float:

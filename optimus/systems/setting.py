@@ -9,6 +9,7 @@ from itertools import product
 
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.kernel import Kernel
+from optimus.cost.memory import Memory
 from optimus.cost.module import PricedLayer, price_encoder, price_llm
 from optimus.cost.prices import Prices
 from optimus.job.job import Job
@@ -17,13 +18,14 @@ from optimus.job.model import Encoder, Llm
 from optimus.program.op import Kind
 from optimus.program.plan import Template
 from optimus.schedule.chunk import Chunks
-from optimus.schedule.layer_sums import LayerSums
+from optimus.schedule.layer_sums import Cut, LayerSums
 from optimus.schedule.op_graph import OpGraph
 from optimus.schedule.phases import chunk_phases
 from optimus.schedule.pipelines import Pipeline
 
 SMALL_ENCODER = 0.03  # share of a GPU's memory up to which an encoder's parameters are copied to every rank
 Policy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
+PipelineKey = tuple[int, Cut, Pipeline | str, int, Layout]  # id of layers, cut, order, microbatches, layout
 
 
 def describe_recompute(policy: Policy) -> str:
@@ -45,6 +47,9 @@ class Made:
         self.equal: dict[Template, Template] = {}
         self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerSums]] = {}
         self.images: dict[str, float] = {}  # of every encoder in a mean sequence
+        self.estimates: dict[PipelineKey, float] = {}
+        self.memories: dict[PipelineKey, tuple[Memory, ...]] = {}
+        self.cuts: dict[tuple[int, int], list[Cut]] = {}  # of layers, by their id, into so many parts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
