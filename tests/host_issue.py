@@ -74,7 +74,7 @@ def tiny(job: Job, plan: Plan) -> tuple[Job, Plan]:
     return replace(job, model=model, workload=workload), replace(plan, modules=modules)
 
 
-class _Share(Share):
+class FakeShare(Share):
     """torch's fake group cannot bring rows to who sends none."""
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
@@ -82,10 +82,10 @@ class _Share(Share):
         return Flight(None, lambda: came)
 
 
-class _Fakes(Groups):
+class FakeGroups(Groups):
     def share(self, plan: Plan, module: str) -> Share:
         found = super().share(plan, module)
-        return _Share(rank=found.rank, size=found.size, group=found.group)
+        return FakeShare(rank=found.rank, size=found.size, group=found.group)
 
 
 def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
@@ -97,7 +97,7 @@ def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
     small, small_plan = tiny(job, plan)
     with fake_world(rank, plan.ranks.world):
         made = make_groups(small_plan, rank, timeout_s=60)
-        groups = _Fakes(rank=rank, members=made.members, groups=made.groups)
+        groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
         one = OneRank(small, small_plan, Training(), groups, dtype=torch.float32, device=torch.device("cpu"))
         batch, found, bare = one.batch(0, one.table(0)), [], []
         # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.

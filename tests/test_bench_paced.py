@@ -21,7 +21,7 @@ from optimus.bench.paced_plan import PacedPlan, Played, TinyBatch, TinyStage
 from optimus.bench.paced_ranks import run_paced_ranks
 from optimus.bench.paced_replays import compare_step, replay_plan
 from optimus.bench.paced_steps import play_rounds
-from optimus.bench.result import BenchResult, VariantTime
+from optimus.bench.result import EVENLY, BenchResult, VariantTime
 from optimus.cli import run
 from optimus.engine.mail import Pending
 from optimus.engine.sharding import Sharded
@@ -292,7 +292,7 @@ def _result(**changes: Any) -> BenchResult:
 
 
 def test_a_result_reads_well() -> None:
-    lines = bench_text(_result(problems=("it is wrong",)))
+    lines = bench_text(_result(problems=("it is wrong",), bound="nothing sent"))
     assert lines[0].split() == [
         "variant",
         "step",
@@ -307,7 +307,10 @@ def test_a_result_reads_well() -> None:
     ]
     assert lines[1].split()[:3] == [OURS, "1.000", "1.000"]
     assert any(line.startswith("NO") and "it is wrong" in line for line in lines)
-    assert any(line.startswith("bound") and "1.250" in line for line in lines)
+    assert any(
+        line.startswith("bound") and line.endswith("0.800 s, nothing sent; ours takes 1.250 of it")
+        for line in lines
+    )
     assert all(len(line) <= 100 for line in lines)
 
 
@@ -316,6 +319,7 @@ def test_a_result_for_tools() -> None:
     assert found["variants"]["slow"]["over_ours"] == 2.0
     assert "over_ours_low" not in found["variants"]["slow"]
     assert (found["bound_s"], found["ours_over_bound"], found["ok"]) == (0.8, 1.25, True)
+    assert found["bound"] == EVENLY
     assert not bench_json(_result(problems=("no",)))["ok"]
 
 

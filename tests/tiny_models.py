@@ -1,4 +1,4 @@
-"""Models of every kind that fit a test, and random samples for them."""
+"""Models of every kind that fit a test, built, and random samples for them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.models.arrangement import output_rows
-from optimus.models.numerics import Numerics
-from optimus.models.sample import IGNORED, Item, Sample
+from optimus.models.build import build_layers
+from optimus.models.numerics import NUMERICS, Numerics
+from optimus.models.sample import IGNORED, Item, Placed, Sample
+from optimus.models.segment import Segment
 
+DTYPE = torch.float64
+Layers = Sequence[Sequence[Segment]]
 HIDDEN, HEAD_DIM = 16, 8
 VOCAB = 29
 _GATED = Mlp(width=24)
@@ -138,3 +143,38 @@ def random_samples(
         tokens = draw(VOCAB, (length,))
         samples.append(Sample(number=number, tokens=tokens, labels=labels, items=items, documents=spans))
     return samples
+
+
+def build(name: str, **where: Any) -> tuple[Encoder | Llm, Layers]:
+    numerics = NUMERICS
+    module: Encoder | Llm
+    if name in LLMS:
+        module, numerics = LLMS[name]
+    elif name == "frozen llm":
+        module = replace(LLMS["llama"][0], train=False)
+    elif name == "frozen trunk":
+        module = replace(ENCODERS["windows"], train=False)
+    elif name == "frozen projector":
+        windows = ENCODERS["windows"]
+        module = replace(windows, projector=replace(windows.projector, train=False))
+    else:
+        module = ENCODERS[name]
+    return module, build_layers(module, dtype=DTYPE, numerics=numerics, **where)
+
+
+def images(encoder: Encoder, count: int = 3) -> list[Placed]:
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number, grid in enumerate(GRIDS[encoder.name][:count]):
+        size = (int(torch.tensor(grid).prod()), encoder.patch_inputs)
+        inputs = torch.randn(size, generator=generator, dtype=DTYPE)
+        found.append((7 + number // 2, number % 2, Item(offset=0, grid=grid, inputs=inputs)))
+    return found
+
+
+def close(first: Tensor, second: Tensor, error: float = 1e-13) -> bool:
+    """Against the second tensor's scale."""
+    first, second = first.detach(), second.detach()
+    assert first.shape == second.shape
+    scale = max(float(second.abs().max()), 1e-300) if second.numel() else 1.0
+    return float((first - second).abs().max() if second.numel() else 0.0) <= error * scale

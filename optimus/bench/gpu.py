@@ -28,7 +28,7 @@ from optimus.bench.gpu_ranks import Progress, Section, failure, run_sections
 from optimus.bench.gpu_slots import compute_slowdown, slot_entry_delay
 from optimus.bench.gpu_step import step, train
 from optimus.bench.ranks import Tell, run_processes
-from optimus.bench.result import VariantTime
+from optimus.bench.result import EVENLY, VariantTime
 from optimus.bench.variants import OURS
 from optimus.environment import tuning
 from optimus.errors import OptimusError, UserError
@@ -58,6 +58,7 @@ class GpuResult:
     notes: tuple[str, ...]
     problems: tuple[str, ...]
     bench: str = "gpu"
+    bound: str = EVENLY
     ours: str = OURS
 
     @property

@@ -34,7 +34,7 @@ from optimus.bench.paced_ranks import run_paced_ranks
 from optimus.bench.paced_replays import PlanReplay, compare_step
 from optimus.bench.paced_steps import Playable, Step, is_disturbed, play_rounds
 from optimus.bench.paced_torch import PacedPipeline
-from optimus.bench.result import BenchResult
+from optimus.bench.result import EVENLY, BenchResult
 from optimus.bench.torch_cuts import Chosen, choose
 from optimus.engine.groups import make_groups
 from optimus.errors import UserError, one_of
@@ -198,11 +198,16 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
         *disturbance_notes(steps, never),
         MEANING,
     ]
-    bound_s = measured.get(FLOOR, predicted.get(FLOOR, job.bound_s))
+    bound, bound_s = EVENLY, job.bound_s
+    if FLOOR in predicted:
+        bound, bound_s = f"{FLOOR}, replayed", predicted[FLOOR]
+    if FLOOR in measured:
+        bound, bound_s = FLOOR, measured[FLOOR]
     return BenchResult(
         bench="paced",
         variants=variants,
         ours=OURS,
+        bound=bound,
         bound_s=bound_s,
         ours_over_bound=ours_s / bound_s,
         notes=tuple(notes),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+EVENLY = "all work evenly on all ranks"
+
 
 @dataclass(frozen=True, kw_only=True)
 class VariantTime:
@@ -31,6 +33,7 @@ class BenchResult:
     ours: str  # name of our variant
     bound_s: float
     ours_over_bound: float
+    bound: str = EVENLY  # what takes so long
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 

@@ -270,6 +270,7 @@ def compare(prepared: Prepared, timed: Timed, rounds: int) -> BenchResult:
         bench="shaped",
         variants=variants,
         ours=contest.ours,
+        bound=contest.silent,
         bound_s=measured[contest.silent],
         ours_over_bound=measured[contest.ours] / measured[contest.silent],
         notes=notes,

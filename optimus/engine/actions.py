@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -86,7 +86,8 @@ class Compiler:
         self.plan, self.groups, self.chunks, self.shapes = plan, groups, chunks, shapes
         self.buckets, self._gathered = buckets, set(buckets.rest)
         self.mail, self.side, self.moment, self.finish = mail, side, moment, finish
-        self._beside: set[tuple[str, Verb, int, int]] = set()  # ops that open beside the program
+        # Ops that open beside the program, and the ranks for which what opens them waits.
+        self._beside: dict[tuple[str, Verb, int, int], set[int]] = {}
         self.device = plan.ranks.class_of(groups.rank)
         self.program = plan.programs[self.device]
         self._counts_loss = plan.ranks.place(LLM, groups.rank).tp == 0  # all of a group make the same
@@ -120,7 +121,7 @@ class Compiler:
 
     def _partners(self) -> tuple[int, ...]:
         """Ranks that this one exchanges anything with: all of it ends with the step."""
-        return tuple(sorted(set(chain.from_iterable(self.groups.members.values())) - {self.groups.rank}))
+        return self._others(chain.from_iterable(self.groups.members.values()))
 
     # ------------------------------------------------------------------------ phases
 
@@ -129,30 +130,36 @@ class Compiler:
     ) -> tuple[Run, tuple[int, ...]] | None:
         """The phases of the chunk that run at this line, with what comes in before and goes out after."""
         placed = self._phases_of(module, verb, chunk, microbatch)
-        busy = [at for at, phases in enumerate(placed) if phases]
-        runs: list[Run] = [phase.run for phase in placed[place]]
-        if not runs:
+        phases, busy = placed[place], [at for at, some in enumerate(placed) if some]
+        if not phases:
             return None
+        runs: list[Run] = [phase.run for phase in phases]
+        waits, op = set[int](), (module, verb, chunk, microbatch)
         if verb == Verb.F:
-            layers = [phase.layer for phase in placed[place]]
-            runs = [*self._awaited(module, chunk, layers), *runs]
+            awaited = self._awaited(module, chunk, [phase.layer for phase in phases])
+            runs = [*(bucket.wait_gathered for bucket in awaited), *runs]
+            if any(bucket.gathers for bucket in awaited):
+                waits |= set(self.groups.members[f"{module}.dp"])
         virtual = chunk * self.plan.modules[module].layout.pp + self.plan.ranks.stage_of(module, self.device)
-        waits: tuple[int, ...] = ()
-        op = module, verb, chunk, microbatch
         if place == busy[0] and verb != Verb.W:
             begin, keys = self._begin(module, verb, virtual, microbatch)
-            waits = tuple(sorted({rank for key in keys for rank in self.senders.get(key, ())}))
+            senders = {rank for key in keys for rank in self.senders.get(key, ())}
+            waits |= senders
             runs.insert(0, begin)
-            if waits and placed[place][-1].kind == Kind.LAUNCH and op in self._undisturbed:
-                self._beside.add(op)
-                return partial(self.side.begin, op, _in_turn(runs)), waits
+            if senders and phases[-1].kind == Kind.LAUNCH and op in self._undisturbed:
+                self._beside[op] = waits
+                return partial(self.side.begin, op, _in_turn(runs)), self._others(waits)
         if op in self._beside and place == busy[1]:
             runs.insert(0, partial(self.side.end, op))
-        if any(phase.kind == Kind.WAIT for phase in placed[place]):
-            waits = tuple(sorted({*waits, *self.groups.members[f"{module}.tp"]} - {self.groups.rank}))
+            waits |= self._beside[op]  # what was begun may still wait
+        if any(phase.meets for phase in phases):
+            waits |= set(self.groups.members[f"{module}.tp"])
         if place == busy[-1] and verb != Verb.W:
             runs.append(self._end(module, verb, virtual, microbatch))
-        return _in_turn(runs), waits
+        return _in_turn(runs), self._others(waits)
+
+    def _others(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(set(ranks) - {self.groups.rank}))
 
     @cached_property
     def _undisturbed(self) -> set[tuple[str, Verb, int, int]]:
@@ -177,12 +184,12 @@ class Compiler:
                     open_ops[name] = op
         return found
 
-    def _awaited(self, module: str, chunk: int, layers: Sequence[int]) -> list[Run]:
-        """Waits for the gathers of what some layers need: at the first line of the program that needs it."""
+    def _awaited(self, module: str, chunk: int, layers: Sequence[int]) -> list[Bucket]:
+        """What some layers need gathered: at the first line of the program that needs it."""
         needed = chain.from_iterable(self.buckets.needed(module, chunk, layer) for layer in layers)
         first = [bucket for bucket in dict.fromkeys(needed) if bucket not in self._gathered]
         self._gathered |= set(first)
-        return [bucket.wait_gathered for bucket in first]
+        return first
 
     def _phases_of(self, module: str, verb: Verb, chunk: int, microbatch: int) -> list[list[ChunkPhase]]:
         key = module, verb, chunk, microbatch

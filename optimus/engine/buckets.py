@@ -27,6 +27,10 @@ class Bucket(Protocol):
     def parameters(self) -> Sequence[Tensor]: ...
 
     @property
+    def gathers(self) -> bool:
+        """Whether other replicas bring parts of its parameters."""
+
+    @property
     def summed(self) -> Tensor:
         """After `wait_reduced`: the gradients that this rank holds, flat."""
 

@@ -66,19 +66,15 @@ def build_rank(
     Layers into which nothing is scheduled run as one piece, unless `fuse` is off or they are divided.
     """
     refuse_unsupported(plan)
-    rank = groups.rank
-    chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
-    parameters: dict[str, Tensor] = {}
-    splits: dict[str, Split] = {}
-    tied: list[Tensor] = []
-    copies: list[Tensor] = []
-    partial: list[Tensor] = []
-    cut = modules_cut_in_layers(plan, rank) if fuse else set(plan.modules)
+    cut = modules_cut_in_layers(plan, groups.rank) if fuse else set(plan.modules)
     fed = any(encoder.train or encoder.projector.train for encoder in model.encoders)
+    chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
+    found = _Found()
     for module in model.modules:
-        mine = []
-        share = groups.share(plan, module.name)
-        for first, end in ranges_of(plan, module, rank):
+        share, recompute = groups.share(plan, module.name), recompute_of(plan, module.name)
+        whole = module.name not in cut and recompute != "attention"
+        regathers, mine = regathers_of(plan, module.name), []
+        for first, end in ranges_of(plan, module, groups.rank):
             layers = build_layers(
                 module,
                 dtype=dtype,
@@ -91,32 +87,50 @@ def build_rank(
                 share=share,
                 fed=fed,
             )
-            recompute = recompute_of(plan, module.name)
-            whole = module.name not in cut and recompute != "attention"
             parts = [_played(layer, divided_=share.size > 1, whole=whole) for layer in layers]
-            regathers = regathers_of(plan, module.name)
             mine.append(SegmentedChunk(parts, recompute=recompute, regathers=regathers))
-            for name, parameter, split in divided_parameters(module, layers, first=first):
-                known = parameters.setdefault(name, parameter)
-                if known is not parameter:  # the other end of a tied parameter
-                    parameters[f"{name} (head)"] = parameter
-                if split is not None:
-                    splits[name] = split
-                elif share.size > 1:
-                    partial.append(parameter)
-            if isinstance(module, Llm) and module.tied and (first, end) != (0, layer_count(module)):
-                tied += [layers[0][0].weight] if first == 0 else []
-                copies += [layers[-1][0].weight] if end == layer_count(module) else []
+            found.add(module, layers, first, end, divided_=share.size > 1)
         chunks[module.name] = tuple(mine)
-    return RankModel(
-        chunks=chunks,
-        parameters=parameters,
-        splits=splits,
-        tied=(*tied, *copies),
-        copies=tuple(copies),
-        partial=tuple(partial),
-        shapes=shapes_of(model, plan, llm_tokens=llm_tokens, dtype=dtype),
-    )
+    shapes = shapes_of(model, plan, llm_tokens=llm_tokens, dtype=dtype)
+    return found.rank_model(chunks, shapes)
+
+
+class _Found:
+    """Parameters of a rank, as its chunks are built."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, Tensor] = {}
+        self._splits: dict[str, Split] = {}
+        self._tied: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._partial: list[Tensor] = []
+
+    def add(
+        self, module: Encoder | Llm, layers: list[list[Segment]], first: int, end: int, *, divided_: bool
+    ) -> None:
+        """Those of some layers of a module, of which tensor parallelism may divide some."""
+        for name, parameter, split in divided_parameters(module, layers, first=first):
+            known = self._parameters.setdefault(name, parameter)
+            if known is not parameter:  # the other end of a tied parameter
+                self._parameters[f"{name} (head)"] = parameter
+            if split is not None:
+                self._splits[name] = split
+            elif divided_:
+                self._partial.append(parameter)
+        if isinstance(module, Llm) and module.tied and (first, end) != (0, layer_count(module)):
+            self._tied += [layers[0][0].weight] if first == 0 else []
+            self._copies += [layers[-1][0].weight] if end == layer_count(module) else []
+
+    def rank_model(self, chunks: Mapping[str, tuple[SegmentedChunk, ...]], shapes: Shapes) -> RankModel:
+        return RankModel(
+            chunks=chunks,
+            parameters=self._parameters,
+            splits=self._splits,
+            tied=(*self._tied, *self._copies),
+            copies=tuple(self._copies),
+            partial=tuple(self._partial),
+            shapes=shapes,
+        )
 
 
 def _played(layer: list[Segment], *, divided_: bool, whole: bool) -> list[Segment]:

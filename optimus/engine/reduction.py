@@ -18,6 +18,7 @@ class Replicated:
     """
 
     offset = 0
+    gathers = False
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         check_types(parameters)

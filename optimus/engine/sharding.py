@@ -58,6 +58,10 @@ class Sharded:
             parameter.grad_dtype = wide
 
     @property
+    def gathers(self) -> bool:
+        return self.group is not None
+
+    @property
     def summed(self) -> Tensor:
         assert self.master.grad is not None
         return self.master.grad

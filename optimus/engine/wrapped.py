@@ -82,6 +82,7 @@ class Fsdp:
     """Modules of a stage or block that FSDP2 shards, as one bucket: see `buckets.Bucket`."""
 
     offset = 0
+    gathers = True
 
     def __init__(self, parameters: Sequence[Tensor], modules: Sequence[FSDPModule]) -> None:
         self.parameters, self._modules = list(parameters), list(modules)

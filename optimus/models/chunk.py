@@ -31,6 +31,7 @@ class Phase:
     layer: int  # counted inside the chunk, as the plan counts; ANY for a chunk that is one piece
     kernels: tuple[str, ...]  # none: all of the layer
     run: Callable[[], None]
+    meets: bool = False  # it waits for other ranks of its tensor-parallel group
 
 
 ANY = -1
@@ -139,6 +140,7 @@ class SegmentedChunk:
                 layer=ANY if self.whole else self._layer_of[step.place],
                 kernels=step.kernels,
                 run=partial(plays[step.play], microbatch, step.place),
+                meets=step.kind == Kind.WAIT or (kind == Kind.F and self._segments[step.place].meets),
             )
             for layer in (self._ordered if kind == Kind.F else reversed(self._ordered))
             for step in layer.steps(kind)

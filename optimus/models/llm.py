@@ -103,7 +103,7 @@ class Head(Segment):
         return [
             Part(self, self._normed, ("head.norm",), [self.norm]),
             Gather(self.share, 0, there="head.gather", of="head", regathers=False),
-            Part(self, self._divided_loss, self.kernels, [self.weight]),
+            Part(self, self._divided_loss, self.kernels, [self.weight], meets=True),
         ]
 
     def logits(self, state: State, deferred: Deferred | None = None) -> Tensor:

@@ -92,6 +92,7 @@ class Segment(nn.Module):
     has_cheap = False  # it notes something that is quickly made again
     is_end = False  # an embedding, a projector or a head: never made again
     keeps_nothing = False  # between forward and backward: no reason to make it again
+    meets = False  # other ranks of its tensor-parallel group, in the midst of its forward
     # Of parameters by name: how tensor parallelism divides them. Others are whole on every rank, which sees
     # only some rows or heads: their gradients are summed over the ranks.
     splits: Mapping[str, Split] = MappingProxyType({})
@@ -190,9 +191,11 @@ class Part(Segment):
         function: Callable[[State, Any, Deferred | None], State],
         kernels: tuple[str, ...],
         reads: Sequence[nn.Module | nn.Parameter | None],
+        *,
+        meets: bool = False,
     ) -> None:
         super().__init__()
-        self.owner, self._function = owner, function
+        self.owner, self._function, self.meets = owner, function, meets
         self.kernels, self.is_end = kernels, owner.is_end
         self._reads = [each for each in reads if each is not None]
 

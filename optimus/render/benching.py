@@ -22,6 +22,7 @@ def bench_json(result: Any) -> dict[str, Any]:
             name: {key: value for key, value in asdict(variant).items() if value is not None}
             for name, variant in result.variants.items()
         },
+        "bound": result.bound,
         "bound_s": result.bound_s,
         "ours_over_bound": result.ours_over_bound,
         "problems": list(result.problems),
@@ -42,7 +43,7 @@ def variants_text(result: Any) -> list[str]:
     ]
     table = [[name, *(cell(variant) for _, cell in shown)] for name, variant in variants]
     lines = columns(["variant", *(header for header, _ in shown)], table)
-    bound = f"{seconds(result.bound_s)} s, all work evenly on all ranks"
+    bound = f"{seconds(result.bound_s)} s, {result.bound}"
     return [*lines, "", *wrap("bound", f"{bound}; ours takes {result.ours_over_bound:.3f} of it")]
 
 

@@ -1,0 +1,125 @@
+"""Every line knows the ranks for which it may wait: what it really waits for is noted while a step runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from engine_cases import CASES, DIVIDED, Case
+from host_issue import FakeGroups
+from torch import distributed as dist
+
+from optimus.engine.actions import describe
+from optimus.engine.executor import Executor
+from optimus.engine.groups import make_groups
+from optimus.engine.mail import Key, Mail, Pending
+from optimus.engine.one_rank import OneRank
+from optimus.engine.sharding import Sharded
+from optimus.engine.side import Side
+from optimus.engine.torch_private import fake_world
+from optimus.engine.training import Training
+from optimus.models.collectives import Flight
+
+NAMES = (
+    "one stage, two replicas", "two by two interleaved", "paper, two by two, two encoders",
+    "one bucket for a stage", "four stages", "eight: pp 4, encoder pp 2",
+    "tp: two stages", "tp: two replicas", "tp: full, split", "tp: zero-bubble",
+    "tp: eight: pp 2 x tp 2 x dp 2, two encoders",
+)  # fmt: skip
+BY_NAME = {case.name: case for case in (*CASES, *DIVIDED)}
+
+
+class Notes:
+    """Ranks that each line waits for: gathers, messages, collectives of divided layers."""
+
+    executor: Executor
+
+    def __init__(self) -> None:
+        self.found: dict[int, set[int]] = defaultdict(set)
+        self._line = -1
+        self._senders: dict[Key, int] = {}
+        self._beside: dict[object, set[int]] = {}
+
+    def begin(self, line: int) -> None:
+        self._line = line
+
+    def end(self, line: int) -> None:
+        assert line == self._line
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        with (
+            patch.object(Sharded, "wait_gathered", self._around(Sharded.wait_gathered, self._gather)),
+            patch.object(Mail, "receive", self._around(Mail.receive, self._receive)),
+            patch.object(Mail, "take", self._around(Mail.take, self._take)),
+            patch.object(Flight, "land", self._around(Flight.land, self._land)),
+            patch.object(Side, "begin", lambda side, name, run: self._begin(name, run)),
+            patch.object(Side, "end", lambda side, name: self._end(name)),
+        ):
+            yield
+
+    def _around(self, function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            note(*given)
+            return function(*given)
+
+        return noted
+
+    def _gather(self, bucket: Sharded) -> None:
+        if bucket._gathers is not None:
+            assert bucket.group is not None
+            self.found[self._line] |= set(dist.get_process_group_ranks(bucket.group))
+
+    def _receive(self, mail: Mail, key: Key, specs: object, other: int, group: object) -> None:
+        self._senders[key] = other
+
+    def _take(self, mail: Mail, key: Key) -> None:
+        if isinstance(mail._there[key], Pending):
+            self.found[self._line].add(self._senders[key])
+
+    def _land(self, flight: Flight) -> None:
+        """Rows of one module: that of the line."""
+        plan, groups = self.executor.plan, self.executor.groups
+        row = plan.programs[plan.ranks.class_of(groups.rank)].rows[self._line]
+        if flight._work is not None:
+            self.found[self._line] |= set(groups.members[f"{plan.names[int(row[0])]}.tp"])
+
+    def _begin(self, name: object, run: Callable[[], None]) -> None:
+        """Beside the program: whoever ends it waits as long."""
+        before = self.found.pop(self._line, set())
+        run()
+        self._beside[name], self.found[self._line] = self.found.pop(self._line, set()), before
+
+    def _end(self, name: object) -> None:
+        self.found[self._line] |= self._beside.pop(name, set())
+
+
+def stepped(case: Case, rank: int) -> tuple[Executor, dict[int, set[int]]]:
+    notes = Notes()
+    with fake_world(rank, case.ranks), notes.taken():
+        made = make_groups(case.plan, rank, timeout_s=60)
+        groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
+        device = torch.device("cpu")
+        one = OneRank(case.job, case.plan, Training(), groups, dtype=torch.float32, device=device)
+        notes.executor = one.executor
+        one.executor.recorded(notes)
+        one.executor.step(one.batch(0, one.table(0)))
+    return one.executor, notes.found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_line_names_all_that_it_waits_for(name: str) -> None:
+    case, waits = BY_NAME[name], 0
+    for rank in range(case.ranks):
+        executor, found = stepped(case, rank)
+        for line, ranks in found.items():
+            others = ranks - {rank}
+            waits += bool(others)
+            said = describe(case.plan, case.plan.ranks.class_of(rank), line)
+            assert others <= set(executor.waits_for(line)), f"rank {rank} in {said}"
+    assert waits > 0
