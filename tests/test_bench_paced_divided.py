@@ -18,7 +18,8 @@ from optimus.bench.divided_plans import (
     variants_of,
 )
 from optimus.bench.divided_torch import EXCHANGES, half_s, torch_variants
-from optimus.bench.paced_divided import bench_paced_divided
+from optimus.bench.paced_divided import bench_paced_divided, bound_of
+from optimus.bench.result import EVENLY
 from optimus.cli import run
 from optimus.program.op import Kind
 from optimus.program.ranks import LLM
@@ -30,6 +31,12 @@ EIGHT = DividedJob(ranks=8)
 @pytest.fixture(scope="module")
 def variants() -> dict[str, Variant]:
     return dict(variants_of(EIGHT))
+
+
+def test_the_bound_is_the_llm_alone_if_that_was_played() -> None:
+    assert bound_of({FLOOR: 1.0, OURS: 2.0}, {FLOOR: 1.1}, 0.5) == (FLOOR, 1.0)
+    assert bound_of({OURS: 2.0}, {FLOOR: 1.1}, 0.5) == (f"{FLOOR}, replayed", 1.1)
+    assert bound_of({OURS: 2.0}, {OURS: 2.1}, 0.5) == (EVENLY, 0.5)
 
 
 def test_plans_know_kernels_and_links_as_ranks_do(variants: dict[str, Variant]) -> None:

@@ -14,8 +14,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from optimus.bench.alternating import Timed
 from optimus.bench.contests import CONTESTS, Axis
-from optimus.bench.shaped import JOB, bench_shaped, predict
+from optimus.bench.shaped import JOB, Prepared, bench_shaped, compare, predict
 from optimus.bench.shaped_net import enter_namespace, shaped_links
 from optimus.cli import run
 from optimus.errors import UserError
@@ -132,6 +133,12 @@ def test_prediction_fills_some_of_what_is_exposed(axis: Axis) -> None:
     plans = {name: plan if way.slots else empty for name, way in contest.ways.items()}
     found = predict(contest, plans)
     assert found[contest.silent] <= found[contest.ours] < found[contest.unfilled]
+    seconds = dict(zip(contest.ways, ([2.0] * 3, [3.0] * 3, [1.0] * 3), strict=True))
+    timed = Timed(seconds=seconds, losses={}, dropped=0, kept=0, foreign=0.0)
+    result = compare(Prepared(contest=contest, job=job, plans=plans, predicted_s=found), timed, rounds=3)
+    assert (result.bound, result.bound_s, result.ours_over_bound) == (contest.silent, 1.0, 2.0)
+    assert result.variants[contest.unfilled].over_ours == 1.5
+    assert any("50% are hidden" in note for note in result.notes)
 
 
 @needs_root

@@ -71,13 +71,13 @@ def outcomes_of_jobs(count: int, seed: int, folder: Path) -> Counter[str]:
     chance, path, found = random.Random(seed), folder / "job.yaml", Counter[str]()
     for _ in range(count):
         path.write_bytes(mutated_job(chance.choice(texts), chance))
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             load_job(path)
             found["read"] += 1
         except OptimusError as error:
             found["refused" if "\nhint: " in str(error) else "without a hint"] += 1
-        assert time.perf_counter() - started < MOST_S
+        assert time.process_time() - started < MOST_S
     return found
 
 
@@ -87,14 +87,14 @@ def outcomes_of_plans(count: int, seed: int, folder: Path) -> Counter[str]:
     chance, path, found = random.Random(seed), folder / "broken.plan.json", Counter[str]()
     for _ in range(count):
         path.write_bytes(mutated_plan(chance.choice(texts), chance))
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             plan = load_plan(path)
             found["holds" if check_plan(plan).ok else "does not hold"] += 1
             replay_plan(plan)
         except UserError as error:
             found["refused" if "\nhint: " in str(error) else "without a hint"] += 1
-        assert time.perf_counter() - started < MOST_S
+        assert time.process_time() - started < MOST_S
     return found
 
 

@@ -231,7 +231,7 @@ def test_broken_files(tmp_path: Path) -> None:
     outcomes: Counter[str] = Counter()
     for _ in range(3_000):
         path.write_bytes(mutated(chance.choice(texts), chance))
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             plan = load_plan(path)
         except UserError as error:
@@ -240,5 +240,5 @@ def test_broken_files(tmp_path: Path) -> None:
         else:
             assert plan_text(read_plan(plan_text(plan), "x")) == plan_text(plan)
             outcomes["read"] += 1
-        assert time.perf_counter() - started < 2
+        assert time.process_time() - started < 2
     assert outcomes["refused"] > 1500 and outcomes["read"] > 30 and len(outcomes) == 2, outcomes

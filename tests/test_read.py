@@ -174,14 +174,14 @@ def test_large_lengths_files_are_read_in_time(tmp_path: Path) -> None:
 
 
 def expect_job_or_typed_error(path: Path) -> None:
-    begin, refused = time.perf_counter(), None
+    begin, refused = time.process_time(), None
     try:
         job = load_job(path)
         assert job.model.parameters() > 0 and job.fingerprint()
     except OptimusError as error:
         refused = error
     assert refused is None or (str(refused).startswith("error: ") and "\nhint: " in str(refused))
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 VALUES = st.one_of(

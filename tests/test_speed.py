@@ -63,15 +63,16 @@ def simulate(variables: Mapping[str, str], before: Sequence[str] = ()) -> tuple[
     return spent, done.stderr
 
 
+@pytest.mark.timeout(600)
 def test_first_run_says_that_it_compiles_and_the_next_does_not(tmp_path: Path) -> None:
-    spent: list[float] = []
-    while not spent or (min(spent) > allowed_s(20) and len(spent) < 3):  # other work on the machine only adds
-        cache = str(tmp_path / f"cache{len(spent)}")
+    in_time: list[bool] = []
+    while not any(in_time) and len(in_time) < 3:  # other work on the machine only adds
+        cache = str(tmp_path / f"cache{len(in_time)}")
         variables = {"OPTIMUS_CACHE_DIR": cache, "PYTHONPATH": str(PACKAGE.parent)}
         first, said = simulate(variables)
         assert said.count("\n") == 1 and said.startswith("compiling the timeline")
-        spent.append(first)
-    assert min(spent) < allowed_s(20), spent
+        in_time.append(first < allowed_s(20))
+    assert in_time[-1]
     assert simulate(variables)[1] == ""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from optimus.search.planning import make_plan
 from optimus.sure.assess import Assessed
 from optimus.sure.perturb import Perturbable, doubts, draw_models
 from optimus.sure.steps import Steps
-from optimus.sure.threads import in_threads
+from optimus.sure.threads import MOST_THREADS, in_threads
 from optimus.sure.winners import (
     CANNOT_WIN,
     Otherwise,
@@ -125,21 +127,23 @@ def test_counts_are_those_of_the_steps(sure: Sure, comparison: Comparison) -> No
 
 
 def test_threads_answer_in_order_and_end_when_nobody_reads() -> None:
-    begun = []
+    begun, threads = [], set()
 
     def slow(number: int) -> float:
         begun.append(number)
+        threads.add(threading.get_ident())
         time.sleep((7 - number % 7) / 1000)
         return 1 / (number - 60)
 
     assert list(in_threads(slow, range(50))) == [1 / (number - 60) for number in range(50)]
+    assert len(threads) == min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with pytest.raises(ZeroDivisionError):
         list(in_threads(slow, range(50, 70)))
     begun.clear()
     reading = in_threads(slow, range(61, 1000))
     assert next(reading) == 1
     reading.close()
-    assert len(begun) < 100
+    assert len(begun) < 900
 
 
 def test_a_rule_finds_what_decides() -> None:

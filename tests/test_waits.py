@@ -93,7 +93,8 @@ class Notes:
         """Beside the program: whoever ends it waits as long."""
         before = self.found.pop(self._line, set())
         run()
-        self._beside[name], self.found[self._line] = self.found.pop(self._line, set()), before
+        waits = self.found.pop(self._line, set()).union(*self._beside.values())  # one after another
+        self._beside[name], self.found[self._line] = waits, before
 
     def _end(self, name: object) -> None:
         self.found[self._line] |= self._beside.pop(name, set())

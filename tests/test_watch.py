@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,26 @@ def test_a_large_world_is_followed_not_read() -> None:
     posts = behind({5000: post(5000, 5001)}, 5000, read)
     assert asked == list(range(5001, 5065)) and len(posts) == 65
     assert "and 57 more wait; in the end for rank 5065, which was not asked" in verdict(5000, posts)[0]
+
+
+def test_a_chain_is_followed_past_many_replicas() -> None:
+    """A stage waits for the one before it, and for parameters that hundreds of replicas bring."""
+
+    def read(rank: int) -> Post:
+        return post(rank, *(() if rank == 9007 else (rank + 1, *range(300))))
+
+    posts = behind({9000: post(9000, 9001, *range(300))}, 9000, read)
+    assert len(posts) == 65 and {9000 + stage for stage in range(8)} <= set(posts)
+
+
+def test_of_those_who_wait_for_each_other_who_stood_first_is_named_first() -> None:
+    after: dict[int, Post | None] = {
+        rank: replace(post(rank, 1 - rank), for_s=8.0 + rank) for rank in range(2)
+    }
+    words = verdict(0, after)[0]
+    assert (
+        words.startswith("ranks 0, 1 wait for each other; rank 1 has waited 9.0 s in") and "; rank 0" in words
+    )
 
 
 class Ranks:

@@ -198,11 +198,7 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
         *disturbance_notes(steps, never),
         MEANING,
     ]
-    bound, bound_s = EVENLY, job.bound_s
-    if FLOOR in predicted:
-        bound, bound_s = f"{FLOOR}, replayed", predicted[FLOOR]
-    if FLOOR in measured:
-        bound, bound_s = FLOOR, measured[FLOOR]
+    bound, bound_s = bound_of(measured, predicted, job.bound_s)
     return BenchResult(
         bench="paced",
         variants=variants,
@@ -213,6 +209,15 @@ def compare(task: Task, answers: list[RankAnswer], slow: float = 1.0) -> BenchRe
         notes=tuple(notes),
         problems=tuple(problems),
     )
+
+
+def bound_of(
+    measured: Mapping[str, float], predicted: Mapping[str, float], evenly_s: float
+) -> tuple[str, float]:
+    """The LLM alone: as measured, else as replayed; else all work evenly. What it is, and its seconds."""
+    if FLOOR in measured:
+        return FLOOR, measured[FLOOR]
+    return (f"{FLOOR}, replayed", predicted[FLOOR]) if FLOOR in predicted else (EVENLY, evenly_s)
 
 
 def _replayed(task: Task, name: str, answers: list[RankAnswer]) -> PlanReplay:

@@ -87,7 +87,7 @@ class Compiler:
         self.buckets, self._gathered = buckets, set(buckets.rest)
         self.mail, self.side, self.moment, self.finish = mail, side, moment, finish
         # Ops that open beside the program, and the ranks for which what opens them waits.
-        self._beside: dict[tuple[str, Verb, int, int], set[int]] = {}
+        self._beside: dict[tuple[str, Verb, int, int], list[int]] = {}
         self.device = plan.ranks.class_of(groups.rank)
         self.program = plan.programs[self.device]
         self._counts_loss = plan.ranks.place(LLM, groups.rank).tp == 0  # all of a group make the same
@@ -121,7 +121,7 @@ class Compiler:
 
     def _partners(self) -> tuple[int, ...]:
         """Ranks that this one exchanges anything with: all of it ends with the step."""
-        return self._others(chain.from_iterable(self.groups.members.values()))
+        return self._others(sorted(chain.from_iterable(self.groups.members.values())))
 
     # ------------------------------------------------------------------------ phases
 
@@ -134,32 +134,34 @@ class Compiler:
         if not phases:
             return None
         runs: list[Run] = [phase.run for phase in phases]
-        waits, op = set[int](), (module, verb, chunk, microbatch)
+        waits, op, members = list[int](), (module, verb, chunk, microbatch), self.groups.members
+        if any(phase.meets for phase in phases):
+            waits += members[f"{module}.tp"]
         if verb == Verb.F:
             awaited = self._awaited(module, chunk, [phase.layer for phase in phases])
             runs = [*(bucket.wait_gathered for bucket in awaited), *runs]
             if any(bucket.gathers for bucket in awaited):
-                waits |= set(self.groups.members[f"{module}.dp"])
+                waits += members[f"{module}.dp"]  # last: there may be many
         virtual = chunk * self.plan.modules[module].layout.pp + self.plan.ranks.stage_of(module, self.device)
         if place == busy[0] and verb != Verb.W:
             begin, keys = self._begin(module, verb, virtual, microbatch)
-            senders = {rank for key in keys for rank in self.senders.get(key, ())}
-            waits |= senders
+            senders = [rank for key in keys for rank in self.senders.get(key, ())]
+            waits = senders + waits
             runs.insert(0, begin)
             if senders and phases[-1].kind == Kind.LAUNCH and op in self._undisturbed:
-                self._beside[op] = waits
+                # One after another: after all that was begun before and has not ended.
+                self._beside[op] = [*waits, *chain.from_iterable(self._beside.values())]
                 return partial(self.side.begin, op, _in_turn(runs)), self._others(waits)
         if op in self._beside and place == busy[1]:
             runs.insert(0, partial(self.side.end, op))
-            waits |= self._beside[op]  # what was begun may still wait
-        if any(phase.meets for phase in phases):
-            waits |= set(self.groups.members[f"{module}.tp"])
+            waits = self._beside.pop(op) + waits  # what was begun may still wait
         if place == busy[-1] and verb != Verb.W:
             runs.append(self._end(module, verb, virtual, microbatch))
         return _in_turn(runs), self._others(waits)
 
     def _others(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(set(ranks) - {self.groups.rank}))
+        """Each once; who is named first is asked first."""
+        return tuple(rank for rank in dict.fromkeys(ranks) if rank != self.groups.rank)
 
     @cached_property
     def _undisturbed(self) -> set[tuple[str, Verb, int, int]]:

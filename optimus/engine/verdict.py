@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,15 +50,22 @@ Posts = Mapping[int, Post | None]
 def behind(
     posts: dict[int, Post | None], rank: int, read: Callable[[int], Post | None]
 ) -> dict[int, Post | None]:
-    """Adds posts of those that `rank` waits for, directly or not; at most `MOST_READ`, nearest first."""
-    queue = [rank]
-    for one in queue:
-        post = posts[one]
-        for other in post.waits_for if post is not None else ():
-            if other not in posts and len(posts) <= MOST_READ:
-                posts[other] = read(other)
-                queue.append(other)
+    """Adds posts of those that `rank` waits for, directly or not; at most `MOST_READ`, nearest first.
+
+    One of each in turn: who waits for many replicas does not keep us from following a chain of stages.
+    """
+    queue = deque([_named_by(posts[rank])])
+    while queue and len(posts) <= MOST_READ:
+        named = queue.popleft()
+        other = next((one for one in named if one not in posts), None)
+        if other is not None:
+            posts[other] = read(other)
+            queue += [_named_by(posts[other]), named]
     return posts
+
+
+def _named_by(post: Post | None) -> Iterator[int]:
+    return iter(() if post is None else post.waits_for)
 
 
 def give_verdict(rank: int, before: Posts, after: Posts) -> tuple[str, bool]:
@@ -138,10 +146,10 @@ def _no_end(reached: list[int], after: Posts) -> str:
     beyond = [other for post in posts for other in post.waits_for if other not in after]
     if beyond:
         words = f"{name_ranks(tuple(reached))} wait; in the end for rank {beyond[-1]}, which was not asked"
-    for one in reached[:MOST_NAMED]:
-        post = after[one]
-        assert post is not None
-        words += f"; rank {one} has waited {post.for_s:.1f} s in {post.op} for {name_ranks(post.waits_for)}"
+    for post in sorted(posts, key=lambda post: -post.for_s)[:MOST_NAMED]:  # who stood first may be to blame
+        words += (
+            f"; rank {post.rank} has waited {post.for_s:.1f} s in {post.op} for {name_ranks(post.waits_for)}"
+        )
     return words
 
 

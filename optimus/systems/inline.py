@@ -131,11 +131,16 @@ class InlinePipeline:
     @cached_property
     def memories(self) -> tuple[Memory, ...]:
         """Of one rank of every stage."""
+        if self.listed is not None:  # thousands of orders are looked at once, each as long as its step
+            return self._counted()
         known = self.setting.made.memories
         if self._key not in known:
-            held = self.sums.stage_bytes(self.cut, self.layout.pp)
-            known[self._key] = tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
+            known[self._key] = self._counted()
         return known[self._key]
+
+    def _counted(self) -> tuple[Memory, ...]:
+        held = self.sums.stage_bytes(self.cut, self.layout.pp)
+        return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
 
     @property
     def peak_bytes(self) -> float:
