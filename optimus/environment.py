@@ -1,4 +1,4 @@
-"""Reads the environment variables that Optimus listens to, so that nothing else has to."""
+"""Reads what surrounds Optimus, environment variables and cores, so that nothing else has to."""
 
 from __future__ import annotations
 
@@ -127,3 +127,8 @@ TUNING = (
 def tuning(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Those of `TUNING` that are set: figures of another setting are other figures."""
     return {name: variables[name] for name in TUNING if name in variables}
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

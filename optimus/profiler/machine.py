@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from optimus.cost.measured import Conditions, LinkTime
+from optimus.environment import usable_cores
 from optimus.job.cluster import FLAT, GB, Cluster, Gpu, Link
 
 MATMUL_ROWS = 512
@@ -39,7 +40,7 @@ def describe_machine(
     links: Sequence[LinkTime], *, ranks: int | None = None, measure_s: float = MEASURE_S
 ) -> Cluster:
     """This host as one node of `ranks` cores (all of them, if not said) joined by what `links` measured."""
-    cores = _cores()
+    cores = usable_cores()
     ranks = ranks or cores
     send = next(link for link in links if link.operation == "send")
     peak, copy = peak_flops(measure_s), copy_bytes_per_s(measure_s)
@@ -133,11 +134,6 @@ def _best_s(work: Callable[[], object], measure_s: float) -> float:
         work()
         best = min(best, time.perf_counter() - begin)
     return best
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_bytes() -> float:

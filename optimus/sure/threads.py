@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from optimus.environment import usable_cores
 
 MOST_THREADS = 8  # each holds the arrays of one schedule, up to 100 MB for the largest jobs
 
@@ -15,8 +16,7 @@ Result = TypeVar("Result")
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
     """`function` of every item, in order; the answers do not depend on how many threads there are."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(cores, MOST_THREADS)) as pool:
+    with ThreadPoolExecutor(min(usable_cores(), MOST_THREADS)) as pool:
         coming = [pool.submit(function, item) for item in items]
         try:
             for each in coming:
