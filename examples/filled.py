@@ -8,9 +8,9 @@ from torch import distributed as dist
 from toy_vlm import FirstStage, LastStage, encoder_blocks, loss_fn, make_batch
 
 from optimus.engine.fill_schedule import FillSchedule
-from optimus.engine.survey import survey
-from optimus.program.module_times import EncoderBlocks
-from optimus.systems.modules import plan_modules
+from optimus.engine.stage_profile import survey
+from optimus.ir.module_times import EncoderBlocks
+from optimus.planner.user_modules import plan_modules
 
 MICROBATCHES, STEPS = 8, 5
 

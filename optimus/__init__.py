@@ -8,33 +8,33 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from optimus.cli.local_training import train as train
-    from optimus.explain.reasons import explain_layout as why
-    from optimus.explain.sweeping import sweep_job as sweep
+    from optimus.ir.planfile import load_plan as load_plan
+    from optimus.ir.planfile import save_plan as save_plan
     from optimus.job.read import find_job as find_job
     from optimus.job.read import load_job as load_job
     from optimus.job.read import make_job as make_job
-    from optimus.program.planfile import load_plan as load_plan
-    from optimus.program.planfile import save_plan as save_plan
-    from optimus.render.report.writing import write_report as report
-    from optimus.search.compare import compare_systems as simulate
-    from optimus.search.planning import check_planned as check
-    from optimus.search.planning import make_plan as plan
-    from optimus.sure.assess import assess_plan as assess
+    from optimus.planner.compare import compare_systems as simulate
+    from optimus.planner.planning import check_planned as check
+    from optimus.planner.planning import make_plan as plan
+    from optimus.render.report import write_report as report
+    from optimus.sensitivity.assess import assess_plan as assess
+    from optimus.sensitivity.sweep import sweep_job as sweep
+    from optimus.sensitivity.why_not import explain_layout as why
 
 # Public verbs and where they live. They are loaded on first use: importing `optimus` costs nothing.
 _VERBS = {
     "find_job": ("optimus.job.read", "find_job"),
     "load_job": ("optimus.job.read", "load_job"),
     "make_job": ("optimus.job.read", "make_job"),
-    "load_plan": ("optimus.program.planfile", "load_plan"),
-    "save_plan": ("optimus.program.planfile", "save_plan"),
-    "report": ("optimus.render.report.writing", "write_report"),
-    "assess": ("optimus.sure.assess", "assess_plan"),
-    "simulate": ("optimus.search.compare", "compare_systems"),
-    "check": ("optimus.search.planning", "check_planned"),
-    "plan": ("optimus.search.planning", "make_plan"),
-    "why": ("optimus.explain.reasons", "explain_layout"),
-    "sweep": ("optimus.explain.sweeping", "sweep_job"),
+    "load_plan": ("optimus.ir.planfile", "load_plan"),
+    "save_plan": ("optimus.ir.planfile", "save_plan"),
+    "report": ("optimus.render.report", "write_report"),
+    "assess": ("optimus.sensitivity.assess", "assess_plan"),
+    "simulate": ("optimus.planner.compare", "compare_systems"),
+    "check": ("optimus.planner.planning", "check_planned"),
+    "plan": ("optimus.planner.planning", "make_plan"),
+    "why": ("optimus.sensitivity.why_not", "explain_layout"),
+    "sweep": ("optimus.sensitivity.sweep", "sweep_job"),
     "train": ("optimus.cli.local_training", "train"),
 }
 

@@ -47,7 +47,7 @@ def check_writable(field: str, path: Path, *endings: str) -> None:
 @contextmanager
 def announced_compilation() -> Iterator[None]:
     """One line on standard error when the timeline's loop is compiled, once per installation."""
-    from optimus.schedule.compiled import announcing_compilation
+    from optimus.schedule._numba import announcing_compilation
 
     def announce(kept_in: Path | None) -> None:
         where = (

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 
 from slow_plan_replay import COLLECTIVES, Id, SlowPlan
 
-from optimus.program.op import Kind, Lane
-from optimus.program.plan import RECVS, SENDS, Verb
+from optimus.ir.op import Kind, Lane
+from optimus.ir.plan import RECVS, SENDS, Verb
 
 State = tuple[int, ...]  # per class: the line that it has reached
 Guard = list[tuple[int, int]]  # classes and the line that each must have reached

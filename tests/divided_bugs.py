@@ -15,13 +15,13 @@ from optimus.engine import batches
 from optimus.engine.buckets import Buckets
 from optimus.models import linear, loss
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.collectives import Flight
-from optimus.models.context import LlmContext
-from optimus.models.layer_parts import Join
-from optimus.models.layers import Joining
+from optimus.models.collectives import AsyncCollective
+from optimus.models.layer_ops import Join
+from optimus.models.microbatch_inputs import LlmContext
+from optimus.models.param_split import Split
 from optimus.models.segment import Segment
-from optimus.models.split import Split
-from optimus.models.tensor_parallel import Gather, Seam, Share
+from optimus.models.tensor_parallel import Gather, Seam, TpGroup
+from optimus.models.transformer_layer import Joining
 
 DIVIDED_BUGS: Bugs = {}
 PLAIN, SHARDED = "tp: two stages", "sharded tp: two stages"
@@ -48,44 +48,44 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("sums of another rank's rows are kept", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def total(original: Any, self: Share, parts: Tensor) -> Flight:
+    def total(original: Any, self: TpGroup, parts: Tensor) -> AsyncCollective:
         return original(self, parts.roll(parts.shape[0] // self.size, 0))  # type: ignore[no-any-return]
 
-    return wrapped(Share, "sum", total)
+    return wrapped(TpGroup, "sum", total)
 
 
 @bug("gathered rows are in another order", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def gather(original: Any, self: Share, part: Tensor) -> Flight:
-        flight: Flight = original(self, part)
+    def gather(original: Any, self: TpGroup, part: Tensor) -> AsyncCollective:
+        flight: AsyncCollective = original(self, part)
         return flight.then(lambda rows: rows.roll(part.shape[0], 0))
 
-    return wrapped(Share, "gather", gather)
+    return wrapped(TpGroup, "gather", gather)
 
 
 @bug("what was given up is not gathered again", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def again(original: Any, self: Gather, part: Tensor, whole: Tensor) -> Flight:
-        return Flight(None, whole.zero_)
+    def again(original: Any, self: Gather, part: Tensor, whole: Tensor) -> AsyncCollective:
+        return AsyncCollective(None, whole.zero_)
 
     return wrapped(Gather, "launch_again", again)
 
 
 @bug("what is gathered again comes from this rank alone", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def again(original: Any, self: Gather, part: Tensor, whole: Tensor) -> Flight:
+    def again(original: Any, self: Gather, part: Tensor, whole: Tensor) -> AsyncCollective:
         whole.copy_(part.repeat(self.share.size, 1))
-        return Flight(None, lambda: None)
+        return AsyncCollective(None, lambda: None)
 
     return wrapped(Gather, "launch_again", again)
 
 
 @bug("gradients of a divided product's input are not summed", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def back(original: Any, self: Gather, gradients: Any, context: Any) -> Flight:
+    def back(original: Any, self: Gather, gradients: Any, context: Any) -> AsyncCollective:
         mine = gradients[self.at]
         own = mine[self.share.rows(len(mine))].clone()
-        return Flight(None, lambda: (*gradients[: self.at], own, *gradients[self.at + 1 :]))
+        return AsyncCollective(None, lambda: (*gradients[: self.at], own, *gradients[self.at + 1 :]))
 
     return wrapped(Gather, "launch_back", back)
 
@@ -117,7 +117,7 @@ def _() -> AbstractContextManager[Any]:
     def entropy(original: Any, logits: Tensor, *args: Any, first: int, count: int) -> Tensor:
         return original(logits, *args, first=first, count=logits.shape[1])
 
-    return patch("optimus.models.llm.divided_cross_entropy", lambda *a, **k: entropy(_ENTROPY, *a, **k))
+    return patch("optimus.models.llm_ends.divided_cross_entropy", lambda *a, **k: entropy(_ENTROPY, *a, **k))
 
 
 _ENTROPY = loss.divided_cross_entropy
@@ -125,10 +125,10 @@ _ENTROPY = loss.divided_cross_entropy
 
 @bug("a label of another rank counts on all", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def entropy(logits: Tensor, labels: Tensor, share: Share, *, first: int, count: int) -> Tensor:
+    def entropy(logits: Tensor, labels: Tensor, share: TpGroup, *, first: int, count: int) -> Tensor:
         return _ENTROPY(logits, labels, share, first=0, count=count)
 
-    return patch("optimus.models.llm.divided_cross_entropy", entropy)
+    return patch("optimus.models.llm_ends.divided_cross_entropy", entropy)
 
 
 @bug("dropout of a rank's rows is that of the first rows", "tp: full", DIVIDED_BUGS)
@@ -151,7 +151,7 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("encoder rows are placed where the other rank's belong", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def route(original: Any, pieces: Any, share: Share, length: int) -> Any:
+    def route(original: Any, pieces: Any, share: TpGroup, length: int) -> Any:
         found = original(pieces, share, length)
         own = length // share.size
         return replace(found, targets=(found.targets + 1) % own)
@@ -161,8 +161,8 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("gradients of encoder rows stay where they are", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def back(original: Any, self: Seam, gradients: Any, context: Any) -> Flight:
-        flight: Flight = original(self, gradients, context)
+    def back(original: Any, self: Seam, gradients: Any, context: Any) -> AsyncCollective:
+        flight: AsyncCollective = original(self, gradients, context)
         return flight.then(lambda found: (found[0], *(part.zero_() for part in found[1:])))
 
     return wrapped(Seam, "launch_back", back)

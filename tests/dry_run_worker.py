@@ -13,11 +13,11 @@ from engine_cases import DIVIDED, Case
 from engine_worker import everybody, play
 from torch import distributed as dist
 
-from optimus.engine.groups import make_groups
+from optimus.engine.config import Training
 from optimus.engine.memory_use import count_step
-from optimus.engine.one_rank import OneRank
-from optimus.engine.training import Training
-from optimus.models.tensor_parallel import Share
+from optimus.engine.process_groups import make_groups
+from optimus.engine.rank_trainer import OneRank
+from optimus.models.tensor_parallel import TpGroup
 
 TRAINING = Training(dtype="bfloat16")
 TIMES = 4  # a thread of gloo may hold a tensor a moment longer than it is needed: seldom in all of them
@@ -36,8 +36,8 @@ class _AtOnce:
 
 def count(case: Case, rank: int) -> dict[str, Any]:
     groups = make_groups(case.plan, rank, timeout_s=30)
-    scatters = patch.object(Share, "_exchanges", False)  # as all but gloo do
-    with patch("optimus.engine.mail._Sent", _AtOnce), scatters:
+    scatters = patch.object(TpGroup, "_exchanges", False)  # as all but gloo do
+    with patch("optimus.engine.p2p._Sent", _AtOnce), scatters:
         one = OneRank(
             case.job,
             case.plan,

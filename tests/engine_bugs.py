@@ -11,15 +11,15 @@ from unittest.mock import patch
 import torch
 from torch import distributed as dist
 
-from optimus.engine import batches, rank_model
-from optimus.engine.actions import Compiler
+from optimus.engine import batches, build_rank
+from optimus.engine.compile import Compiler
 from optimus.engine.executor import Executor
-from optimus.engine.mail import Mail
-from optimus.engine.reduction import Replicated
-from optimus.models import layer_parts, linear
+from optimus.engine.p2p import P2PMailbox
+from optimus.engine.replicated_buckets import Replicated
+from optimus.models import layer_ops, linear
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.layer_parts import Normed
-from optimus.models.segment import Deferred
+from optimus.models.layer_ops import Normed
+from optimus.models.segment import WeightGradStore
 
 Plant = Callable[[], AbstractContextManager[Any]]
 Bugs = dict[str, tuple[str, Plant]]  # name -> case, and what plants it
@@ -45,11 +45,11 @@ def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> AbstractContex
 
 @bug("the seam's gradient is lost", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    def put(original: Any, self: Mail, key: Any, tensors: Any) -> None:
+    def put(original: Any, self: P2PMailbox, key: Any, tensors: Any) -> None:
         lost = key[0] == "backward" and key[1] == "vision"
         original(self, key, tuple(torch.zeros_like(t) for t in tensors) if lost else tensors)
 
-    return wrapped(Mail, "put", put)
+    return wrapped(P2PMailbox, "put", put)
 
 
 @bug("the seam's gradient is asked for by nobody", "two ranks")
@@ -109,21 +109,21 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("a message is zeros", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    def send(original: Any, self: Mail, key: Any, other: int, group: Any) -> None:
+    def send(original: Any, self: P2PMailbox, key: Any, other: int, group: Any) -> None:
         if key[0] == "backward" and key[3] == 1:
             self.put(key, tuple(torch.zeros_like(t) for t in self.take(key)))
         original(self, key, other, group)
 
-    return wrapped(Mail, "send", send)
+    return wrapped(P2PMailbox, "send", send)
 
 
 @bug("received gradients are taken for those of the next microbatch", "four stages")
 def _() -> AbstractContextManager[Any]:
-    def receive(original: Any, self: Mail, key: Any, *rest: Any) -> None:
+    def receive(original: Any, self: P2PMailbox, key: Any, *rest: Any) -> None:
         crossed = (*key[:3], key[3] ^ 1) if key[:2] == ("backward", "llm") else key
         original(self, crossed, *rest)
 
-    return wrapped(Mail, "receive", receive)
+    return wrapped(P2PMailbox, "receive", receive)
 
 
 @bug("a stage holds the layers of another", "encoder pipeline of two")
@@ -132,7 +132,7 @@ def _() -> AbstractContextManager[Any]:
         found = original(plan, module, rank)
         return [(max(first - 1, 0), end) for first, end in found] if module.name == "vision" else found
 
-    return wrapped(rank_model, "ranges_of", ranges)
+    return wrapped(build_rank, "ranges_of", ranges)
 
 
 # ---------------------------------------------------------------------------- reductions
@@ -202,7 +202,7 @@ def _() -> AbstractContextManager[Any]:
 
     kernels = replace(linear.TORCH, add_weight_gradient=add)
     return wrapped(
-        layer_parts,
+        layer_ops,
         "linear_gradient",
         lambda original, *args, wanted: original(*args[:-1], kernels, wanted=wanted),
     )
@@ -252,12 +252,12 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("what was emptied is not made again", "selective")
 def _() -> AbstractContextManager[Any]:
-    def fill(original: Any, self: Deferred) -> None:
+    def fill(original: Any, self: WeightGradStore) -> None:
         for tensor, _, _ in self.cheap:
             tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.data.zero_()
 
-    return wrapped(Deferred, "fill", fill)
+    return wrapped(WeightGradStore, "fill", fill)
 
 
 @bug("a layer is made again from the input of another", "recompute")

@@ -10,21 +10,21 @@ from typing import Any
 from random_plans import bound
 
 from optimus.cost.assumptions import preset
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
-from optimus.models.numerics import Numerics
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
-from optimus.search.layouts import decide_setting
-from optimus.search.planning import make_plan
-from optimus.systems import trial
-from optimus.systems.inline import InlinePipeline
-from optimus.systems.listed import Beside, list_plan, llm_pipeline
-from optimus.systems.setting import Setting
-from optimus.systems.slots import without_slots
+from optimus.models.kernels import Numerics
+from optimus.planner.context import PlanningContext
+from optimus.planner.layouts import decide_context
+from optimus.planner.listed import Beside, list_plan, llm_pipeline
+from optimus.planner.planning import make_plan
+from optimus.planner.systems import colocation_candidate as trial
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.slots import without_slots
 
 TOKENS = 24
 SEQUENCES = {
@@ -154,18 +154,18 @@ class Case:
     def plan(self) -> Plan:
         if self.strategy != "list":
             return make_plan(self.job, strategy=self.strategy, assumptions=self.preset, systems=()).plan
-        setting, _ = decide_setting(self.job, preset(self.preset))
-        llm = llm_pipeline(setting, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
+        context, _ = decide_context(self.job, preset(self.preset))
+        llm = llm_pipeline(context, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
         names = NAMES[: len(self.encoders)]
         if self.window or self.tp > 1:
-            return self._tried(setting, llm, names)
+            return self._tried(context, llm, names)
         beside = {
             name: Beside(pp=pp, pieces=pieces, recompute=self.recompute)
             for name, (pp, pieces) in zip(names, self.encoders, strict=True)
         }
-        return list_plan(setting, llm, beside).plan
+        return list_plan(context, llm, beside).plan
 
-    def _tried(self, setting: Setting, llm: InlinePipeline, names: Sequence[str]) -> Plan:
+    def _tried(self, context: PlanningContext, llm: InlinePipeline, names: Sequence[str]) -> Plan:
         beside = {}
         for name, (pp, pieces, *rest) in zip(names, self.encoders, strict=True):
             tp = rest[0] if rest else 1
@@ -176,8 +176,8 @@ class Case:
                 window=self.window,
                 split=self.split,
             )
-        made = trial.Trial(setting, llm, beside)
-        plan = bound(made.plan(made.fill.arrange(0.0)).plan, setting)
+        made = trial.Trial(context, llm, beside)
+        plan = bound(made.plan(made.fill.arrange(0.0)).plan, context)
         return plan if self.slots else without_slots(plan).plan
 
     @property

@@ -29,20 +29,20 @@ from sharding_bugs import SHARDING_BUGS
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.batch_table import make_table
+from optimus.engine.batch_plan import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets, views_of
+from optimus.engine.build_rank import build_rank
+from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups, share_of
 from optimus.engine.optimizer import Optimizer
-from optimus.engine.rank_model import build_rank
-from optimus.engine.reduction import Replicated
-from optimus.engine.sharding import Sharded
-from optimus.engine.synthetic import Synthetic
+from optimus.engine.process_groups import make_groups, share_of
+from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.synthetic_data import Synthetic
+from optimus.ir.ranks import LLM
 from optimus.models.build import build_layers, divided_parameters
 from optimus.models.collectives import all_gather_single
-from optimus.models.split import Split
-from optimus.program.ranks import LLM
+from optimus.models.param_split import Split
 
 TIMEOUT_S = 30
 LEARNING = {"lr": 1e-3, "weight_decay": 0.01}

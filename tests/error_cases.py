@@ -12,10 +12,9 @@ from typing import Any
 
 from optimus.cli.explaining import Sweep, Why
 from optimus.errors import UserError
+from optimus.ir.binding import bind, bound_parts
+from optimus.ir.plan import Plan
 from optimus.job.read import find_job, load_job, make_job
-from optimus.program.binding import bind
-from optimus.program.plan import Plan
-from optimus.program.ready import bound_parts
 
 JOB = """\
 format: optimus.job/1
@@ -126,7 +125,7 @@ def config(title: str, text: str) -> Case:
 @cache
 def tiny_plan() -> Plan:
     """A plan of the smallest job, at a layout that is planned at once."""
-    from optimus.search.planning import make_plan
+    from optimus.planner.planning import make_plan
 
     job = find_job("cpu/tiny-vl", None, ["llm=pp1,tp1"])
     return make_plan(job, strategy="optimus", systems=[]).plan
@@ -136,7 +135,7 @@ def why(title: str, *layouts: str, **changes: Any) -> Case:
     """A question about the tiny plan, of which something may be changed."""
 
     def call() -> object:
-        from optimus.explain.reasons import explain_layout
+        from optimus.sensitivity.why_not import explain_layout
 
         return explain_layout(replace(tiny_plan(), **changes), *layouts)
 

@@ -21,24 +21,24 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optimus.cost.assumptions import preset
+from optimus.ir.op import Ints, Kind, Lane, Schedule
+from optimus.ir.plan import Bucket, Phase, Plan, PlannedModule, Template, Verb
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, LayoutChoice, Limits
 from optimus.job.read import find_job
-from optimus.program.op import Ints, Kind, Lane, Schedule
-from optimus.program.plan import Bucket, Phase, Plan, PlannedModule, Template, Verb
-from optimus.program.ranks import LLM
-from optimus.schedule.arrangement import Base
-from optimus.schedule.coupled import couple
+from optimus.planner.context import PlanningContext
+from optimus.planner.filled_plan import FilledPlan, finish_plan
+from optimus.planner.layouts import decide_context
+from optimus.planner.listed import llm_pipeline
+from optimus.planner.systems.colocated import encoder_layout
+from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.optimus import Search, Tried
+from optimus.schedule.dependencies import couple
 from optimus.schedule.fill import Arranged
-from optimus.schedule.lines import Lines
-from optimus.schedule.timeline import Timeline
-from optimus.search.layouts import decide_setting
-from optimus.systems.colocated import encoder_layout
-from optimus.systems.filled import FilledPlan, finish_plan
-from optimus.systems.listed import llm_pipeline
-from optimus.systems.ours import Search, Tried
-from optimus.systems.setting import Setting
-from optimus.systems.trial import Beside, Trial
+from optimus.schedule.llm_timeline import LlmTimeline
+from optimus.schedule.program_table import Lines
+from optimus.schedule.simulate import Timeline
 
 UNIT_S = 1e-5  # an op of an instance takes some hundred of them, a step some thousand
 DP = 2
@@ -71,14 +71,14 @@ class Instance(Trial):
     """A trial whose durations are whole units."""
 
     def __init__(self, shape: Shape) -> None:
-        setting = _setting(shape)
-        llm = llm_pipeline(setting, chunks=shape.chunks, order_name=shape.order)
+        context = _setting(shape)
+        llm = llm_pipeline(context, chunks=shape.chunks, order_name=shape.order)
         layout = encoder_layout(llm.layout, pp=shape.encoder_stages, tp=shape.tp)
-        (name,) = (encoder.name for encoder in setting.job.model.encoders)
+        (name,) = (encoder.name for encoder in context.job.model.encoders)
         beside = Beside(layout=layout, recompute="none", pieces=shape.pieces, split=shape.split)
-        super().__init__(setting, llm, {name: beside}, None)
+        super().__init__(context, llm, {name: beside}, None)
         self.header = on_grid(self.header, shape.share)
-        self.base = Base(self.header, llm.order)
+        self.base = LlmTimeline(self.header, llm.order)
 
     def lowered(self, arranged: Arranged) -> FilledPlan:
         """With the same durations."""
@@ -88,7 +88,7 @@ class Instance(Trial):
     def ours(self) -> Arranged:
         """The best of the shifts that the search tries."""
         unshifted = Tried(trial=self, arranged=self.fill.arrange(0.0))
-        return Search(self.setting, self.llm)._shifted(unshifted).arranged
+        return Search(self.context, self.llm)._shifted(unshifted).arranged
 
     def starts(self, filled: FilledPlan) -> Ints:
         """When every line of the fill begins in a plan, in units."""
@@ -112,7 +112,7 @@ def _keys(lines: Lines) -> Iterator[tuple[int, ...]]:
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _setting(shape: Shape) -> Setting:
+def _setting(shape: Shape) -> PlanningContext:
     """A ViT and a GPT of few layers; few tokens to choose from, so that the head is small beside a layer."""
     job: Job = find_job("paper/small-a100")
     (encoder,) = job.model.encoders
@@ -131,7 +131,7 @@ def _setting(shape: Shape) -> Setting:
         workload=replace(job.workload, sequences_per_step=2 * DP * shape.microbatches),
         layout=Constraints(modules={LLM: layout}, limits=Limits(microbatch_sequences=(2,))),
     )
-    return decide_setting(job, preset(shape.assumed))[0]
+    return decide_context(job, preset(shape.assumed))[0]
 
 
 # ---------------------------------------------------------------------------- whole units

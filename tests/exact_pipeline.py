@@ -18,14 +18,14 @@ from optimus.cost.assumptions import preset
 from optimus.cost.kernel import Kernel
 from optimus.cost.module import PricedLayer
 from optimus.cost.prices import Prices
+from optimus.ir.op import Kind, Lane
 from optimus.job.cluster import Link
 from optimus.job.layout import Constraints, Layout, Limits
 from optimus.job.model import Encoder, Llm
 from optimus.job.read import find_job
-from optimus.program.op import Kind, Lane
-from optimus.schedule.layer_sums import Cut
+from optimus.planner.context import PlanningContext, Policy
 from optimus.schedule.pipelines import Pipeline, PipelineOp
-from optimus.systems.setting import Policy, Setting
+from optimus.schedule.stage_costs import Cut
 
 KINDS = (Kind.F, Kind.I, Kind.W)
 Times = tuple[int, int, int]  # of F, I, W
@@ -194,7 +194,7 @@ def _order(instance: Instance, starts: dict[tuple[Kind, int, int], int]) -> Pipe
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BareSetting(Setting):
+class BareSetting(PlanningContext):
     """A setting whose layers are given, not priced: one kernel per op, no memory, no other traffic."""
 
     bare: tuple[PricedLayer, ...]

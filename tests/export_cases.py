@@ -8,13 +8,12 @@ from typing import Any
 
 from plan_by_hand import plan_by_hand
 
+from optimus.ir.binding import bind, bound_parts
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
-from optimus.program.binding import bind
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
-from optimus.program.ready import bound_parts
-from optimus.search.planning import make_plan
+from optimus.planner.planning import make_plan
 
 LAYERS = (3, 3, 3, 4, 2, 3, 3, 3, 3, 3, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 3)  # and two ends
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from optimus.engine.rendezvous import Membership, agree, join
-from optimus.engine.watch import Ring, Watch
+from optimus.engine.watchdog import Ring, Watch
 
 MICROBATCHES = 4
 VERBS = ("recv-f", "F", "send-f")  # line = 3 * microbatch + place of the verb

@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 
 import optimus
 from optimus.engine.trainer import BESIDES, words_of
-from optimus.program.plan import Plan
+from optimus.ir.plan import Plan
 
 WORKER = (str(Path(__file__).with_name("fault_worker.py")),)
 LINE = re.compile(r"rank (\d+) pid (\d+) restart (\d+) (joined|step (\d+)) at ([\d.]+)")

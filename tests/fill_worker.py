@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from optimus.engine.fill_schedule import FillSchedule
-from optimus.engine.groups import replica_mesh
-from optimus.program.module_times import EncoderBlocks, Seconds
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
-from optimus.systems.modules import plan_modules
+from optimus.engine.process_groups import replica_mesh
+from optimus.ir.module_times import EncoderBlocks, Seconds
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
+from optimus.planner.user_modules import plan_modules
 
 WIDTH, ROWS, IMAGES = 4, 3, 2  # of a microbatch; rows of one piece
 TRAINED = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0)

@@ -19,24 +19,24 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.cost.assumptions import preset
-from optimus.engine.actions import Action
-from optimus.engine.batch_table import make_table
+from optimus.engine.batch_plan import make_table
 from optimus.engine.batches import SampleBatch
+from optimus.engine.build_rank import RankModel, build_rank
+from optimus.engine.compile import Action
 from optimus.engine.executor import Executor
-from optimus.engine.groups import Groups
-from optimus.engine.mail import Key, Mail, TensorSpec
-from optimus.engine.rank_model import RankModel, build_rank
-from optimus.engine.reduction import Replicated
-from optimus.engine.synthetic import Synthetic
-from optimus.engine.watch import Ring
+from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
+from optimus.engine.process_groups import Groups
+from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.synthetic_data import Synthetic
+from optimus.engine.watchdog import Ring
+from optimus.ir.plan import Plan, Verb
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.model import Attention, Mlp, Model, Stack
 from optimus.job.workload import PackedSequence, Workload
 from optimus.models.segment import Segment, State
-from optimus.program.plan import Plan, Verb
-from optimus.program.ranks import LLM
-from optimus.search.layouts import decide_setting
-from optimus.systems.listed import list_plan, llm_pipeline
+from optimus.planner.layouts import decide_context
+from optimus.planner.listed import list_plan, llm_pipeline
 
 MEASUREMENTS, CALLS = 50, 20  # the minimum of so many blocks of so many calls
 MICROBATCHES = 4  # of seven segments: blocks short enough to run undisturbed now and then on a busy machine
@@ -114,8 +114,8 @@ class TinyRank:
 
     @cached_property
     def plan(self) -> Plan:
-        setting, _ = decide_setting(self.job, preset("default"))
-        return list_plan(setting, llm_pipeline(setting, order_name=self.order), {}).plan
+        context, _ = decide_context(self.job, preset("default"))
+        return list_plan(context, llm_pipeline(context, order_name=self.order), {}).plan
 
     def _batch(self) -> SampleBatch:
         data = Synthetic(job=self.job)
@@ -267,7 +267,7 @@ def communication_costs(group: dist.ProcessGroup) -> dict[str, float]:
     A send is the launch, above `isend`; a receive above `empty` and `irecv`; taking it above `wait`; a reduce
     above `all_reduce`. The group is one whose backend does nothing.
     """
-    mail, device, ring = Mail(torch.device("cpu")), torch.device("cpu"), Ring()
+    mail, device, ring = P2PMailbox(torch.device("cpu")), torch.device("cpu"), Ring()
     spec = TensorSpec(shape=(1, 1), dtype=torch.float32)
     sent, flat = torch.ones(1, 1), Replicated([torch.ones(1, requires_grad=True)], group)
     keys: list[Key] = [("forward", LLM, 1, number) for number in range(CALLS)]

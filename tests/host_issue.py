@@ -15,18 +15,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from optimus.engine.groups import Groups, make_groups
-from optimus.engine.one_rank import OneRank
+from optimus.engine.config import Training
+from optimus.engine.process_groups import Groups, make_groups
+from optimus.engine.rank_trainer import OneRank
 from optimus.engine.torch_private import fake_world
-from optimus.engine.training import Training
+from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.model import Model, Stack
 from optimus.job.read import find_job
 from optimus.job.workload import PackedSequence
-from optimus.models.collectives import Flight
-from optimus.models.tensor_parallel import Share
-from optimus.program.plan import Plan
-from optimus.search.planning import make_plan
+from optimus.models.collectives import AsyncCollective
+from optimus.models.tensor_parallel import TpGroup
+from optimus.planner.planning import make_plan
 
 STEPS, BARE_CALLS = 5, 20_000
 
@@ -74,16 +74,16 @@ def tiny(job: Job, plan: Plan) -> tuple[Job, Plan]:
     return replace(job, model=model, workload=workload), replace(plan, modules=modules)
 
 
-class FakeShare(Share):
+class FakeShare(TpGroup):
     """torch's fake group cannot bring rows to who sends none."""
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
         came = rows.new_empty(sum(received), *rows.shape[1:])
-        return Flight(None, lambda: came)
+        return AsyncCollective(None, lambda: came)
 
 
 class FakeGroups(Groups):
-    def share(self, plan: Plan, module: str) -> Share:
+    def share(self, plan: Plan, module: str) -> TpGroup:
         found = super().share(plan, module)
         return FakeShare(rank=found.rank, size=found.size, group=found.group)
 

@@ -16,10 +16,10 @@ from optimus.cost.measured import (
 )
 from optimus.cost.module import PricedLayer, price_encoder, price_llm
 from optimus.cost.prices import Prices
+from optimus.ir.op import Kind, Lane
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
-from optimus.program.op import Kind, Lane
 
 SEGMENTS = {
     "qkv": ("norm1", "latent", "qkv"),

@@ -12,9 +12,9 @@ from unittest.mock import patch
 from engine_cases import MEASURED, WINDOWED, Case
 from engine_worker import RankRun, everybody, play
 
-from optimus.engine.mail import _Sent
 from optimus.engine.memory_use import count_step
 from optimus.engine.optimizer import Optimizer
+from optimus.engine.p2p import _Sent
 from optimus.models.segment import Saved
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.job.workload import TokenPercentiles, Workload, sequences_from_percentiles
-from optimus.search.compare import Comparison
-from optimus.search.planning import Planned, make_plan
-from optimus.sure.batches import DEALINGS
-from optimus.sure.steps import play_batches
-from optimus.systems.known import System
+from optimus.planner.compare import Comparison
+from optimus.planner.planning import Planned, make_plan
+from optimus.planner.systems.registry import System
+from optimus.sensitivity.batch_steps import play_batches
+from optimus.sensitivity.drawn_batches import DEALINGS
 
 SECONDS = "search_s"  # CPU of a search: shown, never compared
 Figures = dict[str, Any]
@@ -89,7 +89,7 @@ def figures(case: Case, names: Iterable[str] = OTHERS) -> Figures:
         "mean_share": _rounded(sum(job.workload.share_of_tokens(each.name) for each in job.model.encoders)),
         "floor": {"s": _rounded(planned.floor_s), "how": comparison.systems["llm-only"].how},
         "bounds": _bounds(planned),
-        "capacity_gb": _rounded(comparison.setting.capacity_bytes / 1e9),
+        "capacity_gb": _rounded(comparison.context.capacity_bytes / 1e9),
         "proved": planned.report.ok,
         "systems": {
             name: {**_system(system), "batches": _batches(comparison, name, dealings)}

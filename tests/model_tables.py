@@ -13,7 +13,7 @@ from pathlib import Path
 from model_figures import ALL_CASES, OTHERS, SECONDS, TABLE_CASES, TAIL_CASES, Case, Figures, figures
 from validation_tables import markdown
 
-from optimus.sure.batches import DEALINGS
+from optimus.sensitivity.drawn_batches import DEALINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 STORED = Path(__file__).parent / "golden" / "model_figures.json"

@@ -14,11 +14,11 @@ from engine_worker import RankRun, everybody, play
 from host_reads import no_host_reads
 from torch import Tensor
 
+from optimus.engine.build_rank import build_rank
 from optimus.engine.optimizer import Optimizer
-from optimus.engine.rank_model import build_rank
-from optimus.models.layer_parts import Heads, Normed, Widened
+from optimus.models.kernels import Kernels
+from optimus.models.layer_ops import Heads, Normed, Widened
 from optimus.models.linear import TORCH, LinearKernels
-from optimus.models.numerics import Kernels
 from optimus.models.segment import State
 
 Plant = Callable[[], AbstractContextManager[Any]]

@@ -8,8 +8,8 @@ from statistics import fmean
 from validation_tables import markdown
 
 from optimus.job.read import find_job
-from optimus.search.planning import make_plan
-from optimus.sure.noise import POLICIES, under_noise
+from optimus.planner.planning import make_plan
+from optimus.sensitivity.noise import POLICIES, under_noise
 
 PAGE = Path(__file__).parents[1] / "docs" / "noise.md"
 CASES = [(f"strong-{gpus}", preset) for gpus in (3072, 1536) for preset in ("clean", "default")]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, named_parameters
-from optimus.models.context import bin_targets, encoder_inputs, llm_inputs
-from optimus.models.numerics import NUMERICS, Numerics
+from optimus.models.kernels import NUMERICS, Numerics
+from optimus.models.microbatch_inputs import bin_targets, encoder_inputs, llm_inputs
 from optimus.models.sample import Placed, Sample, loss_scale, placed_items
 from optimus.models.segment import Segment
 

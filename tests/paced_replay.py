@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from optimus.program.plan import Plan, Verb
-from optimus.program.ranks import LLM
+from optimus.ir.plan import Plan, Verb
+from optimus.ir.ranks import LLM
 
 PhaseSeconds = Callable[[str, str, int, int, int], float]  # of module, kind, virtual stage, microbatch, place
 Key = tuple[str, str, int, int]  # what, module, virtual stage that made it, microbatch

@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optimus.cost.assumptions import preset
+from optimus.ir.plan import Plan, PlannedModule
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.model import Recompute
 from optimus.job.read import find_job
 from optimus.job.workload import PackedSequence
-from optimus.program.plan import Plan, PlannedModule
-from optimus.program.ranks import LLM
-from optimus.schedule.coupled import couple
+from optimus.planner.bounds import Bounds, find_bounds
+from optimus.planner.encoder_layouts import common_layouts
+from optimus.planner.filled_plan import FilledPlan
+from optimus.planner.layouts import decide_context
+from optimus.planner.rejected import Rejected
+from optimus.planner.systems.paper import Bases, Choice, Filling
+from optimus.planner.systems.paper_search import ADJUSTED, warmups
+from optimus.planner.systems.registry import System, Systems
+from optimus.schedule.dependencies import couple
 from optimus.schedule.lower import play
-from optimus.search.bounds import Bounds, find_bounds
-from optimus.search.layouts import decide_setting
-from optimus.systems.encoder_layouts import common_layouts
-from optimus.systems.filled import FilledPlan
-from optimus.systems.known import System, Systems
-from optimus.systems.paper import Bases, Choice, Filling
-from optimus.systems.paper_search import ADJUSTED, warmups
-from optimus.systems.rejected import Rejected
 
 SECONDS = "search_s"  # how long a search took: shown, never compared
 Figures = dict[str, Any]
@@ -73,13 +73,13 @@ def figures(case: Case) -> Figures:
     assumptions = preset(case.preset)
     if case.recompute is not None:
         assumptions = replace(assumptions, recompute=case.recompute)
-    systems = Systems(decide_setting(_job(case), assumptions)[0])
+    systems = Systems(decide_context(_job(case), assumptions)[0])
     names = ["llm-only", "stage0", "balanced", "balanced-best"]
     made = {name: systems.make(name) for name in [*names, *(["fsdp"] if case.job == "small-a100" else [])]}
     begin = time.process_time()
     found = systems.paper_found
     seconds = time.process_time() - begin
-    bounds = find_bounds(systems.setting, systems.floor, made["llm-only"].step_s)
+    bounds = find_bounds(systems.context, systems.floor, made["llm-only"].step_s)
     result: Figures = {
         "systems": {name: _system(system) for name, system in made.items()},
         "encoder_s": _rounded(bounds.encoder_s),
@@ -106,14 +106,14 @@ def _job(case: Case) -> Job:
 
 def best_estimate(systems: Systems) -> Choice:
     """What the paper's own ranking takes: its model leaves out the encoders' parameter traffic."""
-    setting, llm, bases = systems.setting, systems.floor_1f1b, Bases()
-    (policy,) = setting.policies(setting.job.model.encoders)  # these presets state it
+    context, llm, bases = systems.context, systems.floor_1f1b, Bases()
+    (policy,) = context.policies(context.job.model.encoders)  # these presets state it
     choices = []
-    for layout in common_layouts(setting, llm.layout):
+    for layout in common_layouts(context, llm.layout):
         if isinstance(layout, Rejected):
             continue
-        fillings = [Filling(setting, each, layout, dict(policy), bases) for each in warmups(llm)]
-        most = min(filling.most_microbatches(setting.capacity_bytes) for filling in fillings)
+        fillings = [Filling(context, each, layout, dict(policy), bases) for each in warmups(llm)]
+        most = min(filling.most_microbatches(context.capacity_bytes) for filling in fillings)
         count = fillings[0].num_pipelines
         if count <= llm.microbatches <= count * most:
             choices += [filling.best(most) for filling in fillings]

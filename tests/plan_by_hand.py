@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optimus.job.layout import Layout
-from optimus.program.binding import bind
-from optimus.program.op import Communicator, Kind, Lane
-from optimus.program.plan import (
+from optimus.ir.binding import bind
+from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.plan import (
     Bucket,
     Claims,
     ClassMemory,
@@ -19,7 +18,8 @@ from optimus.program.plan import (
     Program,
     Verb,
 )
-from optimus.program.ranks import LLM, Ranks
+from optimus.ir.ranks import LLM, Ranks
+from optimus.job.layout import Layout
 
 PARTS = {
     "model": {"llm": {"stack": {"layers": 4, "width": 512}}, "encoders": [{"name": "vit", "source": "x"}]},

@@ -11,8 +11,8 @@ from random import Random
 
 from slow_plan_replay import SlowPlan
 
-from optimus.program.plan import RECVS, Plan, Program, Verb
-from optimus.program.ranks import LLM
+from optimus.ir.plan import RECVS, Plan, Program, Verb
+from optimus.ir.ranks import LLM
 
 Mutate = Callable[[Plan, Random], Plan | None]
 Row = list[int]

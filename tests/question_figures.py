@@ -22,20 +22,20 @@ from question_jobs import (
 
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit
+from optimus.ir.op import Kind, Lane, Schedule
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutChoice
 from optimus.job.read import find_job
-from optimus.program.op import Kind, Lane, Schedule
-from optimus.program.ranks import LLM
-from optimus.schedule.arrangement import Base
+from optimus.planner.bounds import find_bounds
+from optimus.planner.compare import Comparison, compare_systems
+from optimus.planner.layouts import decide_context
+from optimus.planner.search_result import SearchResult
+from optimus.planner.systems.registry import System, Systems
 from optimus.schedule.bubbles import CAUSES, find_bubbles, find_idle, mean_bubbles
+from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import Lowered, lower
-from optimus.schedule.timeline import Timeline
-from optimus.search.bounds import find_bounds
-from optimus.search.compare import Comparison, compare_systems
-from optimus.search.layouts import decide_setting
-from optimus.systems.found import Found
-from optimus.systems.known import System, Systems
+from optimus.schedule.simulate import Timeline
 
 Figures = dict[str, Any]
 SIMPLER = ("balanced-best", "three-phase", "fsdp")
@@ -138,10 +138,10 @@ def peaks(name: str, assumed: str) -> Figures:
 
 def at_capacities(name: str, assumed: str) -> Figures:
     """Every system at its best on GPUs with less and less memory."""
-    setting, _ = decide_setting(SIZES[name](), preset(assumed))
+    context, _ = decide_context(SIZES[name](), preset(assumed))
     found: Figures = {}
     for gigabytes in CAPACITIES:
-        systems = Systems(with_capacity(setting, gigabytes))
+        systems = Systems(with_capacity(context, gigabytes))
         made = {}
         for system in ("optimus", *SIMPLER, "stage0"):
             try:
@@ -162,7 +162,7 @@ def bubbles(name: str, assumed: str) -> Figures:
     ours = found.systems["optimus"]
     assert ours.found is not None
     alone = llm_alone(ours.found)
-    bounds = find_bounds(found.setting, found.floor, found.floor_s)
+    bounds = find_bounds(found.context, found.floor, found.floor_s)
     return {
         "before": _seconds(alone.schedule, alone.timeline),
         "after": _seconds(ours.schedule, ours.timeline),
@@ -175,11 +175,11 @@ def bubbles(name: str, assumed: str) -> Figures:
     }
 
 
-def llm_alone(found: Found) -> Lowered:
+def llm_alone(found: SearchResult) -> Lowered:
     """The LLM of a plan as the plan plays it, without encoders: the same order, phases and traffic."""
     plan = found.filled.plan
     alone = replace(plan, modules={LLM: plan.modules[LLM]})
-    return lower(alone, Base(plan, found.llm.order)._orders)
+    return lower(alone, LlmTimeline(plan, found.llm.order)._orders)
 
 
 def _seconds(schedule: Schedule, timeline: Timeline) -> Figures:
@@ -206,7 +206,7 @@ def sweep_point(name: str, assumed: str) -> Figures:
     job = swept(float(ratio), int(tokens))
     found = compare_systems(job, names=("optimus", *SIMPLER), assumptions=assumed)
     encoder = job.model.encoders[0]
-    bounds = find_bounds(found.setting, found.floor, found.floor_s)
+    bounds = find_bounds(found.context, found.floor, found.floor_s)
     return {
         **_systems(found),
         "ratio": _rounded(encoder.parameters() / job.model.llm.parameters()),
@@ -227,7 +227,7 @@ def roomy_point(name: str, assumed: str) -> Figures:
 
 
 def _systems(found: Comparison) -> Figures:
-    bounds = find_bounds(found.setting, found.floor, found.floor_s)
+    bounds = find_bounds(found.context, found.floor, found.floor_s)
     return {
         "floor_s": _rounded(found.floor_s),
         "bound_s": _rounded(bounds.bound_s),

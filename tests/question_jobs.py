@@ -9,7 +9,7 @@ from optimus.job.layout import Constraints, LayoutChoice, Limits
 from optimus.job.model import Encoder, Llm
 from optimus.job.read import find_job
 from optimus.job.workload import PackedSequence
-from optimus.systems.setting import Setting
+from optimus.planner.context import PlanningContext
 
 MERGE = 4  # encoder tokens per LLM token, as in the paper's jobs of the catalog
 IMAGE_TOKENS = 512  # LLM tokens of an image there
@@ -118,10 +118,10 @@ def sized(encoder: Encoder, parameters: float) -> Encoder:
     return min(found, key=lambda each: abs(each.parameters() / parameters - 1))
 
 
-def with_capacity(setting: Setting, gigabytes: float) -> Setting:
+def with_capacity(context: PlanningContext, gigabytes: float) -> PlanningContext:
     """As if every GPU had so much memory."""
-    free = setting.job.cluster.gpu.memory_bytes - gigabytes * 1e9
-    return replace(setting, kept_free_bytes=free)
+    free = context.job.cluster.gpu.memory_bytes - gigabytes * 1e9
+    return replace(context, kept_free_bytes=free)
 
 
 def _with_modules(job: Job, name: str, encoder: Encoder, llm: Llm) -> Job:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from question_figures import MULTI, STRONG, Figures, gain, simpler
 from question_jobs import RATIOS, TOKENS
 
+from optimus.render.colours import PARTS
 from optimus.render.picture import FAINT, FONT, INK, PAPER, clean, svg_text
-from optimus.render.report.colours import PARTS
 from optimus.render.sweep_picture import FLOOR, OURS, SIMPLER
 from optimus.schedule.bubbles import CAUSES
 

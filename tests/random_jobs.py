@@ -9,6 +9,7 @@ from random import Random
 from typing import get_args
 
 from optimus.cost.assumptions import PRESETS, preset
+from optimus.ir.ranks import LLM
 from optimus.job import catalog
 from optimus.job.checks import check_job
 from optimus.job.cluster import Cluster
@@ -18,9 +19,8 @@ from optimus.job.model import Attention, Encoder, Experts, Llm, Mlp, Model, Proj
 from optimus.job.read import load_cluster
 from optimus.job.typed import Places
 from optimus.job.workload import PackedSequence, Workload
-from optimus.program.ranks import LLM
-from optimus.search.layouts import decide_setting
-from optimus.systems.setting import Setting
+from optimus.planner.context import PlanningContext
+from optimus.planner.layouts import decide_context
 
 MAX_GPUS = 64
 MOST_WORK = 60  # layers times microbatches times programs that play them, of most jobs
@@ -40,9 +40,9 @@ def random_job(rng: Random) -> Job:
             return job
 
 
-def random_setting(rng: Random, job: Job) -> Setting:
+def random_setting(rng: Random, job: Job) -> PlanningContext:
     """A job under one of the sets of assumptions."""
-    return decide_setting(job, preset(rng.choice(sorted(PRESETS))))[0]
+    return decide_context(job, preset(rng.choice(sorted(PRESETS))))[0]
 
 
 def _any_job(rng: Random) -> Job:

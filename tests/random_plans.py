@@ -8,18 +8,18 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+from optimus.ir.binding import bind
+from optimus.ir.op import Kind
+from optimus.ir.plan import VERB_OF, Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
+from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder
-from optimus.program.binding import bind
-from optimus.program.op import Kind
-from optimus.program.plan import VERB_OF, Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
-from optimus.program.ranks import LLM
+from optimus.planner.context import PlanningContext
+from optimus.planner.encoder_layouts import why_not
+from optimus.planner.filled_plan import finish_plan
+from optimus.planner.systems.colocated import Colocated, ColocatedEncoder, encoder_layout
+from optimus.planner.systems.pipeline import InlinePipeline, order_names
 from optimus.schedule.phases import DIGITS, chunk_phases
 from optimus.schedule.pipelines import Pipeline, interleaved, least_warmup
-from optimus.systems.colocated import Colocated, ColocatedEncoder, encoder_layout
-from optimus.systems.encoder_layouts import why_not
-from optimus.systems.filled import finish_plan
-from optimus.systems.inline import InlinePipeline, order_names
-from optimus.systems.setting import Setting
 
 ROOM_BYTES = 10**15
 
@@ -36,38 +36,38 @@ class Draft:
     fixed: Sequence[Mapping[str, int]]
 
 
-def random_draft(rng: Random, setting: Setting) -> Draft:
+def random_draft(rng: Random, context: PlanningContext) -> Draft:
     """The LLM in one of the known op orders, every encoder in a layout of its own."""
-    llm = random_llm(rng, setting)
-    encoders = [_random_choice(rng, setting, llm, encoder) for encoder in setting.job.model.encoders]
-    colocated = Colocated(setting, llm, encoders)
+    llm = random_llm(rng, context)
+    encoders = [_random_choice(rng, context, llm, encoder) for encoder in context.job.model.encoders]
+    colocated = Colocated(context, llm, encoders)
     header = colocated.header(strategy="random")
     if rng.random() < 0.3:
         header = _with_split_backwards(rng, header, encoders)
     if rng.random() < 0.7:
         header = _with_random_costs(rng, header)
-    header = bound(replace(header, capacity_bytes=ROOM_BYTES), setting)
+    header = bound(replace(header, capacity_bytes=ROOM_BYTES), context)
     return Draft(header=header, order=llm.order, fixed=colocated.fixed_bytes())
 
 
-def bound(plan: Plan, setting: Setting) -> Plan:
+def bound(plan: Plan, context: PlanningContext) -> Plan:
     """The plan with what it was made for, on GPUs of the memory that it has."""
     parts: dict[str, Any] = {
-        part: asdict(getattr(setting.job, part)) for part in ("model", "cluster", "workload")
+        part: asdict(getattr(context.job, part)) for part in ("model", "cluster", "workload")
     }
     parts["cluster"]["gpu"]["memory_bytes"] = plan.capacity_bytes
-    bound_to, hashes = bind({**parts, "profile": asdict(setting.prices.profile)})
+    bound_to, hashes = bind({**parts, "profile": asdict(context.prices.profile)})
     return replace(plan, bound_to=bound_to, hashes=hashes)
 
 
-def random_llm(rng: Random, setting: Setting, *, splits: bool = True) -> InlinePipeline:
+def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) -> InlinePipeline:
     """Cut anywhere: some virtual stages may be empty. `splits`: backwards may be I and W."""
-    size, stages = setting.microbatch_sequences, setting.layout.pp
-    divided = setting.microbatches(size)
+    size, stages = context.microbatch_sequences, context.layout.pp
+    divided = context.microbatches(size)
     assert divided is not None
-    microbatches, llm = divided[0], setting.job.model.llm
-    policy = rng.choice(list(setting.policies((llm,))))
-    layers = setting.layers((llm,), size, policy)
+    microbatches, llm = divided[0], context.job.model.llm
+    policy = rng.choice(list(context.policies((llm,))))
+    layers = context.layers((llm,), size, policy)
     chunks = rng.choice((1, 1, 2, 3)) if microbatches % stages == 0 else 1
     known = order_names(stages=stages, chunks=chunks, microbatches=microbatches) or ("interleaved",)
     name = rng.choice([name for name in known if splits or name != "zero-bubble"])
@@ -77,30 +77,32 @@ def random_llm(rng: Random, setting: Setting, *, splits: bool = True) -> InlineP
         listed = interleaved(stages=stages, chunks=chunks, microbatches=microbatches, warmup=warmup)
     inner = sorted(rng.randint(0, len(layers)) for _ in range(stages * chunks - 1))
     return InlinePipeline(
-        setting=setting,
+        context=context,
         layers=layers,
         cut=(0, *inner, len(layers)),
         order_name=name,
         microbatches=microbatches,
-        layout=setting.layout.with_(chunks=chunks),
+        layout=context.layout.with_(chunks=chunks),
         sequences=size,
         policy=policy,
         listed=listed,
     )
 
 
-def _random_choice(rng: Random, setting: Setting, llm: InlinePipeline, encoder: Encoder) -> ColocatedEncoder:
+def _random_choice(
+    rng: Random, context: PlanningContext, llm: InlinePipeline, encoder: Encoder
+) -> ColocatedEncoder:
     sizes = [(pp, tp) for pp in range(1, llm.layout.pp + 1) for tp in (1, 2, 4, 8)]
     inside = [(pp, tp) for pp, tp in sizes if llm.layout.pp % pp == 0 and llm.layout.tp % tp == 0]
     layouts = [encoder_layout(llm.layout, pp=pp, tp=tp) for pp, tp in inside]
-    layout = rng.choice([layout for layout in layouts if why_not(setting, encoder, layout) is None])
+    layout = rng.choice([layout for layout in layouts if why_not(context, encoder, layout) is None])
     pipelines = llm.layout.gpus // llm.layout.dp // (layout.pp * layout.tp)
     pieces = rng.choice((1, 1, 2, 3))
-    recompute = dict(rng.choice(list(setting.policies((encoder,)))))[encoder.name]
+    recompute = dict(rng.choice(list(context.policies((encoder,)))))[encoder.name]
     return ColocatedEncoder(
         encoder=encoder,
         layout=layout,
-        layers=setting.encoder_layers(encoder, layout, llm.sequences / pieces, recompute),
+        layers=context.encoder_layers(encoder, layout, llm.sequences / pieces, recompute),
         pieces=pieces,
         pipelines=tuple(rng.randrange(pipelines) for _ in range(llm.microbatches * pieces)),
         recompute=recompute,
@@ -254,8 +256,8 @@ def _classes(plan: Plan, name: str, stage: int, microbatch: int) -> list[int]:
     ]
 
 
-def random_plan(rng: Random, setting: Setting) -> Plan:
+def random_plan(rng: Random, context: PlanningContext) -> Plan:
     """A random arrangement of a random draft, lowered."""
-    draft = random_draft(rng, setting)
+    draft = random_draft(rng, context)
     orders = random_arrangement(rng, draft.header, draft.order)
     return finish_plan(draft.header, orders, draft.fixed, estimate_s=0.0).plan

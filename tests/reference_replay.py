@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from optimus.program.op import Kind
+from optimus.ir.op import Kind
 from optimus.schedule.pipelines import Pipeline, PipelineOp
 
 BACKWARD = (Kind.B, Kind.I)

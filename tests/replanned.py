@@ -7,7 +7,7 @@ from dataclasses import replace
 from optimus.cost.assumptions import Assumptions
 from optimus.job.job import Job
 from optimus.job.workload import PackedSequence
-from optimus.sure.perturb import CostModel
+from optimus.sensitivity.perturb import CostModel
 
 
 def replanned(job: Job, assumptions: Assumptions, model: CostModel) -> tuple[Job, Assumptions]:

@@ -64,7 +64,7 @@ def grown(*, gpus: int = 3072, stages: int = 8, microbatches: int = 16) -> Job:
 
 def plan_once(case: str) -> None:
     """In this process: what it took, on standard output."""
-    from optimus.search.planning import make_plan
+    from optimus.planner.planning import make_plan
 
     planned = make_plan(job_of(case))
     used = resource.getrusage(resource.RUSAGE_SELF)

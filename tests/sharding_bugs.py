@@ -16,11 +16,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine import optimizer
-from optimus.engine.actions import Compiler
 from optimus.engine.buckets import Buckets
+from optimus.engine.compile import Compiler
+from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor
 from optimus.engine.optimizer import Optimizer
-from optimus.engine.sharding import Sharded
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 TWO = "sharded: two by two interleaved"

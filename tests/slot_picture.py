@@ -16,9 +16,9 @@ from optimus.bench.contests import CONTESTS
 from optimus.bench.real_ranks import put_communication_first, run_pinned_ranks
 from optimus.bench.shaped import Prepared, _enter, _Variant, prepare
 from optimus.bench.shaped_net import shaped_links
-from optimus.program.op import Kind
-from optimus.program.plan import OPS, Plan, Verb
-from optimus.program.ranks import LLM
+from optimus.ir.op import Kind
+from optimus.ir.plan import OPS, Plan, Verb
+from optimus.ir.ranks import LLM
 
 TARGET = Path(__file__).parent.parent / "docs" / "images" / "slots.svg"
 WARM_UP, WIDTH, LEFT, LANE, GAP = 3, 1060, 90, 34, 14

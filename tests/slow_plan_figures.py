@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from slow_plan_replay import PHASES, Id, SlowPlan
 
-from optimus.program.op import Kind
-from optimus.program.plan import REGIONS, Verb
-from optimus.program.ranks import LLM
+from optimus.ir.op import Kind
+from optimus.ir.plan import REGIONS, Verb
+from optimus.ir.ranks import LLM
 
 
 def regions(slow: SlowPlan, played: dict[Id, tuple[float, float]]) -> dict[str, float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from optimus.program.op import Communicator, Kind, Lane
-from optimus.program.plan import OPS, RECVS, SENDS, WHOLE_STAGE, Phase, Plan, Verb
-from optimus.program.ranks import LLM
+from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.plan import OPS, RECVS, SENDS, WHOLE_STAGE, Phase, Plan, Verb
+from optimus.ir.ranks import LLM
 
 COLLECTIVES = (Verb.GATHER, Verb.REDUCE)
 PHASES = tuple(OPS)

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import setting_of
 
-from optimus.systems.balance import neighbours, proportional_cut, smallest_maximum_cut, stage0_cut
+from optimus.planner.systems.layer_partition import (
+    neighbours,
+    proportional_cut,
+    smallest_maximum_cut,
+    stage0_cut,
+)
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
@@ -49,10 +54,10 @@ def test_neighbours_move_one_layer(weights: list[int], data: st.DataObject) -> N
 
 @pytest.mark.parametrize("name", ["paper/strong-3072", "paper/A", "paper/dual-22-11"])
 def test_stage0_holds_all_encoders_and_an_even_share_of_the_llm(name: str) -> None:
-    setting = setting_of(name)
-    modules = setting.job.model.modules
-    layers = setting.layers(modules, 2, tuple((m.name, "full") for m in modules))
-    parts = setting.layout.virtual_stages
+    context = setting_of(name)
+    modules = context.job.model.modules
+    layers = context.layers(modules, 2, tuple((m.name, "full") for m in modules))
+    parts = context.layout.virtual_stages
     cut = stage0_cut(layers, "llm", parts)
     assert is_cut(cut, len(layers), parts)
     assert all(layer.module == "llm" for layer in layers[cut[1] :])
@@ -60,5 +65,5 @@ def test_stage0_holds_all_encoders_and_an_even_share_of_the_llm(name: str) -> No
         sum(1 for layer in layers[a:b] if layer.module == "llm" and layer.name[4:].isdigit())
         for a, b in pairwise(cut)
     ]
-    assert sum(blocks) == setting.job.model.llm.stack.layers
+    assert sum(blocks) == context.job.model.llm.stack.layers
     assert max(blocks) - min(blocks) <= 1

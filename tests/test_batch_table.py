@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus.engine.batch_table import (
+from optimus.engine.batch_plan import (
     COLUMNS,
     BatchTable,
     SampleSizes,
@@ -17,9 +17,9 @@ from optimus.engine.batch_table import (
     make_table,
 )
 from optimus.errors import UserError
-from optimus.program.module_times import EncoderBlocks, Seconds
-from optimus.program.plan import Plan
-from optimus.systems.modules import plan_modules
+from optimus.ir.module_times import EncoderBlocks, Seconds
+from optimus.ir.plan import Plan
+from optimus.planner.user_modules import plan_modules
 
 ONE = Seconds(forward_s=1.0, backward_s=2.0)
 MICROBATCHES, PIECES, ROOM = 3, {"vision": 2, "audio": 1}, {"vision": 100, "audio": 80}

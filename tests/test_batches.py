@@ -10,15 +10,17 @@ import pytest
 
 from optimus.cost.assumptions import preset
 from optimus.errors import UserError
+from optimus.ir.op import Kind, Lane
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
 from optimus.job.workload import TokenPercentiles, sequences_from_percentiles
-from optimus.program.op import Kind, Lane
-from optimus.program.ranks import LLM
-from optimus.schedule.timeline import evaluate
-from optimus.search.compare import Comparison, compare_systems
-from optimus.sure.batches import (
+from optimus.planner.batch_assignment import Bins, Feeding, find_feeding
+from optimus.planner.compare import Comparison, compare_systems
+from optimus.schedule.simulate import evaluate
+from optimus.sensitivity.batch_steps import Player, batch_loads, play_batches
+from optimus.sensitivity.drawn_batches import (
     COMPUTE,
     DEALINGS,
     TOKENS,
@@ -28,8 +30,6 @@ from optimus.sure.batches import (
     draw_batches,
     find_loads,
 )
-from optimus.sure.steps import Player, batch_loads, play_batches
-from optimus.systems.feeding import Bins, Feeding, find_feeding
 
 SYSTEMS = ("stage0", "three-phase", "separate-gpus", "fsdp", "paper")
 
@@ -66,7 +66,7 @@ def mixed() -> Comparison:
 
 
 def feeding_of(comparison: Comparison, name: str) -> Feeding:
-    found = find_feeding(comparison.systems[name].way, comparison.setting)
+    found = find_feeding(comparison.systems[name].way, comparison.context)
     assert found is not None
     return found
 

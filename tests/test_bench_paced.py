@@ -23,11 +23,11 @@ from optimus.bench.paced_replays import compare_step, replay_plan
 from optimus.bench.paced_steps import play_rounds
 from optimus.bench.result import EVENLY, BenchResult, VariantTime
 from optimus.cli import run
-from optimus.engine.mail import Pending
-from optimus.engine.sharding import Sharded
+from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.p2p import Pending
+from optimus.ir.plan import Plan, Verb
+from optimus.ir.ranks import LLM
 from optimus.models.collectives import all_gather_single
-from optimus.program.plan import Plan, Verb
-from optimus.program.ranks import LLM
 from optimus.render.benching import bench_json, bench_text
 
 DRAWS = Draws(seed=5)

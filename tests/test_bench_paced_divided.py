@@ -21,9 +21,9 @@ from optimus.bench.divided_torch import EXCHANGES, half_s, torch_variants
 from optimus.bench.paced_divided import bench_paced_divided, bound_of
 from optimus.bench.result import EVENLY
 from optimus.cli import run
-from optimus.program.op import Kind
-from optimus.program.ranks import LLM
-from optimus.program.validator import check_plan
+from optimus.ir.op import Kind
+from optimus.ir.ranks import LLM
+from optimus.verify.validator import check_plan
 
 EIGHT = DividedJob(ranks=8)
 

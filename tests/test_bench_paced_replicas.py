@@ -18,9 +18,9 @@ from optimus.bench.paced_ranks import run_paced_ranks
 from optimus.bench.paced_replays import replay_plan
 from optimus.bench.paced_steps import is_disturbed, step_s
 from optimus.cli import run
-from optimus.engine import sharding
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
+from optimus.engine import distributed_optimizer
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 
 JOB = PacedJob(ranks=4, dp=2, link=LINK_OF_REPLICAS)
 Answers = list[list[tuple[RankAnswer, list[list[float]]]]]
@@ -74,10 +74,10 @@ class _Hurried:
 
 def hurry(rank: int, ours: PacedPlan) -> None:
     """Rank 3 computes before its parameters are there."""
-    launch: Callable[..., Any] = sharding.all_gather_single  # type: ignore[attr-defined]
+    launch: Callable[..., Any] = distributed_optimizer.all_gather_single  # type: ignore[attr-defined]
     if rank == 3:
         hurried = lambda *given, **named: _Hurried(launch(*given, **named))  # noqa: E731
-        sharding.all_gather_single = hurried  # type: ignore[attr-defined]
+        distributed_optimizer.all_gather_single = hurried  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from optimus.bench.real import bench_real, compare
 from optimus.bench.real_job import VARIANTS, chosen_variants, even_cut, stage0_cut
 from optimus.bench.torch_stages import Prepared, Variant, layers_in_order
 from optimus.bench.variants import OURS
-from optimus.engine.synthetic import Synthetic
+from optimus.engine.synthetic_data import Synthetic
 from optimus.errors import UserError
+from optimus.ir.module_times import Seconds
 from optimus.job.read import find_job
-from optimus.program.module_times import Seconds
-from optimus.systems.modules import plan_modules
+from optimus.planner.user_modules import plan_modules
 
 
 def test_stage_0_holds_the_whole_encoder_and_the_llm_is_cut_evenly() -> None:

@@ -20,10 +20,10 @@ from optimus.bench.shaped import JOB, Prepared, bench_shaped, compare, predict
 from optimus.bench.shaped_net import enter_namespace, shaped_links
 from optimus.cli import run
 from optimus.errors import UserError
+from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
-from optimus.program.ranks import LLM
-from optimus.search.planning import make_plan
-from optimus.systems.slots import without_slots
+from optimus.planner.planning import make_plan
+from optimus.planner.systems.slots import without_slots
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="makes network namespaces"

@@ -10,7 +10,7 @@ import pytest
 from plan_by_hand import PARTS, two_pipelines
 
 from optimus.errors import UserError
-from optimus.program.binding import ABSENT, Mismatch, bind, check_binding, mismatches
+from optimus.ir.binding import ABSENT, Mismatch, bind, check_binding, mismatches
 
 
 def test_binding_is_flat_and_without_sources() -> None:

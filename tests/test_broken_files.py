@@ -17,11 +17,11 @@ from test_read import _spots as spots
 from tiny_plans import tiny_plan
 
 from optimus.errors import OptimusError, UserError
+from optimus.ir.planfile import load_plan, plan_text
 from optimus.job import catalog
 from optimus.job.read import load_job
-from optimus.program.planfile import load_plan, plan_text
-from optimus.program.validator import check_plan
-from optimus.search.replaying import replay_plan
+from optimus.planner.replaying import replay_plan
+from optimus.verify.validator import check_plan
 
 ROOT = Path(__file__).parents[1]
 JOBS = sorted((ROOT / "optimus" / "catalog" / "jobs").rglob("*.yaml"))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus.program.op import Kind, Lane
+from optimus.ir.op import Kind, Lane
 from optimus.schedule.bubbles import CAUSES, Bubbles, busy_s, find_bubbles, mean_bubbles
 from optimus.schedule.build import Builder, single
-from optimus.schedule.timeline import evaluate
+from optimus.schedule.simulate import evaluate
 
 
 def compute(seconds: float, kind: Kind = Kind.F):  # type: ignore[no-untyped-def]

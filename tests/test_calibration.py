@@ -11,10 +11,10 @@ from test_batches import few_layers
 from optimus.cost.measured import ANALYTIC
 from optimus.job.job import Job, Today
 from optimus.job.layout import LayoutChoice
+from optimus.planner.calibration import Calibration
+from optimus.planner.compare import compare_systems
+from optimus.planner.planning import make_plan
 from optimus.render.simulation import simulation_json, simulation_text
-from optimus.search.calibration import Calibration
-from optimus.search.compare import compare_systems
-from optimus.search.planning import make_plan
 
 SYSTEMS = ("today", "three-phase", "separate-gpus", "fsdp", "paper")
 

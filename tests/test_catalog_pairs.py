@@ -11,10 +11,10 @@ from optimus.errors import DoesNotFit
 from optimus.job import catalog
 from optimus.job.job import Job
 from optimus.job.read import find_job
+from optimus.planner.compare import compare_systems
+from optimus.planner.layouts import decide_context
+from optimus.planner.systems.registry import System, Systems
 from optimus.schedule.bubbles import CAUSES
-from optimus.search.compare import compare_systems
-from optimus.search.layouts import decide_setting
-from optimus.systems.known import System, Systems
 
 pytestmark = pytest.mark.ci
 PAIRS = [(model, alias) for model in catalog.names("models") for alias in sorted(catalog.aliases())]
@@ -23,7 +23,7 @@ PAIRS = [(model, alias) for model in catalog.names("models") for alias in sorted
 def short_step(model: str, cluster: str, *, chunks: int | None = None) -> Job:
     """Sixteen microbatches of one size: the default batch has up to 256, and takes as much longer."""
     job = find_job(model, f"{cluster}:512")
-    layout = decide_setting(job, preset("default"))[0].layout
+    layout = decide_context(job, preset("default"))[0].layout
     stated = f"llm=pp{layout.pp},tp{layout.tp},ep{layout.ep}" + (f",chunks{chunks}" if chunks else "")
     job = find_job(model, f"{cluster}:512", [stated])
     limits = replace(job.layout.limits, microbatch_sequences=(1,))
@@ -40,8 +40,8 @@ def check(system: System) -> None:
 @pytest.mark.parametrize(("model", "cluster"), PAIRS)
 def test_every_model_simulates_on_every_cluster(model: str, cluster: str) -> None:
     """The systems that search least; all of them below."""
-    setting, _ = decide_setting(short_step(model, cluster, chunks=1), preset("default"))
-    systems = Systems(setting)
+    context, _ = decide_context(short_step(model, cluster, chunks=1), preset("default"))
+    systems = Systems(context)
     for name in ("stage0", "balanced", "fsdp"):
         try:
             check(systems.make(name))

@@ -11,13 +11,13 @@ import numba
 import pytest
 from service_user import NOBODY, run
 
-import optimus.schedule.compiled as subject
+import optimus.schedule._numba as subject
 from optimus.environment import cache_candidates
-from optimus.schedule.compiled import announcing_compilation, compiled, first_usable
+from optimus.schedule._numba import announcing_compilation, compiled, first_usable
 
 # A process that uses a compiled function: prints where a compilation will be kept, then what it computed.
 SCRIPT = """
-from optimus.schedule.compiled import announcing_compilation, compiled
+from optimus.schedule._numba import announcing_compilation, compiled
 
 @compiled
 def total(n):
@@ -138,7 +138,7 @@ def test_without_a_cache_it_compiles_all_the_same(
 
 
 def test_importing_it_does_not_import_numba(tmp_path: Path) -> None:
-    lines = run("import sys, optimus.schedule.compiled; print('numba' in sys.modules)", tmp_path, {})
+    lines = run("import sys, optimus.schedule._numba; print('numba' in sys.modules)", tmp_path, {})
     assert lines == ["False"]
 
 

@@ -12,12 +12,12 @@ from plan_mutants import move, swap
 from slow_plan_replay import SlowPlan
 from tiny_plans import tiny_plan
 
-from optimus.program.plan import Plan, Program, Verb
-from optimus.program.proof.coverage import check_coverage
-from optimus.program.proof.deadlock import check_hosts, check_streams
-from optimus.program.proof.lines import Asked, Lines
-from optimus.program.proof.waits import Derivation, Waits
-from optimus.program.validator import check_plan
+from optimus.ir.plan import Plan, Program, Verb
+from optimus.verify.coverage import check_coverage
+from optimus.verify.deadlock import check_hosts, check_streams
+from optimus.verify.expected_lines import Asked, Lines
+from optimus.verify.validator import check_plan
+from optimus.verify.waits import Derivation, Waits
 
 
 def waits_of(plan: Plan) -> Waits:

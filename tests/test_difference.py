@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from plan_by_hand import plan_by_hand
 
+from optimus.ir.diff import Change, FirstLine, compare_plans
+from optimus.ir.plan import Plan, Program
+from optimus.ir.planfile import plan_text
 from optimus.job.layout import Layout
-from optimus.program.difference import Change, FirstLine, compare_plans
-from optimus.program.plan import Plan, Program
-from optimus.program.planfile import plan_text
 from optimus.render.difference import difference_json, difference_text
 
 

@@ -23,11 +23,11 @@ import pytest
 from optimus import cli
 from optimus.cost.assumptions import PRESETS, Assumptions
 from optimus.cost.memory import NOT_MODELLED, Memory
+from optimus.ir.op import Kind, Lane
 from optimus.job import catalog, layout, model, schema, workload
 from optimus.job.read import load_job
-from optimus.program.op import Kind, Lane
+from optimus.planner.systems.registry import MAKERS
 from optimus.schedule.bubbles import CAUSES
-from optimus.systems.known import MAKERS
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -20,9 +20,9 @@ import optimus
 from optimus.cli import run
 from optimus.cli.running import Train
 from optimus.engine.dry_run import DryRun, count_slots, dry_run
+from optimus.ir.plan import Plan
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.numerics import KERNELS
-from optimus.program.plan import Plan
+from optimus.models.kernels import KERNELS
 from optimus.render.dry_run import dry_run_json, dry_run_text
 
 ROOT = Path(__file__).parent.parent

@@ -11,9 +11,9 @@ pytest.importorskip("ortools")
 
 from exact_pipeline import ExactModel, Optimum, bare_setting, draw
 
-from optimus.schedule.timeline import evaluate
-from optimus.systems.balance import strong_pipelines
-from optimus.systems.inline import InlinePipeline
+from optimus.planner.systems.layer_partition import strong_pipelines
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.schedule.simulate import evaluate
 
 pytestmark = pytest.mark.ci
 
@@ -59,8 +59,8 @@ def test_balanced_best_is_near_the_optimum(seed: int, table: list[Row]) -> None:
     instance = draw(seed, stages=stages, chunks=chunks, microbatches=microbatches)
     optimum = ExactModel(instance).solve(seconds=60, workers=2)
     assert optimum.proven
-    setting = bare_setting(instance)
-    ours = strong_pipelines(setting, setting.job.model.modules, chunk_counts={chunks})[0]
+    context = bare_setting(instance)
+    ours = strong_pipelines(context, context.job.model.modules, chunk_counts={chunks})[0]
     assert ours.layout.chunks == chunks and ours.microbatches == microbatches
 
     assert step_s(replaced_by(optimum, ours)) == pytest.approx(optimum.makespan, rel=1e-12)

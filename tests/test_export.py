@@ -17,14 +17,14 @@ from export_cases import parsed, uneven_plan, with_llm
 from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
 from optimus.errors import DoesNotFit, UserError
+from optimus.exporters.registry import export_plan
+from optimus.ir.binding import hash_of
+from optimus.ir.plan import Plan
+from optimus.ir.planfile import save_plan
+from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
-from optimus.program.binding import hash_of
-from optimus.program.plan import Plan
-from optimus.program.planfile import save_plan
-from optimus.program.ranks import LLM
-from optimus.search import planning
-from optimus.targets.known import export_plan
+from optimus.planner import planning
 
 ROOT = Path(__file__).parents[1]
 

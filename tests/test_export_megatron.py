@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from export_cases import parsed, planned, uneven_plan, with_llm, words
 
+from optimus.exporters import megatron
+from optimus.exporters.facts import Facts
+from optimus.exporters.megatron_model import model_flags
+from optimus.exporters.registry import export_plan
+from optimus.ir.binding import bind, bound_parts
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
-from optimus.program.binding import bind
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
-from optimus.program.ready import bound_parts
-from optimus.targets import megatron
-from optimus.targets.facts import Facts
-from optimus.targets.known import export_plan
-from optimus.targets.megatron_model import model_flags
 
 # Read in megatron/training/arguments.py of Megatron-LM at 000c4ac24f61159c138b0975def722c65245983c.
 MEGATRON_FLAGS = words(

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from plan_by_hand import plan_by_hand
 
+from optimus.exporters.rank_groups import ranks_document
+from optimus.exporters.texts import json_text
+from optimus.ir.op import Communicator
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
-from optimus.program.op import Communicator
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
-from optimus.targets.rank_groups import ranks_document
-from optimus.targets.texts import json_text
 
 
 def random_layouts(rng: Random) -> tuple[Layout, list[Layout]]:

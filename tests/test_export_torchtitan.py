@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from export_cases import planned, uneven_plan, with_llm, words
 
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
-from optimus.targets import torchtitan
-from optimus.targets.facts import Facts
-from optimus.targets.known import export_plan
+from optimus.exporters import torchtitan
+from optimus.exporters.facts import Facts
+from optimus.exporters.registry import export_plan
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 
 # Fields of torchtitan 0.3.0: torchtitan/config/configs.py.
 TITAN_PARALLELISM = words(

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_replay import makespan, replay
 
-from optimus.program.op import Kind
+from optimus.ir.op import Kind
+from optimus.planner.systems.paper import MOST_SPLITS, all_splits, splits_to_try, uniform_split
 from optimus.schedule.fill_paper import (
     COMPUTE,
     LAUNCH,
@@ -23,9 +24,8 @@ from optimus.schedule.fill_paper import (
     less,
     pack,
 )
-from optimus.schedule.order import Assigned, Interchangeable, assign_sorted
+from optimus.schedule.global_ordering import Assigned, Interchangeable, assign_sorted
 from optimus.schedule.pipelines import interleaved, least_warmup
-from optimus.systems.paper import MOST_SPLITS, all_splits, splits_to_try, uniform_split
 
 DURATIONS = {Kind.F: 1, Kind.B: 2}
 

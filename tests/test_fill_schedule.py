@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from optimus.engine.actions import Shapes
+from optimus.engine.compile import Shapes
 from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule
-from optimus.engine.reduction import Replicated
+from optimus.engine.fsdp_ddp import Fsdp, FsdpBlock, fsdp_modules, make_bucket, refuse_wrapped, take_over
+from optimus.engine.replicated_buckets import Replicated
 from optimus.engine.torch_private import fake_world
-from optimus.engine.wrapped import Fsdp, FsdpBlock, fsdp_modules, make_bucket, refuse_wrapped, take_over
 from optimus.errors import UserError
+from optimus.ir.op import Kind
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Block, Deferred
-from optimus.program.op import Kind
+from optimus.models.segment import Block, WeightGradStore
 
 DIFFERENCE = 1e-14
 CASE = FillCase(name="refused", ranks=2, pp=2, encoders=((1, 2, 0), (2, 1, 0)))
@@ -106,7 +106,7 @@ def test_what_is_handed_on_twice_gets_both_gradients() -> None:
             return x, x, x * self.weight, self.weight, y
 
     block = Block(Twice())
-    _, saved = block.run((torch.ones(2), torch.ones(2)), (True, True), None, Deferred())
+    _, saved = block.run((torch.ones(2), torch.ones(2)), (True, True), None, WeightGradStore())
     assert saved is not None
     seeds = tuple(torch.full((2,), value) for value in (1.0, 10.0, 100.0, 1000.0))
     of_x, of_y = block.input_gradient(saved, (*seeds, None), split=False)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from optimus.job.model import Attention, Mlp, Stack
 from optimus.models.dropout import Dropout, row_keys
-from optimus.models.formula import Formula
-from optimus.models.layer_parts import Join
-from optimus.models.layers import Down, Out, Projection, Qkv, Up
-from optimus.models.numerics import KERNELS, Numerics
+from optimus.models.kernels import KERNELS, Numerics
+from optimus.models.layer_ops import Join
+from optimus.models.manual_backward import ManualBackwardSegment
 from optimus.models.rotary import Rotary, sequence_table
-from optimus.models.segment import Chain, Deferred, Segment, State, _Chained
-from optimus.models.tensor_parallel import Exchange, Share
+from optimus.models.segment import Segment, SequentialSegment, State, WeightGradStore, _Chained
+from optimus.models.tensor_parallel import Exchange, TpGroup
+from optimus.models.transformer_layer import Down, Out, Projection, Qkv, Up
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 6, 8, 4, 4
 WHERE = {"dtype": torch.float64}
@@ -55,7 +55,7 @@ CONTEXTS = {
 
 def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
     """Those of a layer, whole or as its parts are where two ranks share it."""
-    numerics, share = Numerics(dropout=0.25), Share(rank=0, size=2 if parts else 1)
+    numerics, share = Numerics(dropout=0.25), TpGroup(rank=0, size=2 if parts else 1)
     made: list[Projection] = [
         Qkv(stack, numerics, KERNELS, share, **WHERE),
         Out(stack, numerics, KERNELS, "out", share, **WHERE),
@@ -121,15 +121,15 @@ def test_a_frozen_formula_keeps_nothing() -> None:
     for name, segment in segments(STACK, parts=True):
         segment.requires_grad_(False)
         state = state_of(segment, name)
-        found, saved = segment.run(state, (False,) * len(state), CONTEXTS["plain"], Deferred())
+        found, saved = segment.run(state, (False,) * len(state), CONTEXTS["plain"], WeightGradStore())
         assert saved is None and not any(tensor.requires_grad for tensor in found)
 
 
 def test_no_part_of_a_layer_makes_a_graph() -> None:
     for name, segment in segments(STACK, parts=True):
-        assert isinstance(segment, Formula), name
+        assert isinstance(segment, ManualBackwardSegment), name
         state = state_of(segment, name)
-        found, _ = segment.run(state, (True,) * len(state), CONTEXTS["plain"], Deferred())
+        found, _ = segment.run(state, (True,) * len(state), CONTEXTS["plain"], WeightGradStore())
         assert all(tensor.grad_fn is None and tensor.requires_grad for tensor in found), name
 
 
@@ -137,7 +137,7 @@ def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
     for stack in STACKS.values():
         moved = Up(stack, Numerics(), KERNELS, dtype=torch.float64, device="meta").to_empty(device="cpu")
         x = torch.randn(ROWS, WIDTH, **WHERE)
-        _, saved = moved.run((x,), (True,), CONTEXTS["plain"], Deferred())
+        _, saved = moved.run((x,), (True,), CONTEXTS["plain"], WeightGradStore())
         assert saved is not None
         found = {id(each) for link in moved.linked for each in link.parameters()}
         assert found == {id(each) for each in moved.parameters()}
@@ -145,12 +145,12 @@ def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
 
 def test_a_chain_is_its_links_one_after_another_and_gives_up_what_they_keep() -> None:
     torch.manual_seed(0)
-    chain = Chain(links := _norm_and_up())
+    chain = SequentialSegment(links := _norm_and_up())
     state, context = (torch.randn(ROWS, WIDTH, **WHERE),), CONTEXTS["plain"]
     expected = _by_autograd(chain, state, context, (True,))
     _compare("chain", expected, _written(chain, state, context, (True,), split=False, empties=False))
 
-    made, saved = chain.run(state, (True,), context, Deferred())
+    made, saved = chain.run(state, (True,), context, WeightGradStore())
     assert isinstance(saved, _Chained)
     assert len(saved.parts) == len(links)
     chain.input_gradient(saved, tuple(map(_seed, made)), split=False)
@@ -161,14 +161,18 @@ def test_a_chain_goes_back_no_further_than_something_learns() -> None:
     torch.manual_seed(0)
     norm, up = _norm_and_up()
     norm.requires_grad_(False)
-    chain, state, context = Chain((norm, up)), (torch.randn(ROWS, WIDTH, **WHERE),), CONTEXTS["plain"]
-    made, saved = chain.run(state, (False,), context, Deferred())
+    chain, state, context = (
+        SequentialSegment((norm, up)),
+        (torch.randn(ROWS, WIDTH, **WHERE),),
+        CONTEXTS["plain"],
+    )
+    made, saved = chain.run(state, (False,), context, WeightGradStore())
     assert isinstance(saved, _Chained) and saved.parts[0] is None and saved.parts[1] is not None
     assert chain.input_gradient(saved, (None, _seed(made[1])), split=False) == (None,)
     assert all(parameter.grad is None for parameter in norm.parameters())
 
-    frozen = Chain(_norm_and_up()).requires_grad_(False)
-    assert frozen.run(state, (False,), context, Deferred())[1] is None
+    frozen = SequentialSegment(_norm_and_up()).requires_grad_(False)
+    assert frozen.run(state, (False,), context, WeightGradStore())[1] is None
 
 
 def _norm_and_up() -> list[Segment]:
@@ -181,7 +185,7 @@ def test_a_bias_that_adds_up_in_float32_gets_sums_in_float32() -> None:
     bias.grad = torch.zeros(WIDTH)
     join = Join(bias, Dropout("join", 0.0))
     gradient = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    join.gradient(None, (gradient,), (True, True), Deferred())
+    join.gradient(None, (gradient,), (True, True), WeightGradStore())
     assert torch.equal(bias.grad, gradient.sum(0, dtype=torch.float32))
 
 
@@ -200,10 +204,12 @@ def test_dropout_in_a_graph_keeps_keys_and_drops_gradients_as_it_drops_rows() ->
     assert rows.grad is not None and torch.equal(rows.grad, dropout(seed, keys))
 
 
-Found = tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]  # state, its gradients, of parameters
+SearchResult = tuple[
+    list[Tensor], list[Tensor | None], list[Tensor | None]
+]  # state, its gradients, of parameters
 
 
-def _by_autograd(segment: Segment, state: State, context: Context, needs: tuple[bool, ...]) -> Found:
+def _by_autograd(segment: Segment, state: State, context: Context, needs: tuple[bool, ...]) -> SearchResult:
     given = [tensor.clone().requires_grad_(need) for tensor, need in zip(state, needs, strict=True)]
     made = segment.forward(tuple(given), context)
     seeds = [_seed(tensor) for tensor in made]
@@ -224,10 +230,10 @@ def _by_autograd(segment: Segment, state: State, context: Context, needs: tuple[
 
 def _written(
     segment: Segment, state: State, context: Context, needs: tuple[bool, ...], *, split: bool, empties: bool
-) -> Found:
+) -> SearchResult:
     for parameter in segment.parameters():
         parameter.grad = None
-    deferred = Deferred(empties=empties)
+    deferred = WeightGradStore(empties=empties)
     made, saved = segment.run(state, needs, context, deferred)
     assert saved is not None
     kept = [tensor.detach().clone() for tensor in made]
@@ -246,7 +252,7 @@ def _seed(tensor: Tensor) -> Tensor:
     return torch.linspace(-1, 2, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
 
 
-def _compare(name: str, expected: Found, found: Found) -> None:
+def _compare(name: str, expected: SearchResult, found: SearchResult) -> None:
     for what, left, right in zip(("state", "gradients", "parameters"), expected, found, strict=True):
         for place, (one, other) in enumerate(zip(left, right, strict=True)):
             if one is None or other is None:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_replay import dependency
 
-from optimus.program.op import Kind
-from optimus.schedule.greedy import PRIORITIES, UNLIMITED, OpTimes, Priority, greedy
+from optimus.ir.op import Kind
+from optimus.planner.systems.pipeline_search import least_s, slides
+from optimus.schedule.list_pipeline import PRIORITIES, UNLIMITED, OpTimes, Priority, greedy
 from optimus.schedule.pipelines import Pipeline
 from optimus.schedule.shake import shake
-from optimus.systems.reorder import least_s, slides
 
 SPLIT, WHOLE = (Kind.F, Kind.I, Kind.W), (Kind.F, Kind.B)
 

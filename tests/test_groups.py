@@ -14,12 +14,12 @@ from engine_cases import CASES
 from tiny_plans import tiny_plan
 from torch import distributed as dist
 
-from optimus.engine import groups as engine_groups
-from optimus.engine.groups import axes_of, edge_of, make_groups, seam_edge
+from optimus.engine import process_groups as engine_groups
+from optimus.engine.process_groups import axes_of, edge_of, make_groups, seam_edge
 from optimus.engine.torch_private import fake_world
-from optimus.program.module_times import EncoderBlocks, Seconds
-from optimus.program.plan import RECVS, SENDS, Plan, Verb
-from optimus.systems.modules import plan_modules
+from optimus.ir.module_times import EncoderBlocks, Seconds
+from optimus.ir.plan import RECVS, SENDS, Plan, Verb
+from optimus.planner.user_modules import plan_modules
 
 FULL, FROZEN = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0), Seconds(forward_s=1.0, backward_s=0.0)
 SEAM_VERBS = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)

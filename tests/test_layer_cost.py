@@ -13,14 +13,14 @@ from optimus.cost.flops import attention_pairs
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward, weight_gradients
 from optimus.cost.module import price_encoder
+from optimus.ir.op import Kind, Lane
 from optimus.job.layout import Layout
 from optimus.job.model import Attention, Experts
 from optimus.job.read import find_job
 from optimus.job.workload import Load
-from optimus.program.op import Kind, Lane
 from optimus.schedule.build import Builder
-from optimus.schedule.chunk import concatenate
-from optimus.schedule.timeline import evaluate
+from optimus.schedule.chunk_templates import concatenate
+from optimus.schedule.simulate import evaluate
 
 
 def makespan_s(kernels: list[Kernel], *, slowdown: float = 0.0) -> float:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus.program.op import Floats, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Kind, Lane, Schedule
 from optimus.schedule.build import Builder, single
-from optimus.schedule.timeline import Timeline, evaluate, list_schedule
+from optimus.schedule.simulate import Timeline, evaluate, list_schedule
 
 PATIENCE_S = 0.01
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from optimus.engine.mail import Key, Mail, TensorSpec
+from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
 
 FIRST: Key = ("forward", "llm", 1, 0)
 SECOND: Key = ("backward", "llm", 0, 3)
@@ -59,19 +59,19 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
 
 @pytest.fixture
-def mail() -> Mail:
-    return Mail(torch.device("cpu"))
+def mail() -> P2PMailbox:
+    return P2PMailbox(torch.device("cpu"))
 
 
 GROUP: Any = None
 
 
-def kept(mail: Mail) -> list[torch.Tensor]:
+def kept(mail: P2PMailbox) -> list[torch.Tensor]:
     """What is being sent."""
     return [tensor for _, tensor in mail._sent._kept]
 
 
-def test_what_is_put_is_taken_once(mail: Mail) -> None:
+def test_what_is_put_is_taken_once(mail: P2PMailbox) -> None:
     tensors = (torch.ones(2), torch.zeros(1))
     mail.put(FIRST, tensors)
     assert mail.take(FIRST) is tensors
@@ -80,20 +80,20 @@ def test_what_is_put_is_taken_once(mail: Mail) -> None:
     mail.finish()
 
 
-def test_what_nobody_took_is_an_error_that_names_it(mail: Mail) -> None:
+def test_what_nobody_took_is_an_error_that_names_it(mail: P2PMailbox) -> None:
     mail.put(SECOND, (torch.ones(1),))
     mail.put(FIRST, (torch.ones(1),))
     with pytest.raises(AssertionError, match=r"left behind.*backward.*forward"):
         mail.finish()
 
 
-def test_a_receive_that_nobody_takes_is_left_behind(mail: Mail, wire: Wire) -> None:
+def test_a_receive_that_nobody_takes_is_left_behind(mail: P2PMailbox, wire: Wire) -> None:
     mail.receive(FIRST, (TensorSpec(shape=(1,), dtype=torch.float32),), 1, GROUP)
     with pytest.raises(AssertionError, match=r"left behind.*forward"):
         mail.finish()
 
 
-def test_a_receive_is_waited_for_where_it_is_taken(mail: Mail, wire: Wire) -> None:
+def test_a_receive_is_waited_for_where_it_is_taken(mail: P2PMailbox, wire: Wire) -> None:
     specs = (TensorSpec(shape=(2, 3), dtype=torch.float64), TensorSpec(shape=(4,), dtype=torch.int64))
     mail.receive(FIRST, specs, 5, GROUP)
     assert [(tuple(t.shape), t.dtype, other) for t, other, _ in wire.posted] == [
@@ -107,7 +107,7 @@ def test_a_receive_is_waited_for_where_it_is_taken(mail: Mail, wire: Wire) -> No
     mail.finish()
 
 
-def test_a_send_goes_out_whole_and_stays_alive_until_it_has_ended(mail: Mail, wire: Wire) -> None:
+def test_a_send_goes_out_whole_and_stays_alive_until_it_has_ended(mail: P2PMailbox, wire: Wire) -> None:
     rows = torch.arange(6.0).reshape(2, 3).T
     mail.put(FIRST, (rows,))
     mail.send(FIRST, 4, GROUP)
@@ -118,7 +118,7 @@ def test_a_send_goes_out_whole_and_stays_alive_until_it_has_ended(mail: Mail, wi
     assert [each.waited for _, _, each in wire.sent] == [1] and not kept(mail)
 
 
-def test_sends_that_have_ended_are_let_go_in_order(mail: Mail, wire: Wire) -> None:
+def test_sends_that_have_ended_are_let_go_in_order(mail: P2PMailbox, wire: Wire) -> None:
     for number in range(3):
         mail.put(("forward", "llm", 1, number), (torch.ones(1),))
     mail.send(("forward", "llm", 1, 0), 1, GROUP)
@@ -152,7 +152,7 @@ class Lost(Silent):
 
 
 def test_what_gloo_has_sent_is_let_go_when_it_has_arrived(
-    mail: Mail, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    mail: P2PMailbox, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although nobody here waits for it; an error is told to whoever comes next."""
     works = [Silent(), Silent(), Lost()]
@@ -183,7 +183,7 @@ def wait_until(holds: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-def test_what_was_received_can_be_sent_on(mail: Mail, wire: Wire) -> None:
+def test_what_was_received_can_be_sent_on(mail: P2PMailbox, wire: Wire) -> None:
     mail.receive(FIRST, (TensorSpec(shape=(1,), dtype=torch.float32),), 1, GROUP)
     mail.send(FIRST, 2, GROUP)
     assert [work.waited for _, _, work in wire.posted] == [1]

@@ -10,35 +10,35 @@ from paper_parts import PAPER_JOBS, strong_3072
 from optimus.cost.assumptions import preset
 from optimus.cost.memory import high_water, states
 from optimus.cost.prices import Prices
+from optimus.ir.op import Kind
 from optimus.job.layout import Layout
 from optimus.job.model import Precision
 from optimus.job.read import find_job
-from optimus.program.op import Kind
+from optimus.planner.context import PlanningContext
 from optimus.schedule.pipelines import interleaved, one_f_one_b, zero_bubble
-from optimus.systems.setting import Setting
 
 
-def setting_of(name: str) -> Setting:
+def setting_of(name: str) -> PlanningContext:
     job = find_job(name)
     stated = job.layout.of("llm").stated()
     prices = Prices(cluster=job.cluster, assumptions=preset("paper"))
-    return Setting(job=job, prices=prices, layout=Layout(**stated), microbatch_sequences=2)
+    return PlanningContext(job=job, prices=prices, layout=Layout(**stated), microbatch_sequences=2)
 
 
 @pytest.mark.parametrize("name", PAPER_JOBS)
 def test_states_equal_the_papers_formula(name: str) -> None:
     """k (DP_enc P_enc + DP_llm P_llm) / n with k = 6: transformer layers, evenly divided."""
-    setting = setting_of(name)
-    job, llm_layout = setting.job, setting.layout
+    context = setting_of(name)
+    job, llm_layout = context.job, context.layout
     n = job.cluster.gpus
     encoder_layout = Layout(dp=n // 4, pp=1, tp=4)
     held = expected = 0.0
     for encoder in job.model.encoders:
-        layers = setting.encoder_layers(encoder, encoder_layout, 2, "full")[1:-1]
+        layers = context.encoder_layers(encoder, encoder_layout, 2, "full")[1:-1]
         memory = states(layers, job.model.precision)
         held += memory.parameters + memory.gradients
         expected += 6 * encoder_layout.dp * encoder.stack.parameters() / n
-    llm = setting.llm_layers(llm_layout, 2, "full")[1:-1]
+    llm = context.llm_layers(llm_layout, 2, "full")[1:-1]
     per_stage = states(llm, job.model.precision)
     held += (per_stage.parameters + per_stage.gradients) / llm_layout.pp
     expected += 6 * llm_layout.dp * job.model.llm.stack.parameters() / n
@@ -46,8 +46,8 @@ def test_states_equal_the_papers_formula(name: str) -> None:
 
 
 def test_optimizer_states_are_divided_over_replicas() -> None:
-    setting = setting_of("paper/strong-3072")
-    layers = setting.llm_layers(setting.layout, 2, "full")
+    context = setting_of("paper/strong-3072")
+    layers = context.llm_layers(context.layout, 2, "full")
     memory = states(layers, Precision())
     assert memory.optimizer == pytest.approx(memory.parameters / 2 * 12 / 48)
 
@@ -79,8 +79,8 @@ def test_components_stand_for_the_moment_of_the_peak() -> None:
 def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
     job = strong_3072()
     encoder = replace(job.model.encoders[0], train=False)
-    setting = setting_of("paper/strong-3072")
-    layers = setting.encoder_layers(encoder, Layout(dp=384, tp=8), 2, "none")
+    context = setting_of("paper/strong-3072")
+    layers = context.encoder_layers(encoder, Layout(dp=384, tp=8), 2, "none")
     middle = layers[1:-1]
     assert all(layer.activation_bytes == 0 for layer in middle)
     assert all(not layer.kernels[kind] for layer in middle for kind in (Kind.B, Kind.I, Kind.W))

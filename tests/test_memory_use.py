@@ -12,9 +12,9 @@ import torch
 from engine_cases import CASES, MEASURED
 from worker_lines import run_worker
 
-from optimus.engine.byte_counter import ByteCounter
+from optimus.engine.memory_tracker import ByteCounter
 from optimus.engine.torch_private import FakeTensorMode
-from optimus.program.plan import Verb
+from optimus.ir.plan import Verb
 
 OVER, FULL = 0.10, 0.15  # planned above counted; where layers are made again, of every module one is planned
 QUICK = ("zero-bubble", "window of 4, 8 microbatches")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from optimus.job.model import Model
 from optimus.models.build import build_layers
-from optimus.models.context import bin_targets, encoder_inputs, llm_inputs
 from optimus.models.dropout import Dropout, row_keys
+from optimus.models.microbatch_inputs import bin_targets, encoder_inputs, llm_inputs
 from optimus.models.sample import Placed, Sample, loss_scale, placed_items
 
 

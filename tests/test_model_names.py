@@ -13,7 +13,7 @@ from optimus.errors import UserError
 from optimus.job.model import Encoder, Experts, LatentAttention, Llm
 from optimus.models.build import build_layers, layer_count, named_parameters
 from optimus.models.check_sample import check_sample
-from optimus.models.context import encoder_inputs, llm_inputs
+from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
 from optimus.models.sample import Item
 
 

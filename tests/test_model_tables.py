@@ -25,7 +25,7 @@ from model_figures import (
 from model_tables import PAGE, TABLES, fill, missing, read_stored
 
 from optimus.job.read import load_job, stated_on_top
-from optimus.search.compare import compare_systems
+from optimus.planner.compare import compare_systems
 
 REFRESH = "run PYTHONPATH=. python tests/model_tables.py and read what changed"
 REL, ABS = 1e-4, 2e-6  # figures are stored to a millionth

@@ -12,18 +12,18 @@ from one_process import OneProcess, whole
 from tiny_models import DTYPE, ENCODERS, LLMS, build, close, images, random_samples, tiny_model
 from torch import Tensor
 
+from optimus.ir.op import Kind
 from optimus.job.model import Encoder, Llm
-from optimus.models.arrangement import arrange
 from optimus.models.attention import attend_by_spans
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.context import encoder_inputs, llm_inputs
-from optimus.models.layer_parts import Gated, gated
+from optimus.models.kernels import Numerics
+from optimus.models.layer_ops import Gated, gated
+from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
 from optimus.models.norms import Norm
-from optimus.models.numerics import Numerics
-from optimus.models.segment import Deferred
-from optimus.models.steps import Recompute
-from optimus.program.op import Kind
+from optimus.models.phase_order import Recompute
+from optimus.models.segment import WeightGradStore
+from optimus.models.token_order import arrange
 
 State = tuple[Tensor, ...]
 
@@ -131,7 +131,7 @@ def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backwar
     made = cheap_of(chunk)
     assert len(made) == 3 * module.stack.layers
     assert not any(tensor.untyped_storage().nbytes() for tensor in made)
-    monkeypatch.setattr(Deferred, "empty", lambda self: None)
+    monkeypatch.setattr(WeightGradStore, "empty", lambda self: None)
     kept = SegmentedChunk(layers, recompute="cheap")
     kept.begin(0, state, needs, context)
     play(kept, Kind.F)
@@ -170,10 +170,10 @@ def test_frozen_parts_build_no_graph(name: str) -> None:
     state: State = (first, *rest)
     for layer in layers if name == "frozen llm" else layers[:-1]:
         for segment in layer:
-            state, saved = segment.run(state, (False,) * len(state), context, Deferred())
+            state, saved = segment.run(state, (False,) * len(state), context, WeightGradStore())
             assert saved is None and not any(tensor.requires_grad for tensor in state)
     if name == "frozen trunk":
-        state, saved = layers[-1][0].run(state, (False,), context, Deferred())
+        state, saved = layers[-1][0].run(state, (False,), context, WeightGradStore())
         assert saved is not None and state[0].requires_grad
 
 

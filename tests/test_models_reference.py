@@ -12,11 +12,11 @@ from one_process import OneProcess, whole
 from torch import Tensor, nn
 
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
-from optimus.models.arrangement import arrange
 from optimus.models.build import build_layers, named_parameters
-from optimus.models.context import encoder_inputs, llm_inputs
-from optimus.models.numerics import Numerics
+from optimus.models.kernels import Numerics
+from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
 from optimus.models.sample import IGNORED, Item, Sample, loss_scale
+from optimus.models.token_order import arrange
 
 pytestmark = [pytest.mark.ci("engine"), pytest.mark.filterwarnings("ignore")]  # warnings of the reference
 

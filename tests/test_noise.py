@@ -19,17 +19,17 @@ from tiny_plans import tiny_plan
 from optimus.cli import run
 from optimus.cli.flags import OK
 from optimus.errors import UserError
+from optimus.ir.op import Floats, Kind, Lane, Schedule
+from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
-from optimus.program.op import Floats, Kind, Lane, Schedule
-from optimus.program.ranks import LLM
+from optimus.planner.planning import Planned, make_plan
+from optimus.planner.systems.optimus import search_ours
 from optimus.render.noise import noise_json, noise_text
 from optimus.schedule.build import Builder, single
-from optimus.schedule.coupled import couple
+from optimus.schedule.dependencies import couple
 from optimus.schedule.noise import JITTER, LEVELS, QUIET, ROUGH, Noise, NoisyKernels, Places
-from optimus.schedule.timeline import evaluate
-from optimus.search.planning import Planned, make_plan
-from optimus.sure.noise import POLICIES, STATIC, TWO_STREAM, under_noise
-from optimus.systems.ours import search_ours
+from optimus.schedule.simulate import evaluate
+from optimus.sensitivity.noise import POLICIES, STATIC, TWO_STREAM, under_noise
 
 MOST_LOST = 3.0  # points of speed-up
 CLAIM = 1e-9
@@ -131,14 +131,14 @@ def llm_seconds(schedule: Schedule, places: Places) -> dict[tuple[int, int], flo
 def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None:
     """In the LLM alone, in a plan beside encoders, and however the LLM is cut into stages."""
     rng = Random(seed)
-    setting = random_setting(rng, random_job(rng))
-    llm = random_llm(Random(seed), setting)
+    context = random_setting(rng, random_job(rng))
+    llm = random_llm(Random(seed), context)
     first, *inner, last = llm.cut
     moved = replace(llm, cut=(first, *(last - place for place in reversed(inner)), last))
     alone, other = llm.schedule(), moved.schedule()
     expected = llm_seconds(alone, Places.of_pipeline(alone))
     assert llm_seconds(other, Places.of_pipeline(other)) == pytest.approx(expected, rel=ROUNDED)
-    filled = search_ours(setting, [llm]).filled
+    filled = search_ours(context, [llm]).filled
     assert llm_seconds(filled.schedule(), Places.of_plan(filled.plan)) == pytest.approx(expected, rel=ROUNDED)
 
 

@@ -12,23 +12,23 @@ from random_plans import bound, random_llm
 
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit, UserError
+from optimus.ir.op import Kind
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
-from optimus.program.op import Kind
-from optimus.program.ranks import LLM
-from optimus.program.validator import check_plan
+from optimus.planner.encoder_layouts import own_layouts
+from optimus.planner.filled_plan import FilledPlan
+from optimus.planner.layouts import decide_context
+from optimus.planner.listed import llm_pipeline
+from optimus.planner.systems.colocated import encoder_layout, even_counts
+from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.llm_only import Floors
+from optimus.planner.systems.optimus import Search, search_ours
+from optimus.planner.systems.registry import Systems
+from optimus.planner.systems.traffic_cut import moved
 from optimus.schedule.pipelines import most_in_flight
-from optimus.search.layouts import decide_setting
-from optimus.systems.colocated import encoder_layout, even_counts
-from optimus.systems.encoder_layouts import own_layouts
-from optimus.systems.filled import FilledPlan
-from optimus.systems.floors import Floors
-from optimus.systems.known import Systems
-from optimus.systems.listed import llm_pipeline
-from optimus.systems.ours import Search, search_ours
-from optimus.systems.traffic_cut import moved
-from optimus.systems.trial import Beside, Trial
+from optimus.verify.validator import check_plan
 
 Record = Callable[[str, object], None]
 RANDOM, CI_RANDOM, PART = 12, 60, 30
@@ -51,14 +51,14 @@ def check_random(seeds: range) -> None:
     plans = 0
     for seed in seeds:
         rng = Random(seed)
-        setting = random_setting(rng, random_job(rng))
-        if not setting.job.model.encoders:
+        context = random_setting(rng, random_job(rng))
+        if not context.job.model.encoders:
             continue
         try:
-            found = search_ours(setting, [random_llm(Random(seed), setting, splits=bool(seed % 2))])
+            found = search_ours(context, [random_llm(Random(seed), context, splits=bool(seed % 2))])
         except (DoesNotFit, UserError):
             continue
-        violations = check_plan(bound(found.filled.plan, setting)).violations
+        violations = check_plan(bound(found.filled.plan, context)).violations
         assert not violations, f"seed {seed}: {violations[0]}"
         plans += 1
     assert plans > len(seeds) // 2
@@ -77,14 +77,14 @@ def test_plans_of_many_random_jobs_pass_all_rules(first: int) -> None:
 def random_way(seed: int) -> FilledPlan | None:
     """Encoders beside an LLM in any way that a search may try, and in some that it would not."""
     rng = Random(seed)
-    setting = random_setting(rng, random_job(rng))
-    llm = random_llm(rng, setting, splits=rng.random() < 0.5)
-    layouts = [list(own_layouts(setting, e, llm.layout)) for e in setting.job.model.encoders]
+    context = random_setting(rng, random_job(rng))
+    llm = random_llm(rng, context, splits=rng.random() < 0.5)
+    layouts = [list(own_layouts(context, e, llm.layout)) for e in context.job.model.encoders]
     if not layouts or not all(layouts):
         return None
     least = most_in_flight(llm.order)
     beside = {}
-    for encoder, possible in zip(setting.job.model.encoders, layouts, strict=True):
+    for encoder, possible in zip(context.job.model.encoders, layouts, strict=True):
         layout = rng.choice(possible)
         across, inner = llm.layout.tp // layout.tp, encoder.stack.layers
         counts = even_counts(inner, layout.pp)
@@ -105,7 +105,7 @@ def random_way(seed: int) -> FilledPlan | None:
             name: replace(chosen, pieces=max(chosen.pieces, llm.layout.tp // chosen.layout.tp))
             for name, chosen in beside.items()
         }
-    trial = Trial(setting, llm, beside)
+    trial = Trial(context, llm, beside)
     arranged = trial.fill.arrange(rng.choice([0.0, 0.1, 0.5]) * trial.base.step_s)
     if rng.random() < 0.05:
         arranged = trial.fill.tightened(arranged)
@@ -115,7 +115,7 @@ def random_way(seed: int) -> FilledPlan | None:
     for stage, held in zip(stages, filled.plan.memory, strict=True):  # the LLM's own as it was reckoned
         own = llm.memories[stage].llm_activations - float(working[stage])
         assert held.peak - held.llm_activations + own <= trial.most_bytes + 1
-    return replace(filled, plan=bound(replace(filled.plan, capacity_bytes=10**15), setting))
+    return replace(filled, plan=bound(replace(filled.plan, capacity_bytes=10**15), context))
 
 
 def check_ways(seeds: range) -> None:
@@ -163,15 +163,15 @@ def check_over_floor(name: str, assumed: str, record_property: Record) -> None:
     """Beside interleaved 1F1B, all traffic of encoders in full; the loop's time is nearly the replay's."""
     job = find_job(name)
     for made, limit in zip((job, with_small_images(job)), OVER_FLOOR_1F1B[name, assumed], strict=True):
-        setting, _ = decide_setting(made, preset(assumed))
-        systems = Systems(setting)
+        context, _ = decide_context(made, preset(assumed))
+        systems = Systems(context)
         floor_s = systems.step_s(systems.floor_1f1b)
-        found = search_ours(setting, [systems.floor_1f1b])
+        found = search_ours(context, [systems.floor_1f1b])
         over = found.filled.step_s / floor_s
         record_property("over floor-1f1b", round(over, 4))
         assert over <= limit, f"{over:.4f}"
         assert found.filled.estimate_s == pytest.approx(found.filled.step_s, rel=2e-3)
-        assert not check_plan(bound(found.filled.plan, setting)).violations
+        assert not check_plan(bound(found.filled.plan, context)).violations
 
 
 def with_small_images(job: Job) -> Job:
@@ -188,17 +188,17 @@ def with_small_images(job: Job) -> Job:
 @pytest.mark.ci("search")
 def test_a_window_bounds_what_encoders_keep() -> None:
     """Of 32 microbatches at most 18 are kept: the replayed memory says so, and the step is no longer."""
-    setting, _ = decide_setting(find_job("paper/strong-1536"), preset("clean"))
-    (encoder,) = setting.job.model.encoders
-    llm = llm_pipeline(setting, chunks=1, order_name="1f1b")
+    context, _ = decide_context(find_job("paper/strong-1536"), preset("clean"))
+    (encoder,) = context.job.model.encoders
+    llm = llm_pipeline(context, chunks=1, order_name="1f1b")
     assert (most_in_flight(llm.order), llm.microbatches) == (8, 32)
     layout = encoder_layout(llm.layout, pp=8, tp=8)
     steps, kept = [], []
     for window in (0, 18):
         beside = {encoder.name: Beside(layout=layout, recompute="none", window=window)}
-        trial = Trial(setting, llm, beside)
+        trial = Trial(context, llm, beside)
         made = trial.plan(trial.fill.arrange(0.0))
-        assert not check_plan(bound(made.plan, setting)).violations
+        assert not check_plan(bound(made.plan, context)).violations
         assert max(held.peak for held in made.plan.memory) <= trial.most_bytes
         steps.append(made.step_s)
         kept.append(max(held.encoder_activations for held in made.plan.memory))
@@ -209,18 +209,18 @@ def test_a_window_bounds_what_encoders_keep() -> None:
 @pytest.mark.ci("search")
 def test_encoders_may_have_layouts_of_their_own() -> None:
     """Two of them in unequal layouts: the plan holds, and what a search tries takes them into account."""
-    setting, _ = decide_setting(find_job("paper/dual-22-11"), preset("clean"))
-    llm = llm_pipeline(setting, chunks=1, order_name="1f1b")
-    first, second = (encoder.name for encoder in setting.job.model.encoders)
+    context, _ = decide_context(find_job("paper/dual-22-11"), preset("clean"))
+    llm = llm_pipeline(context, chunks=1, order_name="1f1b")
+    first, second = (encoder.name for encoder in context.job.model.encoders)
     beside = {
         first: Beside(layout=encoder_layout(llm.layout, pp=8, tp=8), recompute="none", pieces=2),
         second: Beside(layout=encoder_layout(llm.layout, pp=4, tp=4), recompute="none", pieces=2),
     }
-    trial = Trial(setting, llm, beside)
+    trial = Trial(context, llm, beside)
     filled = trial.lowered(trial.fill.arrange(0.0))
-    assert not check_plan(bound(filled.plan, setting)).violations
+    assert not check_plan(bound(filled.plan, context)).violations
     assert {name: module.layout.tp for name, module in filled.plan.encoders.items()} == {first: 8, second: 4}
-    search = Search(setting, llm)
+    search = Search(context, llm)
     common = search.tried()[0]
     apart = list(search._apart(common))
     assert apart and all(len({chosen.layout for chosen in way.values()}) == 2 for way in apart)
@@ -229,15 +229,15 @@ def test_encoders_may_have_layouts_of_their_own() -> None:
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_an_image_is_never_cut(pieces: int) -> None:
     """Two images in a microbatch: a quarter of it takes as long as half of it."""
-    setting, _ = decide_setting(find_job("paper/strong-3072"), preset("clean"))
-    (encoder,) = setting.job.model.encoders
-    llm = llm_pipeline(setting, chunks=12, order_name="interleaved")
+    context, _ = decide_context(find_job("paper/strong-3072"), preset("clean"))
+    (encoder,) = context.job.model.encoders
+    llm = llm_pipeline(context, chunks=12, order_name="interleaved")
     layout = encoder_layout(llm.layout, pp=8, tp=8)
     beside = {encoder.name: Beside(layout=layout, recompute="none", pieces=pieces)}
-    header = Trial(setting, llm, beside).header
+    header = Trial(context, llm, beside).header
     seconds = sum(phase.duration_s for phase in header.template_of(encoder.name, Kind.F, 3, 0))
     whole = {encoder.name: Beside(layout=layout, recompute="none", pieces=2)}
-    one_image = Trial(setting, llm, whole).header.template_of(encoder.name, Kind.F, 3, 0)
+    one_image = Trial(context, llm, whole).header.template_of(encoder.name, Kind.F, 3, 0)
     assert seconds >= sum(phase.duration_s for phase in one_image)
 
 
@@ -245,8 +245,8 @@ def test_an_image_is_never_cut(pieces: int) -> None:
 @pytest.mark.parametrize("chunks", [6, 10])
 def test_stated_chunks_are_kept(chunks: int) -> None:
     """The LLM alone would be fastest with 20; encoders lie beside it with as many as the job says."""
-    setting, _ = decide_setting(find_job("paper/B", layouts=[f"llm=chunks{chunks}"]), preset("default"))
-    floors = Floors(setting)
+    context, _ = decide_context(find_job("paper/B", layouts=[f"llm=chunks{chunks}"]), preset("default"))
+    floors = Floors(context)
     assert floors.floor.layout.chunks == 20
     assert {llm.layout.chunks for llm in floors.beside} == {chunks}
     roomier = [llm for free in (4e9, 16e9) for llm in floors.roomier(floors.beside[0], [free])]
@@ -258,9 +258,9 @@ def test_chunks_left_open_are_also_halved() -> None:
     """Half as many chunks cost the LLM time, and leave the first microbatches of encoders more of it."""
     job = find_job("paper/B")
     open_job = replace(job, layout=replace(job.layout, modules={LLM: LayoutChoice(pp=4, tp=8)}))
-    setting, _ = decide_setting(open_job, preset("default"))
-    floors = Floors(setting)
+    context, _ = decide_context(open_job, preset("default"))
+    floors = Floors(context)
     assert [llm.layout.chunks for llm in floors.beside] == [20, 20, 10]
-    best = search_ours(setting, floors.beside)
+    best = search_ours(context, floors.beside)
     assert best.llm.layout.chunks == 10
-    assert best.filled.step_s < search_ours(setting, floors.both).filled.step_s
+    assert best.filled.step_s < search_ours(context, floors.both).filled.step_s

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from optimus.errors import DoesNotFit, UserError
+from optimus.ir.op import Communicator, Kind, Lane
 from optimus.job.read import find_job
-from optimus.program.op import Communicator, Kind, Lane
+from optimus.planner.compare import Comparison, compare_systems
+from optimus.planner.systems.registry import System
 from optimus.render.boxes import IDLE_DP, IDLE_PP, IDLE_TP, STACK, device_rows
 from optimus.render.picture import PLOT, timeline_svg, write_picture
 from optimus.schedule.bubbles import busy_s, find_bubbles, mean_bubbles
 from optimus.schedule.build import ROW, Builder, Template, single
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
-from optimus.schedule.timeline import evaluate
-from optimus.search.compare import Comparison, compare_systems
-from optimus.systems.known import System
+from optimus.schedule.simulate import evaluate
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "strong-3072.svg"
@@ -199,14 +199,14 @@ def test_writing_says_what_is_wrong(tmp_path: Path) -> None:
 
 def a_comparison(systems: dict[str, System], missing: dict[str, str]) -> Comparison:
     from optimus.cost.assumptions import preset
-    from optimus.search.layouts import decide_setting
-    from optimus.systems.balance import first_fitting
+    from optimus.planner.layouts import decide_context
+    from optimus.planner.systems.layer_partition import first_fitting
 
     job, assumptions = find_job("paper/A"), preset("default")
-    setting, _ = decide_setting(job, assumptions)
+    context, _ = decide_context(job, assumptions)
     return Comparison(
-        job=job, assumptions=assumptions, setting=setting, systems=systems, missing=missing,
-        floor=first_fitting(setting, (job.model.llm,)), floor_s=1.0, floor_1f1b_s=1.0, rejected=(),
+        job=job, assumptions=assumptions, context=context, systems=systems, missing=missing,
+        floor=first_fitting(context, (job.model.llm,)), floor_s=1.0, floor_1f1b_s=1.0, rejected=(),
         considered=1, compared=1,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from machine import allowed_s
 from reference_replay import Deadlock, idle_per_busy, makespan, replay
 
 from optimus.errors import UserError
-from optimus.program.op import Kind
+from optimus.ir.op import Kind
 from optimus.schedule.pipelines import (
     Pipeline,
     PipelineOp,

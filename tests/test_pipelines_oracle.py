@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from optimus.program.op import Kind
+from optimus.ir.op import Kind
 from optimus.schedule.pipelines import (
     Pipeline,
     PipelineOp,

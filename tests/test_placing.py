@@ -6,10 +6,10 @@ import pytest
 
 from optimus.engine.placing import place_phases
 from optimus.errors import UserError
+from optimus.ir.op import Kind
+from optimus.ir.plan import Phase as PlannedPhase
+from optimus.ir.plan import Template
 from optimus.models.chunk import ANY, Phase
-from optimus.program.op import Kind
-from optimus.program.plan import Phase as PlannedPhase
-from optimus.program.plan import Template
 
 FORWARD = ["norm1", "qkv", "attention", "out", "norm2", "up", "down"]
 BACKWARD = (

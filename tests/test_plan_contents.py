@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from optimus.ir.op import Kind
+from optimus.ir.plan import Bucket, Plan, PlannedModule
+from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
-from optimus.program.op import Kind
-from optimus.program.plan import Bucket, Plan, PlannedModule
-from optimus.program.proof.contents import check_capacity, check_layers, check_parameters, check_seam
-from optimus.program.ranks import LLM
-from optimus.program.validator import check_plan
-from optimus.search.planning import make_plan
+from optimus.planner.planning import make_plan
+from optimus.verify.header_contents import check_capacity, check_layers, check_parameters, check_seam
+from optimus.verify.validator import check_plan
 
 
 @pytest.fixture(scope="module")

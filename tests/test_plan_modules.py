@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from optimus.errors import UserError
-from optimus.program.module_times import EncoderBlocks, Seconds
-from optimus.program.plan import Plan
-from optimus.program.validator import check_plan
-from optimus.systems.modules import plan_modules
+from optimus.ir.module_times import EncoderBlocks, Seconds
+from optimus.ir.plan import Plan
+from optimus.planner.user_modules import plan_modules
+from optimus.verify.validator import check_plan
 
 STAGE = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0, send_s=0.01)
 BLOCK = Seconds(forward_s=0.1, backward_s=0.2)

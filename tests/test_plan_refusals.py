@@ -15,8 +15,8 @@ from machine import allowed_s
 from plan_by_hand import llm_alone, two_pipelines
 
 from optimus.errors import UserError
-from optimus.program import planfile
-from optimus.program.planfile import load_plan, plan_text, read_plan, save_plan
+from optimus.ir import planfile
+from optimus.ir.planfile import load_plan, plan_text, read_plan, save_plan
 
 Document = dict[str, Any]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from machine import allowed_s
 
+from optimus.ir.plan import Plan
+from optimus.ir.planfile import load_plan, save_plan
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
-from optimus.program.plan import Plan
-from optimus.program.planfile import load_plan, save_plan
-from optimus.program.validator import check_plan
-from optimus.search.planning import make_plan
+from optimus.planner.planning import make_plan
+from optimus.verify.validator import check_plan
 
 pytestmark = pytest.mark.alone
 

@@ -21,10 +21,10 @@ from plan_by_hand import llm_alone, plan_by_hand, two_encoders, two_pipelines
 from tiny_plans import tiny_plan
 
 from optimus.errors import UserError
+from optimus.ir.op import Kind
+from optimus.ir.plan import Bucket, Plan, PlannedChunk
+from optimus.ir.planfile import load_plan, plan_text, read_plan, save_plan
 from optimus.job.layout import Layout
-from optimus.program.op import Kind
-from optimus.program.plan import Bucket, Plan, PlannedChunk
-from optimus.program.planfile import load_plan, plan_text, read_plan, save_plan
 
 PLANS = [two_pipelines, two_encoders, llm_alone]
 

@@ -18,22 +18,21 @@ from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit, UserError
+from optimus.ir.binding import bound_parts, check_binding
+from optimus.ir.planfile import load_plan, plan_text
+from optimus.ir.ranks import LLM
 from optimus.job import catalog
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
-from optimus.program.binding import check_binding
-from optimus.program.planfile import load_plan, plan_text
-from optimus.program.ranks import LLM
-from optimus.program.ready import bound_parts
-from optimus.search.compare import compare_systems
-from optimus.search.layouts import decide_setting
-from optimus.search.planning import Planned, make_plan
-from optimus.search.ranking import rank_settings
-from optimus.search.replaying import replay_plan
-from optimus.systems.encoder_layouts import common_layouts
-from optimus.systems.known import Systems
-from optimus.systems.rejected import Rejected
+from optimus.planner.compare import compare_systems
+from optimus.planner.encoder_layouts import common_layouts
+from optimus.planner.layouts import decide_context
+from optimus.planner.planning import Planned, make_plan
+from optimus.planner.ranking import rank_contexts
+from optimus.planner.rejected import Rejected
+from optimus.planner.replaying import replay_plan
+from optimus.planner.systems.registry import Systems
 
 ROOT = Path(__file__).parents[1]
 SMALL = "paper/small-a100"
@@ -67,8 +66,8 @@ def small_job(gpus: int = 16, **llm: int) -> Job:
 
 
 def test_encoder_layouts_divide_the_llm_s_over_all_gpus() -> None:
-    setting, _ = decide_setting(find_job("paper/strong-3072"), preset("default"))
-    found = list(common_layouts(setting, setting.layout))
+    context, _ = decide_context(find_job("paper/strong-3072"), preset("default"))
+    found = list(common_layouts(context, context.layout))
     assert len(found) == 16
     for each in found:
         layout = each.layout if isinstance(each, Rejected) else each
@@ -77,29 +76,29 @@ def test_encoder_layouts_divide_the_llm_s_over_all_gpus() -> None:
 
 def test_a_stated_encoder_layout_is_kept_and_others_say_why_not() -> None:
     job = find_job("paper/strong-3072", layouts=["vision=pp4,tp8"])
-    setting, _ = decide_setting(job, preset("default"))
-    found = list(common_layouts(setting, setting.layout))
+    context, _ = decide_context(job, preset("default"))
+    found = list(common_layouts(context, context.layout))
     assert [str(each) for each in found if not isinstance(each, Rejected)] == ["dp96 pp4 tp8"]
     assert {each.reason.partition(":")[0] for each in found if isinstance(each, Rejected)} == {"stated"}
 
 
 def test_heads_are_padded_but_none_is_cut() -> None:
-    setting, _ = decide_setting(find_job(SMALL), preset("default"))
-    assert setting.job.model.encoders[0].stack.attention.heads == 18
-    assert "tp4" in str([str(each) for each in common_layouts(setting, setting.layout)])
-    (vision,) = setting.job.model.encoders
+    context, _ = decide_context(find_job(SMALL), preset("default"))
+    assert context.job.model.encoders[0].stack.attention.heads == 18
+    assert "tp4" in str([str(each) for each in common_layouts(context, context.layout)])
+    (vision,) = context.job.model.encoders
     attention = replace(vision.stack.attention, heads=2, kv_heads=2)
     narrow = replace(vision, stack=replace(vision.stack, attention=attention))
-    job = replace(setting.job, model=replace(setting.job.model, encoders=(narrow,)))
-    found = common_layouts(replace(setting, job=job), setting.layout)
+    job = replace(context.job, model=replace(context.job.model, encoders=(narrow,)))
+    found = common_layouts(replace(context, job=job), context.layout)
     reasons = [each.reason for each in found if isinstance(each, Rejected)]
     assert reasons == ["divisibility: vision has 2 heads, tp is 4"]
 
 
 @pytest.mark.ci("plan file")
 def test_memory_rejects_with_the_figure() -> None:
-    setting, _ = decide_setting(find_job("paper/strong-3072"), preset("default"))
-    rejected = Systems(setting).paper_found.rejected
+    context, _ = decide_context(find_job("paper/strong-3072"), preset("default"))
+    rejected = Systems(context).paper_found.rejected
     memory = [each for each in rejected if each.reason.startswith("memory")]
     assert memory and all("of 80.0 GB" in each.reason for each in memory)
     assert any(each.reason.startswith("microbatches: 16 for") for each in rejected)
@@ -147,10 +146,10 @@ LONG = ("paper/strong-1536", "paper/strong-2048", "paper/dual-11-5", "paper/dual
 def test_the_validator_s_replay_equals_the_claim_on_every_catalog_job(name: str) -> None:
     """To a nanosecond; every rule holds."""
     job = find_job(name)
-    setting, _ = decide_setting(job, preset("default"))
-    found = Systems(setting).paper_found
-    from optimus.program.binding import bind
-    from optimus.program.validator import check_plan
+    context, _ = decide_context(job, preset("default"))
+    found = Systems(context).paper_found
+    from optimus.ir.binding import bind
+    from optimus.verify.validator import check_plan
 
     fields, hashes = bind(bound_parts(job))
     report = check_plan(replace(found.filled.plan, bound_to=fields, hashes=hashes))
@@ -312,8 +311,8 @@ def test_a_model_without_encoders_has_nothing_to_place() -> None:
 
 def test_a_stated_encoder_layout_asks_for_an_llm_that_it_divides() -> None:
     """Layouts of the LLM that it does not divide are rejected with that reason."""
-    ranked = rank_settings(find_job(SMALL, layouts=["vision=pp2"]), preset("default"))
-    assert ranked.settings and all(setting.layout.pp % 2 == 0 for setting in ranked.settings)
+    ranked = rank_contexts(find_job(SMALL, layouts=["vision=pp2"]), preset("default"))
+    assert ranked.contexts and all(context.layout.pp % 2 == 0 for context in ranked.contexts)
     odd = [each for each in ranked.rejected if each.layout.pp % 2]
     assert odd and all(each.reason == "stated: vision pp2 does not divide the LLM's pp1" for each in odd)
 

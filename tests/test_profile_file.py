@@ -31,16 +31,15 @@ from optimus.cost.module import price_encoder, price_llm
 from optimus.cost.prices import Prices
 from optimus.cost.profile_file import load_profile, profile_text, read_profile, save_profile
 from optimus.errors import UserError
+from optimus.ir.binding import bound_parts, check_binding, hash_of
+from optimus.ir.op import Kind, Lane
+from optimus.ir.planfile import plan_text
 from optimus.job import catalog
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
 from optimus.job.yaml_nodes import MAX_BYTES
-from optimus.program.binding import check_binding, hash_of
-from optimus.program.op import Kind, Lane
-from optimus.program.planfile import plan_text
-from optimus.program.ready import bound_parts
-from optimus.search.compare import compare_systems
-from optimus.search.planning import make_plan
+from optimus.planner.compare import compare_systems
+from optimus.planner.planning import make_plan
 
 TINY = "cpu/tiny-vl"
 FLAT = "llm=pp1,tp1"  # one stage: no order of ops to search for

@@ -10,31 +10,31 @@ from random_jobs import random_job, random_setting
 from random_plans import bound, random_llm, random_plan
 
 from optimus.errors import DoesNotFit, UserError
-from optimus.program.plan import Plan
-from optimus.program.validator import check_plan
-from optimus.systems.known import Systems
-from optimus.systems.paper_search import search_paper
-from optimus.systems.setting import Setting
+from optimus.ir.plan import Plan
+from optimus.planner.context import PlanningContext
+from optimus.planner.systems.paper_search import search_paper
+from optimus.planner.systems.registry import Systems
+from optimus.verify.validator import check_plan
 
 STRATEGY = 33  # one plan in so many is the paper's; the others are arranged at random
 CI, HEAVY = 1_000, 100_000
 CI_PART, HEAVY_PART = 500, 1_000
 
 
-def setting_of(seed: int) -> Setting:
+def setting_of(seed: int) -> PlanningContext:
     rng = Random(seed)
     return random_setting(rng, random_job(rng))
 
 
 def made(seed: int) -> Plan | None:
     """The plan of a seed; None if there is none, for a reason that is told."""
-    setting, rng = setting_of(seed), Random(seed)
+    context, rng = setting_of(seed), Random(seed)
     if (seed + 1) % STRATEGY:
-        return random_plan(rng, setting)
+        return random_plan(rng, context)
     try:
-        if not setting.job.model.encoders:
+        if not context.job.model.encoders:
             return None
-        return bound(search_paper(setting, [random_llm(rng, setting, splits=False)]).filled.plan, setting)
+        return bound(search_paper(context, [random_llm(rng, context, splits=False)]).filled.plan, context)
     except (DoesNotFit, UserError):
         return None
 
@@ -76,6 +76,6 @@ def test_a_hundred_thousand_random_jobs(first: int) -> None:
 @pytest.mark.parametrize("number", [3, 9, 16, 17, 26])
 def test_with_the_search_for_the_llm_too(number: int) -> None:
     """It takes most of a strategy's time: few jobs, all of which have a plan."""
-    setting = setting_of(number)
-    report = check_plan(bound(Systems(setting).paper_found.filled.plan, setting))
+    context = setting_of(number)
+    report = check_plan(bound(Systems(context).paper_found.filled.plan, context))
     assert report.ok, f"job {number}: {report.violations[0]}"

@@ -13,9 +13,9 @@ from optimus.errors import DoesNotFit
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
-from optimus.search.compare import compare_systems
-from optimus.search.layouts import every_layout
-from optimus.search.ranking import MOST_KEPT, rank_settings
+from optimus.planner.compare import compare_systems
+from optimus.planner.layouts import every_layout
+from optimus.planner.ranking import MOST_KEPT, rank_contexts
 
 SMALL = "paper/small-a100"
 DEFAULT = preset("default")
@@ -37,15 +37,15 @@ def test_every_layout_uses_all_gpus_and_keeps_what_is_stated() -> None:
 
 
 def test_a_stated_layout_is_not_searched() -> None:
-    ranked = rank_settings(find_job(SMALL, layouts=["llm=pp2,tp2"]), DEFAULT)
-    assert [str(setting.layout) for setting in ranked.settings] == ["dp2 pp2 tp2"]
+    ranked = rank_contexts(find_job(SMALL, layouts=["llm=pp2,tp2"]), DEFAULT)
+    assert [str(context.layout) for context in ranked.contexts] == ["dp2 pp2 tp2"]
     assert ranked.rejected == () and ranked.considered == 1
 
 
 def test_every_layout_is_kept_or_rejected_with_a_reason() -> None:
     job = find_job(SMALL)
-    ranked = rank_settings(job, DEFAULT)
-    kept = [setting.layout for setting in ranked.settings]
+    ranked = rank_contexts(job, DEFAULT)
+    kept = [context.layout for context in ranked.contexts]
     assert sorted(map(str, (*kept, *(each.layout for each in ranked.rejected)))) == sorted(
         map(str, every_layout(job))
     )
@@ -79,7 +79,7 @@ def test_no_layout_beats_the_one_that_was_found(name: str) -> None:
 def test_layouts_rejected_as_slower_are() -> None:
     """The LLM alone, with everything tried there, does not beat the floor of the search."""
     job = find_job(SMALL)
-    ranked = rank_settings(job, DEFAULT)
+    ranked = rank_contexts(job, DEFAULT)
     floor_s = compare_systems(job, names=["llm-only"]).floor_s
     slower = [each.layout for each in ranked.rejected if each.reason.startswith("slower")]
     assert slower

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 from plan_by_hand import plan_by_hand
 
+from optimus.ir.op import Communicator
+from optimus.ir.plan import Plan, Verb
+from optimus.ir.ranks import LLM, Place, Ranks
 from optimus.job.layout import Layout
-from optimus.program.op import Communicator
-from optimus.program.plan import Plan, Verb
-from optimus.program.ranks import LLM, Place, Ranks
 
 TP, CP, EP, DP, PP = Communicator.TP, Communicator.CP, Communicator.EP, Communicator.DP, Communicator.PP
 LARGE = [

@@ -18,7 +18,7 @@ from faults import ROOT, Run, alive
 from machine import allowed_s
 from torch.distributed import HashStore
 
-from optimus.engine.launch import launch
+from optimus.engine.launcher import launch
 from optimus.engine.rendezvous import NobodyCame, _attempt, agree, host_on, join
 from optimus.environment import Launched, for_rank, launched
 from optimus.errors import UserError
@@ -165,9 +165,8 @@ def test_ranks_end_together(
 @pytest.mark.ci("engine")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_all_ranks(number: int, entry: str, tmp_path: Path) -> None:
-    call = (
-        f"import sys; from optimus.engine.launch import launch; sys.exit(launch('{entry}', sys.argv[1:], 3))"
-    )
+    launching = f"launch('{entry}', sys.argv[1:], 3)"
+    call = f"import sys; from optimus.engine.launcher import launch; sys.exit({launching})"
     process = subprocess.Popen([sys.executable, "-c", call, "interrupted", str(tmp_path)], cwd=ROOT)
     try:
         deadline = time.monotonic() + 30

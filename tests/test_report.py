@@ -26,21 +26,21 @@ import optimus
 from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
 from optimus.errors import UserError
+from optimus.ir.op import Kind, Lane
+from optimus.ir.plan import Plan
+from optimus.ir.planfile import plan_digest, save_plan
 from optimus.job.read import find_job
-from optimus.program.op import Kind, Lane
-from optimus.program.plan import Plan
-from optimus.program.planfile import plan_digest, save_plan
-from optimus.render.report import packing
-from optimus.render.report.data import ReportData
-from optimus.render.report.gather import gather_report
-from optimus.render.report.packing import TICK_S, packed_scenes
-from optimus.render.report.page import report_html
-from optimus.render.report.writing import compare_again
+from optimus.planner.planning import Planned, make_plan
+from optimus.planner.replaying import replay_llm_alone, replay_plan
+from optimus.render import pack_timeline
+from optimus.render.gather_report import gather_report
+from optimus.render.pack_timeline import TICK_S, packed_scenes
+from optimus.render.report import compare_again
+from optimus.render.report_data import ReportData
+from optimus.render.report_page import report_html
 from optimus.render.text import gigabytes, seconds
 from optimus.schedule.bubbles import CAUSES
-from optimus.search.planning import Planned, make_plan
-from optimus.search.replaying import replay_llm_alone, replay_plan
-from optimus.sure.tornado import Perturbed, Tornado
+from optimus.sensitivity.tornado import Perturbed, Tornado
 
 ROOT = Path(__file__).parents[1]
 SMALL, LARGE = "paper/small-a100", "paper/strong-3072"
@@ -216,28 +216,28 @@ def test_every_kernel_is_packed_where_it_was_played() -> None:
         ticks = np.rint(timeline.start_s / TICK_S), np.rint(timeline.finish_s / TICK_S)
         work = (schedule.lane == Lane.COMPUTE) & (ticks[1] > ticks[0])
         idle = np.array([words.startswith("idle") for words in scene["names"]])[name]
-        lane = np.repeat(np.arange(len(scene["counts"])) % len(packing.LANES), scene["counts"])
+        lane = np.repeat(np.arange(len(scene["counts"])) % len(pack_timeline.LANES), scene["counts"])
         own = (lane == 0) & ~idle
         assert own.sum() == work.sum()
         assert sorted(begin[own].tolist()) == sorted(ticks[0][work].tolist())
         assert (end - begin)[own].sum() == pytest.approx((ticks[1] - ticks[0])[work].sum())
-        assert slack[own].max() * packing.SLACK_TICK_S <= timeline.step_s
+        assert slack[own].max() * pack_timeline.SLACK_TICK_S <= timeline.step_s
         assert microbatch.max() == schedule.microbatch.max() + 1
         # Work and idle time of a compute lane fill the step.
         row = np.repeat(np.arange(len(scene["counts"])), scene["counts"])
         for device in range(len(scene["rows"])):
-            mine = row == device * len(packing.LANES)
+            mine = row == device * len(pack_timeline.LANES)
             filled = (end - begin)[mine].sum()
             assert filled == pytest.approx(timeline.step_s / TICK_S, abs=2)
 
 
 def test_a_plan_too_large_for_kernels_is_drawn_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = sum(len(json.dumps(scene)) for scene in packed_scenes(data().scenes)[0])
-    monkeypatch.setattr(packing, "MAX_BYTES", kernels - 1)
+    monkeypatch.setattr(pack_timeline, "MAX_BYTES", kernels - 1)
     scenes, what = packed_scenes(data().scenes)
     assert what == "ops" and sum(len(json.dumps(scene)) for scene in scenes) < kernels
     assert "not their kernels" in report_html(data())
-    monkeypatch.setattr(packing, "MAX_BYTES", 10)
+    monkeypatch.setattr(pack_timeline, "MAX_BYTES", 10)
     html = report_html(data())
     assert "id='data'" not in html and "<div id='still'" in html
 

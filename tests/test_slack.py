@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tiny_plans import tiny_plan
 
-from optimus.program.op import Kind
+from optimus.ir.op import Kind
+from optimus.planner.replaying import replay_plan
+from optimus.schedule.simulate import evaluate
 from optimus.schedule.slack import find_slack
-from optimus.schedule.timeline import evaluate
-from optimus.search.replaying import replay_plan
 
 
 @pytest.mark.parametrize("seed", range(6))

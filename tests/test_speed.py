@@ -18,10 +18,10 @@ from service_user import NOBODY, PACKAGE
 
 from optimus.cost.assumptions import preset
 from optimus.job.read import find_job
-from optimus.schedule.timeline import evaluate
-from optimus.search.layouts import decide_setting
-from optimus.systems.inline import InlinePipeline
-from optimus.systems.known import Systems
+from optimus.planner.layouts import decide_context
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.registry import Systems
+from optimus.schedule.simulate import evaluate
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]
 COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
@@ -29,8 +29,8 @@ COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
 
 def paper_pipeline(microbatches: int) -> InlinePipeline:
     """ViT-22B and GPT-175B balanced over 8 stages of 12 chunks, whole layers recomputed."""
-    setting, _ = decide_setting(find_job("paper/strong-3072"), preset("paper"))
-    return replace(Systems(setting).inline("balanced"), microbatches=microbatches)
+    context, _ = decide_context(find_job("paper/strong-3072"), preset("paper"))
+    return replace(Systems(context).inline("balanced"), microbatches=microbatches)
 
 
 @pytest.mark.parametrize(

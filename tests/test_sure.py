@@ -17,20 +17,20 @@ from test_batches import few_layers, uneven
 from optimus.cli import run
 from optimus.cli.flags import OK
 from optimus.cost.assumptions import preset
+from optimus.ir.op import Communicator, Kind, Lane
 from optimus.job.read import find_job
-from optimus.program.op import Communicator, Kind, Lane
+from optimus.planner.compare import Comparison, compare_systems
+from optimus.planner.planning import make_plan
 from optimus.render.assessing import assessed_json, assessed_text
-from optimus.schedule.timeline import evaluate
-from optimus.search.compare import Comparison, compare_systems
-from optimus.search.planning import make_plan
-from optimus.sure.assess import Assessed
-from optimus.sure.perturb import Perturbable, doubts, draw_models
-from optimus.sure.steps import Steps
-from optimus.sure.threads import MOST_THREADS, in_threads
-from optimus.sure.winners import (
+from optimus.schedule.simulate import evaluate
+from optimus.sensitivity.assess import Assessed
+from optimus.sensitivity.batch_steps import Steps
+from optimus.sensitivity.perturb import Perturbable, doubts, draw_models
+from optimus.sensitivity.threads import MOST_THREADS, in_threads
+from optimus.sensitivity.win_rate import (
     CANNOT_WIN,
     Otherwise,
-    Sure,
+    WinRate,
     base_model,
     choose_systems,
     find_rule,
@@ -47,7 +47,7 @@ def comparison() -> Comparison:
 
 
 @pytest.fixture(scope="module")
-def sure(comparison: Comparison) -> Sure:
+def sure(comparison: Comparison) -> WinRate:
     return find_sure(comparison)
 
 
@@ -115,7 +115,7 @@ def test_each_doubt_scales_its_own_rows(comparison: Comparison) -> None:
     assert Perturbable(schedule, ["vision"], BASE).step_s(model) == pytest.approx(expected, rel=1e-12)
 
 
-def test_counts_are_those_of_the_steps(sure: Sure, comparison: Comparison) -> None:
+def test_counts_are_those_of_the_steps(sure: WinRate, comparison: Comparison) -> None:
     assert sure.of == 200 and sure.same + sum(each.wins for each in sure.otherwise) == 200
     assert sure.winner == min(sure.steps_s, key=lambda name: comparison.systems[name].step_s)
     fastest = np.argmin(np.stack([sure.steps_s[name] for name in sure.steps_s]), axis=0)
@@ -184,7 +184,7 @@ def test_of_too_many_ops_the_slowest_are_left_out(comparison: Comparison) -> Non
     assert left_out == dict.fromkeys(ranked[2:], "too many ops")
 
 
-def test_the_words_of_the_two_lines(sure: Sure) -> None:
+def test_the_words_of_the_two_lines(sure: WinRate) -> None:
     steps = Steps(system="paper", dealing="drawn", steps_s=np.linspace(1.0, 2.0, 101), plays=101)
     other = replace(steps, system="today", steps_s=2 * steps.steps_s)
     models = draw_models(BASE, doubts(BASE), draws=200, seed=5)

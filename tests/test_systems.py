@@ -11,13 +11,13 @@ import pytest
 from paper_parts import PAPER_JOBS
 
 from optimus.cost.assumptions import preset
+from optimus.ir.op import Kind, Lane
 from optimus.job.read import find_job
-from optimus.program.op import Kind, Lane
+from optimus.planner.compare import Comparison, compare_systems
+from optimus.planner.layouts import decide_context
+from optimus.planner.systems.registry import MAKERS, STRATEGIES, Systems
 from optimus.schedule.bubbles import CAUSES, busy_s, find_bubbles
-from optimus.schedule.timeline import evaluate
-from optimus.search.compare import Comparison, compare_systems
-from optimus.search.layouts import decide_setting
-from optimus.systems.known import MAKERS, STRATEGIES, Systems
+from optimus.schedule.simulate import evaluate
 
 
 @cache
@@ -34,8 +34,8 @@ def compared(name: str, on: str | None = None, assumptions: str = "default") -> 
 @pytest.mark.parametrize("assumptions", ["paper", "clean", "clean-slack"])
 @pytest.mark.parametrize("name", PAPER_JOBS)
 def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
-    setting, _ = decide_setting(find_job(name), preset(assumptions))
-    systems = Systems(setting)
+    context, _ = decide_context(find_job(name), preset(assumptions))
+    systems = Systems(context)
     for way in (systems.inline("stage0"), systems.inline("balanced")):
         coarse, fine = evaluate(way.op_schedule()).step_s, evaluate(way.schedule()).step_s
         assert fine == pytest.approx(coarse, abs=1e-6)
@@ -180,23 +180,23 @@ def test_fsdp_hides_gathers_under_compute() -> None:
 
 
 def test_images_are_dealt_out_whole() -> None:
-    setting, _ = decide_setting(find_job("qwen2.5-vl-72b", "h100:512"), preset("default"))
-    encoder = setting.job.model.encoders[0]
-    per_sequence = np.mean([len(s.lengths(encoder.name)) for s in setting.job.workload.sequences])
-    assert setting.dealt(encoder, 2, 1) == 2
+    context, _ = decide_context(find_job("qwen2.5-vl-72b", "h100:512"), preset("default"))
+    encoder = context.job.model.encoders[0]
+    per_sequence = np.mean([len(s.lengths(encoder.name)) for s in context.job.workload.sequences])
+    assert context.dealt(encoder, 2, 1) == 2
     for groups in (3, 8, 64):
-        share = setting.dealt(encoder, 2, groups)
+        share = context.dealt(encoder, 2, groups)
         assert share * per_sequence == pytest.approx(np.ceil(2 * per_sequence / groups))
 
 
 def test_pieces_of_one_block_are_as_large_as_they_are_on_average() -> None:
     """Side by side the busiest counts; one after another only their sum does, but none is below an image."""
-    setting, _ = decide_setting(find_job("qwen2.5-vl-72b", "h100:512"), preset("default"))
-    encoder = setting.job.model.encoders[0]
-    images = setting.images(encoder, 2)
+    context, _ = decide_context(find_job("qwen2.5-vl-72b", "h100:512"), preset("default"))
+    encoder = context.job.model.encoders[0]
+    images = context.images(encoder, 2)
     assert 6 < images < 8 and images % 1
-    assert setting.piece(encoder, 2, pieces=1, across=4) == 2
-    assert setting.piece(encoder, 2, pieces=2, across=1) == 1
-    assert setting.piece(encoder, 2, pieces=4, across=4) == setting.dealt(encoder, 2, 4)
-    assert setting.piece(encoder, 2, pieces=8, across=4) == pytest.approx(setting.dealt(encoder, 2, 4) / 2)
-    assert setting.piece(encoder, 2, pieces=64, across=4) == pytest.approx(2 / images)
+    assert context.piece(encoder, 2, pieces=1, across=4) == 2
+    assert context.piece(encoder, 2, pieces=2, across=1) == 1
+    assert context.piece(encoder, 2, pieces=4, across=4) == context.dealt(encoder, 2, 4)
+    assert context.piece(encoder, 2, pieces=8, across=4) == pytest.approx(context.dealt(encoder, 2, 4) / 2)
+    assert context.piece(encoder, 2, pieces=64, across=4) == pytest.approx(2 / images)

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from test_equality import caught, check, check_cases
 from worker_lines import run_worker
 
+from optimus.engine.build_rank import ranges_of, recompute_of, regathers_of
+from optimus.engine.encoder_llm_routing import Piece, route
 from optimus.engine.placing import SPARED, place_phases
-from optimus.engine.rank_model import ranges_of, recompute_of, regathers_of
-from optimus.engine.seam import Piece, route
 from optimus.errors import UserError
+from optimus.ir.op import Kind
+from optimus.ir.plan import OPS, Plan, Verb
+from optimus.ir.ranks import LLM
 from optimus.models.build import build_layers, divided
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.split import Split
-from optimus.models.tensor_parallel import Share
-from optimus.program.op import Kind
-from optimus.program.plan import OPS, Plan, Verb
-from optimus.program.ranks import LLM
-from optimus.program.validator import check_plan
+from optimus.models.param_split import Split
+from optimus.models.tensor_parallel import TpGroup
+from optimus.verify.validator import check_plan
 
 QUICK = ("tp: four", "sharded tp: eight: pp 2 x tp 2 x dp 2, two encoders")
 
@@ -92,7 +92,7 @@ def check_launches(case: Case) -> None:
         plan, name = case.plan, module.name
         for rank in range(case.ranks):
             stage = plan.ranks.stage_of(name, plan.ranks.class_of(rank))
-            share = Share(rank=plan.ranks.place(name, rank).tp, size=plan.modules[name].layout.tp)
+            share = TpGroup(rank=plan.ranks.place(name, rank).tp, size=plan.modules[name].layout.tp)
             for number, (first, end) in enumerate(ranges_of(plan, module, rank)):
                 layers = build_layers(
                     module, dtype=torch.bfloat16, device="meta", first=first, end=end, share=share
@@ -139,7 +139,7 @@ def test_heads_that_do_not_go_round_are_refused() -> None:
     attention = replace(llm.stack.attention, heads=4, kv_heads=2)
     odd = replace(llm, stack=replace(llm.stack, attention=attention))
     with pytest.raises(UserError, match="does not divide 4 heads that share 2") as error:
-        build_layers(odd, dtype=torch.float32, device="meta", share=Share(size=4))
+        build_layers(odd, dtype=torch.float32, device="meta", share=TpGroup(size=4))
     assert "use 1 or 2" in str(error.value)
 
 
@@ -167,7 +167,7 @@ def routed(draw: st.DrawFn) -> tuple[list[Piece], int, int]:
 @given(routed())
 def test_every_row_reaches_its_place_and_no_other(given: tuple[list[Piece], int, int]) -> None:
     pieces, size, length = given
-    routes = [route(pieces, Share(rank=rank, size=size), length) for rank in range(size)]
+    routes = [route(pieces, TpGroup(rank=rank, size=size), length) for rank in range(size)]
     numbers, count = [], 0  # every row of every piece has one
     for piece in pieces:
         numbers.append(torch.arange(count, count + len(piece.targets)))

@@ -7,10 +7,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from optimus.program.op import Ints, Kind, Lane, Schedule
+from optimus.ir.op import Ints, Kind, Lane, Schedule
 from optimus.schedule.build import group_by_first
+from optimus.schedule.simulate import evaluate
 from optimus.schedule.tighten import in_turn, tighten
-from optimus.schedule.timeline import evaluate
 
 NONE: Ints = np.zeros((0, 2), np.int64)
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_replay import replay
 
-from optimus.program.op import Kind, Lane, Schedule
+from optimus.ir.op import Kind, Lane, Schedule
 from optimus.schedule.build import Builder, single
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
-from optimus.schedule.timeline import Deadlock, evaluate
+from optimus.schedule.simulate import Deadlock, evaluate
 
 UNIT = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 

@@ -18,13 +18,13 @@ import pytest
 from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
 from optimus.errors import UserError
+from optimus.ir.op import Communicator, Kind, Lane, Schedule
 from optimus.job.read import find_job
-from optimus.program.op import Communicator, Kind, Lane, Schedule
+from optimus.planner.compare import compare_systems
 from optimus.render.trace import STREAM, write_rank_traces, write_trace
 from optimus.schedule.bubbles import busy_s
 from optimus.schedule.build import ROW, Builder, Template, single
-from optimus.schedule.timeline import Timeline, evaluate
-from optimus.search.compare import compare_systems
+from optimus.schedule.simulate import Timeline, evaluate
 
 Event = dict[str, Any]
 Played = tuple[Schedule, Timeline]

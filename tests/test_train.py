@@ -20,7 +20,7 @@ from faults import ROOT, alive, children
 import optimus
 from optimus.cli import run
 from optimus.cli.local_training import RanksFailed
-from optimus.engine.training import training_of
+from optimus.engine.config import training_of
 from optimus.errors import UserError
 
 TINY = "cpu/tiny-vl"

@@ -11,15 +11,15 @@ from random_jobs import random_job, random_setting
 from random_plans import random_plan
 from tiny_plans import tiny_plan
 
-from optimus.program.op import NUM_LANES, Floats, Ints, Kind, Lane, Schedule
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
+from optimus.ir.op import NUM_LANES, Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.schedule.build import Builder, single
-from optimus.schedule.coupled import couple
-from optimus.schedule.lines import Bools
+from optimus.schedule.dependencies import couple
 from optimus.schedule.noise import ROUGH, NoisyKernels, Places
-from optimus.schedule.timeline import Timeline, evaluate
-from optimus.schedule.two_streams import TwoStreams
+from optimus.schedule.priority_streams import TwoStreams
+from optimus.schedule.program_table import Bools
+from optimus.schedule.simulate import Timeline, evaluate
 
 LATE = 1e-9
 

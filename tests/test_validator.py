@@ -18,10 +18,10 @@ from slow_plan_replay import SlowPlan, slow_replay
 from tiny_plans import large_plan, tiny_plan
 
 from optimus.errors import UserError
-from optimus.program.op import Kind
-from optimus.program.plan import REGIONS, Plan, Program, Verb
-from optimus.program.ranks import LLM
-from optimus.program.validator import KEPT, RULES, Report, check_plan
+from optimus.ir.op import Kind
+from optimus.ir.plan import REGIONS, Plan, Program, Verb
+from optimus.ir.ranks import LLM
+from optimus.verify.validator import KEPT, RULES, Report, check_plan
 
 ORDER = ("coverage", "data", "pairs", "deadlock", "groups")  # rules that say nothing of seconds and bytes
 

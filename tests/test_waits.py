@@ -14,16 +14,16 @@ from engine_cases import CASES, DIVIDED, Case
 from host_issue import FakeGroups
 from torch import distributed as dist
 
-from optimus.engine.actions import describe
+from optimus.engine.compile import describe
+from optimus.engine.config import Training
+from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups
-from optimus.engine.mail import Key, Mail, Pending
-from optimus.engine.one_rank import OneRank
-from optimus.engine.sharding import Sharded
-from optimus.engine.side import Side
+from optimus.engine.p2p import Key, P2PMailbox, Pending
+from optimus.engine.process_groups import make_groups
+from optimus.engine.rank_trainer import OneRank
+from optimus.engine.side_stream import Side
 from optimus.engine.torch_private import fake_world
-from optimus.engine.training import Training
-from optimus.models.collectives import Flight
+from optimus.models.collectives import AsyncCollective
 
 NAMES = (
     "one stage, two replicas", "two by two interleaved", "paper, two by two, two encoders",
@@ -55,9 +55,9 @@ class Notes:
     def taken(self) -> Iterator[None]:
         with (
             patch.object(Sharded, "wait_gathered", self._around(Sharded.wait_gathered, self._gather)),
-            patch.object(Mail, "receive", self._around(Mail.receive, self._receive)),
-            patch.object(Mail, "take", self._around(Mail.take, self._take)),
-            patch.object(Flight, "land", self._around(Flight.land, self._land)),
+            patch.object(P2PMailbox, "receive", self._around(P2PMailbox.receive, self._receive)),
+            patch.object(P2PMailbox, "take", self._around(P2PMailbox.take, self._take)),
+            patch.object(AsyncCollective, "land", self._around(AsyncCollective.land, self._land)),
             patch.object(Side, "begin", lambda side, name, run: self._begin(name, run)),
             patch.object(Side, "end", lambda side, name: self._end(name)),
         ):
@@ -75,14 +75,14 @@ class Notes:
             assert bucket.group is not None
             self.found[self._line] |= set(dist.get_process_group_ranks(bucket.group))
 
-    def _receive(self, mail: Mail, key: Key, specs: object, other: int, group: object) -> None:
+    def _receive(self, mail: P2PMailbox, key: Key, specs: object, other: int, group: object) -> None:
         self._senders[key] = other
 
-    def _take(self, mail: Mail, key: Key) -> None:
+    def _take(self, mail: P2PMailbox, key: Key) -> None:
         if isinstance(mail._there[key], Pending):
             self.found[self._line].add(self._senders[key])
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: AsyncCollective) -> None:
         """Rows of one module: that of the line."""
         plan, groups = self.executor.plan, self.executor.groups
         row = plan.programs[plan.ranks.class_of(groups.rank)].rows[self._line]

@@ -15,8 +15,8 @@ import pytest
 from machine import allowed_s
 from torch.distributed import HashStore
 
-from optimus.engine.verdict import Post, behind, give_verdict
-from optimus.engine.watch import EXIT_LOST, EXIT_STALLED, NO_OP, Ring, Watch
+from optimus.engine.hang_diagnosis import Post, behind, give_verdict
+from optimus.engine.watchdog import EXIT_LOST, EXIT_STALLED, NO_OP, Ring, Watch
 
 
 def post(

@@ -16,23 +16,22 @@ from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit, UserError
-from optimus.explain.needs import find_need
-from optimus.explain.reason_words import compared_words
-from optimus.explain.reasons import Reason, explain_layout
-from optimus.explain.spending import BUSY, WORDS, spend
+from optimus.ir.binding import bind, bound_parts
+from optimus.ir.plan import Plan
+from optimus.ir.planfile import plan_text, read_plan, save_plan
+from optimus.ir.rebuild_job import rebuild_job
 from optimus.job import catalog
 from optimus.job.job import Job
 from optimus.job.read import find_job, load_model, make_job
 from optimus.job.workload import PackedSequence
-from optimus.program.binding import bind
-from optimus.program.plan import Plan
-from optimus.program.planfile import plan_text, read_plan, save_plan
-from optimus.program.ready import bound_parts
-from optimus.program.rebuilding import rebuild_job
+from optimus.planner.compare import compare_systems
+from optimus.planner.planning import Planned, make_plan
+from optimus.planner.replaying import replay_llm_alone, replay_plan
 from optimus.schedule.bubbles import CAUSES, busy_s
-from optimus.search.compare import compare_systems
-from optimus.search.planning import Planned, make_plan
-from optimus.search.replaying import replay_llm_alone, replay_plan
+from optimus.sensitivity.reason_words import compared_words
+from optimus.sensitivity.time_breakdown import BUSY, WORDS, spend
+from optimus.sensitivity.why_not import Reason, explain_layout
+from optimus.sensitivity.why_not_memory import find_need
 
 TINY = "cpu/tiny-vl"
 AT_ONCE = (TINY, "paper/dual-22-11")  # jobs that are rebuilt in every run of the tests

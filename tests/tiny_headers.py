@@ -8,9 +8,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from optimus.job.layout import Layout
-from optimus.program.op import Communicator, Kind, Lane
-from optimus.program.plan import (
+from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.plan import (
     WHOLE_STAGE,
     Bucket,
     Claims,
@@ -20,7 +19,8 @@ from optimus.program.plan import (
     PlannedModule,
     Template,
 )
-from optimus.program.ranks import LLM, Ranks
+from optimus.ir.ranks import LLM, Ranks
+from optimus.job.layout import Layout
 
 PARTS: dict[str, dict[str, Any]] = {
     "model": {"llm.layers": 4},

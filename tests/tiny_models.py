@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
-from optimus.models.arrangement import output_rows
 from optimus.models.build import build_layers
-from optimus.models.numerics import NUMERICS, Numerics
+from optimus.models.kernels import NUMERICS, Numerics
 from optimus.models.sample import IGNORED, Item, Placed, Sample
 from optimus.models.segment import Segment
+from optimus.models.token_order import output_rows
 
 DTYPE = torch.float64
 Layers = Sequence[Sequence[Segment]]

@@ -9,8 +9,8 @@ from random import Random
 
 from tiny_headers import large_header, tiny_header
 
-from optimus.program.op import Kind
-from optimus.program.plan import (
+from optimus.ir.op import Kind
+from optimus.ir.plan import (
     OPS,
     REGIONS,
     VERB_OF,
@@ -21,13 +21,13 @@ from optimus.program.plan import (
     Template,
     Verb,
 )
-from optimus.program.proof.alive import replay_bytes
-from optimus.program.proof.coverage import check_coverage
-from optimus.program.proof.lines import Asked, Lines, backward_verb
-from optimus.program.proof.replay import replay
-from optimus.program.proof.waits import Derivation
-from optimus.program.ranks import LLM
-from optimus.program.validator import encoder_seconds
+from optimus.ir.ranks import LLM
+from optimus.verify.coverage import check_coverage
+from optimus.verify.expected_lines import Asked, Lines, backward_verb
+from optimus.verify.memory_replay import replay_bytes
+from optimus.verify.time_replay import replay
+from optimus.verify.validator import encoder_seconds
+from optimus.verify.waits import Derivation
 
 Row = tuple[int, int, int, int, int]
 

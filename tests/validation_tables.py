@@ -9,13 +9,13 @@ from paper_parts import layer_shape
 
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward
+from optimus.ir.op import Kind, Lane
 from optimus.job.read import find_job
-from optimus.program.op import Kind, Lane
+from optimus.planner.compare import compare_systems
 from optimus.schedule.bubbles import CAUSES
 from optimus.schedule.build import Builder
-from optimus.schedule.chunk import concatenate
-from optimus.schedule.timeline import evaluate
-from optimus.search.compare import compare_systems
+from optimus.schedule.chunk_templates import concatenate
+from optimus.schedule.simulate import evaluate
 
 PAGE = Path(__file__).parents[1] / "docs" / "validation.md"
 TABLE_1 = dict(zip(CAUSES, (3.3, 8.9, 5.0, 9.2, 8.7, 11.2), strict=True))  # shares, per cent

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint
 
+from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.optimizer import Optimizer
-from optimus.engine.sharding import Sharded
 
 SHAPES = ((3, 5), (7,), (2, 2))  # 26 numbers: no multiple of 4
 RANKS = 4

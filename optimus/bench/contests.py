@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 
 from optimus.bench.waiting import Waiting
-from optimus.engine.groups import Groups
-from optimus.engine.sharding import Sharded
+from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.process_groups import Groups
+from optimus.ir.plan import Plan
 from optimus.job.layout import LayoutChoice
-from optimus.models.tensor_parallel import Share
+from optimus.models.tensor_parallel import TpGroup
 from optimus.profiler.at_home import AtHome
-from optimus.program.plan import Plan
 
 RANKS = 2
 Axis = Literal["dp", "tp"]  # which of the two goes over the slow link
@@ -32,7 +32,7 @@ class Silent(Sharded):
 class Mute(Groups):
     """A tensor-parallel group in which nobody hears the other: numbers mean nothing, and take as long."""
 
-    def share(self, plan: Plan, module: str) -> Share:
+    def share(self, plan: Plan, module: str) -> TpGroup:
         found = super().share(plan, module)
         return AtHome(rank=found.rank, size=found.size)
 

@@ -17,16 +17,16 @@ from optimus.bench.pacing import Link
 from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint
 from optimus.errors import UserError, one_of
+from optimus.ir.op import Kind
+from optimus.ir.ranks import LLM
 from optimus.job.cluster import FLAT, Cluster, Gpu
 from optimus.job.cluster import Link as PlannedLink
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, LayoutChoice, Limits
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.workload import PackedSequence, Workload
-from optimus.program.op import Kind
-from optimus.program.ranks import LLM
-from optimus.search.layouts import decide_setting
-from optimus.systems.setting import Setting
+from optimus.planner.context import PlanningContext
+from optimus.planner.layouts import decide_context
 
 VISION = "vision"
 TOKENS, WIDTH, IMAGES, MERGE = 64, 32, (8, 8), 4
@@ -188,8 +188,8 @@ class DividedJob:
             reserve_bytes=0.0,
         )
 
-    def setting(self, job: Job) -> Setting:
-        found, _ = decide_setting(job, ASSUMPTIONS, profile_of(job))
+    def context(self, job: Job) -> PlanningContext:
+        found, _ = decide_context(job, ASSUMPTIONS, profile_of(job))
         return found
 
 

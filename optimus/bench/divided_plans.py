@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from optimus.bench.divided_job import TP, VISION, DividedJob
+from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
-from optimus.program.plan import Plan
+from optimus.planner.context import PlanningContext
+from optimus.planner.filled_plan import FilledPlan, finish_plan
+from optimus.planner.listed import list_plan, llm_pipeline
+from optimus.planner.systems.colocated import ColocatedEncoder
+from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.slots import SlotlessTrial
+from optimus.schedule.expand_tp_blocks import unfold
 from optimus.schedule.fill import coarse_orders
-from optimus.schedule.unfold import unfold
-from optimus.systems.colocated import ColocatedEncoder
-from optimus.systems.filled import FilledPlan, finish_plan
-from optimus.systems.inline import InlinePipeline
-from optimus.systems.listed import list_plan, llm_pipeline
-from optimus.systems.setting import Setting
-from optimus.systems.slots import SlotlessTrial
-from optimus.systems.trial import Beside, Trial
 
 OURS, FLOOR = "ours", "the LLM alone"
 NOTHING, COARSE, GAPS, DP_BUBBLES, TP_SLOTS = (
@@ -69,7 +69,7 @@ class _Plans:
     """Made when they are asked for."""
 
     def __init__(self, job: DividedJob) -> None:
-        self._job, self._setting = job, job.setting(job.job)
+        self._job, self._setting = job, job.context(job.job)
         self._plain = llm_pipeline(self._setting, order_name="1f1b")
 
     @cached_property
@@ -89,8 +89,8 @@ class _Plans:
         return min((_best(trial) for trial in _split_trials(self._job, self._setting)), key=_step_s)
 
     def floor(self) -> FilledPlan:
-        setting = self._job.setting(self._job.alone)
-        plans = (list_plan(setting, llm_pipeline(setting, order_name=order), {}) for order in ORDERS)
+        context = self._job.context(self._job.alone)
+        plans = (list_plan(context, llm_pipeline(context, order_name=order), {}) for order in ORDERS)
         return min(plans, key=_step_s)
 
 
@@ -100,12 +100,12 @@ def _beside(job: DividedJob, *, split: bool = False) -> dict[str, Beside]:
     return {VISION: Beside(layout=layout, recompute="none", pieces=TP, split=split)}
 
 
-def _split_trials(job: DividedJob, setting: Setting) -> Iterator[Trial]:
+def _split_trials(job: DividedJob, context: PlanningContext) -> Iterator[Trial]:
     """Gradients of weights apart: the LLM's, the encoder's, or both."""
     for order in ORDERS:
         for split in (False, True):
             if split or order != "1f1b":
-                yield Trial(setting, llm_pipeline(setting, order_name=order), _beside(job, split=split))
+                yield Trial(context, llm_pipeline(context, order_name=order), _beside(job, split=split))
 
 
 def _best(trial: Trial) -> FilledPlan:
@@ -136,11 +136,13 @@ class _Dealt(Trial):
         return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=0.0)
 
 
-def _coarse_plans(job: DividedJob, setting: Setting, llm: InlinePipeline) -> tuple[FilledPlan, FilledPlan]:
+def _coarse_plans(
+    job: DividedJob, context: PlanningContext, llm: InlinePipeline
+) -> tuple[FilledPlan, FilledPlan]:
     """All forwards of encoders before the LLM and all backwards after it: dealt evenly, and at best."""
     found = {}
     for counts in _counts(job.microbatches, job.pp):
-        trial = _Dealt(setting, llm, _beside(job))
+        trial = _Dealt(context, llm, _beside(job))
         trial.counts = counts
         found[counts] = trial.coarse()
     even = found[(job.microbatches // job.pp,) * job.pp]

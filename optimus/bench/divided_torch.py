@@ -26,10 +26,10 @@ from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_torch import PacedPipeline, Passing, TorchPipeline
 from optimus.bench.torch_cuts import Cuts, balanced
 from optimus.bench.torch_replay import Programs, replay_step
-from optimus.engine.groups import Groups
-from optimus.program.op import Kind
-from optimus.schedule.layer_sums import Cut
-from optimus.systems.balance import smallest_maximum_cut
+from optimus.engine.process_groups import Groups
+from optimus.ir.op import Kind
+from optimus.planner.systems.layer_partition import smallest_maximum_cut
+from optimus.schedule.stage_costs import Cut
 
 DTYPE = torch.bfloat16
 HALVES = (("qkv", "attention", "out"), ("up", "down"))  # kernels of a layer before and after its middle

@@ -13,8 +13,8 @@ from optimus.job.cluster import Cluster
 from optimus.job.job import Job
 from optimus.job.read import find_job, load_cluster
 from optimus.models.build import layer_count
-from optimus.search.planning import make_plan
-from optimus.systems.balance import smallest_maximum_cut
+from optimus.planner.planning import make_plan
+from optimus.planner.systems.layer_partition import smallest_maximum_cut
 
 GPU_JOB, CPU_JOB = "gpu/bench-vl", "cpu/tiny-vl"
 CPU_SEQUENCES = 4  # of a smoke test
@@ -66,8 +66,8 @@ def cluster_of(gpu: str, world: int) -> Cluster:
 def prepare_step(job: Job, *, on_gpu: bool, against_torch: bool = True) -> Prepared:
     """Our plan, and cuts of the same layers for torch's schedules by the same cost model."""
     planned = make_plan(job, systems=())
-    plan, setting = planned.plan, planned.comparison.setting
-    weights = layer_seconds(setting)
+    plan, context = planned.plan, planned.comparison.context
+    weights = layer_seconds(context)
     encoder = sum(layer_count(module) for module in job.model.encoders)
     ranks = plan.ranks.world // plan.ranks.llm.dp
     large = job.cluster.gpu.memory_bytes >= STAGE0_BYTES

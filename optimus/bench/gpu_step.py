@@ -16,11 +16,11 @@ from optimus.bench.gpu_streams import watch_of
 from optimus.bench.torch_stages import Prepared, layers_in_order, stage_of_layers, summed_loss
 from optimus.bench.variants import OURS, SEED, Load, Variants
 from optimus.engine.buckets import Buckets
+from optimus.engine.build_rank import build_rank
+from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups
 from optimus.engine.optimizer import Optimizer
-from optimus.engine.rank_model import build_rank
-from optimus.engine.sharding import Sharded
+from optimus.engine.process_groups import make_groups
 
 WARM_UP = 2
 LEAST_ROUNDS, ROUNDS, MOST_S = 2, 14, 60.0  # as many as fit

@@ -26,7 +26,7 @@ from optimus.bench.paced_torch import PacedPipeline
 from optimus.bench.pacing import Link
 from optimus.bench.result import BenchResult, VariantTime
 from optimus.bench.torch_cuts import Chosen, choose
-from optimus.program.plan import Plan
+from optimus.ir.plan import Plan
 
 OURS = "ours"
 SEED = 20_250_101  # of the draws; plans are made without it

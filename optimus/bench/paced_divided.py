@@ -36,10 +36,10 @@ from optimus.bench.paced_steps import Playable, Step, is_disturbed, play_rounds
 from optimus.bench.paced_torch import PacedPipeline
 from optimus.bench.result import EVENLY, BenchResult
 from optimus.bench.torch_cuts import Chosen, choose
-from optimus.engine.groups import make_groups
+from optimus.engine.process_groups import make_groups
 from optimus.errors import UserError, one_of
-from optimus.program.op import Communicator
-from optimus.program.ranks import LLM
+from optimus.ir.op import Communicator
+from optimus.ir.ranks import LLM
 
 Progress = Callable[[str, int, int], None]
 RANKS_IN_TIME = 8  # that two cores wake in time; with more, all goes in slow motion

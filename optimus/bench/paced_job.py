@@ -19,11 +19,11 @@ from optimus.bench.paced_torch import TorchPipeline
 from optimus.bench.pacing import Link
 from optimus.bench.torch_cuts import Cuts, balanced
 from optimus.errors import UserError, one_of
-from optimus.program.module_times import EncoderBlocks, Seconds
-from optimus.program.plan import Plan
-from optimus.schedule.layer_sums import Cut
-from optimus.systems.balance import smallest_maximum_cut
-from optimus.systems.modules import plan_modules
+from optimus.ir.module_times import EncoderBlocks, Seconds
+from optimus.ir.plan import Plan
+from optimus.planner.systems.layer_partition import smallest_maximum_cut
+from optimus.planner.user_modules import plan_modules
+from optimus.schedule.stage_costs import Cut
 
 ENCODER = "vision"
 LLM_LAYERS, ENCODER_LAYERS = 4, 3  # per rank

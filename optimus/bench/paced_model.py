@@ -19,20 +19,20 @@ from optimus.bench.paced_backend import PacedNetwork
 from optimus.bench.paced_plan import Journal, drawn_s
 from optimus.bench.paced_replays import PlanReplay
 from optimus.bench.waiting import Waiting
-from optimus.engine.batch_table import make_table
+from optimus.engine.batch_plan import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets
+from optimus.engine.build_rank import build_rank
+from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor
-from optimus.engine.groups import Groups
-from optimus.engine.rank_model import build_rank
-from optimus.engine.sharding import Sharded
-from optimus.engine.synthetic import Synthetic
+from optimus.engine.process_groups import Groups
+from optimus.engine.synthetic_data import Synthetic
+from optimus.ir.op import COLLECTIVE, Floats, Kind, Schedule
+from optimus.ir.plan import OPS, Phase, Plan, Verb
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.program.op import COLLECTIVE, Floats, Kind, Schedule
-from optimus.program.plan import OPS, Phase, Plan, Verb
-from optimus.program.ranks import LLM
-from optimus.schedule.coupled import couple
-from optimus.schedule.timeline import evaluate
+from optimus.schedule.dependencies import couple
+from optimus.schedule.simulate import evaluate
 
 DTYPE = torch.bfloat16
 

@@ -15,18 +15,18 @@ from torch import distributed as dist
 from optimus.bench.draws import Draws
 from optimus.bench.paced_job import ROWS, WIDTH
 from optimus.bench.pacing import PacedClock
-from optimus.engine.actions import Shapes
 from optimus.engine.buckets import Buckets
+from optimus.engine.compile import Shapes
+from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups
-from optimus.engine.mail import TensorSpec
-from optimus.engine.reduction import Replicated
-from optimus.engine.sharding import Sharded
+from optimus.engine.p2p import TensorSpec
+from optimus.engine.process_groups import make_groups
+from optimus.engine.replicated_buckets import Replicated
+from optimus.ir.op import Kind
+from optimus.ir.plan import VERB_OF, Plan
+from optimus.ir.ranks import LLM
 from optimus.models.chunk import Phase, SegmentedChunk
-from optimus.models.segment import Deferred, Segment, State
-from optimus.program.op import Kind
-from optimus.program.plan import VERB_OF, Plan
-from optimus.program.ranks import LLM
+from optimus.models.segment import Segment, State, WeightGradStore
 
 Row = tuple[int, int, int, int, int]  # module, verb, chunk, microbatch, place: as a line of a program
 
@@ -111,7 +111,7 @@ class TinyStage(Segment):
         self.weight = nn.Parameter(torch.eye(WIDTH) * (1 + number / 64))
         self.makes_loss = makes_loss
 
-    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
         own, *pieces = state
         found = torch.tanh((own + torch.cat(pieces) if pieces else own) @ self.weight)
         return (((found - context) ** 2).sum(),) if self.makes_loss else (found,)

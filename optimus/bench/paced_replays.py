@@ -16,10 +16,10 @@ from optimus.bench.paced_job import TorchVariant, bucket
 from optimus.bench.paced_plan import Played, drawn_s
 from optimus.bench.pacing import Link
 from optimus.bench.torch_replay import Programs, replay_step
-from optimus.program.op import Floats, Kind
-from optimus.program.plan import OPS, Plan, Verb
-from optimus.schedule.coupled import couple
-from optimus.schedule.timeline import evaluate
+from optimus.ir.op import Floats, Kind
+from optimus.ir.plan import OPS, Plan, Verb
+from optimus.schedule.dependencies import couple
+from optimus.schedule.simulate import evaluate
 
 # How often what a line gathers or reduces goes around: parameters in parts, whole everywhere, or not at all.
 Traffic = Literal["sharded", "whole", "none"]

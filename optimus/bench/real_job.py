@@ -14,18 +14,18 @@ from optimus.bench.torch_stages import Cut, Prepared, Variant, layers_in_order
 from optimus.cost.assumptions import preset
 from optimus.cost.measured import Profile
 from optimus.errors import UserError, nearest
+from optimus.ir.op import Kind
+from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.models.build import layer_count
+from optimus.planner.context import PlanningContext
+from optimus.planner.layouts import decide_context
+from optimus.planner.listed import Beside, list_plan, llm_pipeline
+from optimus.planner.systems.layer_partition import smallest_maximum_cut
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import profile_job
-from optimus.program.op import Kind
-from optimus.program.plan import Plan
-from optimus.search.layouts import decide_setting
-from optimus.systems.balance import smallest_maximum_cut
-from optimus.systems.listed import Beside, list_plan, llm_pipeline
-from optimus.systems.setting import Setting
 
 JOB = "cpu/bench-vl"
 Progress = Callable[[str, int, int], None]
@@ -39,9 +39,9 @@ def prepare(names: Sequence[str], progress: Progress) -> Prepared:
     links = measure_links()
     profile = replace(profile, name="of this machine", links=links)
     job = replace(job, cluster=describe_machine(links, ranks=2))
-    setting, _ = decide_setting(job, preset("default"), profile)
-    plan, how = best_plan(setting)
-    weights = layer_seconds(setting)
+    context, _ = decide_context(job, preset("default"), profile)
+    plan, how = best_plan(context)
+    weights = layer_seconds(context)
     encoder = sum(layer_count(module) for module in job.model.encoders)
     variants = [
         Variant(name=name, schedule=schedule, cut=cut(weights, encoder))
@@ -64,23 +64,23 @@ def _profile(rank: int, job: Job, tell: Any) -> Profile:
     return profile_job(job)
 
 
-def best_plan(setting: Setting) -> tuple[Plan, str]:
+def best_plan(context: PlanningContext) -> tuple[Plan, str]:
     """The best of a few LLM orders, by replay."""
     found: list[tuple[float, int, Plan, str]] = []
     for chunks, order in ((1, "1f1b"), (2, "interleaved"), (1, "zero-bubble"), (2, "zero-bubble")):
-        llm = llm_pipeline(setting, chunks=chunks, order_name=order)
-        beside = {encoder.name: Beside() for encoder in setting.job.model.encoders}
-        filled = list_plan(setting, llm, beside)
+        llm = llm_pipeline(context, chunks=chunks, order_name=order)
+        beside = {encoder.name: Beside() for encoder in context.job.model.encoders}
+        filled = list_plan(context, llm, beside)
         found.append((filled.step_s, len(found), filled.plan, f"{order}, {chunks} chunks a rank"))
     _, _, plan, how = min(found)
     return plan, how
 
 
-def layer_seconds(setting: Setting) -> list[float]:
+def layer_seconds(context: PlanningContext) -> list[float]:
     """Forward and backward (whole or split, whichever is shorter), of every layer in model order."""
-    model, policy = setting.job.model, tuple((m.name, "none") for m in setting.job.model.modules)
-    layers = setting.layers(model.modules, setting.microbatch_sequences, policy)
-    sums = setting.sums(layers)
+    model, policy = context.job.model, tuple((m.name, "none") for m in context.job.model.modules)
+    layers = context.layers(model.modules, context.microbatch_sequences, policy)
+    sums = context.sums(layers)
     split = sums.layer_seconds(Kind.I) + sums.layer_seconds(Kind.W)
     seconds = sums.layer_seconds(Kind.F) + np.minimum(sums.layer_seconds(Kind.B), split)
     assert len(seconds) == len(layers_in_order(model))

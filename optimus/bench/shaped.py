@@ -26,24 +26,24 @@ from optimus.bench.contests import CONTESTS, RANKS, Axis, Contest, Way
 from optimus.bench.real_ranks import TIMEOUT_S, put_communication_first, run_pinned_ranks
 from optimus.bench.result import BenchResult
 from optimus.bench.shaped_net import INTERFACE, enter_namespace, shaped_links
-from optimus.engine.groups import make_groups
-from optimus.engine.one_rank import OneRank
-from optimus.engine.training import Training
+from optimus.engine.config import Training
+from optimus.engine.process_groups import make_groups
+from optimus.engine.rank_trainer import OneRank
+from optimus.ir.op import Kind
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.job.cluster import Link
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.model import BF16_BYTES
 from optimus.job.read import find_job
-from optimus.models.tensor_parallel import Share
+from optimus.models.tensor_parallel import TpGroup
+from optimus.planner.planning import make_plan
+from optimus.planner.replaying import replay_plan
+from optimus.planner.systems.slots import without_slots
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import profile_job
-from optimus.program.op import Kind
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
-from optimus.search.planning import make_plan
-from optimus.search.replaying import replay_plan
-from optimus.systems.slots import without_slots
 
 JOB = "cpu/bench-vl"
 SEED, WARM_UP, ROUNDS = 0, 2, 14
@@ -181,7 +181,7 @@ def _exchange_s(shape: tuple[int, int], dtype: torch.dtype, rank: int, tell: Any
     """Of rows of all ranks, half of them gathered and half of them summed: the median."""
     whole, share, found = (
         torch.zeros(shape, dtype=dtype),
-        Share(rank=rank, size=RANKS, group=dist.group.WORLD),
+        TpGroup(rank=rank, size=RANKS, group=dist.group.WORLD),
         [],
     )
     part = whole[: shape[0] // RANKS].clone()

@@ -10,8 +10,8 @@ from optimus.bench.paced_torch import PacedPipeline, TorchPipeline
 from optimus.bench.pacing import PacedClock
 from optimus.bench.torch_replay import Programs, programs_of
 from optimus.engine.torch_private import fake_world
-from optimus.schedule.layer_sums import Cut
-from optimus.systems.balance import neighbours, proportional_cut, smallest_maximum_cut
+from optimus.planner.systems.layer_partition import neighbours, proportional_cut, smallest_maximum_cut
+from optimus.schedule.stage_costs import Cut
 
 MOST = 300  # replays for a schedule; a count, not a time: results repeat
 Variant = TypeVar("Variant")

@@ -19,13 +19,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional
 
 from optimus.engine.torch_private import is_view
+from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, layer_count
-from optimus.models.context import EncoderContext, LlmContext
-from optimus.models.llm import Embedding, Head
+from optimus.models.llm_ends import Embedding, Head
+from optimus.models.microbatch_inputs import EncoderContext, LlmContext
 from optimus.models.segment import Segment
-from optimus.program.plan import Plan
 
 Cut = tuple[int, ...]  # of all layers in model order: 0, ..., their number
 

@@ -12,20 +12,26 @@ from torch import distributed as dist
 
 from optimus.bench.communicators import TIMEOUT_S, group_among
 from optimus.bench.torch_stages import Prepared, TorchRun
-from optimus.engine.batch_table import make_table
+from optimus.engine.batch_plan import make_table
 from optimus.engine.batches import SampleBatch
 from optimus.engine.buckets import Buckets
+from optimus.engine.build_rank import build_rank
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups, replicas_of
-from optimus.engine.rank_model import build_rank
-from optimus.engine.reduction import Replicated
-from optimus.engine.synthetic import Synthetic
+from optimus.engine.process_groups import make_groups, replicas_of
+from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.synthetic_data import Synthetic
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.model import Encoder
-from optimus.models.context import EncoderContext, LlmContext, bin_targets, encoder_inputs, llm_inputs
+from optimus.models.microbatch_inputs import (
+    EncoderContext,
+    LlmContext,
+    bin_targets,
+    encoder_inputs,
+    llm_inputs,
+)
 from optimus.models.sample import Sample, placed_items
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
 
 OURS = "optimus"
 SEED = 0

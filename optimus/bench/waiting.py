@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimus.engine.sharding import Sharded
+from optimus.engine.distributed_optimizer import Sharded
 
 
 class Waiting(Sharded):

@@ -67,7 +67,7 @@ class Why:
             job = find_job(self.job, self.on)
         profile = load_profile_of(self.profile)
         with progress_bar() as progress, announced_compilation():
-            from optimus.explain.reasons import explain_layout
+            from optimus.sensitivity.why_not import explain_layout
 
             reason = explain_layout(self.plan, *self.layouts, job=job, profile=profile, progress=progress)
         show(reason_json(reason), reason_text(reason), as_json=self.json)
@@ -107,8 +107,8 @@ class Sweep:
             check_writable("--output", self.output, *ENDINGS)
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
         with progress_bar() as progress, announced_compilation():
-            from optimus.explain.sweeping import sweep_job
             from optimus.render.sweeping import sweep_json, sweep_text, write_sweep
+            from optimus.sensitivity.sweep import sweep_job
 
             sweep = sweep_job(
                 job,

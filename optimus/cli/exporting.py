@@ -28,10 +28,10 @@ class Export:
     json: Json = False
 
     def __call__(self) -> int:
-        from optimus.program.files import write_whole
-        from optimus.program.planfile import ENDING, load_plan
+        from optimus.exporters.registry import check_target, export_plan
+        from optimus.ir.files import write_whole
+        from optimus.ir.planfile import ENDING, load_plan
         from optimus.render.exporting import export_json, export_text
-        from optimus.targets.known import check_target, export_plan
 
         check_target(self.to)
         export = export_plan(load_plan(self.plan), self.to, file=str(self.plan))

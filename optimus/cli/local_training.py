@@ -15,10 +15,10 @@ from optimus.errors import OptimusError, UserError
 
 if TYPE_CHECKING:
     from optimus.cost.measured import Profile
-    from optimus.engine.training import Summary, Training
+    from optimus.engine.config import Summary, Training
+    from optimus.ir.plan import Plan
     from optimus.job.job import Job
-    from optimus.program.plan import Plan
-    from optimus.search.planning import Planned
+    from optimus.planner.planning import Planned
 
 INTERRUPTED = 130
 
@@ -40,9 +40,9 @@ def train(
     Makes a plan if none is given. `profile` is what the plan was priced by, if it was. Metrics and the last
     ops of ranks that fail go into `run_dir`.
     """
-    from optimus.engine.training import training_of
-    from optimus.program.ready import ready_plan
-    from optimus.search.planning import Planned, make_plan
+    from optimus.engine.config import training_of
+    from optimus.planner.planning import Planned, make_plan
+    from optimus.verify.validator import ready_plan
 
     require_torch()
     folder = None if run_dir is None else make_folder("run_dir", Path(run_dir))
@@ -50,7 +50,7 @@ def train(
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, Planned):
-        profile, plan = plan.comparison.setting.prices.profile, plan.plan
+        profile, plan = plan.comparison.context.prices.profile, plan.plan
     ready_plan(plan, job, profile)
     code, summary = run_ranks(job, plan, training)
     if code == INTERRUPTED:
@@ -64,17 +64,17 @@ def run_ranks(
     job: Job, plan: Plan, training: Training, *, visible: bool = False
 ) -> tuple[int, Summary | None]:
     """The exit code of the run and, if that is 0, its summary; `plan` must have been checked."""
-    from optimus.engine.training import METRICS, PLAN
-    from optimus.program.planfile import save_plan
+    from optimus.engine.config import METRICS, PLAN
+    from optimus.ir.planfile import save_plan
 
-    handed, launcher = trainer_part("optimus.engine.handed"), trainer_part("optimus.engine.launch")
+    handed, launcher = trainer_part("optimus.engine.rank_main"), trainer_part("optimus.engine.launcher")
     with tempfile.TemporaryDirectory(prefix="optimus-") as name:
         private = Path(name)
         folder = training.run_dir or private
         (folder / METRICS).unlink(missing_ok=True)
         digest = save_plan(plan, folder / PLAN)
         absolute = replace(training, run_dir=folder.absolute())
-        handed.Handed(job=job, plan=plan, plan_hash=digest, training=absolute).save(private)
+        handed.RankInputs(job=job, plan=plan, plan_hash=digest, training=absolute).save(private)
         shown = following(folder / METRICS, training.steps) if visible else nullcontext()
         with shown:
             code: int = launcher.launch(handed.ENTRY, [name], plan.ranks.world)

@@ -31,7 +31,7 @@ from optimus.errors import UserError
 
 if TYPE_CHECKING:
     from optimus.job.layout import Layout
-    from optimus.search.planning import Planned
+    from optimus.planner.planning import Planned
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Simulate:
 
     def __call__(self) -> int:
         from optimus.cost.assumptions import preset
+        from optimus.ir.planfile import is_plan_file
         from optimus.job.read import find_job
-        from optimus.program.planfile import is_plan_file
         from optimus.render.simulation import simulation_json, simulation_text
 
         if self.picture is not None:
@@ -125,7 +125,7 @@ class Simulate:
         job = find_job(self.job, self.on, self.layout)
         profile = load_profile_of(self.profile)
         with progress_bar() as progress, announced_compilation():
-            from optimus.search.compare import compare_systems
+            from optimus.planner.compare import compare_systems
 
             comparison = compare_systems(
                 job,
@@ -151,7 +151,7 @@ class Simulate:
 
     def _replay(self) -> int:
         """A plan file says all of itself."""
-        from optimus.program.planfile import load_plan
+        from optimus.ir.planfile import load_plan
         from optimus.render.replay import replay_json, replay_text
 
         for flag in ("on", "system", "layout", "picture", "preset", "profile"):
@@ -160,7 +160,7 @@ class Simulate:
                 raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
         plan = load_plan(Path(self.job))
         with announced_compilation():
-            from optimus.search.replaying import replay_plan
+            from optimus.planner.replaying import replay_plan
 
             replayed = replay_plan(plan)
         lines = replay_text(replayed)
@@ -201,8 +201,8 @@ class Plan:
 
     def __call__(self) -> int:
         from optimus.cost.assumptions import preset
+        from optimus.ir.planfile import is_plan_file, save_plan
         from optimus.job.read import find_job
-        from optimus.program.planfile import is_plan_file, save_plan
 
         assumptions = preset(self.preset)
         if is_plan_file(self.job):
@@ -216,8 +216,8 @@ class Plan:
             check_writable("--trace", self.trace, *TRACE_ENDINGS)
         profile = load_profile_of(self.profile)
         with progress_bar() as progress, announced_compilation():
+            from optimus.planner.planning import make_plan
             from optimus.render.planning import plan_json, plan_text
-            from optimus.search.planning import make_plan
 
             planned = make_plan(
                 job,
@@ -256,7 +256,7 @@ class Plan:
         """Last, and after the plan is written: an answer does not wait for it."""
         with progress_bar() as progress:
             from optimus.render.assessing import assessed_json, assessed_text
-            from optimus.sure.assess import assess_plan
+            from optimus.sensitivity.assess import assess_plan
 
             assessed = assess_plan(planned, progress=progress)
         show({**found, **assessed_json(assessed)}, ["", *assessed_text(assessed)], as_json=self.json)
@@ -270,7 +270,7 @@ def _neighbour(layout: Layout) -> str:
 
 def _under_noise(planned: Planned) -> tuple[list[str], dict[str, object]]:
     from optimus.render.noise import noise_json, noise_text
-    from optimus.sure.noise import under_noise
+    from optimus.sensitivity.noise import under_noise
 
     found = under_noise(planned.plan, planned.comparison)
     return noise_text(found), noise_json(found)
@@ -292,16 +292,16 @@ class Check:
     json: Json = False
 
     def __call__(self) -> int:
-        from optimus.program.planfile import load_plan
-        from optimus.program.validator import check_plan
+        from optimus.ir.planfile import load_plan
         from optimus.render.checking import check_json, check_text
+        from optimus.verify.validator import check_plan
 
         plan = load_plan(self.plan)
         report = check_plan(plan)
         if self.job is not None:
+            from optimus.ir.binding import bound_parts
             from optimus.job.read import find_job
-            from optimus.program.ready import bound_parts
-            from optimus.search.planning import report_mismatches
+            from optimus.planner.planning import report_mismatches
 
             parts = bound_parts(find_job(self.job, self.on), load_profile_of(self.profile))
             report = report_mismatches(report, plan, parts)
@@ -322,8 +322,8 @@ class Diff:
     json: Json = False
 
     def __call__(self) -> int:
-        from optimus.program.difference import compare_plans
-        from optimus.program.planfile import load_plan
+        from optimus.ir.diff import compare_plans
+        from optimus.ir.planfile import load_plan
         from optimus.render.difference import difference_json, difference_text
 
         difference = compare_plans(load_plan(self.a), load_plan(self.b))

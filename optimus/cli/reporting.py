@@ -43,7 +43,7 @@ class Report:
     json: Json = False
 
     def __call__(self) -> int:
-        from optimus.program.planfile import load_plan
+        from optimus.ir.planfile import load_plan
 
         output = self.output or self._beside()
         check_writable("--output", output, ".html")
@@ -61,7 +61,7 @@ class Report:
 
             job = find_job(self.job, self.on)
         with progress_bar() as progress, announced_compilation():
-            from optimus.render.report.writing import write_report
+            from optimus.render.report import write_report
 
             write_report(
                 plan, output, job=job, profile=profile, trace=self.trace, digest=digest, progress=progress

@@ -30,9 +30,9 @@ from optimus.errors import OptimusError, UserError
 
 if TYPE_CHECKING:
     from optimus.cost.measured import Profile as MeasuredProfile
-    from optimus.engine.training import Training
+    from optimus.engine.config import Training
+    from optimus.ir.plan import Plan
     from optimus.job.job import Job as JobToRun
-    from optimus.program.plan import Plan
 
 RUN_DIR = Path("optimus-run")
 
@@ -203,9 +203,9 @@ class Train:
 
     def _rank(self, place: Launched) -> int:
         """This process is one rank of several; rank 0 speaks for all."""
-        from optimus.engine.training import PLAN
+        from optimus.engine.config import PLAN
+        from optimus.ir.planfile import plan_digest, save_plan
         from optimus.job.read import find_job
-        from optimus.program.planfile import plan_digest, save_plan
         from optimus.render.training import training_json, training_text
 
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
@@ -226,7 +226,7 @@ class Train:
         return OK
 
     def _training(self, job: JobToRun) -> Training:
-        from optimus.engine.training import training_of
+        from optimus.engine.config import training_of
 
         return training_of(
             job.run.settings, steps=self.steps, run_dir=self.run_dir, counts_memory=self.memory
@@ -239,15 +239,15 @@ class Train:
 
     def _plan(self, job: JobToRun, profile: MeasuredProfile | None) -> Plan:
         """The plan that was named, if it is for this job and holds; else a new one."""
-        from optimus.program.ready import ready_plan
+        from optimus.verify.validator import ready_plan
 
         if self.plan is not None:
-            from optimus.program.planfile import load_plan
+            from optimus.ir.planfile import load_plan
 
             plan = load_plan(self.plan)
             ready_plan(plan, job, profile, file=str(self.plan))
             return plan
-        from optimus.search.planning import make_plan
+        from optimus.planner.planning import make_plan
 
         with ExitStack() as stack:
             progress = stack.enter_context(progress_bar()) if self._speaks else _silent

@@ -5,9 +5,9 @@ from __future__ import annotations
 from optimus.cost.kernel import Kernel, KernelList
 from optimus.cost.network import Collective
 from optimus.cost.prices import Prices
+from optimus.ir.op import Kind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, FP32_BYTES, Encoder, Llm
-from optimus.program.op import Kind
 
 KernelsByKind = dict[Kind, tuple[Kernel, ...]]
 # Loss over fp32 logits: read bf16 logits, write and read fp32 probabilities.

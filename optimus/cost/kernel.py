@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from optimus.cost.network import Collective
 from optimus.cost.prices import Prices
-from optimus.program.op import Communicator, Kind, Lane
+from optimus.ir.op import Communicator, Kind, Lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

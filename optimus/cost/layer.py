@@ -5,8 +5,8 @@ from __future__ import annotations
 from optimus.cost.kernel import Kernel, KernelList
 from optimus.cost.network import Collective
 from optimus.cost.shape import Gemm, LayerShape
+from optimus.ir.op import Communicator, Kind
 from optimus.job.model import BF16_BYTES, Experts, Mlp
-from optimus.program.op import Communicator, Kind
 
 
 def forward(shape: LayerShape, kind: Kind = Kind.F) -> list[Kernel]:

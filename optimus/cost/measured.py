@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from optimus.errors import UserError, one_of
+from optimus.ir.binding import bind
+from optimus.ir.op import Kind
 from optimus.job.model import Encoder, Llm, Model, Stack
-from optimus.program.binding import bind
-from optimus.program.op import Kind
 
 # Sorts of layers that the cost model tells apart; all layers of one sort have one price.
 Layers = Literal["embedding", "full", "full-experts", "window", "window-experts", "projector", "head"]

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optimus.cost.module import PricedLayer
+from optimus.ir.op import Ints, Kind
 from optimus.job.model import Precision
-from optimus.program.op import Ints, Kind
 
 # Buffers of one NCCL communicator (aiconfigurator-core 0.12.0, h100_sxm.yaml `nccl_mem`:
 # 342 MiB for 2 GPUs, 392 MiB for 4 and 8; labelled unofficial there).

@@ -12,10 +12,10 @@ from optimus.cost.measured import Layers, layers_sort
 from optimus.cost.prices import Prices
 from optimus.cost.shape import LayerShape
 from optimus.cost.spread import spread_profile
+from optimus.ir.op import Kind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, Encoder, Llm, Stack
 from optimus.job.workload import Load
-from optimus.program.op import Kind
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,9 +8,9 @@ from functools import cached_property
 from optimus.cost import compute, network
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.measured import Profile, Shortfall
+from optimus.ir.op import Lane
 from optimus.job.cluster import Cluster
 from optimus.job.layout import Layout
-from optimus.program.op import Lane
 
 
 @dataclass(frozen=True, kw_only=True)

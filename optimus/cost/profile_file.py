@@ -18,12 +18,12 @@ from optimus.cost.measured import (
     SizeTime,
 )
 from optimus.errors import UserError, nearest
+from optimus.ir.files import write_whole
+from optimus.ir.op import Kind
 from optimus.job.model import Count
 from optimus.job.schema import Amount, Rest
 from optimus.job.typed import Places
 from optimus.job.yaml_nodes import Node, load_yaml, parse_yaml
-from optimus.program.files import write_whole
-from optimus.program.op import Kind
 
 FORMAT = "optimus.profile/1"
 ENDINGS = (".yaml", ".yml", ".json")  # JSON is YAML

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from optimus.cost.flops import attention_pairs
 from optimus.cost.kernel import KernelList
 from optimus.cost.prices import Prices
+from optimus.ir.op import Kind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, Experts, Mlp, Stack
 from optimus.job.workload import Load
-from optimus.program.op import Kind
 
 NORM_TENSORS = 4  # read input and residual, write residual and output
 NORM_BACKWARD_TENSORS = 6

@@ -13,7 +13,7 @@ from dataclasses import replace
 from optimus.cost.kernel import Kernel
 from optimus.cost.measured import KERNELS, Layers, Shortfall
 from optimus.cost.prices import Prices
-from optimus.program.op import Kind, Lane
+from optimus.ir.op import Kind, Lane
 
 KernelsByKind = dict[Kind, tuple[Kernel, ...]]
 

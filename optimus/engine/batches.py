@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.engine.batch_table import BatchTable
-from optimus.engine.groups import share_of
-from optimus.engine.seam import Piece, holders_of, route
+from optimus.engine.batch_plan import BatchTable
+from optimus.engine.encoder_llm_routing import Piece, holders_of, route
+from optimus.engine.process_groups import share_of
+from optimus.ir.plan import Plan, Verb
+from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Model
-from optimus.models.context import Change, SeamRows, bin_targets, encoder_inputs, llm_inputs
-from optimus.models.numerics import NUMERICS, Numerics
+from optimus.models.kernels import NUMERICS, Numerics
+from optimus.models.microbatch_inputs import Change, SeamRows, bin_targets, encoder_inputs, llm_inputs
 from optimus.models.sample import Placed, Sample
-from optimus.program.plan import Plan, Verb
-from optimus.program.ranks import LLM
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

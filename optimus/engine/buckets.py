@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.groups import Groups
+from optimus.engine.process_groups import Groups
 from optimus.errors import UserError
+from optimus.ir.plan import WHOLE_STAGE, Plan
+from optimus.ir.plan import Bucket as PlannedBucket
 from optimus.models.chunk import ANY, Chunk, parameters_of
-from optimus.program.plan import WHOLE_STAGE, Plan
-from optimus.program.plan import Bucket as PlannedBucket
 
 
 class Bucket(Protocol):

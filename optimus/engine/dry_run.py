@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus.engine.actions import Shapes, describe
-from optimus.engine.groups import Groups, make_groups
+from optimus.engine.compile import Shapes, describe
+from optimus.engine.config import MemoryUse, Training
 from optimus.engine.memory_use import count_step
-from optimus.engine.one_rank import OneRank
+from optimus.engine.process_groups import Groups, make_groups
+from optimus.engine.rank_trainer import OneRank
 from optimus.engine.torch_private import FakeTensorMode, fake_world
-from optimus.engine.training import MemoryUse, Training
 from optimus.errors import UserError
+from optimus.ir.op import COLLECTIVE, Kind
+from optimus.ir.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
+from optimus.ir.ranks import LLM, Place
 from optimus.job.job import Job
+from optimus.models.kernels import Kernels
 from optimus.models.linear import ON_GPUS
-from optimus.models.numerics import Kernels
-from optimus.program.op import COLLECTIVE, Kind
-from optimus.program.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
-from optimus.program.ranks import LLM, Place
 
 # Tensors without numbers of another device cannot learn where torch has no such device.
 CPU = torch.device("cpu")

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.actions import Action, Batch, Compiler, Moment, Shapes, only_forward
 from optimus.engine.buckets import Bucket, Buckets
-from optimus.engine.groups import Groups
-from optimus.engine.mail import Mail
-from optimus.engine.reduction import Replicated
-from optimus.engine.side import Side
+from optimus.engine.compile import Action, Batch, Compiler, Shapes, StepState, only_forward
+from optimus.engine.p2p import P2PMailbox
+from optimus.engine.process_groups import Groups
+from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.side_stream import Side
+from optimus.ir.plan import Plan
 from optimus.models.chunk import Chunk
 from optimus.models.segment import State
-from optimus.program.plan import Plan
 
 
 class Steps(Protocol):
@@ -65,7 +65,7 @@ class Executor:
         optimizer: Steps | None = None,
     ) -> None:
         self.plan, self.groups, self.tied = plan, groups, tied
-        self._mail, self.side, self._moment = Mail(device), Side(device), Moment()
+        self._mail, self.side, self._moment = P2PMailbox(device), Side(device), StepState()
         self._recorder = recorder or _Nobody()
         self.buckets = buckets or Buckets(plan, groups, chunks, Replicated, tied)
         self._optimizer, mail, moment = optimizer, self._mail, self._moment

@@ -24,15 +24,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from optimus.engine.actions import Shapes
 from optimus.engine.buckets import Buckets, all_layers
+from optimus.engine.build_rank import refuse_unsupported
+from optimus.engine.compile import Shapes
 from optimus.engine.executor import Executor
-from optimus.engine.groups import make_groups, replicas_of
-from optimus.engine.mail import TensorSpec
-from optimus.engine.rank_model import refuse_unsupported
-from optimus.engine.survey import Survey, survey
-from optimus.engine.torch_private import end_fsdp_forward
-from optimus.engine.wrapped import (
+from optimus.engine.fsdp_ddp import (
     fsdp_modules,
     make_block,
     make_bucket,
@@ -40,13 +36,17 @@ from optimus.engine.wrapped import (
     take_over,
     unwrapped,
 )
+from optimus.engine.p2p import TensorSpec
+from optimus.engine.process_groups import make_groups, replicas_of
+from optimus.engine.stage_profile import Survey, survey
+from optimus.engine.torch_private import end_fsdp_forward
 from optimus.errors import UserError
+from optimus.ir.plan import Plan, PlannedModule
+from optimus.ir.planfile import plan_digest
+from optimus.ir.ranks import LLM
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Block, Deferred, Gradients, Segment, State
-from optimus.program.plan import Plan, PlannedModule
-from optimus.program.planfile import plan_digest
-from optimus.program.ranks import LLM
-from optimus.program.validator import check_plan
+from optimus.models.segment import Block, Gradients, Segment, State, WeightGradStore
+from optimus.verify.validator import check_plan
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -73,7 +73,7 @@ class _WithLoss(Segment):
     def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
         self.block.add_gradients(parameters, gradients)
 
-    def forward(self, state: State, context: _Target, deferred: Deferred | None = None) -> State:
+    def forward(self, state: State, context: _Target, deferred: WeightGradStore | None = None) -> State:
         (output,) = self.block(state, None)
         if context.target is None or self.loss is None:
             zero = output.new_zeros(())

@@ -8,13 +8,13 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
-from optimus.engine.actions import Batch
-from optimus.engine.byte_counter import ByteCounter, states_of, total_bytes
+from optimus.engine.compile import Batch
+from optimus.engine.config import MemoryUse
 from optimus.engine.executor import Executor
+from optimus.engine.memory_tracker import ByteCounter, states_of, total_bytes
 from optimus.engine.optimizer import Optimizer
-from optimus.engine.training import MemoryUse
-from optimus.program.plan import Plan
-from optimus.program.proof.alive import ACTIVATIONS, bytes_along
+from optimus.ir.plan import Plan
+from optimus.verify.memory_replay import ACTIVATIONS, bytes_along
 
 BESIDE = ("working", "logits")  # planned as always there, and counted with whoever makes them
 STATES = ("parameters", "gradients", "optimizer")

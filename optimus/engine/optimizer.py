@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.sharding import Sharded
+from optimus.engine.distributed_optimizer import Sharded
 
 SMALL = 1e-6  # added to a norm that divides, as torch.nn.utils.clip_grad_norm_ does
 

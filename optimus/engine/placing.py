@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from optimus.errors import UserError
+from optimus.ir.op import COLLECTIVE, Kind
+from optimus.ir.plan import Phase as PlannedPhase
+from optimus.ir.plan import Template
 from optimus.models.chunk import ANY, Phase
-from optimus.program.op import COLLECTIVE, Kind
-from optimus.program.plan import Phase as PlannedPhase
-from optimus.program.plan import Template
 
 SPARED = "scatter2"  # the last sum of a layer that is made again: plans count it, and no gradient needs it
 

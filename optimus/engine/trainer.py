@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.actions import describe
-from optimus.engine.batch_table import TableExchange
-from optimus.engine.groups import make_groups
+from optimus.engine.batch_plan import TableExchange
+from optimus.engine.compile import describe
+from optimus.engine.config import METRICS, MemoryUse, StepMetrics, Summary, Training
 from optimus.engine.memory_use import count_step
-from optimus.engine.one_rank import OneRank
+from optimus.engine.process_groups import make_groups
+from optimus.engine.rank_trainer import OneRank
 from optimus.engine.rendezvous import Membership, agree, join
-from optimus.engine.training import METRICS, MemoryUse, StepMetrics, Summary, Training
-from optimus.engine.watch import Ring, Watch
+from optimus.engine.watchdog import Ring, Watch
 from optimus.environment import launched
 from optimus.errors import UserError
+from optimus.ir.plan import ALL, Plan
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.program.plan import ALL, Plan
-from optimus.program.ranks import LLM
 
 JOIN_S = 120.0  # to come together: the slowest rank still imports torch
 GROUP_S = 600.0  # the watch ends a rank long before

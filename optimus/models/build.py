@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from optimus.errors import UserError, one_of
 from optimus.job.model import Encoder, Llm
 from optimus.models.dropout import hashed
-from optimus.models.encoder import Patches, Project
-from optimus.models.layer_parts import JOIN
-from optimus.models.layers import Attend, Down, Out, Qkv, Up
-from optimus.models.llm import Embedding, Head
-from optimus.models.numerics import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.models.segment import Chain, Segment
-from optimus.models.split import Split
-from optimus.models.tensor_parallel import ALONE, Exchange, Share
+from optimus.models.encoder_ends import Patches, Project
+from optimus.models.kernels import KERNELS, NUMERICS, Kernels, Numerics
+from optimus.models.layer_ops import JOIN
+from optimus.models.llm_ends import Embedding, Head
+from optimus.models.param_split import Split
+from optimus.models.segment import Segment, SequentialSegment
+from optimus.models.tensor_parallel import ALONE, Exchange, TpGroup
+from optimus.models.transformer_layer import Attend, Down, Out, Qkv, Up
 
 Module = Encoder | Llm
 SPREAD = 0.02  # standard deviation of weights and biases
@@ -43,7 +43,7 @@ def build_layers(
     end: int | None = None,
     numerics: Numerics = NUMERICS,
     compute: Kernels = KERNELS,
-    share: Share = ALONE,
+    share: TpGroup = ALONE,
     fed: bool = True,
 ) -> list[list[Segment]]:
     """Layers `first` up to `end` (not included) of a module, each a list of segments.
@@ -68,7 +68,7 @@ def _layer(
     layer: int,
     numerics: Numerics,
     compute: Kernels,
-    share: Share,
+    share: TpGroup,
     fed: bool,
     where: dict[str, Any],
 ) -> list[Segment]:
@@ -94,7 +94,9 @@ def divided(layer: Sequence[Segment]) -> list[Segment]:
     found: list[Segment] = []
     for part in (part for segment in layer for part in segment.parts()):
         if found and found[-1].kernels == JOIN and not isinstance(part, Exchange):
-            found[-1] = Chain((found[-1], part), part.kernels)  # nothing is ever scheduled between them
+            found[-1] = SequentialSegment(
+                (found[-1], part), part.kernels
+            )  # nothing is ever scheduled between them
         else:
             found.append(part)
     return found
@@ -155,7 +157,7 @@ def divided_parameters(
 
 
 def initialise(
-    parameter: Tensor, name: str, seed: int, split: Split | None = None, share: Share = ALONE
+    parameter: Tensor, name: str, seed: int, split: Split | None = None, share: TpGroup = ALONE
 ) -> None:
     """Ones for norms, else normal numbers drawn on the host in float32, so that every type has the same.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from optimus.errors import UserError, nearest
 from optimus.job.model import Model
-from optimus.models.arrangement import output_rows
 from optimus.models.sample import Sample
+from optimus.models.token_order import output_rows
 
 
 def check_sample(model: Model, sample: Sample) -> None:

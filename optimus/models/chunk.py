@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from optimus.models.collectives import Flight
-from optimus.models.segment import Deferred, Gradients, Saved, Segment, State
-from optimus.models.steps import Layer, Play, Recompute
+from optimus.ir.op import Kind
+from optimus.models.collectives import AsyncCollective
+from optimus.models.phase_order import Layer, Play, Recompute
+from optimus.models.segment import Gradients, Saved, Segment, State, WeightGradStore
 from optimus.models.tensor_parallel import Exchange
-from optimus.program.op import Kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +74,12 @@ class _Frame:
     def __init__(self, state: State, needs: tuple[bool, ...] | None, context: Any, segments: int) -> None:
         self.state, self.needs, self.context = state, needs, context
         self.saved: list[Saved | None] = [None] * segments
-        self.deferred: list[Deferred | None] = [None] * segments
+        self.deferred: list[WeightGradStore | None] = [None] * segments
         self.kept: dict[int, tuple[State, tuple[bool, ...] | None]] = {}  # what segments are made again from
         self.gradients: Gradients = ()
         # Of exchanges, by place: what is on its way, a rank's part and the whole that was given up for now,
         # what no backward reads, whether a gradient comes back, and the gradients of one that is late.
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, AsyncCollective] = {}
         self.given_up: dict[int, tuple[Tensor, Tensor]] = {}
         self.spent: dict[int, list[Tensor]] = {}
         self.wanted: set[int] = set()
@@ -191,7 +191,7 @@ class SegmentedChunk:
         remade, empties = self._remade[place], self.recompute == "cheap"
         if remade and not self._follows(place):
             self._keep_input(frame, place)
-        deferred = Deferred(empties=empties)
+        deferred = WeightGradStore(empties=empties)
         state, saved = segment.run(frame.state, frame.needs, frame.context, deferred)
         if saved is None:
             frame.needs = (False,) * len(state)
@@ -236,7 +236,7 @@ class SegmentedChunk:
         if frame.needs is None:
             return  # frozen, with nothing trained before it
         segment, given = self._segments[place], frame.state
-        frame.state, frame.saved[place] = segment.run(given, frame.needs, frame.context, Deferred())
+        frame.state, frame.saved[place] = segment.run(given, frame.needs, frame.context, WeightGradStore())
         frame.needs = tuple(tensor.requires_grad for tensor in frame.state)
         self._give_up(frame, place - 1)
 

@@ -15,7 +15,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Flight:
+class AsyncCollective:
     """A collective on its way; what it reads and writes lives until it has landed."""
 
     __slots__ = ("_kept", "_take", "_work")
@@ -32,7 +32,7 @@ class Flight:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._take()
 
-    def then(self, take: Callable[[Any], Any]) -> Flight:
+    def then(self, take: Callable[[Any], Any]) -> AsyncCollective:
         """The same flight, landing as what is made of what it brings."""
         before = self._take
         self._take = lambda: take(before())
@@ -57,36 +57,36 @@ _SUM = _named("reduce_scatter_single", "_reduce_scatter_base"), _options(c10d.Re
 _EXCHANGE = _named("all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions)
 
 
-def gather_rows(part: Tensor, group: dist.ProcessGroup) -> Flight:
+def gather_rows(part: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
     """Rows of all ranks in order."""
     part = part.detach().contiguous()
     return fill_rows(part.new_empty(part.shape[0] * group.size(), *part.shape[1:]), part, group)
 
 
-def fill_rows(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Flight:
+def fill_rows(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
     """Rows of all ranks in order, into `whole`."""
     name, options = _GATHER
-    return Flight(getattr(group, name)(whole, part, options), lambda: whole, part, whole)
+    return AsyncCollective(getattr(group, name)(whole, part, options), lambda: whole, part, whole)
 
 
-def sum_rows(parts: Tensor, group: dist.ProcessGroup, *, by_exchange: bool) -> Flight:
+def sum_rows(parts: Tensor, group: dist.ProcessGroup, *, by_exchange: bool) -> AsyncCollective:
     """The sum over ranks, of which each gets its own rows; or `by_exchange` of rows, each sums its own."""
     parts, size = parts.detach().contiguous(), group.size()
     if by_exchange:
         name, options = _EXCHANGE
         came = torch.empty_like(parts)
         work = getattr(group, name)(came, parts, [], [], options)
-        return Flight(work, lambda: came.unflatten(0, (size, -1)).sum(0), parts, came)
+        return AsyncCollective(work, lambda: came.unflatten(0, (size, -1)).sum(0), parts, came)
     name, options = _SUM
     mine = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
-    return Flight(getattr(group, name)(mine, parts, options), lambda: mine, parts, mine)
+    return AsyncCollective(getattr(group, name)(mine, parts, options), lambda: mine, parts, mine)
 
 
 def exchange_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Flight:
+) -> AsyncCollective:
     """So many rows to every rank, in order, and so many from every rank."""
     rows, (name, options) = rows.detach().contiguous(), _EXCHANGE
     came = rows.new_empty(sum(received), *rows.shape[1:])
     work = getattr(group, name)(came, rows, list(received), list(sent), options)
-    return Flight(work, lambda: came, rows, came)
+    return AsyncCollective(work, lambda: came, rows, came)

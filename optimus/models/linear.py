@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optimus.models.segment import Deferred
+from optimus.models.segment import WeightGradStore
 
 WIDENED_ROWS = 512  # of which copies in a wider type are made at a time
 
@@ -67,7 +67,7 @@ class _DeferringLinear(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        deferred: Deferred,
+        deferred: WeightGradStore,
         kernels: LinearKernels,
     ) -> Tensor:
         context.save_for_backward(rows, weight, bias)
@@ -88,7 +88,7 @@ def linear_gradient(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    deferred: Deferred,
+    deferred: WeightGradStore,
     kernels: LinearKernels,
     *,
     wanted: bool,
@@ -114,7 +114,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    deferred: Deferred | None = None,
+    deferred: WeightGradStore | None = None,
     kernels: LinearKernels = TORCH,
 ) -> Tensor:
     """Rows (n, in) to rows (n, out); with `deferred` its weight gradient waits there after the backward."""
@@ -128,7 +128,9 @@ class _DeferringEmbedding(torch.autograd.Function):
     """Rows of a table; the backward leaves the table's gradient in `deferred`."""
 
     @staticmethod
-    def forward(context: Any, ids: Tensor, table: Tensor, deferred: Deferred, first: int | None) -> Tensor:
+    def forward(
+        context: Any, ids: Tensor, table: Tensor, deferred: WeightGradStore, first: int | None
+    ) -> Tensor:
         context.save_for_backward(ids, table)
         context.deferred, context.first = deferred, first
         return _rows_of(table, ids, first)
@@ -167,7 +169,7 @@ def _add_table_gradient(table: Tensor, gradient: Tensor, ids: Tensor, first: int
 
 
 def embedding(
-    ids: Tensor, table: Tensor, *, first: int | None = None, deferred: Deferred | None = None
+    ids: Tensor, table: Tensor, *, first: int | None = None, deferred: WeightGradStore | None = None
 ) -> Tensor:
     """Rows of `table`; with `deferred` its gradient waits there after the backward.
 
@@ -188,6 +190,6 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
 
     def forward(
-        self, rows: Tensor, deferred: Deferred | None = None, kernels: LinearKernels = TORCH
+        self, rows: Tensor, deferred: WeightGradStore | None = None, kernels: LinearKernels = TORCH
     ) -> Tensor:
         return linear(rows, self.weight, self.bias, deferred=deferred, kernels=kernels)

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from optimus.models.sample import IGNORED
-from optimus.models.tensor_parallel import Share
+from optimus.models.tensor_parallel import TpGroup
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
     """One small collective: of every row, each rank's part of the normaliser and of the label's logit."""
 
     @staticmethod
-    def forward(context: Any, logits: Tensor, labels: Tensor, share: Share, first: int, count: int) -> Tensor:
+    def forward(
+        context: Any, logits: Tensor, labels: Tensor, share: TpGroup, first: int, count: int
+    ) -> Tensor:
         asked, mine = labels != IGNORED, labels - first
         here = asked & (mine >= 0) & (mine < count)
         column = mine.clamp(0, max(0, logits.shape[1] - 1))[:, None]
@@ -36,7 +38,9 @@ class _DividedCrossEntropy(torch.autograd.Function):
         return found.mul_((asked * gradient)[:, None]), None, None, None, None
 
 
-def divided_cross_entropy(logits: Tensor, labels: Tensor, share: Share, *, first: int, count: int) -> Tensor:
+def divided_cross_entropy(
+    logits: Tensor, labels: Tensor, share: TpGroup, *, first: int, count: int
+) -> Tensor:
     """Summed over all rows, the same on all ranks; this one has `count` columns, from `first` on.
 
     Columns behind them stand for nothing, and are taken for minus infinity.

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from optimus.models.split import Split
+from optimus.models.param_split import Split
 
 State = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]
 
 
-class Deferred(list[Callable[[], None]]):
+class WeightGradStore(list[Callable[[], None]]):
     """Weight gradients to compute later, each of which adds to its parameter; or `at_once`.
 
     `cheap` are tensors that a backward reads and that are quickly made again from others that it reads: they
@@ -68,7 +68,7 @@ class Saved:
 
     __slots__ = ("inputs", "outputs", "deferred")  # noqa: RUF023  in the order in which they come
 
-    def __init__(self, inputs: State, outputs: State, deferred: Deferred) -> None:
+    def __init__(self, inputs: State, outputs: State, deferred: WeightGradStore) -> None:
         self.inputs, self.deferred = inputs, deferred
         self.outputs: tuple[Tensor | GradientEdge, ...] = outputs
 
@@ -101,7 +101,7 @@ class Segment(nn.Module):
         """What it consists of where its layer is divided: segments and the exchanges between them."""
         return [self]
 
-    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
         """The next state; with `deferred`, linears add their weight gradients to it in autograd's backward.
 
         Formulas have a backward of their own, in `input_gradient`: here they compute, and defer nothing.
@@ -118,7 +118,7 @@ class Segment(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def run(
-        self, state: State, needs: tuple[bool, ...], context: Any, deferred: Deferred
+        self, state: State, needs: tuple[bool, ...], context: Any, deferred: WeightGradStore
     ) -> tuple[State, Saved | None]:
         """The next state, and what its backward will need: nothing if no gradient is asked for.
 
@@ -188,7 +188,7 @@ class Part(Segment):
     def __init__(
         self,
         owner: Segment,
-        function: Callable[[State, Any, Deferred | None], State],
+        function: Callable[[State, Any, WeightGradStore | None], State],
         kernels: tuple[str, ...],
         reads: Sequence[nn.Module | nn.Parameter | None],
         *,
@@ -206,7 +206,7 @@ class Part(Segment):
             found += [each] if isinstance(each, nn.Parameter) else each.parameters()
         return [parameter for parameter in found if parameter.requires_grad]
 
-    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
         return self._function(state, context, deferred)
 
 
@@ -219,13 +219,13 @@ class Linked(Segment):
         self.has_cheap = any(link.has_cheap for link in links)
         self.is_end = any(link.is_end for link in links)
 
-    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
         for link in self.linked:
             state = link.forward(state, context, deferred)
         return state
 
     def run(
-        self, state: State, needs: tuple[bool, ...], context: Any, deferred: Deferred
+        self, state: State, needs: tuple[bool, ...], context: Any, deferred: WeightGradStore
     ) -> tuple[State, Saved | None]:
         parts, first = [], needs
         for link in self.linked:
@@ -244,7 +244,7 @@ class Linked(Segment):
         return gradients
 
 
-class Chain(Linked):
+class SequentialSegment(Linked):
     """The same of segments that it owns."""
 
     def __init__(self, links: Sequence[Segment], kernels: tuple[str, ...] = ()) -> None:
@@ -258,7 +258,7 @@ class _Chained(Saved):
 
     __slots__ = ("inputs_count", "parts")
 
-    def __init__(self, parts: list[Saved | None], inputs_count: int, deferred: Deferred) -> None:
+    def __init__(self, parts: list[Saved | None], inputs_count: int, deferred: WeightGradStore) -> None:
         super().__init__((), (), deferred)
         self.parts, self.inputs_count = parts, inputs_count
 
@@ -274,7 +274,7 @@ class Block(Segment):
         super().__init__()
         self.module = module
 
-    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
         found = self.module(*state)
         return found if isinstance(found, tuple) else (found,)
 

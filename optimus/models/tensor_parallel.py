@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.models.collectives import Flight, exchange_rows, fill_rows, gather_rows, sum_rows
-from optimus.models.segment import Deferred, Gradients, Segment, State
+from optimus.models.collectives import AsyncCollective, exchange_rows, fill_rows, gather_rows, sum_rows
+from optimus.models.segment import Gradients, Segment, State, WeightGradStore
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
+class TpGroup:
     """A rank's place among those that divide the layers of a module between them, and how it reaches them."""
 
     rank: int = 0
@@ -35,19 +35,19 @@ class Share:
         own = count // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
 
-    def gather(self, part: Tensor) -> Flight:
+    def gather(self, part: Tensor) -> AsyncCollective:
         """Rows of all ranks in order."""
         return gather_rows(part, self._reached)
 
-    def fill(self, whole: Tensor, part: Tensor) -> Flight:
+    def fill(self, whole: Tensor, part: Tensor) -> AsyncCollective:
         """The same, into memory that is there."""
         return fill_rows(whole, part, self._reached)
 
-    def sum(self, parts: Tensor) -> Flight:
+    def sum(self, parts: Tensor) -> AsyncCollective:
         """This rank's rows of the sum over all ranks."""
         return sum_rows(parts, self._reached, by_exchange=self._exchanges)
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
         """So many rows to every rank, and so many from every rank."""
         return exchange_rows(rows, sent, received, self._reached)
 
@@ -62,7 +62,7 @@ class Share:
         return self.group
 
 
-ALONE = Share()
+ALONE = TpGroup()
 
 
 class Exchange(Segment):
@@ -80,7 +80,7 @@ class Exchange(Segment):
     late = False
     spent: tuple[int, ...] = ()
 
-    def __init__(self, share: Share, at: int) -> None:
+    def __init__(self, share: TpGroup, at: int) -> None:
         super().__init__()
         self.share, self.at = share, at
 
@@ -88,19 +88,19 @@ class Exchange(Segment):
         """Which tensors of the state want a gradient afterwards."""
         return given
 
-    def launch(self, state: State, context: Any) -> Flight:
+    def launch(self, state: State, context: Any) -> AsyncCollective:
         """Lands as the next state."""
         raise NotImplementedError
 
-    def launch_back(self, gradients: Gradients, context: Any) -> Flight:
+    def launch_back(self, gradients: Gradients, context: Any) -> AsyncCollective:
         """Lands as the gradients of the state before."""
         raise NotImplementedError
 
-    def launch_again(self, part: Tensor, whole: Tensor) -> Flight:
+    def launch_again(self, part: Tensor, whole: Tensor) -> AsyncCollective:
         """Into `whole` what was brought there before, from this rank's part of it."""
         raise NotImplementedError
 
-    def forward(self, state: State, context: Any, deferred: Deferred | None = None) -> State:
+    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
         """At once, for those who schedule nothing."""
         found: State = self.launch(state, context).land()
         return found
@@ -109,20 +109,20 @@ class Exchange(Segment):
 class Gather(Exchange):
     """Rows of all ranks, before a product whose columns are divided; going back, sums over the columns."""
 
-    def __init__(self, share: Share, at: int, *, there: str, of: str, regathers: bool) -> None:
+    def __init__(self, share: TpGroup, at: int, *, there: str, of: str, regathers: bool) -> None:
         super().__init__(share, at)
         self.there, self.back = there, f"{of}.scatter"
         self.again = f"{of}.gather" if regathers else None
 
-    def launch(self, state: State, context: Any) -> Flight:
+    def launch(self, state: State, context: Any) -> AsyncCollective:
         flight = self.share.gather(state[self.at])
         return flight.then(lambda rows: _changed(state, self.at, rows))
 
-    def launch_back(self, gradients: Gradients, context: Any) -> Flight:
+    def launch_back(self, gradients: Gradients, context: Any) -> AsyncCollective:
         flight = self.share.sum(_present(gradients[self.at]))
         return flight.then(lambda rows: _changed(gradients, self.at, rows))
 
-    def launch_again(self, part: Tensor, whole: Tensor) -> Flight:
+    def launch_again(self, part: Tensor, whole: Tensor) -> AsyncCollective:
         return self.share.fill(whole, part)
 
 
@@ -130,17 +130,17 @@ class Scatter(Exchange):
     """Sums over ranks, of which each keeps its own rows; going back, gradients of all rows to everybody."""
 
     def __init__(
-        self, share: Share, at: int, *, there: str, of: str, late: bool = False, spent: tuple[int, ...] = ()
+        self, share: TpGroup, at: int, *, there: str, of: str, late: bool = False, spent: tuple[int, ...] = ()
     ) -> None:
         super().__init__(share, at)
         self.there, self.back, self.late = there, f"{of}.gather", late
         self.spent = (*spent, at)
 
-    def launch(self, state: State, context: Any) -> Flight:
+    def launch(self, state: State, context: Any) -> AsyncCollective:
         flight = self.share.sum(state[self.at])
         return flight.then(lambda rows: _changed(state, self.at, rows))
 
-    def launch_back(self, gradients: Gradients, context: Any) -> Flight:
+    def launch_back(self, gradients: Gradients, context: Any) -> AsyncCollective:
         flight = self.share.gather(_present(gradients[self.at]))
         return flight.then(lambda rows: _changed(gradients, self.at, rows))
 
@@ -154,14 +154,14 @@ class Seam(Exchange):
 
     there, back = "seam.gather.tp", "seam.scatter.tp"
 
-    def __init__(self, share: Share, *, width: int, dtype: torch.dtype, learns: bool) -> None:
+    def __init__(self, share: TpGroup, *, width: int, dtype: torch.dtype, learns: bool) -> None:
         super().__init__(share, 1)
         self.width, self.dtype, self.learns = width, dtype, learns
 
     def needs(self, given: tuple[bool, ...]) -> tuple[bool, ...]:
         return (False, self.learns)
 
-    def launch(self, state: State, context: Any) -> Flight:
+    def launch(self, state: State, context: Any) -> AsyncCollective:
         ids, *pieces = state
         seam = context.seam
         nothing = torch.empty(0, self.width, dtype=self.dtype, device=ids.device)
@@ -169,7 +169,7 @@ class Seam(Exchange):
         flight = self.share.exchange(rows[seam.leaving], seam.sent, seam.received)
         return flight.then(lambda came: (ids, came))
 
-    def launch_back(self, gradients: Gradients, context: Any) -> Flight:
+    def launch_back(self, gradients: Gradients, context: Any) -> AsyncCollective:
         seam = context.seam
         flight = self.share.exchange(_present(gradients[self.at]), seam.received, seam.sent)
 

@@ -9,27 +9,27 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from optimus.models.collectives import Flight
-from optimus.models.tensor_parallel import Share
+from optimus.models.collectives import AsyncCollective
+from optimus.models.tensor_parallel import TpGroup
 
 
-class AtHome(Share):
+class AtHome(TpGroup):
     """A share of layers whose exchanges are over at once."""
 
-    def gather(self, part: Tensor) -> Flight:
+    def gather(self, part: Tensor) -> AsyncCollective:
         rows = part.detach()
-        return Flight(None, lambda: rows.repeat(self.size, *(1,) * (rows.dim() - 1)))
+        return AsyncCollective(None, lambda: rows.repeat(self.size, *(1,) * (rows.dim() - 1)))
 
-    def fill(self, whole: Tensor, part: Tensor) -> Flight:
+    def fill(self, whole: Tensor, part: Tensor) -> AsyncCollective:
         own = part.shape[0]
         for place in range(self.size):
             whole[place * own : (place + 1) * own] = part
-        return Flight(None, lambda: whole)
+        return AsyncCollective(None, lambda: whole)
 
-    def sum(self, parts: Tensor) -> Flight:
+    def sum(self, parts: Tensor) -> AsyncCollective:
         rows = parts.detach()[self.rows(len(parts))]
-        return Flight(None, rows.clone)
+        return AsyncCollective(None, rows.clone)
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
         came = rows.new_zeros(sum(received), *rows.shape[1:])
-        return Flight(None, lambda: came)
+        return AsyncCollective(None, lambda: came)

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint, representative_layers
-from optimus.engine.sharding import Sharded
-from optimus.engine.synthetic import Synthetic
+from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.synthetic_data import Synthetic
 from optimus.errors import UserError
+from optimus.ir.op import Kind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
 from optimus.models.build import build_layers, divided, layer_count, segment_name
 from optimus.models.chunk import Phase, SegmentedChunk, parameters_of
-from optimus.models.context import LlmContext, SeamRows, encoder_inputs, llm_inputs
+from optimus.models.microbatch_inputs import LlmContext, SeamRows, encoder_inputs, llm_inputs
 from optimus.models.sample import Placed, Sample, placed_items
 from optimus.models.segment import Segment
-from optimus.models.tensor_parallel import Share
+from optimus.models.tensor_parallel import TpGroup
 from optimus.profiler.at_home import AtHome
 from optimus.profiler.machine import conditions, one_thread
-from optimus.program.op import Kind
 
 REPETITIONS = 24
 WARM_UP = 3
@@ -48,7 +48,7 @@ class _Load:
     inputs: tuple[Tensor, ...]
     context: Any
     dtype: torch.dtype
-    share: Share = AtHome()
+    share: TpGroup = AtHome()
 
 
 def profile_job(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from optimus.render.text import seconds, wrap
-from optimus.sure.assess import Assessed
-from optimus.sure.steps import Steps
-from optimus.sure.winners import FEW_WINS, Otherwise, Rule, Sure
+from optimus.sensitivity.assess import Assessed
+from optimus.sensitivity.batch_steps import Steps
+from optimus.sensitivity.win_rate import FEW_WINS, Otherwise, Rule, WinRate
 
 
 def assessed_json(assessed: Assessed) -> dict[str, object]:
@@ -70,7 +70,7 @@ def _other_words(steps: Steps) -> str:
     return f"{steps.system}: mean {seconds(steps.mean_s)} s, p95 {seconds(steps.p95_s)} s"
 
 
-def _sure_words(sure: Sure) -> str:
+def _sure_words(sure: WinRate) -> str:
     words = f"same winner, {sure.winner}, in {sure.same} of {sure.of} perturbed cost models"
     if len(sure.steps_s) == 1:
         return f"{sure.winner} is the only system that was played under {sure.of} perturbed cost models"

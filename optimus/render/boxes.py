@@ -12,9 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
 from optimus.schedule.bubbles import CAUSES, Idle, find_idle
-from optimus.schedule.timeline import Timeline
+from optimus.schedule.simulate import Timeline
 
 
 @dataclass(frozen=True)

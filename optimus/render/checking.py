@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from optimus.program.plan import Plan
-from optimus.program.validator import Report
+from optimus.ir.plan import Plan
 from optimus.render.text import apart, wrap
+from optimus.verify.validator import Report
 
 SCHEMA = "optimus.check/1"
 WHAT = {

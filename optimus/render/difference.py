@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from optimus.program.difference import Change, Difference
+from optimus.ir.diff import Change, Difference
 from optimus.render.text import columns, gigabytes, seconds, wrap
 
 SCHEMA = "optimus.diff/1"

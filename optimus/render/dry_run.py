@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from optimus.program.plan import ALL, Plan
+from optimus.ir.plan import ALL, Plan
 from optimus.render.text import columns, gigabytes, wrap
 from optimus.render.training import WIDER, memory_json
 

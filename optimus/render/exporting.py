@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from optimus.exporters.registry import SYSTEMS
+from optimus.exporters.target import AS_WRITTEN, Export, Price, price_words
 from optimus.render.text import wrap
-from optimus.targets.known import SYSTEMS
-from optimus.targets.target import AS_WRITTEN, Export, Price, price_words
 
 SCHEMA = "optimus.export/1"
 

@@ -12,7 +12,7 @@ PASTE = (
     "please paste the object that `optimus bench gpu --json` prints into an issue, also if something failed: "
     "it names versions, GPUs and figures, no host, user or path but those of error messages"
 )
-Found = Mapping[str, Any]
+SearchResult = Mapping[str, Any]
 
 
 def gpu_json(result: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def gpu_text(result: Any) -> list[str]:
     return [*lines, *closing_text(result), *wrap("next", PASTE)]
 
 
-def _where(environment: Found) -> str:
+def _where(environment: SearchResult) -> str:
     gpu = environment.get("gpu")
     on = f"{environment['world']} x {gpu}" if gpu else f"{environment['world']} ranks on CPU cores"
     known = [name for name in ("nccl", "cuda", "driver") if environment.get(name)]
@@ -48,14 +48,14 @@ def _where(environment: Found) -> str:
     return ", ".join([on, *versions, *set_to])
 
 
-def _order(section: Found) -> str:
+def _order(section: SearchResult) -> str:
     by_verdict: dict[str, list[str]] = {}
     for name, check in section["checks"].items():
         by_verdict.setdefault(check["verdict"], []).append(name.replace("_", " "))
     return "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in by_verdict.items())
 
 
-def _slot(section: Found) -> str:
+def _slot(section: SearchResult) -> str:
     entry, waiter = section["entry_delay"], section["waiter_delay"]
     return (
         f"a kernel behind the launch of an all-gather ({_size(section['size_bytes'])}, "
@@ -64,7 +64,7 @@ def _slot(section: Found) -> str:
     )
 
 
-def _slowdown(section: Found) -> str:
+def _slowdown(section: SearchResult) -> str:
     return (
         f"beside a resident collective a GEMM takes {_share(section['gemm'])} longer, an elementwise kernel "
         f"{_share(section['elementwise'])}; a GEMM beside one that waits for a late rank "
@@ -72,7 +72,7 @@ def _slowdown(section: Found) -> str:
     )
 
 
-def _reduced(section: Found) -> str:
+def _reduced(section: SearchResult) -> str:
     traced = section["hidden_share"]
     in_trace = section["kernels"] if traced is None else f"{_share(traced)} in the trace"
     return (
@@ -81,7 +81,7 @@ def _reduced(section: Found) -> str:
     )
 
 
-def _collectives(section: Found) -> str:
+def _collectives(section: SearchResult) -> str:
     parts = []
     for name, curve in section.items():
         rate = curve["bandwidth_bytes_per_s"]
@@ -90,13 +90,13 @@ def _collectives(section: Found) -> str:
     return "; ".join(parts)
 
 
-def _step(section: Found) -> str:
+def _step(section: SearchResult) -> str:
     same = "unequal: see below" if section["unequal"] else "equal loss and gradients"
     over = f"{section['ours_over_bound']:.3f} of the bound"
     return f"{len(section['variants'])} variants, {same}; ours takes {over}"
 
 
-def _train(section: Found) -> str:
+def _train(section: SearchResult) -> str:
     planned = _time(section["planned_step_s"])
     found = f"{section['layouts']['llm']}: {_time(section['step_s'])} with AdamW, planned {planned}"
     if "peak_memory_bytes" in section:
@@ -105,7 +105,7 @@ def _train(section: Found) -> str:
     return found
 
 
-_WORDS: dict[str, Callable[[Found], str]] = {
+_WORDS: dict[str, Callable[[SearchResult], str]] = {
     "communicator_order": _order,
     "slot_entry_delay_s": _slot,
     "compute_slowdown": _slowdown,
@@ -124,7 +124,7 @@ def _time(value_s: float) -> str:
     return f"{value_s * factor:.3g} {unit}"
 
 
-def _spread(found: Found) -> str:
+def _spread(found: SearchResult) -> str:
     return f"{_time(found['median_s'])} ({_time(found['p25_s'])} to {_time(found['p75_s'])})"
 
 

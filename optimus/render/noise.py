@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from optimus.render.text import wrap
-from optimus.sure.noise import POLICIES, Level, UnderNoise
+from optimus.sensitivity.noise import POLICIES, Level, UnderNoise
 
 
 def noise_text(found: UnderNoise) -> list[str]:

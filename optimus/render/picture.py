@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from optimus.errors import DoesNotFit, UserError, show_value
+from optimus.planner.compare import Comparison
+from optimus.planner.systems.registry import System
 from optimus.render.boxes import (
     ENCODER,
     IDLE_DP,
@@ -32,8 +34,6 @@ from optimus.render.boxes import (
     boxes_of,
     device_rows,
 )
-from optimus.search.compare import Comparison
-from optimus.systems.known import System
 
 MAX_BYTES = 250_000  # of the file; boxes get coarser until it is smaller
 BOX_PX = (8.0, 12.0, 18.0, 27.0, 40.0, 60.0)  # narrower boxes are joined up to this width

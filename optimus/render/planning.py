@@ -6,13 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from optimus.cost.memory import NOT_MODELLED
-from optimus.program.validator import RULES
+from optimus.planner.planning import Planned
+from optimus.planner.rejected import count_by_reason
+from optimus.planner.systems.registry import TP_OVERLAP, System
 from optimus.render.simulation import cost_model, head
 from optimus.render.text import apart, columns, gigabytes, seconds, wrap
 from optimus.schedule.bubbles import Bubbles
-from optimus.search.planning import Planned
-from optimus.systems.known import TP_OVERLAP, System
-from optimus.systems.rejected import count_by_reason
+from optimus.verify.validator import RULES
 
 SCHEMA = "optimus.plan-result/1"
 WORTH_IT = 1.02  # below this a simpler system is the better answer
@@ -141,7 +141,7 @@ def _table(planned: Planned) -> list[str]:
         f"  TP {TP_OVERLAP:.0%}: step s if the framework already hid {TP_OVERLAP:.0%} of the TP traffic."
     )
     if any(not system.fits for system in comparison.systems.values()):
-        lines.append(f"  ! does not fit in {gigabytes(comparison.setting.capacity_bytes)} GB")
+        lines.append(f"  ! does not fit in {gigabytes(comparison.context.capacity_bytes)} GB")
     for own, reason in comparison.missing.items():
         lines += wrap(f"  {own}", f"not possible: {reason}", indent=18)
     return lines
@@ -214,7 +214,7 @@ def _bubbles(system: System) -> str:
 
 
 def _memory(planned: Planned) -> list[str]:
-    system, capacity = planned.system, planned.comparison.setting.capacity_bytes
+    system, capacity = planned.system, planned.comparison.context.capacity_bytes
     memory = system.memory
     parts = {
         "states": memory.states,

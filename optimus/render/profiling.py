@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from optimus.cost.measured import MEASURED_KINDS, LinkTime, Profile, SegmentTime
+from optimus.ir.op import Kind
 from optimus.job.cluster import Cluster
-from optimus.program.op import Kind
 from optimus.render.text import columns, wrap
 
 SCHEMA = "optimus.profile-result/1"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from optimus.explain.reasons import Planning, Reason
-from optimus.explain.spending import WORDS
 from optimus.render.text import columns, gigabytes, seconds, wrap
+from optimus.sensitivity.time_breakdown import WORDS
+from optimus.sensitivity.why_not import Planning, Reason
 
 SCHEMA = "optimus.why/1"
 

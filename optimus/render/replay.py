@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from optimus.planner.replaying import Replayed
 from optimus.render.text import columns, gigabytes, seconds
 from optimus.schedule.bubbles import CAUSES
-from optimus.search.replaying import Replayed
 
 SCHEMA = "optimus.simulate/1"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from optimus.cost.memory import NOT_MODELLED, Memory
+from optimus.planner.compare import Comparison
+from optimus.planner.systems.registry import TP_OVERLAP, System
 from optimus.render.text import billions, columns, gigabytes, seconds, wrap
 from optimus.schedule.bubbles import CAUSES
-from optimus.search.compare import Comparison
-from optimus.systems.known import TP_OVERLAP, System
 
 SCHEMA = "optimus.simulate/1"
 SHORT = {
@@ -32,7 +32,7 @@ MEMORY_SHORT = {
 
 def simulation_json(comparison: Comparison) -> dict[str, object]:
     """The object of `optimus simulate --json`."""
-    job, setting = comparison.job, comparison.setting
+    job, context = comparison.job, comparison.context
     return {
         "schema": SCHEMA,
         "job": job.name,
@@ -41,7 +41,7 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
         "preset": comparison.assumptions.name,
         "assumptions": comparison.assumptions.describe(),
         "cost_model": cost_model(comparison),
-        "layout": {"llm": asdict(setting.layout)},
+        "layout": {"llm": asdict(context.layout)},
         "floor_s": comparison.floor_s,
         "floor_1f1b_s": comparison.floor_1f1b_s,
         "systems": {name: _system_json(comparison, system) for name, system in comparison.systems.items()},
@@ -61,7 +61,7 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
 
 def cost_model(comparison: Comparison) -> dict[str, object]:
     """Where seconds come from, and where a profile was silent or stretched."""
-    profile, calibration = comparison.setting.prices.profile, comparison.calibration
+    profile, calibration = comparison.context.prices.profile, comparison.calibration
     found: dict[str, object] = {"source": comparison.source, "profile": profile.name or None}
     found["warnings"] = comparison.profile_notes
     if calibration is not None:
@@ -101,7 +101,7 @@ def simulation_text(comparison: Comparison) -> list[str]:
     ]
     if any(comparison.over_floor(name) < 1 for name in comparison.systems):
         lines.append("  The floor is the LLM alone in a pipeline; a system that is none may be below it.")
-    if comparison.is_stated and comparison.setting.layout.pp == 1:
+    if comparison.is_stated and comparison.context.layout.pp == 1:
         lines.append("  At pp 1 there is one stage: nothing to balance, and stage0 is balanced.")
     lines.append("")
     for name, system in comparison.systems.items():
@@ -140,10 +140,10 @@ def head(comparison: Comparison) -> list[str]:
 def _layout_words(comparison: Comparison) -> str:
     """Where the LLM's layout comes from."""
     if comparison.is_stated:
-        return f"{comparison.setting.layout} (as stated)"
+        return f"{comparison.context.layout} (as stated)"
     slower = sum(each.reason.startswith("slower") for each in comparison.rejected)
     return (
-        f"{comparison.setting.layout}, of {comparison.considered}: "
+        f"{comparison.context.layout}, of {comparison.considered}: "
         f"{slower + comparison.compared} fit, {slower} are slower, "
         f"in {comparison.compared} all systems were tried"
     )
@@ -208,7 +208,7 @@ def _table(comparison: Comparison) -> list[str]:
             rows.append(_measured_row(comparison, system, len(header)))
     lines = columns(header, rows)
     if any(not system.fits for system in comparison.systems.values()):
-        capacity = gigabytes(comparison.setting.capacity_bytes)
+        capacity = gigabytes(comparison.context.capacity_bytes)
         lines.append(f"  ! does not fit in {capacity} GB, even with everything recomputed")
     return lines
 

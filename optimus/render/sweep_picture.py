@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from optimus.explain.sweeping import Plans, Point, Sweep
+from optimus.render.markup import tick_of
 from optimus.render.picture import FAINT, FONT, INK, PAPER, clean, digits, svg_text
-from optimus.render.report.markup import tick_of
+from optimus.sensitivity.sweep import Plans, Point, Sweep
 
 WIDTH, HEIGHT = 1000, 440
 LEFT, RIGHT, TOP, BOTTOM = 84, 220, 64, 58  # around the plot; names of lines stand at its right

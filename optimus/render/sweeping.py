@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from optimus.explain.sweeping import Plans, Point, Sweep
-from optimus.program.files import write_whole
+from optimus.ir.files import write_whole
+from optimus.render.markup import table
+from optimus.render.markup import text as page_text
 from optimus.render.planning import WORTH_IT
-from optimus.render.report.markup import table
-from optimus.render.report.markup import text as page_text
 from optimus.render.sweep_picture import headline, sweep_svg
 from optimus.render.text import columns, gigabytes, seconds, wrap
+from optimus.sensitivity.sweep import Plans, Point, Sweep
 
 SCHEMA = "optimus.sweep/1"
 NAMES = {"gpus": "GPUs", "batch": "sequences", "pp": "LLM pp", "tp": "LLM tp"}

@@ -19,8 +19,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from optimus.errors import UserError
-from optimus.program.op import Communicator, Kind, Lane, Op, Schedule
-from optimus.schedule.timeline import Timeline
+from optimus.ir.op import Communicator, Kind, Lane, Op, Schedule
+from optimus.schedule.simulate import Timeline
 
 STREAM = {Lane.COMPUTE: 7, Lane.TP: 20, Lane.DP: 24, Lane.P2P: 28, Lane.HOST: 32}
 PIDS_PER_SYSTEM = 1000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from optimus.ir.plan import Plan
 from optimus.job.job import Job
-from optimus.program.plan import Plan
 
 FAR = 1.25  # times the prediction, or a part of it
 UNCALIBRATED = (

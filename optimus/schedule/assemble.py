@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from optimus.cost.prices import Prices
+from optimus.ir.op import Ints, Kind, Lane, Schedule
 from optimus.job.layout import Layout
-from optimus.program.op import Ints, Kind, Lane, Schedule
 from optimus.schedule.build import Builder, Template, single
-from optimus.schedule.chunk import Chunk, Chunks
+from optimus.schedule.chunk_templates import Chunk, Chunks
+from optimus.schedule.dp_traffic import Exposure, ParameterTraffic, StageTraffic, update
 from optimus.schedule.pipelines import Pipeline, PipelineOp
-from optimus.schedule.traffic import Exposure, ParameterTraffic, StageTraffic, update
 
 FORWARD, BACKWARD = 0, 1  # `segment` of a send
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
-from optimus.schedule.timeline import Timeline
+from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.schedule.simulate import Timeline
 
 Bools = NDArray[np.bool_]
 

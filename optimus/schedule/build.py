@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.program.op import Communicator, Ints, Kind, Lane, Schedule
+from optimus.ir.op import Communicator, Ints, Kind, Lane, Schedule
 
 ROW = np.dtype(
     [

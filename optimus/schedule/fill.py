@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
-from optimus.program.plan import VERB_OF, Plan, Program, Verb
-from optimus.program.ranks import LLM
-from optimus.schedule.arrangement import Base
+from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.plan import VERB_OF, Plan, Program, Verb
+from optimus.ir.ranks import LLM
 from optimus.schedule.build import group_by_first
-from optimus.schedule.lines import Bools, Lines
+from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import Traffic, unplaced
+from optimus.schedule.program_table import Bools, Lines
+from optimus.schedule.simulate import Timeline, evaluate, list_schedule
 from optimus.schedule.tighten import in_turn, tighten
-from optimus.schedule.timeline import Timeline, evaluate, list_schedule
 
 PATIENCE = 1e-5  # of the LLM's own step: an op that is late by no more is waited for
 URGENCY = {Verb.F: 0, Verb.B: 1, Verb.I: 1, Verb.W: 2}
@@ -54,7 +54,7 @@ class Arranged:
 class Fill:
     """Encoder work of one header beside the LLM's own step."""
 
-    def __init__(self, header: Plan, base: Base, windows: Mapping[str, int] | None = None) -> None:
+    def __init__(self, header: Plan, base: LlmTimeline, windows: Mapping[str, int] | None = None) -> None:
         """`windows`: microbatches of an encoder that a class may keep at a time; all if left out."""
         self.header = header
         made = unplaced(header, list(coarse_orders(header, base)), _traffic_order(header, base))
@@ -239,7 +239,7 @@ def _on_one_lane(schedule: Schedule, lines: Lines) -> Ints:
     return pairs
 
 
-def _traffic_order(header: Plan, base: Base) -> dict[Traffic, float]:
+def _traffic_order(header: Plan, base: LlmTimeline) -> dict[Traffic, float]:
     """Encoders' gathers first, layer by layer; then the LLM's traffic; then encoders' reduces, backwards."""
     llm = header.names.index(LLM)
     found: dict[Traffic, float] = {
@@ -253,7 +253,7 @@ def _traffic_order(header: Plan, base: Base) -> dict[Traffic, float]:
     return found
 
 
-def coarse_orders(header: Plan, base: Base) -> Iterator[Program]:
+def coarse_orders(header: Plan, base: LlmTimeline) -> Iterator[Program]:
     """Of every class: all forwards of encoders, the LLM, all backwards of encoders."""
     for device in range(header.ranks.num_classes):
         forwards = list(_ops(header, device, (Kind.F,)))

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from optimus.schedule.order import Points
+from optimus.schedule.global_ordering import Points
 
 Kernel = tuple[str, float]  # what a phase is ("compute", "launch" or "wait"), and its seconds
 COMPUTE, LAUNCH, WAIT = "compute", "launch", "wait"

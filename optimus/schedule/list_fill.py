@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from optimus.program.op import Kind
-from optimus.program.plan import VERB_OF, Plan, PlannedModule, Program
-from optimus.program.ranks import LLM
+from optimus.ir.op import Kind
+from optimus.ir.plan import VERB_OF, Plan, PlannedModule, Program
+from optimus.ir.ranks import LLM
 from optimus.schedule.pipelines import Pipeline
 
 KEEPS_WAITING = (0.0, 0.25, 0.5, 1.0, inf)  # share of an encoder op by which it may delay the LLM

@@ -16,12 +16,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from optimus.program.op import Communicator, Floats, Ints, Kind, Lane, Schedule
-from optimus.program.plan import WHOLE_STAGE, Plan, Program, Verb
-from optimus.schedule.coupled import couple, couple_lines
-from optimus.schedule.lines import Header, Lines
-from optimus.schedule.timeline import Timeline, evaluate
-from optimus.schedule.transfers import Transfers, find_transfers
+from optimus.ir.op import Communicator, Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.plan import WHOLE_STAGE, Plan, Program, Verb
+from optimus.schedule.dependencies import couple, couple_lines
+from optimus.schedule.messages import Transfers, find_transfers
+from optimus.schedule.program_table import Header, Lines
+from optimus.schedule.simulate import Timeline, evaluate
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.program.op import Floats, Ints, Kind, Lane, Schedule
-from optimus.program.plan import Plan
-from optimus.program.ranks import LLM
+from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 
 Hashes = NDArray[np.uint64]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from optimus.cost.assumptions import Assumptions
-from optimus.program.op import Floats, Ints, Kind, Schedule
+from optimus.ir.op import Floats, Ints, Kind, Schedule
 from optimus.schedule.assemble import BACKWARD, FORWARD
-from optimus.schedule.chunk import KINDS
-from optimus.schedule.traffic import EXPOSED, HIDDEN, Exposure, ParameterTraffic
+from optimus.schedule.chunk_templates import KINDS
+from optimus.schedule.dp_traffic import EXPOSED, HIDDEN, Exposure, ParameterTraffic
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from optimus.cost.kernel import Kernel
 from optimus.cost.module import PricedLayer
-from optimus.program.op import Communicator, Kind, Lane
-from optimus.program.plan import Phase, Template
+from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.plan import Phase, Template
 
 DIGITS = 12  # of a second: durations are whole picoseconds, the same on every machine
 

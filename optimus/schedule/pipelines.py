@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from optimus.errors import UserError, one_of
-from optimus.program.op import Kind
+from optimus.ir.op import Kind
 
 
 class PipelineOp(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
 
-from optimus.program.op import Kind
-from optimus.schedule.greedy import Draft
+from optimus.ir.op import Kind
+from optimus.schedule.list_pipeline import Draft
 from optimus.schedule.pipelines import PipelineOp
 
 DISTURBANCES = (0.05, 0.1)  # of a start, in parts of the step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from optimus.program.op import NUM_LANES, Floats, Ints, Kind, Schedule
-from optimus.schedule.timeline import Timeline
+from optimus.ir.op import NUM_LANES, Floats, Ints, Kind, Schedule
+from optimus.schedule.simulate import Timeline
 
 
 def find_slack(schedule: Schedule, timeline: Timeline) -> Floats:

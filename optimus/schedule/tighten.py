@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.program.op import NUM_LANES, Floats, Ints, Schedule
+from optimus.ir.op import NUM_LANES, Floats, Ints, Schedule
+from optimus.schedule._numba import compiled
 from optimus.schedule.build import group_by_first
-from optimus.schedule.compiled import compiled
 
 REACH = 64
 DISTURBANCES = 0.05, 0.1, 0.2  # of a start, in parts of the step: taken in turn

@@ -1,0 +1,374 @@
+"""Turns the lines of one rank's program into actions, bound once before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from optimus.engine.buckets import Bucket, Buckets
+from optimus.engine.encoder_llm_routing import arrives
+from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
+from optimus.engine.placing import place_phases
+from optimus.engine.process_groups import Groups, edge_of, seam_edge
+from optimus.engine.side_stream import Side
+from optimus.ir.op import Kind
+from optimus.ir.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
+from optimus.ir.ranks import LLM
+from optimus.models.chunk import Chunk
+from optimus.models.chunk import Phase as ChunkPhase
+from optimus.models.segment import Gradients, State
+
+Run = Callable[[], None]
+FORWARD, BACKWARD, ROWS = "forward", "backward", "rows"  # what a key of the mail names
+FORWARD_VERBS = (Verb.F, Verb.SEND_F, Verb.RECV_F, Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.GATHER)
+
+
+class Batch(Protocol):
+    """The data of one step, as one rank needs it."""
+
+    def inputs(self, module: str, microbatch: int) -> State:
+        """What the first stage of a module reads."""
+
+    def context(self, module: str, microbatch: int) -> Any:
+        """What every chunk of a module may look at besides its state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Tensors that travel: what each virtual stage of a module gets, and what goes over the seam."""
+
+    inputs: Mapping[str, Sequence[tuple[TensorSpec, ...]]]  # of the first virtual stage: not looked at
+    rows: Mapping[str, tuple[TensorSpec, ...]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Action:
+    """What a line does, and the ranks that it may wait for."""
+
+    line: int
+    verb: Verb
+    run: Run
+    waits_for: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """What changes from step to step."""
+
+    batch: Batch | None = None
+    learns: bool = True
+    one: Tensor | None = None  # the gradient of a loss
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: dict[int, State] = field(default_factory=dict)  # of the LLM's last stage, where they are kept
+
+
+class Compiler:
+    """Binds the program of one rank to its chunks, groups and mail."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Groups,
+        chunks: Mapping[str, tuple[Chunk, ...]],
+        buckets: Buckets[Bucket],
+        shapes: Shapes,
+        mail: P2PMailbox,
+        side: Side,
+        moment: StepState,
+        finish: Run,
+    ) -> None:
+        self.plan, self.groups, self.chunks, self.shapes = plan, groups, chunks, shapes
+        self.buckets, self._gathered = buckets, set(buckets.rest)
+        self.mail, self.side, self.moment, self.finish = mail, side, moment, finish
+        # Ops that open beside the program, and the ranks for which what opens them waits.
+        self._beside: dict[tuple[str, Verb, int, int], list[int]] = {}
+        self.device = plan.ranks.class_of(groups.rank)
+        self.program = plan.programs[self.device]
+        self._counts_loss = plan.ranks.place(LLM, groups.rank).tp == 0  # all of a group make the same
+        self.senders: dict[Key, tuple[int, ...]] = {}  # whose message is taken under a key
+        self._placed: dict[tuple[str, Verb, int, int], list[list[ChunkPhase]]] = {}
+
+    def actions(self) -> list[Action]:
+        """One per line that does something."""
+        found = []
+        names = self.plan.names
+        rows = self.program.rows.tolist()
+        for line, (module, verb, chunk, microbatch, place) in enumerate(rows):
+            action = self._action(names[module], Verb(verb), chunk, microbatch, place)
+            if action is not None:
+                found.append(Action(line=line, verb=Verb(verb), run=action[0], waits_for=action[1]))
+        return found
+
+    def _action(
+        self, module: str, verb: Verb, chunk: int, microbatch: int, place: int
+    ) -> tuple[Run, tuple[int, ...]] | None:
+        if verb in OPS:
+            return self._phase(module, verb, chunk, microbatch, place)
+        if verb in SENDS or verb in RECVS:
+            return self._transfer(module, verb, chunk, microbatch), ()
+        if verb == Verb.FINISH:
+            return self.finish, self._partners()
+        moves = [
+            each.gather if verb == Verb.GATHER else each.reduce for each in self.buckets.at(module, place)
+        ]
+        return (_in_turn(moves), ()) if moves else None
+
+    def _partners(self) -> tuple[int, ...]:
+        """Ranks that this one exchanges anything with: all of it ends with the step."""
+        return self._others(sorted(chain.from_iterable(self.groups.members.values())))
+
+    # ------------------------------------------------------------------------ phases
+
+    def _phase(
+        self, module: str, verb: Verb, chunk: int, microbatch: int, place: int
+    ) -> tuple[Run, tuple[int, ...]] | None:
+        """The phases of the chunk that run at this line, with what comes in before and goes out after."""
+        placed = self._phases_of(module, verb, chunk, microbatch)
+        phases, busy = placed[place], [at for at, some in enumerate(placed) if some]
+        if not phases:
+            return None
+        runs: list[Run] = [phase.run for phase in phases]
+        waits, op, members = list[int](), (module, verb, chunk, microbatch), self.groups.members
+        if any(phase.meets for phase in phases):
+            waits += members[f"{module}.tp"]
+        if verb == Verb.F:
+            awaited = self._awaited(module, chunk, [phase.layer for phase in phases])
+            runs = [*(bucket.wait_gathered for bucket in awaited), *runs]
+            if any(bucket.gathers for bucket in awaited):
+                waits += members[f"{module}.dp"]  # last: there may be many
+        virtual = chunk * self.plan.modules[module].layout.pp + self.plan.ranks.stage_of(module, self.device)
+        if place == busy[0] and verb != Verb.W:
+            begin, keys = self._begin(module, verb, virtual, microbatch)
+            senders = [rank for key in keys for rank in self.senders.get(key, ())]
+            waits = senders + waits
+            runs.insert(0, begin)
+            if senders and phases[-1].kind == Kind.LAUNCH and op in self._undisturbed:
+                # One after another: after all that was begun before and has not ended.
+                self._beside[op] = [*waits, *chain.from_iterable(self._beside.values())]
+                return partial(self.side.begin, op, _in_turn(runs)), self._others(waits)
+        if op in self._beside and place == busy[1]:
+            runs.insert(0, partial(self.side.end, op))
+            waits = self._beside.pop(op) + waits  # what was begun may still wait
+        if place == busy[-1] and verb != Verb.W:
+            runs.append(self._end(module, verb, virtual, microbatch))
+        return _in_turn(runs), self._others(waits)
+
+    def _others(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Each once; who is named first is asked first."""
+        return tuple(rank for rank in dict.fromkeys(ranks) if rank != self.groups.rank)
+
+    @cached_property
+    def _undisturbed(self) -> set[tuple[str, Verb, int, int]]:
+        """Ops that open with a launch before whose wait their module launches nothing else.
+
+        Only these may open beside the program: all ranks of a group must launch in the same order.
+        """
+        names, found = self.plan.names, set()
+        open_ops: dict[str, tuple[str, Verb, int, int]] = {}
+        for module, verb, chunk, microbatch, place in self.program.rows.tolist():
+            if verb not in OPS:
+                continue
+            name = names[module]
+            op = name, Verb(verb), chunk, microbatch
+            stage = self.plan.ranks.stage_of(name, self.device)
+            launches = self.plan.template_of(name, OPS[Verb(verb)], stage, chunk)[place].kind == Kind.LAUNCH
+            if open_ops.get(name) == op:
+                found.add(open_ops.pop(name))
+            elif launches:
+                open_ops.pop(name, None)
+                if place == 0:
+                    open_ops[name] = op
+        return found
+
+    def _awaited(self, module: str, chunk: int, layers: Sequence[int]) -> list[Bucket]:
+        """What some layers need gathered: at the first line of the program that needs it."""
+        needed = chain.from_iterable(self.buckets.needed(module, chunk, layer) for layer in layers)
+        first = [bucket for bucket in dict.fromkeys(needed) if bucket not in self._gathered]
+        self._gathered |= set(first)
+        return first
+
+    def _phases_of(self, module: str, verb: Verb, chunk: int, microbatch: int) -> list[list[ChunkPhase]]:
+        key = module, verb, chunk, microbatch
+        if key not in self._placed:
+            kind, stage = OPS[verb], self.plan.ranks.stage_of(module, self.device)
+            template = self.plan.template_of(module, kind, stage, chunk)
+            phases = self.chunks[module][chunk].phases(kind, microbatch)
+            self._placed[key] = place_phases(f"{module}.{kind.name} chunk {chunk}", template, phases)
+        return self._placed[key]
+
+    def _begin(self, module: str, verb: Verb, virtual: int, microbatch: int) -> tuple[Run, list[Key]]:
+        chunk = self.chunks[module][virtual // self.plan.modules[module].layout.pp]
+        if verb != Verb.F:
+            key: Key = (BACKWARD, module, virtual, microbatch)
+            if module == LLM and virtual == len(self.plan.modules[LLM].chunks) - 1:
+                return partial(self._begin_at_loss, chunk, microbatch), []
+            return partial(self._begin_backward, chunk, key, microbatch), [key]
+        keys = self._inputs(module, virtual, microbatch)
+        needs = tuple(self._needs(key) for key in keys)
+        return partial(self._begin_forward, chunk, module, virtual, microbatch, keys, needs), keys
+
+    def _inputs(self, module: str, virtual: int, microbatch: int) -> list[Key]:
+        """Keys of what a forward takes from the mail, in the order of its state."""
+        if virtual:
+            return [(FORWARD, module, virtual, microbatch)]
+        if module != LLM:
+            return []
+        return [
+            (ROWS, name, 0, microbatch * encoder.pieces + piece)
+            for name, encoder in self.plan.encoders.items()
+            for piece in range(encoder.pieces)
+            if arrives(self.plan, self.groups.rank, name, microbatch * encoder.pieces + piece)
+        ]
+
+    def _needs(self, key: Key) -> bool:
+        """Whether the maker of what a key names runs a backward."""
+        what, module, virtual, _ = key
+        chunks = self.plan.modules[module].chunks
+        maker = chunks[-1] if what == ROWS else chunks[virtual - 1]
+        return Kind.B in maker.templates or Kind.I in maker.templates
+
+    def _begin_forward(
+        self,
+        chunk: Chunk,
+        module: str,
+        virtual: int,
+        microbatch: int,
+        keys: list[Key],
+        needed: tuple[bool, ...],
+    ) -> None:
+        batch = self.moment.batch
+        assert batch is not None
+        own = () if virtual else batch.inputs(module, microbatch)
+        state, wanted = list(own), [False] * len(own)
+        for key, need in zip(keys, needed, strict=True):
+            taken = self.mail.take(key)
+            state += taken
+            wanted += [need and tensor.is_floating_point() for tensor in taken]
+        needs = tuple(wanted) if self.moment.learns else None
+        chunk.begin(microbatch, tuple(state), needs, batch.context(module, microbatch))
+
+    def _begin_at_loss(self, chunk: Chunk, microbatch: int) -> None:
+        """The loss has gradient 1; whatever else was made has none."""
+        assert self.moment.one is not None
+        others = (None,) * len(self.moment.outputs.get(microbatch, ()))
+        chunk.begin_backward(microbatch, (self.moment.one, *others))
+
+    def _begin_backward(self, chunk: Chunk, key: Key, microbatch: int) -> None:
+        chunk.begin_backward(microbatch, self.mail.take(key))
+
+    def _end(self, module: str, verb: Verb, virtual: int, microbatch: int) -> Run:
+        chunk = self.chunks[module][virtual // self.plan.modules[module].layout.pp]
+        last = len(self.plan.modules[module].chunks) - 1
+        if verb == Verb.F:
+            if virtual < last:
+                return partial(self._hand_on, chunk, microbatch, (FORWARD, module, virtual + 1, microbatch))
+            if module != LLM:
+                return partial(self._hand_on, chunk, microbatch, (ROWS, module, 0, microbatch))
+            return partial(self._keep_loss, chunk, microbatch)
+        parts: list[tuple[int, int, Key]] = []  # where among the gradients, counted from the end
+        at = 0
+        for key in reversed(self._inputs(module, virtual, microbatch)):
+            begin = at - len(self._specs_of(key))
+            if self._needs(key):
+                parts.append((begin, at, self._backward_key(key)))
+            at = begin
+        return partial(self._hand_back, chunk, microbatch, tuple(reversed(parts)))
+
+    def _backward_key(self, key: Key) -> Key:
+        """Under which the gradient of what `key` names goes to whoever made it."""
+        what, module, virtual, microbatch = key
+        maker = len(self.plan.modules[module].chunks) - 1 if what == ROWS else virtual - 1
+        return BACKWARD, module, maker, microbatch
+
+    def _hand_on(self, chunk: Chunk, microbatch: int, key: Key) -> None:
+        self.mail.put(key, chunk.output(microbatch))
+
+    def _keep_loss(self, chunk: Chunk, microbatch: int) -> None:
+        output = chunk.output(microbatch)
+        if self._counts_loss:
+            self.moment.losses.append(output[0])
+        if self.moment.one is None:
+            self.moment.one = torch.ones_like(output[0])
+        if len(output) > 1:
+            self.moment.outputs[microbatch] = output[1:]
+
+    def _hand_back(self, chunk: Chunk, microbatch: int, parts: tuple[tuple[int, int, Key], ...]) -> None:
+        """Gradients of what came by mail, to those who made it."""
+        gradients = chunk.input_gradients(microbatch)
+        for begin, end, key in parts:
+            found = gradients[begin : end or None]
+            self.mail.put(key, _present(found, self._specs_of(key), self.mail.device))
+
+    def _specs_of(self, key: Key) -> tuple[TensorSpec, ...]:
+        """Of what travels under a key."""
+        what, module, virtual, _ = key
+        last = len(self.plan.modules[module].chunks) - 1
+        if what == ROWS or (what == BACKWARD and module != LLM and virtual == last):
+            return self.shapes.rows[module]
+        return self.shapes.inputs[module][virtual if what == FORWARD else virtual + 1]
+
+    # ------------------------------------------------------------------------ transfers
+
+    def _transfer(self, module: str, verb: Verb, chunk: int, microbatch: int) -> Run:
+        rank = self.groups.rank
+        if verb in SEAMS:
+            axis, other = seam_edge(self.plan, rank, module, verb, microbatch)
+        else:
+            axis, other = edge_of(self.plan, rank, module, verb)
+        group = self.groups.get(axis)
+        assert group is not None, axis
+        key = self._key(module, verb, chunk, microbatch)
+        if verb in SENDS:
+            return partial(self.mail.send, key, other, group)
+        self.senders[key] = (other,)
+        return partial(self.mail.receive, key, self._specs_of(key), other, group)
+
+    def _key(self, module: str, verb: Verb, chunk: int, microbatch: int) -> Key:
+        """What a transfer line sends or receives."""
+        layout = self.plan.modules[module].layout
+        virtual = chunk * layout.pp + self.plan.ranks.stage_of(module, self.device)
+        last = len(self.plan.modules[module].chunks) - 1
+        return {
+            Verb.SEND_F: (FORWARD, module, virtual + 1, microbatch),
+            Verb.RECV_F: (FORWARD, module, virtual, microbatch),
+            Verb.SEND_B: (BACKWARD, module, virtual - 1, microbatch),
+            Verb.RECV_B: (BACKWARD, module, virtual, microbatch),
+            Verb.SEND_SEAM: (ROWS, module, 0, microbatch),
+            Verb.RECV_SEAM: (ROWS, module, 0, microbatch),
+            Verb.SEND_SEAM_B: (BACKWARD, module, last, microbatch),
+            Verb.RECV_SEAM_B: (BACKWARD, module, last, microbatch),
+        }[verb]
+
+
+def _in_turn(runs: Sequence[Run]) -> Run:
+    return runs[0] if len(runs) == 1 else partial(_all, tuple(runs))
+
+
+def _all(runs: tuple[Run, ...]) -> None:
+    for run in runs:
+        run()
+
+
+def _present(gradients: Gradients, specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Zeros where nothing depends on an input."""
+    return tuple(
+        torch.zeros(spec.shape, dtype=spec.dtype, device=device) if gradient is None else gradient
+        for gradient, spec in zip(gradients, specs, strict=True)
+    )
+
+
+def describe(plan: Plan, device: int, line: int) -> str:
+    """A line as people read it: `llm.F chunk 0 microbatch 5`."""
+    module, verb, chunk, microbatch, _ = plan.programs[device].rows[line].tolist()
+    return f"{plan.names[module]}.{Verb(verb).word} chunk {chunk} microbatch {microbatch}"
+
+
+def only_forward(actions: list[Action]) -> list[Action]:
+    """What is left of a program when nothing is learned."""
+    return [action for action in actions if action.verb in FORWARD_VERBS]

@@ -1,0 +1,72 @@
+"""Which encoder rows go where inside a tensor-parallel group: known on the host before the step.
+
+Rows of a piece arrive at stage 0 on the ranks that stand where the encoder's stood: as many as divide the
+encoder, each with a run of the rows. From there they go to whoever holds their places in the LLM's sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
+from optimus.models.microbatch_inputs import SeamRows
+from optimus.models.tensor_parallel import TpGroup
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """Encoder rows of an LLM microbatch: who holds them, and the row of the sequence that each replaces."""
+
+    holders: range  # in the LLM's tensor-parallel group
+    targets: Tensor  # the length of the sequence for nowhere
+
+
+def holders_of(plan: Plan, module: str, microbatch: int) -> range:
+    """Places in the LLM's tensor-parallel group at which rows of an encoder microbatch arrive."""
+    tp = plan.modules[module].layout.tp
+    block = plan.modules[module].pipelines[microbatch] % (plan.ranks.llm.tp // tp)
+    return range(block * tp, (block + 1) * tp)
+
+
+def arrives(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
+    """Whether a rank of stage 0 gets rows of an encoder microbatch."""
+    return plan.ranks.place(LLM, rank).tp in holders_of(plan, module, microbatch)
+
+
+def route(pieces: Sequence[Piece], share: TpGroup, length: int) -> SeamRows:
+    """What one rank sends and gets; `length` is that of the sequence."""
+    own = length // share.size
+    held = [_held(pieces, rank) for rank in range(share.size)]
+    mine = held[share.rank]
+    going = torch.div(mine, own, rounding_mode="floor")  # nowhere is behind the last rank
+    order = torch.argsort(going, stable=True)
+    sent = [int((going == rank).sum()) for rank in range(share.size)]
+    coming = [targets[(targets // own) == share.rank] for targets in held]
+    return SeamRows(
+        pieces=tuple(len(part) for part in _parts(pieces, share.rank)),
+        leaving=order[: sum(sent)],
+        sent=tuple(sent),
+        received=tuple(len(targets) for targets in coming),
+        targets=torch.cat(coming) - share.rank * own,
+    )
+
+
+def _parts(pieces: Sequence[Piece], rank: int) -> list[Tensor]:
+    """Targets of what a rank holds, piece by piece."""
+    found = []
+    for piece in pieces:
+        if rank in piece.holders:
+            own = len(piece.targets) // len(piece.holders)
+            begin = (rank - piece.holders[0]) * own
+            found.append(piece.targets[begin : begin + own])
+    return found
+
+
+def _held(pieces: Sequence[Piece], rank: int) -> Tensor:
+    found = _parts(pieces, rank)
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)

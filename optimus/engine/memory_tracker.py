@@ -1,0 +1,167 @@
+"""Counts the bytes of tensors that are alive while a program plays, by component and line by line.
+
+Tensors are seen as torch makes them, and belong to whoever played when they were made. What is there before
+the first line (parameters, gradients, optimizer) is counted apart: see `states_of`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimus.engine.executor import Executor, Recorder
+from optimus.engine.optimizer import Optimizer
+from optimus.engine.torch_private import told_of_resizes
+from optimus.ir.op import Ints
+from optimus.ir.plan import Plan, Verb
+from optimus.ir.ranks import LLM
+from optimus.verify.memory_replay import ACTIVATIONS
+
+LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(len(ACTIVATIONS))
+_DEVICE = torch.ops.prim.device.default  # of tensors without numbers
+
+
+class ByteCounter(TorchDispatchMode):
+    """Entered around one step of an executor, whose recorder is told of lines as before.
+
+    `known` are tensors that are counted apart; the batch is not counted. `kept` is what lives at the end of
+    every line, by component; `most` what lived at most while it ran.
+    """
+
+    def __init__(self, executor: Executor, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        plan, self._executor = executor.plan, executor
+        program = plan.programs[plan.ranks.class_of(executor.groups.rank)]
+        self._component = _components(plan, program.rows)
+        # By storage: what is not counted; and what is, with its component and bytes.
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        for tensor in known:
+            self._meet(tensor)
+        self._bytes, self._total = [0] * len(ACTIVATIONS), 0
+        self._now, self._most, self._next = LLM_ACTIVATIONS, 0, 0
+        self.kept: Ints = np.zeros((len(program), len(ACTIVATIONS)), np.int64)
+        self.most: Ints = np.zeros(len(program), np.int64)
+        self._recorder: Recorder
+
+    def __enter__(self) -> ByteCounter:
+        self._recorder = self._executor.recorded(self)
+        self._told = told_of_resizes(self._resized)
+        self._told.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._told.__exit__(None, None, None)
+        self._executor.recorded(self._recorder)
+
+    # ------------------------------------------------------------------------ as a recorder
+
+    def begin(self, line: int) -> None:
+        self._recorder.begin(line)
+        self._now, self._most = int(self._component[line]), self._total
+        passed = slice(self._next, line)  # lines that do nothing here
+        self.kept[passed], self.most[passed], self._next = self._bytes, self._most, line + 1
+
+    def end(self, line: int) -> None:
+        self.kept[line], self.most[line] = self._bytes, self._most
+        self._recorder.end(line)
+
+    # ------------------------------------------------------------------------ as a mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE:
+            return func(*args)  # asked more often than anything is made
+        for tensor in _tensors_in(args, kwargs):
+            self._meet(tensor)
+        found = func(*args, **(kwargs or {}))
+        for tensor in _tensors_in((found,)):
+            self._see(tensor)
+        return found
+
+    def _meet(self, tensor: Tensor) -> None:
+        """What an op reads and none made is from before the step, as its batch is."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive and key not in self._known:
+            self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
+
+    def _see(self, tensor: Tensor) -> None:
+        """What an op gives is new, or a view of what it reads."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            if not self._alive[key][2]:
+                storage.resize_(0)  # a view of what was emptied, which fills it where tensors have no numbers
+            self._resized(storage)
+        elif key not in self._known:
+            gone = weakref.ref(storage, lambda _: self._forget(key))
+            self._alive[key] = gone, self._now, size
+            self._add(self._now, size)
+
+    def _resized(self, storage: Any) -> None:
+        """Emptied, or filled again: no op says so."""
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive and self._alive[key][2] != size:
+            gone, component, before = self._alive[key]
+            self._alive[key] = gone, component, size
+            self._add(component, size - before)
+
+    def _forget(self, key: int) -> None:
+        _, component, size = self._alive.pop(key)
+        self._add(component, -size)
+
+    def _add(self, component: int, size: int) -> None:
+        self._bytes[component] += size
+        self._total += size
+        self._most = max(self._most, self._total)
+
+
+def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
+    """Of the arguments or results of an op, which are tensors, lists of tensors or neither."""
+    found: list[Tensor] = []
+    for each in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            found += _tensors_in(each)
+    return found
+
+
+def states_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """What is there all the time, as the plan names it; the optimizer's from its first step on."""
+    buckets, adamw = optimizer.buckets, optimizer.adamw
+    kept = {} if adamw is None else adamw.state
+    moments = [each for state in kept.values() for each in state.values() if torch.is_tensor(each)]
+    return {
+        "parameters": list(parameters),
+        "gradients": [bucket.gradients for bucket in buckets],
+        "optimizer": [*(bucket.master for bucket in buckets), *moments],
+    }
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each counted once; single numbers do not count."""
+    return sum({_key(each): each.untyped_storage().nbytes() for each in tensors if each.dim()}.values())
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _components(plan: Plan, rows: Ints) -> Ints:
+    """Whose tensors every line makes."""
+    module, verb = rows[:, 0], rows[:, 1]
+    encoder = np.array([name != LLM for name in plan.modules] + [False])[module]
+    found: Ints = np.where(encoder, ENCODER_ACTIVATIONS, LLM_ACTIVATIONS)
+    found[verb == Verb.RECV_SEAM] = SEAM
+    return found

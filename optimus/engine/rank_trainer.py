@@ -1,0 +1,117 @@
+"""One rank of a run, ready to step: its part of the model, its optimizer, its program bound, and its data.
+
+`trainer` and benches run it among others; `dry_run` by itself, at full size and without numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from optimus.engine.batch_plan import BatchTable, make_table
+from optimus.engine.batches import SampleBatch
+from optimus.engine.buckets import Buckets
+from optimus.engine.build_rank import build_rank
+from optimus.engine.config import Training
+from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.executor import Executor, Recorder
+from optimus.engine.optimizer import Optimizer
+from optimus.engine.process_groups import Groups
+from optimus.engine.synthetic_data import Synthetic
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
+from optimus.job.job import Job
+from optimus.models.kernels import KERNELS, Kernels
+
+
+class OneRank:
+    """Made on every rank from the same job, plan and training; `groups` say which rank it is.
+
+    `sharding` says how parameters are gathered and gradients reduced.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        training: Training,
+        groups: Groups,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        kernels: Kernels = KERNELS,
+        sharding: type[Sharded] = Sharded,
+    ) -> None:
+        self.job, self.plan, self.training, self.groups = job, plan, training, groups
+        self.dtype, self.device = dtype, device
+        self.sequences = job.workload.sequences_per_step // plan.ranks.llm.dp // plan.microbatches
+        self.data = Synthetic(job=job, seed=training.seed)
+        self.replica = plan.ranks.place(LLM, groups.rank).dp
+        self.model = build_rank(
+            job.model,
+            plan,
+            groups,
+            llm_tokens=self.sequences * job.workload.sequence_tokens,
+            dtype=dtype,
+            device=device,
+            seed=training.seed,
+            kernels=kernels,
+        )
+        buckets: Buckets[Sharded] = Buckets(
+            plan, groups, self.model.chunks, sharding, self.model.tied, self.model.partial
+        )
+        self.optimizer = Optimizer(
+            buckets,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            clip=training.clip,
+            copies=self.model.copies,
+            device=device,
+        )
+        self.executor = Executor(
+            plan,
+            groups,
+            self.model.chunks,
+            self.model.shapes,
+            device=device,
+            tied=self.model.tied,
+            recorder=recorder,
+            buckets=buckets,
+            optimizer=self.optimizer,
+        )
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return list(self.model.parameters.values())
+
+    def samples(self, step: int) -> range:
+        """Numbers of the samples of this rank's replica."""
+        own = self.sequences * self.plan.microbatches
+        first = step * self.job.workload.sequences_per_step + self.replica * own
+        return range(first, first + own)
+
+    def table(self, step: int) -> BatchTable:
+        """From the sizes of samples; the same on all ranks of a replica."""
+        return make_table(self.plan, [self.data.sizes(number) for number in self.samples(step)])
+
+    def batch(
+        self, step: int, table: BatchTable, placed: Callable[[Tensor], Tensor] | None = None
+    ) -> SampleBatch:
+        """What this rank needs of a step, on its device or where else it is to be `placed`."""
+        count = self.job.workload.sequences_per_step
+        labels = sum(self.data.labels(number) for number in range(step * count, (step + 1) * count))
+        return SampleBatch(
+            self.job.model,
+            self.plan,
+            self.groups.rank,
+            table,
+            self.data.sample,
+            scale=1.0 / max(1, labels),
+            seed=self.training.seed,
+            step=step,
+            dtype=self.dtype,
+            placed=placed or (lambda tensor: tensor.to(self.device, non_blocking=True)),
+        )

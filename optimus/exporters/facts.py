@@ -1,0 +1,133 @@
+"""Sizes that other trainers ask for, read from what a plan is bound to; a field that it lacks is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from optimus.errors import DoesNotFit, UserError
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
+from optimus.job.layout import Layout
+
+ENDS = 2  # embedding and head: the first and the last layer of the LLM's chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A plan and the fields of its model and workload."""
+
+    plan: Plan
+    file: str | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.modules[LLM].layout
+
+    @property
+    def recompute(self) -> str:
+        return self.plan.modules[LLM].recompute
+
+    # ------------------------------------------------------------------------ fields
+
+    def given(self, part: str, name: str) -> Any:
+        """A field, or None where it has none."""
+        return self.plan.bound_to.get(part, {}).get(name)
+
+    def model(self, name: str) -> Any:
+        """A field of the model that must be there."""
+        found = self.given("model", name)
+        if found is None:
+            raise self._missing("model", name)
+        return found
+
+    def count(self, name: str, *, part: str = "model") -> int:
+        """A positive whole number that must be there."""
+        found = self.given(part, name)
+        if found is None:
+            raise self._missing(part, name)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise UserError(
+                field=f"bound_to.{part}.{name}",
+                value=found,
+                problem="is not a positive whole number",
+                hint="give a file that `optimus plan` wrote",
+                file=self.file,
+            )
+        return found
+
+    def _missing(self, part: str, name: str) -> UserError:
+        return UserError(
+            field=f"bound_to.{part}.{name}",
+            problem="is not in the plan",
+            hint="plan the job again with this version",
+            file=self.file,
+        )
+
+    # ------------------------------------------------------------------------ sizes
+
+    @property
+    def layers(self) -> int:
+        return self.count("llm.stack.layers")
+
+    @property
+    def sequence_tokens(self) -> int:
+        return self.count("sequence_tokens", part="workload")
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.count("sequences_per_step", part="workload")
+
+    @property
+    def microbatch_sequences(self) -> int:
+        """Sequences in one microbatch of the LLM; other trainers know only whole ones, and equal replicas."""
+        replicas = self.layout.dp * self.plan.microbatches
+        whole, rest = divmod(self.sequences_per_step, replicas)
+        if rest:
+            raise DoesNotFit(
+                f"{self.sequences_per_step} sequences per step are not whole in {self.plan.microbatches} "
+                f"microbatches on each of {self.layout.dp} replicas, which other trainers need",
+                f"plan with a sequences_per_step that is a multiple of {replicas}",
+            )
+        return whole
+
+    def layers_of_virtual_stages(self) -> list[int]:
+        """Transformer layers of the LLM in every virtual stage, in the order in which data runs through."""
+        found = [chunk.layers for chunk in self.plan.modules[LLM].chunks]
+        if sum(found) != self.layers + ENDS:
+            raise UserError(
+                field="modules.llm.chunks",
+                problem=f"hold {sum(found)} layers, and {self.layers} with embedding and head make "
+                f"{self.layers + ENDS}",
+                hint="give a file that `optimus plan` wrote",
+                file=self.file,
+            )
+        first, last = self._ends()
+        found[first] -= 1
+        found[last] -= 1
+        return found
+
+    @property
+    def has_empty_ends(self) -> bool:
+        """Whether the embedding is not in the first virtual stage, or the head not in the last."""
+        return self._ends() != (0, len(self.plan.modules[LLM].chunks) - 1)
+
+    def _ends(self) -> tuple[int, int]:
+        """The virtual stages of embedding and head."""
+        filled = [place for place, chunk in enumerate(self.plan.modules[LLM].chunks) if chunk.layers]
+        return filled[0], filled[-1]
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention scores are never stored: then `selective` means norms and non-linearities."""
+        preset = self.plan.notes.get("preset")
+        return not (isinstance(preset, dict) and preset.get("fused_attention") is False)
+
+    def encoder_field(self, name: str, field: str) -> Any:
+        """A field of an encoder, by its name; None where it has none."""
+        place = 0
+        while (own := self.given("model", f"encoders[{place}].name")) is not None:
+            if own == name:
+                return self.given("model", f"encoders[{place}].{field}")
+            place += 1
+        return None

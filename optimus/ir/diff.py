@@ -1,0 +1,142 @@
+"""What differs between two plans: layouts, figures, and which lines came, went or moved."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from optimus.ir.plan import Plan
+from optimus.ir.plan_lines import program_lines
+from optimus.ir.planfile import header
+
+FOR_READERS = ("name", "tool", "notes")  # nothing depends on them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A setting that the plans have differently; None: there is no such module."""
+
+    field: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstLine:
+    """The first line that is not the same in both: where, and its text in each (None: the program ended)."""
+
+    device: int
+    line: int  # of the class's program, counted from 1
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Plan B seen from plan A."""
+
+    names: tuple[str, str]
+    step_s: tuple[float, float]
+    peak_bytes: tuple[int, int]  # of the worst device class
+    layouts: tuple[Change, ...]
+    settings: tuple[Change, ...]
+    fields: tuple[str, ...]  # of the header, that differ in any way
+    lines: tuple[int, int]
+    only_a: int
+    only_b: int
+    moved: int  # the fewest lines to move so that what both have stands in the same order
+    first: FirstLine | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Step of B over step of A."""
+        a, b = self.step_s
+        return b / a if a > 0 else None
+
+    @property
+    def same(self) -> bool:
+        """Whether the two do the same at the same cost."""
+        return self.first is None and set(self.fields) <= set(FOR_READERS)
+
+
+def compare_plans(a: Plan, b: Plan) -> Difference:
+    """Everything that differs from plan A to plan B."""
+    only_a = only_b = moved = 0
+    first, none = None, list[str]()
+    for device, (lines_a, lines_b) in enumerate(zip_longest(_lines(a), _lines(b), fillvalue=none)):
+        if lines_a != lines_b:
+            first = first or _first(device, lines_a, lines_b)
+            kept = _kept(lines_a, lines_b)
+            only_a, only_b = only_a + len(lines_a) - len(kept), only_b + len(lines_b) - len(kept)
+            moved += len(kept) - _longest_rising(kept)
+    header_a, header_b = header(a), header(b)
+    return Difference(
+        names=(a.name, b.name),
+        step_s=(a.claims.step_s, b.claims.step_s),
+        peak_bytes=(_peak(a), _peak(b)),
+        layouts=_changes(_layouts(a), _layouts(b)),
+        settings=_changes(_settings(a), _settings(b)),
+        fields=tuple(name for name in header_a if header_a[name] != header_b[name]),
+        lines=(sum(map(len, a.programs)), sum(map(len, b.programs))),
+        only_a=only_a,
+        only_b=only_b,
+        moved=moved,
+        first=first,
+    )
+
+
+def _lines(plan: Plan) -> list[list[str]]:
+    return [program_lines(program, plan.names) for program in plan.programs]
+
+
+def _peak(plan: Plan) -> int:
+    return max((of_class.peak for of_class in plan.memory), default=0)
+
+
+def _layouts(plan: Plan) -> dict[str, str]:
+    return {name: str(module.layout) for name, module in plan.modules.items()}
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    found = {"strategy": plan.strategy, "order": plan.order, "microbatches": str(plan.microbatches)}
+    for name, module in plan.modules.items():
+        found[f"{name}.recompute"] = module.recompute
+        found[f"{name}.pieces"] = str(module.pieces)
+    return found
+
+
+def _changes(a: dict[str, str], b: dict[str, str]) -> tuple[Change, ...]:
+    fields = [field for field in {**a, **b} if a.get(field) != b.get(field)]
+    return tuple(Change(field=field, a=a.get(field), b=b.get(field)) for field in fields)
+
+
+def _first(device: int, a: list[str], b: list[str]) -> FirstLine:
+    pairs = enumerate(zip_longest(a, b), start=1)
+    line, (text_a, text_b) = next(found for found in pairs if found[1][0] != found[1][1])
+    return FirstLine(device=device, line=line, a=text_a, b=text_b)
+
+
+def _kept(a: list[str], b: list[str]) -> list[int]:
+    """Places in B of the lines of A that B has too, in A's order; the n-th of equal lines is B's n-th."""
+    places = {key: place for place, key in enumerate(_numbered(b))}
+    return [places[key] for key in _numbered(a) if key in places]
+
+
+def _numbered(lines: list[str]) -> list[tuple[str, int]]:
+    seen: Counter[str] = Counter()
+    found = []
+    for line in lines:
+        found.append((line, seen[line]))
+        seen[line] += 1
+    return found
+
+
+def _longest_rising(places: list[int]) -> int:
+    """Length of the longest rising subsequence: these lines need not move."""
+    ends: list[int] = []  # the least end of a rising subsequence of each length
+    for place in places:
+        at = bisect_left(ends, place)
+        ends[at : at + 1] = [place]
+    return len(ends)

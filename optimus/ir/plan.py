@@ -1,0 +1,216 @@
+"""A plan: what every device class runs, as data, with everything needed to run, check and time it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from optimus.ir.op import Communicator, Ints, Kind, Lane
+from optimus.ir.ranks import LLM, Ranks
+from optimus.job.layout import Layout
+
+FORMAT = 1
+SCHEMA = f"optimus.plan/{FORMAT}"
+WHOLE_STAGE = -1  # `chunk` of a bucket that belongs to all chunks of its stage
+
+
+class Verb(IntEnum):
+    """What a line of a program does; the first four play one phase of an op."""
+
+    F = 0
+    B = 1
+    I = 2  # noqa: E741
+    W = 3
+    SEND_F = 4  # activations to the next virtual stage
+    RECV_F = 5
+    SEND_B = 6  # their gradient to the previous one
+    RECV_B = 7
+    SEND_SEAM = 8  # an encoder's rows to LLM stage 0
+    RECV_SEAM = 9
+    SEND_SEAM_B = 10  # their gradient back
+    RECV_SEAM_B = 11
+    GATHER = 12
+    REDUCE = 13
+    FINISH = 14
+
+    @property
+    def word(self) -> str:
+        """As it is written in a file."""
+        return self.name if self <= Verb.W else self.name.lower().replace("_", "-")
+
+
+OPS = {Verb.F: Kind.F, Verb.B: Kind.B, Verb.I: Kind.I, Verb.W: Kind.W}
+VERB_OF = {kind: verb for verb, kind in OPS.items()}
+SENDS = (Verb.SEND_F, Verb.SEND_B, Verb.SEND_SEAM, Verb.SEND_SEAM_B)
+RECVS = (Verb.RECV_F, Verb.RECV_B, Verb.RECV_SEAM, Verb.RECV_SEAM_B)
+SEAMS = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)
+ALL = "all"  # the module of FINISH
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """One part of an op: compute, the launch of a collective, or the wait for it.
+
+    `after`: phases of the same op that must have ended. A phase without any waits for the op's inputs.
+    """
+
+    name: str
+    kind: Kind  # F, R, B, I or W for compute; LAUNCH, WAIT
+    layer: int  # counted inside the chunk
+    duration_s: float = 0.0  # of a launch: how long the collective takes
+    bytes: int = 0
+    lane: Lane = Lane.COMPUTE
+    communicator: Communicator = Communicator.NONE
+    after: tuple[int, ...] = ()
+
+
+Template = tuple[Phase, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedChunk:
+    """One virtual stage of a module: which template each kind of op follows, and what it holds and sends."""
+
+    templates: Mapping[Kind, str]  # F and B, or F, I and W; none for a kind that has nothing to do
+    layers: int
+    kept_bytes: int = 0  # of a microbatch, from its F to its B (or W)
+    made_again_bytes: int = 0  # of a microbatch, from its I to its W
+    output_bytes: int = 0  # what F sends on, and B sends back
+    send_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Parameters that are gathered together before the step and whose gradients are reduced together."""
+
+    chunk: int  # or WHOLE_STAGE
+    first_layer: int  # of the chunk
+    end_layer: int
+    gather_s: float
+    gather_bytes: int
+    reduce_s: float
+    reduce_bytes: int
+    lane: Lane = Lane.DP
+    gates: bool = True  # whether forwards of these layers wait for the gather
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModule:
+    """A module in its layout: chunk c of stage s is `chunks[c * pp + s]`; `buckets[s]` are of stage s."""
+
+    layout: Layout
+    chunks: tuple[PlannedChunk, ...]
+    buckets: tuple[tuple[Bucket, ...], ...]
+    recompute: str = "none"
+    # Encoders only. LLM microbatch i is fed by encoder microbatches `i * pieces` to `(i + 1) * pieces - 1`.
+    pieces: int = 1
+    pipelines: tuple[int, ...] = ()  # which pipeline runs each encoder microbatch
+    bin_tokens: int = 0  # the most encoder tokens in one encoder microbatch: all are padded to it
+    seam_bytes: int = 0  # of an encoder microbatch, per rank
+    seam_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """What one device class plays, in order, as columns."""
+
+    module: Ints  # place in Plan.names; the last is ALL
+    verb: Ints
+    chunk: Ints
+    microbatch: Ints  # of the LLM, or the encoder's own
+    place: Ints  # phase of the op, or number of the bucket in its stage
+
+    def __len__(self) -> int:
+        return len(self.verb)
+
+    @classmethod
+    def of(cls, rows: Any) -> Program:
+        """From rows (module, verb, chunk, microbatch, place)."""
+        columns = np.asarray(rows, np.int32).reshape(-1, 5).T
+        return cls(
+            module=columns[0], verb=columns[1], chunk=columns[2], microbatch=columns[3], place=columns[4]
+        )
+
+    @property
+    def rows(self) -> Ints:
+        """Columns side by side, one row per line."""
+        found: Ints = np.stack([self.module, self.verb, self.chunk, self.microbatch, self.place], axis=1)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassMemory:
+    """Bytes on a rank of one device class: what is always there, and what was claimed to be alive at most."""
+
+    fixed: Mapping[str, int]  # by component
+    llm_activations: int
+    encoder_activations: int
+    seam: int
+
+    @property
+    def peak(self) -> int:
+        return sum(self.fixed.values()) + self.llm_activations + self.encoder_activations + self.seam
+
+
+REGIONS = ("before", "slots", "between", "after")  # where encoder compute lies among a device's LLM ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What the planner says of the plan; a check recomputes all but the estimate."""
+
+    step_s: float
+    estimate_s: float  # the scheduling algorithm's own
+    encoder_s: Mapping[str, float]  # encoder compute in each of REGIONS, summed over classes, as replayed
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A plan file in memory."""
+
+    name: str  # of the job
+    tool: str
+    strategy: str
+    seed: int
+    order: str  # of the LLM's pipeline
+    microbatches: int  # of the LLM, per step and replica
+    modules: Mapping[str, PlannedModule]  # encoders in model order, then the LLM
+    templates: Mapping[str, Template]
+    slowdown: float  # compute takes 1 + slowdown times as long while a collective is on its device
+    launch_s: float  # host time to launch one op
+    capacity_bytes: int
+    memory: tuple[ClassMemory, ...]
+    claims: Claims
+    programs: tuple[Program, ...]  # by device class
+    # What the plan is bound to: flat fields of model, cluster, workload and profile, and a hash of each.
+    bound_to: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    # Free text and figures for readers; nothing depends on it.
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()  # features without which the plan must not be played
+    single_connection: bool = False  # all communication of a device goes through one launch queue
+    finish_s: tuple[float, ...] = ()  # of every LLM stage: the optimizer
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        return Ranks(layouts={name: module.layout for name, module in self.modules.items()})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Modules by number, as programs name them."""
+        return (*self.modules, ALL)
+
+    @property
+    def encoders(self) -> dict[str, PlannedModule]:
+        return {name: module for name, module in self.modules.items() if name != LLM}
+
+    def template_of(self, module: str, kind: Kind, stage: int, chunk: int) -> Template:
+        """Phases of an op; none if there is nothing to do."""
+        planned = self.modules[module]
+        name = planned.chunks[chunk * planned.layout.pp + stage].templates.get(kind)
+        return () if name is None else self.templates[name]

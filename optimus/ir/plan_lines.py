@@ -1,0 +1,151 @@
+"""Program lines as text, written and read in bulk: a plan has hundreds of thousands of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.errors import UserError
+from optimus.ir.op import Ints
+from optimus.ir.plan import ALL, OPS, Plan, Program, Verb
+from optimus.ir.ranks import LLM
+from optimus.ir.typed_json import INT32, Json, known_names
+
+_LINE = re.compile(r"\S++ \S++ \S++ \S++")
+_LINES = re.compile(f"(?:{_LINE.pattern}\n)*+")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+_EXAMPLE = "write module and verb, chunk, microbatch and place, such as llm.F 3 12 4"
+_HEADS, _NEITHER = 2**40, 2**50  # numbers of heads start above every number; above them is what is neither
+
+
+def program_lines(program: Program, names: Sequence[str]) -> list[str]:
+    """Every line of a program as text: `llm.F 3 12 4`."""
+    heads = [f"{name}.{verb.word}" for name in names for verb in Verb]
+    words = map(heads.__getitem__, _heads_of(program).tolist())
+    columns = [column.tolist() for column in (program.chunk, program.microbatch, program.place)]
+    return list(map("%s %d %d %d".__mod__, zip(words, *columns, strict=True)))
+
+
+def opening(plan: Plan, device: int) -> str:
+    """The text before a program's first line: which ranks play it."""
+    stage, context, position = plan.ranks.coordinates(device)
+    return f"class {device}: stage {stage}, context {context}, tp block {position}"
+
+
+def _heads_of(program: Program) -> Ints:
+    """Module and verb of every line as one number."""
+    numbers: Ints = np.asarray(program.module, np.int64) * len(Verb) + program.verb
+    return numbers
+
+
+def known_heads(names: Sequence[str]) -> dict[str, int]:
+    """Every module and verb that may open a line, and its number."""
+    return {
+        f"{name}.{verb.word}": module * len(Verb) + verb
+        for module, name in enumerate(names)
+        for verb in Verb
+        if (name == ALL) == (verb == Verb.FINISH)
+    }
+
+
+def read_program(given: Json, heads: dict[str, int]) -> Program:
+    """What follows the opening of one class's program."""
+    lines = given.value[1:]
+    for place, line in enumerate(lines if set(map(type, lines)) - {str} else ()):
+        Json(line, place + 1, given).word()
+    text = "\n".join([*lines, ""])
+    if not _LINES.fullmatch(text) or text.count("\n") != len(lines):
+        bad = next(place for place, line in enumerate(lines) if not _LINE.fullmatch(line))
+        raise line_error(given, bad, "is not a line of a program", _EXAMPLE)
+    words = text.split()
+    numbers = {word: _number(word, heads) for word in set(words)}
+    cells = np.fromiter(map(numbers.__getitem__, words), np.int64, len(words)).reshape(-1, 4)
+    _refuse_unknown(given, cells, heads)
+    module, verb = np.divmod(cells[:, 0] - _HEADS, len(Verb))
+    return Program.of(np.column_stack([module, verb, cells[:, 1:]]))
+
+
+def _number(word: str, heads: dict[str, int]) -> int:
+    if word in heads:
+        return _HEADS + heads[word]
+    return int(word) if _NUMBER.fullmatch(word) and int(word) <= INT32 else _NEITHER
+
+
+def _refuse_unknown(given: Json, cells: NDArray[Any], heads: dict[str, int]) -> None:
+    """Every line is a known head and three numbers."""
+    is_head = (cells >= _HEADS) & (cells < _NEITHER)
+    wrong = np.argwhere(is_head != [True, False, False, False])
+    wrong_numbers = np.argwhere(cells[:, 1:] >= _NEITHER)
+    rows = [int(found[0][0]) for found in (wrong, wrong_numbers) if len(found)]
+    if not rows:
+        return
+    head = given.value[1 + min(rows)].split()[0]
+    if head not in heads:
+        module = head.rpartition(".")[0]
+        alike = [known for known in heads if known.rpartition(".")[0] == module] or heads
+        raise line_error(given, min(rows), "is of no known kind", known_names(head, alike))
+    raise line_error(given, min(rows), "has something else than whole numbers after its verb", _EXAMPLE)
+
+
+def line_error(given: Json, place: int, problem: str, hint: str) -> UserError:
+    """About one line of a class's program."""
+    line = Json(given.value[1 + place], place + 1, given)
+    return line.error(problem, hint, line=given.line(given.value[0], line.value))
+
+
+# ---------------------------------------------------------------------------- what a line may name
+
+
+def refuse_out_of_range(plan: Plan, given: Json) -> None:
+    """Every line names a chunk, microbatch and place that there is."""
+    per_stage = plan.ranks.num_classes // plan.ranks.llm.pp
+    limits = {
+        column: np.repeat([_limit(plan, name, column) for name in plan.names], len(Verb))
+        for column in ("chunk", "microbatch")
+    }
+    for stage in range(plan.ranks.llm.pp):
+        places = _places(plan, stage)
+        for device in range(stage * per_stage, (stage + 1) * per_stage):
+            _refuse_in_program(
+                plan.programs[device], limits, places, Json(given.value[device], device, given)
+            )
+
+
+def _refuse_in_program(
+    program: Program, limits: dict[str, Ints], places: NDArray[np.int64], given: Json
+) -> None:
+    heads = _heads_of(program)
+    for column in ("chunk", "microbatch", "place"):
+        values = getattr(program, column)
+        there = places[heads, program.chunk] if column == "place" else limits[column][heads]
+        wrong = values >= there
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            problem = f"names {column} {values[first]}, and there are {there[first]}, counted from 0"
+            raise line_error(given, first, problem, "correct the line, or plan again")
+
+
+def _limit(plan: Plan, name: str, column: str) -> int:
+    if name == ALL:
+        return 1
+    module = plan.modules[name]
+    if column == "chunk":
+        return module.layout.chunks
+    return plan.microbatches * (1 if name == LLM else module.pieces)
+
+
+def _places(plan: Plan, llm_stage: int) -> NDArray[np.int64]:
+    """How many places there are for every head (by row) and chunk: phases, or buckets of the stage."""
+    most = max(module.layout.chunks for module in plan.modules.values())
+    found = np.ones((len(plan.names), len(Verb), most), np.int64)
+    for number, (name, module) in enumerate(plan.modules.items()):
+        stage = llm_stage % module.layout.pp
+        found[number, [Verb.GATHER, Verb.REDUCE]] = len(module.buckets[stage])
+        for verb, kind in OPS.items():
+            for chunk in range(module.layout.chunks):
+                found[number, verb, chunk] = len(plan.template_of(name, kind, stage, chunk))
+    return found.reshape(-1, most)

@@ -1,0 +1,106 @@
+"""What no schedule can beat: the floor, all work spread evenly, and the way of one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from optimus.cost.module import PricedLayer
+from optimus.ir.op import Kind, Lane
+from optimus.planner.context import PlanningContext
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.replicated_encoder import SpreadEncoder, encoder_choices, spread_over_all
+from optimus.schedule.build import Builder
+from optimus.schedule.simulate import evaluate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Lower bounds of a step in seconds; `encoder_s`: encoders alone on all GPUs, with their traffic."""
+
+    floor_s: float
+    work_s: float
+    critical_path_s: float
+    encoder_s: float
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.floor_s, self.work_s, self.critical_path_s)
+
+    @property
+    def binds(self) -> str:
+        """Which bound is the largest."""
+        named = {
+            "floor": self.floor_s,
+            "total work": self.work_s,
+            "critical path": self.critical_path_s,
+        }
+        return max(named, key=lambda name: named[name])
+
+    def hidden_share(self, step_s: float) -> float:
+        """Strict: the share of the encoders' own time that the step does not show."""
+        return 1.0 - (step_s - self.floor_s) / self.encoder_s if self.encoder_s else 1.0
+
+
+def find_bounds(context: PlanningContext, floor: InlinePipeline, floor_s: float) -> Bounds:
+    """Bounds of every system at this layout of the LLM."""
+    encoders = context.job.model.encoders
+    choices = [
+        [
+            spread_over_all(context, encoder, tp=tp, recompute=recompute)
+            for tp, recompute in encoder_choices(context, encoder)
+        ]
+        for encoder in encoders
+    ]
+    return Bounds(
+        floor_s=floor_s,
+        work_s=_llm_work_s(floor) + sum(min(map(_work_s, each)) for each in choices),
+        critical_path_s=_llm_path_s(floor) + sum(min(map(_path_s, each)) for each in choices),
+        encoder_s=sum(min(map(_alone_s, each)) for each in choices),
+    )
+
+
+def _alone_s(spread: SpreadEncoder) -> float:
+    """All forwards, then all backwards of an encoder on all GPUs, with gathers and reduces under them."""
+    if not spread.pieces:
+        return 0.0
+    builder = Builder(spread.context.chunks.modules, 1)
+    after: list[int] = []
+    for piece in range(spread.pieces):
+        after = [spread.forwards(builder, 0, piece, first=piece == 0, after=after)]
+    for piece in range(spread.pieces):
+        block, _ = spread.backwards(builder, 0, piece, last=piece == spread.pieces - 1, after=after)
+        after = [block]
+    slowdown = spread.context.prices.assumptions.residence_slowdown
+    return evaluate(builder.build(), slowdown=slowdown).step_s
+
+
+def _work_s(spread: SpreadEncoder) -> float:
+    """An encoder's kernels on the mean GPU, without communication and as if images could be cut."""
+    context, sequences = spread.context, spread.context.microbatch_sequences
+    layers = context.encoder_layers(spread.encoder, spread.layout, sequences, spread.recompute)
+    microbatches = context.job.workload.sequences_per_step / sequences
+    return _compute_s(layers) * microbatches / spread.layout.dp
+
+
+def _llm_work_s(floor: InlinePipeline) -> float:
+    """The LLM's kernels on the mean stage, without communication."""
+    return _compute_s(floor.layers) * floor.microbatches / floor.layout.pp
+
+
+def _compute_s(layers: Sequence[PricedLayer]) -> float:
+    """Forward and backward kernels of one microbatch."""
+    kernels = (kernel for layer in layers for kind in (Kind.F, Kind.B) for kernel in layer.kernels[kind])
+    return sum(kernel.duration_s for kernel in kernels if kernel.lane == Lane.COMPUTE)
+
+
+def _llm_path_s(floor: InlinePipeline) -> float:
+    """One microbatch through all stages and back; weight gradients may wait."""
+    chunks = [floor.context.chunks.make([layer]).seconds for layer in floor.layers]
+    return sum(seconds[Kind.F] + min(seconds[Kind.I], seconds[Kind.B]) for seconds in chunks)
+
+
+def _path_s(spread: SpreadEncoder) -> float:
+    """One piece forward, and the shorter of its backwards."""
+    seconds = spread.context.chunks.make(spread.layers).seconds
+    return seconds[Kind.F] + min(seconds[Kind.I], seconds[Kind.B]) if spread.pieces else 0.0

@@ -1,0 +1,218 @@
+"""Makes a plan for a job: layouts, schedule, programs, proof; and says what it is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optimus.cost.assumptions import Assumptions
+from optimus.cost.measured import Profile
+from optimus.cost.memory import Memory
+from optimus.errors import DoesNotFit, UserError, nearest
+from optimus.ir.binding import bind, bound_parts, mismatches
+from optimus.ir.plan import Plan
+from optimus.job.job import Job
+from optimus.planner.bounds import Bounds, find_bounds
+from optimus.planner.compare import Comparison, compare_systems
+from optimus.planner.rejected import Rejected
+from optimus.planner.remedies import what_would_fit
+from optimus.planner.search_result import SearchResult
+from optimus.planner.systems.registry import STRATEGIES, System, default_systems
+from optimus.verify.validator import KEPT, Report, Violation, check_plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """A plan, the systems it is compared with, and its proof."""
+
+    plan: Plan
+    comparison: Comparison
+    bounds: Bounds
+    report: Report
+    found: SearchResult
+    search_s: float
+
+    @property
+    def system(self) -> System:
+        return self.comparison.systems[self.plan.strategy]
+
+    @property
+    def step_s(self) -> float:
+        return self.plan.claims.step_s
+
+    @property
+    def floor_s(self) -> float:
+        return self.comparison.floor_s
+
+    @property
+    def systems(self) -> dict[str, System]:
+        return self.comparison.systems
+
+    @property
+    def memory(self) -> Memory:
+        """Of the worst rank."""
+        return self.system.memory
+
+    @property
+    def hidden_strict(self) -> float:
+        return self.bounds.hidden_share(self.step_s)
+
+    @property
+    def hidden_placed(self) -> float:
+        """The paper's generous form: the share of encoder work placed inside bubbles."""
+        return self.found.hidden_share
+
+    @property
+    def speedup(self) -> dict[str, float]:
+        """Time of every other system over this plan's (measured where the job says so)."""
+        return {system.name: _seconds(system) / self.step_s for system in self._others}
+
+    @property
+    def rejected(self) -> list[Rejected]:
+        return [*self.comparison.rejected, *self.found.rejected]
+
+    @property
+    def simpler(self) -> System | None:
+        """The fastest system that fits and fills no bubbles, of those that were compared."""
+        return min((system for system in self._others if system.fits), key=_seconds, default=None)
+
+    @property
+    def reference(self) -> System | None:
+        """What people run: today's, or everything in stage 0; none if it was not compared or does not fit."""
+        found = self.systems.get("today") or self.systems.get("stage0")
+        return found if found is not None and found.fits else None
+
+    @property
+    def _others(self) -> list[System]:
+        skipped = "llm-only", self.plan.strategy
+        return [system for name, system in self.comparison.systems.items() if name not in skipped]
+
+
+def make_plan(
+    job: Job,
+    *,
+    strategy: str = "optimus",
+    assumptions: Assumptions | str = "default",
+    profile: Profile | None = None,
+    systems: Iterable[str] | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Planned:
+    """Plans a job and proves the plan; DoesNotFit says what would make an impossible one fit.
+
+    `systems` are those to compare with: all that apply, by default.
+    """
+    _check(job, strategy)
+    begin = time.monotonic()
+    others = default_systems(job) if systems is None else systems
+    asked = [name for name in others if name != "today" or job.today is not None]
+    names = dict.fromkeys(["llm-only", *asked, strategy])
+    try:
+        comparison = compare_systems(
+            job, names=names, assumptions=assumptions, profile=profile, progress=progress
+        )
+    except DoesNotFit as no:
+        raise _with_remedies(no, job, assumptions) from no
+    if strategy not in comparison.systems:
+        raise _with_remedies(DoesNotFit(comparison.missing[strategy], ""), job, assumptions)
+    system = comparison.systems[strategy]
+    comparison, found = replace(comparison, context=system.context), system.found
+    assert found is not None
+    bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
+    progress("check", len(names), len(names) + 1)
+    plan = _with_notes(_bound(found.filled.plan, job, comparison), comparison, bounds, found)
+    report = check_plan(plan)
+    return Planned(
+        plan=plan,
+        comparison=comparison,
+        bounds=bounds,
+        report=report,
+        found=found,
+        search_s=time.monotonic() - begin,
+    )
+
+
+def _check(job: Job, strategy: str) -> None:
+    """Whether there is anything to plan."""
+    if strategy not in STRATEGIES:
+        raise UserError(
+            field="--strategy",
+            value=strategy,
+            problem="is not a strategy",
+            hint=nearest(strategy, STRATEGIES),
+        )
+    if not job.model.encoders:
+        raise DoesNotFit(
+            f"{job.model.name} has no encoder to place", "optimus simulate says where an LLM's time goes"
+        )
+    if "fill" not in job.layout.limits.allow:
+        raise UserError(
+            field="layout.limits.allow",
+            value=", ".join(job.layout.limits.allow),
+            problem="leaves out fill, which is what a plan does",
+            hint="add fill, or use optimus simulate",
+        )
+
+
+def check_planned(plan: Plan | Planned) -> Report:
+    """Checks a plan, or what `make_plan` returned, by all nine rules."""
+    return check_plan(plan.plan if isinstance(plan, Planned) else plan)
+
+
+def report_mismatches(report: Report, plan: Plan, parts: Mapping[str, Any]) -> Report:
+    """The report with a violation of `binding` for every field in which a plan and a job differ."""
+    found = tuple(
+        Violation(
+            rule="binding",
+            where=f"{each.part}.{each.field}",
+            problem=f"the plan was made for {each.planned}, the job has {each.given}",
+        )
+        for each in mismatches(plan, parts)
+    )
+    holds = report.rules["binding"] and not found
+    return replace(
+        report, rules={**report.rules, "binding": holds}, violations=(*report.violations, *found[:KEPT])
+    )
+
+
+def _bound(plan: Plan, job: Job, comparison: Comparison) -> Plan:
+    fields, hashes = bind(bound_parts(job, comparison.context.prices.profile))
+    return replace(plan, bound_to=fields, hashes=hashes)
+
+
+def _with_notes(plan: Plan, comparison: Comparison, bounds: Bounds, found: SearchResult) -> Plan:
+    """Figures for readers of the file; none depends on how long anything took."""
+    notes = {
+        "preset": comparison.assumptions.describe(),
+        "floor_s": comparison.floor_s,
+        "floor_1f1b_s": comparison.floor_1f1b_s,
+        "bound_s": bounds.bound_s,
+        "bound": bounds.binds,
+        "mfu": comparison.systems[plan.strategy].mfu,
+        "hidden_share_strict": bounds.hidden_share(plan.claims.step_s),
+        "hidden_share_placed": found.hidden_share,
+        "systems_s": {name: system.step_s for name, system in comparison.systems.items()},
+        **found.notes,
+    }
+    unfit = [name for name, system in comparison.systems.items() if not system.fits]
+    if unfit:
+        notes["systems_unfit"] = unfit
+    return replace(plan, notes=_rounded(notes))
+
+
+def _rounded(value: Any) -> Any:
+    """Notes to twelve digits, so that they are the same on every machine."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return round(value, 12) if isinstance(value, float) else value
+
+
+def _seconds(system: System) -> float:
+    return system.step_s if system.measured_step_s is None else system.measured_step_s
+
+
+def _with_remedies(no: DoesNotFit, job: Job, assumptions: Assumptions | str) -> DoesNotFit:
+    """The same no, with what was tried and would fit."""
+    remedies = what_would_fit(job, assumptions)
+    return DoesNotFit(no.problem, remedies or no.hint or "nothing that was tried makes it fit")

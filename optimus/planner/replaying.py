@@ -1,0 +1,55 @@
+"""Plays a plan file again, as it stands: the claim, and where its time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optimus.errors import UserError
+from optimus.ir.op import Schedule
+from optimus.ir.plan import Plan, Program
+from optimus.ir.ranks import LLM
+from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
+from optimus.schedule.dependencies import couple
+from optimus.schedule.lower import play
+from optimus.schedule.simulate import Deadlock, Timeline
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replayed:
+    """A plan, played."""
+
+    plan: Plan
+    schedule: Schedule
+    timeline: Timeline
+    bubbles: Bubbles  # of the mean class; every class stands for as many GPUs
+
+    @property
+    def floor_s(self) -> float | None:
+        """As the plan's notes have it."""
+        found = self.plan.notes.get("floor_s")
+        return found if isinstance(found, float) else None
+
+
+def replay_plan(plan: Plan) -> Replayed:
+    """Plays a plan; one that cannot be played is refused with what `optimus check` would say more of."""
+    try:
+        schedule = couple(plan, plan.programs)
+        timeline = play(plan, schedule)
+    except (AssertionError, Deadlock, IndexError) as error:
+        raise UserError(
+            field="PLAN",
+            value=plan.name,
+            problem=f"cannot be played: {str(error) or 'an op is missing'}",
+            hint="optimus check says which rule it breaks; plan again",
+        ) from error
+    bubbles = mean_bubbles(find_bubbles(schedule, timeline))
+    return Replayed(plan=plan, schedule=schedule, timeline=timeline, bubbles=bubbles)
+
+
+def replay_llm_alone(plan: Plan) -> Replayed:
+    """The plan without its encoders: the LLM's ops in the same order, with nothing between them."""
+    kept = plan.names.index(LLM), len(plan.names) - 1  # and the optimizer, which is everybody's
+    programs = tuple(Program.of(each.rows[np.isin(each.module, kept)]) for each in plan.programs)
+    return replay_plan(replace(plan, programs=programs))

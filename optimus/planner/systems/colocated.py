@@ -1,0 +1,315 @@
+"""Encoders and LLM on the same GPUs, each in its own layout: a plan before anything is arranged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import ceil
+
+from optimus import __version__
+from optimus.cost.kernel import Kernel
+from optimus.cost.memory import Memory, communicator_bytes, states, working_bytes
+from optimus.cost.module import PricedLayer
+from optimus.cost.network import Collective
+from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Claims, Plan, PlannedChunk, PlannedModule, Template
+from optimus.ir.ranks import LLM, Ranks
+from optimus.job.layout import Layout
+from optimus.job.model import Encoder
+from optimus.planner.context import PlanningContext
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.schedule.chunk_templates import Chunk
+from optimus.schedule.dp_traffic import Exposure, ParameterTraffic, parameter_traffic
+from optimus.schedule.phases import DIGITS, PASSING, collective
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ColocatedEncoder:
+    """One encoder in its own layout over all GPUs."""
+
+    encoder: Encoder
+    layout: Layout
+    layers: tuple[PricedLayer, ...]  # for one encoder microbatch
+    pieces: int  # encoder microbatches in one of the LLM's
+    pipelines: tuple[int, ...]  # which pipeline runs each encoder microbatch
+    recompute: str
+    counts: tuple[int, ...] = ()  # inner layers of every stage; as even as they can be if left out
+    split: bool = False  # gradients of weights are made apart from those of inputs
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What an encoder microbatch is cut into on every stage."""
+        return (Kind.F, Kind.I, Kind.W) if self.split else (Kind.F, Kind.B)
+
+    @cached_property
+    def stages(self) -> list[tuple[PricedLayer, ...]]:
+        """Layers divided over stages; the ends go with their neighbours."""
+        counts = self.counts or even_counts(len(self.layers) - 2, self.layout.pp)
+        cuts = [0, *(1 + total for total in accumulate(counts))]
+        cuts[-1] = len(self.layers)
+        return [self.layers[a:b] for a, b in pairwise(cuts)]
+
+
+def even_counts(inner: int, stages: int) -> tuple[int, ...]:
+    """Layers of every stage, as even as they can be; later ones get one more."""
+    return tuple(inner // stages + (stage >= stages - inner % stages) for stage in range(stages))
+
+
+def encoder_layout(llm: Layout, *, pp: int, tp: int) -> Layout:
+    """An encoder's layout over the LLM's GPUs: dp follows."""
+    return Layout(dp=llm.gpus // (pp * tp), pp=pp, tp=tp)
+
+
+class Colocated:
+    """Makes the header of a plan from one LLM pipeline and encoders in layouts of their own."""
+
+    def __init__(
+        self, context: PlanningContext, llm: InlinePipeline, encoders: Sequence[ColocatedEncoder]
+    ) -> None:
+        self.context, self.llm, self.encoders = context, llm, tuple(encoders)
+        self._templates: dict[str, Template] = {}
+        self._names: dict[int, str] = {}  # by the ids of templates, which the setting keeps
+
+    def header(self, *, strategy: str) -> Plan:
+        """Everything but programs and claims."""
+        assumptions = self.context.prices.assumptions
+        modules = {choice.encoder.name: self._encoder(choice) for choice in self.encoders}
+        modules[LLM] = self._llm()
+        return Plan(
+            name=self.context.job.name,
+            tool=f"optimus {__version__}",
+            strategy=strategy,
+            seed=0,
+            order=self.llm.order_name,
+            microbatches=self.llm.microbatches,
+            modules=modules,
+            templates=self._templates,
+            slowdown=assumptions.residence_slowdown,
+            launch_s=assumptions.launch_s,
+            capacity_bytes=round(self.context.capacity_bytes),
+            memory=(),
+            claims=Claims(step_s=0.0, estimate_s=0.0, encoder_s={}),
+            programs=(),
+            finish_s=tuple(self._finish_s(stage) for stage in range(self.llm.layout.pp)),
+        )
+
+    # ------------------------------------------------------------------------ modules
+
+    def _llm(self) -> PlannedModule:
+        plan = self.llm.plan
+        kinds = sorted({op.kind for op in plan.order[0]})
+        prices = self.context.prices
+        across = prices.stages_cross_nodes(plan.layout)
+        chunks = []
+        for virtual, chunk in enumerate(plan.chunks):
+            templates = {kind: self._llm_template(chunk, kind, first=virtual == 0) for kind in kinds}
+            chunks.append(
+                PlannedChunk(
+                    templates=templates,
+                    layers=len(chunk.layers),
+                    kept_bytes=round(chunk.kept_bytes),
+                    made_again_bytes=round(sum(x.made_again_bytes + x.logits_bytes for x in chunk.layers)),
+                    output_bytes=round(chunk.output_bytes),
+                    send_s=round(prices.send_s(chunk.output_bytes, across_nodes=across), DIGITS),
+                )
+            )
+        return PlannedModule(
+            layout=plan.layout,
+            chunks=tuple(chunks),
+            buckets=tuple(self._llm_buckets(stage) for stage in range(plan.stages)),
+            recompute=dict(self.llm.policy)[LLM],
+        )
+
+    def _llm_template(self, chunk: Chunk, kind: Kind, *, first: bool) -> str:
+        """The name of a chunk's template; most chunks are made of the same kernels."""
+        seam = self._seam_collectives.get(kind, ()) if first else ()
+        before, after = (seam, ()) if kind == Kind.F else ((), seam)
+        phases = self.context.phases(chunk.layers, kind, first=before, last=after) or PASSING[kind]
+        return self._name(LLM, kind, phases)
+
+    def _encoder(self, choice: ColocatedEncoder) -> PlannedModule:
+        name, prices = choice.encoder.name, self.context.prices
+        precision = self.context.job.model.precision
+        across = prices.stages_cross_nodes(self.llm.layout)
+        chunks, buckets = [], []
+        for layers in choice.stages:
+            phases = {kind: self.context.phases(layers, kind) for kind in choice.kinds}
+            templates = {kind: self._name(name, kind, found) for kind, found in phases.items() if found}
+            output = layers[-1].output_bytes
+            chunks.append(
+                PlannedChunk(
+                    templates=templates,
+                    layers=len(layers),
+                    kept_bytes=round(sum(layer.activation_bytes for layer in layers)),
+                    made_again_bytes=round(sum(layer.made_again_bytes for layer in layers))
+                    if choice.split
+                    else 0,
+                    output_bytes=round(output),
+                    send_s=round(prices.send_s(output, across_nodes=across), DIGITS),
+                )
+            )
+            traffic = [parameter_traffic([layer], prices, precision) for layer in layers]
+            buckets.append(
+                tuple(_bucket(0, at, at + 1, part) for at, part in enumerate(traffic) if _moves(part))
+            )
+        rows = choice.layers[-1].output_bytes
+        return PlannedModule(
+            layout=choice.layout,
+            chunks=tuple(chunks),
+            buckets=tuple(buckets),
+            recompute=choice.recompute,
+            pieces=choice.pieces,
+            pipelines=choice.pipelines,
+            bin_tokens=self._bin_tokens(choice),
+            seam_bytes=round(rows),
+            seam_s=round(prices.send_s(rows, across_nodes=across), DIGITS),
+        )
+
+    def _bin_tokens(self, choice: ColocatedEncoder) -> int:
+        """Whole merge groups on every rank that shares the encoder's layers."""
+        workload, encoder = self.context.job.workload, choice.encoder
+        sequences, merge = ceil(self.llm.sequences), encoder.projector.merge
+        needed = workload.bin_tokens(encoder.name, merge, sequences, choice.pieces)
+        return ceil(needed / (merge * choice.layout.tp)) * merge * choice.layout.tp
+
+    def _name(self, module: str, kind: Kind, phases: Template) -> str:
+        """Equal templates are written once."""
+        if id(phases) not in self._names:
+            number = sum(known.startswith(f"{module}.{kind.name}.") for known in self._templates)
+            self._names[id(phases)] = f"{module}.{kind.name}.{number}"
+            self._templates[self._names[id(phases)]] = phases
+        return self._names[id(phases)]
+
+    # ------------------------------------------------------------------------ seam
+
+    @cached_property
+    def _seam_collectives(self) -> dict[Kind, tuple[Kernel, ...]]:
+        """Rows that reach single ranks of stage 0 are gathered for all, tp first; backward is the adjoint."""
+        layout, prices = self.llm.layout, self.context.prices
+        size = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
+
+        def around(kind: Collective, name: str) -> tuple[Kernel, ...]:
+            found = []
+            if layout.tp > 1 and size:
+                seconds = prices.tp_s(kind, size, layout.tp)
+                found.append(collective(f"{name}.tp", Lane.TP, Communicator.TP, seconds, size))
+            if layout.cp > 1 and size:
+                seconds = prices.group_s(kind, size, ranks=layout.cp, stride=layout.tp)
+                lane = prices.group_lane(layout.cp, layout.tp)
+                found.append(collective(f"{name}.cp", lane, Communicator.CP, seconds, size))
+            ordered = found if kind == Collective.ALL_GATHER else found[::-1]
+            return tuple(replace(k, after=(place - 1,) if place else ()) for place, k in enumerate(ordered))
+
+        backward = around(Collective.REDUCE_SCATTER, "seam.scatter") if self._learns else ()
+        return {
+            Kind.F: around(Collective.ALL_GATHER, "seam.gather"),
+            Kind.B: backward,
+            Kind.I: backward,
+        }
+
+    @property
+    def _learns(self) -> bool:
+        return any(choice.encoder.train or choice.encoder.projector.train for choice in self.encoders)
+
+    # ------------------------------------------------------------------------ traffic
+
+    def _llm_buckets(self, stage: int) -> tuple[Bucket, ...]:
+        """Of one stage: what the assumptions leave exposed, and what runs under compute chunk by chunk."""
+        plan = self.llm.plan
+        exposure = Exposure(chunks=plan.traffic_of(stage), assumptions=plan.prices.assumptions)
+        quantities = ("gather_s", "gather_bytes", "reduce_s", "reduce_bytes")
+        found = []
+        if exposure.mode != "chunks":
+            lane = Lane.HOST if exposure.mode == "slack" else Lane.DP
+            part = ParameterTraffic(**{quantity: exposure.exposed(quantity) for quantity in quantities})
+            found.append(_bucket(WHOLE_STAGE, 0, 0, part, lane=lane))
+        if exposure.mode != "all":
+            for number in range(len(exposure.chunks)):
+                layers = len(plan.chunks[number * plan.stages + stage].layers)
+                part = ParameterTraffic(**{each: exposure.hidden(each, number) for each in quantities})
+                gates = exposure.mode == "chunks" or number > 0
+                found.append(_bucket(number, 0, layers, part, gates=gates))
+        return tuple(bucket for bucket in found if bucket.gather_s or bucket.reduce_s)
+
+    def _finish_s(self, stage: int) -> float:
+        """The optimizer's pass over a rank's shards."""
+        if not self.context.prices.assumptions.optimizer_time:
+            return 0.0
+        precision, prices = self.context.job.model.precision, self.context.prices
+        parts = list(self.llm.plan.traffic_of(stage))
+        for choice in self.encoders:
+            layers = choice.stages[stage % choice.layout.pp]
+            parts.append(parameter_traffic(layers, prices, precision))
+        return round(sum(part.update_s for part in parts), DIGITS)
+
+    # ------------------------------------------------------------------------ memory
+
+    def fixed_bytes(self) -> list[Mapping[str, int]]:
+        """Of every device class: what is there all the time."""
+        layouts = {choice.encoder.name: choice.layout for choice in self.encoders}
+        ranks = Ranks(layouts={**layouts, LLM: self.llm.layout})
+        stages = [self.fixed_of(stage) for stage in range(self.llm.layout.pp)]
+        return [stages[ranks.coordinates(device)[0]] for device in range(ranks.num_classes)]
+
+    def fixed_of(self, stage: int) -> dict[str, int]:
+        """Of one stage: what is there all the time."""
+        layout, context = self.llm.layout, self.context
+        bytes_of = self.llm.sums.stage_bytes(self.llm.cut, layout.pp)
+        own = bytes_of.states_of(stage)
+        working = float(bytes_of.working[stage])
+        held = [own]
+        groups = [layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep]
+        for choice in self.encoders:
+            layers = choice.stages[stage % choice.layout.pp]
+            held.append(states(layers, context.job.model.precision))
+            working += working_bytes(layers)
+            leaves = choice.layout.pp > 1 or stage > 0 or layout.pp > choice.layout.pp  # rows cross the seam
+            groups += [choice.layout.dp, choice.layout.tp, min(choice.layout.pp, 2), 2 if leaves else 1]
+        total = {part: sum(getattr(memory, part) for memory in held) for part in PARTS}
+        total |= {
+            "working": working,
+            "logits": own.logits,
+            "communicators": communicator_bytes(*groups),
+            "reserve": context.job.cluster.reserve_bytes,
+        }
+        return {part: round(value) for part, value in total.items()}
+
+
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+def as_memory(fixed: Mapping[str, int], llm: int, encoders: int, seam: int) -> Memory:
+    """A class's bytes in the components that systems are compared by."""
+    return Memory(
+        parameters=fixed["parameters"],
+        gradients=fixed["gradients"],
+        optimizer=fixed["optimizer"],
+        logits=fixed["logits"],
+        communicators=fixed["communicators"],
+        reserve=fixed["reserve"],
+        llm_activations=llm + fixed["working"],
+        encoder_activations=encoders,
+        seam=seam,
+    )
+
+
+def _moves(part: ParameterTraffic) -> bool:
+    return part.gather_s > 0 or part.reduce_s > 0
+
+
+def _bucket(
+    chunk: int, first: int, end: int, part: ParameterTraffic, *, lane: Lane = Lane.DP, gates: bool = True
+) -> Bucket:
+    return Bucket(
+        chunk=chunk,
+        first_layer=first,
+        end_layer=end,
+        gather_s=round(part.gather_s, DIGITS),
+        gather_bytes=round(part.gather_bytes),
+        reduce_s=round(part.reduce_s, DIGITS),
+        reduce_bytes=round(part.reduce_bytes),
+        lane=lane,
+        gates=gates,
+    )

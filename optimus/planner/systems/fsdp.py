@@ -1,0 +1,169 @@
+"""Fully sharded data parallelism: a layer is gathered before it runs, its gradients scattered after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from optimus.cost.memory import Memory, communicator_bytes, working_bytes
+from optimus.cost.module import PricedLayer
+from optimus.ir.op import Kind, Lane, Schedule
+from optimus.job.layout import Layout
+from optimus.planner.context import PlanningContext, Policy
+from optimus.schedule.build import Builder, Template, single
+from optimus.schedule.dp_traffic import ParameterTraffic, parameter_traffic, update
+
+IN_FLIGHT = 2  # layers gathered at once: the one that runs and the next
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sharded:
+    """FSDP over all GPUs, with tensor parallelism inside a node; `accumulate` microbatches per step."""
+
+    context: PlanningContext
+    layout: Layout
+    layers: tuple[PricedLayer, ...]
+    sequences: int
+    accumulate: int
+    policy: Policy
+    keeps_gathered: bool = False  # parameters stay gathered from the first forward on (ZeRO-2)
+
+    @cached_property
+    def _traffic(self) -> list[ParameterTraffic]:
+        """Of every layer; a frozen one is gathered too."""
+        precision = self.context.job.model.precision
+        return [
+            parameter_traffic([layer], self.context.prices, precision, gathers_frozen=True)
+            for layer in self.layers
+        ]
+
+    def schedule(self) -> Schedule:
+        """Layer by layer; the next layer's gather is issued before a layer runs, and runs under it."""
+        context, builder = self.context, Builder(self.context.chunks.modules, 1)
+        count = len(self.layers)
+        order = [(Kind.F, place) for place in range(count)]
+        order += [(Kind.B, place) for place in reversed(range(count))]
+        steps = [(microbatch, *step) for microbatch in range(self.accumulate) for step in order]
+        templates = {step: self._compute(step) for step in order}
+        ran: list[int] = []
+        reduces: list[int] = []
+        gathers = [self._gather(builder, steps[0], ran)]
+        for place, (microbatch, kind, layer) in enumerate(steps):
+            if place + 1 < len(steps):
+                gathers.append(self._gather(builder, steps[place + 1], ran))
+            waits = [*gathers[place], *ran[-1:]]
+            block = builder.add(templates[kind, layer], device=0, microbatch=microbatch, after=waits)
+            ran.append(block)
+            traffic = self._traffic[layer]
+            if kind == Kind.B and traffic.reduce_s > 0:
+                reduce = single(Kind.REDUCE, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
+                reduces.append(builder.add(reduce, device=0, microbatch=microbatch, after=[block]))
+        if context.prices.assumptions.optimizer_time:
+            builder.add(update(self._traffic), device=0, after=reduces)
+        return builder.build()
+
+    def _gather(self, builder: Builder, step: tuple[int, Kind, int], ran: list[int]) -> list[int]:
+        """The gather of one layer, when the layer before the running one has left room for it."""
+        microbatch, kind, layer = step
+        if self.keeps_gathered and (kind != Kind.F or microbatch > 0):
+            return []
+        traffic = self._traffic[layer]
+        op = single(Kind.GATHER, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
+        return [builder.add(op, device=0, microbatch=microbatch, after=ran[-1:])]
+
+    def _compute(self, step: tuple[Kind, int]) -> Template:
+        chunks = self.context.chunks
+        return chunks.template(chunks.make([self.layers[step[1]]]), step[0])
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        return (self._memory,)
+
+    @property
+    def estimate_s(self) -> float:
+        """Rank of this choice: the busier of compute and the NIC."""
+        chunks = self.context.chunks
+        seconds = chunks.make(self.layers).seconds
+        gather_s = sum(part.gather_s for part in self._traffic)
+        reduce_s = sum(part.reduce_s for part in self._traffic)
+        traffic_s = self.accumulate * ((0 if self.keeps_gathered else 2 * gather_s) + reduce_s)
+        traffic_s += gather_s if self.keeps_gathered else 0.0
+        return max(self.accumulate * (seconds[Kind.F] + seconds[Kind.B]), traffic_s)
+
+    @cached_property
+    def _memory(self) -> Memory:
+        """Shards of all states, the layers in flight gathered, activations of one microbatch."""
+        job, layout = self.context.job, self.layout
+        precision, llm = job.model.precision, job.model.llm.name
+        parameters = gradients = optimizer = 0.0
+        for layer in self.layers:
+            shard = layer.shard_parameters
+            parameters += shard * precision.parameter_bytes
+            if layer.trained:
+                gradients += shard * precision.gradient_bytes
+                optimizer += shard * precision.optimizer_bytes
+        held = [layer.parameters + layer.expert_parameters for layer in self.layers]
+        whole = max(held)
+        gathered = sum(held) if self.keeps_gathered else IN_FLIGHT * whole
+        parameters += gathered * precision.parameter_bytes
+        gradients += whole * precision.gradient_bytes
+        return Memory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            llm_activations=sum(x.activation_bytes for x in self.layers if x.module == llm)
+            + working_bytes(self.layers),
+            encoder_activations=sum(x.activation_bytes for x in self.layers if x.module != llm),
+            logits=sum(layer.logits_bytes for layer in self.layers),
+            communicators=communicator_bytes(layout.tp, layout.dp, layout.ep),
+            reserve=job.cluster.reserve_bytes,
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self._memory.total <= self.context.capacity_bytes
+
+
+def sharded_choices(context: PlanningContext) -> Iterator[Sharded]:
+    """Every tp and microbatch size with the least recomputation that fits."""
+    job = context.job
+    for tp in (1, 2, 4, 8):
+        if job.cluster.gpus % tp or tp > job.cluster.gpus_per_node:
+            continue
+        if any(module.stack.attention.heads % tp for module in job.model.modules):
+            continue
+        dp = job.cluster.gpus // tp
+        ep = context.layout.ep if (dp * tp) % context.layout.ep == 0 else 1
+        layout = Layout(dp=dp, tp=tp, ep=ep)
+        own = -(-job.workload.sequences_per_step // dp)  # of the busiest rank
+        if job.workload.sequences_per_step < dp:
+            continue
+        for sequences, keeps in product(_divisors(own), (False, True)):
+            choice = _first_fitting(context, layout, sequences, own // sequences, keeps_gathered=keeps)
+            if choice is not None:
+                yield choice
+
+
+def _first_fitting(
+    context: PlanningContext, layout: Layout, sequences: int, accumulate: int, *, keeps_gathered: bool
+) -> Sharded | None:
+    modules = context.job.model.modules
+    for policy in context.policies(modules):
+        choice = Sharded(
+            context=context,
+            layout=layout,
+            layers=context.layers(modules, sequences, policy, layout),
+            sequences=sequences,
+            accumulate=accumulate,
+            policy=policy,
+            keeps_gathered=keeps_gathered,
+        )
+        if choice.fits:
+            return choice
+    return None
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,188 @@
+"""The paper's model planner: every encoder layout beside the LLM's, pruned by memory, scheduled, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from optimus.errors import DoesNotFit, one_of
+from optimus.job.layout import Layout
+from optimus.planner.context import PlanningContext, describe_recompute
+from optimus.planner.encoder_layouts import common_layouts
+from optimus.planner.filled_plan import FilledPlan
+from optimus.planner.rejected import Rejected, count_by_reason
+from optimus.planner.search_result import SearchResult, TriedLayout
+from optimus.planner.systems.paper import Bases, Choice, Filling
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.schedule.pipelines import interleaved, least_warmup
+
+MOST_REPLAYED = 4  # layouts whose programs are made and replayed,
+CLOSE = 1.05  # if their estimates are this close to the best
+FEW_SPLITS = "too many splits of the microbatches: the uniform one and its neighbours were tried"
+ADJUSTED = "interleaved, adjusted warm-up"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PaperFound(SearchResult):
+    """With what the paper's scheduler says of it."""
+
+    choice: Choice
+
+
+def search_paper(context: PlanningContext, llms: Sequence[InlinePipeline]) -> PaperFound:
+    """Schedules every layout that fits beside each LLM pipeline; the first pipeline for which one fits wins.
+
+    Splits are ranked by the algorithm's own estimate. It leaves out the encoders' parameter traffic, which
+    decides between layouts: those are ranked with it, and the best few by replay.
+    """
+    for llm in llms:
+        considered, rejected = 0, list[Rejected]()
+        choices: list[Choice] = []
+        variants, bases = list(warmups(llm)), Bases()
+        for layout in common_layouts(context, llm.layout):
+            considered += 1
+            if isinstance(layout, Rejected):
+                rejected.append(layout)
+                continue
+            found = _schedule(context, variants, bases, layout)
+            if isinstance(found, Rejected):
+                rejected.append(found)
+            else:
+                choices.append(found)
+        plans = _replayed(choices, rejected)
+        if plans:
+            best, choice = min(plans, key=lambda pair: pair[0].step_s)
+            return PaperFound(
+                filled=best,
+                llm=choice.filling.llm,
+                choice=choice,
+                how=_describe(choice),
+                considered=considered,
+                hidden_share=choice.hidden_share(),
+                notes={
+                    "hidden_share_coarse": choice.hidden_share(coarse=True),
+                    "split": list(choice.split),
+                },
+                is_estimated_whole=False,
+                remarks=() if choice.all_splits else (FEW_SPLITS,),
+                rejected=rejected,
+                tried=_tried(choices, plans, rejected),
+            )
+    words = "; ".join(count_by_reason(rejected))
+    raise DoesNotFit(
+        f"encoders fit beside the LLM at {context.layout} in none of {considered} layouts: {words}",
+        _hint(rejected),
+    )
+
+
+def _describe(choice: Choice) -> str:
+    filling, split = choice.filling, choice.split
+    same = len(set(split)) == 1
+    dealt = f"{len(split)} x {split[0]}" if same else "+".join(map(str, split))
+    again = describe_recompute((*filling.recompute.items(), *filling.llm.policy))
+    return (
+        f"{filling.context.encoder_names} {filling.layout}; microbatches {dealt}; "
+        f"llm {filling.llm.layout}; {filling.llm.order_name}; "
+        f"microbatch {filling.llm.sequences:.3g}; {again}"
+    )
+
+
+def _hint(rejected: Sequence[Rejected]) -> str:
+    sorts = {each.reason.partition(":")[0] for each in rejected}
+    hints = {
+        "memory": "recompute: full, more GPUs, or more tp or pp",
+        "microbatches": "more sequences per step, or smaller microbatches",
+        "divisibility": "no more pp than the encoders have layers, no more tp than heads",
+        "stated": "an encoder layout that divides the LLM's",
+    }
+    return f"use {one_of(hint for sort, hint in hints.items() if sort in sorts)}, or another system"
+
+
+def _schedule(
+    context: PlanningContext, llms: Sequence[InlinePipeline], bases: Bases, layout: Layout
+) -> Choice | Rejected:
+    """The best split in one layout, with the least recomputation that fits and the best of the warm-ups."""
+    encoders, llm = context.job.model.encoders, llms[0]
+    needs: list[str] = []
+    for policy in context.policies(encoders):
+        made = [Filling(context, each, layout, dict(policy), bases) for each in llms]
+        filling = made[0]
+        if filling.num_pipelines > llm.microbatches:
+            reason = f"microbatches: {llm.microbatches} for {filling.num_pipelines} encoder pipelines"
+            return Rejected(layout=layout, reason=reason, module=context.encoder_names)
+        even = -(-llm.microbatches // filling.num_pipelines)
+        most = min(each.most_microbatches(context.capacity_bytes) for each in made)
+        if most >= even:
+            return min((each.best(most) for each in made), key=lambda choice: choice.estimate_s)
+        needs.append(f"{filling.most_bytes(even) / 1e9:.1f}")
+    capacity = context.capacity_bytes / 1e9
+    reason = f"memory: {needs[-1]} of {capacity:.1f} GB with the most recomputation"
+    return Rejected(
+        layout=layout, reason=reason, module=context.encoder_names, peak_bytes=filling.most_bytes(even)
+    )
+
+
+def warmups(llm: InlinePipeline) -> Iterator[InlinePipeline]:
+    """The pipeline as it is, and with the paper's adjusted warm-up, which defers later forwards."""
+    yield llm
+    layout = llm.layout
+    if layout.chunks > 1 and llm.order_name == "interleaved":
+        order = interleaved(
+            stages=layout.pp,
+            chunks=layout.chunks,
+            microbatches=llm.microbatches,
+            warmup=least_warmup(layout.pp, layout.chunks),
+        )
+        yield replace(llm, listed=order, order_name=ADJUSTED)
+
+
+def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple[FilledPlan, Choice]]:
+    """Programs of the most promising choices; those that turn out not to fit are rejected."""
+
+    def rank(choice: Choice) -> float:
+        return choice.estimate_s + choice.filling.traffic_s
+
+    ranked = sorted(choices, key=rank)
+    found: list[tuple[FilledPlan, Choice]] = []
+    for choice in ranked:
+        if len(found) == MOST_REPLAYED or (found and rank(choice) > CLOSE * rank(ranked[0])):
+            break
+        filled = choice.filling.plan(choice)
+        if filled.fits:
+            found.append((filled, choice))
+            continue
+        peak = max(held.peak for held in filled.plan.memory) / 1e9
+        reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
+        names = choice.filling.context.encoder_names
+        rejected.append(
+            Rejected(layout=choice.filling.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
+        )
+    return found
+
+
+def _tried(
+    choices: Sequence[Choice], plans: Sequence[tuple[FilledPlan, Choice]], rejected: Sequence[Rejected]
+) -> list[TriedLayout]:
+    """Every layout that fits: as replayed, or as estimated where others were more promising."""
+    replayed = {choice.filling.layout: filled for filled, choice in plans}
+    passed_over = {each.layout for each in rejected}
+    found = []
+    for choice in choices:
+        filling = choice.filling
+        if filling.layout in passed_over:
+            continue
+        filled = replayed.get(filling.layout)
+        if filled is None:
+            step_s, peak = choice.estimate_s + filling.traffic_s, filling.most_bytes(max(choice.split))
+        else:
+            step_s, peak = filled.step_s, float(max(held.peak for held in filled.plan.memory))
+        found.append(
+            TriedLayout(
+                layout=filling.layout,
+                module=filling.context.encoder_names,
+                step_s=step_s,
+                peak_bytes=peak,
+                replayed=filled is not None,
+            )
+        )
+    return found

@@ -1,0 +1,206 @@
+"""All modules in one pipeline: layers in model order, cut into virtual stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from optimus.cost.memory import Memory, communicator_bytes, high_water
+from optimus.cost.module import PricedLayer
+from optimus.ir.op import Floats, Kind, Lane, Schedule
+from optimus.job.layout import Layout
+from optimus.planner.context import PipelineKey, PlanningContext, Policy
+from optimus.schedule.assemble import PipelinePlan, assemble
+from optimus.schedule.chunk_templates import KINDS
+from optimus.schedule.op_graph import CutSeconds, OpGraph
+from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
+from optimus.schedule.simulate import evaluate
+from optimus.schedule.stage_costs import Cut, LayerSums, StageBytes
+
+GREEDY = "greedy"
+ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
+LONG_STEP = 4  # rounds of pp microbatches beyond which a step is extrapolated
+SHORT_STEP = 3  # rounds that fill and drain a pipeline as a long step does
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InlinePipeline:
+    """One way to run all of `layers` as one pipeline."""
+
+    context: PlanningContext
+    layers: tuple[PricedLayer, ...]
+    cut: Cut
+    order_name: str
+    microbatches: int
+    layout: Layout
+    sequences: float
+    policy: Policy
+    listed: Pipeline | None = None  # an op order that `order_name` alone does not say
+
+    @cached_property
+    def order(self) -> Pipeline:
+        layout = self.layout
+        if self.listed is not None:
+            return self.listed
+        return make_order(
+            self.order_name, stages=layout.pp, chunks=layout.chunks, microbatches=self.microbatches
+        )
+
+    @cached_property
+    def plan(self) -> PipelinePlan:
+        chunks = self.context.chunks
+        return PipelinePlan(
+            order=self.order,
+            chunks=[chunks.make(self.layers[a:b]) for a, b in pairwise(self.cut)],
+            traffic=self.sums.traffic(self.cut),
+            layout=self.layout,
+            prices=self.context.prices,
+        )
+
+    @cached_property
+    def _key(self) -> PipelineKey:
+        """Pipelines that share it take as long and need as much: a search comes to many of them again."""
+        self.sums  # noqa: B018  which keeps the layers, so that their id stays their own
+        return id(self.layers), self.cut, self.listed or self.order_name, self.microbatches, self.layout
+
+    @property
+    def sums(self) -> LayerSums:
+        return self.context.sums(self.layers)
+
+    def schedule(self) -> Schedule:
+        """Kernel by kernel."""
+        return assemble(self.plan, self.context.chunks, kernels=True)
+
+    def op_schedule(self) -> Schedule:
+        """Every op as one piece."""
+        sums, cut, layout = self.sums, self.cut, self.layout
+        across = self.context.prices.stages_cross_nodes(layout)
+        seconds = CutSeconds(
+            ops={kind: sums.seconds(kind, cut) for kind in KINDS},
+            sends=sums.send_s(cut, across_nodes=across),
+            traffic=sums.traffic(cut),
+        )
+        return self._graph.timed(seconds)
+
+    @property
+    def _graph(self) -> OpGraph:
+        """Made once for every order."""
+        key = self.listed or self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
+        graph = self.context.made.graphs.get(key)
+        if graph is None:
+            schedule = assemble(self.plan, self.context.chunks, kernels=False)
+            graph = OpGraph(schedule, self.layout.pp, self.context.prices.assumptions)
+            self.context.made.graphs[key] = graph
+        return graph
+
+    @cached_property
+    def estimate_s(self) -> float:
+        """Step time with every op as one piece: fast, for searching.
+
+        A long step is periodic in its middle, so that two short ones give its length.
+        """
+        known = self.context.made.estimates
+        if self._key not in known:
+            known[self._key] = self._estimated_s()
+        return known[self._key]
+
+    def _estimated_s(self) -> float:
+        stages = self.layout.pp
+        if self.listed is None and self.microbatches > LONG_STEP * stages:
+            short, longer = (replace(self, microbatches=count * stages).estimate_s for count in (3, 4))
+            return longer + (self.microbatches / stages - 4) * (longer - short)
+        slowdown = self.context.prices.assumptions.residence_slowdown
+        return evaluate(self.op_schedule(), slowdown=slowdown).step_s
+
+    @cached_property
+    def seam_times(self) -> tuple[Floats, Floats, float]:
+        """When the first virtual stage starts each forward and ends each backward, and the step's end."""
+        schedule = self.op_schedule()
+        timeline = evaluate(schedule, slowdown=self.context.prices.assumptions.residence_slowdown)
+        entry = (schedule.device == 0) & (schedule.chunk == 0) & (schedule.lane == Lane.COMPUTE)
+        starts, ends = np.zeros(self.microbatches), np.zeros(self.microbatches)
+        forward = entry & (schedule.kind == Kind.F)
+        backward = entry & ((schedule.kind == Kind.B) | (schedule.kind == Kind.I))
+        starts[schedule.microbatch[forward]] = timeline.start_s[forward]
+        ends[schedule.microbatch[backward]] = timeline.finish_s[backward]
+        return starts, ends, timeline.step_s
+
+    @cached_property
+    def memories(self) -> tuple[Memory, ...]:
+        """Of one rank of every stage."""
+        if self.listed is not None:  # thousands of orders are looked at once, each as long as its step
+            return self._counted()
+        known = self.context.made.memories
+        if self._key not in known:
+            known[self._key] = self._counted()
+        return known[self._key]
+
+    def _counted(self) -> tuple[Memory, ...]:
+        held = self.sums.stage_bytes(self.cut, self.layout.pp)
+        return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(memory.total for memory in self.memories)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.context.capacity_bytes
+
+    def with_cut(self, cut: Cut) -> InlinePipeline:
+        return replace(self, cut=cut)
+
+    @cached_property
+    def shortened(self) -> InlinePipeline:
+        """A step long enough to fill and drain as this one does: as much in flight, sooner played."""
+        if self.listed is not None:
+            return self
+        return replace(self, microbatches=min(self.microbatches, SHORT_STEP * self.layout.pp))
+
+    def only(self, module: str) -> InlinePipeline:
+        """The same pipeline with all other modules' layers left out; some virtual stages may be empty."""
+        kept = [layer.module == module for layer in self.layers]
+        before = [0, *accumulate(kept)]
+        return replace(
+            self,
+            layers=tuple(layer for layer in self.layers if layer.module == module),
+            cut=tuple(before[place] for place in self.cut),
+            policy=tuple(step for step in self.policy if step[0] == module),
+        )
+
+    def _memory_of(self, stage: int, held: StageBytes) -> Memory:
+        layout = self.layout
+        order = self.shortened.order[stage]
+        llm_bytes, encoder_bytes = high_water(order, held.kept[:, stage], held.made_again[:, stage])
+        return replace(
+            held.states_of(stage),
+            llm_activations=llm_bytes + float(held.working[stage]),
+            encoder_activations=encoder_bytes,
+            communicators=communicator_bytes(
+                layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep
+            ),
+            reserve=self.context.job.cluster.reserve_bytes,
+        )
+
+
+@lru_cache(maxsize=256)
+def make_order(name: str, *, stages: int, chunks: int, microbatches: int) -> Pipeline:
+    """The op order called `name`."""
+    if name == "1f1b":
+        return one_f_one_b(stages=stages, microbatches=microbatches)
+    if name == "interleaved":
+        return interleaved(stages=stages, chunks=chunks, microbatches=microbatches)
+    assert name == "zero-bubble", name
+    return zero_bubble(stages=stages, chunks=chunks, microbatches=microbatches)
+
+
+def order_names(*, stages: int, chunks: int, microbatches: int) -> tuple[str, ...]:
+    """Op orders that exist for these counts."""
+    if chunks == 1:
+        return ("1f1b", "zero-bubble") if stages > 1 and microbatches >= stages else ("1f1b",)
+    if stages == 1 or microbatches % stages:
+        return ()
+    return ("interleaved", "zero-bubble")

@@ -1,0 +1,163 @@
+"""An encoder replicated over many GPUs in small groups, each with its share of the images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from optimus.cost.memory import Memory, states, working_bytes
+from optimus.cost.module import PricedLayer
+from optimus.ir.op import Kind, Lane
+from optimus.job.layout import Layout
+from optimus.job.model import Encoder
+from optimus.planner.context import PlanningContext
+from optimus.schedule.build import Builder, Template, single
+from optimus.schedule.dp_traffic import ParameterTraffic, parameter_traffic
+
+BUCKETS = 8  # per encoder: enough to overlap, few enough for large messages
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SpreadEncoder:
+    """What one group of `layout.tp` GPUs does for an encoder."""
+
+    context: PlanningContext
+    encoder: Encoder
+    layout: Layout
+    layers: tuple[PricedLayer, ...]  # for one piece
+    pieces: int  # of a group: in a step, or in one microbatch of the LLM
+    recompute: str
+
+    def template(self, kind: Kind) -> Template:
+        """The rows of one piece."""
+        return self._part(self.layers, kind)
+
+    @cached_property
+    def buckets(self) -> list[tuple[PricedLayer, ...]]:
+        """Runs of layers whose parameters travel together, under the other buckets' compute."""
+        size = math.ceil(len(self.layers) / BUCKETS)
+        return [self.layers[place : place + size] for place in range(0, len(self.layers), size)]
+
+    @cached_property
+    def traffic(self) -> list[ParameterTraffic]:
+        """Of every bucket."""
+        precision = self.context.job.model.precision
+        return [parameter_traffic(bucket, self.context.prices, precision) for bucket in self.buckets]
+
+    def forwards(
+        self, builder: Builder, device: int, microbatch: int, *, first: bool, after: list[int]
+    ) -> int:
+        """One piece's forward; the first of a step waits for each bucket's parameters."""
+        if not first:
+            return builder.add(self.template(Kind.F), device=device, microbatch=microbatch, after=after)
+        for bucket, traffic in zip(self.buckets, self.traffic, strict=True):
+            gather = single(Kind.GATHER, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
+            gathered = builder.add(gather, device=device)
+            waits = [*after, gathered]
+            after = [
+                builder.add(self._part(bucket, Kind.F), device=device, microbatch=microbatch, after=waits)
+            ]
+        return after[0]
+
+    def backwards(
+        self, builder: Builder, device: int, microbatch: int, *, last: bool, after: list[int]
+    ) -> tuple[int, list[int]]:
+        """One piece's backward, and the reduces: the last of a step sends each bucket's gradients."""
+        if not last:
+            block = builder.add(self.template(Kind.B), device=device, microbatch=microbatch, after=after)
+            return block, []
+        reduces = []
+        for bucket, traffic in zip(self.buckets[::-1], self.traffic[::-1], strict=True):
+            after = [
+                builder.add(self._part(bucket, Kind.B), device=device, microbatch=microbatch, after=after)
+            ]
+            reduce = single(Kind.REDUCE, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
+            reduces.append(builder.add(reduce, device=device, after=after))
+        return after[0], reduces
+
+    def _part(self, layers: tuple[PricedLayer, ...], kind: Kind) -> Template:
+        chunks = self.context.chunks
+        return chunks.template(chunks.make(layers), kind)
+
+    @property
+    def states(self) -> Memory:
+        return states(self.layers, self.context.job.model.precision)
+
+    @property
+    def kept_bytes(self) -> float:
+        """Activations of one piece."""
+        return sum(layer.activation_bytes for layer in self.layers)
+
+    @property
+    def working_bytes(self) -> float:
+        return working_bytes(self.layers)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Forward and backward of all pieces."""
+        found = self.context.chunks.make(self.layers).seconds
+        return self.pieces * (found[Kind.F] + found[Kind.B])
+
+    @cached_property
+    def held_bytes(self) -> float:
+        return self.states.states + self.pieces * self.kept_bytes + self.working_bytes
+
+    @property
+    def output_bytes(self) -> float:
+        return self.layers[-1].output_bytes
+
+
+def spread_over_all(context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str) -> SpreadEncoder:
+    """Over every GPU of the job, for a whole step: images are dealt out whole, as evenly as can be."""
+    workload = context.job.workload
+    layout = Layout(dp=context.job.cluster.gpus // tp, tp=tp)
+    own = context.dealt(encoder, workload.sequences_per_step, layout.dp)
+    pieces = math.ceil(own / context.microbatch_sequences)
+    share = own / pieces if pieces else 0.0
+    return SpreadEncoder(
+        context=context,
+        encoder=encoder,
+        layout=layout,
+        layers=context.encoder_layers(encoder, layout, share, recompute),
+        pieces=pieces,
+        recompute=recompute,
+    )
+
+
+def serve_replicas(
+    context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str, gpus: int, sequences: float
+) -> SpreadEncoder:
+    """Over `gpus` GPUs that feed all LLM replicas: a piece is a group's part of one microbatch of each."""
+    layout = Layout(dp=gpus // tp, tp=tp)
+    share = context.layout.dp * sequences / layout.dp
+    return SpreadEncoder(
+        context=context,
+        encoder=encoder,
+        layout=layout,
+        layers=context.encoder_layers(encoder, layout, share, recompute),
+        pieces=1,
+        recompute=recompute,
+    )
+
+
+def promising(choices: Sequence[SpreadEncoder]) -> list[SpreadEncoder]:
+    """The choices that no other beats in both time and memory."""
+    return [
+        choice
+        for choice in choices
+        if not any(
+            (other.seconds, other.held_bytes) < (choice.seconds, choice.held_bytes)
+            and other.held_bytes <= choice.held_bytes
+            for other in choices
+        )
+    ]
+
+
+def encoder_choices(context: PlanningContext, encoder: Encoder) -> Iterator[tuple[int, str]]:
+    """(tp, recomputation) to try, least recomputation first."""
+    for policy in context.policies((encoder,)):
+        for tp in (1, 2, 4, 8):
+            if context.layout.tp % tp == 0 and encoder.stack.attention.heads % tp == 0:
+                yield tp, policy[0][1]

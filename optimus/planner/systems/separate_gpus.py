@@ -1,0 +1,208 @@
+"""Encoders on GPUs of their own, ahead of the LLM's pipeline as a leading stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from optimus.cost.memory import Memory, communicator_bytes, high_water
+from optimus.ir.op import Kind, Lane, Schedule
+from optimus.job.layout import Layout
+from optimus.planner.context import PlanningContext
+from optimus.planner.systems.layer_partition import strong_pipelines
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.replicated_encoder import (
+    SpreadEncoder,
+    encoder_choices,
+    promising,
+    serve_replicas,
+)
+from optimus.schedule.assemble import PipelineBlocks, add_pipeline
+from optimus.schedule.build import Builder, Template, single
+from optimus.schedule.dp_traffic import update
+from optimus.schedule.simulate import evaluate
+
+LEADS = (0.0, 0.3, 1.0)  # parts of a step that encoder forwards may run ahead
+ROOM = (1.0, 1.15, 1.3)  # GPUs given to the encoders, relative to their share of the work
+MOST_REFINED = 6  # choices whose leads are tried
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SeparateGpus:
+    """`llm` on fewer replicas, the encoders on the GPUs that frees; device 0..pp-1 and one more."""
+
+    context: PlanningContext
+    llm: InlinePipeline
+    encoders: tuple[SpreadEncoder, ...]
+    encoder_gpus: int
+    lead: float = 0.0
+
+    @property
+    def stages(self) -> int:
+        return len(self.llm.order)
+
+    def schedule(self) -> Schedule:
+        return self._build(kernels=True)
+
+    def _build(self, *, kernels: bool) -> Schedule:
+        context, plan, device = self.context, self.llm.plan, self.stages
+        names = [*(f"stage {stage}" for stage in range(self.stages)), "encoders"]
+        builder = Builder(context.chunks.modules, self.stages + 1, names)
+        blocks = add_pipeline(builder, plan, context.chunks, kernels=kernels)
+        send, order = self._send(), self._order
+        reduces = list(blocks.reduces)
+        previous: list[int] = []
+        last_backward = max(place for place, (kind, _) in enumerate(order) if kind == Kind.B)
+        for place, (kind, microbatch) in enumerate(order):
+            if kind == Kind.F:
+                for spread in self.encoders:
+                    previous = [
+                        spread.forwards(builder, device, microbatch, first=place == 0, after=previous)
+                        if kernels
+                        else builder.add(self._whole(spread, kind), device=device, after=previous)
+                    ]
+                sent = builder.add(send, device=device, microbatch=microbatch, after=previous)
+                builder.wait([self._entry(blocks, Kind.F, microbatch)], [sent])
+                continue
+            source = self._entry(blocks, Kind.B, microbatch)
+            back = builder.add(send, device=0, microbatch=microbatch, after=[source], right_after=source)
+            previous = [*previous, back]
+            for spread in reversed(self.encoders):
+                if kernels:
+                    last = place == last_backward
+                    block, sent_back = spread.backwards(
+                        builder, device, microbatch, last=last, after=previous
+                    )
+                    previous, reduces = [block], reduces + sent_back
+                else:
+                    previous = [builder.add(self._whole(spread, kind), device=device, after=previous)]
+        if context.prices.assumptions.optimizer_time:
+            for stage in range(self.stages):
+                builder.add(update(plan.traffic_of(stage)), device=stage, after=reduces)
+            own = update([part for spread in self.encoders for part in spread.traffic])
+            builder.add(own, device=device, after=reduces)
+        return builder.build()
+
+    @cached_property
+    def estimate_s(self) -> float:
+        """Step time with every op as one piece."""
+        slowdown = self.context.prices.assumptions.residence_slowdown
+        return evaluate(self._build(kernels=False), slowdown=slowdown).step_s
+
+    @property
+    def rough_s(self) -> float:
+        """Rank of this choice: the busier of LLM and encoders, and one encoder microbatch at either end."""
+        once_s = self._seconds(Kind.F) + self._seconds(Kind.B)
+        return max(self.llm.estimate_s, len(self._order) / 2 * once_s) + once_s
+
+    @cached_property
+    def memories(self) -> tuple[Memory, ...]:
+        return (*self.llm.memories, self._encoder_memory())
+
+    @property
+    def fits(self) -> bool:
+        return max(memory.total for memory in self.memories) <= self.context.capacity_bytes
+
+    @cached_property
+    def _order(self) -> list[tuple[Kind, int]]:
+        """Encoder ops as the LLM alone would need and release them, forwards earlier by `lead` steps."""
+        starts, ends, step_s = self.llm.seam_times
+        when = [(float(start) - self.lead * step_s, Kind.F, place) for place, start in enumerate(starts)]
+        when += [(float(end), Kind.B, place) for place, end in enumerate(ends)]
+        return [(kind, microbatch) for _, kind, microbatch in sorted(when)]
+
+    def _entry(self, blocks: PipelineBlocks, kind: Kind, microbatch: int) -> int:
+        """Stage 0's own op on this microbatch."""
+        kinds = (Kind.F,) if kind == Kind.F else (Kind.B, Kind.I)
+        return next(blocks.ops[k, 0, microbatch] for k in kinds if (k, 0, microbatch) in blocks.ops)
+
+    def _seconds(self, kind: Kind) -> float:
+        return sum(self.context.chunks.make(spread.layers).seconds[kind] for spread in self.encoders)
+
+    def _whole(self, spread: SpreadEncoder, kind: Kind) -> Template:
+        """An encoder's op as one piece."""
+        return single(kind, Lane.COMPUTE, self.context.chunks.make(spread.layers).seconds[kind])
+
+    def _send(self) -> Template:
+        """A group's part of one microbatch; groups send side by side, each on its own NICs."""
+        size = sum(spread.output_bytes for spread in self.encoders)
+        seconds = self.context.prices.send_s(size, across_nodes=True)
+        return single(Kind.SEND, Lane.P2P, seconds, size_bytes=size)
+
+    def _encoder_memory(self) -> Memory:
+        memory = Memory(reserve=self.context.job.cluster.reserve_bytes)
+        order = tuple((kind, 0, microbatch) for kind, microbatch in self._order)
+        for spread in self.encoders:
+            held, (kept,) = spread.states, high_water(order, [(spread.kept_bytes,)])
+            memory = replace(
+                memory,
+                parameters=memory.parameters + held.parameters,
+                gradients=memory.gradients + held.gradients,
+                optimizer=memory.optimizer + held.optimizer,
+                encoder_activations=memory.encoder_activations + kept + spread.working_bytes,
+                communicators=memory.communicators + communicator_bytes(spread.layout.tp, spread.layout.dp),
+            )
+        return memory
+
+
+def separate_choices(context: PlanningContext, floor: InlinePipeline) -> Iterator[SeparateGpus]:
+    """LLM replicas, or stages, given up to make room for the encoders: about their share of the work."""
+    roughly = sorted(_shares(context, floor), key=lambda choice: choice.rough_s)
+    refined = 0
+    for choice in roughly:
+        led = [replace(choice, lead=lead) for lead in LEADS]
+        fitting = [choice for choice in led if choice.fits]
+        yield from fitting
+        refined += bool(fitting)
+        if refined == MOST_REFINED:
+            return
+
+
+def _shares(context: PlanningContext, floor: InlinePipeline) -> Iterator[SeparateGpus]:
+    """Every smaller LLM with every tp and recomputation of the encoders beside it."""
+    model = context.job.model
+    for shrunk in _smaller_layouts(context):
+        own = replace(context, layout=shrunk, uneven=True)
+        chunks = floor.layout.virtual_stages // shrunk.pp
+        pipelines = strong_pipelines(own, (model.llm,), chunk_counts={1, chunks}, starts=1, evaluations=0)
+        if not pipelines:
+            continue
+        llm = pipelines[0]
+        gpus = context.job.cluster.gpus - shrunk.gpus
+        per_encoder = [
+            promising(
+                [
+                    serve_replicas(own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences)
+                    for tp, again in encoder_choices(own, e)
+                    if gpus >= tp
+                ]
+            )
+            for e in model.encoders
+        ]
+        for combination in product(*per_encoder):
+            yield SeparateGpus(context=own, llm=llm, encoders=combination, encoder_gpus=gpus)
+
+
+def _smaller_layouts(context: PlanningContext) -> Iterator[Layout]:
+    """The LLM on fewer replicas or fewer stages: the encoders' share of the GPU seconds, and some more."""
+    layout, share = context.layout, _encoder_share(context)
+    for axis, size in (("dp", layout.dp), ("pp", layout.pp)):
+        for count in sorted({math.ceil(room * share * size) for room in ROOM}):
+            shrunk = layout.with_(**{axis: max(1, size - count)})
+            if count < size and (shrunk.dp * shrunk.cp * shrunk.tp) % shrunk.ep == 0:
+                yield shrunk
+
+
+def _encoder_share(context: PlanningContext) -> float:
+    """Share of a step's GPU seconds that encoders take when every GPU works alone on them."""
+    llm = context.job.model.llm
+    policies = dict(next(iter(context.policies(context.job.model.modules))))
+    own = context.gpu_seconds(context.llm_layers(context.layout, 1, policies[llm.name]))
+    theirs = sum(
+        context.gpu_seconds(context.encoder_layers(e, Layout(), 1, policies[e.name]))
+        for e in context.job.model.encoders
+    )
+    return theirs / (own + theirs)

@@ -1,0 +1,304 @@
+"""The fully coupled graph of a plan's programs: every line as an op, with all that it waits for and meets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from optimus.ir.op import Communicator, Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Program, Verb
+from optimus.schedule.build import group_by_first
+from optimus.schedule.messages import find_transfers
+from optimus.schedule.program_table import BACKWARDS, Header, Lines
+
+Edges = tuple[Ints, Ints]  # lines, and the line that each of them waits for
+TRAFFIC = (Verb.GATHER, Verb.REDUCE)
+
+
+def couple(
+    plan: Plan, programs: Sequence[Program], header: Header | None = None, *, ordered: bool = True
+) -> Schedule:
+    """Programs as a schedule that can be played."""
+    return couple_lines(Lines.of(header or Header(plan), programs), ordered=ordered)
+
+
+def couple_lines(lines: Lines, *, ordered: bool = True) -> Schedule:
+    """Lines as a schedule that can be played.
+
+    Communication is posted behind all compute that stands before it; if lines are not `ordered` (yet, or on
+    streams apart), only the LLM's behind the LLM's.
+    """
+    plan, graph = lines.header.plan, _Graph(lines)
+    edges = [np.stack(pair, axis=1) for pair in (*graph.edges(), graph.posted(ordered=ordered))]
+    dep_offset, deps = group_by_first(np.concatenate(edges), len(lines))
+    return Schedule(
+        modules=plan.names,
+        num_devices=lines.header.devices,
+        kind=graph.kind,
+        module=lines.module.astype(np.int8),
+        chunk=lines.chunk.astype(np.int32),
+        segment=lines.place.astype(np.int32),
+        microbatch=lines.microbatch.astype(np.int32),
+        device=lines.device.astype(np.int32),
+        lane=graph.lane,
+        stream=np.zeros(len(lines), np.int8),
+        communicator=graph.communicator,
+        bytes=graph.bytes,
+        duration_s=graph.duration_s,
+        dep_offset=dep_offset,
+        deps=deps,
+        meeting=graph.meetings(),
+        labels=lines.header.labels,
+        label=np.where(lines.phase >= 0, lines.header.label[lines.phase], -1),
+        device_names=tuple(plan.ranks.class_name(device) for device in range(lines.header.devices)),
+    )
+
+
+class _Graph:
+    """Columns and edges of all lines."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines, self._header = lines, lines.header
+        here, phase, header = lines.phases, lines.phase[lines.phases], lines.header
+        count = len(lines)
+        self.kind: Ints = np.full(count, Kind.FINISH, np.int8)
+        self.lane: Ints = np.full(count, Lane.COMPUTE, np.int8)
+        self.communicator: Ints = np.full(count, Communicator.NONE, np.int8)
+        self.bytes: Ints = np.zeros(count, np.int64)
+        self.duration_s: Floats = np.zeros(count)
+        self.kind[here], self.lane[here] = header.kind[phase], header.lane[phase]
+        self.communicator[here], self.bytes[here] = header.communicator[phase], header.bytes[phase]
+        self.duration_s[here] = header.duration_s[phase]
+        self._fill_transfers()
+        self._fill_traffic()
+
+    # ------------------------------------------------------------------------ columns
+
+    def _fill_transfers(self) -> None:
+        """Sends and receives; `self._sent` is the line of every message's send."""
+        lines, transfers = self._lines, find_transfers(self._lines)
+        self._transfers = transfers
+        by_key: Ints = np.full(len(lines.ops.number), -1, np.int64)
+        moves = np.flatnonzero((lines.verb >= Verb.SEND_F) & (lines.verb <= Verb.RECV_SEAM_B))
+        by_key[lines.op_key_of(moves, lines.device[moves])] = moves
+        at, verb = transfers.sender, transfers.verb
+        self._sent = by_key[self._key(at, verb, transfers.sender_chunk)]
+        self._received = by_key[self._key(transfers.receiver, verb + 1, transfers.receiver_chunk)]
+        for rows, kind in ((self._sent, Kind.SEND), (self._received, Kind.RECV)):
+            there = rows >= 0  # receives are placed last
+            self.kind[rows[there]], self.lane[rows[there]] = kind, Lane.P2P
+            self.communicator[rows[there]] = Communicator.PP
+            self.bytes[rows[there]] = transfers.bytes[there]
+            self.duration_s[rows[there]] = transfers.duration_s[there]
+        assert (self._sent >= 0).all(), "a message is never sent"
+
+    def _key(self, device: Ints, verb: Ints, chunk: Ints) -> Ints:
+        transfers = self._transfers
+        return self._lines.op_key(device, transfers.module, verb, chunk, transfers.microbatch)
+
+    def _buckets(self) -> Iterator[tuple[int, int, int, Bucket]]:
+        """Module, stage, number, bucket."""
+        for module, name in enumerate(self._header.names):
+            for stage, buckets in enumerate(self._header.plan.modules[name].buckets):
+                for number, bucket in enumerate(buckets):
+                    yield module, stage, number, bucket
+
+    def _fill_traffic(self) -> None:
+        lines, header = self._lines, self._header
+        moves = np.flatnonzero((lines.verb == Verb.GATHER) | (lines.verb == Verb.REDUCE))
+        most = 1 + int(lines.place[moves].max(initial=0))
+        shape = len(header.names), int(header.pp.max()), most, len(TRAFFIC)
+        seconds, size, lane = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
+        for module, stage, number, bucket in self._buckets():
+            if number < most:
+                seconds[module, stage, number] = bucket.gather_s, bucket.reduce_s
+                size[module, stage, number] = bucket.gather_bytes, bucket.reduce_bytes
+                lane[module, stage, number] = bucket.lane
+        at = lines.module[moves], header.stage[lines.module[moves], lines.device[moves]], lines.place[moves]
+        which = (lines.verb[moves] == Verb.REDUCE).astype(np.int64)
+        self.kind[moves] = np.array([Kind.GATHER, Kind.REDUCE])[which]
+        self.lane[moves], self.communicator[moves] = lane[at], Communicator.DP
+        self.duration_s[moves], self.bytes[moves] = seconds[(*at, which)], size[(*at, which)]
+        finish = np.flatnonzero(lines.verb == Verb.FINISH)
+        if len(finish) and header.plan.finish_s:
+            stage = header.stage[header.llm, lines.device[finish]]
+            self.duration_s[finish] = np.array(header.plan.finish_s)[stage]
+
+    # ------------------------------------------------------------------------ edges
+
+    def edges(self) -> Iterator[Edges]:
+        yield from self._inside_ops()
+        yield from self._inputs()
+        transfers = self._transfers
+        yield self._sent, transfers.produced
+        there = self._received >= 0
+        yield self._received[there], self._sent[there]
+        yield from self._traffic()
+
+    def posted(self, *, ordered: bool) -> Edges:
+        """Communication behind the compute before it: a stream of a GPU takes both in order."""
+        lines, count = self._lines, len(self._lines)
+        of_llm = (lines.module == self._header.llm) & (lines.verb <= Verb.W)
+        compute = (self.lane == Lane.COMPUTE) & (ordered | of_llm)
+        talks = (self.lane != Lane.COMPUTE) & (self.kind != Kind.RECV) & (ordered | of_llm)
+        before = np.maximum.accumulate(np.where(compute, np.arange(count), -1))
+        rows = np.flatnonzero(talks & (before >= 0))
+        rows = rows[lines.device[before[rows]] == lines.device[rows]]
+        return rows, before[rows]
+
+    def _inside_ops(self) -> Iterator[Edges]:
+        header, ops = self._header, self._lines.ops
+        template = header.template[ops.module, ops.verb, ops.virtual]
+        for number in np.unique(template):
+            starts = ops.first[template == number]
+            rows = ops.rows[starts[:, None, None] + header.edges[number][None, :, :]].reshape(-1, 2)
+            yield rows[:, 0], rows[:, 1]
+
+    def _inputs(self) -> Iterator[Edges]:
+        """Entries of ops wait for what the op needs."""
+        for ops, sources in self._op_inputs():
+            yield from self._enter(ops, sources)
+
+    def _enter(self, ops: Ints, sources: Ints) -> Iterator[Edges]:
+        """Every entry of each op waits for the source at the same place."""
+        header, all_ops = self._header, self._lines.ops
+        template = header.template[all_ops.module[ops], all_ops.verb[ops], all_ops.virtual[ops]]
+        for number in np.unique(template):
+            mine = template == number
+            entries = header.entries[number]
+            rows = all_ops.rows[all_ops.first[ops[mine]][:, None] + entries[None, :]]
+            yield rows.ravel(), np.repeat(sources[mine], len(entries))
+
+    def _op_inputs(self) -> Iterator[Edges]:
+        """Ops, and the line that each waits for."""
+        lines, header, ops = self._lines, self._header, self._lines.ops
+        transfers = self._transfers
+        # What arrives in messages.
+        took = {Verb.SEND_F: (Verb.F,), Verb.SEND_B: BACKWARDS, Verb.SEND_SEAM_B: BACKWARDS}
+        for sent, verbs in took.items():
+            some = np.flatnonzero(transfers.verb == sent)
+            for verb in verbs:
+                key = lines.op_key(
+                    transfers.receiver[some],
+                    transfers.module[some],
+                    np.full(len(some), verb),
+                    transfers.receiver_chunk[some],
+                    transfers.microbatch[some],
+                )
+                op = ops.number[key]
+                yield op[op >= 0], self._sent[some[op >= 0]]
+        some = np.flatnonzero(transfers.verb == Verb.SEND_SEAM)
+        zeros = np.zeros(len(some), np.int64)
+        fed = transfers.microbatch[some] // header.pieces[transfers.module[some]]
+        key = lines.op_key(transfers.receiver[some], zeros + header.llm, zeros + Verb.F, zeros, fed)
+        yield ops.number[key], self._sent[some]
+        # What is made on the same class.
+        yield from self._local_inputs()
+
+    def _local_inputs(self) -> Iterator[Edges]:
+        lines, header, ops = self._lines, self._header, self._lines.ops
+        backward = (ops.verb == Verb.B) | (ops.verb == Verb.I)
+        for needs, verb in ((backward, Verb.F), (ops.verb == Verb.W, Verb.I)):
+            some = np.flatnonzero(needs)
+            yield some, lines.end_of(*self._same(some, verb))
+        alone = header.pp[ops.module] == 1
+        some = np.flatnonzero(alone & (ops.verb == Verb.F) & (ops.virtual > 0))
+        yield some, lines.end_of(*self._same(some, Verb.F, chunk=-1))
+        some = np.flatnonzero(alone & backward & (ops.virtual < header.virtual_stages[ops.module] - 1))
+        device, module, _, chunk, microbatch = self._same(some, Verb.B, chunk=1)
+        yield some, lines.backward_end(device, module, chunk, microbatch)
+        # The seam, where both sides are on one class.
+        local = (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
+        local &= header.entry[ops.device] == ops.device
+        some = np.flatnonzero(local & (ops.verb == Verb.F))
+        zeros, fed = np.zeros(len(some), np.int64), ops.microbatch[some] // header.pieces[ops.module[some]]
+        key = lines.op_key(ops.device[some], zeros + header.llm, zeros + Verb.F, zeros, fed)
+        yield ops.number[key], ops.last[some]
+        some = np.flatnonzero(local & backward)
+        zeros, fed = np.zeros(len(some), np.int64), ops.microbatch[some] // header.pieces[ops.module[some]]
+        yield some, lines.backward_end(ops.device[some], zeros + header.llm, zeros, fed)
+
+    def _same(self, ops: Ints, verb: Verb, chunk: int = 0) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Another op of the same module, microbatch and class."""
+        all_ops = self._lines.ops
+        return (
+            all_ops.device[ops],
+            all_ops.module[ops],
+            np.full(len(ops), verb),
+            all_ops.chunk[ops] + chunk,
+            all_ops.microbatch[ops],
+        )
+
+    def _traffic(self) -> Iterator[Edges]:
+        """Forwards wait for gathers, reduces for backwards, the optimizer for reduces."""
+        lines, header = self._lines, self._header
+        rows = self._traffic_rows()
+        phase = lines.phase[lines.phases]
+        opens = lines.phases[(lines.verb[lines.phases] == Verb.F) & header.opens_layer[phase]]
+        made = lines.phases[lines.verb[lines.phases] != Verb.F]
+        for whole in (False, True):
+            gates = self._bucket_of(opens, whole=whole, gating=True)
+            gather = rows[lines.device[opens], lines.module[opens], gates, 0]
+            yield opens[gather >= 0], gather[gather >= 0]
+            numbers = self._bucket_of(made, whole=whole, gating=False)
+            reduce = rows[lines.device[made], lines.module[made], numbers, 1]
+            yield self._last_of_each_lane(reduce[reduce >= 0], made[reduce >= 0])
+        finish = np.full(header.devices, -1, np.int64)
+        ends = np.flatnonzero(lines.verb == Verb.FINISH)
+        finish[lines.device[ends]] = ends
+        reduces = np.flatnonzero(lines.verb == Verb.REDUCE)
+        reduces = reduces[finish[lines.device[reduces]] >= 0]
+        yield finish[lines.device[reduces]], reduces
+
+    def _last_of_each_lane(self, waits: Ints, sources: Ints) -> Edges:
+        """Lanes play in order: after the last source on each lane, all of them have ended."""
+        lanes = len(Lane)
+        key = waits * lanes + self._lines.lane[sources]
+        order = np.lexsort((sources, key))
+        last = order[np.append(key[order][1:] != key[order][:-1], True)] if len(order) else order
+        return waits[last], sources[last]
+
+    def _traffic_rows(self) -> Ints:
+        """Lines of gathers and reduces by class, module, bucket; the last bucket is none."""
+        lines, header = self._lines, self._header
+        most = 1 + max((number for _, _, number, _ in self._buckets()), default=0)
+        rows = np.full((header.devices, len(header.names), most + 1, len(TRAFFIC)), -1, np.int64)
+        for which, verb in enumerate(TRAFFIC):
+            some = np.flatnonzero(lines.verb == verb)
+            rows[lines.device[some], lines.module[some], lines.place[some], which] = some
+        return rows
+
+    def _bucket_of(self, rows: Ints, *, whole: bool, gating: bool) -> Ints:
+        """The bucket that each phase line belongs to (-1: none): its layer's, or the whole stage's."""
+        lines, header = self._lines, self._header
+        layers = 1 + int(header.layer.max(initial=0))
+        table = np.full((len(header.names), int(header.pp.max()), header.chunks, layers), -1, np.int64)
+        for module, stage, number, bucket in self._buckets():
+            if (bucket.chunk == WHOLE_STAGE) != whole or (gating and not bucket.gates):
+                continue
+            if whole:
+                table[module, stage] = number
+            else:
+                table[module, stage, bucket.chunk, bucket.first_layer : bucket.end_layer] = number
+        stages = header.stage[lines.module[rows], lines.device[rows]]
+        found: Ints = table[lines.module[rows], stages, lines.chunk[rows], header.layer[lines.phase[rows]]]
+        return found
+
+    # ------------------------------------------------------------------------ meetings
+
+    def meetings(self) -> Ints:
+        """Of every line, the meeting it takes part in (-1: none)."""
+        lines, header = self._lines, self._header
+        found = np.full(len(lines), -1, np.int64)
+        comm = (self.communicator >= Communicator.TP) & (self.communicator <= Communicator.DP)
+        some = np.flatnonzero(comm & (self.kind != Kind.WAIT))
+        at = lines.module[some], self.communicator[some].astype(np.int64), lines.device[some]
+        several = header.group_size[at] > 1
+        some, group = some[several], header.group[at][several]
+        most = 1 + int(lines.place.max(initial=0))
+        key = lines.op_key_of(some, group)
+        _, number = np.unique(key * most + lines.place[some], return_inverse=True)
+        found[some] = number
+        found[lines.verb == Verb.FINISH] = 1 + int(found.max(initial=-1))
+        return found

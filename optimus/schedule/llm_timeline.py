@@ -1,0 +1,264 @@
+"""The LLM alone as a filler sees it, and its phases with encoder phases put between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from optimus.ir.op import Floats, Ints, Kind, Lane
+from optimus.ir.plan import OPS, VERB_OF, Plan, Program, Template, Verb
+from optimus.ir.ranks import LLM
+from optimus.schedule.bubbles import CAUSES, find_idle
+from optimus.schedule.fill_paper import COMPUTE, LAUNCH, WAIT, Bubble, Kernel, Side, without
+from optimus.schedule.lower import lower
+from optimus.schedule.pipelines import Pipeline as Order
+
+FIRST, LAST = -np.inf, np.inf  # before, and after, all phases of the LLM
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """One op of an encoder microbatch on one class: when each of its phases is to run, in the LLM's time."""
+
+    module: str
+    kind: Kind
+    microbatch: int
+    times_s: Sequence[float]
+
+
+class LlmTimeline:
+    """The LLM's own step, played phase by phase without any encoder work."""
+
+    def __init__(self, plan: Plan, order: Order) -> None:
+        alone = replace(plan, modules={LLM: plan.modules[LLM]})
+        devices = range(alone.ranks.num_classes)
+        orders = [_llm_phases(alone, order, alone.ranks.stage_of(LLM, device)) for device in devices]
+        lowered = lower(alone, orders)
+        self._plan, self._orders = alone, orders
+        self._schedule, self._timeline, self._programs = lowered.schedule, lowered.timeline, lowered.programs
+        self._verb = np.concatenate([program.verb for program in lowered.programs])
+        self._idle = find_idle(self._schedule, self._timeline)
+        self._seen: dict[tuple[int, bool], Side] = {}
+        self.step_s = self._timeline.step_s
+        # Encoder work must be done when the optimizer begins.
+        self.end_s = float(self._timeline.start_s[self._schedule.kind == Kind.FINISH].min())
+
+    @cached_property
+    def forward_points(self) -> list[float]:
+        """F_i: when stage 0 begins the forward of microbatch i in its first chunk."""
+        start_s = self._timeline.start_s
+        return sorted(float(start_s[rows].min()) for rows in self._entry_ops(Verb.F))
+
+    @cached_property
+    def backward_points(self) -> list[float]:
+        """B_i: when stage 0 ends the backward of microbatch i in its first chunk."""
+        finish_s = self._timeline.finish_s
+        return sorted(float(finish_s[rows].max()) for rows in self._entry_ops(Verb.B, Verb.I))
+
+    def _entry_ops(self, *verbs: Verb) -> Iterator[Ints]:
+        """The lines of every microbatch's op on stage 0, chunk 0."""
+        schedule = self._schedule
+        rows = np.flatnonzero((schedule.device == 0) & (schedule.chunk == 0) & np.isin(self._verb, verbs))
+        for microbatch in range(self._plan.microbatches):
+            yield rows[schedule.microbatch[rows] == microbatch]
+
+    def side(self, stage: int, *, mirrored: bool) -> Side:
+        """A stage from the beginning of the step, or in the mirror from its end."""
+        key = stage, mirrored
+        if key not in self._seen:
+            self._seen[key] = self._seen_from(stage, mirrored=mirrored)
+        return self._seen[key]
+
+    def _seen_from(self, stage: int, *, mirrored: bool) -> Side:
+        bubbles, carriers, (first, last) = self._sides[stage]
+        if not mirrored:
+            return Side(free_s=first, bubbles=bubbles, carriers=carriers)
+        end = self.end_s
+        return Side(
+            free_s=end - last,
+            bubbles=[
+                Bubble(begin_s=end - b.end_s, end_s=end - b.begin_s, tp=b.tp) for b in reversed(bubbles)
+            ],
+            carriers=[(end - b, end - a) for a, b in reversed(carriers)],
+        )
+
+    @cached_property
+    def _sides(self) -> list[tuple[list[Bubble], list[tuple[float, float]], tuple[float, float]]]:
+        return [self._side_of(stage) for stage in range(self._plan.ranks.llm.pp)]
+
+    def _side_of(self, stage: int) -> tuple[list[Bubble], list[tuple[float, float]], tuple[float, float]]:
+        """Bubbles, carriers, and the first and last moment of compute on a stage."""
+        schedule, timeline, idle = self._schedule, self._timeline, self._idle
+        device = self._plan.ranks.class_at(stage, 0, 0)
+        here = np.flatnonzero(schedule.device == device)
+        works = here[(schedule.lane[here] == Lane.COMPUTE) & (schedule.kind[here] != Kind.FINISH)]
+        takes = timeline.finish_s[works] > timeline.start_s[works]
+        works = works[takes] if takes.any() else works  # a stage without layers only passes on
+        first, last = float(timeline.start_s[works[0]]), float(timeline.finish_s[works[-1]])
+        mine = (idle.device == device) & (idle.begin_s >= first) & (idle.end_s <= last)
+        tp = idle.cause[mine] == CAUSES.index("tp")
+        begins, ends = idle.begin_s[mine].tolist(), idle.end_s[mine].tolist()
+        bubbles = [
+            Bubble(begin_s=b, end_s=e, tp=t) for b, e, t in zip(begins, ends, tp.tolist(), strict=True)
+        ]
+        links = here[(schedule.lane[here] == Lane.TP) & (schedule.duration_s[here] > 0)]
+        busy = list(zip(timeline.start_s[links].tolist(), timeline.finish_s[links].tolist(), strict=True))
+        compute = list(zip(timeline.start_s[works].tolist(), timeline.finish_s[works].tolist(), strict=True))
+        carriers = [(begin, end) for begin, end, _ in without(_joined(compute), busy)]
+        return bubbles, carriers, (first, last)
+
+    def _alone(self, plan: Plan, device: int) -> int:
+        """The class of the LLM alone that a class of `plan` runs."""
+        stage, context, _ = plan.ranks.coordinates(device)
+        return self._plan.ranks.class_at(stage, context, 0)
+
+    def llm_rows(self, plan: Plan, device: int) -> Ints:
+        """The LLM's phases on a class of `plan`, as rows of a program."""
+        rows: Ints = self._orders[self._alone(plan, device)].rows.copy()
+        rows[:, 0] = plan.names.index(LLM)
+        return rows
+
+    def begins_s(self, plan: Plan) -> Floats:
+        """When the LLM's phases begin, class after class of `plan`."""
+        found = []
+        for device in range(plan.ranks.num_classes):
+            here = (self._schedule.device == self._alone(plan, device)) & (self._verb <= Verb.W)
+            found.append(self._timeline.start_s[here])
+        return np.concatenate(found)
+
+    def edges_s(self, stage: int, every: int) -> tuple[float, float]:
+        """Of every `every`th stage from `stage` on: when the LLM begins to compute, and when all is over.
+
+        The earliest beginning, counted from stage 0's, and the latest end.
+        """
+        begins, ends = [], []
+        first = self._sides[0][2][0]
+        for each in range(stage, self._plan.ranks.llm.pp, every):
+            begins.append(self._sides[each][2][0] - first)
+            here = self._schedule.device == self._plan.ranks.class_at(each, 0, 0)
+            ends.append(float(self._timeline.finish_s[here & (self._schedule.kind != Kind.FINISH)].max()))
+        return min(begins), max(ends)
+
+    def traffic_order(self) -> dict[tuple[Verb, int, int], int]:
+        """By verb, stage and place of the bucket: where in a program each gather and reduce stands."""
+        found = {}
+        for stage in range(self._plan.ranks.llm.pp):
+            program = self._programs[self._plan.ranks.class_at(stage, 0, 0)]
+            for line in np.flatnonzero(
+                (program.verb == Verb.GATHER) | (program.verb == Verb.REDUCE)
+            ).tolist():
+                found[Verb(program.verb[line]), stage, int(program.place[line])] = line
+        return found
+
+    def arrange(self, plan: Plan, fillers: Sequence[Sequence[Placed]]) -> list[Program]:
+        """The phases of every class of `plan`: the LLM's, with those of `fillers` put in at their times."""
+        return [self._arrange_class(plan, device, placed) for device, placed in enumerate(fillers)]
+
+    def _arrange_class(self, plan: Plan, device: int, placed: Sequence[Placed]) -> Program:
+        llm, names = self.llm_rows(plan, device), plan.names
+        if not placed:
+            return Program.of(llm)
+        alone = self._alone(plan, device)
+        keys = self._keys[alone]
+        lines = [
+            (names.index(op.module), VERB_OF[op.kind], 0, op.microbatch, phase)
+            for op in placed
+            for phase in range(len(op.times_s))
+        ]
+        times = np.concatenate([self._times(plan, device, alone, op) for op in placed])
+        order = np.argsort(times, kind="stable")  # forwards and backwards may take turns in the same bubbles
+        times, rows = times[order], np.array(lines, llm.dtype)[order]
+        before = self._behind_launches[alone][np.searchsorted(keys, times, side="left")]
+        return Program.of(np.insert(llm, before, rows, axis=0))
+
+    def _times(self, plan: Plan, device: int, alone: int, op: Placed) -> Floats:
+        """When an op's phases are to run, never falling.
+
+        A launch that falls into LLM compute is enqueued before it: behind it the LLM's own would come first.
+        """
+        times: Floats = np.array(op.times_s, np.float64)
+        template = plan.template_of(op.module, op.kind, plan.ranks.stage_of(op.module, device), 0)
+        launches = np.array([phase.kind == Kind.LAUNCH for phase in template])
+        starts, ends = self._computes[alone]
+        under = np.searchsorted(starts, times, side="right") - 1
+        inside = np.flatnonzero(launches & (under >= 0))
+        inside = inside[times[inside] < ends[under[inside]]]
+        times[inside] = starts[under[inside]]
+        return np.maximum.accumulate(times)
+
+    @cached_property
+    def _computes(self) -> list[tuple[Floats, Floats]]:
+        """Begin and end of every class's LLM compute, phase by phase."""
+        schedule, timeline = self._schedule, self._timeline
+        works = (schedule.lane == Lane.COMPUTE) & (self._verb <= Verb.W) & (schedule.duration_s > 0)
+        rows = [np.flatnonzero(works & (schedule.device == device)) for device in range(schedule.num_devices)]
+        return [(timeline.start_s[mine], timeline.finish_s[mine]) for mine in rows]
+
+    @cached_property
+    def _behind_launches(self) -> list[Ints]:
+        """Of every class, by place among its LLM phases: the first at or behind it that parts no launch.
+
+        A launch stands right behind the phase before it: nothing may come between them.
+        """
+        found = []
+        rows = np.flatnonzero(self._verb <= Verb.W)
+        for device, program in enumerate(self._orders):
+            kinds = self._schedule.kind[rows[self._schedule.device[rows] == device]]
+            free = np.append((kinds != Kind.LAUNCH) | (program.place == 0), True)
+            places = np.where(free, np.arange(len(free)), len(free))
+            found.append(np.minimum.accumulate(places[::-1])[::-1])
+        return found
+
+    @cached_property
+    def _keys(self) -> list[Floats]:
+        """Of every class: times of its LLM phases that never fall; launches and waits just before compute."""
+        schedule, start_s = self._schedule, self._timeline.start_s
+        found = []
+        for device in range(schedule.num_devices):
+            rows = np.flatnonzero((schedule.device == device) & (self._verb <= Verb.W))
+            compute = (schedule.lane[rows] == Lane.COMPUTE) & (schedule.kind[rows] != Kind.WAIT)
+            times = np.where(compute, start_s[rows], np.nextafter(start_s[rows], -np.inf))
+            found.append(np.maximum.accumulate(times))
+        return found
+
+
+def _llm_phases(plan: Plan, order: Order, stage: int) -> Program:
+    """All phases of a stage's ops, in order."""
+    number = plan.names.index(LLM)
+    sizes = {
+        (kind, chunk): len(plan.template_of(LLM, kind, stage, chunk))
+        for kind in OPS.values()
+        for chunk in range(plan.modules[LLM].layout.chunks)
+    }
+    ops = np.array([(number, VERB_OF[op.kind], op.chunk, op.microbatch) for op in order[stage]], np.int32)
+    counts = np.array([sizes[op.kind, op.chunk] for op in order[stage]])
+    place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Program.of(np.column_stack([np.repeat(ops, counts, axis=0), place]))
+
+
+def kernels_of(template: Template, *, mirrored: bool, stretch: float) -> list[Kernel]:
+    """A template as the packer sees it; in the mirror a wait begins communication and a launch ends it."""
+    found: list[Kernel] = []
+    for phase in template:
+        if phase.kind == Kind.LAUNCH:
+            found.append((WAIT, 0.0) if mirrored else (LAUNCH, phase.duration_s))
+        elif phase.kind == Kind.WAIT:
+            seconds = template[phase.after[0]].duration_s
+            found.append((LAUNCH, seconds) if mirrored else (WAIT, 0.0))
+        else:
+            found.append((COMPUTE, phase.duration_s * stretch))
+    return found[::-1] if mirrored else found
+
+
+def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals that touch as one."""
+    found: list[tuple[float, float]] = []
+    for begin, end in intervals:
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found

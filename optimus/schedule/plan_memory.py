@@ -1,0 +1,117 @@
+"""What a lowered plan claims: memory alive along every program, and where encoder compute lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from optimus.ir.op import Ints, Kind, Lane
+from optimus.ir.plan import REGIONS, ClassMemory, Plan, Program, Verb
+from optimus.ir.ranks import LLM
+from optimus.schedule.lower import Lowered
+from optimus.schedule.program_table import Header, Lines
+
+LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(3)
+
+
+def claim_memory(
+    plan: Plan, programs: Sequence[Program], fixed: Sequence[Mapping[str, int]]
+) -> tuple[ClassMemory, ...]:
+    """High-water marks of what lives along every program, beside what is always there."""
+    found = []
+    for device, alive in enumerate(alive_along(plan, programs)):
+        total = alive.sum(axis=1)
+        most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(3, np.int64)
+        llm, encoders, seam = (int(value) for value in most)
+        found.append(
+            ClassMemory(
+                fixed=dict(fixed[device]), llm_activations=llm, encoder_activations=encoders, seam=seam
+            )
+        )
+    return tuple(found)
+
+
+def alive_along(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
+    """Of every device class: bytes alive while each line runs, by component (LLM, encoders, seam)."""
+    lines = Lines.of(Header(plan), programs)
+    comes, goes = _changes(lines)
+    for device in range(len(programs)):
+        mine = lines.device == device
+        # What a line ends to keep is still there while it runs.
+        yield np.cumsum(comes[mine], axis=0) - np.cumsum(goes[mine], axis=0) + goes[mine]
+
+
+def _changes(lines: Lines) -> tuple[Ints, Ints]:
+    """Bytes that every line begins to keep, and those it ends to keep, by component."""
+    header, ops = lines.header, lines.ops
+    comes: Ints = np.zeros((len(lines), 3), np.int64)
+    goes: Ints = np.zeros((len(lines), 3), np.int64)
+    component = np.where(ops.module == header.llm, LLM_ACTIVATIONS, ENCODER_ACTIVATIONS)
+    begin, end = ops.rows[ops.first], ops.last
+    kept, again = _held(header)
+    has = {verb: header.template[ops.module, verb, ops.virtual] >= 0 for verb in (Verb.B, Verb.I, Verb.W)}
+    held, made = kept[ops.module, ops.virtual], again[ops.module, ops.virtual]
+    forward = ops.verb == Verb.F
+    frees = (ops.verb == Verb.W) | ((ops.verb == Verb.B) & ~has[Verb.W])
+    frees |= (ops.verb == Verb.I) & ~has[Verb.W]
+    frees |= forward & ~(has[Verb.B] | has[Verb.I])
+    split = has[Verb.W]
+    np.add.at(comes, (begin[forward], component[forward]), held[forward])
+    np.add.at(goes, (end[frees], component[frees]), held[frees])
+    inputs, weights = (ops.verb == Verb.I) & split, (ops.verb == Verb.W) & split
+    np.add.at(comes, (begin[inputs], component[inputs]), made[inputs])
+    np.add.at(goes, (end[weights], component[weights]), made[weights])
+    _add_seam(lines, comes, goes)
+    return comes, goes
+
+
+def _held(header: Header) -> tuple[Ints, Ints]:
+    """Kept and made-again bytes by module and virtual stage."""
+    shape = len(header.names), int(header.virtual_stages.max())
+    kept, again = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for number, name in enumerate(header.names):
+        for virtual, chunk in enumerate(header.plan.modules[name].chunks):
+            kept[number, virtual], again[number, virtual] = chunk.kept_bytes, chunk.made_again_bytes
+    return kept, again
+
+
+def _add_seam(lines: Lines, comes: Ints, goes: Ints) -> None:
+    """Rows wait at LLM stage 0 from their receive to the end of the forward that they feed."""
+    header, ops = lines.header, lines.ops
+    size = np.array([header.plan.modules[name].seam_bytes for name in header.names], np.int64)
+    received = np.flatnonzero(lines.verb == Verb.RECV_SEAM)
+    last = (ops.verb == Verb.F) & (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
+    local = np.flatnonzero(last & (header.entry[ops.device] == ops.device))
+    module = np.append(lines.module[received], ops.module[local])
+    device = np.append(lines.device[received], ops.device[local])
+    microbatch = np.append(lines.microbatch[received], ops.microbatch[local])
+    begin = np.append(received, ops.last[local])
+    zeros = np.zeros(len(begin), np.int64)
+    fed = microbatch // header.pieces[module]
+    end = lines.end_of(device, zeros + header.llm, zeros + Verb.F, zeros, fed)
+    np.add.at(comes[:, SEAM], begin, size[module])
+    np.add.at(goes[:, SEAM], end, size[module])
+
+
+def claim_encoder_s(plan: Plan, lowered: Lowered) -> dict[str, float]:
+    """Seconds of encoder compute before, in slots of, between and after a class's LLM phases."""
+    schedule, timeline = lowered.schedule, lowered.timeline
+    llm = plan.names.index(LLM)
+    phase = np.isin(schedule.kind, (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.LAUNCH, Kind.WAIT))
+    own = phase & (schedule.module == llm)
+    filler = phase & (schedule.module != llm) & (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.WAIT)
+    opened = np.cumsum(own & (schedule.kind == Kind.LAUNCH)) - np.cumsum(own & (schedule.kind == Kind.WAIT))
+    spent = timeline.finish_s - timeline.start_s
+    found = dict.fromkeys(REGIONS, 0.0)
+    for device in range(schedule.num_devices):
+        here = np.flatnonzero(schedule.device == device)
+        llm_lines = here[own[here]]
+        mine = here[filler[here]]
+        before, after = mine < llm_lines[0], mine > llm_lines[-1]
+        base = opened[llm_lines[0] - 1] if llm_lines[0] > 0 else 0
+        slots = ~before & ~after & (opened[mine] > base)
+        region = np.select([before, after, slots], ["before", "after", "slots"], "between")
+        for name in REGIONS:
+            found[name] += float(spent[mine[region == name]].sum())
+    return found

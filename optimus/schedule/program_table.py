@@ -1,0 +1,230 @@
+"""Lines of all device classes side by side as columns, with what the plan's header says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.ir.op import Communicator, Floats, Ints
+from optimus.ir.plan import OPS, Plan, Program, Verb
+from optimus.ir.ranks import LLM
+
+Bools = NDArray[np.bool_]
+BACKWARDS = (Verb.B, Verb.I)
+
+
+class Header:
+    """A plan's templates and modules as arrays, to be looked up for many lines at once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.ranks = plan, plan.ranks
+        self.names = tuple(plan.modules)
+        self.llm = self.names.index(LLM)
+        self.devices = self.ranks.num_classes
+        modules = [plan.modules[name] for name in self.names]
+        self.pp: Ints = np.array([module.layout.pp for module in modules])
+        self.virtual_stages: Ints = np.array([len(module.chunks) for module in modules])
+        self.pieces: Ints = np.array([module.pieces for module in modules])
+        self.chunks = max(module.layout.chunks for module in modules)
+        self.microbatches = plan.microbatches * int(self.pieces.max())
+        self._flatten_templates()
+        self._place_modules()
+
+    def _flatten_templates(self) -> None:
+        numbers = {name: number for number, name in enumerate(self.plan.templates)}
+        templates = list(self.plan.templates.values())
+        self.size: Ints = np.array([len(template) for template in templates], np.int64)
+        self.first: Ints = np.cumsum(self.size) - self.size
+        phases = [phase for template in templates for phase in template]
+        self.duration_s: Floats = np.array([phase.duration_s for phase in phases])
+        self.bytes: Ints = np.array([phase.bytes for phase in phases], np.int64)
+        self.kind: Ints = np.array([phase.kind for phase in phases], np.int8)
+        self.lane: Ints = np.array([phase.lane for phase in phases], np.int8)
+        self.communicator: Ints = np.array([phase.communicator for phase in phases], np.int8)
+        self.layer: Ints = np.array([phase.layer for phase in phases], np.int32)
+        labels = [f"layer {phase.layer} {phase.name}" for phase in phases]
+        self.labels = tuple(dict.fromkeys(labels))
+        places = {label: place for place, label in enumerate(self.labels)}
+        self.label: Ints = np.array([places[label] for label in labels], np.int64)
+        self.edges = [  # (phase, phase it comes after) of every template
+            np.array([(k, a) for k, p in enumerate(t) for a in p.after], np.int64).reshape(-1, 2)
+            for t in templates
+        ]
+        self.entries = [
+            np.array([k for k, phase in enumerate(t) if not phase.after], np.int64) for t in templates
+        ]
+        opens = [not any(t[a].layer == phase.layer for a in phase.after) for t in templates for phase in t]
+        self.opens_layer: Bools = np.array(opens, np.bool_)
+        shape = len(self.names), len(OPS), int(self.virtual_stages.max())
+        self.template: Ints = np.full(shape, -1, np.int64)  # by module, verb, virtual stage
+        for number, name in enumerate(self.names):
+            for virtual, chunk in enumerate(self.plan.modules[name].chunks):
+                for verb, kind in OPS.items():
+                    if kind in chunk.templates:
+                        self.template[number, verb, virtual] = numbers[chunk.templates[kind]]
+
+    def _place_modules(self) -> None:
+        ranks, everywhere = self.ranks, range(self.devices)
+        shape = len(self.names), self.devices
+
+        def table(value_of: Callable[[str, int], int]) -> Ints:
+            found = [[value_of(name, device) for device in everywhere] for name in self.names]
+            return np.array(found, np.int64).reshape(shape)
+
+        self.stage = table(ranks.stage_of)
+        self.pipeline = table(ranks.pipeline_of)
+        self.following = table(ranks.next_stage)
+        self.preceding = table(lambda name, device: ranks.next_stage(name, device, -1))
+        self.entry: Ints = np.array([ranks.entry_of(device) for device in everywhere], np.int64)
+        kinds = (Communicator.TP, Communicator.CP, Communicator.EP, Communicator.DP)
+        groups = {
+            (m, kind, d): ranks.group_classes(name, kind, d)
+            for m, name in enumerate(self.names)
+            for kind in kinds
+            for d in everywhere
+        }
+        shape3 = len(self.names), len(kinds), self.devices
+        self.group: Ints = np.zeros(shape3, np.int64)  # the first class of the group
+        self.group_size: Ints = np.ones(shape3, np.int64)
+        for place, members in groups.items():
+            self.group[place], self.group_size[place] = min(members), len(members)
+
+    def learns(self, module: int, virtual: int) -> bool:
+        """Whether this virtual stage or one before it has a backward: then it is sent a gradient."""
+        return bool((self.template[module, list(BACKWARDS), : virtual + 1] >= 0).any())
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Lines in program order, class after class."""
+
+    header: Header
+    device: Ints
+    module: Ints
+    verb: Ints
+    chunk: Ints
+    microbatch: Ints
+    place: Ints
+
+    @classmethod
+    def of(cls, header: Header, programs: Sequence[Program]) -> Lines:
+        rows = np.concatenate([program.rows for program in programs]).astype(np.int64)
+        device = np.repeat(np.arange(len(programs)), [len(program) for program in programs])
+        return cls(header, device, *rows.T)
+
+    def __len__(self) -> int:
+        return len(self.verb)
+
+    def program(self, lines: Ints) -> Program:
+        """Some of them, as one class plays them."""
+        columns = [self.module, self.verb, self.chunk, self.microbatch, self.place]
+        return Program.of(np.stack([column[lines] for column in columns], axis=1))
+
+    @cached_property
+    def phases(self) -> Ints:
+        """Lines that play a phase."""
+        return np.flatnonzero(self.verb <= Verb.W)
+
+    @cached_property
+    def virtual(self) -> Ints:
+        """Virtual stage of every line (of FINISH: nothing of meaning)."""
+        module = np.minimum(self.module, len(self.header.names) - 1)
+        found: Ints = self.chunk * self.header.pp[module] + self.header.stage[module, self.device]
+        return found
+
+    @cached_property
+    def phase(self) -> Ints:
+        """Place of every phase line in the header's columns (-1 for other lines)."""
+        header, here = self.header, self.phases
+        template = header.template[self.module[here], self.verb[here], self.virtual[here]]
+        found = np.full(len(self), -1, np.int64)
+        found[here] = header.first[template] + self.place[here]
+        return found
+
+    @cached_property
+    def lane(self) -> Ints:
+        """Of phase lines; -1 for others."""
+        found = np.full(len(self), -1, np.int64)
+        found[self.phases] = self.header.lane[self.phase[self.phases]]
+        return found
+
+    def op_key(self, device: Ints, module: Ints, verb: Ints, chunk: Ints, microbatch: Ints) -> Ints:
+        """A number for one op of one class."""
+        header = self.header
+        key = (device * len(header.names) + module) * len(Verb) + verb
+        found: Ints = (key * header.chunks + chunk) * header.microbatches + microbatch
+        return found
+
+    def op_key_of(self, rows: Ints, device: Ints) -> Ints:
+        """The number of the op that lines belong to, as if they stood on another class."""
+        return self.op_key(
+            device, self.module[rows], self.verb[rows], self.chunk[rows], self.microbatch[rows]
+        )
+
+    @cached_property
+    def ops(self) -> Ops:
+        """The ops that the phase lines make up."""
+        here = self.phases
+        key = self.op_key_of(here, self.device[here])
+        order = np.argsort(key * (1 + int(self.place.max(initial=0))) + self.place[here], kind="stable")
+        rows, key = here[order], key[order]
+        first = np.flatnonzero(np.append(True, key[1:] != key[:-1])) if len(key) else np.zeros(0, np.int64)
+        count = np.diff(np.append(first, len(key)))
+        header = self.header
+        size = len(header.names) * len(Verb) * header.chunks * header.microbatches * header.devices
+        number = np.full(size, -1, np.int64)
+        number[key[first]] = np.arange(len(first))
+        head = rows[first]
+        return Ops(
+            rows=rows,
+            first=first,
+            last=rows[first + count - 1],
+            number=number,
+            device=self.device[head],
+            module=self.module[head],
+            verb=self.verb[head],
+            chunk=self.chunk[head],
+            microbatch=self.microbatch[head],
+            virtual=self.virtual[head],
+        )
+
+    def end_of(self, device: Ints, module: Ints, verb: Ints, chunk: Ints, microbatch: Ints) -> Ints:
+        """The line with which an op ends; its phases stand in order and every launch is waited for."""
+        number = self.ops.number[self.op_key(device, module, verb, chunk, microbatch)]
+        assert (number >= 0).all(), "an op is missing"
+        found: Ints = self.ops.last[number]
+        return found
+
+    def backward_end(self, device: Ints, module: Ints, chunk: Ints, microbatch: Ints) -> Ints:
+        """The line with which the op that makes a gradient of the input ends: B, or I."""
+        numbers = [
+            self.ops.number[self.op_key(device, module, np.full_like(device, verb), chunk, microbatch)]
+            for verb in BACKWARDS
+        ]
+        number = np.maximum(*numbers)
+        assert (number >= 0).all(), "a backward is missing"
+        found: Ints = self.ops.last[number]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ops:
+    """Ops as columns; the lines of op n are `rows[first[n]] ...` in order of their phases."""
+
+    rows: Ints
+    first: Ints
+    last: Ints  # line of the last phase
+    number: Ints  # of an op by its key, -1: none
+    device: Ints
+    module: Ints
+    verb: Ints
+    chunk: Ints
+    microbatch: Ints
+    virtual: Ints
+
+    def __len__(self) -> int:
+        return len(self.first)

@@ -1,0 +1,131 @@
+"""Sums over any run of layers: what a cut decides, without walking the layers again for every cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from optimus.cost.memory import Memory, working_bytes
+from optimus.cost.module import PricedLayer
+from optimus.cost.prices import Prices
+from optimus.ir.op import Floats, Kind
+from optimus.job.model import Precision
+from optimus.schedule.chunk_templates import KINDS, Chunks
+from optimus.schedule.dp_traffic import Group, ParameterTraffic, groups_of
+
+Cut = tuple[int, ...]  # virtual stage v runs layers[cut[v]:cut[v + 1]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageBytes:
+    """What a rank of every stage holds, and what every chunk keeps per microbatch (LLM, encoders)."""
+
+    parameters: Floats
+    gradients: Floats
+    optimizer: Floats
+    logits: Floats
+    working: Floats
+    kept: Floats  # [chunk, stage, (LLM, encoders)]
+    made_again: Floats  # the same, of what a backward recomputes, and gradients of logits
+
+    def states_of(self, stage: int) -> Memory:
+        return Memory(
+            parameters=float(self.parameters[stage]),
+            gradients=float(self.gradients[stage]),
+            optimizer=float(self.optimizer[stage]),
+            logits=float(self.logits[stage]),
+        )
+
+
+class LayerSums:
+    """Running sums over one list of layers."""
+
+    def __init__(
+        self, layers: Sequence[PricedLayer], chunks: Chunks, prices: Prices, precision: Precision, llm: str
+    ) -> None:
+        self._layers, self._prices = layers, prices
+        single = [chunks.make([layer]).seconds for layer in layers]
+        self._seconds = {kind: _running([seconds[kind] for seconds in single]) for kind in KINDS}
+
+        def running(value: Callable[[PricedLayer], float]) -> Floats:
+            return _running([value(layer) for layer in layers])
+
+        def held(layer: PricedLayer) -> float:
+            return layer.parameters + layer.expert_parameters
+
+        self._parameters = running(lambda x: held(x) * precision.parameter_bytes)
+        self._gradients = running(lambda x: held(x) * precision.gradient_bytes * x.trained)
+        self._optimizer = running(lambda x: x.shard_parameters * precision.optimizer_bytes * x.trained)
+        self._updated = running(lambda x: x.shard_parameters * x.trained)
+        self._logits = running(lambda x: x.logits_bytes)
+        own = running(lambda x: x.activation_bytes * (x.module == llm))
+        self._kept = np.stack([own, running(lambda x: x.activation_bytes) - own], axis=1)
+        self._traffic: dict[tuple[float, ...], ParameterTraffic] = {}
+        self._working: dict[tuple[int, int], float] = {}
+        again = running(lambda x: (x.made_again_bytes + x.logits_bytes) * (x.module == llm))
+        self._again = np.stack([again, running(lambda x: x.made_again_bytes * (x.module != llm))], axis=1)
+        self._groups: dict[Group, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
+        for group in dict.fromkeys(group for layer in layers for group, _ in groups_of(layer)):
+            moved = running(lambda x, g=group: x.trained * sum(n for at, n in groups_of(x) if at == g))  # type: ignore[misc]
+            self._groups[group] = moved * precision.parameter_bytes, moved * precision.gradient_bytes
+
+    def layer_seconds(self, kind: Kind) -> Floats:
+        """Of every layer by itself."""
+        return np.diff(self._seconds[kind])
+
+    def seconds(self, kind: Kind, cut: Cut) -> Floats:
+        """Of one op of every virtual stage."""
+        return np.diff(self._seconds[kind][list(cut)])
+
+    def send_s(self, cut: Cut, *, across_nodes: bool) -> Floats:
+        """For what every virtual stage sends on."""
+        outputs = [self._layers[end - 1].output_bytes if end > begin else 0.0 for begin, end in _runs(cut)]
+        return np.array([self._prices.send_s(size, across_nodes=across_nodes) for size in outputs])
+
+    def traffic(self, cut: Cut) -> list[ParameterTraffic]:
+        """Data-parallel traffic of every virtual stage."""
+        ends = list(cut)
+        columns = [np.diff(sums[ends]) for both in self._groups.values() for sums in both]
+        rows = np.round([*columns, np.diff(self._updated[ends])]).T.tolist()
+        return [self._traffic_of(tuple(row)) for row in rows]
+
+    def _traffic_of(self, row: tuple[float, ...]) -> ParameterTraffic:
+        """Of one virtual stage; many are alike, and each sort is priced once."""
+        if row not in self._traffic:
+            sizes = {group: (row[2 * at], row[2 * at + 1]) for at, group in enumerate(self._groups)}
+            self._traffic[row] = ParameterTraffic.of(sizes, row[-1], self._prices)
+        return self._traffic[row]
+
+    def stage_bytes(self, cut: Cut, stages: int) -> StageBytes:
+        ends = list(cut)
+
+        def by_stage(sums: Floats) -> Floats:
+            found: Floats = np.diff(sums[ends]).reshape(-1, stages).sum(axis=0)
+            return found
+
+        working = [self._working_bytes(run) for run in _runs(cut)]
+        return StageBytes(
+            parameters=by_stage(self._parameters),
+            gradients=by_stage(self._gradients),
+            optimizer=by_stage(self._optimizer),
+            logits=by_stage(self._logits),
+            working=np.array(working).reshape(-1, stages).max(axis=0),
+            kept=np.diff(self._kept[ends], axis=0).reshape(-1, stages, 2),
+            made_again=np.diff(self._again[ends], axis=0).reshape(-1, stages, 2),
+        )
+
+    def _working_bytes(self, run: tuple[int, int]) -> float:
+        if run not in self._working:
+            self._working[run] = working_bytes(self._layers[slice(*run)])
+        return self._working[run]
+
+
+def _runs(cut: Cut) -> list[tuple[int, int]]:
+    return list(pairwise(cut))
+
+
+def _running(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.array(values, np.float64))])

@@ -1,0 +1,196 @@
+"""Says which lines the header of a plan asks for, and where each of them stands in the programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from optimus.ir.op import Ints, Kind
+from optimus.ir.plan import OPS, Bucket, Plan, Program, Verb
+from optimus.ir.ranks import LLM
+
+_ONE = np.zeros(1, np.int64)
+
+
+class Where(NamedTuple):
+    """The lines of one verb of one chunk of a module on a device class."""
+
+    device: int
+    module: str
+    verb: Verb
+    chunk: int
+
+
+class Block(NamedTuple):
+    """What `Where` holds: a line per microbatch and place."""
+
+    where: Where
+    microbatches: Ints
+    places: Ints
+
+
+def backward_verb(plan: Plan, module: str, virtual: int) -> Verb | None:
+    """The op of a virtual stage that makes the gradient for the one before it."""
+    kinds = plan.modules[module].chunks[virtual].templates
+    return Verb.B if Kind.B in kinds else Verb.I if Kind.I in kinds else None
+
+
+def bucket_chunk(bucket: Bucket) -> int:
+    """The chunk that lines of a bucket carry: 0 for a bucket of the whole stage."""
+    return max(bucket.chunk, 0)
+
+
+class Asked:
+    """The lines that a header asks for."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.ranks = plan, plan.ranks
+        every = np.arange(plan.microbatches)
+        self._by_pipeline = {LLM: [every]}
+        for name, module in plan.encoders.items():
+            owner = np.array(module.pipelines, np.int64)
+            count = self.ranks.num_pipelines(name)
+            self._by_pipeline[name] = [np.flatnonzero(owner == number) for number in range(count)]
+        self._wanted = {name: self._gradients(name) for name in plan.modules}
+
+    def _gradients(self, name: str) -> list[bool]:
+        """Whether the gradient of each virtual stage's output is asked for."""
+        wanted: list[bool] = []
+        for virtual in range(len(self.plan.modules[name].chunks)):
+            here = backward_verb(self.plan, name, virtual) is not None
+            wanted.append(here or bool(wanted and wanted[-1]))
+        return wanted
+
+    def microbatches(self, name: str, device: int) -> Ints:
+        """Microbatches of a module that a device class computes."""
+        return self._by_pipeline[name][self.ranks.pipeline_of(name, device)]
+
+    def arriving(self, name: str, device: int) -> list[tuple[int, Ints]]:
+        """For a class of LLM stage 0: who sends an encoder's rows to it (maybe itself), and which."""
+        stage, context, position = self.ranks.coordinates(device)
+        if stage != 0:
+            return []
+        layout, llm = self.plan.modules[name].layout, self.ranks.llm
+        senders = [
+            self.ranks.class_at(last, context, position)
+            for last in range(layout.pp - 1, llm.pp, layout.pp)  # where pipelines of this module end
+        ]
+        return [(sender, self.microbatches(name, sender)) for sender in senders]
+
+    def blocks(self) -> Iterator[Block]:
+        """All of them, by device class, module, verb and chunk."""
+        for device in range(self.ranks.num_classes):
+            for name in self.plan.modules:
+                yield from self._ops(device, name)
+                yield from self._transfers(device, name)
+                yield from self._seam(device, name)
+                yield from self._buckets(device, name)
+            yield Block(Where(device, self.plan.names[-1], Verb.FINISH, 0), _ONE, _ONE)
+
+    def _ops(self, device: int, name: str) -> Iterator[Block]:
+        module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
+        mine = self.microbatches(name, device)
+        for verb, kind in OPS.items():
+            for chunk in range(module.layout.chunks):
+                phases = len(self.plan.template_of(name, kind, stage, chunk))
+                if phases:
+                    yield Block(Where(device, name, verb, chunk), mine, np.arange(phases))
+
+    def _transfers(self, device: int, name: str) -> Iterator[Block]:
+        """Between virtual stages: none where the next one is on the same class."""
+        layout, stage = self.plan.modules[name].layout, self.ranks.stage_of(name, device)
+        if layout.pp == 1:
+            return
+        wanted, mine = self._wanted[name], self.microbatches(name, device)
+        virtual = [chunk * layout.pp + stage for chunk in range(layout.chunks)]
+        last = layout.virtual_stages - 1
+        for verb, needed in (
+            (Verb.SEND_F, [v < last for v in virtual]),
+            (Verb.RECV_F, [v > 0 for v in virtual]),
+            (Verb.SEND_B, [v > 0 and wanted[v - 1] for v in virtual]),
+            (Verb.RECV_B, [v < last and wanted[v] for v in virtual]),
+        ):
+            for chunk in range(layout.chunks):
+                if needed[chunk]:
+                    yield Block(Where(device, name, verb, chunk), mine, _ONE)
+
+    def _seam(self, device: int, name: str) -> Iterator[Block]:
+        """Between an encoder's last stage and LLM stage 0."""
+        if name == LLM:
+            return
+        ends_here = self.ranks.stage_of(name, device) == self.plan.modules[name].layout.pp - 1
+        sent = self.microbatches(name, device) if ends_here and self.ranks.coordinates(device)[0] else None
+        others = [rows for sender, rows in self.arriving(name, device) if sender != device]
+        received = np.sort(np.concatenate(others)) if others else None
+        back = self._wanted[name][-1]
+        for verb, rows in (
+            (Verb.SEND_SEAM, sent),
+            (Verb.RECV_SEAM, received),
+            (Verb.SEND_SEAM_B, received if back else None),
+            (Verb.RECV_SEAM_B, sent if back else None),
+        ):
+            if rows is not None:
+                yield Block(Where(device, name, verb, 0), rows, _ONE)
+
+    def _buckets(self, device: int, name: str) -> Iterator[Block]:
+        module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
+        chunk_of = np.array([bucket_chunk(bucket) for bucket in module.buckets[stage]], np.int64)
+        for verb in (Verb.GATHER, Verb.REDUCE):
+            for chunk in sorted(set(chunk_of.tolist())):
+                yield Block(Where(device, name, verb, chunk), _ONE, np.flatnonzero(chunk_of == chunk))
+
+
+class Lines:
+    """All programs of a plan, one below the other; a line is named by its row."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        programs = plan.programs or (Program.of([]),)
+        sizes = [len(program) for program in plan.programs]
+        self.first = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
+        self.device: Ints = np.repeat(np.arange(len(sizes)), sizes)
+        rows = np.concatenate([program.rows for program in programs]).astype(np.int64)
+        self.module, self.verb, self.chunk, self.microbatch, self.place = rows.T
+        self._found: dict[Where, tuple[Ints, Ints]] = {}
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    def text(self, line: int) -> str:
+        """`class 3 line 120: llm.F 3 12 4`, counting lines of a class from 1."""
+        device, module = int(self.device[line]), int(self.module[line])
+        names = self.plan.names
+        name = names[module] if 0 <= module < len(names) else f"module {module}"
+        columns = self.chunk, self.microbatch, self.place
+        what = " ".join(str(column[line]) for column in columns)
+        row = line - int(self.first[device]) + 1
+        return f"class {device} line {row}: {name}.{Verb(int(self.verb[line])).word} {what}"
+
+    @cached_property
+    def identity(self) -> Ints:
+        """A number per line that is the same on every device class: its module, verb, chunk and so on."""
+        found: Ints = np.zeros(len(self), np.int64)
+        for column in (self.module, self.verb, self.chunk, self.microbatch, self.place):
+            found = found * (1 + column.max(initial=0)) + column
+        return found
+
+    def locate(self, where: list[Block], order: Ints) -> None:
+        """Remembers that the lines of the blocks, in turn, stand at rows `order`."""
+        at = 0
+        for key, microbatches, places in where:
+            size = len(microbatches) * len(places)
+            rows = order[at : at + size].reshape(len(microbatches), len(places))
+            self._found[key] = (microbatches, rows)
+            at += size
+
+    def at(self, device: int, module: str, verb: Verb, chunk: int = 0) -> Ints:
+        """Rows of a block: one row per microbatch, one column per place; empty if there is none."""
+        found = self._found.get(Where(device, module, verb, chunk))
+        return np.zeros((0, 0), np.int64) if found is None else found[1]
+
+    def all_blocks(self) -> Iterator[tuple[Where, Ints, Ints]]:
+        """Every block with its microbatches and the rows of its lines."""
+        return ((where, *found) for where, found in self._found.items())

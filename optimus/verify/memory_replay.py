@@ -1,0 +1,87 @@
+"""Replays the bytes that are alive on every device class, line by line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from optimus.ir.op import Ints
+from optimus.ir.plan import Plan, Verb
+from optimus.ir.ranks import LLM
+from optimus.verify.coverage import check_coverage
+from optimus.verify.expected_lines import Asked, Lines
+from optimus.verify.waits import Derivation
+
+ACTIVATIONS = ("llm_activations", "encoder_activations", "seam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive:
+    """Bytes on one device class when most of them are alive, by component; and what stays at the end."""
+
+    peak: dict[str, int]
+    line: int  # the first at which the sum is largest
+    left: int
+    lowest: int  # below 0 if something is freed before it is there
+
+
+def replay_bytes(derived: Derivation) -> list[Alive]:
+    """The peak of every device class. What a line frees is still there while it runs."""
+    comes, goes = _changes(derived)
+    return [_alive(derived.lines, device, comes, goes) for device in range(len(derived.lines.first) - 1)]
+
+
+def bytes_along(plan: Plan, device: int) -> Ints:
+    """Of one device class of a plan that holds: what is alive while each line runs, by component."""
+    lines, asked = Lines(plan), Asked(plan)
+    broken = next(iter(check_coverage(lines, asked)), None)
+    assert broken is None, broken
+    derived = Derivation(lines, asked)
+    comes, goes = _changes(derived)
+    mine = slice(int(derived.lines.first[device]), int(derived.lines.first[device + 1]))
+    found: Ints = (np.cumsum(comes[:, mine], axis=1) - np.cumsum(goes[:, mine], axis=1) + goes[:, mine]).T
+    return found
+
+
+def _changes(derived: Derivation) -> tuple[Ints, Ints]:
+    """Bytes that every line begins to keep, and those it ends to keep, by component."""
+    lines = derived.lines
+    comes = np.zeros((len(ACTIVATIONS), len(lines)), np.int64)
+    goes = np.zeros_like(comes)
+    for where, _, rows in lines.all_blocks():
+        if where.verb == Verb.F:
+            device, name, _, chunk = where
+            planned = lines.plan.modules[name].chunks[derived.virtual(device, name, chunk)]
+            component = 0 if name == LLM else 1
+            ends = [lines.at(device, name, verb, chunk) for verb in (Verb.W, Verb.B, Verb.I)]
+            last = next((block for block in ends if block.size), rows)
+            comes[component, rows[:, 0]] += planned.kept_bytes
+            goes[component, last[:, -1]] += planned.kept_bytes
+            again = ends[2]
+            if again.size and ends[0].size:
+                comes[component, again[:, 0]] += planned.made_again_bytes
+                goes[component, last[:, -1]] += planned.made_again_bytes
+            if name == LLM and chunk == 0 and lines.plan.ranks.coordinates(device)[0] == 0:
+                _add_seam(derived, device, rows, comes[2], goes[2])
+    return comes, goes
+
+
+def _add_seam(derived: Derivation, device: int, forward: Ints, comes: Ints, goes: Ints) -> None:
+    """Rows of encoders wait at LLM stage 0, from their arrival to the end of the forward that they feed."""
+    for name, module in derived.plan.encoders.items():
+        for arrived, microbatches in derived.arrivals(name, device, last=True):
+            np.add.at(comes, arrived[:, -1], module.seam_bytes)
+            np.add.at(goes, forward[microbatches // module.pieces, -1], module.seam_bytes)
+
+
+def _alive(lines: Lines, device: int, comes: Ints, goes: Ints) -> Alive:
+    mine = slice(int(lines.first[device]), int(lines.first[device + 1]))
+    if mine.start == mine.stop:
+        return Alive(peak=dict.fromkeys(ACTIVATIONS, 0), line=mine.start, left=0, lowest=0)
+    freed = np.cumsum(goes[:, mine], axis=1)
+    after = np.cumsum(comes[:, mine], axis=1) - freed
+    during = after + goes[:, mine]
+    at = int(np.argmax(during.sum(axis=0)))
+    peak = dict(zip(ACTIVATIONS, during[:, at].tolist(), strict=True))
+    return Alive(peak=peak, line=mine.start + at, left=int(after[:, -1].sum()), lowest=int(after.min()))

@@ -1,0 +1,255 @@
+"""Proves a plan by nine rules, sharing no code with what makes plans."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+import numpy as np
+
+from optimus.errors import UserError
+from optimus.ir.binding import Measured, bound_parts, check_binding
+from optimus.ir.op import NUM_LANES, Floats
+from optimus.ir.plan import REGIONS, Plan, Verb
+from optimus.ir.ranks import LLM
+from optimus.job.job import Job
+from optimus.verify.coverage import check_coverage, check_header
+from optimus.verify.deadlock import Circle, check_hosts, check_streams
+from optimus.verify.expected_lines import Asked, Lines
+from optimus.verify.header_contents import check_capacity, check_layers, check_parameters, check_seam
+from optimus.verify.line_order import check_data, check_groups, check_pairs
+from optimus.verify.memory_replay import ACTIVATIONS, replay_bytes
+from optimus.verify.time_replay import Replay, replay
+from optimus.verify.waits import COMPUTE_KINDS, NO_LANE, Derivation, Waits
+
+RULES = ("coverage", "data", "pairs", "deadlock", "groups", "memory", "lanes", "claim", "binding")
+BOUND_PARTS = ("model", "cluster", "workload", "profile")
+KEPT = 20  # violations of a rule that are kept; the rest is counted
+TOLERANCE = 1e-9
+_SHOWN = 12  # lines of a circle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Violation:
+    """One breach of a rule."""
+
+    rule: str
+    where: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.where}: {self.problem}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a check found. A rule that could not be evaluated does not hold."""
+
+    rules: dict[str, bool]
+    violations: tuple[Violation, ...]
+    more: dict[str, int] = field(default_factory=dict)  # violations found but not kept, by rule
+    step_s: float | None = None  # as replayed; None if the plan could not be played to its end
+    single_connection_holds: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return all(self.rules.values())
+
+    def raise_if_bad(self, file: str | None = None) -> None:
+        """A `UserError` that names the broken rules and the first violation."""
+        if self.ok:
+            return
+        broken = [rule for rule, holds in self.rules.items() if not holds]
+        count = len(self.violations) + sum(self.more.values())
+        raise UserError(
+            file=file,
+            field=self.violations[0].where,
+            problem=f"breaks rule {self.violations[0].rule}: {self.violations[0].problem}",
+            hint=f"plan again; {count} violations in all, of {', '.join(broken)}",
+        )
+
+
+SearchResult = Iterable[tuple[str, str]]  # where, problem
+
+
+class _Report:
+    """A report in the making."""
+
+    def __init__(self) -> None:
+        self.rules: dict[str, bool] = {}
+        self.violations: list[Violation] = []
+        self.more: dict[str, int] = {}
+
+    def add(self, rule: str, found: SearchResult) -> bool:
+        """Keeps the first violations of a rule, and says whether there was none."""
+        rest = iter(found)
+        kept = [Violation(rule=rule, where=where, problem=problem) for where, problem in islice(rest, KEPT)]
+        dropped = sum(1 for _ in rest)
+        if dropped:
+            self.more[rule] = dropped
+        self.violations += kept
+        self.rules[rule] = not kept
+        return not kept
+
+    def done(self, step_s: float | None, single_connection_holds: bool) -> Report:
+        return Report(
+            rules={rule: self.rules[rule] for rule in RULES},
+            violations=tuple(sorted(self.violations, key=lambda violation: RULES.index(violation.rule))),
+            more=self.more,
+            step_s=step_s,
+            single_connection_holds=single_connection_holds,
+        )
+
+
+def check_plan(plan: Plan) -> Report:
+    """Checks a plan by all nine rules."""
+    report = _Report()
+    report.add("binding", check_binding_hashes(plan))
+    if not report.add("coverage", check_header(plan)):
+        return _unseen(report, "the header is not sound")
+    if not report.add("coverage", check_layers(plan)):
+        return _unseen(report, "templates and layers do not agree")
+    lines, asked = Lines(plan), Asked(plan)
+    if not report.add("coverage", check_coverage(lines, asked)):
+        return _unseen(report, "coverage does not hold")
+    derived = Derivation(lines, asked)
+    waits = derived.derive()
+    report.add("data", chain(check_parameters(plan), check_seam(plan), check_data(derived, waits)))
+    report.add("pairs", check_pairs(waits))
+    report.add("groups", check_groups(waits))
+    report.add("memory", chain(check_capacity(plan), _memory(derived)))
+    single = check_streams(waits, one_queue=True)
+    streams = check_streams(waits, one_queue=False) if single else None
+    circles = [check_hosts(waits), streams, single if plan.single_connection else None]
+    found = [_shown(lines, circle) for circle in circles if circle is not None]
+    played = replay(waits)
+    if not played.complete:
+        first = lines.text(int(np.flatnonzero(played.end_s < 0)[0]))
+        report.add("deadlock", found or [(first, "never ends if every lane plays in program order")])
+        for rule in ("lanes", "claim"):
+            report.add(rule, [(first, "not evaluated: it never ends")])
+        return report.done(None, single is None)
+    report.add("deadlock", found)
+    report.add("lanes", _lanes(derived, waits, played))
+    report.add("claim", _differs("step_s", played.step_s, plan.claims.step_s))
+    return report.done(played.step_s, single is None)
+
+
+def _unseen(report: _Report, reason: str) -> Report:
+    for rule in RULES:
+        if rule not in report.rules:
+            report.add(rule, [("plan", f"not evaluated: {reason}")])
+    return report.done(None, single_connection_holds=False)
+
+
+def _shown(lines: Lines, circle: Circle) -> tuple[str, str]:
+    named = [lines.text(line) for line in circle.lines[:_SHOWN]]
+    rest = len(circle.lines) - len(named)
+    more = f", and {rest} more" if rest else ""
+    return named[
+        0
+    ] if named else "plan", f"waits in a circle if {circle.model}: {' waits for '.join(named)}{more}"
+
+
+def _differs(where: str, found: float, claimed: float) -> SearchResult:
+    if not abs(found - claimed) <= TOLERANCE * max(1.0, abs(found)):
+        yield where, f"{claimed!r} is claimed, {found!r} was replayed"
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+def _memory(derived: Derivation) -> SearchResult:
+    plan = derived.plan
+    found = replay_bytes(derived)
+    if len(plan.memory) != len(found):
+        yield "memory", f"{len(plan.memory)} entries for {len(found)} device classes"
+        return
+    for device, (claimed, alive) in enumerate(zip(plan.memory, found, strict=True)):
+        where = f"class {device}"
+        if min(claimed.fixed.values(), default=0) < 0:
+            yield where, "claims a negative size"
+        total = sum(claimed.fixed.values()) + sum(alive.peak.values())
+        if total > plan.capacity_bytes:
+            text = derived.lines.text(alive.line)
+            yield text, f"{total} bytes are alive, the capacity is {plan.capacity_bytes}"
+        if alive.left or alive.lowest < 0:
+            yield where, f"{alive.left} bytes are left at the end, {alive.lowest} is the lowest level"
+        for name in ACTIVATIONS:
+            if alive.peak[name] != getattr(claimed, name):
+                yield where, f"{name} of {getattr(claimed, name)} bytes claimed, {alive.peak[name]} replayed"
+
+
+# ---------------------------------------------------------------------------- lanes
+
+
+def _lanes(derived: Derivation, waits: Waits, played: Replay) -> SearchResult:
+    """One op at a time per lane, and encoder compute where the plan says it is."""
+    lines = waits.lines
+    rows = np.flatnonzero(waits.lane != NO_LANE)
+    lane = lines.device * NUM_LANES + waits.lane
+    rows = rows[np.lexsort((played.end_s[rows], played.start_s[rows], lane[rows]))]
+    over = (lane[rows[1:]] == lane[rows[:-1]]) & (played.start_s[rows[1:]] < played.end_s[rows[:-1]])
+    for at in np.flatnonzero(over).tolist():
+        yield lines.text(int(rows[at + 1])), f"starts on a lane that is taken by {lines.text(int(rows[at]))}"
+    for region, seconds in zip(REGIONS, encoder_seconds(derived, waits, played), strict=True):
+        claimed = lines.plan.claims.encoder_s.get(region)
+        if claimed is None:
+            yield f"encoder_s {region}", "no claim"
+        else:
+            yield from _differs(f"encoder_s {region}", float(seconds), claimed)
+
+
+def encoder_seconds(derived: Derivation, waits: Waits, played: Replay) -> Floats:
+    """Encoder compute in each of REGIONS, summed over device classes, as replayed."""
+    lines = waits.lines
+    llm = list(lines.plan.modules).index(LLM)
+    ours = (lines.module == llm) & (lines.verb <= Verb.W)
+    opened = np.zeros(len(lines), np.int64)  # LLM launches whose wait is yet to come
+    for (device, name, verb, chunk), _, block in lines.all_blocks():
+        if name == LLM and verb <= Verb.W:
+            shape = derived.shape(name, verb, derived.virtual(device, name, chunk))
+            for launch, wait in shape.wait_of.items():
+                opened[block[:, launch]] += wait >= 0
+                opened[block[:, wait]] -= wait >= 0
+    slot = np.cumsum(opened) > 0
+    seen = np.concatenate([[0], np.cumsum(ours)])
+    first, end = seen[lines.first[:-1]][lines.device], seen[lines.first[1:]][lines.device]
+    before, after = seen[:-1] == first, seen[:-1] == end
+    region = np.select([before, after, slot], [0, 3, 1], 2)
+    compute = (lines.module < llm) & np.isin(waits.kind, COMPUTE_KINDS)
+    spent = (played.end_s - played.start_s)[compute]
+    return np.bincount(region[compute], weights=spent, minlength=len(REGIONS)).astype(np.float64)
+
+
+# ---------------------------------------------------------------------------- binding
+
+
+def check_binding_hashes(plan: Plan) -> SearchResult:
+    """The plan names what it was made for, and its hashes belong to these fields."""
+    for part in BOUND_PARTS:
+        if part not in plan.bound_to or part not in plan.hashes:
+            yield part, "the plan is not bound to it"
+    for part, fields in plan.bound_to.items():
+        text = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
+        if part in plan.hashes and plan.hashes[part] != hashlib.sha256(text.encode()).hexdigest():
+            yield part, "its fields do not belong to its hash"
+    for part in sorted(set(plan.hashes) - set(plan.bound_to) - set(BOUND_PARTS)):
+        yield part, "has a hash, but no fields"
+
+
+def ready_plan(plan: Plan, job: Job, profile: Measured | None = None, *, file: str | None = None) -> None:
+    """Refuses, before anything runs, a plan that was made for another job or does not hold."""
+    check_binding(plan, bound_parts(job, profile), file=file)
+    report = check_plan(plan)
+    if not report.ok:
+        first = report.violations[0]
+        raise UserError(
+            field=first.where,
+            problem=f"breaks the rule `{first.rule}`: {first.problem}",
+            hint="plan again; optimus check shows all violations",
+            file=file,
+        )

@@ -1,0 +1,299 @@
+"""Derives from a plan what waits for what, what meets, and what every line occupies and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from optimus.ir.op import NUM_LANES, Communicator, Floats, Ints, Kind, Lane
+from optimus.ir.plan import OPS, SENDS, WHOLE_STAGE, Verb
+from optimus.ir.ranks import LLM
+from optimus.verify.expected_lines import Asked, Lines, Where, backward_verb
+from optimus.verify.template_columns import Phases
+
+COMPUTE_KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
+NO_LANE = -1  # of receives
+RECV_OF = {Verb.SEND_F: Verb.RECV_F, Verb.SEND_B: Verb.RECV_B}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Waits:
+    """One entry per line unless said otherwise."""
+
+    lines: Lines
+    before: Ints  # per wait: what must have ended
+    after: Ints  # per wait: what waits
+    send: Ints  # per transfer
+    recv: Ints  # per transfer
+    duration_s: Floats
+    lane: Ints
+    kind: Ints  # of the phase; -1 for other verbs
+    issue_s: Floats  # when the host has issued it
+    group: Ints  # the communicator of a collective; -1 for other lines
+    group_members: list[tuple[int, ...]]  # device classes, per group
+    meeting: Ints  # the k-th ops of a group of several classes meet; -1 for lines that meet nobody
+    meeting_size: Ints  # per meeting: how many lines must be there
+
+    @property
+    def resident(self) -> Ints:
+        """Whether a line slows the compute of its device while it is there."""
+        found: Ints = (self.group >= 0) & ((self.lane == Lane.TP) | (self.lane == Lane.DP))
+        return found
+
+    @property
+    def lane_order(self) -> tuple[Ints, Ints]:
+        """Pairs of lines that follow each other on a lane."""
+        return chained(self.lines.device * NUM_LANES + self.lane, self.lane != NO_LANE)
+
+
+def chained(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
+    """Pairs of lines that follow each other in the queue they name, among those taken."""
+    rows = np.flatnonzero(taken)
+    rows = rows[np.argsort(queue[rows], kind="stable")]
+    same = queue[rows[1:]] == queue[rows[:-1]]
+    return rows[:-1][same], rows[1:][same]
+
+
+class Derivation:
+    """Goes through the blocks of a plan whose lines are all there."""
+
+    def __init__(self, lines: Lines, asked: Asked) -> None:
+        self.lines, self.plan, self.asked, self.ranks = lines, lines.plan, asked, asked.ranks
+        count = len(lines)
+        self.phases = {name: Phases(template) for name, template in self.plan.templates.items()}
+        self._before: list[Ints] = []
+        self._after: list[Ints] = []
+        self._sends: list[Ints] = []
+        self._recvs: list[Ints] = []
+        self._duration = np.zeros(count)
+        self._lane = np.full(count, NO_LANE)
+        self._kind = np.full(count, -1)
+        self._group = np.full(count, -1)
+        self._groups: dict[tuple[str, int, tuple[int, ...]], int] = {}
+        self._group_at: dict[tuple[str, int, int], int] = {}
+
+    def derive(self) -> Waits:
+        for where, microbatches, rows in self.lines.all_blocks():
+            if where.verb in OPS:
+                self._op(where, rows)
+            elif where.verb in SENDS:
+                self._send(where, microbatches, rows)
+            elif where.verb in (Verb.GATHER, Verb.REDUCE):
+                self._buckets(where, rows[0])
+            elif where.verb == Verb.FINISH:
+                self._finish(where, rows)
+        none = [np.zeros(0, np.int64)]
+        send, recv = np.concatenate(none + self._sends), np.concatenate(none + self._recvs)
+        self._wait(send, recv)
+        self._wait(*self._posted())
+        meeting, size = self._meetings()
+        return Waits(
+            lines=self.lines,
+            before=np.concatenate(none + self._before),
+            after=np.concatenate(none + self._after),
+            send=send,
+            recv=recv,
+            duration_s=self._duration,
+            lane=self._lane,
+            kind=self._kind,
+            issue_s=self._issues(send, recv),
+            group=self._group,
+            group_members=[members for _, _, members in self._groups],
+            meeting=meeting,
+            meeting_size=size,
+        )
+
+    # ------------------------------------------------------------------------ ops
+
+    def shape(self, name: str, verb: Verb, virtual: int) -> Phases:
+        """The phases of an op."""
+        return self.phases[self.plan.modules[name].chunks[virtual].templates[OPS[verb]]]
+
+    def virtual(self, device: int, name: str, chunk: int) -> int:
+        return chunk * self.plan.modules[name].layout.pp + self.ranks.stage_of(name, device)
+
+    def _op(self, where: Where, rows: Ints) -> None:
+        device, name, verb, chunk = where
+        virtual = self.virtual(device, name, chunk)
+        shape = self.shape(name, verb, virtual)
+        self._duration[rows], self._lane[rows], self._kind[rows] = shape.duration_s, shape.lane, shape.kind
+        for place, communicator in shape.launches:
+            self._group[rows[:, place]] = self._group_of(name, communicator, device)
+        self._wait(rows[:, shape.deps].ravel(), rows[:, shape.places].ravel())
+        entries = rows[:, shape.entries]
+        if verb == Verb.F:
+            self._forward_inputs(device, name, chunk, virtual, entries)
+        elif verb == Verb.W:
+            self._wait_all(self._ends(device, name, Verb.I, chunk), entries)
+        else:
+            self._wait_all(self._ends(device, name, Verb.F, chunk), entries)
+            self._backward_inputs(device, name, chunk, virtual, entries)
+
+    def _forward_inputs(self, device: int, name: str, chunk: int, virtual: int, entries: Ints) -> None:
+        if virtual > 0:
+            if self.plan.modules[name].layout.pp > 1:
+                self._wait_all(self.lines.at(device, name, Verb.RECV_F, chunk), entries)
+            else:
+                self._wait_all(self._ends(device, name, Verb.F, chunk - 1), entries)
+        elif name == LLM:
+            for encoder, module in self.plan.encoders.items():
+                for rows, fed in self.arrivals(encoder, device):
+                    self._wait_all(rows, entries[fed // module.pieces])
+
+    def arrivals(self, encoder: str, device: int, *, last: bool = False) -> list[tuple[Ints, Ints]]:
+        """Lines with whose end an encoder's rows are on a class of LLM stage 0, and their microbatches.
+
+        With `last`, the last phase of the encoder's op stands for all with which it ends.
+        """
+        found = []
+        for sender, microbatches in self.asked.arriving(encoder, device):
+            if sender == device:
+                forward = self.lines.at(device, encoder, Verb.F)
+                found.append((forward if last else self._ends(device, encoder, Verb.F, 0), microbatches))
+            else:
+                found.append((self._received(device, encoder, microbatches), microbatches))
+        return found
+
+    def _received(self, device: int, encoder: str, microbatches: Ints) -> Ints:
+        """Receives at LLM stage 0, where those from several classes are in one block."""
+        others = [rows for sender, rows in self.asked.arriving(encoder, device) if sender != device]
+        places = np.searchsorted(np.sort(np.concatenate(others)), microbatches)
+        return self.lines.at(device, encoder, Verb.RECV_SEAM)[places]
+
+    def _backward_inputs(self, device: int, name: str, chunk: int, virtual: int, entries: Ints) -> None:
+        module = self.plan.modules[name]
+        if virtual < module.layout.virtual_stages - 1:
+            if module.layout.pp > 1:
+                self._wait_all(self.lines.at(device, name, Verb.RECV_B, chunk), entries)
+            else:
+                self._wait_all(self._backward_ends(device, name, chunk + 1), entries)
+        elif name != LLM:
+            if self.ranks.coordinates(device)[0] > 0:
+                self._wait_all(self.lines.at(device, name, Verb.RECV_SEAM_B), entries)
+            else:
+                mine = self.asked.microbatches(name, device)
+                self._wait_all(self._backward_ends(device, LLM, 0)[mine // module.pieces], entries)
+
+    def _ends(self, device: int, name: str, verb: Verb, chunk: int) -> Ints:
+        """Phases with which an op ends, per microbatch."""
+        shape = self.shape(name, verb, self.virtual(device, name, chunk))
+        return self.lines.at(device, name, verb, chunk)[:, shape.exits]
+
+    def _backward_ends(self, device: int, name: str, chunk: int) -> Ints:
+        verb = backward_verb(self.plan, name, self.virtual(device, name, chunk))
+        assert verb is not None, "the header was checked"
+        return self._ends(device, name, verb, chunk)
+
+    # ------------------------------------------------------------------------ communication
+
+    def _send(self, where: Where, microbatches: Ints, rows: Ints) -> None:
+        device, name, verb, chunk = where
+        module, virtual = self.plan.modules[name], self.virtual(device, name, chunk)
+        self._lane[rows] = Lane.P2P
+        if verb in RECV_OF:
+            step = 1 if verb == Verb.SEND_F else -1
+            peer = self.ranks.next_stage(name, device, step)
+            there = self.lines.at(peer, name, RECV_OF[verb], (virtual + step) // module.layout.pp)
+            # A gradient is as large as the activations it belongs to: those of the stage before.
+            self._duration[rows] = module.chunks[virtual if step > 0 else virtual - 1].send_s
+            ends = self._ends(device, name, Verb.F, chunk) if step > 0 else None
+            self._wait_all(self._backward_ends(device, name, chunk) if ends is None else ends, rows)
+            self._transfer(rows, there)
+            return
+        self._duration[rows] = module.seam_s
+        if verb == Verb.SEND_SEAM:
+            self._wait_all(self._ends(device, name, Verb.F, 0), rows)
+            entry = self.ranks.entry_of(device)
+            self._transfer(rows, self._received(entry, name, microbatches))
+            return
+        self._wait_all(self._backward_ends(device, LLM, 0)[microbatches // module.pieces], rows)
+        for sender, theirs in self.asked.arriving(name, device):
+            if sender != device:
+                there = self.lines.at(sender, name, Verb.RECV_SEAM_B)
+                self._transfer(rows[np.searchsorted(microbatches, theirs)], there)
+
+    def _transfer(self, send: Ints, recv: Ints) -> None:
+        self._sends.append(send.ravel())
+        self._recvs.append(recv.ravel())
+
+    def _buckets(self, where: Where, rows: Ints) -> None:
+        device, name, verb, _ = where
+        module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
+        for row in rows.tolist():
+            bucket = module.buckets[stage][int(self.lines.place[row])]
+            gathers = verb == Verb.GATHER
+            self._duration[row] = bucket.gather_s if gathers else bucket.reduce_s
+            self._lane[row] = bucket.lane
+            self._group[row] = self._group_of(name, Communicator.DP, device)
+            if gathers and not bucket.gates:
+                continue
+            for chunk in range(module.layout.chunks) if bucket.chunk == WHOLE_STAGE else (bucket.chunk,):
+                for op in (Verb.F,) if gathers else (Verb.B, Verb.I, Verb.W):
+                    lines = self.lines.at(device, name, op, chunk)
+                    if lines.size == 0:
+                        continue
+                    shape = self.shape(name, op, self.virtual(device, name, chunk))
+                    held = lines[:, shape.of(bucket)].ravel()
+                    here = np.full(len(held), row)
+                    self._wait(here, held) if gathers else self._wait(held, here)
+
+    def _finish(self, where: Where, rows: Ints) -> None:
+        stage = self.ranks.coordinates(where.device)[0]
+        self._duration[rows] = self.plan.finish_s[stage] if self.plan.finish_s else 0.0
+        self._lane[rows] = Lane.COMPUTE
+        first, end = self.lines.first[where.device], self.lines.first[where.device + 1]
+        reduces = first + np.flatnonzero(self.lines.verb[first:end] == Verb.REDUCE)
+        self._wait(reduces, np.full(len(reduces), rows[0, 0]))
+
+    def _posted(self) -> tuple[Ints, Ints]:
+        """Pairs: the compute line that stands last before a line of communication, and that line."""
+        before = np.maximum.accumulate(np.where(self._lane == Lane.COMPUTE, np.arange(len(self.lines)), -1))
+        talks = (self._lane != Lane.COMPUTE) & (self._lane != NO_LANE)
+        rows = np.flatnonzero(talks & (before >= self.lines.first[self.lines.device]))
+        return before[rows], rows
+
+    # ------------------------------------------------------------------------ meetings and issue
+
+    def _group_of(self, name: str, communicator: Communicator, device: int) -> int:
+        known = self._group_at.get((name, communicator, device))
+        if known is None:
+            alone = communicator in (Communicator.NONE, Communicator.PP)
+            members = (device,) if alone else self.ranks.group_classes(name, communicator, device)
+            known = self._groups.setdefault((name, communicator, members), len(self._groups))
+            self._group_at[name, communicator, device] = known
+        return known
+
+    def _meetings(self) -> tuple[Ints, Ints]:
+        """Numbers of meetings: the k-th op of a group on one class meets the k-th on the others."""
+        count = len(self.lines)
+        sizes = np.array([len(members) for *_, members in self._groups] + [self.ranks.num_classes])
+        group = np.where(self.lines.verb == Verb.FINISH, len(sizes) - 1, self._group)
+        rows = np.flatnonzero((group >= 0) & (sizes[group] > 1))
+        queue = group[rows] * self.ranks.num_classes + self.lines.device[rows]
+        order = np.argsort(queue, kind="stable")
+        starts = np.flatnonzero(np.diff(queue[order], prepend=-1))
+        turn = np.empty(len(rows), np.int64)
+        turn[order] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
+        met, number = np.unique(group[rows] * (count + 1) + turn, return_inverse=True)
+        meeting = np.full(count, -1)
+        meeting[rows] = number
+        return meeting, sizes[met // (count + 1)]
+
+    def _issues(self, send: Ints, recv: Ints) -> Floats:
+        """The host issues one line per `launch_s`; waits are free, and a send needs its receive's issue."""
+        costs = np.cumsum(self._kind != Kind.WAIT)
+        costs = np.concatenate([[0], costs])
+        first = self.lines.first[:-1][self.lines.device]
+        issue: Floats = (costs[:-1] - costs[first]) * self.plan.launch_s
+        issue[send] = np.maximum(issue[send], issue[recv])
+        issue[recv] = 0.0  # ends with its send, whatever happens here
+        return issue
+
+    def _wait(self, before: Ints, after: Ints) -> None:
+        self._before.append(before)
+        self._after.append(after)
+
+    def _wait_all(self, before: Ints, after: Ints) -> None:
+        """In every row, each of `after` waits for each of `before`."""
+        self._wait(np.repeat(before, after.shape[1], axis=1).ravel(), np.tile(after, before.shape[1]).ravel())
