@@ -243,7 +243,6 @@ def test_init_writes_a_job_that_loads_and_equals_the_one_in_memory(tmp_path: Pat
     path = tmp_path / "job.yaml"
     path.write_text(write_job_yaml(config, "h100:512"), encoding="utf-8")
     assert load_job(path) == find_job(config, on="h100:512")
-    assert load_job(path).fingerprint() == find_job(config, on="h100:512").fingerprint()
 
 
 def test_init_writes_paths_that_start_at_the_job_file(

@@ -31,7 +31,6 @@ def made(
         microbatch=zeros,
         device=np.array(devices),
         lane=zeros + Lane.COMPUTE,
-        stream=zeros,
         communicator=zeros - 1,
         bytes=zeros,
         duration_s=np.array(seconds),

@@ -70,7 +70,6 @@ class Op:
     microbatch: int
     device: int
     lane: Lane
-    stream: int
     communicator: int
     bytes: int
     deps: tuple[int, ...]
@@ -97,7 +96,6 @@ class Schedule:
     microbatch: Ints
     device: Ints
     lane: Ints
-    stream: Ints
     communicator: Ints
     bytes: Ints
     duration_s: Floats
@@ -128,7 +126,6 @@ class Schedule:
             microbatch=int(self.microbatch[index]),
             device=int(self.device[index]),
             lane=Lane(self.lane[index]),
-            stream=int(self.stream[index]),
             communicator=int(self.communicator[index]),
             bytes=int(self.bytes[index]),
             deps=tuple(int(d) for d in self.deps_of(index)),

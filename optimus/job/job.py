@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from optimus.job.cluster import Cluster
 from optimus.job.layout import Constraints, LayoutChoice
@@ -49,16 +46,6 @@ class Job:
             job = replace(job, workload=workload, today=_unmeasured(job.today))
         return job
 
-    def fingerprint(self) -> str:
-        """Hash over what decides a plan: model, cluster and workload; never `run`."""
-        decides = {
-            "model": asdict(self.model),
-            "cluster": asdict(self.cluster),
-            "workload": asdict(self.workload),
-        }
-        text = json.dumps(_without_sources(decides), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
 
 def elsewhere(layout: Constraints, today: Today | None) -> tuple[Constraints, Today | None]:
     """On another cluster dp follows anew, and what was measured was measured elsewhere."""
@@ -70,12 +57,3 @@ def elsewhere(layout: Constraints, today: Today | None) -> tuple[Constraints, To
 
 def _unmeasured(today: Today | None) -> Today | None:
     return today and replace(today, measured_step_s=None, measured_memory_bytes=None)
-
-
-def _without_sources(value: Any) -> Any:
-    """Where a number comes from does not change a plan."""
-    if isinstance(value, dict):
-        return {key: _without_sources(item) for key, item in value.items() if key != "source"}
-    if isinstance(value, list | tuple):
-        return [_without_sources(item) for item in value]
-    return value

@@ -148,7 +148,6 @@ class Builder:
             microbatch=microbatch[block_of].astype(np.int32),
             device=device[block_of].astype(np.int32),
             lane=rows["lane"].copy(),
-            stream=np.zeros(total, np.int8),
             communicator=rows["communicator"].copy(),
             bytes=rows["bytes"].copy(),
             duration_s=rows["duration_s"].copy(),

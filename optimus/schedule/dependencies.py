@@ -42,7 +42,6 @@ def couple_lines(lines: Lines, *, ordered: bool = True) -> Schedule:
         microbatch=lines.microbatch.astype(np.int32),
         device=lines.device.astype(np.int32),
         lane=graph.lane,
-        stream=np.zeros(len(lines), np.int8),
         communicator=graph.communicator,
         bytes=graph.bytes,
         duration_s=graph.duration_s,

@@ -58,19 +58,6 @@ class Report:
     def ok(self) -> bool:
         return all(self.rules.values())
 
-    def raise_if_bad(self, file: str | None = None) -> None:
-        """A `UserError` that names the broken rules and the first violation."""
-        if self.ok:
-            return
-        broken = [rule for rule, holds in self.rules.items() if not holds]
-        count = len(self.violations) + sum(self.more.values())
-        raise UserError(
-            file=file,
-            field=self.violations[0].where,
-            problem=f"breaks rule {self.violations[0].rule}: {self.violations[0].problem}",
-            hint=f"plan again; {count} violations in all, of {', '.join(broken)}",
-        )
-
 
 SearchResult = Iterable[tuple[str, str]]  # where, problem
 
