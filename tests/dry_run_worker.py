@@ -46,13 +46,13 @@ def count(case: Case, rank: int) -> dict[str, Any]:
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
         )
-        if one.optimizer.adamw is not None:
+        if one.optimizer is not None and one.optimizer.adamw is not None:
             one.optimizer.adamw.step()
-        batch = one.batch(0, one.table(0))
+        batch = one.batch(0)
         uses = []
         for _ in range(TIMES):
             one.executor._moment.one = None  # 4 bytes that the first step makes and all others find
-            uses.append(count_step(one.executor, batch, one.parameters, one.optimizer)[1])
+            uses.append(count_step(one, batch)[1])
     return {"ranks": everybody(list(map(asdict, uses)))}
 
 

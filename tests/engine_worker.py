@@ -29,23 +29,19 @@ from sharding_bugs import SHARDING_BUGS
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.batch_plan import make_table
-from optimus.engine.batches import SampleBatch
-from optimus.engine.buckets import Buckets, views_of
-from optimus.engine.build_rank import build_rank
+from optimus.engine.buckets import views_of
+from optimus.engine.config import Training
 from optimus.engine.distributed_optimizer import Sharded
-from optimus.engine.executor import Executor
-from optimus.engine.optimizer import Optimizer
 from optimus.engine.process_groups import make_groups, share_of
+from optimus.engine.rank_trainer import OneRank
 from optimus.engine.replicated_buckets import Replicated
-from optimus.engine.synthetic_data import Synthetic
-from optimus.ir.ranks import LLM
 from optimus.models.build import build_layers, divided_parameters
 from optimus.models.collectives import all_gather_single
 from optimus.models.param_split import Split
 
 TIMEOUT_S = 30
-LEARNING = {"lr": 1e-3, "weight_decay": 0.01}
+LR, WEIGHT_DECAY = 1e-3, 0.01
+LEARNING = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 
 
 class RankRun:
@@ -54,39 +50,34 @@ class RankRun:
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.plan = case, rank, case.plan
         self.dtype = getattr(torch, case.dtype)
-        job = case.job
-        self.data = Synthetic(job=job, seed=case.seed)
-        self.per_step = job.workload.sequences_per_step
-        tokens = case.sequences * job.workload.sequence_tokens
-        groups = make_groups(self.plan, rank, timeout_s=TIMEOUT_S)
-        self.model = build_rank(
-            job.model,
+        self.built = OneRank(
+            case.job,
             self.plan,
-            groups,
-            llm_tokens=tokens,
+            Training(seed=case.seed, learning_rate=LR, weight_decay=WEIGHT_DECAY, clip=case.clip),
+            make_groups(self.plan, rank, timeout_s=TIMEOUT_S),
             dtype=self.dtype,
-            seed=case.seed,
+            device=torch.device("cpu"),
+            recorder=self,
             numerics=case.all_numerics,
             fuse=not case.segments,
+            bucket_type=Sharded if case.sharded else Replicated,
         )
-        chunks, tied = self.model.chunks, self.model.tied
-        make: Any = Sharded if case.sharded else Replicated
-        self.buckets: Buckets[Any] = Buckets(self.plan, groups, chunks, make, tied, self.model.partial)
-        self.optimizer = self._sharded_optimizer() if case.sharded else self._plain_optimizer()
+        self.model, self.data, self.buckets = self.built.model, self.built.data, self.built.buckets
+        self.executor, self.batch = self.built.executor, self.built.batch
+        trained = [] if case.sharded else self.model.trained
+        self._adamw = torch.optim.AdamW(trained, foreach=False, **LEARNING) if trained else None
         self.narrow = 0
-        self.learns = False  # the first step shows gradients, and changes nothing
-        self.executor = Executor(
-            self.plan,
-            groups,
-            chunks,
-            self.model.shapes,
-            device=torch.device("cpu"),
-            tied=tied,
-            recorder=self,
-            buckets=self.buckets,
-            optimizer=self if case.sharded else None,
-        )
-        self.replica = self.plan.ranks.place(LLM, rank).dp
+        self.trains = False  # the first step shows gradients, and changes nothing
+
+    @property
+    def trains(self) -> bool:
+        """Whether steps change parameters."""
+        return self._trains
+
+    @trains.setter
+    def trains(self, trains: bool) -> None:
+        self._trains = trains
+        self.executor.optimizer = self.built.optimizer if trains else None
 
     @cached_property
     def splits(self) -> dict[str, Split]:
@@ -101,30 +92,13 @@ class RankRun:
         }
 
     def numbers(self, step: int) -> range:
-        return range(step * self.per_step, (step + 1) * self.per_step)
-
-    def batch(self, step: int) -> SampleBatch:
-        numbers = self.numbers(step)
-        own = len(numbers) // self.plan.ranks.llm.dp
-        mine = numbers[self.replica * own : (self.replica + 1) * own]
-        table = make_table(self.plan, [self.data.sizes(number) for number in mine])
-        return SampleBatch(
-            self.case.job.model,
-            self.plan,
-            self.rank,
-            table,
-            self.data.sample,
-            scale=1.0 / sum(self.data.labels(number) for number in numbers),
-            seed=self.case.seed,
-            step=step,
-            dtype=self.dtype,
-            numerics=self.case.all_numerics,
-        )
+        per_step = self.case.job.workload.sequences_per_step
+        return range(step * per_step, (step + 1) * per_step)
 
     def play(self, step: int) -> float:
         loss = self.executor.step(self.batch(step))
-        if not self.case.sharded:
-            self.step()
+        if self.trains and self._adamw is not None:
+            self._adamw.step()
         total = torch.zeros((), dtype=torch.float64) if loss is None else loss.double()
         dist.all_reduce(total)
         return float(total)
@@ -143,11 +117,6 @@ class RankRun:
                 if isinstance(bucket, Sharded)
                 for parameter, view in zip(bucket.parameters, bucket.gradient_views, strict=True)
             )
-
-    def step(self) -> None:
-        """The optimizer's: sharded, the executor calls it in its last line."""
-        if self.learns and self.optimizer is not None:
-            self.optimizer.step()
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the whole batch, by name."""
@@ -182,14 +151,6 @@ class RankRun:
             views = views_of(flat, bucket.parameters)
             found.update({names[id(p)]: view for p, view in zip(bucket.parameters, views, strict=True)})
         return found
-
-    def _plain_optimizer(self) -> torch.optim.Optimizer | None:
-        trained = self.model.trained
-        return torch.optim.AdamW(trained, foreach=False, **LEARNING) if trained else None
-
-    def _sharded_optimizer(self) -> Optimizer:
-        learning = {"learning_rate": LEARNING["lr"], "weight_decay": LEARNING["weight_decay"]}
-        return Optimizer(self.buckets, clip=self.case.clip, copies=self.model.copies, **learning)
 
 
 def everybody(mine: Any) -> list[Any]:
@@ -227,7 +188,7 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     loss = run.play(0)
     gradients = everybody(run.gradients())
     digest = hashlib.sha256()
-    run.learns = True
+    run.trains = True
     for step in range(steps):
         run.play(step)
     mine = run.learned()
@@ -239,8 +200,9 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     one = OneProcess(case.job.model, seed=case.seed, numerics=case.all_numerics)
     samples = [run.data.sample(number) for number in run.numbers(0)]
     expected_loss, expected = one.loss_and_gradients(samples, 0)
-    if isinstance(run.optimizer, Optimizer):
-        assert not run.narrow and run.optimizer.norm is not None and run.optimizer.norm > case.clip
+    if run.built.optimizer is not None:
+        assert not run.narrow and run.built.optimizer.norm is not None
+        assert run.built.optimizer.norm > case.clip
     found = {
         "loss": abs(loss - expected_loss) / abs(expected_loss),
         "gradients": worst(gradients, expected, run),
@@ -260,7 +222,7 @@ def compare_logs(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     logs = []
     for each in (replace(case, clip=0.0), replace(case, clip=0.0, sharded=False)):
         run = RankRun(each, rank)
-        run.learns = True
+        run.trains = True
         logs.append([run.play(step) for step in range(steps)])
     return {"sharded": logs[0], "whole": logs[1]}
 
@@ -270,7 +232,7 @@ def compare_half(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     run = RankRun(case, rank)
     run.play(0)
     gradients, narrow = everybody(run.gradients()), everybody(run.narrow)
-    run.learns = True
+    run.trains = True
     for step in range(steps):
         run.play(step)
     learned = everybody(run.masters())

@@ -19,15 +19,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.cost.assumptions import preset
-from optimus.engine.batch_plan import make_table
-from optimus.engine.batches import SampleBatch
-from optimus.engine.build_rank import RankModel, build_rank
 from optimus.engine.compile import Action
-from optimus.engine.executor import Executor
+from optimus.engine.config import Training
 from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
 from optimus.engine.process_groups import Groups
+from optimus.engine.rank_trainer import OneRank
 from optimus.engine.replicated_buckets import Replicated
-from optimus.engine.synthetic_data import Synthetic
 from optimus.engine.watchdog import Ring
 from optimus.ir.plan import Plan, Verb
 from optimus.ir.ranks import LLM
@@ -96,41 +93,23 @@ class TinyRank:
                 sequences=(PackedSequence(text=1, items=()),),
             ),
         )
-        groups = Groups(rank=0, members={}, groups={})
-        self.model: RankModel = build_rank(
-            self.job.model, self.plan, groups, llm_tokens=1, dtype=torch.float32, seed=0
-        )
-        self.executor = Executor(
+        rank = OneRank(
+            self.job,
             self.plan,
-            groups,
-            self.model.chunks,
-            self.model.shapes,
+            Training(),
+            Groups(rank=0, members={}, groups={}),
+            dtype=torch.float32,
             device=torch.device("cpu"),
             recorder=Ring(),
+            bucket_type=Replicated,
         )
-        self.segments: list[Segment] = list(self.model.chunks[LLM][0]._segments)
-        self.batch = self._batch()
-        self.parameters = self.model.trained
+        self.executor, self.batch, self.parameters = rank.executor, rank.batch(0), rank.model.trained
+        self.segments: list[Segment] = list(rank.model.chunks[LLM][0]._segments)
 
     @cached_property
     def plan(self) -> Plan:
         context, _ = decide_context(self.job, preset("default"))
         return list_plan(context, llm_pipeline(context, order_name=self.order), {}).plan
-
-    def _batch(self) -> SampleBatch:
-        data = Synthetic(job=self.job)
-        table = make_table(self.plan, [data.sizes(number) for number in range(MICROBATCHES)])
-        return SampleBatch(
-            self.job.model,
-            self.plan,
-            0,
-            table,
-            data.sample,
-            scale=1.0,
-            seed=0,
-            step=0,
-            dtype=torch.float32,
-        )
 
     def actions(self, verb: Verb) -> list[Action]:
         """Of all microbatches, one after another."""

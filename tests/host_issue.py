@@ -99,7 +99,7 @@ def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
         made = make_groups(small_plan, rank, timeout_s=60)
         groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
         one = OneRank(small, small_plan, Training(), groups, dtype=torch.float32, device=torch.device("cpu"))
-        batch, found, bare = one.batch(0, one.table(0)), [], []
+        batch, found, bare = one.batch(0), [], []
         # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.
         with one.executor.side.waiting(), torch.backends.mkldnn.flags(enabled=False):
             for _ in range(1 + STEPS):

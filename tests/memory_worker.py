@@ -13,17 +13,15 @@ from engine_cases import MEASURED, WINDOWED, Case
 from engine_worker import RankRun, everybody, play
 
 from optimus.engine.memory_use import count_step
-from optimus.engine.optimizer import Optimizer
 from optimus.engine.p2p import _Sent
 from optimus.models.segment import Saved
 
 
 def count(case: Case, rank: int) -> dict[str, Any]:
     run = RankRun(case, rank)
-    run.learns = True
+    run.trains = True
     run.play(0)  # the optimizer makes its state
-    assert isinstance(run.optimizer, Optimizer)
-    _, use = count_step(run.executor, run.batch(1), list(run.model.parameters.values()), run.optimizer)
+    _, use = count_step(run.built, run.batch(1))
     return {"ranks": everybody({**asdict(use), "error": use.error})}
 
 

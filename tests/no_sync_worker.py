@@ -14,8 +14,7 @@ from engine_worker import RankRun, everybody, play
 from host_reads import no_host_reads
 from torch import Tensor
 
-from optimus.engine.build_rank import build_rank
-from optimus.engine.optimizer import Optimizer
+from optimus.engine.rank_trainer import OneRank
 from optimus.models.kernels import Kernels
 from optimus.models.layer_ops import Heads, Normed, Widened
 from optimus.models.linear import TORCH, LinearKernels
@@ -61,8 +60,8 @@ def _backward() -> AbstractContextManager[Any]:
             original(weight, gradient, rows)
 
     kernels = Kernels(linear=LinearKernels(add_weight_gradient=add))
-    defaults = build_rank.__kwdefaults__ or {}
-    return patch.object(build_rank, "__kwdefaults__", {**defaults, "kernels": kernels})
+    defaults = OneRank.__init__.__kwdefaults__ or {}
+    return patch.object(OneRank.__init__, "__kwdefaults__", {**defaults, "kernels": kernels})
 
 
 PLANTS: dict[str, Plant] = {"item": _item, "mask": _mask, "list": _list, "backward": _backward}
@@ -71,8 +70,9 @@ PLANTS: dict[str, Plant] = {"item": _item, "mask": _mask, "list": _list, "backwa
 def work(case: Case, rank: int) -> dict[str, Any]:
     """Ops of one step on every rank, none of which read anything on the host."""
     run = RankRun(case, rank)
-    if isinstance(run.optimizer, Optimizer):
-        run.learns, run.optimizer.adamw = True, None  # norm and clipping, but not what changes parameters
+    if run.built.optimizer is not None:
+        run.trains = True
+        run.built.optimizer.adamw = None  # norm and clipping, but not what changes parameters
     batch = run.batch(0)
     with no_host_reads() as count:
         run.executor.step(batch)

@@ -287,11 +287,11 @@ def _coupled_decay(original: Any, self: Optimizer) -> None:
 
 
 def _before_joining(original: Any, self: Executor) -> None:
-    if self._optimizer is not None:
-        self._optimizer.step()
-    steps, self._optimizer = self._optimizer, None
+    if self.optimizer is not None:
+        self.optimizer.step()
+    steps, self.optimizer = self.optimizer, None
     original(self)
-    self._optimizer = steps
+    self.optimizer = steps
 
 
 changed("a tied parameter is counted twice", TIED, Optimizer, "__init__", _uncounted)

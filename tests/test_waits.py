@@ -109,7 +109,7 @@ def stepped(case: Case, rank: int) -> tuple[Executor, dict[int, set[int]]]:
         one = OneRank(case.job, case.plan, Training(), groups, dtype=torch.float32, device=device)
         notes.executor = one.executor
         one.executor.recorded(notes)
-        one.executor.step(one.batch(0, one.table(0)))
+        one.executor.step(one.batch(0))
     return one.executor, notes.found
 
 

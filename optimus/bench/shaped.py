@@ -72,7 +72,7 @@ class _Variant:
         made = make_groups(plan, rank, timeout_s=TIMEOUT_S)
         groups = way.groups(rank=rank, members=made.members, groups=made.groups)
         self.one = OneRank(
-            job, plan, Training(seed=SEED), groups, dtype=dtype, device=device, sharding=way.buckets
+            job, plan, Training(seed=SEED), groups, dtype=dtype, device=device, bucket_type=way.buckets
         )
         self._batch = self.one.batch(0, self.one.table(0))
 
@@ -82,9 +82,9 @@ class _Variant:
     def seen(self) -> tuple[float, float]:
         """Loss and gradient norm of a step."""
         loss = total_loss(self.step())
-        norm = self.one.optimizer.norm
-        assert norm is not None
-        return loss, float(norm)
+        optimizer = self.one.optimizer
+        assert optimizer is not None and optimizer.norm is not None
+        return loss, float(optimizer.norm)
 
 
 def time_ways(rank: int, prepared: Prepared, rounds: int, tell: Callable[[int], None]) -> Timed:

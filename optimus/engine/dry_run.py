@@ -147,11 +147,11 @@ def _step(
     mode, dtype = FakeTensorMode(), getattr(torch, training.dtype or DTYPE)
     with mode:
         one = OneRank(job, plan, training, groups, dtype=dtype, device=CPU, kernels=kernels)
-        if one.optimizer.adamw is not None:
+        if one.optimizer is not None and one.optimizer.adamw is not None:
             one.optimizer.adamw.step()
-    batch = one.batch(0, one.table(0), placed=mode.from_tensor)  # made as ever: the host reads sizes from it
+    batch = one.batch(0, placed=mode.from_tensor)  # made as ever: the host reads sizes from it
     with mode:
-        _, memory = count_step(one.executor, batch, one.parameters, one.optimizer)
+        _, memory = count_step(one, batch)
     return one, memory
 
 

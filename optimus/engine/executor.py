@@ -68,7 +68,7 @@ class Executor:
         self._mail, self.side, self._moment = P2PMailbox(device), Side(device), StepState()
         self._recorder = recorder or _Nobody()
         self.buckets = buckets or Buckets(plan, groups, chunks, Replicated, tied)
-        self._optimizer, mail, moment = optimizer, self._mail, self._moment
+        self.optimizer, mail, moment = optimizer, self._mail, self._moment
         compiler = Compiler(plan, groups, chunks, self.buckets, shapes, mail, self.side, moment, self._finish)
         self.actions = compiler.actions()
         self._waits_for = {action.line: action.waits_for for action in self.actions}
@@ -128,8 +128,8 @@ class Executor:
             bucket.wait_reduced()
         self.buckets.add_partial_sums()
         self._join_tied()
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def _join_tied(self) -> None:
         """A tied parameter's two gradients become one."""

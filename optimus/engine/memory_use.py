@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 
 import numpy as np
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from optimus.engine.compile import Batch
 from optimus.engine.config import MemoryUse
-from optimus.engine.executor import Executor
 from optimus.engine.memory_tracker import ByteCounter, states_of, total_bytes
-from optimus.engine.optimizer import Optimizer
+from optimus.engine.rank_trainer import OneRank
 from optimus.ir.plan import Plan
 from optimus.verify.memory_replay import ACTIVATIONS, bytes_along
 
@@ -20,11 +19,11 @@ BESIDE = ("working", "logits")  # planned as always there, and counted with whoe
 STATES = ("parameters", "gradients", "optimizer")
 
 
-def count_step(
-    executor: Executor, batch: Batch, parameters: Sequence[Tensor], optimizer: Optimizer
-) -> tuple[Tensor | None, MemoryUse]:
-    """One step like any other, only slower: its loss, and what it took."""
-    states = states_of(parameters, optimizer)
+def count_step(rank: OneRank, batch: Batch) -> tuple[Tensor | None, MemoryUse]:
+    """Runs one step, slower than others; returns its loss and the bytes it took."""
+    executor, parameters = rank.executor, rank.parameters
+    assert rank.optimizer is not None
+    states = states_of(parameters, rank.optimizer)
     with executor.side.waiting(), ByteCounter(executor, chain.from_iterable(states.values())) as counter:
         loss = executor.step(batch)
     held = {name: total_bytes(tensors) for name, tensors in states.items()}

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +21,20 @@ from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor, Recorder
 from optimus.engine.optimizer import Optimizer
 from optimus.engine.process_groups import Groups
+from optimus.engine.replicated_buckets import Replicated
 from optimus.engine.synthetic_data import Synthetic
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.models.kernels import KERNELS, Kernels
+from optimus.models.kernels import KERNELS, Kernels, Numerics
 
 
 class OneRank:
-    """Made on every rank from the same job, plan and training; `groups` say which rank it is.
+    """The only builder of a rank from a job; every rank passes the same job, plan and training.
 
-    `sharding` says how parameters are gathered and gradients reduced.
+    `groups` say which rank it is. `bucket_type` says how parameters are gathered and gradients reduced: with
+    `Replicated` there is no `optimizer`, and the caller finds gradients in `grad`. `numerics` overrides the
+    constants of modules; with `fuse`, layers into which nothing is scheduled run as one piece.
     """
 
     def __init__(
@@ -43,10 +48,12 @@ class OneRank:
         device: torch.device,
         recorder: Recorder | None = None,
         kernels: Kernels = KERNELS,
-        sharding: type[Sharded] = Sharded,
+        numerics: Mapping[str, Numerics] = MappingProxyType({}),
+        fuse: bool = True,
+        bucket_type: type[Sharded] | type[Replicated] = Sharded,
     ) -> None:
         self.job, self.plan, self.training, self.groups = job, plan, training, groups
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self._numerics = dtype, device, numerics
         self.sequences = job.workload.sequences_per_step // plan.ranks.llm.dp // plan.microbatches
         self.data = Synthetic(job=job, seed=training.seed)
         self.replica = plan.ranks.place(LLM, groups.rank).dp
@@ -58,19 +65,14 @@ class OneRank:
             dtype=dtype,
             device=device,
             seed=training.seed,
+            numerics=numerics,
             kernels=kernels,
+            fuse=fuse,
         )
-        buckets: Buckets[Sharded] = Buckets(
-            plan, groups, self.model.chunks, sharding, self.model.tied, self.model.partial
+        self.buckets: Buckets[Any] = Buckets(
+            plan, groups, self.model.chunks, bucket_type, self.model.tied, self.model.partial
         )
-        self.optimizer = Optimizer(
-            buckets,
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            clip=training.clip,
-            copies=self.model.copies,
-            device=device,
-        )
+        self.optimizer = self._make_optimizer() if issubclass(bucket_type, Sharded) else None
         self.executor = Executor(
             plan,
             groups,
@@ -79,8 +81,18 @@ class OneRank:
             device=device,
             tied=self.model.tied,
             recorder=recorder,
-            buckets=buckets,
+            buckets=self.buckets,
             optimizer=self.optimizer,
+        )
+
+    def _make_optimizer(self) -> Optimizer:
+        return Optimizer(
+            self.buckets,
+            learning_rate=self.training.learning_rate,
+            weight_decay=self.training.weight_decay,
+            clip=self.training.clip,
+            copies=self.model.copies,
+            device=self.device,
         )
 
     @property
@@ -98,20 +110,24 @@ class OneRank:
         return make_table(self.plan, [self.data.sizes(number) for number in self.samples(step)])
 
     def batch(
-        self, step: int, table: BatchTable, placed: Callable[[Tensor], Tensor] | None = None
+        self,
+        step: int,
+        table: BatchTable | None = None,
+        placed: Callable[[Tensor], Tensor] | None = None,
     ) -> SampleBatch:
-        """What this rank needs of a step, on its device or where else it is to be `placed`."""
+        """Data of a step for this rank, on its device or where `placed` puts it."""
         count = self.job.workload.sequences_per_step
         labels = sum(self.data.labels(number) for number in range(step * count, (step + 1) * count))
         return SampleBatch(
             self.job.model,
             self.plan,
             self.groups.rank,
-            table,
+            table or self.table(step),
             self.data.sample,
             scale=1.0 / max(1, labels),
             seed=self.training.seed,
             step=step,
             dtype=self.dtype,
             placed=placed or (lambda tensor: tensor.to(self.device, non_blocking=True)),
+            numerics=self._numerics,
         )

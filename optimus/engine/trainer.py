@@ -164,11 +164,11 @@ class _Loop:
                 self._start_table(step + 1)
         rank, batch = self.rank, self.rank.batch(step, table)
         if self.training.counts_memory and step + 1 == self.training.steps:
-            loss, self._used = count_step(rank.executor, batch, rank.parameters, rank.optimizer)
+            loss, self._used = count_step(rank, batch)
         else:
             loss = rank.executor.step(batch)
         total = self._total(loss)
-        assert rank.optimizer.norm is not None
+        assert rank.optimizer is not None and rank.optimizer.norm is not None
         norm = float(rank.optimizer.norm)
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
