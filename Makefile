@@ -34,7 +34,7 @@ imports:
 	$(PYTHON) -c 'from importlinter.cli import lint_imports_command as main; main()' --no-logo
 
 dependencies:
-	$(PYTHON) -m deptry optimus
+	$(PYTHON) -m deptry optimus benchmarks
 
 test:  ## the tests to run after every change (60 s)
 	$(PYTEST) -m 'not ci and not heavy'
@@ -59,4 +59,4 @@ wheel:  ## the distribution, in dist/
 
 clean:  ## remove what the commands above left behind, but not .venv
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find optimus tests -name __pycache__ -prune -exec rm -rf {} +
+	find optimus benchmarks tests -name __pycache__ -prune -exec rm -rf {} +

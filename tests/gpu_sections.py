@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from optimus.bench.gpu_ranks import Place
+from benchmarks.gpu_ranks import Place
 
 
 def works(place: Place) -> dict[str, Any]:

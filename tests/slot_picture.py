@@ -12,10 +12,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from optimus.bench.contests import CONTESTS
-from optimus.bench.real_ranks import put_communication_first, run_pinned_ranks
-from optimus.bench.shaped import Prepared, _enter, _Variant, prepare
-from optimus.bench.shaped_net import shaped_links
+from benchmarks.contests import CONTESTS
+from benchmarks.real_ranks import put_communication_first, run_pinned_ranks
+from benchmarks.shaped import Prepared, _enter, _Variant, prepare
+from benchmarks.shaped_net import shaped_links
 from optimus.ir.op import Kind
 from optimus.ir.plan import OPS, Plan, Verb
 from optimus.ir.ranks import LLM

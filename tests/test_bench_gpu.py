@@ -1,4 +1,4 @@
-"""`optimus bench gpu` without a GPU: its arithmetic, sections that fail alone, and a smoke test on gloo."""
+"""`benchmarks gpu` without a GPU: its arithmetic, sections that fail alone, and a smoke test on gloo."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ pytest.importorskip("torch")
 
 import gpu_sections
 
-from optimus.bench import gpu
-from optimus.bench.gpu import TRAINED, GpuResult, bench_gpu, conclude
-from optimus.bench.gpu_job import cluster_name, cluster_of, step_job
-from optimus.bench.gpu_links import fit_line, ring_link
-from optimus.bench.gpu_overlap import hidden_in, overlap, union
-from optimus.bench.gpu_ranks import TOO_LATE, Limits, failure, run_sections
-from optimus.bench.variants import OURS
-from optimus.cli import run
+from benchmarks import gpu
+from benchmarks.__main__ import run
+from benchmarks.gpu import TRAINED, GpuResult, bench_gpu, conclude
+from benchmarks.gpu_job import cluster_name, cluster_of, step_job
+from benchmarks.gpu_links import fit_line, ring_link
+from benchmarks.gpu_overlap import hidden_in, overlap, union
+from benchmarks.gpu_ranks import TOO_LATE, Limits, failure, run_sections
+from benchmarks.gpu_report import gpu_json, gpu_text
+from benchmarks.variants import OURS
 from optimus.cost.network import Collective, collective_s
 from optimus.environment import tuning
 from optimus.errors import DoesNotFit, UserError
 from optimus.job.cluster import FLAT, Cluster, Gpu, Link
-from optimus.render.gpu_benching import gpu_json, gpu_text
 
 SECTIONS = (
     "communicator_order",
@@ -193,7 +193,7 @@ def test_one_gpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", *words]) == 2
+    assert run([*words]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -279,7 +279,7 @@ def test_it_is_told_in_words_and_as_one_object(
     assert all(f"\n{name}\n" in text for name in SECTIONS)
     assert "its figures mean nothing" in text and "into an issue" in text and "FAILED" not in text
     monkeypatch.setattr(gpu, "bench_gpu", lambda **given: smoke)
-    assert run(["bench", "gpu", "--json"]) == 0
+    assert run(["gpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sections"]["step"]["unequal"] == []
 
 

@@ -13,22 +13,22 @@ import pytest
 import torch
 from paced_replay import replay_lines
 
-from optimus.bench.draws import Draws
-from optimus.bench.paced import OURS, RankAnswer, Task, bench_paced, our_faults
-from optimus.bench.paced_backend import PacedNetwork, PacedWork
-from optimus.bench.paced_job import ENCODER, LINK, ROWS, WIDTH, PacedJob
-from optimus.bench.paced_plan import PacedPlan, Played, TinyBatch, TinyStage
-from optimus.bench.paced_ranks import run_paced_ranks
-from optimus.bench.paced_replays import compare_step, replay_plan
-from optimus.bench.paced_steps import play_rounds
-from optimus.bench.result import EVENLY, BenchResult, VariantTime
-from optimus.cli import run
+from benchmarks.__main__ import run
+from benchmarks.draws import Draws
+from benchmarks.paced import OURS, RankAnswer, Task, bench_paced, our_faults
+from benchmarks.paced_backend import PacedNetwork, PacedWork
+from benchmarks.paced_job import ENCODER, LINK, ROWS, WIDTH, PacedJob
+from benchmarks.paced_plan import PacedPlan, Played, TinyBatch, TinyStage
+from benchmarks.paced_ranks import run_paced_ranks
+from benchmarks.paced_replays import compare_step, replay_plan
+from benchmarks.paced_steps import play_rounds
+from benchmarks.report import bench_json, bench_text
+from benchmarks.result import EVENLY, BenchResult, VariantTime
 from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.p2p import Pending
 from optimus.ir.plan import Plan, Verb
 from optimus.ir.ranks import LLM
 from optimus.models.collectives import all_gather_single
-from optimus.render.benching import bench_json, bench_text
 
 DRAWS = Draws(seed=5)
 SLOW = replace(LINK, bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s / 9)  # a message takes 10 ms
@@ -332,5 +332,5 @@ def test_a_result_for_tools() -> None:
     ],
 )
 def test_mistakes_are_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", *words]) == 2
+    assert run([*words]) == 2
     assert told in capsys.readouterr().err

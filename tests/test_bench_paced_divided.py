@@ -1,4 +1,4 @@
-"""`optimus bench paced --tp`: divided layers on paced ranks take what replays say, line by line."""
+"""`python -m benchmarks paced --tp`: divided layers on paced ranks take what replays say, line by line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from optimus.bench.divided_job import COLLECTIVE_S, MESSAGE_S, SIZES, TP, DividedJob, replicas_on
-from optimus.bench.divided_plans import (
+from benchmarks.__main__ import run
+from benchmarks.divided_job import COLLECTIVE_S, MESSAGE_S, SIZES, TP, DividedJob, replicas_on
+from benchmarks.divided_plans import (
     COARSE,
     DP_BUBBLES,
     FLOOR,
@@ -17,10 +18,9 @@ from optimus.bench.divided_plans import (
     Variant,
     variants_of,
 )
-from optimus.bench.divided_torch import EXCHANGES, half_s, torch_variants
-from optimus.bench.paced_divided import bench_paced_divided, bound_of
-from optimus.bench.result import EVENLY
-from optimus.cli import run
+from benchmarks.divided_torch import EXCHANGES, half_s, torch_variants
+from benchmarks.paced_divided import bench_paced_divided, bound_of
+from benchmarks.result import EVENLY
 from optimus.ir.op import Kind
 from optimus.ir.ranks import LLM
 from optimus.verify.validator import check_plan
@@ -75,10 +75,10 @@ def test_torchs_schedules_hold_every_layer_once() -> None:
 
 
 def test_what_is_no_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "paced", "--tp", "--ranks", "8", "--against", "magic"]) == 2
+    assert run(["paced", "--tp", "--ranks", "8", "--against", "magic"]) == 2
     assert "error: --against = magic is not a variant" in capsys.readouterr().err
-    assert run(["bench", "real", "--tp"]) == 2
-    assert run(["bench", "paced", "--tp", "--ranks", "16", "--dp", "1"]) == 2
+    assert run(["real", "--tp"]) == 2
+    assert run(["paced", "--tp", "--ranks", "16", "--dp", "1"]) == 2
     said = capsys.readouterr().err
     assert (
         "error: --dp = 1 replicas of 2 to 4 stages of 2 do not fit on 16 ranks" in said
@@ -90,7 +90,7 @@ def test_what_is_no_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_number_of_ranks_that_cannot_be_divided_is_refused(
     ranks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["bench", "paced", "--tp", "--ranks", ranks]) == 2
+    assert run(["paced", "--tp", "--ranks", ranks]) == 2
     assert f"error: --ranks = {ranks} is not a size" in capsys.readouterr().err
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from test_bench_paced import DRAWS, leave, one_process, play_spoiled
 
-from optimus.bench.paced import OURS, RankAnswer, Task, bench_paced, our_faults
-from optimus.bench.paced_backend import PacedWork
-from optimus.bench.paced_job import ENCODER, LINK_OF_REPLICAS, WIDTH, PacedJob
-from optimus.bench.paced_plan import PacedPlan
-from optimus.bench.paced_ranks import run_paced_ranks
-from optimus.bench.paced_replays import replay_plan
-from optimus.bench.paced_steps import is_disturbed, step_s
-from optimus.cli import run
+from benchmarks.__main__ import run
+from benchmarks.paced import OURS, RankAnswer, Task, bench_paced, our_faults
+from benchmarks.paced_backend import PacedWork
+from benchmarks.paced_job import ENCODER, LINK_OF_REPLICAS, WIDTH, PacedJob
+from benchmarks.paced_plan import PacedPlan
+from benchmarks.paced_ranks import run_paced_ranks
+from benchmarks.paced_replays import replay_plan
+from benchmarks.paced_steps import is_disturbed, step_s
 from optimus.engine import distributed_optimizer
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -135,14 +135,14 @@ def test_sixteen_ranks() -> None:
     ],
 )
 def test_mistakes_are_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", *words]) == 2
+    assert run([*words]) == 2
     assert told in capsys.readouterr().err
 
 
 @pytest.mark.alone
 @pytest.mark.ci("engine")
 def test_the_command_says_what_traffic_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["bench", "paced", "--ranks", "4", "--dp", "2", "--rounds", "1", "--json"])
+    run(["paced", "--ranks", "4", "--dp", "2", "--rounds", "1", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert list(found["variants"]) == [OURS]
     assert any("gathers and reduces take" in note for note in found["notes"])

@@ -1,4 +1,4 @@
-"""`optimus bench real`: its cuts, its statistics, and (heavy) its figures on this machine."""
+"""`python -m benchmarks real`: its cuts, its statistics, and (heavy) its figures on this machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from optimus.bench import torch_stages, variants
-from optimus.bench.alternating import Timed, bootstrap, busy_s
-from optimus.bench.real import bench_real, compare
-from optimus.bench.real_job import VARIANTS, chosen_variants, even_cut, stage0_cut
-from optimus.bench.torch_stages import Prepared, Variant, layers_in_order
-from optimus.bench.variants import OURS
+from benchmarks import torch_stages, variants
+from benchmarks.alternating import Timed, bootstrap, busy_s
+from benchmarks.real import bench_real, compare
+from benchmarks.real_job import VARIANTS, chosen_variants, even_cut, stage0_cut
+from benchmarks.torch_stages import Prepared, Variant, layers_in_order
+from benchmarks.variants import OURS
 from optimus.engine.synthetic_data import Synthetic
 from optimus.errors import UserError
 from optimus.ir.module_times import Seconds

@@ -1,4 +1,4 @@
-"""`optimus bench shaped`: links that are slow and leave nothing behind; (heavy) figures on this machine."""
+"""`benchmarks shaped`: links that are slow and leave nothing behind; (heavy) figures on this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from optimus.bench.alternating import Timed
-from optimus.bench.contests import CONTESTS, Axis
-from optimus.bench.shaped import JOB, Prepared, bench_shaped, compare, predict
-from optimus.bench.shaped_net import enter_namespace, shaped_links
-from optimus.cli import run
+from benchmarks.__main__ import run
+from benchmarks.alternating import Timed
+from benchmarks.contests import CONTESTS, Axis
+from benchmarks.shaped import JOB, Prepared, bench_shaped, compare, predict
+from benchmarks.shaped_net import enter_namespace, shaped_links
 from optimus.errors import UserError
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
@@ -120,7 +120,7 @@ def test_who_may_not_make_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_for_another_bench_is_refused(
     words: list[str], field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["bench", *words]) == 2
+    assert run([*words]) == 2
     assert f"error: {field}" in capsys.readouterr().err
 
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from benchmarks.__main__ import Bench
 from optimus import cli
 from optimus.cost.assumptions import PRESETS, Assumptions
 from optimus.cost.memory import NOT_MODELLED, Memory
@@ -40,7 +41,9 @@ LONG = ("report", "why")  # pages that plan and compare for minutes
 HOSTS = ("arxiv.org", "keepachangelog.com", "semver.org")
 COMMANDS = {command.__name__.lower(): command for command in cli.COMMANDS}
 OPTIONS = {
-    f"--{field.name.replace('_', '-')}" for command in COMMANDS.values() for field in fields(command)
+    f"--{field.name.replace('_', '-')}"
+    for command in (*COMMANDS.values(), Bench)
+    for field in fields(command)
 } | {"--nproc-per-node"}  # of torchrun
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -203,6 +206,10 @@ def test_every_page_can_be_found(where: str) -> None:
 def test_no_page_speaks_of_a_command_that_does_not_exist(page: Path) -> None:
     for command in re.findall(r"`optimus (\S+?)[` ]", page.read_text()):
         assert command in COMMANDS, f"{page.name} speaks of optimus {command}"
+    for kind in re.findall(r"python -m benchmarks (\w+)", page.read_text()):
+        assert (ROOT / "benchmarks" / f"{kind}.py").exists(), (
+            f"{page.name} speaks of python -m benchmarks {kind}"
+        )
 
 
 @by_page

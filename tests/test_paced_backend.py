@@ -18,11 +18,11 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from optimus.bench.draws import Draws
-from optimus.bench.paced_backend import PacedNetwork
-from optimus.bench.paced_ranks import run_paced_ranks
-from optimus.bench.pacing import Link, PacedClock
-from optimus.bench.real_ranks import run_pinned_ranks
+from benchmarks.draws import Draws
+from benchmarks.paced_backend import PacedNetwork
+from benchmarks.paced_ranks import run_paced_ranks
+from benchmarks.pacing import Link, PacedClock
+from benchmarks.real_ranks import run_pinned_ranks
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 LINK = Link(latency_s=0.005, bandwidth_bytes_per_s=1e5, bytes_scale=10.0)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from optimus.bench.draws import Draws
-from optimus.bench.paced_backend import PacedNetwork
-from optimus.bench.paced_ranks import run_paced_ranks
-from optimus.bench.paced_steps import Step, play_step, step_s
-from optimus.bench.paced_torch import PacedPipeline, PacedStage, TorchPipeline, loss
-from optimus.bench.pacing import Link, PacedClock
-from optimus.bench.torch_replay import from_torch, one_f_one_b, replay
+from benchmarks.draws import Draws
+from benchmarks.paced_backend import PacedNetwork
+from benchmarks.paced_ranks import run_paced_ranks
+from benchmarks.paced_steps import Step, play_step, step_s
+from benchmarks.paced_torch import PacedPipeline, PacedStage, TorchPipeline, loss
+from benchmarks.pacing import Link, PacedClock
+from benchmarks.torch_replay import from_torch, one_f_one_b, replay
 
 MEAN_S = {"F": 0.025, "B": 0.05, "I": 0.025, "W": 0.025}
 LINK = Link(latency_s=0.002, bandwidth_bytes_per_s=1e6, bytes_scale=250.0)

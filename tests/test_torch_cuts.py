@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from optimus.bench.divided_job import DividedJob
-from optimus.bench.divided_torch import DividedTorch, torch_variants
-from optimus.bench.draws import MEANS
-from optimus.bench.torch_cuts import balanced, choose
-from optimus.bench.torch_replay import Programs
+from benchmarks.divided_job import DividedJob
+from benchmarks.divided_torch import DividedTorch, torch_variants
+from benchmarks.draws import MEANS
+from benchmarks.torch_cuts import balanced, choose
+from benchmarks.torch_replay import Programs
 
 JOB = DividedJob(ranks=8, dp=1)  # four stages
 HALVES = 2 * (JOB.encoder_layers + JOB.pp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import tyro
 
 from optimus import __version__
-from optimus.cli.benching import Bench
 from optimus.cli.explaining import Sweep, Why
 from optimus.cli.exporting import Export
 from optimus.cli.flags import NO, OK, OUR_BUG, USER_ERROR
@@ -22,7 +22,7 @@ from optimus.console import show
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
 
 COMMANDS: tuple[Any, ...] = (
-    Catalog, Init, Simulate, Plan, Why, Sweep, Check, Diff, Export, Report, Profile, Train, Bench,
+    Catalog, Init, Simulate, Plan, Why, Sweep, Check, Diff, Export, Report, Profile, Train,
 )  # fmt: skip
 
 
@@ -36,9 +36,10 @@ def run(arguments: list[str]) -> int:
     if arguments in (["--version"], ["-V"]):
         print(__version__)
         return OK
-    try:
+
+    def command() -> int:
         _check_words(arguments)
-        command = tyro.cli(
+        parsed = tyro.cli(
             reduce(or_, COMMANDS),
             prog="optimus",
             args=arguments or ["--help"],
@@ -46,10 +47,18 @@ def run(arguments: list[str]) -> int:
             "fits the LLM's idle time (--version: prints it).",
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
         )
-        return int(command())
+        return int(parsed())
+
+    return exit_code_of(command, as_json="--json" in arguments)
+
+
+def exit_code_of(command: Callable[[], int], *, as_json: bool) -> int:
+    """Runs a command, prints its error if it raises one, and returns the exit code."""
+    try:
+        return command()
     except DoesNotFit as no:
         print(no, file=sys.stderr)
-        if "--json" in arguments:
+        if as_json:
             show(
                 {"schema": "optimus.no/1", "ok": False, "problem": no.problem, "hint": no.hint},
                 [],

@@ -1,0 +1,135 @@
+"""`python -m benchmarks`: runs our schedule side by side with torch's own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from benchmarks.gpu_report import gpu_json, gpu_text
+from benchmarks.report import bench_json, bench_text
+from optimus.cli import exit_code_of
+from optimus.cli.flags import NO, OK, Json, trainer_part
+from optimus.console import announced_compilation, progress_bar, show
+from optimus.errors import UserError
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Run our schedule and torch's side by side: on 2 cores, paced on more ranks, or on GPUs of one node."""
+
+    kind: Annotated[
+        tyro.conf.Positional[Literal["real", "paced", "shaped", "gpu"]],
+        tyro.conf.arg(
+            help="real: CPU ranks compute; paced: ranks sleep for given times, order and messages are real; "
+            "shaped: real, over a slow link (needs root: network namespaces); "
+            "gpu: what plans assume of NCCL and streams, and a step, on 2, 4 or 8 GPUs in under ten minutes"
+        ),
+    ]
+    ranks: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="ranks of `paced`: 4, 8, 16 (default), 32, 64")
+    ] = None
+    dp: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="N",
+            help="replicas of `paced`, sharded; default 1, or with --tp what makes pipelines of four stages. "
+            "Without --tp, 2 or more leave out torch's schedules",
+        ),
+    ] = None
+    tp: Annotated[
+        bool,
+        tyro.conf.arg(help="`paced` with every layer divided over two ranks; what each idea is worth"),
+    ] = False
+    rounds: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="N",
+            help="times each variant is timed: 28 real, 3 paced, 14 shaped; gpu: what fits, up to 14",
+        ),
+    ] = None
+    against: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="NAME",
+            help="variants of `real` or `paced --tp` to time beside ours; default all",
+        ),
+    ] = ()
+    link: Annotated[
+        Literal["dp", "tp"] | None,
+        tyro.conf.arg(
+            help="what goes over the link of `shaped`: traffic of replicas (dp, default) or of divided layers"
+        ),
+    ] = None
+    mbit: Annotated[
+        float | None,
+        tyro.conf.arg(
+            metavar="N", help="Mbit/s of the link of `shaped`; 400 if left out, or 600 with --link tp"
+        ),
+    ] = None
+    layout: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="MODULE=AXES ...", help="layouts of the step of `gpu`; llm=pp8,tp1 on 8 GPUs if left out"
+        ),
+    ] = ()
+    json: Json = False
+
+    def __call__(self) -> int:
+        given: dict[str, Any] = {} if self.rounds is None else {"rounds": _positive("--rounds", self.rounds)}
+        self._refuse_what_is_for_another()
+        if self.layout:
+            given["layout"] = self.layout
+        if self.ranks is not None:
+            given["ranks"] = self.ranks
+        if self.dp is not None:
+            given["dp"] = _positive("--dp", self.dp)
+        if self.against:
+            given["against"] = self.against
+        name = "paced_divided" if self.tp else self.kind
+        if self.link is not None:
+            given["axis"] = self.link
+        if self.mbit is not None:
+            given["mbit_per_s"] = _positive("--mbit", self.mbit)
+        bench = getattr(trainer_part(f"benchmarks.{name}"), f"bench_{name}")
+        with progress_bar() as progress, announced_compilation():
+            result = bench(progress=progress, **given)
+        found, lines = (gpu_json, gpu_text) if self.kind == "gpu" else (bench_json, bench_text)
+        show(found(result), lines(result), as_json=self.json)
+        return OK if result.ok else NO
+
+    def _refuse_what_is_for_another(self) -> None:
+        has = "one on each GPU" if self.kind == "gpu" else "2"
+        for field, value, kind, hint in (
+            ("--ranks", self.ranks, "paced", f"leave it out: `{self.kind}` has {has}"),
+            ("--dp", self.dp, "paced", "leave it out"),
+            ("--tp", self.tp or None, "paced", "leave it out"),
+            ("--link", self.link, "shaped", "leave it out"),
+            ("--mbit", self.mbit, "shaped", "leave it out"),
+            ("--against", None if self.tp or not self.against else self.against[0], "real", "leave it out"),
+            ("--layout", self.layout[0] if self.layout else None, "gpu", "leave it out"),
+        ):
+            if self.kind != kind and value is not None:
+                raise UserError(field=field, value=value, problem=f"is for `{kind}`", hint=hint)
+
+
+def _positive(field: str, value: float) -> float:
+    if not value >= 1:  # nor what is no number
+        raise UserError(field=field, value=value, problem="is too few", hint="use 1 or more")
+    return value
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one benchmark and returns its exit code."""
+
+    def benchmark() -> int:
+        config = (tyro.conf.FlagCreatePairsOff,)
+        return tyro.cli(Bench, prog="python -m benchmarks", args=arguments, config=config)()
+
+    return exit_code_of(benchmark, as_json="--json" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,236 @@
+"""The job of `benchmarks paced --tp`: a tiny model in the engine's own layers, which stand for long ones.
+
+What a kernel takes is told to the planner by a profile, and to ranks by the plan. Links are slow enough that
+tiny tensors take as long as those of a large model: a collective of a layer a little longer than a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from benchmarks.pacing import Link
+from optimus.cost.assumptions import Assumptions, preset
+from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint
+from optimus.errors import UserError, one_of
+from optimus.ir.op import Kind
+from optimus.ir.ranks import LLM
+from optimus.job.cluster import FLAT, Cluster, Gpu
+from optimus.job.cluster import Link as PlannedLink
+from optimus.job.job import Job
+from optimus.job.layout import Constraints, LayoutChoice, Limits
+from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
+from optimus.job.workload import PackedSequence, Workload
+from optimus.planner.context import PlanningContext
+from optimus.planner.layouts import decide_context
+
+VISION = "vision"
+TOKENS, WIDTH, IMAGES, MERGE = 64, 32, (8, 8), 4
+KERNEL_S, SMALL_S = 0.015, 0.002  # a product or attention; an embedding, a projector
+COLLECTIVE_S = 0.020  # of a layer's rows, by two ranks
+MESSAGE_S = 0.005  # of a rank's rows to the next stage
+TP, MOST_STAGES = 2, 4
+REPLICAS, SIZES = (1, 2, 4, 8, 16), (4, 8, 16, 32, 64)
+
+# By kind: seconds of every kernel of a layer, and of the ends. Norms take none: where layers are not divided,
+# the engine plays one together with the product behind it, and the plan knows two lines.
+LAYER_S: dict[Kind, dict[str, float]] = {
+    Kind.F: {"norm1": 0.0, "qkv": KERNEL_S, "attention": KERNEL_S, "out": KERNEL_S,
+             "norm2": 0.0, "up": KERNEL_S, "down": KERNEL_S},
+    Kind.I: {"norm1": 0.0, "qkv": KERNEL_S, "attention": 2 * KERNEL_S, "out": KERNEL_S,
+             "norm2": 0.0, "up": KERNEL_S, "down": KERNEL_S},
+    Kind.W: {"qkv": KERNEL_S, "out": KERNEL_S, "up": KERNEL_S, "down": KERNEL_S},
+}  # fmt: skip
+END_S: dict[Layers, dict[Kind, tuple[str, float]]] = {
+    "embedding": {Kind.F: ("embedding", SMALL_S), Kind.W: ("embedding", SMALL_S)},
+    "head": dict.fromkeys((Kind.F, Kind.I, Kind.W), ("head", KERNEL_S)),
+    "projector": dict.fromkeys((Kind.F, Kind.I, Kind.W), ("projector", SMALL_S)),
+}
+PATCHES = {Kind.F: ("patches", SMALL_S), Kind.W: ("patches", SMALL_S)}
+
+
+def _stack(layers: int, *, causal: bool) -> Stack:
+    attention = Attention(heads=4, kv_heads=4, head_dim=WIDTH // 4, causal=causal)
+    mlp = Mlp(width=2 * WIDTH, gated=True)
+    return Stack(hidden=WIDTH, layers=layers, attention=attention, mlp=mlp, norm="rmsnorm")
+
+
+def _rows_of(tensor: Any) -> float:
+    """Bytes of rows that travel; single numbers, and sums that end a step, are nothing beside them."""
+    return float(tensor.nbytes) if tensor.dtype == torch.bfloat16 and tensor.dim() > 1 else 0.0
+
+
+def _flat_bytes(tensor: Any) -> float:
+    """Bytes of parameters and gradients that travel together."""
+    return float(tensor.nbytes) if tensor.dim() == 1 else 0.0
+
+
+_TP_BYTES_PER_S = TOKENS * WIDTH * 2 * (TP - 1) / TP / COLLECTIVE_S
+_NIC_BYTES_PER_S = TOKENS * WIDTH * 2 / TP / MESSAGE_S
+TP_LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=_TP_BYTES_PER_S, size_of=_rows_of, lane="tp")
+DP_LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, size_of=_flat_bytes, lane="dp")
+P2P_LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, size_of=_rows_of, lane="p2p")
+
+
+def link_of(axis: str) -> Link:
+    """Of the groups of an axis."""
+    return {"tp": TP_LINK, "dp": DP_LINK}.get(axis.split(".")[-1], P2P_LINK)
+
+
+def replicas_on(ranks: int) -> list[int]:
+    """Numbers of replicas that fit."""
+    found = [dp for dp in REPLICAS if ranks % (TP * dp) == 0 and 2 <= ranks // (TP * dp) <= MOST_STAGES]
+    if not found:
+        raise UserError(
+            field="--ranks",
+            value=ranks,
+            problem="is not a size of this bench",
+            hint=f"with --tp use {one_of(map(str, SIZES))}",
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedJob:
+    """The LLM in `dp` replicas of pipelines whose stages are two ranks each, an encoder on every rank."""
+
+    ranks: int
+    dp: int = 2
+
+    def __post_init__(self) -> None:
+        if self.dp not in (fits := replicas_on(self.ranks)):
+            raise UserError(
+                field="--dp",
+                value=self.dp,
+                problem=f"replicas of 2 to {MOST_STAGES} stages of {TP} do not fit on {self.ranks} ranks",
+                hint=f"use {one_of(map(str, fits))}",
+            )
+
+    @property
+    def pp(self) -> int:
+        return self.ranks // self.dp // TP
+
+    @property
+    def microbatches(self) -> int:
+        return 4 * self.pp
+
+    @property
+    def encoder_layers(self) -> int:
+        """As many as the LLM has, one on every stage; a layer of either takes as long."""
+        return self.pp
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.microbatches * self.dp
+
+    @property
+    def bound_s(self) -> float:
+        """Compute of encoder and LLM, by its means, evenly on all ranks."""
+        layer_s = sum(sum(kernels.values()) for kernels in LAYER_S.values())
+        return self.microbatches * layer_s * (1 + self.encoder_layers / self.pp)
+
+    @cached_property
+    def job(self) -> Job:
+        encoder = Encoder(
+            name=VISION,
+            modality="vision",
+            stack=_stack(self.encoder_layers, causal=False),
+            projector=Projector(widths=(WIDTH,), merge=MERGE),
+            patch_inputs=12,
+            recompute="none",
+        )
+        llm = Llm(stack=_stack(self.pp, causal=True), vocab=64, recompute="none")
+        sequence = PackedSequence(text=TOKENS - sum(IMAGES), items=((VISION, IMAGES),))
+        return Job(
+            name="paced",
+            model=Model(name="tiny", encoders=(encoder,), llm=llm),
+            cluster=self._cluster,
+            workload=Workload(
+                sequence_tokens=TOKENS, sequences_per_step=self.sequences, sequences=(sequence,)
+            ),
+            layout=Constraints(
+                modules={LLM: LayoutChoice(dp=self.dp, pp=self.pp, cp=1, ep=1, tp=TP)},
+                limits=Limits(microbatch_sequences=(1,)),
+            ),
+        )
+
+    @cached_property
+    def alone(self) -> Job:
+        """The LLM without what feeds it: its step is the floor."""
+        model = replace(self.job.model, encoders=())
+        sequence = PackedSequence(text=TOKENS, items=())
+        return replace(self.job, model=model, workload=replace(self.job.workload, sequences=(sequence,)))
+
+    @property
+    def _cluster(self) -> Cluster:
+        def link(bytes_per_s: float) -> PlannedLink:
+            return PlannedLink(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0, source="paced")
+
+        return Cluster(
+            name="paced",
+            gpu=Gpu(
+                name="paced",
+                peak_flops=1e15,
+                memory_bytes=2.0**50,
+                memory_bandwidth_bytes_per_s=1e15,
+                curves=FLAT,
+                source="paced",
+            ),
+            gpus=self.ranks,
+            gpus_per_node=TP,
+            within_node=link(_TP_BYTES_PER_S),
+            between_nodes=link(_NIC_BYTES_PER_S),
+            reserve_bytes=0.0,
+        )
+
+    def context(self, job: Job) -> PlanningContext:
+        found, _ = decide_context(job, ASSUMPTIONS, profile_of(job))
+        return found
+
+
+# Nobody computes more slowly while a collective is on its way, nor waits for a host or an optimizer.
+ASSUMPTIONS: Assumptions = replace(
+    preset("default"), residence_slowdown=0.0, launch_s=0.0, optimizer_time=False
+)
+
+
+def profile_of(job: Job) -> Profile:
+    """What every kernel takes, as planners read it: the LLM on `TP` ranks, an image of the encoder on one."""
+    rows: list[SegmentTime] = []
+    for module in job.model.modules:
+        tp = TP if module.name == LLM else 1
+        tokens = TOKENS if module.name == LLM else IMAGES[0] * MERGE
+        rows += _rows(module.name, tp, tokens)
+    modules = tuple((module.name, fingerprint(module)) for module in job.model.modules)
+    return Profile(name="paced", modules=modules, segments=tuple(rows), issue_s=0.0)
+
+
+def _rows(module: str, tp: int, tokens: int) -> Iterator[SegmentTime]:
+    def row(layers: Layers, kind: Kind, kernel: str, seconds: float) -> SegmentTime:
+        return SegmentTime(
+            module=module,
+            layers=layers,
+            segment=kernel,
+            kernels=(kernel,),
+            kind=kind,
+            tokens=tokens,
+            tp=tp,
+            median_s=seconds,
+            p25_s=seconds,
+            p75_s=seconds,
+            repetitions=1,
+        )
+
+    for kind, kernels in LAYER_S.items():
+        for kernel, seconds in kernels.items():
+            yield row("full", kind, kernel, seconds)
+    last: Layers = "head" if module == LLM else "projector"
+    first = END_S["embedding"] if module == LLM else PATCHES
+    for layers, ends in (("embedding", first), (last, END_S[last])):
+        for kind, (kernel, seconds) in ends.items():
+            yield row(layers, kind, kernel, seconds)  # type: ignore[arg-type]

@@ -1,0 +1,276 @@
+"""A c10d backend with links of a given speed, so that every engine on torch meets the same network.
+
+gloo carries the bytes; a transfer is over when the link says so, in ideal time (see pacing.py). A message
+brings its ideal arrival along. A collective starts, in ideal time, when its last member has launched it, and
+is over on all of them when it is where it takes longest.
+As in plans, a send does not wait for the receive; whoever waits for a send waits until it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from benchmarks.pacing import Link, PacedClock
+from optimus.engine.torch_private import PythonGroup, PythonWork, gloo_by, loopback_device
+
+_HEADER_BYTES = 8  # one float64: when the message arrives
+
+
+class PacedNetwork:
+    """All links of one rank, its clock, and the lanes that groups share; `tell` reaches who started it."""
+
+    def __init__(
+        self, clock: PacedClock, link: Link, *, tell: Callable[[Any], None] = lambda told: None
+    ) -> None:
+        self.clock, self.link, self.tell = clock, link, tell
+        self.sends_free_s: dict[object, float] = {}
+        self._lanes: dict[object, _Lane] = {}
+        self._groups: list[PacedGroup] = []
+
+    @cached_property
+    def _device(self) -> Any:
+        return loopback_device()
+
+    def register(self, name: str = "paced") -> None:
+        """Makes `backend=name` mean these links; `pg_options=Link(...)` gives one group a link of its own."""
+        dist.Backend.register_backend(name, self._make_group, extended_api=True, devices=["cpu"])
+
+    def lane(self, key: object) -> _Lane:
+        if key not in self._lanes:
+            self._lanes[key] = _Lane()
+        return self._lanes[key]
+
+    def close(self) -> None:
+        """Waits for everything that was launched, and ends the threads of all lanes."""
+        for group in self._groups:
+            group.shutdown()
+        for lane in self._lanes.values():
+            lane.thread.shutdown()
+        self._groups.clear()
+        self._lanes.clear()
+
+    def _make_group(self, options: Any, link: Link | None) -> PacedGroup:
+        rank, size = options.group_rank, options.group_size
+        made = partial(gloo_by, self._device, options.store, rank, size, options.timeout)
+        group = PacedGroup(rank, size, made, self, link or self.link)
+        self._groups.append(group)
+        return group
+
+
+class _Lane:
+    """Plays collectives one after the other, in the order in which this rank launched them."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paced-lane")
+        self.free_s = 0.0  # ideal; touched by the thread only
+
+
+class PacedWork(PythonWork):
+    """A transfer. What it brings may be read after `wait`, which moves the rank's clock to its end."""
+
+    def __init__(self, clock: PacedClock, is_here: Callable[[], bool], end_s: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock, self._is_here, self._find_end_s = clock, is_here, end_s
+        self._end_s: float | None = None
+
+    def end_s(self) -> float:
+        """Ideal time at which it is over; blocks until that is known."""
+        if self._end_s is None:
+            self._end_s = self._find_end_s()
+        return self._end_s
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._clock.reach(self.end_s())
+        return True
+
+    def is_completed(self) -> bool:
+        if self._end_s is None and not self._is_here():
+            return False
+        return self._clock.is_over(self.end_s())
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class PacedGroup(PythonGroup):
+    """A process group whose transfers take the time of its link."""
+
+    def __init__(
+        self, rank: int, size: int, make_carrier: Callable[[], Any], network: PacedNetwork, link: Link
+    ) -> None:
+        super().__init__(rank, size)
+        self._make_carrier, self._network, self._link, self._size = make_carrier, network, link, size
+        if size > 1:  # a carrier costs threads, and groups of one rank are many and hardly used
+            self._carrier.rank()
+        self._name, self._description = "", ""
+        self._on_its_way: deque[tuple[Any, Tensor]] = deque()
+
+    @cached_property
+    def _carrier(self) -> Any:
+        return self._make_carrier()
+
+    def getBackendName(self) -> str:
+        return "paced"
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def shutdown(self) -> None:
+        """Waits for what was sent."""
+        while self._on_its_way:
+            self._on_its_way.popleft()[0].wait()
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> PacedWork:
+        """A copy leaves at once; in ideal time, when those before it are through."""
+        (tensor,) = tensors
+        network, link = self._network, self._link
+        while self._on_its_way and self._on_its_way[0][0].is_completed():
+            self._on_its_way.popleft()[0].wait()  # raises if it failed
+        key = link.lane or (self, to)
+        start_s = max(network.clock.ideal_s, network.sends_free_s.get(key, 0.0))
+        end_s = start_s + link.message_s(tensor)
+        network.sends_free_s[key] = end_s
+        packed = torch.empty(_HEADER_BYTES + tensor.nbytes, dtype=torch.uint8)
+        packed[:_HEADER_BYTES].view(torch.float64)[0] = end_s
+        packed[_HEADER_BYTES:].copy_(_bytes_of(tensor.detach().contiguous()))
+        self._on_its_way.append((self._carrier.send([packed], to, tag), packed))
+        return PacedWork(network.clock, lambda: True, lambda: end_s)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> PacedWork:
+        (tensor,) = tensors
+        packed = torch.empty(_HEADER_BYTES + tensor.nbytes, dtype=torch.uint8)
+        carried = self._carrier.recv([packed], source, tag)
+
+        def unpack() -> float:
+            carried.wait()
+            with torch.no_grad():
+                tensor.copy_(packed[_HEADER_BYTES:].view(tensor.dtype).view(tensor.shape))
+            return float(packed[:_HEADER_BYTES].view(torch.float64)[0])
+
+        return PacedWork(self._network.clock, carried.is_completed, unpack)
+
+    # ------------------------------------------------------------------ collectives
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> PacedWork:
+        duration_s = self._link.collective_s(tensors, ranks=self._size, passes=2)
+        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        return self._collective(
+            duration_s, lambda: [self._carrier.allreduce([tensor], operation) for tensor in tensors]
+        )
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PacedWork:
+        return self.allreduce(tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PacedWork:
+        duration_s = self._link.collective_s([part for parts in outputs for part in parts], ranks=self._size)
+        return self._collective(duration_s, lambda: [self._carrier.allgather(outputs, inputs)])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> PacedWork:
+        duration_s = self._link.collective_s(outputs, ranks=self._size)
+        pairs = list(zip(outputs, inputs, strict=True))
+        return self._collective(
+            duration_s, lambda: [self._carrier._allgather_base(whole, part) for whole, part in pairs]
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PacedWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> PacedWork:
+        duration_s = self._link.collective_s([part for parts in inputs for part in parts], ranks=self._size)
+        given = () if opts is None else (opts,)
+        return self._collective(duration_s, lambda: [self._carrier.reduce_scatter(outputs, inputs, *given)])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> PacedWork:
+        duration_s = self._link.collective_s(inputs, ranks=self._size)
+        given = () if opts is None else (opts,)
+        pairs = list(zip(outputs, inputs, strict=True))
+        return self._collective(
+            duration_s,
+            lambda: [self._carrier._reduce_scatter_base(part, whole, *given) for part, whole in pairs],
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PacedWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> PacedWork:
+        duration_s = self._link.collective_s([input], ranks=self._size)
+        return self._collective(
+            duration_s, lambda: [self._carrier.alltoall_base(output, input, output_sizes, input_sizes)]
+        )
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> PacedWork:
+        duration_s = self._link.broadcast_s(tensors, ranks=self._size)
+        root = opts.rootRank
+        return self._collective(
+            duration_s, lambda: [self._carrier.broadcast(tensor, root) for tensor in tensors]
+        )
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PacedWork:
+        duration_s = self._link.collective_s(outputs * self._size, ranks=self._size)
+        return self._collective(duration_s, lambda: [self._carrier.scatter(outputs, inputs, opts)])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PacedWork:
+        duration_s = self._link.collective_s(inputs * self._size, ranks=self._size)
+        return self._collective(duration_s, lambda: [self._carrier.gather(outputs, inputs, opts)])
+
+    def barrier(self, opts: Any = None) -> PacedWork:
+        return self._collective(self._link.collective_s([], ranks=self._size), list)
+
+    # before torch 2.13
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _collective(self, duration_s: float, carry: Callable[[], Sequence[Any]]) -> PacedWork:
+        """Runs on the lane's thread, after those launched before; gloo matches calls by their order."""
+        clock, lane = self._network.clock, self._network.lane(self._link.lane or self)
+        launched_s = clock.ideal_s
+
+        def play() -> float:
+            told = torch.tensor([max(launched_s, lane.free_s), duration_s], dtype=torch.float64)
+            carried = [self._carrier.allreduce([told], dist.ReduceOp.MAX), *carry()]
+            for work in carried:
+                work.wait()
+            lane.free_s = float(told.sum())
+            return lane.free_s
+
+        played: Future[float] = lane.thread.submit(play)
+        return PacedWork(clock, played.done, played.result)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The same memory as bytes; a number becomes a row first."""
+    return tensor.reshape(-1).view(torch.uint8)
