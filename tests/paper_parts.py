@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.docs.validation_tables import layer_shape as layer_shape
 from optimus.cost.assumptions import Assumptions, preset
-from optimus.cost.prices import Prices
-from optimus.cost.shape import LayerShape
 from optimus.job.job import Job
-from optimus.job.layout import Layout
 from optimus.job.read import find_job
-from optimus.job.workload import Load
 
 PAPER_JOBS = (
     *(f"paper/strong-{gpus}" for gpus in (1536, 2048, 3072)),
@@ -21,22 +18,6 @@ PAPER_JOBS = (
 
 def strong_3072() -> Job:
     return find_job("paper/strong-3072")
-
-
-def layer_shape(
-    module: str, *, tokens: float, span: float, tp: int = 8, assumptions: Assumptions | None = None
-) -> LayerShape:
-    """The first layer of a module of paper/strong-3072, for `tokens` tokens in spans of `span`."""
-    job = strong_3072()
-    found = next(m for m in job.model.modules if m.name == module)
-    return LayerShape(
-        module=module,
-        stack=found.stack,
-        layer=0,
-        load=Load(tokens=tokens, squares=tokens * span),
-        layout=Layout(dp=48, pp=8, tp=tp),
-        prices=Prices(cluster=job.cluster, assumptions=assumptions or preset("paper")),
-    )
 
 
 def unfused(name: str = "clean") -> Assumptions:

@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from optimus.engine.torch_private import fake_world
 
+ROOT = Path(__file__).parents[1]
 BARE_CALLS = 30  # of torch, that a line of a large plan may take
 FORWARD_US, BACKWARD_US, COMMUNICATION_US = 40.0, 80.0, 25.0  # above bare calls of torch
 Record = Callable[[str, object], None]
@@ -78,9 +79,8 @@ def test_a_large_plan_is_issued_faster_than_it_runs(record: Record) -> None:
     Seconds depend on the host, so what guards against slower code is a line's cost in bare calls of torch:
     19 to 25, and 33 to 36 when layers played autograd's gradients.
     """
-    worker = Path(__file__).with_name("host_issue.py")
-    command = [sys.executable, str(worker), "paper/strong-3072", "optimus", "0"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280).stdout
+    command = [sys.executable, "-m", "benchmarks.host_issue", "paper/strong-3072", "optimus", "0"]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=280).stdout
     record("issued", told.strip())
     issued_s, step_s = map(float, re.findall(r"([0-9.]+) s", told))
     calls = float(re.findall(r"([0-9.]+) bare calls", told)[0])

@@ -8,26 +8,30 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from model_figures import (
+
+from benchmarks.docs.model_tables import (
     ALL_CASES,
     BATCHES,
     MEDIANS,
     MODELS,
     OTHERS,
+    PAGE,
     SECONDS,
     SEQUENCES,
     TABLE_CASES,
+    TABLES,
     Case,
-    Figures,
     figures,
+    fill,
     job_of,
-)
-from model_tables import PAGE, TABLES, fill, missing, read_stored
-
+    missing,
+    read_stored,
+)  # fmt: skip
+from benchmarks.docs.pages import Figures
 from optimus.job.read import load_job, stated_on_top
 from optimus.planner.compare import compare_systems
 
-REFRESH = "run PYTHONPATH=. python tests/model_tables.py and read what changed"
+REFRESH = "run python -m benchmarks.docs.model_tables and read what changed"
 REL, ABS = 1e-4, 2e-6  # figures are stored to a millionth
 POINTS = 0.02  # by which a row's mean share of images may differ from the share of its median
 SEARCHED = 0.01  # share of a step by which a search may be luckier with more images than with fewer

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise_tables import CASES, PAGE, rows
 from random_jobs import random_job, random_setting
 from random_plans import random_llm
 from tiny_plans import tiny_plan
 
+from benchmarks.docs.noise_tables import CASES, PAGE, rows
 from optimus.cli import run
 from optimus.cli.flags import OK
 from optimus.errors import UserError
@@ -265,7 +265,7 @@ def test_little_of_the_speed_up_is_lost_at_3072_gpus(preset: str) -> None:
 @pytest.mark.parametrize(("job", "preset"), CASES)
 def test_the_page_shows_what_is_computed(job: str, preset: str) -> None:
     shown = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {job}, {preset} |")]
-    assert rows(job, preset) == shown, "run PYTHONPATH=. python tests/noise_tables.py and read what changed"
+    assert rows(job, preset) == shown, "run python -m benchmarks.docs.noise_tables and read what changed"
 
 
 def test_the_page_has_every_case_under_every_noise() -> None:

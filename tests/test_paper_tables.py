@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from paper_figures import SECONDS, Case, Figures, all_cases, figures, without_seconds
-from paper_tables import PAGE, TABLE_5, TABLE_7, TABLES, fill, read_stored
+
+from benchmarks.docs.pages import Figures
+from benchmarks.docs.paper_tables import (
+    PAGE,
+    SECONDS,
+    TABLE_5,
+    TABLE_7,
+    TABLES,
+    Case,
+    all_cases,
+    figures,
+    fill,
+    read_stored,
+    without_seconds,
+)  # fmt: skip
 
 CHEAP = (
     *(case for case in all_cases() if case.job == "small-a100"),
     Case(job="strong-3072", preset="clean", both=True),
 )
-REFRESH = "run PYTHONPATH=. python tests/paper_tables.py and read what changed"
+REFRESH = "run python -m benchmarks.docs.paper_tables and read what changed"
 REL, ABS = 1e-4, 2e-6  # figures are stored to a millionth
 
 

@@ -6,12 +6,25 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from question_figures import CAPACITIES, ROOMY_GB, Case, Figures, all_cases, gain, simpler
-from question_jobs import RATIOS, SWEEP_SEQUENCE, TOKENS, swept, triple
-from question_pictures import PICTURES, REGIMES, regime
-from question_tables import PAGE, PARTS, ROOT, TABLES, WORK, fill, frugal, read_stored
 
-REFRESH = "run PYTHONPATH=. python tests/question_tables.py and read what changed"
+from benchmarks.docs.pages import DOCS, Figures
+from benchmarks.docs.question_figures import (
+    CAPACITIES,
+    RATIOS,
+    ROOMY_GB,
+    SWEEP_SEQUENCE,
+    TOKENS,
+    Case,
+    all_cases,
+    gain,
+    simpler,
+    swept,
+    triple,
+)  # fmt: skip
+from benchmarks.docs.question_pictures import PICTURES, REGIMES, regime
+from benchmarks.docs.question_tables import PAGE, PARTS, TABLES, WORK, fill, frugal, read_stored
+
+REFRESH = "run python -m benchmarks.docs.question_tables and read what changed"
 REL, ABS = 1e-4, 2e-6
 CASES = tuple(all_cases())
 CHEAP = tuple(case for case in CASES if case.key == "memory ViT-6B + GPT-11B default")
@@ -26,7 +39,7 @@ def test_the_page_shows_what_is_stored() -> None:
 @pytest.mark.parametrize("file", PICTURES)
 def test_pictures_show_what_is_stored(file: str) -> None:
     drawn = PICTURES[file](read_stored())
-    assert (ROOT / "docs" / "images" / file).read_text() == drawn, REFRESH
+    assert (DOCS / "images" / file).read_text() == drawn, REFRESH
     assert ElementTree.fromstring(drawn).find("{*}title") is not None
     assert f"images/{file}" in PAGE.read_text()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from validation_tables import PAGE, fill
+
+from benchmarks.docs.validation_tables import PAGE, fill
 
 
 @pytest.mark.ci
 def test_the_page_shows_what_is_computed() -> None:
     page = PAGE.read_text()
-    assert fill(page) == page, "run python tests/validation_tables.py and read what changed"
+    assert fill(page) == page, "run python -m benchmarks.docs.validation_tables and read what changed"

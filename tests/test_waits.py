@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine_cases import CASES, DIVIDED, Case
-from host_issue import FakeGroups
 from torch import distributed as dist
 
+from benchmarks.host_issue import FakeGroups
 from optimus.engine.compile import describe
 from optimus.engine.config import Training
 from optimus.engine.distributed_optimizer import Sharded

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from validation_tables import markdown
-
+from benchmarks.docs.pages import DOCS, ROOT, fill_tables, markdown
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
 from optimus.render.picture import FAINT, FONT, PAPER, svg_text
 
-ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "docs" / "scheduler.md", ROOT / "docs" / "images" / "search-time.svg"
+PAGE, PICTURE = DOCS / "scheduler.md", DOCS / "images" / "search-time.svg"
 REPEATS = 3
 TARGETS = {
     "paper/strong-3072": 5,
@@ -74,16 +70,16 @@ def plan_once(case: str) -> None:
 
 def measured(case: str, repeats: int = REPEATS) -> dict[str, float]:
     """The least CPU time of several processes."""
-    command = [sys.executable, __file__, case]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "benchmarks.docs.search_times", case]
     runs = [
-        json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+        json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
         for _ in range(repeats)
     ]
     return min(runs, key=lambda run: float(run["cpu_s"]))
 
 
 def table(times: dict[str, dict[str, float]]) -> str:
+    """Returns the table of CPU seconds beside their targets."""
     header = ["job", "CPU s", "aimed at", "ops of the plan"]
     rows = [
         [case, f"{times[case]['cpu_s']:.1f}", f"{limit} s", f"{times[case]['ops']:,.0f}"]
@@ -143,15 +139,14 @@ def line(points: Sequence[tuple[int, float]], colour: str, y: object, right: int
 
 
 def main() -> None:
+    """Measures every case, and writes the picture and the table."""
     cases = [*TARGETS, *(case for cases in GROWTH.values() for case in cases)]
     times = {}
     for case in cases:
         times[case] = measured(case, REPEATS if case in TARGETS else 1)
         sys.stderr.write(f"{case}: {times[case]}\n")
     PICTURE.write_text(picture(times))
-    begin, end = "<!-- times -->\n", "\n<!-- end of times -->"
-    before, rest = PAGE.read_text().split(begin)
-    PAGE.write_text(before + begin + table(times) + end + rest.split(end)[1])
+    PAGE.write_text(fill_tables(PAGE.read_text(), {"times": table(times)}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Reduces NVIDIA's measured tables to the few hundred numbers the cost model needs.
 
-    python tools/make_curves.py PATH_TO/aiconfigurator_core optimus/catalog/curves
+    python -m benchmarks.make_curves PATH_TO/aiconfigurator_core optimus/catalog/curves
 
 Needs pandas and pyarrow, and the unpacked wheel of aiconfigurator-core; the planner needs neither.
 """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from question_figures import MULTI, STRONG, Figures, gain, simpler
-from question_jobs import RATIOS, TOKENS
-
+from benchmarks.docs.pages import Figures
+from benchmarks.docs.question_figures import MULTI, RATIOS, STRONG, TOKENS, gain, simpler
 from optimus.render.colours import PARTS
 from optimus.render.picture import FAINT, FONT, INK, PAPER, clean, svg_text
 from optimus.render.sweep_picture import FLOOR, OURS, SIMPLER

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-from paper_parts import layer_shape
-
+from benchmarks.docs.pages import DOCS, fill_tables, markdown
+from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward
+from optimus.cost.prices import Prices
+from optimus.cost.shape import LayerShape
 from optimus.ir.op import Kind, Lane
+from optimus.job.layout import Layout
 from optimus.job.read import find_job
+from optimus.job.workload import Load
 from optimus.planner.compare import compare_systems
 from optimus.schedule.bubbles import CAUSES
 from optimus.schedule.build import Builder
 from optimus.schedule.chunk_templates import concatenate
 from optimus.schedule.simulate import evaluate
 
-PAGE = Path(__file__).parents[1] / "docs" / "validation.md"
+PAGE = DOCS / "validation.md"
 TABLE_1 = dict(zip(CAUSES, (3.3, 8.9, 5.0, 9.2, 8.7, 11.2), strict=True))  # shares, per cent
 TABLE_1_STEP_S = 5.12
 
@@ -27,13 +28,13 @@ def table_1() -> str:
     header = ["", "step s", "DP gather", "DP reduce", "PP warm-up", "PP cool-down", "PP other", "TP", "sum"]
     rows = [["paper, Table 1", f"{TABLE_1_STEP_S}", *(f"{v:.1f}" for v in TABLE_1.values())]]
     rows[0].append(f"{sum(TABLE_1.values()):.1f}")
-    for preset in ("paper", "paper-first-chunk"):
+    for assumptions in ("paper", "paper-first-chunk"):
         for chunks in (1, 12):
             job = find_job("paper/strong-3072", layouts=[f"llm=chunks{chunks}"])
-            comparison = compare_systems(job, names=["stage0", "balanced"], assumptions=preset)
+            comparison = compare_systems(job, names=["stage0", "balanced"], assumptions=assumptions)
             for name, system in comparison.systems.items():
                 shares = [100 * getattr(system.bubbles, cause) / system.step_s for cause in CAUSES]
-                label = f"{name}, V = {chunks}, `{preset}`"
+                label = f"{name}, V = {chunks}, `{assumptions}`"
                 shown = [f"{share:.1f}" for share in (*shares, sum(shares))]
                 rows.append([label, f"{system.step_s:.2f}", *shown])
     return markdown(header, rows)
@@ -56,6 +57,22 @@ def kernels() -> str:
     return markdown(["", "paper", "ours", "difference"], rows)
 
 
+def layer_shape(
+    module: str, *, tokens: float, span: float, tp: int = 8, assumptions: Assumptions | None = None
+) -> LayerShape:
+    """The first layer of a module of paper/strong-3072, for `tokens` tokens in spans of `span`."""
+    job = find_job("paper/strong-3072")
+    found = next(m for m in job.model.modules if m.name == module)
+    return LayerShape(
+        module=module,
+        stack=found.stack,
+        layer=0,
+        load=Load(tokens=tokens, squares=tokens * span),
+        layout=Layout(dp=48, pp=8, tp=tp),
+        prices=Prices(cluster=job.cluster, assumptions=assumptions or preset("paper")),
+    )
+
+
 def makespan_s(kernels: list[Kernel]) -> float:
     """A layer played alone."""
     builder = Builder(["m"], 1)
@@ -63,21 +80,12 @@ def makespan_s(kernels: list[Kernel]) -> float:
     return evaluate(builder.build()).step_s
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 TABLES = {"table-1": table_1, "kernels": kernels}
 
 
 def fill(page: str) -> str:
     """The page with every table between its markers computed."""
-    for name, make in TABLES.items():
-        table = make()
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        page = re.sub(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", page, flags=re.DOTALL)  # noqa: B023
-    return page
+    return fill_tables(page, {name: make() for name, make in TABLES.items()})
 
 
 if __name__ == "__main__":

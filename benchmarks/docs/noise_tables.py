@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean
 
-from validation_tables import markdown
-
+from benchmarks.docs.pages import DOCS, fill_tables, markdown
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
 from optimus.sensitivity.noise import POLICIES, under_noise
 
-PAGE = Path(__file__).parents[1] / "docs" / "noise.md"
+PAGE = DOCS / "noise.md"
 CASES = [(f"strong-{gpus}", preset) for gpus in (3072, 1536) for preset in ("clean", "default")]
 HEADER = ["job, preset", "noise", "floor s", "balanced-best s"]
 HEADER += [f"{policy}{word}" for policy in POLICIES for word in (" s", " over floor", " speed-up", " lost")]
@@ -43,6 +41,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    begin, end = "<!-- noise -->\n", "\n<!-- end -->"
-    before, rest = PAGE.read_text().split(begin)
-    PAGE.write_text(before + begin + table() + end + rest.split(end)[1])
+    PAGE.write_text(fill_tables(PAGE.read_text(), {"noise": table()}))

@@ -1,6 +1,6 @@
 """Draws one LLM layer and the encoder kernels in its gaps, from a step that really ran over a slow link.
 
-`PYTHONPATH=.:tests python tests/slot_picture.py` (as root) writes docs/images/slots.svg.
+`python -m benchmarks.docs.slot_picture` (as root) writes docs/images/slots.svg.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from benchmarks.contests import CONTESTS
+from benchmarks.docs.pages import DOCS
 from benchmarks.real_ranks import put_communication_first, run_pinned_ranks
 from benchmarks.shaped import Prepared, _enter, _Variant, prepare
 from benchmarks.shaped_net import shaped_links
@@ -20,7 +20,7 @@ from optimus.ir.op import Kind
 from optimus.ir.plan import OPS, Plan, Verb
 from optimus.ir.ranks import LLM
 
-TARGET = Path(__file__).parent.parent / "docs" / "images" / "slots.svg"
+TARGET = DOCS / "images" / "slots.svg"
 WARM_UP, WIDTH, LEFT, LANE, GAP = 3, 1060, 90, 34, 14
 Timed = list[tuple[int, float, float]]  # line, begin, end
 
@@ -40,6 +40,7 @@ class Watch:
 
 
 def record(rank: int, prepared: Prepared, tell: Callable[[Any], None]) -> Timed:
+    """Runs warm steps on one rank, then records begin and end of every line of one step."""
     contest = prepared.contest
     variant = _Variant(prepared.job, prepared.plans[contest.ours], contest.ways[contest.ours], contest.dtype)
     watch = Watch()
@@ -138,6 +139,7 @@ def draw(lines: Sequence[Line], mbit: float) -> str:
 
 
 def main() -> None:
+    """Runs the step over a shaped link and draws it."""
     contest = CONTESTS["tp"]
     with shaped_links(2, mbit_per_s=contest.mbit_per_s) as names:
         prepared = prepare(contest, names, lambda name, done, total: None)

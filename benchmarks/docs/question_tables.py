@@ -6,33 +6,29 @@ such as `bubbles` or `sweep 0.5`; with `page` none. What is played is stored at 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from pathlib import Path
 
-from question_figures import (
+from benchmarks.docs.pages import DOCS, GOLDEN, Figures, fill_tables, markdown, read_figures, store_figures
+from benchmarks.docs.question_figures import (
     CAPACITIES,
     MULTI,
+    RATIOS,
     ROOMY,
     ROOMY_GB,
     SIZES,
     STRONG,
+    TOKENS,
     WEAK,
-    Figures,
     all_cases,
     gain,
     simpler,
 )
-from question_jobs import RATIOS, TOKENS
-from question_pictures import PICTURES
-from validation_tables import markdown
-
+from benchmarks.docs.question_pictures import PICTURES
 from optimus.schedule.bubbles import CAUSES
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "questions.md"
-STORED = ROOT / "tests" / "golden" / "question_figures.json"
+PAGE = DOCS / "questions.md"
+STORED = GOLDEN / "question_figures.json"
 PRESETS = ("default", "paper")
 OTHERS = ("balanced-best", "three-phase", "stage0", "fsdp")  # baselines: they schedule nothing into bubbles
 PARTS = {
@@ -233,18 +229,13 @@ TABLES = {
 
 
 def fill(page: str, stored: Figures) -> str:
-    """The page with every table between its markers made from stored figures."""
-    for name, make in TABLES.items():
-        begin, end = f"<!-- {name} -->\n", "<!-- end -->"
-        assert begin in page, f"no place for {name}"
-        before, rest = page.split(begin, 1)
-        page = before + begin + make(stored) + "\n" + end + rest.split(end, 1)[1]
-    return page
+    """Returns the page with every table computed from stored figures."""
+    return fill_tables(page, {name: make(stored) for name, make in TABLES.items()})
 
 
 def read_stored() -> Figures:
-    found: Figures = json.loads(STORED.read_text()) if STORED.exists() else {}
-    return found
+    """Returns the stored figures by the key of their case."""
+    return read_figures(STORED)
 
 
 def _play(asked: list[str]) -> None:
@@ -255,7 +246,7 @@ def _play(asked: list[str]) -> None:
         played = case.make()
         stored = {**read_stored(), case.key: played}
         known = {each.key: stored[each.key] for each in all_cases() if each.key in stored}
-        STORED.write_text(json.dumps(known, indent=1) + "\n")
+        store_figures(STORED, known)
         seconds = time.process_time() - begin
         sys.stderr.write(f"{place + 1} of {len(cases)}: {case.key}, {seconds:.0f} s of CPU\n")
 
@@ -265,4 +256,4 @@ if __name__ == "__main__":
         _play(sys.argv[1:])
     PAGE.write_text(fill(PAGE.read_text(), read_stored()))
     for file, draw in PICTURES.items():
-        (ROOT / "docs" / "images" / file).write_text(draw(read_stored()), encoding="utf-8", newline="\n")
+        (DOCS / "images" / file).write_text(draw(read_stored()), encoding="utf-8", newline="\n")

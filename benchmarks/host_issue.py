@@ -75,7 +75,7 @@ def tiny(job: Job, plan: Plan) -> tuple[Job, Plan]:
 
 
 class FakeShare(TpGroup):
-    """torch's fake group cannot bring rows to who sends none."""
+    """Tensor-parallel group that exchanges nothing: torch's fake backend lacks unequal all-to-all."""
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
         came = rows.new_empty(sum(received), *rows.shape[1:])
@@ -83,6 +83,8 @@ class FakeShare(TpGroup):
 
 
 class FakeGroups(Groups):
+    """Process groups whose tensor-parallel exchanges return at once."""
+
     def share(self, plan: Plan, module: str) -> TpGroup:
         found = super().share(plan, module)
         return FakeShare(rank=found.rank, size=found.size, group=found.group)
@@ -123,6 +125,7 @@ def _bare_call_s() -> float:
 
 
 def main(name: str, strategy: str, ranks: list[int]) -> None:
+    """Prints the host seconds of a step of each rank."""
     job = find_job(name)
     plan = make_plan(job, strategy=strategy, systems=()).plan
     for rank in ranks:
@@ -130,7 +133,7 @@ def main(name: str, strategy: str, ranks: list[int]) -> None:
         lines = len(plan.programs[plan.ranks.class_of(rank)])
         of = f"{lines} lines, {seconds:.3f} s of {plan.claims.step_s:.3f} s"
         calls = f"a line is {seconds / lines / bare_s:.1f} bare calls of {bare_s * 1e6:.2f} us"
-        print(f"{name} {strategy} rank {rank}: {of}; {calls}")  # noqa: T201
+        print(f"{name} {strategy} rank {rank}: {of}; {calls}")
 
 
 if __name__ == "__main__":

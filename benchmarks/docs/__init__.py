@@ -1,0 +1,1 @@
+"""Scripts that compute the tables and draw the pictures of the documentation."""

@@ -1,0 +1,46 @@
+"""Writes computed tables into pages of the documentation, between their markers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DOCS, GOLDEN = ROOT / "docs", ROOT / "tests" / "golden"
+END = "<!-- end -->"
+
+Figures = dict[str, Any]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """Returns a table whose first column is left-aligned and whose others are right-aligned."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def fill_tables(page: str, tables: Mapping[str, str]) -> str:
+    """Returns the page with every table between its markers `<!-- name -->` and `<!-- end -->`."""
+    for name, table in tables.items():
+        begin = f"<!-- {name} -->\n"
+        assert begin in page, f"no place for {name}"
+        before, rest = page.split(begin, 1)
+        page = before + begin + table + "\n" + END + rest.split(END, 1)[1]
+    return page
+
+
+def read_figures(path: Path) -> Figures:
+    """Returns stored figures by the key of their case."""
+    figures: Figures = json.loads(path.read_text()) if path.exists() else {}
+    return figures
+
+
+def store_figures(path: Path, figures: Figures) -> None:
+    """Writes figures by the key of their case."""
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def rounded(value: float) -> float:
+    """Rounds to a millionth, the precision of stored figures."""
+    return round(value, 6)

@@ -1,0 +1,331 @@
+"""The tables of docs/paper.md: run this file to compute their figures and write both anew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.docs.pages import (
+    DOCS,
+    GOLDEN,
+    Figures,
+    fill_tables,
+    markdown,
+    read_figures,
+    rounded,
+    store_figures,
+)
+from optimus.cost.assumptions import preset
+from optimus.ir.plan import Plan, PlannedModule
+from optimus.ir.ranks import LLM
+from optimus.job.job import Job
+from optimus.job.model import Recompute
+from optimus.job.read import find_job
+from optimus.job.workload import PackedSequence
+from optimus.planner.bounds import Bounds, find_bounds
+from optimus.planner.encoder_layouts import common_layouts
+from optimus.planner.filled_plan import FilledPlan
+from optimus.planner.layouts import decide_context
+from optimus.planner.rejected import Rejected
+from optimus.planner.systems.paper import Bases, Choice, Filling
+from optimus.planner.systems.paper_search import ADJUSTED, warmups
+from optimus.planner.systems.registry import System, Systems
+from optimus.schedule.dependencies import couple
+from optimus.schedule.lower import play
+
+SECONDS = "search_s"  # how long a search took: shown, never compared
+
+STRONG = (1536, 2048, 3072)
+WEAK = ("A", "B", "C", "D")
+DUAL = ("dual-11-5", "dual-22-5", "dual-22-11")
+SMALL_LAYOUTS = ("", "pp2,tp2", "pp4,tp2")  # the paper states none; the first is left open
+SWEEP_TOKENS = (512, 1024, 2048, 4096)  # of the encoder, per sequence of 2,048 LLM tokens
+RECOMPUTATION: tuple[Recompute, ...] = ("none", "full")
+MERGE, IMAGE_TOKENS = 4, 2048  # encoder tokens per LLM token, and of the largest image, as in the catalog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One job under one set of assumptions."""
+
+    job: str
+    preset: str
+    layout: str = ""  # of the LLM, on top of the job's
+    tokens: int | None = None  # of the encoder per sequence, instead of the job's
+    recompute: Recompute | None = None  # instead of the preset's
+    both: bool = False  # also the layout with the best estimate
+
+    @property
+    def key(self) -> str:
+        parts = (self.job, self.preset, self.layout, self.tokens, self.recompute)
+        return " ".join(str(part) for part in parts if part)
+
+
+def all_cases() -> Iterator[Case]:
+    """Yields every case of every table, in the order of the stored figures."""
+    for gpus in STRONG:
+        for name in ("paper", "clean", "default"):
+            yield Case(job=f"strong-{gpus}", preset=name, both=name != "default")
+    for name in ("paper", "default"):
+        for job in (*WEAK, *DUAL):
+            yield Case(job=job, preset=name)
+        for layout in SMALL_LAYOUTS:
+            yield Case(job="small-a100", preset=name, layout=layout)
+    for tokens in SWEEP_TOKENS:
+        for recompute in RECOMPUTATION:
+            yield Case(job="strong-3072", preset="paper", tokens=tokens, recompute=recompute)
+
+
+def figures(case: Case) -> Figures:
+    """All that the tables show of one case."""
+    assumptions = preset(case.preset)
+    if case.recompute is not None:
+        assumptions = replace(assumptions, recompute=case.recompute)
+    systems = Systems(decide_context(_job(case), assumptions)[0])
+    names = ["llm-only", "stage0", "balanced", "balanced-best"]
+    made = {name: systems.make(name) for name in [*names, *(["fsdp"] if case.job == "small-a100" else [])]}
+    begin = time.process_time()
+    found = systems.paper_found
+    seconds = time.process_time() - begin
+    bounds = find_bounds(systems.context, systems.floor, made["llm-only"].step_s)
+    result: Figures = {
+        "systems": {name: _system(system) for name, system in made.items()},
+        "encoder_s": rounded(bounds.encoder_s),
+        "model_flops_share_s": rounded(made["stage0"].mfu * made["stage0"].step_s),
+        "chosen": _choice(found.choice, found.filled, bounds),
+        SECONDS: round(seconds),
+    }
+    if case.both:
+        best = best_estimate(systems)
+        result["best_estimate"] = _choice(best, best.filling.plan(best), bounds)
+    return result
+
+
+def _job(case: Case) -> Job:
+    job = find_job(f"paper/{case.job}", layouts=[f"llm={case.layout}"] if case.layout else [])
+    if case.tokens is None:
+        return job
+    images, rest = divmod(case.tokens, IMAGE_TOKENS)
+    lengths = (IMAGE_TOKENS // MERGE,) * images + ((rest // MERGE,) if rest else ())
+    text = job.workload.sequence_tokens - sum(lengths)
+    sequence = PackedSequence(text=text, items=((job.model.encoders[0].name, lengths),))
+    return replace(job, workload=replace(job.workload, sequences=(sequence,)))
+
+
+def best_estimate(systems: Systems) -> Choice:
+    """What the paper's own ranking takes: its model leaves out the encoders' parameter traffic."""
+    context, llm, bases = systems.context, systems.floor_1f1b, Bases()
+    (policy,) = context.policies(context.job.model.encoders)  # these presets state it
+    choices = []
+    for layout in common_layouts(context, llm.layout):
+        if isinstance(layout, Rejected):
+            continue
+        fillings = [Filling(context, each, layout, dict(policy), bases) for each in warmups(llm)]
+        most = min(filling.most_microbatches(context.capacity_bytes) for filling in fillings)
+        count = fillings[0].num_pipelines
+        if count <= llm.microbatches <= count * most:
+            choices += [filling.best(most) for filling in fillings]
+    return min(choices, key=lambda choice: choice.estimate_s)
+
+
+def _choice(choice: Choice, filled: FilledPlan, bounds: Bounds) -> Figures:
+    filling = choice.filling
+    return {
+        "layout": str(filling.layout),
+        "adjusted": filling.llm.order_name == ADJUSTED,
+        "moved": sum(choice.forward.moved) + sum(choice.backward.moved),
+        "coarse": rounded(choice.hidden_share(coarse=True)),
+        "fine": rounded(choice.hidden_share()),
+        "strict": rounded(bounds.hidden_share(filled.step_s)),
+        "llm_s": rounded(filling.base.step_s),
+        "estimate_s": rounded(choice.estimate_s),
+        "bare_s": rounded(bare_s(filled.plan)),
+        "step_s": rounded(filled.step_s),
+    }
+
+
+def bare_s(plan: Plan) -> float:
+    """The plan's step if all that the estimate leaves out took no time: encoder traffic and messages."""
+    modules = {name: m if name == LLM else _without_traffic(m) for name, m in plan.modules.items()}
+    bare = replace(plan, modules=modules)
+    return play(bare, couple(bare, bare.programs)).step_s
+
+
+def _without_traffic(module: PlannedModule) -> PlannedModule:
+    buckets = tuple(
+        tuple(replace(bucket, gather_s=0.0, reduce_s=0.0) for bucket in stage) for stage in module.buckets
+    )
+    chunks = tuple(replace(chunk, send_s=0.0) for chunk in module.chunks)
+    return replace(module, buckets=buckets, chunks=chunks, seam_s=0.0)
+
+
+def _system(system: System) -> Figures:
+    return {"step_s": rounded(system.step_s), "fits": system.fits}
+
+
+def without_seconds(found: Figures) -> Figures:
+    """What must be the same on every machine."""
+    return {name: value for name, value in found.items() if name != SECONDS}
+
+
+PAGE = DOCS / "paper.md"
+STORED = GOLDEN / "paper_figures.json"
+
+# What the paper measured (arXiv 2408.03505, tables 5 and 7): seconds, MFU and hidden shares in per cent.
+TABLE_5 = {1536: (10.65, 10.43, 9.80, 34.4), 2048: (8.26, 8.06, 7.29, 34.6), 3072: (5.91, 5.87, 4.87, 34.6)}
+TABLE_7 = {1536: (34.3, 57.5, 322.2), 2048: (45.8, 69.3, 89.6), 3072: (68.7, 85.0, 15.1)}
+DUAL_OVER_MEGATRON = dict(zip(DUAL, (1.25, 1.26, 1.27), strict=True))
+SMALL = {"Alpa": 8.61, "FSDP": 3.20, "Megatron-LM": 3.42, "balanced": 3.04, "Optimus": 2.78}
+RECOMPUTED = 4 / 3  # the paper's MFU counts the forward of all layers twice
+
+
+def table_7(stored: Figures) -> str:
+    """Hidden shares by the algorithm's own books, and what the step shows of the encoders."""
+    header = ["GPUs", "preset", "layout", "encoder", "coarse %", "fine %", "strict %", "estimate s", "step s"]
+    rows = []
+    for gpus, (coarse, fine, _) in TABLE_7.items():
+        rows.append([str(gpus), "**paper's own**", "not stated", "", f"{coarse}", f"{fine}", "", "", ""])
+        for name in ("paper", "clean"):
+            for which, words in (("chosen", "chosen"), ("best_estimate", "best estimate")):
+                found = stored[f"strong-{gpus} {name}"][which]
+                shares = [f"{100 * found[share]:.1f}" for share in ("coarse", "fine", "strict")]
+                seconds = [f"{found['estimate_s']:.3f}", f"{found['step_s']:.3f}"]
+                rows.append([str(gpus), f"`{name}`", words, _layout(found), *shares, *seconds])
+    return markdown(header, rows)
+
+
+def search(stored: Figures) -> str:
+    """Seconds of the search."""
+    header = ["GPUs", "paper, one core", "ours, `paper`", "ours, `clean`"]
+    rows = [
+        [
+            str(gpus),
+            f"{theirs} s",
+            *(f"{stored[f'strong-{gpus} {name}'][SECONDS]} s" for name in ("paper", "clean")),
+        ]
+        for gpus, (*_, theirs) in TABLE_7.items()
+    ]
+    return markdown(header, rows)
+
+
+def estimate(stored: Figures) -> str:
+    """From the algorithm's estimate to the claim."""
+    header = ["GPUs", "preset", "encoder", "moved", "LLM alone", "estimate", "bare programs", "step"]
+    rows = []
+    for gpus in TABLE_7:
+        for name in ("paper", "clean"):
+            for which in ("chosen", "best_estimate"):
+                found = stored[f"strong-{gpus} {name}"][which]
+                seconds = [f"{found[s]:.3f}" for s in ("llm_s", "estimate_s", "bare_s", "step_s")]
+                rows.append([str(gpus), f"`{name}`", _layout(found), str(found["moved"]), *seconds])
+    return markdown(header, rows)
+
+
+def table_5(stored: Figures) -> str:
+    """Steps and speed-ups of strong scaling."""
+    header = ["GPUs", "", "stage0 s", "balanced s", "balanced-best s", "paper's system s"]
+    header += ["over stage0", "over balanced", "over balanced-best", "MFU %"]
+    rows = []
+    for gpus, (stage0, balanced, optimus, mfu) in TABLE_5.items():
+        speedups = [f"{stage0 / optimus:.2f}x", f"{balanced / optimus:.2f}x", ""]
+        model = f"{mfu / RECOMPUTED:.1f}"
+        rows.append([f"{gpus}", "paper", f"{stage0}", f"{balanced}", "", f"{optimus:.2f}", *speedups, model])
+        for name in ("paper", "default"):
+            found = stored[f"strong-{gpus} {name}"]
+            mfu = 100 * found["model_flops_share_s"] / found["chosen"]["step_s"]
+            row = [f"{gpus}", f"ours, `{name}`", *_steps(found), *_speedups(found), f"{mfu:.1f}"]
+            rows.append(row)
+    return markdown(header, rows)
+
+
+def weak(stored: Figures) -> str:
+    """Weak scaling and two encoders: speed-ups only, for the paper prints no seconds."""
+    header = ["job", "paper", "", "preset", "over stage0", "over balanced", "over balanced-best"]
+    header += ["coarse %", "fine %", "strict %"]
+    rows = []
+    for job in (*WEAK, *DUAL):
+        theirs = f"{DUAL_OVER_MEGATRON[job]}x" if job in DUAL else "up to 1.22x"
+        other = "" if job in DUAL else "up to 1.18x"
+        for name in ("paper", "default"):
+            found = stored[f"{job} {name}"]
+            shares = [f"{100 * found['chosen'][share]:.1f}" for share in ("coarse", "fine", "strict")]
+            rows.append([f"`{job}`", theirs, other, f"`{name}`", *_speedups(found), *shares])
+    return markdown(header, rows)
+
+
+def small(stored: Figures) -> str:
+    """The small comparison."""
+    header = ["", "LLM layout", "Alpa s", "FSDP s", "Megatron-LM s", "balanced s", "Optimus s"]
+    header += ["over Megatron-LM", "over balanced"]
+    base = SMALL["Optimus"]
+    over = [f"{SMALL[name] / base:.2f}x" for name in ("Megatron-LM", "balanced")]
+    rows = [["paper", "not stated", *(f"{seconds:.2f}" for seconds in SMALL.values()), *over]]
+    for name in ("paper", "default"):
+        for layout in SMALL_LAYOUTS:
+            found = stored[Case(job="small-a100", preset=name, layout=layout).key]
+            steps = _steps(found, "fsdp", "stage0", "balanced")
+            words = layout.replace(",", " ") or "left open"
+            rows.append([f"ours, `{name}`", words, "", *steps, *_speedups(found, "stage0", "balanced")])
+    return markdown(header, rows)
+
+
+def sweep(stored: Figures) -> str:
+    """What the paper leaves unstated, varied."""
+    header = ["encoder tokens", "recomputation", "encoder alone s", "coarse %", "fine %", "strict %"]
+    header += ["over stage0", "over balanced", "over balanced-best"]
+    rows = []
+    for tokens in SWEEP_TOKENS:
+        for recompute in RECOMPUTATION:
+            case = Case(job="strong-3072", preset="paper", tokens=tokens, recompute=recompute)
+            found = stored[case.key]
+            shares = [f"{100 * found['chosen'][share]:.1f}" for share in ("coarse", "fine", "strict")]
+            rows.append([f"{tokens:,}", recompute, f"{found['encoder_s']:.2f}", *shares, *_speedups(found)])
+    return markdown(header, rows)
+
+
+def _layout(found: Figures) -> str:
+    return f"{found['layout']}{', adjusted' if found['adjusted'] else ''}"
+
+
+def _steps(found: Figures, *names: str) -> list[str]:
+    """Seconds of systems, then of the plan; a star where a system does not fit in memory."""
+    made = found["systems"]
+    asked = names or ("stage0", "balanced", "balanced-best")
+    steps = [f"{made[name]['step_s']:.2f}{'' if made[name]['fits'] else ' *'}" for name in asked]
+    return [*steps, f"{found['chosen']['step_s']:.2f}"]
+
+
+def _speedups(found: Figures, *names: str) -> list[str]:
+    made = found["systems"]
+    asked = names or ("stage0", "balanced", "balanced-best")
+    return [
+        f"{made[name]['step_s'] / found['chosen']['step_s']:.2f}x{'' if made[name]['fits'] else ' *'}"
+        for name in asked
+    ]
+
+
+TABLES = {
+    "table-7": table_7,
+    "search": search,
+    "estimate": estimate,
+    "table-5": table_5,
+    "weak": weak,
+    "small": small,
+    "sweep": sweep,
+}
+
+
+def fill(page: str, stored: Figures) -> str:
+    """Returns the page with every table computed from stored figures."""
+    return fill_tables(page, {name: make(stored) for name, make in TABLES.items()})
+
+
+def read_stored() -> Figures:
+    """Returns the stored figures by the key of their case."""
+    return read_figures(STORED)
+
+
+if __name__ == "__main__":
+    store_figures(STORED, {case.key: figures(case) for case in all_cases()})
+    PAGE.write_text(fill(PAGE.read_text(), read_stored()))
