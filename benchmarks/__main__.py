@@ -11,8 +11,8 @@ import tyro
 from benchmarks.gpu_report import gpu_json, gpu_text
 from benchmarks.report import bench_json, bench_text
 from optimus.cli import exit_code_of
-from optimus.cli.flags import NO, OK, Json, trainer_part
-from optimus.console import announced_compilation, progress_bar, show
+from optimus.cli.console import announced_compilation, progress_bar, show
+from optimus.cli.flags import NO, OK, JsonFlag, import_trainer
 from optimus.errors import UserError
 
 
@@ -75,7 +75,7 @@ class Bench:
             metavar="MODULE=AXES ...", help="layouts of the step of `gpu`; llm=pp8,tp1 on 8 GPUs if left out"
         ),
     ] = ()
-    json: Json = False
+    json: JsonFlag = False
 
     def __call__(self) -> int:
         given: dict[str, Any] = {} if self.rounds is None else {"rounds": _positive("--rounds", self.rounds)}
@@ -93,7 +93,7 @@ class Bench:
             given["axis"] = self.link
         if self.mbit is not None:
             given["mbit_per_s"] = _positive("--mbit", self.mbit)
-        bench = getattr(trainer_part(f"benchmarks.{name}"), f"bench_{name}")
+        bench = getattr(import_trainer(f"benchmarks.{name}"), f"bench_{name}")
         with progress_bar() as progress, announced_compilation():
             result = bench(progress=progress, **given)
         found, lines = (gpu_json, gpu_text) if self.kind == "gpu" else (bench_json, bench_text)

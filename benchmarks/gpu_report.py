@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.report import bench_json, closing_text, variants_text
-from optimus.render.text import wrap
+from optimus.cli.text import wrap
 
 PASTE = (
     "please paste the object that `python -m benchmarks gpu --json` prints into an issue, also if something "

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from optimus.render.text import columns, seconds, wrap
+from optimus.cli.text import columns, wrap
+from optimus.render.units import seconds
 
 SCHEMA = "optimus.bench/1"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from optimus.cli.local_training import train as train
+    from optimus.cli.train import train as train
     from optimus.ir.planfile import load_plan as load_plan
     from optimus.ir.planfile import save_plan as save_plan
     from optimus.job.read import find_job as find_job
@@ -35,7 +35,7 @@ _VERBS = {
     "plan": ("optimus.planner.planning", "make_plan"),
     "why": ("optimus.sensitivity.why_not", "explain_layout"),
     "sweep": ("optimus.sensitivity.sweep", "sweep_job"),
-    "train": ("optimus.cli.local_training", "train"),
+    "train": ("optimus.cli.train", "train"),
 }
 
 __all__ = [

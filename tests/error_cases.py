@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from optimus.cli.explaining import Sweep, Why
+from optimus.cli.sweep import SweepCommand
+from optimus.cli.why import WhyCommand
 from optimus.errors import UserError
 from optimus.ir.binding import bind, bound_parts
 from optimus.ir.plan import Plan
@@ -152,7 +153,7 @@ def crowded() -> dict[str, Any]:
 
 
 def sweep(title: str, **given: Any) -> Case:
-    return Case(title=title, call=Sweep(job="cpu/tiny-vl", **given))
+    return Case(title=title, call=SweepCommand(job="cpu/tiny-vl", **given))
 
 
 BOMB = "\n".join(
@@ -319,7 +320,7 @@ SECTIONS: dict[str, list[Case]] = {
         why("A plan without its assumptions", "llm=tp2", notes={}),
         Case(
             title="A cluster without a job",
-            call=Why(plan=Path("a.plan.json"), layouts=("llm=tp2",), on="h100:8"),
+            call=WhyCommand(plan=Path("a.plan.json"), layouts=("llm=tp2",), on="h100:8"),
         ),
     ],
     "Sweeping": [

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from plan_by_hand import plan_by_hand
 
+from optimus.cli.diff import diff_json, diff_text
 from optimus.ir.diff import Change, FirstLine, compare_plans
 from optimus.ir.plan import Plan, Program
 from optimus.ir.planfile import plan_text
 from optimus.job.layout import Layout
-from optimus.render.difference import difference_json, difference_text
 
 
 def small_plan() -> Plan:
@@ -34,7 +34,7 @@ def with_rows(plan: Plan, device: int, rows: list[list[int]]) -> Plan:
 def test_a_plan_is_the_same_as_itself() -> None:
     found = compare_plans(small_plan(), replace(small_plan(), notes={}))
     assert found.same and found.fields == ("notes",) and found.ratio == 1
-    assert difference_text(found) == ["The plans are the same."]
+    assert diff_text(found) == ["The plans are the same."]
 
 
 def test_moving_a_line_is_a_small_difference() -> None:
@@ -94,9 +94,9 @@ def test_other_layouts_and_figures() -> None:
         "llm.recompute": ("none", "full"),
     }
     assert "modules" in found.fields and "claims" in found.fields
-    text = "\n".join(difference_text(found))
+    text = "\n".join(diff_text(found))
     assert "0.800x" in text and "dp2 pp2 tp2 chunks2" in text and "The first that differs is line" in text
-    written = difference_json(found)
+    written = diff_json(found)
     assert written["schema"] == "optimus.diff/1" and json.loads(json.dumps(written)) == written
 
 

@@ -39,7 +39,7 @@ LEFT_OUT = "..."  # a line of its own: lines of the output that are not shown
 ELSEWHERE = ("pip", "make")  # commands that a test does not run but checks
 LONG = ("report", "why")  # pages that plan and compare for minutes
 HOSTS = ("arxiv.org", "keepachangelog.com", "semver.org")
-COMMANDS = {command.__name__.lower(): command for command in cli.COMMANDS}
+COMMANDS = cli.COMMANDS
 OPTIONS = {
     f"--{field.name.replace('_', '-')}"
     for command in (*COMMANDS.values(), Bench)

@@ -18,12 +18,12 @@ from worker_lines import run_worker
 
 import optimus
 from optimus.cli import run
-from optimus.cli.running import Train
+from optimus.cli.dry_run import dry_run_json, dry_run_text
+from optimus.cli.train import TrainCommand
 from optimus.engine.dry_run import DryRun, count_slots, dry_run
 from optimus.ir.plan import Plan
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.kernels import KERNELS
-from optimus.render.dry_run import dry_run_json, dry_run_text
 
 ROOT = Path(__file__).parent.parent
 TINY, LARGE = "cpu/tiny-vl", "paper/strong-3072"
@@ -170,10 +170,10 @@ def test_a_rank_that_needs_too_much_ends_with_1(
     plan = optimus.plan(optimus.find_job(TINY), systems=()).plan
     small = replace(plan, capacity_bytes=10**9)
 
-    def given(self: Train, *job: Any) -> Plan:
+    def given(self: TrainCommand, *job: Any) -> Plan:
         return small
 
-    monkeypatch.setattr(Train, "_plan", given)
+    monkeypatch.setattr(TrainCommand, "_plan", given)
     assert run(["train", TINY, "--dry-run"]) == 1
     assert "does not fit   1.6 of 1.0 GB, with communicators and reserve" in capsys.readouterr().out
 

@@ -18,13 +18,13 @@ from tiny_plans import tiny_plan
 from benchmarks.docs.noise_tables import CASES, PAGE, rows
 from optimus.cli import run
 from optimus.cli.flags import OK
+from optimus.cli.uncertainty import noise_json, noise_text
 from optimus.errors import UserError
 from optimus.ir.op import Floats, Kind, Lane, Schedule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import Planned, make_plan
 from optimus.planner.systems.optimus import search_ours
-from optimus.render.noise import noise_json, noise_text
 from optimus.schedule.build import Builder, single
 from optimus.schedule.dependencies import couple
 from optimus.schedule.noise import JITTER, LEVELS, QUIET, ROUGH, Noise, NoisyKernels, Places

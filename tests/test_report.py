@@ -38,7 +38,7 @@ from optimus.render.pack_timeline import TICK_S, packed_scenes
 from optimus.render.report import compare_again
 from optimus.render.report_data import ReportData
 from optimus.render.report_page import report_html
-from optimus.render.text import gigabytes, seconds
+from optimus.render.units import gigabytes, seconds
 from optimus.schedule.bubbles import CAUSES
 from optimus.sensitivity.tornado import Perturbed, Tornado
 

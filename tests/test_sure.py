@@ -16,12 +16,12 @@ from test_batches import few_layers, uneven
 
 from optimus.cli import run
 from optimus.cli.flags import OK
+from optimus.cli.uncertainty import assessed_json, assessed_text
 from optimus.cost.assumptions import preset
 from optimus.ir.op import Communicator, Kind, Lane
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.planning import make_plan
-from optimus.render.assessing import assessed_json, assessed_text
 from optimus.schedule.simulate import evaluate
 from optimus.sensitivity.assess import Assessed
 from optimus.sensitivity.batch_steps import Steps

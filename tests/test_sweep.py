@@ -14,13 +14,13 @@ import pytest
 import optimus
 from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
+from optimus.cli.sweep import sweep_json, sweep_text
 from optimus.errors import UserError
 from optimus.job.job import Today
 from optimus.job.layout import Constraints, Layout, LayoutChoice
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
-from optimus.render.sweep_picture import headline, sweep_svg
-from optimus.render.sweeping import sweep_json, sweep_page, sweep_text
+from optimus.render.sweep_picture import headline, sweep_page, sweep_svg
 from optimus.sensitivity.sweep import Plans, Point, Sweep, sweep_job
 
 TINY = "cpu/tiny-vl"

@@ -19,7 +19,7 @@ from faults import ROOT, alive, children
 
 import optimus
 from optimus.cli import run
-from optimus.cli.local_training import RanksFailed
+from optimus.cli.train import RanksFailed
 from optimus.engine.config import training_of
 from optimus.errors import UserError
 
@@ -251,7 +251,7 @@ def test_without_torch_train_says_what_to_install(
     def no_torch(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr("optimus.cli.local_training.find_spec", lambda name: None)
+    monkeypatch.setattr("optimus.cli.train.find_spec", lambda name: None)
     monkeypatch.setattr("importlib.import_module", no_torch)
     assert run(["train", TINY, "--run-dir", str(tmp_path)]) == 2
     shown = capsys.readouterr()

@@ -387,9 +387,9 @@ def test_mistakes_are_named(
 
 
 def test_every_layout_that_plan_proposes_to_ask_about_has_an_answer(narrow: Planned) -> None:
-    from optimus.cli.planning import _neighbour
+    from optimus.cli.plan import neighbour_layout
 
-    assert _neighbour(narrow.plan.modules["llm"].layout) == "llm=pp2,tp1"
+    assert neighbour_layout(narrow.plan.modules["llm"].layout) == "llm=pp2,tp1"
 
 
 @pytest.mark.ci("search")

@@ -5,25 +5,41 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import tyro
 
 from optimus import __version__
-from optimus.cli.explaining import Sweep, Why
-from optimus.cli.exporting import Export
-from optimus.cli.flags import NO, OK, OUR_BUG, USER_ERROR
-from optimus.cli.planning import Catalog, Check, Diff, Init, Plan, Simulate
-from optimus.cli.reporting import Report
-from optimus.cli.running import Profile, Train
-from optimus.console import show
+from optimus.cli.catalog import CatalogCommand
+from optimus.cli.check import CheckCommand
+from optimus.cli.console import show
+from optimus.cli.diff import DiffCommand
+from optimus.cli.export import ExportCommand
+from optimus.cli.flags import INTERRUPTED, NO, OK, OUR_BUG, USER_ERROR
+from optimus.cli.init import InitCommand
+from optimus.cli.plan import PlanCommand
+from optimus.cli.profile import ProfileCommand
+from optimus.cli.report import ReportCommand
+from optimus.cli.simulate import SimulateCommand
+from optimus.cli.sweep import SweepCommand
+from optimus.cli.train import TrainCommand
+from optimus.cli.why import WhyCommand
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
 
-COMMANDS: tuple[Any, ...] = (
-    Catalog, Init, Simulate, Plan, Why, Sweep, Check, Diff, Export, Report, Profile, Train,
-)  # fmt: skip
+COMMANDS: dict[str, type[Any]] = {
+    "catalog": CatalogCommand,
+    "init": InitCommand,
+    "simulate": SimulateCommand,
+    "plan": PlanCommand,
+    "why": WhyCommand,
+    "sweep": SweepCommand,
+    "check": CheckCommand,
+    "diff": DiffCommand,
+    "export": ExportCommand,
+    "report": ReportCommand,
+    "profile": ProfileCommand,
+    "train": TrainCommand,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,8 +55,8 @@ def run(arguments: list[str]) -> int:
 
     def command() -> int:
         _check_words(arguments)
-        parsed = tyro.cli(
-            reduce(or_, COMMANDS),
+        parsed = tyro.extras.subcommand_cli_from_dict(
+            {**COMMANDS},
             prog="optimus",
             args=arguments or ["--help"],
             description="Plans multimodal LLM training: where its time and memory go, and how encoder work "
@@ -71,7 +87,7 @@ def exit_code_of(command: Callable[[], int], *, as_json: bool) -> int:
     except BrokenPipeError:
         return OK
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception:
         traceback.print_exc()
         print(
@@ -83,14 +99,13 @@ def exit_code_of(command: Callable[[], int], *, as_json: bool) -> int:
 
 
 def _check_words(arguments: list[str]) -> None:
-    """Mistakes that the parser would take for something else, or answer at length."""
-    commands = [command.__name__.lower() for command in COMMANDS]
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+    """Raises on mistakes that the parser would misread, or answer at length."""
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise UserError(
             field="command",
             value=arguments[0],
             problem="is not a command",
-            hint=nearest(arguments[0], commands),
+            hint=nearest(arguments[0], COMMANDS),
         )
     for flag in ("--system", "--layout"):
         if arguments.count(flag) > 1:

@@ -1,4 +1,4 @@
-"""What commands have in common: exit codes, flags, and how parts that need torch are reached."""
+"""Exit codes, flags and checks that several commands share, and imports of modules that need torch."""
 
 from __future__ import annotations
 
@@ -13,44 +13,54 @@ from optimus.errors import UserError
 if TYPE_CHECKING:
     from optimus.cost.measured import Profile
 
-OK, NO, USER_ERROR, OUR_BUG = 0, 1, 2, 70
+OK, NO, USER_ERROR, OUR_BUG, INTERRUPTED = 0, 1, 2, 70, 130
 
-Job = Annotated[
+JobArgument = Annotated[
     tyro.conf.Positional[str],
     tyro.conf.arg(
         metavar="JOB",
         help="a job.yaml, a catalog job (paper/strong-3072), or with --on a catalog model or a config.json",
     ),
 ]
-On = Annotated[str | None, tyro.conf.arg(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
-LayoutWords = Annotated[
+PlanArgument = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PLAN", help="a plan file")]
+OnFlag = Annotated[str | None, tyro.conf.arg(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
+LayoutFlag = Annotated[
     tuple[str, ...],
     tyro.conf.arg(metavar="MODULE=AXES ...", help="state layouts, e.g. llm=pp8,tp4,chunks2"),
 ]
-Trace = Annotated[
+TraceFlag = Annotated[
     Path | None,
     tyro.conf.arg(metavar="FILE.json.gz", help="write every op as a trace for Perfetto"),
 ]
-Measured = Annotated[
+ProfileFlag = Annotated[
     Path | None,
     tyro.conf.arg(metavar="FILE.yaml", help="price by what `optimus profile` measured, not by the formula"),
 ]
-TRACE_ENDINGS = (".json.gz", ".json")
-PlanFile = tyro.conf.Positional[Path]
-Json = Annotated[bool, tyro.conf.arg(help="print one JSON object and nothing else")]
-Strategy = Annotated[str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm) or optimus (ours)")]
-ComparedWith = Annotated[
+JsonFlag = Annotated[bool, tyro.conf.arg(help="print one JSON object and nothing else")]
+StrategyFlag = Annotated[
+    str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm) or optimus (ours)")
+]
+SystemsFlag = Annotated[
     tuple[str, ...],
     tyro.conf.arg(metavar="NAME ...", help="compare with these only; all that apply if left out"),
 ]
-Preset = Annotated[
+PresetFlag = Annotated[
     str,
     tyro.conf.arg(help="set of assumptions: default, paper, paper-first-chunk, clean or clean-slack"),
 ]
+TRACE_ENDINGS = (".json.gz", ".json")
+
+
+def refuse_without_job(job: str | None, **flags: object) -> None:
+    """Raises if a flag that describes the job is given without --job."""
+    for flag, value in flags.items():
+        if job is None and value is not None:
+            hint = f"name the job, or leave --{flag} out"
+            raise UserError(field=f"--{flag}", problem="needs --job", hint=hint)
 
 
 def load_profile_of(path: Path | None) -> Profile | None:
-    """The profile in a file; none if no file is named."""
+    """Loads a profile file, or returns None if no file is named."""
     if path is None:
         return None
     from optimus.cost.profile_file import load_profile
@@ -58,8 +68,8 @@ def load_profile_of(path: Path | None) -> Profile | None:
     return load_profile(path)
 
 
-def trainer_part(name: str) -> Any:
-    """A module that needs torch, which planning does without."""
+def import_trainer(name: str) -> Any:
+    """Imports a module that needs torch, or says how to install it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -71,5 +81,5 @@ def trainer_part(name: str) -> Any:
 
 
 def split_names(names: tuple[str, ...]) -> list[str]:
-    """`a b` and `a,b` are the same list."""
+    """Splits names at commas: `a b` and `a,b` are the same list."""
     return [part for name in names for part in name.split(",") if part]

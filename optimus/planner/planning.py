@@ -22,6 +22,8 @@ from optimus.planner.search_result import SearchResult
 from optimus.planner.systems.registry import STRATEGIES, System, default_systems
 from optimus.verify.validator import KEPT, Report, Violation, check_plan
 
+MIN_SPEEDUP_WORTH_FILLING = 1.02  # over the best simpler system; below it that system is recommended
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:

@@ -1,1 +1,1 @@
-"""What people and other tools see: text, JSON and pictures."""
+"""Draws results as HTML, SVG and Perfetto traces."""

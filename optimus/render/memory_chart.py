@@ -8,7 +8,7 @@ from optimus.ir.op import Floats
 from optimus.render.colours import memory_class
 from optimus.render.markup import axis, key, line_at, note, percent, section, table, text
 from optimus.render.report_data import WorstRank
-from optimus.render.text import GB, gigabytes
+from optimus.render.units import GB, gigabytes
 
 WIDTH, HEIGHT = 1000, 200  # of the curve, in its own units
 ROOM = 1.04

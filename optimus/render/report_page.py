@@ -8,11 +8,11 @@ from optimus.render.colours import colour_css
 from optimus.render.markup import note, percent, table, text
 from optimus.render.memory_chart import memory_section
 from optimus.render.report_data import ReportData, Source, Summary, Where
-from optimus.render.text import gigabytes, seconds
 from optimus.render.time_bars import where_section
 from optimus.render.timeline_chart import timeline_section
 from optimus.render.tornado_chart import sure_section
 from optimus.render.tried_chart import tried_section
+from optimus.render.units import gigabytes, seconds
 
 HERE = "optimus.render"
 

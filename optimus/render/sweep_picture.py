@@ -1,13 +1,17 @@
-"""Draws a sweep as an SVG: tokens per second and GPU against the range, and the conclusion as its title."""
+"""Draws a sweep as an SVG of tokens per second and GPU, or as a page with its table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from optimus.render.markup import tick_of
+from optimus.ir.files import write_whole
+from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
+from optimus.render.markup import table, tick_of
 from optimus.render.picture import FAINT, FONT, INK, PAPER, clean, digits, svg_text
+from optimus.render.units import gigabytes, seconds
 from optimus.sensitivity.sweep import Plans, Point, Sweep
 
 WIDTH, HEIGHT = 1000, 440
@@ -15,8 +19,22 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 220, 64, 58  # around the plot; names of lines st
 NAMES = {"gpus": "GPUs", "batch": "sequences per step", "pp": "pp of the LLM", "tp": "tp of the LLM"}
 WORDS = {"gpus": "{} GPUs", "batch": "{} sequences per step", "pp": "LLM pp {}", "tp": "LLM tp {}"}
 FLOOR, OURS, SIMPLER = "#5f6368", "#0072b2", "#e69f00"
+COLUMN = {"gpus": "GPUs", "batch": "sequences", "pp": "LLM pp", "tp": "LLM tp"}  # of the table
 APART_PX = 17  # of names at the right
 INSIDE_PX = 36  # from the plot's edges to the first and last point
+PAGE = """<!doctype html>
+<html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 Helvetica, Arial, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em }}
+svg {{ max-width: 100%; height: auto }} table {{ border-collapse: collapse; margin: 1em 0 }}
+td, th {{ padding: .25em .8em; text-align: right; border-bottom: 1px solid #ddd }} .w {{ text-align: left }}
+</style>
+{picture}
+{table}
+<p>{notes}</p>
+</html>
+"""
 
 
 @dataclass(frozen=True)
@@ -159,3 +177,62 @@ def _impossible(sweep: Sweep, plot: Plot) -> Iterator[str]:
             why = f"<title>{clean(point.reason)}</title>"
             yield f"<path fill='none' stroke='{INK}' stroke-width='2' d='{cross}'>{why}</path>"
             yield svg_text(x, y - 12, "not possible", size=12, anchor="middle")
+
+
+def write_sweep(sweep: Sweep, path: Path) -> None:
+    """Writes the picture as .svg, or a page with the table as .html."""
+    write_whole(path, sweep_page(sweep) if path.suffix == ".html" else sweep_svg(sweep))
+
+
+def sweep_page(sweep: Sweep) -> str:
+    """Returns picture, table and reasons as one self-contained HTML file."""
+    reasons = [f"{point.value}: not possible: {point.reason}." for point in sweep.points if point.reason]
+    return PAGE.format(
+        title=clean(headline(sweep)),
+        picture=sweep_svg(sweep),
+        table=table(*sweep_table(sweep), left=2),
+        notes=clean(" ".join([*reasons, sweep_notes(sweep)])),
+    )
+
+
+def sweep_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Returns the header and a row per point."""
+    header = [COLUMN[sweep.axis], "LLM layout", "step s", "over floor", "best simpler system", "its step s"]
+    header += ["speed-up", "tok/s/GPU", "peak GB", "worth"]
+    rows = [_table_row(point, point.plan, len(header)) for point in sweep.points]
+    return header, rows
+
+
+def _table_row(point: Point, plan: Plans | None, width: int) -> list[str]:
+    if plan is None:
+        return [str(point.value), "not possible", *[""] * (width - 2)]
+    worth = is_worth_filling(plan)
+    return [
+        str(point.value),
+        str(plan.layouts["llm"]),
+        seconds(plan.step_s),
+        f"{plan.over_floor:.3f}",
+        plan.simpler or "-",
+        "-" if plan.simpler_s is None else seconds(plan.simpler_s),
+        "-" if plan.speedup is None else f"{plan.speedup:.3f}",
+        f"{point.tokens_per_s_per_gpu(plan.step_s):.0f}",
+        gigabytes(plan.peak_bytes),
+        "-" if worth is None else "yes" if worth else "no",
+    ]
+
+
+def sweep_notes(sweep: Sweep) -> str:
+    """Returns what the columns mean and what stays the same over the range."""
+    same = {"gpus": "the batch stays the same", "batch": "the GPUs stay the same"}
+    parts = [
+        f"strategy {sweep.strategy}, preset {sweep.preset}, {sweep.gpu}",
+        same.get(sweep.axis, "GPUs and batch stay the same, dp follows"),
+        "floor: the LLM alone at the plan's layout, which a system at another may beat",
+        f"worth: at least {MIN_SPEEDUP_WORTH_FILLING:g} times the speed of the best simpler system",
+    ]
+    return "; ".join(parts)
+
+
+def is_worth_filling(plan: Plans) -> bool | None:
+    """Tells whether the plan is worth more than the best simpler system; None if none was compared."""
+    return None if plan.speedup is None else plan.speedup >= MIN_SPEEDUP_WORTH_FILLING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from optimus.render.colours import PARTS
 from optimus.render.markup import axis, key, line_at, note, percent, section, table, text
 from optimus.render.report_data import Bar, Summary, Where
-from optimus.render.text import seconds
+from optimus.render.units import seconds
 from optimus.schedule.bubbles import CAUSES
 
 ROOM = 1.02  # of the axis beyond the longest bar

@@ -15,7 +15,7 @@ from optimus.render.markup import key, note, section
 from optimus.render.pack_timeline import LANES, SLACK_TICK_S, TICK_S, packed_scenes
 from optimus.render.picture import BOX_PX, STRIP_PX, WIDTH, Scale, axis_svg, clean, row_svg
 from optimus.render.report_data import Scene
-from optimus.render.text import seconds
+from optimus.render.units import seconds
 
 MAX_SVG_BYTES = 160_000
 HELP = (

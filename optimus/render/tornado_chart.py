@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from optimus.errors import one_of
 from optimus.render.markup import key, line_at, note, section, table, text
-from optimus.render.text import seconds
+from optimus.render.units import seconds
 from optimus.sensitivity.tornado import Perturbed, Tornado
 
 ROOM = 1.15  # of each side beyond the longest bar

@@ -9,7 +9,7 @@ from math import ceil
 
 from optimus.render.markup import axis, key, line_at, note, section, table, text, tick_of
 from optimus.render.report_data import Point, Tries
-from optimus.render.text import GB, gigabytes, seconds
+from optimus.render.units import GB, gigabytes, seconds
 
 WIDE, TALL, LETTER = 980.0, 300.0, 6.8  # px of the picture and of a letter, to place names
 SORTS = {

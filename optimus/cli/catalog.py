@@ -1,16 +1,33 @@
-"""The catalog as text for people and as an object for tools."""
+"""`optimus catalog`: lists models, clusters and jobs."""
 
 from __future__ import annotations
 
-from optimus.job import catalog
-from optimus.job.read import find_job, load_cluster, load_model
-from optimus.render.text import billions, columns
+from dataclasses import dataclass
+
+from optimus.cli.console import show
+from optimus.cli.flags import OK, JsonFlag
+from optimus.cli.text import columns
+from optimus.render.units import billions
 
 SCHEMA = "optimus.catalog/1"
 
 
+@dataclass(frozen=True)
+class CatalogCommand:
+    """List the models, clusters and jobs that come with Optimus."""
+
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        show(catalog_json(), catalog_text(), as_json=self.json)
+        return OK
+
+
 def catalog_json() -> dict[str, object]:
-    """The object of `optimus catalog --json`."""
+    """Returns the object of `optimus catalog --json`."""
+    from optimus.job import catalog
+    from optimus.job.read import find_job, load_cluster, load_model
+
     models = {}
     for name in catalog.names("models"):
         model = load_model(name)
@@ -18,12 +35,12 @@ def catalog_json() -> dict[str, object]:
             "parameters": model.parameters(),
             "modules": {module.name: module.parameters() for module in model.modules},
         }
-    short = {full: alias for alias, full in catalog.aliases().items()}
+    aliases = {full: alias for alias, full in catalog.aliases().items()}
     clusters = {}
     for name in catalog.names("clusters"):
         cluster = load_cluster(f"{name}:8")
         clusters[name] = {
-            "alias": short.get(name, name),
+            "alias": aliases.get(name, name),
             "peak_tflops": cluster.gpu.peak_flops / 1e12,
             "memory_gb": cluster.gpu.memory_bytes / 1e9,
             "gpus_per_node": cluster.gpus_per_node,
@@ -36,18 +53,21 @@ def catalog_json() -> dict[str, object]:
 
 
 def catalog_text() -> list[str]:
-    """Three short tables and what to do with them."""
+    """Returns three tables and the commands to try next."""
+    from optimus.job import catalog
+    from optimus.job.read import find_job, load_cluster, load_model
+
     models = []
     for name in catalog.names("models"):
         model = load_model(name)
-        parts = " + ".join(f"{module.name} {billions(module.parameters())}" for module in model.modules)
-        models.append([name, parts])
-    short = {full: alias for alias, full in catalog.aliases().items()}
+        modules = " + ".join(f"{module.name} {billions(module.parameters())}" for module in model.modules)
+        models.append([name, modules])
+    aliases = {full: alias for alias, full in catalog.aliases().items()}
     clusters = []
     for name in catalog.names("clusters"):
         gpu = load_cluster(f"{name}:8").gpu
-        figures = [f"{gpu.peak_flops / 1e12:.0f}", f"{gpu.memory_bytes / 1e9:.0f}"]
-        clusters.append([short.get(name, name), name, *figures])
+        peak, memory = f"{gpu.peak_flops / 1e12:.0f}", f"{gpu.memory_bytes / 1e9:.0f}"
+        clusters.append([aliases.get(name, name), name, peak, memory])
     jobs = []
     for name in catalog.names("jobs"):
         job = find_job(name)

@@ -1,32 +1,162 @@
-"""A plan with its reasons, as text for people and as an object for tools."""
+"""`optimus plan`: lays out and schedules a job, proves the schedule and writes the plan file."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from optimus.cost.memory import NOT_MODELLED
-from optimus.planner.planning import Planned
-from optimus.planner.rejected import count_by_reason
-from optimus.planner.systems.registry import TP_OVERLAP, System
-from optimus.render.simulation import cost_model, head
-from optimus.render.text import apart, columns, gigabytes, seconds, wrap
-from optimus.schedule.bubbles import Bubbles
-from optimus.verify.validator import RULES
+import tyro
+
+from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
+from optimus.cli.flags import (
+    OK,
+    TRACE_ENDINGS,
+    JobArgument,
+    JsonFlag,
+    LayoutFlag,
+    OnFlag,
+    PresetFlag,
+    ProfileFlag,
+    StrategyFlag,
+    SystemsFlag,
+    TraceFlag,
+    load_profile_of,
+    split_names,
+)
+from optimus.cli.text import columns, time_gap, wrap
+from optimus.errors import UserError
+from optimus.render.units import gigabytes, seconds
+
+if TYPE_CHECKING:
+    from optimus.job.layout import Layout
+    from optimus.planner.planning import Planned
+    from optimus.planner.systems.registry import System
 
 SCHEMA = "optimus.plan-result/1"
-WORTH_IT = 1.02  # below this a simpler system is the better answer
 
 
-def plan_json(planned: Planned, *, file: Path | None, digest: str | None) -> dict[str, object]:
-    """The object of `optimus plan --json`."""
+@dataclass(frozen=True)
+class PlanCommand:
+    """Lay out and schedule a job, prove the schedule, and write the plan file."""
+
+    job: JobArgument
+    on: OnFlag = None
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            aliases=["-o"], metavar="PLAN", help="where to write; the job's name and .plan.json if left out"
+        ),
+    ] = None
+    strategy: StrategyFlag = "optimus"
+    system: SystemsFlag = ()
+    layout: LayoutFlag = ()
+    preset: PresetFlag = "default"
+    profile: ProfileFlag = None
+    noise: Annotated[
+        bool, tyro.conf.arg(help="also play the plan under noise: how much of the speed-up is left")
+    ] = False
+    trace: TraceFlag = None
+    no_sure: Annotated[
+        bool, tyro.conf.arg(help="leave out how sure the answer is, which takes a large job a minute or two")
+    ] = False
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        from optimus.ir.planfile import save_plan
+
+        planned, output = self._make_plan()
+        lines = plan_text(planned)
+        if not planned.report.ok:
+            print("\n".join(lines), file=sys.stderr)
+            raise AssertionError(f"the plan does not hold: {planned.report.violations[0]}")
+        digest = save_plan(planned.plan, output)
+        result = {**plan_json(planned), "file": str(output), "sha256": digest}
+        if self.noise:
+            from optimus.cli.uncertainty import noise_json, noise_text
+            from optimus.sensitivity.noise import under_noise
+
+            noise = under_noise(planned.plan, planned.comparison)
+            lines += noise_text(noise)
+            result["noise"] = noise_json(noise)
+        lines += ["", *self._written(planned, output, digest)]
+        if self.no_sure or not self.json:
+            show(result, lines, as_json=self.json)
+        if not self.no_sure:
+            self._assess(planned, result)
+        return OK
+
+    def _make_plan(self) -> tuple[Planned, Path]:
+        """Plans the job; mistakes in flags and files are found before the search."""
+        from optimus.cost.assumptions import preset
+        from optimus.ir.planfile import is_plan_file
+        from optimus.job.read import find_job
+
+        assumptions = preset(self.preset)
+        if is_plan_file(self.job):
+            raise UserError(
+                field="JOB", value=self.job, problem="is a plan already", hint="check, simulate or diff it"
+            )
+        job = find_job(self.job, self.on, self.layout)
+        output = self.output or Path(f"{job.name.replace('/', '-')}.plan.json")
+        check_writable("--output", output, ".json")
+        if self.trace is not None:
+            check_writable("--trace", self.trace, *TRACE_ENDINGS)
+        profile = load_profile_of(self.profile)
+        with progress_bar() as progress, announced_compilation():
+            from optimus.planner.planning import make_plan
+
+            planned = make_plan(
+                job,
+                strategy=self.strategy,
+                assumptions=assumptions,
+                profile=profile,
+                systems=split_names(self.system) or None,
+                progress=progress,
+            )
+        return planned, output
+
+    def _written(self, planned: Planned, output: Path, digest: str) -> list[str]:
+        """Writes the trace, and returns the files written and the commands to try next."""
+        plan, size_mb = planned.plan, output.stat().st_size / 1e6
+        lines = [f"wrote {output} (format 1, {size_mb:.1f} MB, sha256 {digest[:12]})"]
+        if self.trace is not None:
+            from optimus.render.trace import write_trace
+
+            write_trace({plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace)
+            lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
+        why = f"optimus why {output} {neighbour_layout(plan.modules['llm'].layout)}"
+        return [*lines, f"next   optimus check {output} | optimus report {output} | {why}"]
+
+    def _assess(self, planned: Planned, result: dict[str, object]) -> None:
+        """Prints how sure the answer is, after the plan is written."""
+        with progress_bar() as progress:
+            from optimus.cli.uncertainty import assessed_json, assessed_text
+            from optimus.sensitivity.assess import assess_plan
+
+            assessed = assess_plan(planned, progress=progress)
+        show({**result, **assessed_json(assessed)}, ["", *assessed_text(assessed)], as_json=self.json)
+
+
+def neighbour_layout(layout: Layout) -> str:
+    """Names another LLM layout that a reader may ask about: twice the stages, or half of them."""
+    pp = 2 * layout.pp if layout.dp % 2 == 0 else max(1, layout.pp // 2)
+    return f"llm=pp{pp},tp{layout.tp}"
+
+
+def plan_json(planned: Planned) -> dict[str, object]:
+    """Returns the object of `optimus plan --json`, but for the file."""
+    from optimus.cli.comparison import cost_model_json
+    from optimus.cost.memory import NOT_MODELLED
+
     plan, comparison, bounds = planned.plan, planned.comparison, planned.bounds
     return {
         "schema": SCHEMA,
         "job": plan.name,
         "strategy": plan.strategy,
         "preset": comparison.assumptions.name,
-        "cost_model": cost_model(comparison),
+        "cost_model": cost_model_json(comparison),
         "step_s": planned.step_s,
         "estimate_s": plan.claims.estimate_s,
         "floor_s": comparison.floor_s,
@@ -55,14 +185,15 @@ def plan_json(planned: Planned, *, file: Path | None, digest: str | None) -> dic
         "not_possible": comparison.missing,
         "checked": planned.report.rules,
         "not_modelled": list(NOT_MODELLED),
-        "file": None if file is None else str(file),
-        "sha256": digest,
     }
 
 
 def plan_text(planned: Planned) -> list[str]:
-    """What it is worth, what was chosen, the table of systems, memory, what was rejected, the proof."""
-    first, *rest = head(planned.comparison)
+    """Returns the speed-up, the layouts, the table of systems, memory, rejected layouts and the proof."""
+    from optimus.cli.comparison import header_text
+    from optimus.cost.memory import NOT_MODELLED
+
+    first, *rest = header_text(planned.comparison)
     lines = [first, *_worth_lines(planned), *rest]
     lines += wrap("search", _search_words(planned))
     lines += ["", *_chosen(planned), "", *_table(planned), ""]
@@ -75,10 +206,10 @@ def plan_text(planned: Planned) -> list[str]:
 
 
 def _search_words(planned: Planned) -> str:
-    found = planned.found
-    words = f"of {found.considered} encoder layouts beside it {len(found.tried)} were scheduled"
+    search = planned.found
+    words = f"of {search.considered} encoder layouts beside it {len(search.tried)} were scheduled"
     words += f"; {planned.search_s:.1f} s with all systems"
-    return "; ".join([words, *found.remarks])
+    return "; ".join([words, *search.remarks])
 
 
 def _chosen(planned: Planned) -> list[str]:
@@ -97,37 +228,39 @@ def _chosen(planned: Planned) -> list[str]:
         split = [module.pipelines.count(pipeline) for pipeline in range(1 + max(module.pipelines))]
         pipelines = "1 pipeline" if len(split) == 1 else f"{len(split)} pipelines with"
         recompute = f"recompute {module.recompute}"
-        rows.append([name, str(module.layout), pipelines, _each(split, module.pieces), "", recompute])
+        rows.append([name, str(module.layout), pipelines, _microbatches(split, module.pieces), "", recompute])
     body = columns(rows[0], rows[1:], left=6)
     return [f"  chosen {line}" if place == 0 else f"         {line}" for place, line in enumerate(body)]
 
 
-def _each(split: list[int], pieces: int) -> str:
-    """`8 microbatches`, of what size if they are parts of the LLM's."""
-    each = str(split[0]) if len(set(split)) == 1 else "+".join(map(str, split))
-    each += " microbatch" if each == "1" else " microbatches"
-    return each if pieces == 1 else f"{each} of 1/{pieces}"
+def _microbatches(split: list[int], pieces: int) -> str:
+    """Formats `8 microbatches`, and their size if it is a fraction of the LLM's."""
+    counts = str(split[0]) if len(set(split)) == 1 else "+".join(map(str, split))
+    words = f"{counts} microbatch" if counts == "1" else f"{counts} microbatches"
+    return words if pieces == 1 else f"{words} of 1/{pieces}"
 
 
 def _table(planned: Planned) -> list[str]:
-    comparison, name = planned.comparison, planned.plan.strategy
+    from optimus.planner.systems.registry import TP_OVERLAP
+
+    comparison, strategy = planned.comparison, planned.plan.strategy
     header = [
         "system",
         "step s",
         "over floor",
-        f"speed-up of {name}",
+        f"speed-up of {strategy}",
         "peak GB",
         "MFU %",
         f"TP {TP_OVERLAP:.0%}",
     ]
     rows = []
-    for own, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
-        speedup = "-" if own == "llm-only" else f"{system.step_s / planned.step_s:.3f}"
+    for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
+        speedup = "-" if name == "llm-only" else f"{system.step_s / planned.step_s:.3f}"
         rows.append(
             [
-                f"{own} (floor)" if own == "llm-only" else own,
+                f"{name} (floor)" if name == "llm-only" else name,
                 seconds(system.step_s),
-                f"{comparison.over_floor(own):.3f}",
+                f"{comparison.over_floor(name):.3f}",
                 speedup,
                 gigabytes(system.memory.total) + ("" if system.fits else " !"),
                 f"{100 * system.mfu:.1f}",
@@ -142,8 +275,8 @@ def _table(planned: Planned) -> list[str]:
     )
     if any(not system.fits for system in comparison.systems.values()):
         lines.append(f"  ! does not fit in {gigabytes(comparison.context.capacity_bytes)} GB")
-    for own, reason in comparison.missing.items():
-        lines += wrap(f"  {own}", f"not possible: {reason}", indent=18)
+    for name, reason in comparison.missing.items():
+        lines += wrap(f"  {name}", f"not possible: {reason}", indent=18)
     return lines
 
 
@@ -157,7 +290,7 @@ def _measured(planned: Planned, system: System) -> list[str]:
 
 
 def _worth(planned: Planned) -> dict[str, object]:
-    """What going to the best system without filling gives, and what filling adds to it."""
+    """Returns the speed-up over what people run, and over the best system that fills no bubbles."""
     reference, simpler = planned.reference, planned.simpler
     return {
         "reference": None if reference is None else reference.name,
@@ -168,6 +301,8 @@ def _worth(planned: Planned) -> dict[str, object]:
 
 
 def _worth_lines(planned: Planned) -> list[str]:
+    from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
+
     reference, simpler = planned.reference, planned.simpler
     if simpler is None:
         return wrap("worth", "nothing that fits was compared; name systems with --system")
@@ -178,7 +313,7 @@ def _worth_lines(planned: Planned) -> list[str]:
         if simpler is not reference:
             words += f": {speedup / gain:.3f} by going to {simpler.name}, {gain:.3f} by this plan"
         parts.append(words)
-    if gain < WORTH_IT:
+    if gain < MIN_SPEEDUP_WORTH_FILLING:
         than = "no faster than" if gain < 1.0005 else f"only {gain:.3f} times as fast as"
         parts.append(f"it is {than} {simpler.name}, which is simpler: take that")
     elif simpler is not reference:
@@ -204,11 +339,11 @@ def _hidden_lines(planned: Planned) -> list[str]:
 
 
 def _bubbles(system: System) -> str:
-    found: Bubbles = system.bubbles
+    bubbles = system.bubbles
     parts = {
-        "TP": found.tp,
-        "PP": found.pp_warmup + found.pp_cooldown + found.pp_other,
-        "DP": found.dp_all_gather + found.dp_reduce_scatter,
+        "TP": bubbles.tp,
+        "PP": bubbles.pp_warmup + bubbles.pp_cooldown + bubbles.pp_other,
+        "DP": bubbles.dp_all_gather + bubbles.dp_reduce_scatter,
     }
     return " ".join(f"{name} {value / system.step_s:.1%}" for name, value in parts.items())
 
@@ -231,16 +366,18 @@ def _memory(planned: Planned) -> list[str]:
 
 
 def _rejected(planned: Planned) -> list[str]:
-    """Counts by reason, with one of each."""
+    """Counts rejected layouts by reason, with one example of each."""
+    from optimus.planner.rejected import count_by_reason
+
     return wrap("rejected", "; ".join(count_by_reason(planned.rejected)) or "none")
 
 
 def _checked(planned: Planned) -> str:
     report = planned.report
     held = sum(report.rules.values())
-    words = f"{held} of {len(RULES)} rules"
+    words = f"{held} of {len(report.rules)} rules"
     if report.step_s is not None:
-        gap = apart(report.step_s, planned.step_s)
+        gap = time_gap(report.step_s, planned.step_s)
         words += f"; an independent replay of the programs and the claim are {gap}"
     if not report.ok:
         words += f"; first violation: {report.violations[0]}"

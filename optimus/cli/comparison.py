@@ -1,17 +1,18 @@
-"""A comparison of systems as text for people and as an object for tools."""
+"""Formats a comparison of systems as text and JSON, for `optimus simulate` and `optimus plan`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
+from optimus.cli.simulate import SCHEMA
+from optimus.cli.text import columns, wrap
 from optimus.cost.memory import NOT_MODELLED, Memory
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.registry import TP_OVERLAP, System
-from optimus.render.text import billions, columns, gigabytes, seconds, wrap
+from optimus.render.units import billions, gigabytes, seconds
 from optimus.schedule.bubbles import CAUSES
 
-SCHEMA = "optimus.simulate/1"
-SHORT = {
+SHORT_CAUSES = {
     "dp_all_gather": "DP ag",
     "dp_reduce_scatter": "DP rs",
     "pp_warmup": "warm",
@@ -19,8 +20,7 @@ SHORT = {
     "pp_other": "other",
     "tp": "TP",
 }
-
-MEMORY_SHORT = {
+SHORT_COMPONENTS = {
     "parameters": "params",
     "gradients": "grads",
     "optimizer": "optim",
@@ -30,8 +30,8 @@ MEMORY_SHORT = {
 }
 
 
-def simulation_json(comparison: Comparison) -> dict[str, object]:
-    """The object of `optimus simulate --json`."""
+def comparison_json(comparison: Comparison) -> dict[str, object]:
+    """Returns the object of `optimus simulate JOB --json`."""
     job, context = comparison.job, comparison.context
     return {
         "schema": SCHEMA,
@@ -40,7 +40,7 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
         "cluster": job.cluster.name,
         "preset": comparison.assumptions.name,
         "assumptions": comparison.assumptions.describe(),
-        "cost_model": cost_model(comparison),
+        "cost_model": cost_model_json(comparison),
         "layout": {"llm": asdict(context.layout)},
         "floor_s": comparison.floor_s,
         "floor_1f1b_s": comparison.floor_1f1b_s,
@@ -59,14 +59,17 @@ def simulation_json(comparison: Comparison) -> dict[str, object]:
     }
 
 
-def cost_model(comparison: Comparison) -> dict[str, object]:
-    """Where seconds come from, and where a profile was silent or stretched."""
+def cost_model_json(comparison: Comparison) -> dict[str, object]:
+    """Returns the source of the durations, and warnings where a profile was extrapolated."""
     profile, calibration = comparison.context.prices.profile, comparison.calibration
-    found: dict[str, object] = {"source": comparison.source, "profile": profile.name or None}
-    found["warnings"] = comparison.profile_notes
+    source: dict[str, object] = {
+        "source": comparison.source,
+        "profile": profile.name or None,
+        "warnings": comparison.profile_notes,
+    }
     if calibration is not None:
-        found["calibration"] = {**asdict(calibration), "scale": calibration.scale}
-    return found
+        source["calibration"] = {**asdict(calibration), "scale": calibration.scale}
+    return source
 
 
 def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
@@ -91,9 +94,9 @@ def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
     return result
 
 
-def simulation_text(comparison: Comparison) -> list[str]:
-    """The table of systems, what each chose, memory of the worst rank, and what is not modelled."""
-    lines = head(comparison)
+def comparison_text(comparison: Comparison) -> list[str]:
+    """Returns the table of systems, their settings, the worst rank's memory and what is not modelled."""
+    lines = header_text(comparison)
     lines += ["", *_table(comparison), "", *_verdict(comparison)]
     lines += [
         "  Bubbles are shares of the step in which the mean GPU computes nothing, by cause.",
@@ -113,8 +116,8 @@ def simulation_text(comparison: Comparison) -> list[str]:
     return lines
 
 
-def head(comparison: Comparison) -> list[str]:
-    """Job, cost model, layout and data: what every answer begins with."""
+def header_text(comparison: Comparison) -> list[str]:
+    """Returns the lines that open every answer: job, cost model, layout and data."""
     job, model, workload = comparison.job, comparison.job.model, comparison.job.workload
     parts = " + ".join(f"{module.name} {billions(module.parameters())}" for module in model.modules)
     lines = [
@@ -189,7 +192,7 @@ def _preset(comparison: Comparison) -> str:
 
 def _table(comparison: Comparison) -> list[str]:
     header = ["system", "step s", "/floor", f"TP {TP_OVERLAP:.0%}", "MFU %", "tok/s/GPU", "peak GB"]
-    header += [f"{SHORT[cause]} %" for cause in CAUSES]
+    header += [f"{SHORT_CAUSES[cause]} %" for cause in CAUSES]
     rows = []
     for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
         label = f"{name} (floor)" if name == "llm-only" else name
@@ -229,7 +232,7 @@ def _memory(comparison: Comparison) -> list[str]:
     names = [
         name for name in asdict(Memory()) if any(_component(s, name) for s in comparison.systems.values())
     ]
-    header = ["GB on the worst rank", *(MEMORY_SHORT.get(name, name) for name in names), "total", "rank"]
+    header = ["GB on the worst rank", *(SHORT_COMPONENTS.get(name, name) for name in names), "total", "rank"]
     rows = [
         [
             name,

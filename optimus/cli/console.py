@@ -1,4 +1,4 @@
-"""What every command shows while it works: progress on a terminal, and files it could not write."""
+"""Prints results and progress, and checks that files can be written."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from optimus.errors import UserError
 Progress = Callable[[str, int, int], None]
 
 
-def show(found: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
-    """One object, or lines for people."""
+def show(result: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+    """Prints the result as one JSON object, or as lines of text."""
     if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print(json.dumps(result, indent=2, allow_nan=False))
     else:
         print("\n".join(lines))
 
 
 def check_writable(field: str, path: Path, *endings: str) -> None:
-    """Says before the work, not after it, that a file cannot be written or has the wrong name."""
+    """Raises, before any work is done, if a file cannot be written or has the wrong ending."""
     if endings and not path.name.endswith(endings):
         wanted = " or ".join(endings)
         raise UserError(
@@ -46,7 +46,7 @@ def check_writable(field: str, path: Path, *endings: str) -> None:
 
 @contextmanager
 def announced_compilation() -> Iterator[None]:
-    """One line on standard error when the timeline's loop is compiled, once per installation."""
+    """Prints a line on standard error when the timeline's loop is compiled, once per installation."""
     from optimus.schedule._numba import announcing_compilation
 
     def announce(kept_in: Path | None) -> None:
@@ -61,7 +61,7 @@ def announced_compilation() -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A progress bar on a terminal; nothing when standard error is piped."""
+    """Shows a progress bar on a terminal, and nothing when standard error is piped."""
     if not sys.stderr.isatty():
         yield lambda name, done, total: None
         return
@@ -82,16 +82,16 @@ def progress_bar() -> Iterator[Progress]:
 
 
 StepReport = Callable[[int, float, float, float], None]  # step, loss, seconds, tokens per second
-LINES = 20  # of progress where there is no terminal
+MAX_PROGRESS_LINES = 20  # of a training run whose standard error is piped
 
 
 @contextmanager
 def training_progress(steps: int) -> Iterator[StepReport]:
-    """A bar with step time, tokens per second and loss; a line now and then when standard error is piped."""
+    """Shows a bar with step time, tokens per second and loss, or a line now and then when piped."""
     if not sys.stderr.isatty():
 
         def say(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
-            if step % max(1, steps // LINES) == 0 or step == steps - 1:
+            if step % max(1, steps // MAX_PROGRESS_LINES) == 0 or step == steps - 1:
                 words = f"step {step:>6}  loss {loss:.4f}  {step_s:.3f} s  {tokens_per_s:,.0f} tokens/s"
                 print(words, file=sys.stderr, flush=True)
 
@@ -115,23 +115,23 @@ def training_progress(steps: int) -> Iterator[StepReport]:
 
 
 @contextmanager
-def following(path: Path, steps: int) -> Iterator[None]:
-    """Shows the progress that another process writes to a metrics file, from now on."""
-    begin, over = path.stat().st_size if path.exists() else 0, threading.Event()
+def follow_metrics(path: Path, steps: int) -> Iterator[None]:
+    """Shows the progress that another process appends to a metrics file."""
+    begin, finished = path.stat().st_size if path.exists() else 0, threading.Event()
 
     def follow(report: StepReport) -> None:
-        at = begin
+        offset = begin
         while True:
-            last = over.wait(0.1)
+            is_last = finished.wait(0.1)
             if path.exists():
                 with path.open() as file:
-                    file.seek(at)
+                    file.seek(offset)
                     for line in file:
                         if line.endswith("\n"):
-                            at += len(line.encode())
-                            found = json.loads(line)
-                            report(found["step"], found["loss"], found["step_s"], found["tokens_per_s"])
-            if last:
+                            offset += len(line.encode())
+                            step = json.loads(line)
+                            report(step["step"], step["loss"], step["step_s"], step["tokens_per_s"])
+            if is_last:
                 return
 
     with training_progress(steps) as report:
@@ -140,5 +140,5 @@ def following(path: Path, steps: int) -> Iterator[None]:
         try:
             yield
         finally:
-            over.set()
+            finished.set()
             thread.join(5.0)

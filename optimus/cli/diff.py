@@ -1,17 +1,43 @@
-"""The difference of two plans as text for people and as an object for tools."""
+"""`optimus diff`: compares two plan files."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from optimus.ir.diff import Change, Difference
-from optimus.render.text import columns, gigabytes, seconds, wrap
+import tyro
+
+from optimus.cli.console import show
+from optimus.cli.flags import NO, OK, JsonFlag
+from optimus.cli.text import columns, wrap
+from optimus.render.units import gigabytes, seconds
+
+if TYPE_CHECKING:
+    from optimus.ir.diff import Change, Difference
 
 SCHEMA = "optimus.diff/1"
 
 
-def difference_json(difference: Difference) -> dict[str, object]:
-    """The object of `optimus diff --json`."""
+@dataclass(frozen=True)
+class DiffCommand:
+    """Compare two plans: layouts, step, memory, and the first op that differs."""
+
+    a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A", help="a plan file")]
+    b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B", help="another")]
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        from optimus.ir.diff import compare_plans
+        from optimus.ir.planfile import load_plan
+
+        difference = compare_plans(load_plan(self.a), load_plan(self.b))
+        show(diff_json(difference), diff_text(difference), as_json=self.json)
+        return OK if difference.same else NO
+
+
+def diff_json(difference: Difference) -> dict[str, object]:
+    """Returns the object of `optimus diff --json`."""
     return {
         "schema": SCHEMA,
         "same": difference.same,
@@ -35,8 +61,8 @@ def _pair(values: tuple[float, float]) -> dict[str, float]:
     return {"a": values[0], "b": values[1]}
 
 
-def difference_text(difference: Difference) -> list[str]:
-    """A table of what differs, how many lines came, went or moved, and the first of them."""
+def diff_text(difference: Difference) -> list[str]:
+    """Returns a table of differences, counts of added, removed and moved lines, and the first of them."""
     if difference.same:
         return ["The plans are the same."]
     (step_a, step_b), (peak_a, peak_b) = difference.step_s, difference.peak_bytes

@@ -1,4 +1,4 @@
-"""The command that draws a plan: one page, and a trace."""
+"""`optimus report`: draws a plan as one HTML page, and writes its trace."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from typing import Annotated
 
 import tyro
 
-from optimus.cli.flags import OK, TRACE_ENDINGS, Json, On, PlanFile, Trace, load_profile_of
-from optimus.console import announced_compilation, check_writable, progress_bar, show
-from optimus.errors import UserError
+from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
+from optimus.cli.flags import (
+    OK,
+    TRACE_ENDINGS,
+    JsonFlag,
+    OnFlag,
+    PlanArgument,
+    TraceFlag,
+    load_profile_of,
+    refuse_without_job,
+)
 
 SCHEMA = "optimus.report/1"
 ENDINGS = (".plan.json", ".json")
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportCommand:
     """Draw a plan as one HTML page: where time and memory go, how sure that is, and what was tried."""
 
-    plan: Annotated[PlanFile, tyro.conf.arg(metavar="PLAN", help="a plan file")]
+    plan: PlanArgument
     job: Annotated[
         str | None,
         tyro.conf.arg(
             metavar="JOB", help="simulate the plan's job again, to divide all systems and list what was tried"
         ),
     ] = None
-    on: On = None
+    on: OnFlag = None
     profile: Annotated[
         Path | None,
         tyro.conf.arg(metavar="FILE.yaml", help="with --job: the profile that the plan was made with"),
@@ -39,20 +47,17 @@ class Report:
             aliases=["-o"], metavar="FILE.html", help="where to write; beside the plan if left out"
         ),
     ] = None
-    trace: Trace = None
-    json: Json = False
+    trace: TraceFlag = None
+    json: JsonFlag = False
 
     def __call__(self) -> int:
         from optimus.ir.planfile import load_plan
 
-        output = self.output or self._beside()
+        output = self.output or self._default_output()
         check_writable("--output", output, ".html")
         if self.trace is not None:
             check_writable("--trace", self.trace, *TRACE_ENDINGS)
-        for flag in ("on", "profile") if self.job is None else ():
-            if getattr(self, flag) is not None:
-                hint = f"name the job, or leave --{flag} out"
-                raise UserError(field=f"--{flag}", problem="needs --job", hint=hint)
+        refuse_without_job(self.job, on=self.on, profile=self.profile)
         plan = load_plan(self.plan)
         digest = hashlib.sha256(self.plan.read_bytes()).hexdigest()
         job, profile = None, load_profile_of(self.profile)
@@ -71,15 +76,15 @@ class Report:
             lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
         if job is None:
             lines.append(f"next   optimus report {self.plan} --job JOB, to divide all systems")
-        found = {
+        result = {
             "schema": SCHEMA,
             "html": str(output),
             "trace": None if self.trace is None else str(self.trace),
         }
-        show(found, lines, as_json=self.json)
+        show(result, lines, as_json=self.json)
         return OK
 
-    def _beside(self) -> Path:
-        """The plan's name with another ending."""
+    def _default_output(self) -> Path:
+        """Returns the plan's path with the ending .html."""
         ending = next((end for end in ENDINGS if self.plan.name.endswith(end)), "")
         return self.plan.with_name(self.plan.name.removesuffix(ending) + ".html")

@@ -1,0 +1,106 @@
+"""`optimus check`: proves a plan file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from optimus.cli.console import show
+from optimus.cli.flags import NO, OK, JsonFlag, OnFlag, PlanArgument, load_profile_of, refuse_without_job
+from optimus.cli.text import time_gap, wrap
+
+if TYPE_CHECKING:
+    from optimus.ir.plan import Plan
+    from optimus.verify.validator import Report
+
+SCHEMA = "optimus.check/1"
+RULES = {
+    "coverage": "every phase of every op exactly once, on the rank that owns it",
+    "data": "nothing runs before what it needs, nothing after the optimizer",
+    "pairs": "both ends of every pair send and receive in the same order",
+    "deadlock": "no circle of waits, with blocking sends and with one FIFO per communicator",
+    "groups": "collectives in the same order on all ranks that share them",
+    "memory": "within the GPU at every line, and back to nothing at the end",
+    "lanes": "one op at a time per lane, encoder work where the plan says",
+    "claim": "an independent replay takes the claimed time",
+    "binding": "model, cluster, workload and profile are those of the hashes",
+}
+
+
+@dataclass(frozen=True)
+class CheckCommand:
+    """Prove a plan: nine rules, by code that shares nothing with what made it."""
+
+    plan: PlanArgument
+    job: Annotated[
+        str | None, tyro.conf.arg(metavar="JOB", help="also check that the plan was made for this job")
+    ] = None
+    on: OnFlag = None
+    profile: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FILE.yaml", help="with --job: also that it was made with this profile"),
+    ] = None
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        from optimus.ir.planfile import load_plan
+        from optimus.verify.validator import check_plan
+
+        refuse_without_job(self.job, on=self.on, profile=self.profile)
+        plan = load_plan(self.plan)
+        report = check_plan(plan)
+        if self.job is not None:
+            from optimus.ir.binding import bound_parts
+            from optimus.job.read import find_job
+            from optimus.planner.planning import report_mismatches
+
+            parts = bound_parts(find_job(self.job, self.on), load_profile_of(self.profile))
+            report = report_mismatches(report, plan, parts)
+        show(check_json(plan, report), check_text(plan, report), as_json=self.json)
+        return OK if report.ok else NO
+
+
+def check_json(plan: Plan, report: Report) -> dict[str, object]:
+    """Returns the object of `optimus check --json`."""
+    return {
+        "schema": SCHEMA,
+        "job": plan.name,
+        "ok": report.ok,
+        "rules": report.rules,
+        "violations": [asdict(violation) for violation in report.violations],
+        "more_violations": report.more,
+        "step_s": report.step_s,
+        "claimed_step_s": plan.claims.step_s,
+        "single_connection_holds": report.single_connection_holds,
+        "lines": sum(len(program) for program in plan.programs),
+        "device_classes": len(plan.programs),
+        "gpus": plan.ranks.world,
+    }
+
+
+def check_text(plan: Plan, report: Report) -> list[str]:
+    """Returns one line per rule, then the violations."""
+    lines = sum(len(program) for program in plan.programs)
+    size = f"{plan.ranks.world} GPUs, {len(plan.programs)} device classes, {lines:,} lines"
+    text = [f"{plan.name}   strategy {plan.strategy}   {size}", ""]
+    text += [f"  {'ok ' if holds else 'NO '} {rule:<10}{RULES[rule]}" for rule, holds in report.rules.items()]
+    text.append("")
+    if report.step_s is not None:
+        claimed = plan.claims.step_s
+        text.append(
+            f"replayed {report.step_s:.6f} s, claimed {claimed:.6f} s ({time_gap(report.step_s, claimed)})"
+        )
+    if report.rules["coverage"]:
+        holds = "holds" if report.single_connection_holds else "does not hold"
+        holds += "" if plan.single_connection else " (the plan does not ask for it)"
+        text.append(f"one queue for all communication (CUDA_DEVICE_MAX_CONNECTIONS=1): {holds}")
+    for violation in report.violations:
+        text += wrap(f"  {violation.rule}", f"{violation.where}: {violation.problem}", indent=12)
+    for rule, count in report.more.items():
+        text.append(f"  {rule:<10}and {count} more")
+    broken = sum(not holds for holds in report.rules.values())
+    text.append("ok" if report.ok else f"{broken} of {len(report.rules)} rules do not hold")
+    return text

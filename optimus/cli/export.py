@@ -1,0 +1,103 @@
+"""`optimus export`: writes a plan as the arguments of another trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from optimus.cli.console import check_writable, show
+from optimus.cli.flags import OK, JsonFlag, PlanArgument
+from optimus.cli.text import wrap
+from optimus.errors import UserError
+
+if TYPE_CHECKING:
+    from optimus.exporters.target import Export, Price
+
+SCHEMA = "optimus.export/1"
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Write a plan as the arguments of another trainer, and say what that trainer cannot run."""
+
+    plan: PlanArgument
+    to: Annotated[str, tyro.conf.arg(metavar="TARGET", help="megatron or torchtitan")]
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            aliases=["-o"], metavar="FOLDER", help="where to write; named after plan and target if left out"
+        ),
+    ] = None
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        from optimus.exporters.registry import check_target, export_plan
+        from optimus.ir.files import write_whole
+        from optimus.ir.planfile import ENDING, load_plan
+
+        check_target(self.to)
+        export = export_plan(load_plan(self.plan), self.to, file=str(self.plan))
+        stem = self.plan.name.removesuffix(ENDING).removesuffix(".json")
+        folder = self.output or Path(f"{stem}-{self.to}")
+        _make_folder(folder)
+        files = [folder / name for name in export.files]
+        for path in files:
+            check_writable("--output", path)
+        for path, text in zip(files, export.files.values(), strict=True):
+            write_whole(path, text)
+        show(export_json(export, files), export_text(export, files), as_json=self.json)
+        return OK
+
+
+def _make_folder(folder: Path) -> None:
+    """Creates the folder; its parent must exist."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            field="--output",
+            value=str(folder),
+            problem=f"cannot be a folder: {error.strerror}",
+            hint="name a folder of yours, in one that exists",
+        ) from None
+
+
+def export_json(export: Export, files: Sequence[Path]) -> dict[str, object]:
+    """Returns the object of `optimus export --json`."""
+    return {
+        "schema": SCHEMA,
+        "plan": export.plan.name,
+        "target": export.target,
+        "checked_against": export.version,
+        "files": [str(path) for path in files],
+        "step_s": export.plan.claims.step_s,
+        "not_supported": [asdict(feature) for feature in export.not_supported],
+        "as_written": _price_json(export.as_written),
+        "best_there": _price_json(export.best_there),
+    }
+
+
+def export_text(export: Export, files: Sequence[Path]) -> list[str]:
+    """Returns the files written, what the target cannot run, and the steps it takes."""
+    from optimus.exporters.registry import SYSTEMS
+    from optimus.exporters.target import AS_WRITTEN, price_words
+
+    plan = export.plan
+    layouts = "   ".join(f"{name} {module.layout}" for name, module in plan.modules.items())
+    lines = [f"{plan.name}   {plan.ranks.world} GPUs   {layouts}   for {export.version}"]
+    lines += wrap("wrote", " ".join(map(str, files)))
+    for feature in export.not_supported:
+        lines += wrap("cannot run", f"{feature.what}: {feature.why}")
+    lines += wrap("as written", price_words(plan, export.as_written, AS_WRITTEN, about=True))
+    best = price_words(plan, export.best_there, SYSTEMS[export.target])
+    if export.best_there is not None and export.best_there.system not in AS_WRITTEN:
+        best += "; not these files: optimus simulate shows its layout"
+    return [*lines, *wrap("best there", best)]
+
+
+def _price_json(price: Price | None) -> dict[str, object] | None:
+    return None if price is None else asdict(price)

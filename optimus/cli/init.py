@@ -1,0 +1,45 @@
+"""`optimus init`: writes a job file from a released config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from optimus.cli.console import check_writable, show
+from optimus.cli.flags import OK, JsonFlag
+from optimus.errors import UserError
+
+
+@dataclass(frozen=True)
+class InitCommand:
+    """Write a commented job file from a released config.json."""
+
+    hf: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="CONFIG.json", help="the model: its config.json, its folder, or a catalog name"
+        ),
+    ]
+    on: Annotated[str, tyro.conf.arg(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
+    output: Annotated[
+        Path, tyro.conf.arg(aliases=["-o"], metavar="JOB.yaml", help="where to write the job")
+    ] = Path("job.yaml")
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        from optimus.job.write import write_job_yaml
+
+        text = write_job_yaml(self.hf, self.on, folder=self.output.parent)
+        if self.output.exists():
+            raise UserError(
+                field="--output", value=str(self.output), problem="exists", hint="name another file with -o"
+            )
+        check_writable("--output", self.output)
+        self.output.write_text(text)
+        result = {"schema": "optimus.init/1", "job": text, "file": str(self.output)}
+        lines = [f"wrote {self.output}", f"next   optimus simulate {self.output}"]
+        show(result, lines, as_json=self.json)
+        return OK

@@ -1,0 +1,126 @@
+"""`optimus profile`: measures a job's segments and the links of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from optimus.cli.console import check_writable, progress_bar, show
+from optimus.cli.flags import OK, JobArgument, JsonFlag, OnFlag, import_trainer
+from optimus.cli.text import columns, wrap
+
+if TYPE_CHECKING:
+    from optimus.cost.measured import LinkTime, Profile, SegmentTime
+    from optimus.ir.op import Kind
+    from optimus.job.cluster import Cluster
+
+SCHEMA = "optimus.profile-result/1"
+
+
+@dataclass(frozen=True)
+class ProfileCommand:
+    """Measure a job's segments and the links of this machine, for plans made with --profile."""
+
+    job: JobArgument
+    on: OnFlag = None
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            aliases=["-o"],
+            metavar="PROFILE.yaml",
+            help="where to write; the job's name and .profile.yaml if left out",
+        ),
+    ] = None
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        from optimus.cost.profile_file import save_profile
+        from optimus.job.read import find_job
+
+        job = find_job(self.job, self.on)
+        output = self.output or Path(f"{job.name.replace('/', '-')}.profile.yaml")
+        check_writable("--output", output, ".yaml")
+        cluster_file = output.with_suffix(".cluster.yaml")
+        check_writable("--output", cluster_file)
+        segments, links, machine = (
+            import_trainer(f"optimus.profiler.{name}") for name in ("segments", "links", "machine")
+        )
+        with progress_bar() as progress:
+            measured = segments.profile_job(job, progress=progress)
+            progress("links", 0, 1)
+            profile = replace(
+                measured,
+                name=output.name.removesuffix(".yaml"),
+                links=links.measure_links(),
+                slowdown=links.measure_slowdown(),
+            )
+            cluster = machine.describe_machine(profile.links, ranks=job.cluster.gpus)
+        digest = save_profile(profile, output)
+        cluster_file.write_text(machine.cluster_text(cluster))
+        lines = profile_text(profile, cluster)
+        lines += ["", f"wrote {output} (sha256 {digest[:12]}) and {cluster_file}"]
+        lines.append(f"next   optimus plan {self.job} --on {cluster_file}:{cluster.gpus} --profile {output}")
+        result = profile_json(profile, file=output, cluster_file=cluster_file, digest=digest)
+        show(result, lines, as_json=self.json)
+        return OK
+
+
+def profile_json(profile: Profile, *, file: Path, cluster_file: Path, digest: str) -> dict[str, Any]:
+    """Returns the object of `optimus profile --json`."""
+    return {
+        "schema": SCHEMA,
+        "profile": str(file),
+        "cluster": str(cluster_file),
+        "sha256": digest,
+        "measured": None if profile.measured is None else asdict(profile.measured),
+        "segments": [{**asdict(row), "kind": row.kind.name} for row in profile.segments],
+        "links": [asdict(link) for link in profile.links],
+        "issue_s": profile.issue_s,
+        "slowdown": profile.slowdown,
+        "mapped_share": None,  # of a foreign trace; here everything was measured by name
+    }
+
+
+def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
+    """Returns the machine, a row per segment and size, the links, and the rates of one core."""
+    from optimus.cost.measured import MEASURED_KINDS
+
+    measured = profile.measured
+    assert measured is not None
+    lines = wrap(
+        "measured",
+        f"{measured.date} on {measured.host}, torch {measured.torch}, {measured.threads} thread, "
+        f"{measured.dtype}{'; ' + measured.note if measured.note else ''}",
+    )
+    rows: dict[tuple[str, str, str, int, int], dict[Kind, SegmentTime]] = {}
+    for row in profile.segments:
+        key = row.module, row.layers, row.segment, row.tokens, row.tp
+        rows.setdefault(key, {})[row.kind] = row
+    table = [
+        [*map(str, key), *(_milliseconds(kinds.get(kind)) for kind in MEASURED_KINDS)]
+        for key, kinds in rows.items()
+    ]
+    header = ["module", "layers", "segment", "tokens", "tp", *(f"{kind.name} ms" for kind in MEASURED_KINDS)]
+    lines += ["", *columns(header, table, left=3), ""]
+    for link in profile.links:
+        lines += wrap(link.operation.replace("_", "-"), _link_words(link))
+    if profile.slowdown is not None:
+        lines += wrap("slow-down", f"products take {profile.slowdown:.0%} longer under an all-reduce")
+    gpu = cluster.gpu
+    rate = (
+        f"{gpu.peak_flops / 1e9:.0f} GFLOP/s in a product, {gpu.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+    )
+    lines += wrap(gpu.name, f"{rate} in a copy, {gpu.memory_bytes / 1e9:.1f} GB")
+    return lines
+
+
+def _link_words(link: LinkTime) -> str:
+    rate = f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
+    return f"{link.latency_s * 1e6:.0f} us and {rate} between {link.ranks} ranks over {link.backend}"
+
+
+def _milliseconds(row: SegmentTime | None) -> str:
+    return "-" if row is None else f"{row.median_s * 1e3:.3f}"

@@ -1,0 +1,170 @@
+"""`optimus simulate`: compares the systems of a job, or replays a plan file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
+from optimus.cli.flags import (
+    NO,
+    OK,
+    TRACE_ENDINGS,
+    JsonFlag,
+    LayoutFlag,
+    OnFlag,
+    PresetFlag,
+    ProfileFlag,
+    TraceFlag,
+    load_profile_of,
+    split_names,
+)
+from optimus.cli.text import columns
+from optimus.errors import UserError
+from optimus.render.units import gigabytes, seconds
+
+if TYPE_CHECKING:
+    from optimus.planner.replaying import Replayed
+
+SCHEMA = "optimus.simulate/1"
+
+
+@dataclass(frozen=True)
+class SimulateCommand:
+    """Say where the time and memory of a job go, under each known way to run it, or play a plan file."""
+
+    job: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(
+            metavar="JOB|PLAN",
+            help="a job.yaml, a catalog job (paper/strong-3072), with --on a catalog model or a config.json; "
+            "or a plan file",
+        ),
+    ]
+    on: OnFlag = None
+    system: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="NAME ...",
+            help="only these: llm-only, stage0, balanced, balanced-best, three-phase, separate-gpus, fsdp, "
+            "paper, today",
+        ),
+    ] = ()
+    layout: LayoutFlag = ()
+    preset: PresetFlag = "default"
+    profile: ProfileFlag = None
+    picture: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE.svg", help="draw every stage of the systems over time")
+    ] = None
+    trace: TraceFlag = None
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        from optimus.cost.assumptions import preset
+        from optimus.ir.planfile import is_plan_file
+        from optimus.job.read import find_job
+
+        if self.picture is not None:
+            check_writable("--picture", self.picture, ".svg")
+        if self.trace is not None:
+            check_writable("--trace", self.trace, *TRACE_ENDINGS)
+        if is_plan_file(self.job):
+            return self._replay()
+        assumptions = preset(self.preset)
+        job = find_job(self.job, self.on, self.layout)
+        profile = load_profile_of(self.profile)
+        with progress_bar() as progress, announced_compilation():
+            from optimus.cli.comparison import comparison_json, comparison_text
+            from optimus.planner.compare import compare_systems
+
+            comparison = compare_systems(
+                job,
+                names=split_names(self.system) or None,
+                assumptions=assumptions,
+                profile=profile,
+                progress=progress,
+            )
+        lines = comparison_text(comparison)
+        if self.picture is not None:
+            from optimus.render.picture import write_picture
+
+            write_picture(comparison, self.picture)
+            lines += ["", f"wrote {self.picture}"]
+        if self.trace is not None and comparison.systems:
+            from optimus.render.trace import write_trace
+
+            timelines = {
+                name: (system.schedule, system.timeline) for name, system in comparison.systems.items()
+            }
+            write_trace(timelines, self.trace)
+            lines += ["", f"wrote {self.trace}"]
+        show(comparison_json(comparison), lines, as_json=self.json)
+        return OK if comparison.systems else NO
+
+    def _replay(self) -> int:
+        """Replays a plan file, which leaves nothing to choose."""
+        from optimus.ir.planfile import load_plan
+
+        for flag in ("on", "system", "layout", "picture", "preset", "profile"):
+            if getattr(self, flag) not in (None, (), "default"):
+                problem = "says nothing to a plan file, which is already decided"
+                raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
+        plan = load_plan(Path(self.job))
+        with announced_compilation():
+            from optimus.planner.replaying import replay_plan
+
+            replayed = replay_plan(plan)
+        lines = replay_text(replayed)
+        if self.trace is not None:
+            from optimus.render.trace import write_trace
+
+            write_trace({plan.strategy: (replayed.schedule, replayed.timeline)}, self.trace)
+            lines += ["", f"wrote {self.trace}"]
+        show(replay_json(replayed), lines, as_json=self.json)
+        return OK
+
+
+def replay_json(replayed: Replayed) -> dict[str, object]:
+    """Returns the object of `optimus simulate PLAN --json`."""
+    plan, floor = replayed.plan, replayed.floor_s
+    step = replayed.timeline.step_s
+    return {
+        "schema": SCHEMA,
+        "job": plan.name,
+        "gpus": plan.ranks.world,
+        "layout": {name: asdict(module.layout) for name, module in plan.modules.items()},
+        "floor_s": floor,
+        "systems": {
+            plan.strategy: {
+                "step_s": step,
+                "claimed_step_s": plan.claims.step_s,
+                "step_over_floor": step / floor if floor else None,
+                "peak_memory_bytes": max(held.peak for held in plan.memory),
+                "mfu": plan.notes.get("mfu"),
+                "bubbles_s": asdict(replayed.bubbles),
+                "tasks": len(replayed.schedule),
+            }
+        },
+    }
+
+
+def replay_text(replayed: Replayed) -> list[str]:
+    """Returns step, memory and bubbles of the plan."""
+    plan, step, floor = replayed.plan, replayed.timeline.step_s, replayed.floor_s
+    layouts = "   ".join(f"{name} {module.layout}" for name, module in plan.modules.items())
+    lines = [f"{plan.name}   {plan.ranks.world} GPUs   {layouts}", ""]
+    bubbles_s = asdict(replayed.bubbles)
+    header = ["system", "step s", "/floor", "peak GB", *(f"{cause} %" for cause in bubbles_s)]
+    row = [
+        plan.strategy,
+        seconds(step),
+        f"{step / floor:.3f}" if floor else "-",
+        gigabytes(max(held.peak for held in plan.memory)),
+        *(f"{100 * idle_s / step:.1f}" for idle_s in bubbles_s.values()),
+    ]
+    lines += columns(header, [row])
+    lines += ["", f"  claimed {plan.claims.step_s:.9f} s, replayed {step:.9f} s"]
+    return lines

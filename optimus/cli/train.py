@@ -1,0 +1,353 @@
+"""`optimus train` and the verb `train`: train a job on this host, or as one rank under torchrun."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from optimus.cli.console import (
+    announced_compilation,
+    follow_metrics,
+    progress_bar,
+    show,
+    training_progress,
+)
+from optimus.cli.flags import (
+    INTERRUPTED,
+    NO,
+    OK,
+    USER_ERROR,
+    JobArgument,
+    JsonFlag,
+    LayoutFlag,
+    OnFlag,
+    PresetFlag,
+    ProfileFlag,
+    import_trainer,
+    load_profile_of,
+)
+from optimus.environment import Launched, launched
+from optimus.errors import OptimusError, UserError
+
+if TYPE_CHECKING:
+    from optimus.cost.measured import Profile
+    from optimus.engine.config import StepMetrics, Summary, Training
+    from optimus.ir.plan import Plan
+    from optimus.job.job import Job
+    from optimus.planner.planning import Planned
+
+RUN_DIR = Path("optimus-run")
+MAX_STEP_RATIO = 1.25  # measured over predicted, or its inverse; beyond it a profile is recommended
+UNCALIBRATED = (
+    "the plan was not made with a profile of this machine, so its predicted step is the formula's; "
+    "`optimus profile {job}` gives one"
+)
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train a job on made-up data: on this host by itself, or as one rank under torchrun.
+
+    With --dry-run it trains nothing: one rank of a job of any size is built and steps on this CPU without
+    numbers, and says what it does, whom it talks to, and what memory that takes beside what the plan says.
+    """
+
+    job: JobArgument
+    on: OnFlag = None
+    plan: Annotated[
+        Path | None, tyro.conf.arg(metavar="PLAN", help="run this plan; made anew if left out")
+    ] = None
+    profile: ProfileFlag = None
+    layout: LayoutFlag = ()
+    preset: PresetFlag = "default"
+    steps: Annotated[int | None, tyro.conf.arg(help="steps to train; 20, or what the job's run says")] = None
+    run_dir: Annotated[
+        Path,
+        tyro.conf.arg(
+            aliases=["--run"],  # which torchrun takes for an option of its own
+            metavar="FOLDER",
+            help="where metrics.jsonl, the plan and reports of failures go; begun anew by every run",
+        ),
+    ] = RUN_DIR
+    memory: Annotated[
+        bool, tyro.conf.arg(help="count the bytes of all tensors in the last step, beside the plan's")
+    ] = False
+    dry_run: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="only step one rank, without numbers and other ranks; exit code 1 if it does not fit"
+        ),
+    ] = False
+    rank: Annotated[int | None, tyro.conf.arg(help="which rank --dry-run steps; 0 if left out")] = None
+    quiet: Annotated[bool, tyro.conf.arg(help="show no progress")] = False
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        place = launched()
+        self._check_flags(place)
+        if self.dry_run:
+            return self._dry_run()
+        if place is None:
+            return self._launch()
+        rendezvous = import_trainer("optimus.engine.rendezvous")
+        try:
+            return self._rank(place)
+        except OptimusError as error:
+            if rendezvous.first_to_say(str(error)):
+                raise
+            time.sleep(0.3)  # until the other rank has printed it: the first rank to exit ends all
+            return USER_ERROR
+
+    def _launch(self) -> int:
+        """Starts the ranks on this host and waits for them."""
+        from optimus.job.read import find_job
+
+        require_torch()
+        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
+        training = self._training(job)
+        make_folder("--run-dir", self.run_dir)
+        plan = self._plan(job, profile)
+        if not self.json:
+            print(f"{job.name}   {plan.ranks.world} ranks   {predicted_step(plan)}", flush=True)
+        code, summary = run_ranks(job, plan, training, visible=not self.quiet)
+        if summary is not None:
+            show(train_json(summary), train_text(summary, job, plan, self.run_dir), as_json=self.json)
+        return code
+
+    def _check_flags(self, place: Launched | None) -> None:
+        """Raises if flags of a dry run and of a training run are mixed."""
+        if not self.dry_run:
+            if self.rank is not None:
+                raise UserError(
+                    field="--rank",
+                    value=self.rank,
+                    problem="is of a dry run",
+                    hint="add --dry-run, or leave it out",
+                )
+            return
+        if place is not None:
+            raise UserError(
+                field="--dry-run",
+                problem=f"is one process by itself, and {place.world} were started",
+                hint="call optimus train without torchrun",
+            )
+        for flag, is_given in (
+            ("--steps", self.steps is not None),
+            ("--memory", self.memory),
+            ("--run-dir", self.run_dir != RUN_DIR),
+        ):
+            if is_given:
+                raise UserError(
+                    field=flag,
+                    problem="is of a training run: a dry run is one step, whose memory is counted",
+                    hint=f"leave out {flag}",
+                )
+
+    def _dry_run(self) -> int:
+        """Steps one rank in this process."""
+        from optimus.cli.dry_run import dry_run_json, dry_run_text
+        from optimus.job.read import find_job
+
+        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
+        training, rank = self._training(job), self.rank or 0
+        engine = import_trainer("optimus.engine.dry_run")
+        engine.check_rank(rank, job.cluster.gpus)
+        plan = self._plan(job, profile)
+        result = engine.dry_run(job, plan, training, rank)
+        show(dry_run_json(result), dry_run_text(result, plan), as_json=self.json)
+        return OK if result.fits else NO
+
+    def _rank(self, place: Launched) -> int:
+        """Trains one rank in this process; rank 0 prints the result."""
+        from optimus.engine.config import PLAN
+        from optimus.ir.planfile import plan_digest, save_plan
+        from optimus.job.read import find_job
+
+        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
+        training = self._training(job)
+        plan = self._plan(job, profile)
+        trainer = import_trainer("optimus.engine.trainer")
+        make_folder("--run-dir", self.run_dir)
+        digest = save_plan(plan, self.run_dir / PLAN) if place.rank == 0 else plan_digest(plan)
+        with training_progress(training.steps) if self._shows_progress else nullcontext() as report:
+
+            def on_step(metrics: StepMetrics) -> None:
+                if report is not None:
+                    report(metrics.step, metrics.loss, metrics.step_s, metrics.tokens_per_s)
+
+            summary = trainer.train_rank(job, plan, digest, training, on_step)
+        if summary.rank == 0:
+            show(train_json(summary), train_text(summary, job, plan, self.run_dir), as_json=self.json)
+        return OK
+
+    def _training(self, job: Job) -> Training:
+        from optimus.engine.config import training_of
+
+        return training_of(
+            job.run.settings, steps=self.steps, run_dir=self.run_dir, counts_memory=self.memory
+        )
+
+    @property
+    def _shows_progress(self) -> bool:
+        place = launched()
+        return not self.quiet and (place is None or place.rank == 0)
+
+    def _plan(self, job: Job, profile: Profile | None) -> Plan:
+        """Loads the plan that was named and checks that it is for this job, or makes a new one."""
+        from optimus.verify.validator import ready_plan
+
+        if self.plan is not None:
+            from optimus.ir.planfile import load_plan
+
+            plan = load_plan(self.plan)
+            ready_plan(plan, job, profile, file=str(self.plan))
+            return plan
+        from optimus.planner.planning import make_plan
+
+        with ExitStack() as stack:
+            progress = stack.enter_context(progress_bar()) if self._shows_progress else _silent
+            if self._shows_progress:
+                stack.enter_context(announced_compilation())
+            plan = make_plan(
+                job, assumptions=self.preset, profile=profile, systems=(), progress=progress
+            ).plan
+        ready_plan(plan, job, profile)
+        return plan
+
+
+def _silent(name: str, done: int, total: int) -> None:
+    """Reports no progress: another rank does."""
+
+
+class RanksFailed(OptimusError):
+    """A rank failed; its message is on standard error."""
+
+
+def train(
+    job: Job,
+    plan: Plan | Planned | None = None,
+    *,
+    steps: int | None = None,
+    run_dir: Path | str | None = None,
+    profile: Profile | None = None,
+) -> Summary:
+    """Trains a job on synthetic data, one process per rank on this host; returns rank 0's summary.
+
+    Makes a plan if none is given. `profile` is the profile that the plan was made with, if any. Metrics and
+    the last ops of failed ranks are written to `run_dir`.
+    """
+    from optimus.engine.config import training_of
+    from optimus.planner.planning import Planned, make_plan
+    from optimus.verify.validator import ready_plan
+
+    require_torch()
+    folder = None if run_dir is None else make_folder("run_dir", Path(run_dir))
+    training = training_of(job.run.settings, steps=steps, run_dir=folder)
+    if plan is None:
+        plan = make_plan(job, profile=profile, systems=())
+    if isinstance(plan, Planned):
+        profile, plan = plan.comparison.context.prices.profile, plan.plan
+    ready_plan(plan, job, profile)
+    code, summary = run_ranks(job, plan, training)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if summary is None:
+        raise RanksFailed(f"a rank failed first, with code {code}; its last lines are on standard error")
+    return summary
+
+
+def run_ranks(
+    job: Job, plan: Plan, training: Training, *, visible: bool = False
+) -> tuple[int, Summary | None]:
+    """Starts the ranks of a checked plan; returns the exit code and, if that is 0, the summary."""
+    from optimus.engine.config import METRICS, PLAN
+    from optimus.ir.planfile import save_plan
+
+    rank_main, launcher = (
+        import_trainer("optimus.engine.rank_main"),
+        import_trainer("optimus.engine.launcher"),
+    )
+    with tempfile.TemporaryDirectory(prefix="optimus-") as name:
+        private = Path(name)
+        folder = training.run_dir or private
+        (folder / METRICS).unlink(missing_ok=True)
+        digest = save_plan(plan, folder / PLAN)
+        absolute = replace(training, run_dir=folder.absolute())
+        rank_main.RankInputs(job=job, plan=plan, plan_hash=digest, training=absolute).save(private)
+        with follow_metrics(folder / METRICS, training.steps) if visible else nullcontext():
+            code: int = launcher.launch(rank_main.ENTRY, [name], plan.ranks.world)
+        return code, rank_main.summary_in(private) if code == 0 else None
+
+
+def make_folder(field: str, folder: Path) -> Path:
+    """Creates the folder if it is missing and checks that files can be written to it."""
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UserError(
+            field=field,
+            value=str(folder),
+            problem=f"cannot be written: {error.strerror}",
+            hint="name a folder that is yours, in one that exists",
+        ) from None
+
+
+def require_torch() -> None:
+    """Raises if torch is not installed, without loading it, which takes a second."""
+    if find_spec("torch") is None:
+        import_trainer("torch")
+
+
+def train_json(summary: Summary) -> dict[str, Any]:
+    """Returns the object of `optimus train --json`."""
+    from optimus.cli.dry_run import memory_json
+
+    return {
+        "schema": "optimus.train/1",
+        "steps": summary.steps,
+        "final_loss": summary.final_loss,
+        "step_s_median": summary.step_s_median,
+        "device": summary.device,
+        **({} if summary.memory is None else {"memory": memory_json(summary.memory)}),
+    }
+
+
+def is_calibrated(plan: Plan) -> bool:
+    """Tells whether a plan was made with a profile."""
+    return bool(plan.bound_to.get("profile", {}).get("kernels"))
+
+
+def predicted_step(plan: Plan) -> str:
+    """Formats the step that a plan claims, before it runs."""
+    how = "by the profile" if is_calibrated(plan) else "uncalibrated"
+    return f"predicted step {plan.claims.step_s:.3g} s ({how})"
+
+
+def train_text(summary: Summary, job: Job, plan: Plan, run_dir: Path) -> list[str]:
+    """Returns steps, loss, measured and predicted step, memory, and the files written."""
+    from optimus.cli.dry_run import memory_text
+
+    if summary.step_s_median is None:
+        return ["no steps were asked for"]
+    claim, measured = plan.claims.step_s, summary.step_s_median
+    tokens = job.workload.sequences_per_step * job.workload.sequence_tokens / measured
+    compared = f"{measured / claim:.2g} times the predicted {claim:.3g} s"
+    lines = [
+        f"{summary.steps} {'step' if summary.steps == 1 else 'steps'}   loss {summary.final_loss:.4f}",
+        f"median step {measured:.3g} s, {compared}   {tokens:,.0f} tokens/s",
+    ]
+    lines += [] if summary.memory is None else memory_text(summary.memory)
+    if not is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:
+        lines.append(f"note   {UNCALIBRATED.format(job=job.name)}")
+    if summary.device == "cuda":
+        lines.append("note   the GPU path is written for NCCL's rules; no run on GPUs is recorded yet")
+    return [*lines, f"wrote {run_dir}/metrics.jsonl and plan.json"]

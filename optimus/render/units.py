@@ -1,0 +1,23 @@
+"""Formats seconds, bytes, counts and shares, the same on the terminal and in pictures."""
+
+from __future__ import annotations
+
+GB = 1e9
+
+
+def gigabytes(size_bytes: float) -> str:
+    """Formats decimal gigabytes with one digit."""
+    return f"{size_bytes / GB:.1f}"
+
+
+def seconds(value_s: float) -> str:
+    """Formats seconds with four significant digits and no exponent."""
+    if value_s >= 1000:
+        return f"{value_s:.0f}"
+    return f"{value_s:.3f}" if value_s < 10 else f"{value_s:.2f}"
+
+
+def billions(count: float) -> str:
+    """Formats a parameter count in billions: 0.67B, 72.7B, 1026B."""
+    value = count / 1e9
+    return f"{value:.0f}B" if value >= 100 else f"{value:.3g}B"
