@@ -32,8 +32,8 @@ class Silent(Sharded):
 class Mute(Groups):
     """A tensor-parallel group in which nobody hears the other: numbers mean nothing, and take as long."""
 
-    def share(self, plan: Plan, module: str) -> TpGroup:
-        found = super().share(plan, module)
+    def tp_group(self, plan: Plan, module: str) -> TpGroup:
+        found = super().tp_group(plan, module)
         return AtHome(rank=found.rank, size=found.size)
 
 

@@ -74,10 +74,10 @@ def tiny(job: Job, plan: Plan) -> tuple[Job, Plan]:
     return replace(job, model=model, workload=workload), replace(plan, modules=modules)
 
 
-class FakeShare(TpGroup):
+class FakeTpGroup(TpGroup):
     """Tensor-parallel group that exchanges nothing: torch's fake backend lacks unequal all-to-all."""
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
         came = rows.new_empty(sum(received), *rows.shape[1:])
         return AsyncCollective(None, lambda: came)
 
@@ -85,9 +85,9 @@ class FakeShare(TpGroup):
 class FakeGroups(Groups):
     """Process groups whose tensor-parallel exchanges return at once."""
 
-    def share(self, plan: Plan, module: str) -> TpGroup:
-        found = super().share(plan, module)
-        return FakeShare(rank=found.rank, size=found.size, group=found.group)
+    def tp_group(self, plan: Plan, module: str) -> TpGroup:
+        found = super().tp_group(plan, module)
+        return FakeTpGroup(rank=found.rank, size=found.size, group=found.group)
 
 
 def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from optimus.engine.replicated_buckets import Replicated
 from optimus.ir.op import Kind
 from optimus.ir.plan import VERB_OF, Plan
 from optimus.ir.ranks import LLM
-from optimus.models.chunk import Phase, SegmentedChunk
+from optimus.models.chunk import ChunkPhase, SegmentedChunk
 from optimus.models.segment import Segment, State, WeightGradStore
 
 Row = tuple[int, int, int, int, int]  # module, verb, chunk, microbatch, place: as a line of a program
@@ -91,7 +91,7 @@ class PacedChunk(SegmentedChunk):
         super().__init__(layers)
         self._clock, self._seconds, self._spent = clock, seconds, spent
 
-    def phases(self, kind: Kind, microbatch: int) -> list[Phase]:
+    def phases(self, kind: Kind, microbatch: int) -> list[ChunkPhase]:
         return [
             replace(phase, run=partial(self._paced, phase.run, kind, microbatch, place))
             for place, phase in enumerate(super().phases(kind, microbatch))
@@ -111,7 +111,7 @@ class TinyStage(Segment):
         self.weight = nn.Parameter(torch.eye(WIDTH) * (1 + number / 64))
         self.makes_loss = makes_loss
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         own, *pieces = state
         found = torch.tanh((own + torch.cat(pieces) if pieces else own) @ self.weight)
         return (((found - context) ** 2).sum(),) if self.makes_loss else (found,)

@@ -179,7 +179,7 @@ def _cut(lengths: Sequence[int], parts: int) -> tuple[int, ...]:
 
 def _exchange_s(shape: tuple[int, int], dtype: torch.dtype, rank: int, tell: Any) -> float:
     """Of rows of all ranks, half of them gathered and half of them summed: the median."""
-    whole, share, found = (
+    whole, tp_group, found = (
         torch.zeros(shape, dtype=dtype),
         TpGroup(rank=rank, size=RANKS, group=dist.group.WORLD),
         [],
@@ -190,7 +190,7 @@ def _exchange_s(shape: tuple[int, int], dtype: torch.dtype, rank: int, tell: Any
     for number in range(EXCHANGES):
         dist.barrier()
         begin = time.perf_counter()
-        (share.sum(whole) if number % 2 else share.gather(part)).land()
+        (tp_group.reduce_scatter(whole) if number % 2 else tp_group.all_gather(part)).wait()
         found.append(time.perf_counter() - begin)
     return median(found)
 

@@ -18,9 +18,9 @@ from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import AsyncCollective
 from optimus.models.layer_ops import Join
 from optimus.models.microbatch_inputs import LlmContext
-from optimus.models.param_split import Split
+from optimus.models.param_split import ParamSplit
 from optimus.models.segment import Segment
-from optimus.models.tensor_parallel import Gather, Seam, TpGroup
+from optimus.models.tensor_parallel import AllGather, SeamExchange, TpGroup
 from optimus.models.transformer_layer import Joining
 
 DIVIDED_BUGS: Bugs = {}
@@ -51,7 +51,7 @@ def _() -> AbstractContextManager[Any]:
     def total(original: Any, self: TpGroup, parts: Tensor) -> AsyncCollective:
         return original(self, parts.roll(parts.shape[0] // self.size, 0))  # type: ignore[no-any-return]
 
-    return wrapped(TpGroup, "sum", total)
+    return wrapped(TpGroup, "reduce_scatter", total)
 
 
 @bug("gathered rows are in another order", PLAIN, DIVIDED_BUGS)
@@ -60,47 +60,51 @@ def _() -> AbstractContextManager[Any]:
         flight: AsyncCollective = original(self, part)
         return flight.then(lambda rows: rows.roll(part.shape[0], 0))
 
-    return wrapped(TpGroup, "gather", gather)
+    return wrapped(TpGroup, "all_gather", gather)
 
 
 @bug("what was given up is not gathered again", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def again(original: Any, self: Gather, part: Tensor, whole: Tensor) -> AsyncCollective:
+    def again(original: Any, self: AllGather, part: Tensor, whole: Tensor) -> AsyncCollective:
         return AsyncCollective(None, whole.zero_)
 
-    return wrapped(Gather, "launch_again", again)
+    return wrapped(AllGather, "launch_regather", again)
 
 
 @bug("what is gathered again comes from this rank alone", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def again(original: Any, self: Gather, part: Tensor, whole: Tensor) -> AsyncCollective:
-        whole.copy_(part.repeat(self.share.size, 1))
+    def again(original: Any, self: AllGather, part: Tensor, whole: Tensor) -> AsyncCollective:
+        whole.copy_(part.repeat(self.tp_group.size, 1))
         return AsyncCollective(None, lambda: None)
 
-    return wrapped(Gather, "launch_again", again)
+    return wrapped(AllGather, "launch_regather", again)
 
 
 @bug("gradients of a divided product's input are not summed", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def back(original: Any, self: Gather, gradients: Any, context: Any) -> AsyncCollective:
-        mine = gradients[self.at]
-        own = mine[self.share.rows(len(mine))].clone()
-        return AsyncCollective(None, lambda: (*gradients[: self.at], own, *gradients[self.at + 1 :]))
+    def back(original: Any, self: AllGather, gradients: Any, context: Any) -> AsyncCollective:
+        mine = gradients[self.state_index]
+        own = mine[self.tp_group.rows(len(mine))].clone()
+        return AsyncCollective(
+            None, lambda: (*gradients[: self.state_index], own, *gradients[self.state_index + 1 :])
+        )
 
-    return wrapped(Gather, "launch_back", back)
+    return wrapped(AllGather, "launch_backward", back)
 
 
 @bug("every rank of a group begins with the same part of a matrix", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    return wrapped(Split, "part", lambda original, self, whole, rank, size: original(self, whole, 0, size))
+    return wrapped(
+        ParamSplit, "part", lambda original, self, whole, rank, size: original(self, whole, 0, size)
+    )
 
 
 @bug("a part of a fused matrix is cut without looking at its blocks", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def part(original: Any, self: Split, whole: Tensor, rank: int, size: int) -> Tensor:
+    def part(original: Any, self: ParamSplit, whole: Tensor, rank: int, size: int) -> Tensor:
         return whole.chunk(size, self.dim)[rank]
 
-    return wrapped(Split, "part", part)
+    return wrapped(ParamSplit, "part", part)
 
 
 @bug("ids of another part of the vocabulary are looked up too", PLAIN, DIVIDED_BUGS)
@@ -117,18 +121,20 @@ def _() -> AbstractContextManager[Any]:
     def entropy(original: Any, logits: Tensor, *args: Any, first: int, count: int) -> Tensor:
         return original(logits, *args, first=first, count=logits.shape[1])
 
-    return patch("optimus.models.llm_ends.divided_cross_entropy", lambda *a, **k: entropy(_ENTROPY, *a, **k))
+    return patch(
+        "optimus.models.llm_ends.vocab_parallel_cross_entropy", lambda *a, **k: entropy(_ENTROPY, *a, **k)
+    )
 
 
-_ENTROPY = loss.divided_cross_entropy
+_ENTROPY = loss.vocab_parallel_cross_entropy
 
 
 @bug("a label of another rank counts on all", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def entropy(logits: Tensor, labels: Tensor, share: TpGroup, *, first: int, count: int) -> Tensor:
-        return _ENTROPY(logits, labels, share, first=0, count=count)
+    def entropy(logits: Tensor, labels: Tensor, tp_group: TpGroup, *, first: int, count: int) -> Tensor:
+        return _ENTROPY(logits, labels, tp_group, first=0, count=count)
 
-    return patch("optimus.models.llm_ends.divided_cross_entropy", entropy)
+    return patch("optimus.models.llm_ends.vocab_parallel_cross_entropy", entropy)
 
 
 @bug("dropout of a rank's rows is that of the first rows", "tp: full", DIVIDED_BUGS)
@@ -146,14 +152,14 @@ def _() -> AbstractContextManager[Any]:
     def back(original: Any, self: Join, values: Any, *given: Any) -> Any:
         return original(self, None, *given)
 
-    return wrapped(Join, "gradient", back)
+    return wrapped(Join, "backward", back)
 
 
 @bug("encoder rows are placed where the other rank's belong", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def route(original: Any, pieces: Any, share: TpGroup, length: int) -> Any:
-        found = original(pieces, share, length)
-        own = length // share.size
+    def route(original: Any, pieces: Any, tp_group: TpGroup, length: int) -> Any:
+        found = original(pieces, tp_group, length)
+        own = length // tp_group.size
         return replace(found, targets=(found.targets + 1) % own)
 
     return wrapped(batches, "route", route)
@@ -161,11 +167,11 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("gradients of encoder rows stay where they are", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def back(original: Any, self: Seam, gradients: Any, context: Any) -> AsyncCollective:
+    def back(original: Any, self: SeamExchange, gradients: Any, context: Any) -> AsyncCollective:
         flight: AsyncCollective = original(self, gradients, context)
         return flight.then(lambda found: (found[0], *(part.zero_() for part in found[1:])))
 
-    return wrapped(Seam, "launch_back", back)
+    return wrapped(SeamExchange, "launch_backward", back)
 
 
 @bug("an embedding whose gradient comes late gets none", "tp: zero-bubble", DIVIDED_BUGS)
@@ -173,17 +179,19 @@ def _() -> AbstractContextManager[Any]:
     def later(original: Any, self: SegmentedChunk, frame: Any, place: int) -> bool:
         found: bool = original(self, frame, place)
         if found:
-            frame.late[place] = tuple(g if g is None else torch.zeros_like(g) for g in frame.late[place])
+            frame.in_wgrad[place] = tuple(
+                g if g is None else torch.zeros_like(g) for g in frame.in_wgrad[place]
+            )
         return found
 
-    return wrapped(SegmentedChunk, "_leave_for_later", later)
+    return wrapped(SegmentedChunk, "_leave_to_wgrad", later)
 
 
 @bug("a bias of the rows is added on every rank before the sum", "tp: zero-bubble", DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def parts(original: Any, self: Joining) -> list[Segment]:
+    def tp_segments(original: Any, self: Joining) -> list[Segment]:
         product, scatter, join = original(self)
         product.bias = self.bias
         return [product, scatter, join]
 
-    return wrapped(Joining, "parts", parts)
+    return wrapped(Joining, "tp_segments", tp_segments)

@@ -36,7 +36,7 @@ class _AtOnce:
 
 def count(case: Case, rank: int) -> dict[str, Any]:
     groups = make_groups(case.plan, rank, timeout_s=30)
-    scatters = patch.object(TpGroup, "_exchanges", False)  # as all but gloo do
+    scatters = patch.object(TpGroup, "_uses_all_to_all", False)  # as all but gloo do
     with patch("optimus.engine.p2p._Sent", _AtOnce), scatters:
         one = OneRank(
             case.job,

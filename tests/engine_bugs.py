@@ -189,10 +189,10 @@ def _() -> AbstractContextManager[Any]:
     def weights(original: Any, self: SegmentedChunk, microbatch: int, place: int) -> None:
         frame = self._frames.get(microbatch)
         if place == 1 and frame is not None:
-            frame.deferred[place] = None
+            frame.weight_grads[place] = None
         original(self, microbatch, place)
 
-    return wrapped(SegmentedChunk, "_weights", weights)
+    return wrapped(SegmentedChunk, "_weight_grad", weights)
 
 
 @bug("a weight gradient is set, not added", "zero-bubble")
@@ -228,7 +228,7 @@ def _() -> AbstractContextManager[Any]:
     def gradient(original: Any, self: Normed, values: Any, given: Any, *rest: Any) -> Any:
         return original(self, values, (None, given[1]), *rest)
 
-    return wrapped(Normed, "gradient", gradient)
+    return wrapped(Normed, "backward", gradient)
 
 
 @bug("the loss is averaged over microbatches", "two ranks")
@@ -252,12 +252,12 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("what was emptied is not made again", "selective")
 def _() -> AbstractContextManager[Any]:
-    def fill(original: Any, self: WeightGradStore) -> None:
-        for tensor, _, _ in self.cheap:
+    def recompute(original: Any, self: WeightGradStore) -> None:
+        for tensor, _, _ in self.recomputable:
             tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.data.zero_()
 
-    return wrapped(WeightGradStore, "fill", fill)
+    return wrapped(WeightGradStore, "recompute", recompute)
 
 
 @bug("a layer is made again from the input of another", "recompute")
@@ -269,7 +269,7 @@ def _() -> AbstractContextManager[Any]:
             kept[place] = kept[max(before)]
         original(self, microbatch, place)
 
-    return wrapped(SegmentedChunk, "_again", again)
+    return wrapped(SegmentedChunk, "_recompute", again)
 
 
 # ---------------------------------------------------------------------------- dropout

@@ -32,12 +32,12 @@ from torch import distributed as dist
 from optimus.engine.buckets import views_of
 from optimus.engine.config import Training
 from optimus.engine.distributed_optimizer import Sharded
-from optimus.engine.process_groups import make_groups, share_of
+from optimus.engine.process_groups import make_groups, tp_group_of
 from optimus.engine.rank_trainer import OneRank
 from optimus.engine.replicated_buckets import Replicated
-from optimus.models.build import build_layers, divided_parameters
+from optimus.models.build import build_layers, parameters_with_splits
 from optimus.models.collectives import all_gather_single
-from optimus.models.param_split import Split
+from optimus.models.param_split import ParamSplit
 
 TIMEOUT_S = 30
 LR, WEIGHT_DECAY = 1e-3, 0.01
@@ -80,12 +80,12 @@ class RankRun:
         self.executor.optimizer = self.built.optimizer if trains else None
 
     @cached_property
-    def splits(self) -> dict[str, Split]:
+    def splits(self) -> dict[str, ParamSplit]:
         """How parameters of all ranks are divided, by name."""
         return {
             name: split
             for module in self.case.job.model.modules
-            for name, _, split in divided_parameters(
+            for name, _, split in parameters_with_splits(
                 module, build_layers(module, dtype=self.dtype, device="meta")
             )
             if split is not None
@@ -177,9 +177,9 @@ def worst(given: list[dict[str, Tensor]], expected: dict[str, Tensor], run: Rank
 
 def part_of(run: RankRun, rank: int, name: str, whole: dict[str, Tensor]) -> Tensor:
     """What a rank holds of a parameter."""
-    share = share_of(run.plan, name.split(".")[0], rank)
+    tp_group = tp_group_of(run.plan, name.split(".")[0], rank)
     split = run.splits.get(name)
-    return whole[name] if split is None else split.part(whole[name], share.rank, share.size)
+    return whole[name] if split is None else split.part(whole[name], tp_group.rank, tp_group.size)
 
 
 def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:

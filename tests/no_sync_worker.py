@@ -25,14 +25,14 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 def _changed(owner: type, change: Callable[[State], None]) -> AbstractContextManager[Any]:
     """A segment that also does something with the state that it makes."""
-    original = owner.made  # type: ignore[attr-defined]
+    original = owner.forward_saving  # type: ignore[attr-defined]
 
-    def made(self: Any, *args: Any) -> tuple[State, Any]:
+    def forward_saving(self: Any, *args: Any) -> tuple[State, Any]:
         found: tuple[State, Any] = original(self, *args)
         change(found[0])
         return found
 
-    return patch.object(owner, "made", made)
+    return patch.object(owner, "forward_saving", forward_saving)
 
 
 def _item() -> AbstractContextManager[Any]:

@@ -163,7 +163,7 @@ def play_spoiled(
             parameter.grad.flatten().tolist()
             for name in plan.modules
             for chunk in ours.chunks[name]
-            for parameter in chunk.trained(0, 99)
+            for parameter in chunk.trainable_parameters(0, 99)
             if parameter.grad is not None
         ]
         answer = RankAnswer(steps=steps, begun=begun, played=played)

@@ -68,7 +68,7 @@ def test_all_dry_runs_count_what_real_runs_take() -> None:
 def test_an_engine_that_keeps_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["tp: two stages"]
     before = stepped(case, 0).memory
-    monkeypatch.setattr(SegmentedChunk, "_give_up", lambda self, frame, place: None)
+    monkeypatch.setattr(SegmentedChunk, "_free_inputs", lambda self, frame, place: None)
     assert stepped(case, 0).memory.counted_peak > 1.03 * before.counted_peak
 
 

@@ -27,7 +27,7 @@ from optimus.engine.torch_private import fake_world
 from optimus.errors import UserError
 from optimus.ir.op import Kind
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Block, WeightGradStore
+from optimus.models.segment import ModuleSegment, WeightGradStore
 
 DIFFERENCE = 1e-14
 CASE = FillCase(name="refused", ranks=2, pp=2, encoders=((1, 2, 0), (2, 1, 0)))
@@ -61,9 +61,9 @@ def test_gradients_losses_and_outputs_are_those_of_one_process() -> None:
 
 def twice(module: nn.Module, *, split: bool = False) -> list[Tensor]:
     """The gradients handed back for two microbatches, the first still held while the second runs."""
-    chunk, handed = SegmentedChunk([[Block(module)]]), []
+    chunk, handed = SegmentedChunk([[ModuleSegment(module)]]), []
     for microbatch in (0, 1):
-        chunk.begin(microbatch, (torch.ones(2, 4, dtype=torch.float64),), (True,), None)
+        chunk.begin_forward(microbatch, (torch.ones(2, 4, dtype=torch.float64),), (True,), None)
         for phase in chunk.phases(Kind.F, microbatch):
             phase.run()
         (output,) = chunk.output(microbatch)
@@ -105,11 +105,11 @@ def test_what_is_handed_on_twice_gets_both_gradients() -> None:
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
             return x, x, x * self.weight, self.weight, y
 
-    block = Block(Twice())
-    _, saved = block.run((torch.ones(2), torch.ones(2)), (True, True), None, WeightGradStore())
+    block = ModuleSegment(Twice())
+    _, saved = block.run_forward((torch.ones(2), torch.ones(2)), (True, True), None, WeightGradStore())
     assert saved is not None
     seeds = tuple(torch.full((2,), value) for value in (1.0, 10.0, 100.0, 1000.0))
-    of_x, of_y = block.input_gradient(saved, (*seeds, None), split=False)
+    of_x, of_y = block.run_backward(saved, (*seeds, None), split=False)
     assert of_x is not None and of_x.tolist() == [311.0, 311.0] and of_y is None
     assert block.module.weight.grad.tolist() == [1100.0, 1100.0]
 
@@ -264,7 +264,7 @@ def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> 
     bucket.wait_gathered()
     chunk = SegmentedChunk([[block]])
     for microbatch, size in enumerate([256.0] + [1.0] * 63):
-        chunk.begin(microbatch, (torch.full((1, 4), size, dtype=torch.bfloat16),), (True,), None)
+        chunk.begin_forward(microbatch, (torch.full((1, 4), size, dtype=torch.bfloat16),), (True,), None)
         for kind in (Kind.F, Kind.B):
             if kind == Kind.B:
                 chunk.begin_backward(microbatch, (torch.ones_like(chunk.output(microbatch)[0]),))

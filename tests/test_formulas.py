@@ -16,8 +16,8 @@ from optimus.models.kernels import KERNELS, Numerics
 from optimus.models.layer_ops import Join
 from optimus.models.manual_backward import ManualBackwardSegment
 from optimus.models.rotary import Rotary, sequence_table
-from optimus.models.segment import Segment, SequentialSegment, State, WeightGradStore, _Chained
-from optimus.models.tensor_parallel import Exchange, TpGroup
+from optimus.models.segment import Segment, SequentialSegment, State, WeightGradStore, _SequentialSavedTensors
+from optimus.models.tensor_parallel import TpCollective, TpGroup
 from optimus.models.transformer_layer import Down, Out, Projection, Qkv, Up
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 6, 8, 4, 4
@@ -55,18 +55,18 @@ CONTEXTS = {
 
 def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
     """Those of a layer, whole or as its parts are where two ranks share it."""
-    numerics, share = Numerics(dropout=0.25), TpGroup(rank=0, size=2 if parts else 1)
+    numerics, tp_group = Numerics(dropout=0.25), TpGroup(rank=0, size=2 if parts else 1)
     made: list[Projection] = [
-        Qkv(stack, numerics, KERNELS, share, **WHERE),
-        Out(stack, numerics, KERNELS, "out", share, **WHERE),
-        Up(stack, numerics, KERNELS, share, **WHERE),
-        Down(stack, numerics, KERNELS, "down", share, **WHERE),
+        Qkv(stack, numerics, KERNELS, tp_group, **WHERE),
+        Out(stack, numerics, KERNELS, "out", tp_group, **WHERE),
+        Up(stack, numerics, KERNELS, tp_group, **WHERE),
+        Down(stack, numerics, KERNELS, "down", tp_group, **WHERE),
     ]
     for projection in made:
         for parameter in projection.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        for part in projection.parts() if parts else [projection]:
-            if not isinstance(part, Exchange):
+        for part in projection.tp_segments() if parts else [projection]:
+            if not isinstance(part, TpCollective):
                 yield "-".join(part.kernels), part
 
 
@@ -88,16 +88,21 @@ CASES = [
 
 @pytest.mark.parametrize(("stack", "context", "parts"), CASES)
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
-@pytest.mark.parametrize("empties", [False, True], ids=["kept", "emptied"])
+@pytest.mark.parametrize("track_recomputable", [False, True], ids=["saved", "freed"])
 def test_written_gradients_are_those_of_autograd(
-    stack: str, context: str, parts: bool, split: bool, empties: bool
+    stack: str, context: str, parts: bool, split: bool, track_recomputable: bool
 ) -> None:
     torch.manual_seed(0)
     for name, segment in segments(STACKS[stack], parts=parts):
         state = state_of(segment, name)
         expected = _by_autograd(segment, state, CONTEXTS[context], (True,) * len(state))
         found = _written(
-            segment, state, CONTEXTS[context], (True,) * len(state), split=split, empties=empties
+            segment,
+            state,
+            CONTEXTS[context],
+            (True,) * len(state),
+            split=split,
+            track_recomputable=track_recomputable,
         )
         _compare(name, expected, found)
 
@@ -108,12 +113,12 @@ def test_nothing_is_made_for_who_wants_none(stack: str, frozen: str) -> None:
     torch.manual_seed(0)
     for name, segment in segments(STACKS[stack], parts=True):
         segment.requires_grad_(frozen != "parameters")
-        if frozen == "inputs" and not segment.trained:
+        if frozen == "inputs" and not segment.trainable:
             continue
         state = state_of(segment, name)
         needs = (frozen == "parameters",) * len(state)
         expected = _by_autograd(segment, state, CONTEXTS["plain"], needs)
-        found = _written(segment, state, CONTEXTS["plain"], needs, split=False, empties=False)
+        found = _written(segment, state, CONTEXTS["plain"], needs, split=False, track_recomputable=False)
         _compare(name, expected, found)
 
 
@@ -121,7 +126,7 @@ def test_a_frozen_formula_keeps_nothing() -> None:
     for name, segment in segments(STACK, parts=True):
         segment.requires_grad_(False)
         state = state_of(segment, name)
-        found, saved = segment.run(state, (False,) * len(state), CONTEXTS["plain"], WeightGradStore())
+        found, saved = segment.run_forward(state, (False,) * len(state), CONTEXTS["plain"], WeightGradStore())
         assert saved is None and not any(tensor.requires_grad for tensor in found)
 
 
@@ -129,7 +134,7 @@ def test_no_part_of_a_layer_makes_a_graph() -> None:
     for name, segment in segments(STACK, parts=True):
         assert isinstance(segment, ManualBackwardSegment), name
         state = state_of(segment, name)
-        found, _ = segment.run(state, (True,) * len(state), CONTEXTS["plain"], WeightGradStore())
+        found, _ = segment.run_forward(state, (True,) * len(state), CONTEXTS["plain"], WeightGradStore())
         assert all(tensor.grad_fn is None and tensor.requires_grad for tensor in found), name
 
 
@@ -137,7 +142,7 @@ def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
     for stack in STACKS.values():
         moved = Up(stack, Numerics(), KERNELS, dtype=torch.float64, device="meta").to_empty(device="cpu")
         x = torch.randn(ROWS, WIDTH, **WHERE)
-        _, saved = moved.run((x,), (True,), CONTEXTS["plain"], WeightGradStore())
+        _, saved = moved.run_forward((x,), (True,), CONTEXTS["plain"], WeightGradStore())
         assert saved is not None
         found = {id(each) for link in moved.linked for each in link.parameters()}
         assert found == {id(each) for each in moved.parameters()}
@@ -148,12 +153,14 @@ def test_a_chain_is_its_links_one_after_another_and_gives_up_what_they_keep() ->
     chain = SequentialSegment(links := _norm_and_up())
     state, context = (torch.randn(ROWS, WIDTH, **WHERE),), CONTEXTS["plain"]
     expected = _by_autograd(chain, state, context, (True,))
-    _compare("chain", expected, _written(chain, state, context, (True,), split=False, empties=False))
+    _compare(
+        "chain", expected, _written(chain, state, context, (True,), split=False, track_recomputable=False)
+    )
 
-    made, saved = chain.run(state, (True,), context, WeightGradStore())
-    assert isinstance(saved, _Chained)
+    made, saved = chain.run_forward(state, (True,), context, WeightGradStore())
+    assert isinstance(saved, _SequentialSavedTensors)
     assert len(saved.parts) == len(links)
-    chain.input_gradient(saved, tuple(map(_seed, made)), split=False)
+    chain.run_backward(saved, tuple(map(_seed, made)), split=False)
     assert not saved.parts
 
 
@@ -166,13 +173,15 @@ def test_a_chain_goes_back_no_further_than_something_learns() -> None:
         (torch.randn(ROWS, WIDTH, **WHERE),),
         CONTEXTS["plain"],
     )
-    made, saved = chain.run(state, (False,), context, WeightGradStore())
-    assert isinstance(saved, _Chained) and saved.parts[0] is None and saved.parts[1] is not None
-    assert chain.input_gradient(saved, (None, _seed(made[1])), split=False) == (None,)
+    made, saved = chain.run_forward(state, (False,), context, WeightGradStore())
+    assert (
+        isinstance(saved, _SequentialSavedTensors) and saved.parts[0] is None and saved.parts[1] is not None
+    )
+    assert chain.run_backward(saved, (None, _seed(made[1])), split=False) == (None,)
     assert all(parameter.grad is None for parameter in norm.parameters())
 
     frozen = SequentialSegment(_norm_and_up()).requires_grad_(False)
-    assert frozen.run(state, (False,), context, WeightGradStore())[1] is None
+    assert frozen.run_forward(state, (False,), context, WeightGradStore())[1] is None
 
 
 def _norm_and_up() -> list[Segment]:
@@ -185,7 +194,7 @@ def test_a_bias_that_adds_up_in_float32_gets_sums_in_float32() -> None:
     bias.grad = torch.zeros(WIDTH)
     join = Join(bias, Dropout("join", 0.0))
     gradient = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    join.gradient(None, (gradient,), (True, True), WeightGradStore())
+    join.backward(None, (gradient,), (True, True), WeightGradStore())
     assert torch.equal(bias.grad, gradient.sum(0, dtype=torch.float32))
 
 
@@ -229,21 +238,27 @@ def _by_autograd(segment: Segment, state: State, context: Context, needs: tuple[
 
 
 def _written(
-    segment: Segment, state: State, context: Context, needs: tuple[bool, ...], *, split: bool, empties: bool
+    segment: Segment,
+    state: State,
+    context: Context,
+    needs: tuple[bool, ...],
+    *,
+    split: bool,
+    track_recomputable: bool,
 ) -> SearchResult:
     for parameter in segment.parameters():
         parameter.grad = None
-    deferred = WeightGradStore(empties=empties)
-    made, saved = segment.run(state, needs, context, deferred)
+    weight_grads = WeightGradStore(track_recomputable=track_recomputable)
+    made, saved = segment.run_forward(state, needs, context, weight_grads)
     assert saved is not None
     kept = [tensor.detach().clone() for tensor in made]
-    if empties:
-        deferred.empty()
-        deferred.fill()
-    deferred.at_once = not split
+    if track_recomputable:
+        weight_grads.free()
+        weight_grads.recompute()
+    weight_grads.immediate = not split
     seeds = tuple(_seed(tensor) if tensor.requires_grad else None for tensor in made)
-    gradients = segment.input_gradient(saved, seeds, split=split)
-    for work in deferred:
+    gradients = segment.run_backward(saved, seeds, split=split)
+    for work in weight_grads:
         work()
     return kept, list(gradients), [parameter.grad for parameter in segment.parameters()]
 

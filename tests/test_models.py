@@ -85,7 +85,7 @@ def test_a_segmented_chunk_has_the_gradients_of_one_graph(
     state, needs, context = inputs_of(module, name)
     chunk = SegmentedChunk(layers, recompute=recompute)
     for _ in range(2):  # the second adds to the first
-        chunk.begin(0, state, needs, context)
+        chunk.begin_forward(0, state, needs, context)
         play(chunk, Kind.F)
         (output,) = chunk.output(0)
         chunk.begin_backward(0, (gradient_like(output),))
@@ -114,7 +114,7 @@ def test_a_segmented_chunk_has_the_gradients_of_one_graph(
 def cheap_of(chunk: SegmentedChunk) -> list[Tensor]:
     """What a chunk has noted to be cheap in the forward of microbatch 0."""
     saved = [each for each in chunk._frames[0].saved if each is not None]
-    return [tensor for each in saved for tensor, _, _ in each.deferred.cheap]
+    return [tensor for each in saved for tensor, _, _ in each.weight_grads.recomputable]
 
 
 def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backward(
@@ -125,18 +125,18 @@ def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backwar
     state, needs, context = inputs_of(module, "llama")
     chunk, plain = SegmentedChunk(layers, recompute="cheap"), SegmentedChunk(layers)
     for each in (chunk, plain):
-        each.begin(0, state, needs, context)
+        each.begin_forward(0, state, needs, context)
         play(each, Kind.F)
     assert not cheap_of(plain)
     made = cheap_of(chunk)
     assert len(made) == 3 * module.stack.layers
     assert not any(tensor.untyped_storage().nbytes() for tensor in made)
-    monkeypatch.setattr(WeightGradStore, "empty", lambda self: None)
+    monkeypatch.setattr(WeightGradStore, "free", lambda self: None)
     kept = SegmentedChunk(layers, recompute="cheap")
-    kept.begin(0, state, needs, context)
+    kept.begin_forward(0, state, needs, context)
     play(kept, Kind.F)
     for place in range(len(chunk._segments)):
-        chunk._fill(0, place)
+        chunk._recompute_freed(0, place)
     assert all(torch.equal(again, first) for again, first in zip(made, cheap_of(kept), strict=True))
 
 
@@ -170,10 +170,10 @@ def test_frozen_parts_build_no_graph(name: str) -> None:
     state: State = (first, *rest)
     for layer in layers if name == "frozen llm" else layers[:-1]:
         for segment in layer:
-            state, saved = segment.run(state, (False,) * len(state), context, WeightGradStore())
+            state, saved = segment.run_forward(state, (False,) * len(state), context, WeightGradStore())
             assert saved is None and not any(tensor.requires_grad for tensor in state)
     if name == "frozen trunk":
-        state, saved = layers[-1][0].run(state, (False,), context, WeightGradStore())
+        state, saved = layers[-1][0].run_forward(state, (False,), context, WeightGradStore())
         assert saved is not None and state[0].requires_grad
 
 
@@ -183,7 +183,7 @@ def test_nothing_reads_values_or_sizes_from_a_device(name: str) -> None:
     module, layers = build(name, device="meta")
     state, needs, context = inputs_of(module, name)
     chunk = SegmentedChunk(layers)
-    chunk.begin(
+    chunk.begin_forward(
         0, tuple(tensor.to("meta") for tensor in state), needs, context.map(lambda tensor: tensor.to("meta"))
     )
     play(chunk, Kind.F)

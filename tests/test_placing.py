@@ -9,7 +9,7 @@ from optimus.errors import UserError
 from optimus.ir.op import Kind
 from optimus.ir.plan import Phase as PlannedPhase
 from optimus.ir.plan import Template
-from optimus.models.chunk import ANY, Phase
+from optimus.models.chunk import ALL_LAYERS, ChunkPhase
 
 FORWARD = ["norm1", "qkv", "attention", "out", "norm2", "up", "down"]
 BACKWARD = (
@@ -26,18 +26,18 @@ def template(kind: Kind, names: list[str], *, layers: int = 1, duration_s: float
     )
 
 
-def phase(kind: Kind, layer: int, *kernels: str) -> Phase:
-    return Phase(kind=kind, layer=layer, kernels=kernels, run=lambda: None)
+def phase(kind: Kind, layer: int, *kernels: str) -> ChunkPhase:
+    return ChunkPhase(kind=kind, layer=layer, kernels=kernels, run=lambda: None)
 
 
-def segments(kind: Kind, *, layers: int = 1) -> list[Phase]:
+def segments(kind: Kind, *, layers: int = 1) -> list[ChunkPhase]:
     """Five of a layer, in the order of the op."""
     kernels = [("norm1", "latent", "qkv"), ("attention",), ("out",), ("norm2", "up"), ("down",)]
     found = [phase(kind, layer, *own) for layer in range(layers) for own in kernels]
     return found if kind == Kind.F else found[::-1]
 
 
-def lines(placed: list[list[Phase]]) -> list[list[str]]:
+def lines(placed: list[list[ChunkPhase]]) -> list[list[str]]:
     return [["+".join(phase.kernels) for phase in phases] for phases in placed]
 
 
@@ -61,7 +61,7 @@ def test_layers_are_told_apart() -> None:
 def test_a_chunk_of_one_piece_runs_at_the_end_of_a_forward_and_the_begin_of_a_backward(
     kind: Kind, line: int
 ) -> None:
-    placed = place_phases("llm.x chunk 0", template(kind, FORWARD), [phase(kind, ANY)])
+    placed = place_phases("llm.x chunk 0", template(kind, FORWARD), [phase(kind, ALL_LAYERS)])
     assert [at for at, phases in enumerate(placed) if phases] == [line]
 
 

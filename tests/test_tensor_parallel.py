@@ -20,9 +20,9 @@ from optimus.errors import UserError
 from optimus.ir.op import Kind
 from optimus.ir.plan import OPS, Plan, Verb
 from optimus.ir.ranks import LLM
-from optimus.models.build import build_layers, divided
+from optimus.models.build import build_layers, tensor_parallel_layer
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.param_split import Split
+from optimus.models.param_split import ParamSplit
 from optimus.models.tensor_parallel import TpGroup
 from optimus.verify.validator import check_plan
 
@@ -92,15 +92,15 @@ def check_launches(case: Case) -> None:
         plan, name = case.plan, module.name
         for rank in range(case.ranks):
             stage = plan.ranks.stage_of(name, plan.ranks.class_of(rank))
-            share = TpGroup(rank=plan.ranks.place(name, rank).tp, size=plan.modules[name].layout.tp)
+            tp_group = TpGroup(rank=plan.ranks.place(name, rank).tp, size=plan.modules[name].layout.tp)
             for number, (first, end) in enumerate(ranges_of(plan, module, rank)):
                 layers = build_layers(
-                    module, dtype=torch.bfloat16, device="meta", first=first, end=end, share=share
+                    module, dtype=torch.bfloat16, device="meta", first=first, end=end, tp_group=tp_group
                 )
                 chunk = SegmentedChunk(
-                    [divided(layer) if share.size > 1 else layer for layer in layers],
+                    [tensor_parallel_layer(layer) if tp_group.size > 1 else layer for layer in layers],
                     recompute=recompute_of(plan, name),
-                    regathers=regathers_of(plan, name),
+                    regather=regathers_of(plan, name),
                 )
                 for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
                     template = plan.template_of(name, kind, stage, number)
@@ -123,7 +123,7 @@ blocks = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), min_size=1, m
 
 @given(blocks=blocks, size=st.integers(1, 5), dim=st.integers(0, 1))
 def test_parts_make_up_the_whole(blocks: list[tuple[int, int]], size: int, dim: int) -> None:
-    split = Split(dim=dim, blocks=tuple(blocks))
+    split = ParamSplit(dim=dim, blocks=tuple(blocks))
     shape = [2, 2]
     shape[dim] = split.length(1)
     whole = torch.arange(1, 1 + shape[0] * shape[1]).reshape(shape)
@@ -139,7 +139,7 @@ def test_heads_that_do_not_go_round_are_refused() -> None:
     attention = replace(llm.stack.attention, heads=4, kv_heads=2)
     odd = replace(llm, stack=replace(llm.stack, attention=attention))
     with pytest.raises(UserError, match="does not divide 4 heads that share 2") as error:
-        build_layers(odd, dtype=torch.float32, device="meta", share=TpGroup(size=4))
+        build_layers(odd, dtype=torch.float32, device="meta", tp_group=TpGroup(size=4))
     assert "use 1 or 2" in str(error.value)
 
 

@@ -57,7 +57,7 @@ class Notes:
             patch.object(Sharded, "wait_gathered", self._around(Sharded.wait_gathered, self._gather)),
             patch.object(P2PMailbox, "receive", self._around(P2PMailbox.receive, self._receive)),
             patch.object(P2PMailbox, "take", self._around(P2PMailbox.take, self._take)),
-            patch.object(AsyncCollective, "land", self._around(AsyncCollective.land, self._land)),
+            patch.object(AsyncCollective, "wait", self._around(AsyncCollective.wait, self._wait)),
             patch.object(Side, "begin", lambda side, name, run: self._begin(name, run)),
             patch.object(Side, "end", lambda side, name: self._end(name)),
         ):
@@ -82,11 +82,11 @@ class Notes:
         if isinstance(mail._there[key], Pending):
             self.found[self._line].add(self._senders[key])
 
-    def _land(self, flight: AsyncCollective) -> None:
+    def _wait(self, collective: AsyncCollective) -> None:
         """Rows of one module: that of the line."""
         plan, groups = self.executor.plan, self.executor.groups
         row = plan.programs[plan.ranks.class_of(groups.rank)].rows[self._line]
-        if flight._work is not None:
+        if collective._work is not None:
             self.found[self._line] |= set(groups.members[f"{plan.names[int(row[0])]}.tp"])
 
     def _begin(self, name: object, run: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optimus.engine.batch_plan import BatchTable
 from optimus.engine.encoder_llm_routing import Piece, holders_of, route
-from optimus.engine.process_groups import share_of
+from optimus.engine.process_groups import tp_group_of
 from optimus.ir.plan import Plan, Verb
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Model
@@ -48,7 +48,7 @@ class SampleBatch:
         self._samples: dict[int, Sample] = {}
         self._read = read
         self._made: dict[tuple[str, int], tuple[tuple[Tensor, ...], Any]] = {}
-        self._shares = {name: share_of(plan, name, rank) for name in plan.modules}
+        self._tp_groups = {name: tp_group_of(plan, name, rank) for name in plan.modules}
         device = plan.ranks.class_of(rank)
         self._begins_llm = plan.ranks.stage_of(LLM, device) == 0
         program = plan.programs[device]
@@ -81,7 +81,7 @@ class SampleBatch:
         room = self.plan.modules[name].bin_tokens
         items, numerics = self._items(name, microbatch), self.numerics.get(name, NUMERICS)
         inputs, context = encoder_inputs(encoder, items, room, numerics=numerics, **self._how)
-        rows = self._shares[name].rows(room)
+        rows = self._tp_groups[name].rows(room)
         return (self._placed(inputs[rows]),), context.of(rows).map(self._placed)
 
     def _llm(self, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
@@ -98,14 +98,14 @@ class SampleBatch:
             numerics=self.numerics.get(LLM, NUMERICS),
             **self._how,
         )
-        share = self._shares[LLM]
-        if share.size > 1:
-            context = context.of(share.rows(len(ids)), self._seam(pieces, len(ids)))
+        tp_group = self._tp_groups[LLM]
+        if tp_group.size > 1:
+            context = context.of(tp_group.rows(len(ids)), self._seam(pieces, len(ids)))
         return (self._placed(ids),), context.map(self._placed)
 
     def _seam(self, pieces: list[Piece], length: int) -> SeamRows | None:
         """Only the first stage looks at it."""
-        return route(pieces, self._shares[LLM], length) if self._begins_llm else None
+        return route(pieces, self._tp_groups[LLM], length) if self._begins_llm else None
 
     def _pieces(self, encoder: Encoder, microbatch: int, samples: list[Sample]) -> list[Piece]:
         """What feeds an LLM microbatch: the row that each of its rows replaces, and who holds it."""

@@ -14,7 +14,7 @@ from optimus.engine.process_groups import Groups
 from optimus.errors import UserError
 from optimus.ir.plan import WHOLE_STAGE, Plan
 from optimus.ir.plan import Bucket as PlannedBucket
-from optimus.models.chunk import ANY, Chunk, parameters_of
+from optimus.models.chunk import ALL_LAYERS, Chunk, trainable_parameters
 
 
 class Bucket(Protocol):
@@ -91,10 +91,10 @@ class Buckets(Generic[B]):
         return self._made.get((module, place), ())
 
     def needed(self, module: str, chunk: int, layer: int) -> Iterator[B]:
-        """Without which a layer of a chunk (or `ANY` of them) cannot run."""
+        """Without which a layer of a chunk (or `ALL_LAYERS` of them) cannot run."""
         for place, bucket in enumerate(self._planned(module)):
             whole = bucket.chunk == WHOLE_STAGE
-            inside = layer == ANY or bucket.first_layer <= layer < bucket.end_layer
+            inside = layer == ALL_LAYERS or bucket.first_layer <= layer < bucket.end_layer
             if whole or (bucket.chunk == chunk and inside):
                 yield from self.at(module, place)
 
@@ -135,13 +135,13 @@ class Buckets(Generic[B]):
                 raise _shared(name)
             self._taken |= {id(parameter) for parameter in mine}
             self._made[name, place] = self._make_all(name, mine, group)
-        trained = {id(p) for p in parameters_of(all_layers({name: self._chunks[name]}))}
+        trained = {id(p) for p in trainable_parameters(all_layers({name: self._chunks[name]}))}
         if group is not None and trained - (self._taken - before):
             raise _left_out(name)
 
     def _make_rest(self, name: str) -> Iterator[B]:
         """Of what no bucket of the plan holds."""
-        trained = parameters_of(all_layers({name: self._chunks[name]}))
+        trained = trainable_parameters(all_layers({name: self._chunks[name]}))
         left = [parameter for parameter in trained if id(parameter) not in self._taken]
         self._taken |= {id(parameter) for parameter in left}
         for alike in _by_type(left):
@@ -162,9 +162,9 @@ class Buckets(Generic[B]):
         held: list[Tensor] = []
         for number, chunk in enumerate(self._chunks[name]):
             if bucket.chunk == WHOLE_STAGE:
-                held += chunk.trained(0, len(chunk.layers))
+                held += chunk.trainable_parameters(0, len(chunk.layers))
             elif bucket.chunk == number:
-                held += chunk.trained(bucket.first_layer, bucket.end_layer)
+                held += chunk.trainable_parameters(bucket.first_layer, bucket.end_layer)
         return held
 
 

@@ -18,10 +18,10 @@ from optimus.ir.op import Kind
 from optimus.ir.plan import OPS, Plan, Verb
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm, Model
-from optimus.models.build import build_layers, divided, divided_parameters, layer_count
+from optimus.models.build import build_layers, layer_count, parameters_with_splits, tensor_parallel_layer
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.kernels import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.models.param_split import Split
+from optimus.models.param_split import ParamSplit
 from optimus.models.phase_order import Recompute
 from optimus.models.segment import Segment, SequentialSegment
 
@@ -37,7 +37,7 @@ class RankModel:
 
     chunks: Mapping[str, tuple[SegmentedChunk, ...]]
     parameters: Mapping[str, Tensor]
-    splits: Mapping[str, Split]
+    splits: Mapping[str, ParamSplit]
     tied: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
     partial: tuple[Tensor, ...]
@@ -71,7 +71,7 @@ def build_rank(
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
     found = _Found()
     for module in model.modules:
-        share, recompute = groups.share(plan, module.name), recompute_of(plan, module.name)
+        tp_group, recompute = groups.tp_group(plan, module.name), recompute_of(plan, module.name)
         whole = module.name not in cut and recompute != "attention"
         regathers, mine = regathers_of(plan, module.name), []
         for first, end in ranges_of(plan, module, groups.rank):
@@ -84,12 +84,12 @@ def build_rank(
                 end=end,
                 numerics=numerics.get(module.name, NUMERICS),
                 compute=kernels,
-                share=share,
+                tp_group=tp_group,
                 fed=fed,
             )
-            parts = [_played(layer, divided_=share.size > 1, whole=whole) for layer in layers]
-            mine.append(SegmentedChunk(parts, recompute=recompute, regathers=regathers))
-            found.add(module, layers, first, end, divided_=share.size > 1)
+            parts = [_played(layer, tensor_parallel=tp_group.size > 1, whole=whole) for layer in layers]
+            mine.append(SegmentedChunk(parts, recompute=recompute, regather=regathers))
+            found.add(module, layers, first, end, tensor_parallel=tp_group.size > 1)
         chunks[module.name] = tuple(mine)
     shapes = shapes_of(model, plan, llm_tokens=llm_tokens, dtype=dtype)
     return found.rank_model(chunks, shapes)
@@ -100,22 +100,28 @@ class _Found:
 
     def __init__(self) -> None:
         self._parameters: dict[str, Tensor] = {}
-        self._splits: dict[str, Split] = {}
+        self._splits: dict[str, ParamSplit] = {}
         self._tied: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._partial: list[Tensor] = []
 
     def add(
-        self, module: Encoder | Llm, layers: list[list[Segment]], first: int, end: int, *, divided_: bool
+        self,
+        module: Encoder | Llm,
+        layers: list[list[Segment]],
+        first: int,
+        end: int,
+        *,
+        tensor_parallel: bool,
     ) -> None:
         """Those of some layers of a module, of which tensor parallelism may divide some."""
-        for name, parameter, split in divided_parameters(module, layers, first=first):
+        for name, parameter, split in parameters_with_splits(module, layers, first=first):
             known = self._parameters.setdefault(name, parameter)
             if known is not parameter:  # the other end of a tied parameter
                 self._parameters[f"{name} (head)"] = parameter
             if split is not None:
                 self._splits[name] = split
-            elif divided_:
+            elif tensor_parallel:
                 self._partial.append(parameter)
         if isinstance(module, Llm) and module.tied and (first, end) != (0, layer_count(module)):
             self._tied += [layers[0][0].weight] if first == 0 else []
@@ -133,9 +139,9 @@ class _Found:
         )
 
 
-def _played(layer: list[Segment], *, divided_: bool, whole: bool) -> list[Segment]:
+def _played(layer: list[Segment], *, tensor_parallel: bool, whole: bool) -> list[Segment]:
     """Segments of a layer between which the program may put something."""
-    return divided(layer) if divided_ else [SequentialSegment(layer)] if whole else layer
+    return tensor_parallel_layer(layer) if tensor_parallel else [SequentialSegment(layer)] if whole else layer
 
 
 def modules_cut_in_layers(plan: Plan, rank: int) -> set[str]:

@@ -20,8 +20,7 @@ from optimus.engine.side_stream import Side
 from optimus.ir.op import Kind
 from optimus.ir.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
 from optimus.ir.ranks import LLM
-from optimus.models.chunk import Chunk
-from optimus.models.chunk import Phase as ChunkPhase
+from optimus.models.chunk import Chunk, ChunkPhase
 from optimus.models.segment import Gradients, State
 
 Run = Callable[[], None]
@@ -135,7 +134,7 @@ class Compiler:
             return None
         runs: list[Run] = [phase.run for phase in phases]
         waits, op, members = list[int](), (module, verb, chunk, microbatch), self.groups.members
-        if any(phase.meets for phase in phases):
+        if any(phase.waits_for_tp for phase in phases):
             waits += members[f"{module}.tp"]
         if verb == Verb.F:
             awaited = self._awaited(module, chunk, [phase.layer for phase in phases])
@@ -251,7 +250,7 @@ class Compiler:
             state += taken
             wanted += [need and tensor.is_floating_point() for tensor in taken]
         needs = tuple(wanted) if self.moment.learns else None
-        chunk.begin(microbatch, tuple(state), needs, batch.context(module, microbatch))
+        chunk.begin_forward(microbatch, tuple(state), needs, batch.context(module, microbatch))
 
     def _begin_at_loss(self, chunk: Chunk, microbatch: int) -> None:
         """The loss has gradient 1; whatever else was made has none."""

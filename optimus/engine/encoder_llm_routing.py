@@ -38,21 +38,21 @@ def arrives(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
     return plan.ranks.place(LLM, rank).tp in holders_of(plan, module, microbatch)
 
 
-def route(pieces: Sequence[Piece], share: TpGroup, length: int) -> SeamRows:
+def route(pieces: Sequence[Piece], tp_group: TpGroup, length: int) -> SeamRows:
     """What one rank sends and gets; `length` is that of the sequence."""
-    own = length // share.size
-    held = [_held(pieces, rank) for rank in range(share.size)]
-    mine = held[share.rank]
+    own = length // tp_group.size
+    held = [_held(pieces, rank) for rank in range(tp_group.size)]
+    mine = held[tp_group.rank]
     going = torch.div(mine, own, rounding_mode="floor")  # nowhere is behind the last rank
     order = torch.argsort(going, stable=True)
-    sent = [int((going == rank).sum()) for rank in range(share.size)]
-    coming = [targets[(targets // own) == share.rank] for targets in held]
+    sent = [int((going == rank).sum()) for rank in range(tp_group.size)]
+    coming = [targets[(targets // own) == tp_group.rank] for targets in held]
     return SeamRows(
-        pieces=tuple(len(part) for part in _parts(pieces, share.rank)),
+        pieces=tuple(len(part) for part in _parts(pieces, tp_group.rank)),
         leaving=order[: sum(sent)],
         sent=tuple(sent),
         received=tuple(len(targets) for targets in coming),
-        targets=torch.cat(coming) - share.rank * own,
+        targets=torch.cat(coming) - tp_group.rank * own,
     )
 
 

@@ -45,7 +45,7 @@ from optimus.ir.plan import Plan, PlannedModule
 from optimus.ir.planfile import plan_digest
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Block, Gradients, Segment, State, WeightGradStore
+from optimus.models.segment import Gradients, ModuleSegment, Segment, State, WeightGradStore
 from optimus.verify.validator import check_plan
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -62,18 +62,18 @@ class _Target:
 class _WithLoss(Segment):
     """The last stage and the loss: scaled, as it is, and what the stage made."""
 
-    def __init__(self, block: Block, loss: Loss | None) -> None:
+    def __init__(self, block: ModuleSegment, loss: Loss | None) -> None:
         super().__init__()
         self.block, self.loss = block, loss
 
     @property
-    def trained(self) -> list[nn.Parameter]:
-        return self.block.trained
+    def trainable(self) -> list[nn.Parameter]:
+        return self.block.trainable
 
     def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
         self.block.add_gradients(parameters, gradients)
 
-    def forward(self, state: State, context: _Target, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: _Target, weight_grads: WeightGradStore | None = None) -> State:
         (output,) = self.block(state, None)
         if context.target is None or self.loss is None:
             zero = output.new_zeros(())
@@ -201,7 +201,7 @@ class FillSchedule:
         found: list[Segment] = [make_block(stage) for stage in self.stages]
         if self.is_last:
             found[-1] = _WithLoss(make_block(self.stages[-1]), self.loss_fn)
-        return {**chunks, LLM: tuple(SegmentedChunk([[part]], whole=True) for part in found)}
+        return {**chunks, LLM: tuple(SegmentedChunk([[part]], opaque=True) for part in found)}
 
     def _ready(self, batch: _Batch) -> Executor:
         """The executor; at the first step ranks tell each other the shapes of what travels."""

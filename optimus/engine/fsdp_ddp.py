@@ -21,7 +21,7 @@ from optimus.engine.buckets import Bucket
 from optimus.engine.replicated_buckets import Replicated
 from optimus.engine.torch_private import fsdp_meshes, gather_fsdp, keep_fsdp_gradients, reduce_fsdp, wait_fsdp
 from optimus.errors import UserError
-from optimus.models.segment import Block, Gradients
+from optimus.models.segment import Gradients, ModuleSegment
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -65,11 +65,11 @@ def take_over(module: nn.Module, field: str, replicas: Sequence[int]) -> None:
         part.set_reduce_scatter_max_input_buffers(len(parts))  # or compute would wait for the one before
 
 
-class FsdpBlock(Block):
+class FsdpBlock(ModuleSegment):
     """A block whose parameters FSDP2 swaps for whole ones while a step runs."""
 
     @property
-    def trained(self) -> list[nn.Parameter]:
+    def trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
@@ -124,9 +124,9 @@ class Fsdp:
             reduce_fsdp(module)
 
 
-def make_block(module: nn.Module) -> Block:
+def make_block(module: nn.Module) -> ModuleSegment:
     """A module as a segment, sharded or not."""
-    return FsdpBlock(module) if fsdp_modules(module) else Block(module)
+    return FsdpBlock(module) if fsdp_modules(module) else ModuleSegment(module)
 
 
 def make_bucket(

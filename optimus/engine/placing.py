@@ -13,12 +13,12 @@ from optimus.errors import UserError
 from optimus.ir.op import COLLECTIVE, Kind
 from optimus.ir.plan import Phase as PlannedPhase
 from optimus.ir.plan import Template
-from optimus.models.chunk import ANY, Phase
+from optimus.models.chunk import ALL_LAYERS, ChunkPhase
 
 SPARED = "scatter2"  # the last sum of a layer that is made again: plans count it, and no gradient needs it
 
 
-def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list[list[Phase]]:
+def place_phases(what: str, template: Template, phases: Sequence[ChunkPhase]) -> list[list[ChunkPhase]]:
     """For every line of an op, the phases of the chunk to run there."""
     forward = all(phase.kind in (Kind.F, *COLLECTIVE) for phase in phases)
     covered: list[list[int]] = [[] for _ in phases]
@@ -36,7 +36,7 @@ def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list
                 problem="is in the plan, and the chunk that was given has nothing for it",
                 hint="give the modules that the plan was made for, or plan again for these",
             )
-    found: list[list[Phase]] = [[] for _ in template]
+    found: list[list[ChunkPhase]] = [[] for _ in template]
     at = 0
     for phase, places in zip(phases, covered, strict=True):
         wanted = (places[-1] if forward else places[0]) if places else at
@@ -52,7 +52,7 @@ def place_phases(what: str, template: Template, phases: Sequence[Phase]) -> list
 
 
 def _phase_for(
-    template: Template, place: int, phases: Sequence[Phase], found_at: Mapping[int, int]
+    template: Template, place: int, phases: Sequence[ChunkPhase], found_at: Mapping[int, int]
 ) -> int | None:
     """The number of the phase that stands for a line; a wait is found by its launch."""
     planned = template[place]
@@ -66,8 +66,8 @@ def _phase_for(
     return next((at for at, phase in enumerate(phases) if _stands_for(phase, planned)), None)
 
 
-def _stands_for(phase: Phase, planned: PlannedPhase) -> bool:
-    if phase.layer == ANY:
+def _stands_for(phase: ChunkPhase, planned: PlannedPhase) -> bool:
+    if phase.layer == ALL_LAYERS:
         return True
     if phase.layer != planned.layer or (phase.kind == Kind.R) != (planned.kind == Kind.R):
         return False

@@ -58,7 +58,7 @@ def replicas_of(plan: Plan, module: str, rank: int) -> Members:
     return _replicas(plan.ranks, module)(rank) or (rank,)
 
 
-def share_of(plan: Plan, module: str, rank: int) -> TpGroup:
+def tp_group_of(plan: Plan, module: str, rank: int) -> TpGroup:
     """A rank's place among those that divide the layers of a module between them."""
     return TpGroup(rank=plan.ranks.place(module, rank).tp, size=plan.modules[module].layout.tp)
 
@@ -202,9 +202,9 @@ class Groups:
     def get(self, axis: str) -> dist.ProcessGroup | None:
         return self.groups.get(axis)
 
-    def share(self, plan: Plan, module: str) -> TpGroup:
+    def tp_group(self, plan: Plan, module: str) -> TpGroup:
         """This rank's place in the module's tensor-parallel group, with the group."""
-        return replace(share_of(plan, module, self.rank), group=self.get(f"{module}.tp"))
+        return replace(tp_group_of(plan, module, self.rank), group=self.get(f"{module}.tp"))
 
     def mesh(self, module: str, device_type: str) -> DeviceMesh | None:
         """The replicas of a module as a mesh, for those who place tensors by it."""

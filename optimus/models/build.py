@@ -18,9 +18,9 @@ from optimus.models.encoder_ends import Patches, Project
 from optimus.models.kernels import KERNELS, NUMERICS, Kernels, Numerics
 from optimus.models.layer_ops import JOIN
 from optimus.models.llm_ends import Embedding, Head
-from optimus.models.param_split import Split
+from optimus.models.param_split import ParamSplit
 from optimus.models.segment import Segment, SequentialSegment
-from optimus.models.tensor_parallel import ALONE, Exchange, TpGroup
+from optimus.models.tensor_parallel import NO_TP, TpCollective, TpGroup
 from optimus.models.transformer_layer import Attend, Down, Out, Qkv, Up
 
 Module = Encoder | Llm
@@ -43,22 +43,22 @@ def build_layers(
     end: int | None = None,
     numerics: Numerics = NUMERICS,
     compute: Kernels = KERNELS,
-    share: TpGroup = ALONE,
+    tp_group: TpGroup = NO_TP,
     fed: bool = True,
 ) -> list[list[Segment]]:
     """Layers `first` up to `end` (not included) of a module, each a list of segments.
 
-    `share` says which part of every layer is this rank's, `fed` whether rows that feed an LLM want gradients.
+    `tp_group` says which shard of every layer this rank holds, `fed` whether encoder rows need gradients.
     """
-    refuse_unsupported(module, share.size)
+    refuse_unsupported(module, tp_group.size)
     end = layer_count(module) if end is None else end
     assert 0 <= first <= end <= layer_count(module), f"layers {first}:{end} of {layer_count(module)}"
     where = {"dtype": dtype, "device": device}
-    layers = [_layer(module, layer, numerics, compute, share, fed, where) for layer in range(first, end)]
+    layers = [_layer(module, layer, numerics, compute, tp_group, fed, where) for layer in range(first, end)]
     _tie(module, first, end, layers)
     with torch.no_grad():
-        for name, parameter, split in divided_parameters(module, layers, first=first):
-            initialise(parameter, name, seed, split, share)
+        for name, parameter, split in parameters_with_splits(module, layers, first=first):
+            initialise(parameter, name, seed, split, tp_group)
     _freeze(module, layers)
     return layers
 
@@ -68,32 +68,32 @@ def _layer(
     layer: int,
     numerics: Numerics,
     compute: Kernels,
-    share: TpGroup,
+    tp_group: TpGroup,
     fed: bool,
     where: dict[str, Any],
 ) -> list[Segment]:
     last = layer_count(module) - 1
     if layer == 0 and isinstance(module, Llm):
-        return [Embedding(module, numerics, share, fed=fed, **where)]
+        return [Embedding(module, numerics, tp_group, fed=fed, **where)]
     if layer == last and isinstance(module, Llm):
-        return [Head(module, numerics, compute, share, **where)]
+        return [Head(module, numerics, compute, tp_group, **where)]
     if layer in (0, last) and isinstance(module, Encoder):
         return [(Project if layer else Patches)(module, numerics, compute, **where)]
     stack, place = module.stack, f"{module.name}.layers.{layer - 1}"
     return [
-        Qkv(stack, numerics, compute, share, **where),
+        Qkv(stack, numerics, compute, tp_group, **where),
         Attend(stack, layer - 1, compute),
-        Out(stack, numerics, compute, f"{place}.out", share, **where),
-        Up(stack, numerics, compute, share, **where),
-        Down(stack, numerics, compute, f"{place}.down", share, **where),
+        Out(stack, numerics, compute, f"{place}.out", tp_group, **where),
+        Up(stack, numerics, compute, tp_group, **where),
+        Down(stack, numerics, compute, f"{place}.down", tp_group, **where),
     ]
 
 
-def divided(layer: Sequence[Segment]) -> list[Segment]:
+def tensor_parallel_layer(layer: Sequence[Segment]) -> list[Segment]:
     """A layer of which several ranks hold a share, as they play it: parts with exchanges between them."""
     found: list[Segment] = []
-    for part in (part for segment in layer for part in segment.parts()):
-        if found and found[-1].kernels == JOIN and not isinstance(part, Exchange):
+    for part in (part for segment in layer for part in segment.tp_segments()):
+        if found and found[-1].kernels == JOIN and not isinstance(part, TpCollective):
             found[-1] = SequentialSegment(
                 (found[-1], part), part.kernels
             )  # nothing is ever scheduled between them
@@ -140,12 +140,12 @@ def named_parameters(
     module: Module, layers: Sequence[Sequence[Segment]], *, first: int = 0
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters of a range of layers, shared ones once."""
-    return ((name, parameter) for name, parameter, _ in divided_parameters(module, layers, first=first))
+    return ((name, parameter) for name, parameter, _ in parameters_with_splits(module, layers, first=first))
 
 
-def divided_parameters(
+def parameters_with_splits(
     module: Module, layers: Sequence[Sequence[Segment]], *, first: int = 0
-) -> Iterator[tuple[str, nn.Parameter, Split | None]]:
+) -> Iterator[tuple[str, nn.Parameter, ParamSplit | None]]:
     """The same, with how tensor parallelism divides each; None if it is whole on every rank."""
     seen: set[int] = set()
     for layer, segments in enumerate(layers, first):
@@ -157,7 +157,7 @@ def divided_parameters(
 
 
 def initialise(
-    parameter: Tensor, name: str, seed: int, split: Split | None = None, share: TpGroup = ALONE
+    parameter: Tensor, name: str, seed: int, split: ParamSplit | None = None, tp_group: TpGroup = NO_TP
 ) -> None:
     """Ones for norms, else normal numbers drawn on the host in float32, so that every type has the same.
 
@@ -173,7 +173,7 @@ def initialise(
         shape[split.dim] = split.length(1)
     generator = torch.Generator().manual_seed(hashed("parameter", seed, name) & (2**63 - 1))
     values = torch.empty(shape, dtype=torch.float32).normal_(0.0, SPREAD, generator=generator)
-    parameter.copy_(values if split is None else split.part(values, share.rank, share.size))
+    parameter.copy_(values if split is None else split.part(values, tp_group.rank, tp_group.size))
 
 
 def refuse_unsupported(module: Module, tp: int = 1) -> None:

@@ -23,7 +23,7 @@ class AsyncCollective:
     def __init__(self, work: dist.Work | None, take: Callable[[], Any], *kept: Tensor) -> None:
         self._work, self._take, self._kept = work, take, kept
 
-    def land(self) -> Any:
+    def wait(self) -> Any:
         """What it brings, when it is there: on a GPU compute waits for that, the host does not."""
         if self._work is not None:
             self._work.wait()
@@ -57,22 +57,22 @@ _SUM = _named("reduce_scatter_single", "_reduce_scatter_base"), _options(c10d.Re
 _EXCHANGE = _named("all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions)
 
 
-def gather_rows(part: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
+def all_gather_rows(part: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
     """Rows of all ranks in order."""
     part = part.detach().contiguous()
-    return fill_rows(part.new_empty(part.shape[0] * group.size(), *part.shape[1:]), part, group)
+    return all_gather_rows_into(part.new_empty(part.shape[0] * group.size(), *part.shape[1:]), part, group)
 
 
-def fill_rows(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
+def all_gather_rows_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
     """Rows of all ranks in order, into `whole`."""
     name, options = _GATHER
     return AsyncCollective(getattr(group, name)(whole, part, options), lambda: whole, part, whole)
 
 
-def sum_rows(parts: Tensor, group: dist.ProcessGroup, *, by_exchange: bool) -> AsyncCollective:
-    """The sum over ranks, of which each gets its own rows; or `by_exchange` of rows, each sums its own."""
+def reduce_scatter_rows(parts: Tensor, group: dist.ProcessGroup, *, by_all_to_all: bool) -> AsyncCollective:
+    """The sum over ranks, of which each gets its own rows; or `by_all_to_all` of rows, each sums its own."""
     parts, size = parts.detach().contiguous(), group.size()
-    if by_exchange:
+    if by_all_to_all:
         name, options = _EXCHANGE
         came = torch.empty_like(parts)
         work = getattr(group, name)(came, parts, [], [], options)
@@ -82,7 +82,7 @@ def sum_rows(parts: Tensor, group: dist.ProcessGroup, *, by_exchange: bool) -> A
     return AsyncCollective(getattr(group, name)(mine, parts, options), lambda: mine, parts, mine)
 
 
-def exchange_rows(
+def all_to_all_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> AsyncCollective:
     """So many rows to every rank, in order, and so many from every rank."""

@@ -20,7 +20,7 @@ class Patches(Segment):
     """(inputs) to (x): a linear map (a convolution over unfolded inputs), then positions."""
 
     kernels = ("patches",)
-    defers, is_end = True, True
+    defers_weight_grads, is_end = True, True
 
     def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **where: Any) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class Patches(Segment):
         table = torch.empty(encoder.positions, hidden, **where) if encoder.positions else None
         self.positions = None if table is None else nn.Parameter(table)
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         (inputs,) = state
-        x = linear(inputs, self.weight, self.bias, deferred=deferred, kernels=self.compute.linear)
+        x = linear(inputs, self.weight, self.bias, weight_grads=weight_grads, kernels=self.compute.linear)
         if self.positions is not None:
-            x = x + embedding(context.positions, self.positions, deferred=deferred)
+            x = x + embedding(context.positions, self.positions, weight_grads=weight_grads)
         elif context.waves is not None:
             x = x + context.waves
         return (self.dropout(x, context.keys),)
@@ -46,7 +46,7 @@ class Project(Segment):
     """(x) to (rows of the LLM): the encoder's final norm, then `merge` rows to one, and linear maps."""
 
     kernels = ("projector",)
-    defers, is_end = True, True
+    defers_weight_grads, is_end = True, True
 
     def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **where: Any) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Project(Segment):
         bias, linears = self.projector.bias, self.projector.linears(stack.hidden)
         self.linears = nn.ModuleList(Linear(*each, bias=bias, **where) for each in linears)
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         (x,) = state
         merge = self.projector.merge
         rows = self.norm(x).unflatten(0, (x.shape[0] // merge, merge))
         rows = rows.flatten(1) if self.projector.concatenates else rows.mean(1)
         for number, part in enumerate(self.linears):
             rows = functional.gelu(rows) if number else rows
-            rows = part(rows, deferred, self.compute.linear)
+            rows = part(rows, weight_grads, self.compute.linear)
         return (rows,)

@@ -22,30 +22,30 @@ JOIN = ("join",)  # no kernel of a plan: it runs where the exchange before it ha
 class Normed(ManualBackwardSegment):
     """(x) to (x, normed)."""
 
-    has_cheap = True
+    has_recomputable = True
 
     def __init__(self, norm: Norm, kernels: tuple[str, ...]) -> None:
         super().__init__()
         self.norm, self.kernels = norm, kernels
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         (x,) = state
         return x, self.norm(x)
 
-    def made(self, state: State, context: Any, deferred: WeightGradStore) -> tuple[State, Any]:
+    def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         (x,) = state
         rows = x.detach()
-        normed, values = self.norm.made(rows)
-        deferred.note(normed, self.norm, rows)
+        normed, values = self.norm.forward_saving(rows)
+        weight_grads.mark_recomputable(normed, self.norm, rows)
         return (x, normed), values
 
-    def gradient(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], deferred: WeightGradStore
+    def backward(
+        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
     ) -> Gradients:
         beside, gradient = given
         if gradient is None:
             return (beside,)
-        found = self.norm.gradient(values, gradient, wanted=needs[0])
+        found = self.norm.backward(values, gradient, wanted=needs[0])
         return (_sum(found, beside),)
 
 
@@ -63,9 +63,11 @@ class Product(ManualBackwardSegment):
         return self.linear.forward(rows, self.weight, self.bias)
 
     def product_gradient(
-        self, gradient: Tensor, rows: Tensor, deferred: WeightGradStore, *, wanted: bool
+        self, gradient: Tensor, rows: Tensor, weight_grads: WeightGradStore, *, wanted: bool
     ) -> Tensor | None:
-        return linear_gradient(gradient, rows, self.weight, self.bias, deferred, self.linear, wanted=wanted)
+        return linear_gradient(
+            gradient, rows, self.weight, self.bias, weight_grads, self.linear, wanted=wanted
+        )
 
 
 class Heads(Product):
@@ -85,26 +87,26 @@ class Heads(Product):
         self._counts, self._total = list(counts), sum(counts)
         self.norms = nn.ModuleList(norms or ())
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, normed = state
         queries, keys, values = self._cut(self.product(normed))
         if self.norms:
             queries, keys = (norm(rows) for norm, rows in zip(self.norms, (queries, keys), strict=True))
         return x, *_turned(queries, keys, values, context)
 
-    def made(self, state: State, context: Any, deferred: WeightGradStore) -> tuple[State, Any]:
+    def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         x, normed = state
         queries, keys, values = self._cut(self.product(normed))
         of_norms: tuple[Any, ...] = ()
         if self.norms:
             (queries, of_queries), (keys, of_keys) = (
-                norm.made(rows) for norm, rows in zip(self.norms, (queries, keys), strict=True)
+                norm.forward_saving(rows) for norm, rows in zip(self.norms, (queries, keys), strict=True)
             )
             of_norms = of_queries, of_keys
         return (x, *_turned(queries, keys, values, context)), (normed.detach(), of_norms, context.rotary)
 
-    def gradient(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], deferred: WeightGradStore
+    def backward(
+        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
     ) -> Gradients:
         normed, of_norms, rotary = values
         beside, *heads = given
@@ -112,9 +114,9 @@ class Heads(Product):
         if rotary is not None:
             heads[:2] = [rotate_back(rows, rotary) for rows in heads[:2]]
         for place, (norm, kept) in enumerate(zip(self.norms, of_norms, strict=True)):
-            heads[place] = norm.gradient(kept, heads[place], wanted=True)
+            heads[place] = norm.backward(kept, heads[place], wanted=True)
         gradient = torch.cat(heads, 1).flatten(1)
-        return beside, self.product_gradient(gradient, normed, deferred, wanted=needs[1])
+        return beside, self.product_gradient(gradient, normed, weight_grads, wanted=needs[1])
 
     def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
         heads = rows.view(rows.shape[0], self._total, -1)
@@ -132,25 +134,25 @@ def _turned(queries: Tensor, keys: Tensor, values: Tensor, context: Any) -> tupl
 class Multiplied(Product):
     """(x, rows) to (x, product), of which every rank has a part of the sum."""
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, rows = state
         return x, self.product(rows)
 
-    def made(self, state: State, context: Any, deferred: WeightGradStore) -> tuple[State, Any]:
+    def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         return self.forward(state, context), state[1].detach()
 
-    def gradient(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], deferred: WeightGradStore
+    def backward(
+        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
     ) -> Gradients:
         beside, gradient = given
         assert gradient is not None
-        return beside, self.product_gradient(gradient, values, deferred, wanted=needs[1])
+        return beside, self.product_gradient(gradient, values, weight_grads, wanted=needs[1])
 
 
 class Widened(Product):
     """(x, normed) to (x, h): the MLP's first matrix (gate above up when gated), the non-linearity."""
 
-    has_cheap = True
+    has_recomputable = True
 
     def __init__(
         self,
@@ -165,20 +167,20 @@ class Widened(Product):
         super().__init__(weight, bias, linear, kernels)
         self._gated, self._gelu = gated, gelu
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, normed = state
         rows = self.product(normed)
         return x, Gated.apply(rows) if self._gated else self._nonlinear(rows)
 
-    def made(self, state: State, context: Any, deferred: WeightGradStore) -> tuple[State, Any]:
+    def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         x, normed = state
         rows = self.product(normed)
         h = self._nonlinear(rows)
-        deferred.note(h, self._nonlinear, rows)
+        weight_grads.mark_recomputable(h, self._nonlinear, rows)
         return (x, h), (normed.detach(), rows)
 
-    def gradient(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], deferred: WeightGradStore
+    def backward(
+        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
     ) -> Gradients:
         (normed, rows), (beside, gradient) = values, given
         assert gradient is not None
@@ -186,7 +188,7 @@ class Widened(Product):
             inner = gated_gradient(gradient, rows)
         else:
             inner = torch.ops.aten.gelu_backward.default(gradient, rows, approximate=self._gelu)
-        return beside, self.product_gradient(inner, normed, deferred, wanted=needs[1])
+        return beside, self.product_gradient(inner, normed, weight_grads, wanted=needs[1])
 
     def _nonlinear(self, rows: Tensor) -> Tensor:
         return gated(rows) if self._gated else functional.gelu(rows, approximate=self._gelu)
@@ -199,22 +201,22 @@ class Join(ManualBackwardSegment):
     """
 
     kernels = JOIN
-    keeps_nothing = True
+    saves_nothing = True
 
     def __init__(self, bias: nn.Parameter | None, dropout: Dropout) -> None:
         super().__init__()
         self.bias, self._dropout = bias, dropout
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, rows = state
         rows = rows if self.bias is None else rows + self.bias
         return (x + self._dropout(rows, context.keys),)
 
-    def made(self, state: State, context: Any, deferred: WeightGradStore) -> tuple[State, Any]:
+    def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         return self.forward(state, context), context.keys
 
-    def gradient(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], deferred: WeightGradStore
+    def backward(
+        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
     ) -> Gradients:
         (gradient,) = given
         assert gradient is not None
@@ -238,21 +240,21 @@ class Joined(Product):
         super().__init__(weight, bias, linear, kernels)
         self._dropout = dropout
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, rows = state
         return (x + self._dropout(self.product(rows), context.keys),)
 
-    def made(self, state: State, context: Any, deferred: WeightGradStore) -> tuple[State, Any]:
+    def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         return self.forward(state, context), (state[1].detach(), context.keys)
 
-    def gradient(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], deferred: WeightGradStore
+    def backward(
+        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
     ) -> Gradients:
         (rows, keys), (gradient,) = values, given
         assert gradient is not None
         inner = self._dropout(gradient, keys)
         beside = gradient if needs[0] else None
-        return beside, self.product_gradient(inner, rows, deferred, wanted=needs[1])
+        return beside, self.product_gradient(inner, rows, weight_grads, wanted=needs[1])
 
 
 def gated(rows: Tensor) -> Tensor:

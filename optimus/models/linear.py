@@ -59,7 +59,7 @@ ON_GPUS = LinearKernels(add_weight_gradient=_add_product)  # for tensors that st
 
 
 class _DeferringLinear(torch.autograd.Function):
-    """Rows times weight; the backward gives the input's gradient and leaves the rest in `deferred`."""
+    """Rows times weight; the backward gives the input's gradient and leaves the rest in `weight_grads`."""
 
     @staticmethod
     def forward(
@@ -67,19 +67,19 @@ class _DeferringLinear(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        deferred: WeightGradStore,
+        weight_grads: WeightGradStore,
         kernels: LinearKernels,
     ) -> Tensor:
         context.save_for_backward(rows, weight, bias)
-        context.deferred, context.kernels = deferred, kernels
+        context.weight_grads, context.kernels = weight_grads, kernels
         return kernels.forward(rows, weight, bias)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         rows, weight, bias = context.saved_tensors
         # Detached: what made the rows may lead back to the list itself, a circle that nobody would free.
-        deferred, kernels, wanted = context.deferred, context.kernels, context.needs_input_grad[0]
-        found = linear_gradient(gradient, rows.detach(), weight, bias, deferred, kernels, wanted=wanted)
+        weight_grads, kernels, wanted = context.weight_grads, context.kernels, context.needs_input_grad[0]
+        found = linear_gradient(gradient, rows.detach(), weight, bias, weight_grads, kernels, wanted=wanted)
         return found, None, None, None, None
 
 
@@ -88,16 +88,16 @@ def linear_gradient(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    deferred: WeightGradStore,
+    weight_grads: WeightGradStore,
     kernels: LinearKernels,
     *,
     wanted: bool,
 ) -> Tensor | None:
-    """Of the rows, if it is wanted; those of weight and bias go to `deferred`."""
+    """Of the rows, if it is wanted; those of weight and bias go to `weight_grads`."""
     if weight.requires_grad:
-        deferred.add(partial(kernels.add_weight_gradient, weight, gradient, rows))
+        weight_grads.add(partial(kernels.add_weight_gradient, weight, gradient, rows))
     if bias is not None and bias.requires_grad:
-        deferred.add(partial(add_bias_gradient, bias, gradient))
+        weight_grads.add(partial(add_bias_gradient, bias, gradient))
     return kernels.input_gradient(gradient, weight) if wanted else None
 
 
@@ -114,31 +114,31 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    deferred: WeightGradStore | None = None,
+    weight_grads: WeightGradStore | None = None,
     kernels: LinearKernels = TORCH,
 ) -> Tensor:
-    """Rows (n, in) to rows (n, out); with `deferred` its weight gradient waits there after the backward."""
-    if deferred is None:
+    """Maps rows (n, in) to rows (n, out); with `weight_grads` the backward defers the weight gradient."""
+    if weight_grads is None:
         return kernels.forward(rows, weight, bias)
-    found: Tensor = _DeferringLinear.apply(rows, weight, bias, deferred, kernels)
+    found: Tensor = _DeferringLinear.apply(rows, weight, bias, weight_grads, kernels)
     return found
 
 
 class _DeferringEmbedding(torch.autograd.Function):
-    """Rows of a table; the backward leaves the table's gradient in `deferred`."""
+    """Rows of a table; the backward leaves the table's gradient in `weight_grads`."""
 
     @staticmethod
     def forward(
-        context: Any, ids: Tensor, table: Tensor, deferred: WeightGradStore, first: int | None
+        context: Any, ids: Tensor, table: Tensor, weight_grads: WeightGradStore, first: int | None
     ) -> Tensor:
         context.save_for_backward(ids, table)
-        context.deferred, context.first = deferred, first
+        context.weight_grads, context.first = weight_grads, first
         return _rows_of(table, ids, first)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         ids, table = context.saved_tensors
-        context.deferred.add(partial(_add_table_gradient, table, gradient, ids, context.first))
+        context.weight_grads.add(partial(_add_table_gradient, table, gradient, ids, context.first))
         return None, None, None, None
 
 
@@ -169,15 +169,15 @@ def _add_table_gradient(table: Tensor, gradient: Tensor, ids: Tensor, first: int
 
 
 def embedding(
-    ids: Tensor, table: Tensor, *, first: int | None = None, deferred: WeightGradStore | None = None
+    ids: Tensor, table: Tensor, *, first: int | None = None, weight_grads: WeightGradStore | None = None
 ) -> Tensor:
-    """Rows of `table`; with `deferred` its gradient waits there after the backward.
+    """Rows of `table`; with `weight_grads` its gradient waits there after the backward.
 
     A table that is a part of one begins with the id `first`; ids that are not in it give zeros.
     """
-    if deferred is None:
+    if weight_grads is None:
         return _rows_of(table, ids, first)
-    found: Tensor = _DeferringEmbedding.apply(ids, table, deferred, first)
+    found: Tensor = _DeferringEmbedding.apply(ids, table, weight_grads, first)
     return found
 
 
@@ -190,6 +190,6 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
 
     def forward(
-        self, rows: Tensor, deferred: WeightGradStore | None = None, kernels: LinearKernels = TORCH
+        self, rows: Tensor, weight_grads: WeightGradStore | None = None, kernels: LinearKernels = TORCH
     ) -> Tensor:
-        return linear(rows, self.weight, self.bias, deferred=deferred, kernels=kernels)
+        return linear(rows, self.weight, self.bias, weight_grads=weight_grads, kernels=kernels)

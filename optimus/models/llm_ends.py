@@ -12,12 +12,12 @@ from optimus.job.model import Llm
 from optimus.models.dropout import Dropout
 from optimus.models.kernels import Kernels, Numerics
 from optimus.models.linear import embedding, linear
-from optimus.models.loss import divided_cross_entropy
+from optimus.models.loss import vocab_parallel_cross_entropy
 from optimus.models.norms import Norm
-from optimus.models.param_split import Split
+from optimus.models.param_split import ParamSplit
 from optimus.models.sample import IGNORED
-from optimus.models.segment import Part, Segment, State, WeightGradStore
-from optimus.models.tensor_parallel import ALONE, Gather, Scatter, Seam, TpGroup
+from optimus.models.segment import FunctionSegment, Segment, State, WeightGradStore
+from optimus.models.tensor_parallel import NO_TP, AllGather, ReduceScatter, SeamExchange, TpGroup
 
 PLACE = ("place",)  # no kernel of a plan: it runs where the exchange before it has ended
 
@@ -30,45 +30,52 @@ class Embedding(Segment):
     """
 
     kernels = ("embedding",)
-    defers, is_end = True, True
+    defers_weight_grads, is_end = True, True
 
     def __init__(
-        self, llm: Llm, numerics: Numerics, share: TpGroup = ALONE, *, fed: bool = True, **where: Any
+        self, llm: Llm, numerics: Numerics, tp_group: TpGroup = NO_TP, *, fed: bool = True, **where: Any
     ) -> None:
         super().__init__()
-        hidden, split = llm.stack.hidden, Split(dim=0, blocks=((llm.vocab, 1),))
-        self.splits, self.share, self.fed = {"weight": split}, share, fed
+        hidden, split = llm.stack.hidden, ParamSplit(dim=0, blocks=((llm.vocab, 1),))
+        self.splits, self.tp_group, self.fed = {"weight": split}, tp_group, fed
         self.dropout = Dropout(f"{llm.name}.embedding", numerics.dropout)
-        rows = split.length(share.size)
-        self._first = share.rank * rows
+        rows = split.length(tp_group.size)
+        self._first = tp_group.rank * rows
         self.weight = nn.Parameter(torch.empty(rows, hidden, **where))
         self.positions = nn.Parameter(torch.empty(llm.positions, hidden, **where)) if llm.positions else None
 
-    def parts(self) -> list[Segment]:
+    def tp_segments(self) -> list[Segment]:
         width = self.weight.shape[1]
         return [
-            Seam(self.share, width=width, dtype=self.weight.dtype, learns=self.fed),
-            Part(self, self._looked_up, self.kernels, [self.weight]),
-            Scatter(self.share, 1, there="embedding.scatter", of="embedding", late=True, spent=(0,)),
-            Part(self, self._placed, PLACE, [self.positions]),
+            SeamExchange(self.tp_group, width=width, dtype=self.weight.dtype, needs_backward=self.fed),
+            FunctionSegment(self, self._looked_up, self.kernels, [self.weight]),
+            ReduceScatter(
+                self.tp_group,
+                1,
+                forward_name="embedding.scatter",
+                kernel="embedding",
+                in_wgrad=True,
+                freed=(0,),
+            ),
+            FunctionSegment(self, self._placed, PLACE, [self.positions]),
         ]
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         ids, *encoded = state
-        x = embedding(ids, self.weight, deferred=deferred)
-        return self._finished(_placed(x, encoded, context.targets), context, deferred)
+        x = embedding(ids, self.weight, weight_grads=weight_grads)
+        return self._finished(_placed(x, encoded, context.targets), context, weight_grads)
 
-    def _looked_up(self, state: State, context: Any, deferred: WeightGradStore | None) -> State:
+    def _looked_up(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
         ids, rows = state
-        return rows, embedding(ids, self.weight, first=self._first, deferred=deferred)
+        return rows, embedding(ids, self.weight, first=self._first, weight_grads=weight_grads)
 
-    def _placed(self, state: State, context: Any, deferred: WeightGradStore | None) -> State:
+    def _placed(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
         rows, x = state
-        return self._finished(_placed(x, (rows,), (context.seam.targets,)), context, deferred)
+        return self._finished(_placed(x, (rows,), (context.seam.targets,)), context, weight_grads)
 
-    def _finished(self, x: Tensor, context: Any, deferred: WeightGradStore | None) -> State:
+    def _finished(self, x: Tensor, context: Any, weight_grads: WeightGradStore | None) -> State:
         if self.positions is not None:
-            x = x + embedding(context.positions, self.positions, deferred=deferred)
+            x = x + embedding(context.positions, self.positions, weight_grads=weight_grads)
         return (self.dropout(x, context.keys),)
 
 
@@ -86,42 +93,42 @@ class Head(Segment):
     """(x) to (loss): final norm, logits, summed cross entropy times the context's scale."""
 
     kernels = ("head",)
-    defers, is_end = True, True
+    defers_weight_grads, is_end = True, True
 
     def __init__(
-        self, llm: Llm, numerics: Numerics, compute: Kernels, share: TpGroup = ALONE, **where: Any
+        self, llm: Llm, numerics: Numerics, compute: Kernels, tp_group: TpGroup = NO_TP, **where: Any
     ) -> None:
         super().__init__()
-        split = Split(dim=0, blocks=((llm.vocab, 1),))
-        self.compute, self.share, self.splits = compute, share, {"weight": split}
+        split = ParamSplit(dim=0, blocks=((llm.vocab, 1),))
+        self.compute, self.tp_group, self.splits = compute, tp_group, {"weight": split}
         self.norm = Norm(llm.stack.norm, llm.stack.hidden, numerics.norm_eps, **where)
-        rows = split.length(share.size)
-        self._first, self._count = share.rank * rows, max(0, min(rows, llm.vocab - share.rank * rows))
+        rows = split.length(tp_group.size)
+        self._first, self._count = tp_group.rank * rows, max(0, min(rows, llm.vocab - tp_group.rank * rows))
         self.weight = nn.Parameter(torch.empty(rows, llm.stack.hidden, **where))
 
-    def parts(self) -> list[Segment]:
+    def tp_segments(self) -> list[Segment]:
         return [
-            Part(self, self._normed, ("head.norm",), [self.norm]),
-            Gather(self.share, 0, there="head.gather", of="head", regathers=False),
-            Part(self, self._divided_loss, self.kernels, [self.weight], meets=True),
+            FunctionSegment(self, self._normed, ("head.norm",), [self.norm]),
+            AllGather(self.tp_group, 0, forward_name="head.gather", kernel="head", regather=False),
+            FunctionSegment(self, self._vocab_parallel_loss, self.kernels, [self.weight], waits_for_tp=True),
         ]
 
-    def logits(self, state: State, deferred: WeightGradStore | None = None) -> Tensor:
+    def logits(self, state: State, weight_grads: WeightGradStore | None = None) -> Tensor:
         (x,) = state
-        return linear(self.norm(x), self.weight, deferred=deferred, kernels=self.compute.linear)
+        return linear(self.norm(x), self.weight, weight_grads=weight_grads, kernels=self.compute.linear)
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
-        logits = _wide(self.logits(state, deferred))
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        logits = _wide(self.logits(state, weight_grads))
         loss = functional.cross_entropy(logits, context.labels, ignore_index=IGNORED, reduction="sum")
         return (loss.reshape(1) * context.scale,)
 
-    def _normed(self, state: State, context: Any, deferred: WeightGradStore | None) -> State:
+    def _normed(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
         return (self.norm(state[0]),)
 
-    def _divided_loss(self, state: State, context: Any, deferred: WeightGradStore | None) -> State:
-        logits = linear(state[0], self.weight, deferred=deferred, kernels=self.compute.linear)
-        loss = divided_cross_entropy(
-            _wide(logits), context.labels, self.share, first=self._first, count=self._count
+    def _vocab_parallel_loss(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
+        logits = linear(state[0], self.weight, weight_grads=weight_grads, kernels=self.compute.linear)
+        loss = vocab_parallel_cross_entropy(
+            _wide(logits), context.labels, self.tp_group, first=self._first, count=self._count
         )
         return (loss.reshape(1) * context.scale,)
 

@@ -11,19 +11,19 @@ from optimus.models.sample import IGNORED
 from optimus.models.tensor_parallel import TpGroup
 
 
-class _DividedCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     """One small collective: of every row, each rank's part of the normaliser and of the label's logit."""
 
     @staticmethod
     def forward(
-        context: Any, logits: Tensor, labels: Tensor, share: TpGroup, first: int, count: int
+        context: Any, logits: Tensor, labels: Tensor, tp_group: TpGroup, first: int, count: int
     ) -> Tensor:
         asked, mine = labels != IGNORED, labels - first
         here = asked & (mine >= 0) & (mine < count)
         column = mine.clamp(0, max(0, logits.shape[1] - 1))[:, None]
         own = torch.logsumexp(logits[:, :count], 1)
         found = torch.where(here, logits.gather(1, column)[:, 0], 0.0)
-        parts: Tensor = share.gather(torch.stack((own, found))[None]).land()
+        parts: Tensor = tp_group.all_gather(torch.stack((own, found))[None]).wait()
         normaliser = torch.logsumexp(parts[:, 0], 0)
         context.save_for_backward(logits, normaliser, asked, here, column)
         context.count = count
@@ -38,12 +38,12 @@ class _DividedCrossEntropy(torch.autograd.Function):
         return found.mul_((asked * gradient)[:, None]), None, None, None, None
 
 
-def divided_cross_entropy(
-    logits: Tensor, labels: Tensor, share: TpGroup, *, first: int, count: int
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, tp_group: TpGroup, *, first: int, count: int
 ) -> Tensor:
     """Summed over all rows, the same on all ranks; this one has `count` columns, from `first` on.
 
     Columns behind them stand for nothing, and are taken for minus infinity.
     """
-    found: Tensor = _DividedCrossEntropy.apply(logits, labels, share, first, count)
+    found: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, tp_group, first, count)
     return found

@@ -29,7 +29,7 @@ class Norm(nn.Module):
         found: Tensor = _RmsNorm.apply(rows, self.weight, self.eps)
         return found
 
-    def made(self, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward_saving(self, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The same, and what `gradient` needs, where no graph is made."""
         shape = self.weight.shape
         if self.kind == "layernorm":
@@ -40,7 +40,7 @@ class Norm(nn.Module):
             found, *kept = _rms_norm(rows, self.weight, self.eps)
         return found, (rows, *kept)
 
-    def gradient(self, kept: tuple[Tensor, ...], gradient: Tensor, *, wanted: bool) -> Tensor | None:
+    def backward(self, kept: tuple[Tensor, ...], gradient: Tensor, *, wanted: bool) -> Tensor | None:
         """Of the rows, if it is wanted; those of the parameters are added to them."""
         rows, *rest = kept
         shape, own = self.weight.shape, self.weight.requires_grad

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class ParamSplit:
     """Blocks along one dimension, of which every rank gets equally many units.
 
     Where units do not go round, the last ranks hold zeros: heads and columns of zeros change no result, and

@@ -13,133 +13,137 @@ from typing import Literal
 
 from optimus.ir.op import Kind
 from optimus.models.segment import Segment
-from optimus.models.tensor_parallel import Exchange, Gather
+from optimus.models.tensor_parallel import AllGather, TpCollective
 
 Recompute = Literal["none", "cheap", "attention", "full"]
 CHEAP, ATTENTION = ("cheap",), ("attention",)  # kernels of what a plan makes again
-Play = Literal[
-    "forward", "again", "fill", "backward", "inputs", "weights",
-    "launch", "land", "launch_back", "land_back", "launch_again", "land_again",
+PhaseAction = Literal[
+    "forward", "recompute", "recompute_freed", "backward", "input_grad", "weight_grad",
+    "launch", "wait", "launch_backward", "wait_backward", "launch_regather", "wait_regather",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class PhaseSpec:
     """What a chunk does with the segment at a place; `kernels` are those of the plan that it stands for."""
 
-    play: Play
+    action: PhaseAction
     kind: Kind
     place: int
     kernels: tuple[str, ...]
 
 
-class Layer:
+class LayerPhases:
     """The segments of one layer; the first of them stands at `first` in its chunk."""
 
     def __init__(
-        self, segments: Sequence[Segment], first: int, recompute: Recompute, *, regathers: bool
+        self, segments: Sequence[Segment], first: int, recompute: Recompute, *, regather: bool
     ) -> None:
         self._at = dict(enumerate(segments, first))
-        self._recompute, self._regathers = recompute, regathers
+        self._recompute, self._regathers = recompute, regather
         self._is_end = any(segment.is_end for segment in segments)
         # The sum at the end of a divided layer, which no gradient needs, is not made again.
-        spared = 2 if segments and segments[-1].keeps_nothing else 0
+        spared = 2 if segments and segments[-1].saves_nothing else 0
         self._spared = first + len(segments) - spared
 
-    def steps(self, kind: Kind) -> Iterator[Step]:
+    def steps(self, kind: Kind) -> Iterator[PhaseSpec]:
         """Of an op of this kind."""
         if kind == Kind.F:
             yield from self._run(self._at, "forward", kind)
         elif kind == Kind.W:
-            yield from self._weights()
+            yield from self._weight_grads_phases()
         else:
-            if self._recompute == "cheap" and any(segment.has_cheap for segment in self._at.values()):
-                yield Step(play="fill", kind=Kind.R, place=min(self._at), kernels=CHEAP)
-            yield from self._run(filter(self.is_made_again, self._at), "again", Kind.R)
+            if self._recompute == "cheap" and any(segment.has_recomputable for segment in self._at.values()):
+                yield PhaseSpec(action="recompute_freed", kind=Kind.R, place=min(self._at), kernels=CHEAP)
+            yield from self._run(filter(self.is_recomputed, self._at), "recompute", Kind.R)
             yield from self._backward(kind)
 
-    def is_made_again(self, place: int) -> bool:
+    def is_recomputed(self, place: int) -> bool:
         """Whether a segment runs a second time before its backward."""
         wanted = self._recompute == "attention" and self._at[place].kernels == ATTENTION
         return wanted or (self._recompute == "full" and not self._is_end and place < self._spared)
 
-    def gives_up(self, place: int) -> bool:
+    def regathers_input(self, place: int) -> bool:
         """Whether what an exchange brings is given up behind the product that it serves."""
-        return self._again(place) is not None and (self._regathers or not self._at[place + 1].trained)
+        return self._again(place) is not None and (self._regathers or not self._at[place + 1].trainable)
 
-    def _run(self, places: Iterable[int], play: Play, kind: Kind) -> Iterator[Step]:
+    def _run(self, places: Iterable[int], action: PhaseAction, kind: Kind) -> Iterator[PhaseSpec]:
         for place in places:
             segment = self._at[place]
-            if isinstance(segment, Exchange):
-                yield from _flight(place, "launch", "land", segment.there)
+            if isinstance(segment, TpCollective):
+                yield from _flight(place, "launch", "wait", segment.forward_name)
             else:
-                yield Step(play=play, kind=kind, place=place, kernels=segment.kernels)
+                yield PhaseSpec(action=action, kind=kind, place=place, kernels=segment.kernels)
 
-    def _backward(self, kind: Kind) -> Iterator[Step]:
+    def _backward(self, kind: Kind) -> Iterator[PhaseSpec]:
         """From the last segment to the first; a gather goes with the product that it serves."""
         for place, segment in reversed(self._at.items()):
-            if isinstance(segment, Gather):
+            if isinstance(segment, AllGather):
                 continue
-            if isinstance(self._at.get(place - 1), Gather):
+            if isinstance(self._at.get(place - 1), AllGather):
                 yield from self._column(kind, place)
-            elif not isinstance(segment, Exchange):
-                play: Play = "backward" if kind == Kind.B else "inputs"
-                yield Step(play=play, kind=kind, place=place, kernels=segment.kernels)
-            elif not (segment.late and kind == Kind.I):
-                yield from _flight(place, "launch_back", "land_back", segment.back)
+            elif not isinstance(segment, TpCollective):
+                action: PhaseAction = "backward" if kind == Kind.B else "input_grad"
+                yield PhaseSpec(action=action, kind=kind, place=place, kernels=segment.kernels)
+            elif not (segment.in_wgrad and kind == Kind.I):
+                yield from _flight(place, "launch_backward", "wait_backward", segment.backward_name)
 
-    def _column(self, kind: Kind, place: int) -> Iterator[Step]:
+    def _column(self, kind: Kind, place: int) -> Iterator[PhaseSpec]:
         """A product whose columns are divided, and what travels around it."""
-        inputs, weights = (self._half(place, play) for play in ("inputs", "weights"))
-        launch, land = _flight(place - 1, "launch_back", "land_back", self._exchange(place - 1).back)
+        inputs, weights = (self._half(place, action) for action in ("input_grad", "weight_grad"))
+        launch, wait = _flight(
+            place - 1, "launch_backward", "wait_backward", self._collective(place - 1).backward_name
+        )
         again = self._again(place - 1)
         if kind == Kind.I:
-            yield from (inputs, launch, land)
+            yield from (inputs, launch, wait)
         elif again is None or not self._regathers:
-            yield from (inputs, launch, land, weights)
+            yield from (inputs, launch, wait, weights)
         else:
             begin, end = again
-            yield from (begin, inputs, launch, end, weights, land)
+            yield from (begin, inputs, launch, end, weights, wait)
 
-    def _weights(self) -> Iterator[Step]:
+    def _weight_grads_phases(self) -> Iterator[PhaseSpec]:
         """What is brought again comes while the product before the next scatter has its turn."""
-        coming: tuple[Step, Step] | None = None
+        coming: tuple[PhaseSpec, PhaseSpec] | None = None
         for place, segment in reversed(self._at.items()):
-            if isinstance(segment, Exchange):
-                if segment.late:
-                    yield from _flight(place, "launch_back", "land_back", segment.back)
-                elif not isinstance(segment, Gather):
-                    coming = self._again(self._exchange_before(place))
+            if isinstance(segment, TpCollective):
+                if segment.in_wgrad:
+                    yield from _flight(place, "launch_backward", "wait_backward", segment.backward_name)
+                elif not isinstance(segment, AllGather):
+                    coming = self._again(self._collective_before(place))
                     yield from () if coming is None else coming[:1]
                 continue
             if coming is not None and coming[0].place == place - 1:
                 yield coming[1]
-            yield Step(play="weights", kind=Kind.W, place=place, kernels=segment.kernels)
+            yield PhaseSpec(action="weight_grad", kind=Kind.W, place=place, kernels=segment.kernels)
 
-    def _half(self, place: int, play: Literal["inputs", "weights"]) -> Step:
+    def _half(self, place: int, action: Literal["input_grad", "weight_grad"]) -> PhaseSpec:
         """One of the two gradients of a segment, where they are made apart."""
-        kind, suffix = (Kind.I, "dgrad") if play == "inputs" else (Kind.W, "wgrad")
+        kind, suffix = (Kind.I, "dgrad") if action == "input_grad" else (Kind.W, "wgrad")
         kernels = tuple(f"{kernel}.{suffix}" for kernel in self._at[place].kernels)
-        return Step(play=play, kind=kind, place=place, kernels=kernels)
+        return PhaseSpec(action=action, kind=kind, place=place, kernels=kernels)
 
-    def _exchange(self, place: int) -> Exchange:
+    def _collective(self, place: int) -> TpCollective:
         found = self._at[place]
-        assert isinstance(found, Exchange)
+        assert isinstance(found, TpCollective)
         return found
 
-    def _exchange_before(self, place: int) -> int:
-        return max((at for at in self._at if at < place and isinstance(self._at[at], Exchange)), default=-1)
+    def _collective_before(self, place: int) -> int:
+        return max(
+            (at for at in self._at if at < place and isinstance(self._at[at], TpCollective)), default=-1
+        )
 
-    def _again(self, place: int) -> tuple[Step, Step] | None:
+    def _again(self, place: int) -> tuple[PhaseSpec, PhaseSpec] | None:
         """How an exchange brings a second time what a gradient of weights needs; if it does."""
         segment = self._at.get(place)
-        if not isinstance(segment, Exchange) or segment.again is None:
+        if not isinstance(segment, TpCollective) or segment.regather_name is None:
             return None
-        return _flight(place, "launch_again", "land_again", segment.again)
+        return _flight(place, "launch_regather", "wait_regather", segment.regather_name)
 
 
-def _flight(place: int, launch: Play, land: Play, name: str) -> tuple[Step, Step]:
+def _flight(place: int, launch: PhaseAction, wait: PhaseAction, name: str) -> tuple[PhaseSpec, PhaseSpec]:
     return (
-        Step(play=launch, kind=Kind.LAUNCH, place=place, kernels=(name,)),
-        Step(play=land, kind=Kind.WAIT, place=place, kernels=(name,)),
+        PhaseSpec(action=launch, kind=Kind.LAUNCH, place=place, kernels=(name,)),
+        PhaseSpec(action=wait, kind=Kind.WAIT, place=place, kernels=(name,)),
     )

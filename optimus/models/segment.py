@@ -17,62 +17,62 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from optimus.models.param_split import Split
+from optimus.models.param_split import ParamSplit
 
 State = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]
 
 
 class WeightGradStore(list[Callable[[], None]]):
-    """Weight gradients to compute later, each of which adds to its parameter; or `at_once`.
+    """Deferred weight gradients of one segment and microbatch; each closure adds to its parameter.
 
-    `cheap` are tensors that a backward reads and that are quickly made again from others that it reads: they
-    may be emptied behind the forward, and filled again before the backward. Only those who do so note them.
+    It also holds the activations that are cheap to recompute from others that the backward reads: their
+    storage may be freed after the forward and filled again before the backward.
     """
 
-    __slots__ = ("at_once", "cheap", "empties")
+    __slots__ = ("immediate", "recomputable", "track_recomputable")
 
-    def __init__(self, *, empties: bool = False) -> None:
+    def __init__(self, *, track_recomputable: bool = False) -> None:
         super().__init__()
-        self.empties, self.at_once = empties, False
-        self.cheap: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
+        self.track_recomputable, self.immediate = track_recomputable, False
+        self.recomputable: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
 
     def add(self, work: Callable[[], None]) -> None:
-        """Said in a backward, where no graph is made."""
-        if self.at_once:
+        """Defers a weight gradient, or runs it if the store is `immediate`; no graph is built here."""
+        if self.immediate:
             work()
         else:
             self.append(work)
 
-    def note(self, made: Tensor, make: Callable[[Tensor], Tensor], rows: Tensor) -> None:
-        """That `make` gave this of `rows`, quickly: it may be emptied behind the forward."""
-        if self.empties:
-            self.cheap.append((made, make, rows))
+    def mark_recomputable(self, made: Tensor, make: Callable[[Tensor], Tensor], rows: Tensor) -> None:
+        """Records that `make(rows)` gives this tensor cheaply, so that its storage may be freed."""
+        if self.track_recomputable:
+            self.recomputable.append((made, make, rows))
 
-    def empty(self) -> None:
-        """Gives up the memory of what is cheap; whoever holds it keeps a tensor without numbers."""
-        for tensor, _, _ in self.cheap:
+    def free(self) -> None:
+        """Frees the storage of activations that are cheap to recompute; the tensor objects stay valid."""
+        for tensor, _, _ in self.recomputable:
             tensor.untyped_storage().resize_(0)
 
-    def fill(self) -> None:
-        """Makes what was emptied again, in the order in which it was made."""
+    def recompute(self) -> None:
+        """Recomputes the freed activations, in the order of the forward."""
         with torch.no_grad():
-            for tensor, make, rows in self.cheap:
+            for tensor, make, rows in self.recomputable:
                 tensor.untyped_storage().resize_(tensor.nbytes)
                 tensor.data.copy_(make(rows))  # not as an operation on what autograd has saved
-        self.cheap.clear()
+        self.recomputable.clear()
 
 
-class Saved:
+class SavedTensors:
     """What one segment keeps of one microbatch, from its forward to its backward."""
 
-    __slots__ = ("inputs", "outputs", "deferred")  # noqa: RUF023  in the order in which they come
+    __slots__ = ("inputs", "outputs", "weight_grads")
 
-    def __init__(self, inputs: State, outputs: State, deferred: WeightGradStore) -> None:
-        self.inputs, self.deferred = inputs, deferred
+    def __init__(self, inputs: State, outputs: State, weight_grads: WeightGradStore) -> None:
+        self.inputs, self.weight_grads = inputs, weight_grads
         self.outputs: tuple[Tensor | GradientEdge, ...] = outputs
 
-    def let_outputs_go(self) -> None:
+    def release_outputs(self) -> None:
         """A backward needs to know where they came from, not their numbers: who took them keeps them."""
         self.outputs = tuple(
             get_gradient_edge(each) if isinstance(each, Tensor) and each.grad_fn is not None else each
@@ -84,47 +84,47 @@ class Segment(nn.Module):
     """Subclasses give `forward`, a function of parameters, state and context without other effects.
 
     `kernels` are those of the cost model that a segment stands for. A segment whose weight gradients all go
-    through `deferred` says `defers = True`; for others the weight half of a backward asks autograd again.
+    through `weight_grads` says `defers = True`; for others the weight half of a backward asks autograd again.
     """
 
     kernels: tuple[str, ...] = ()
-    defers = False
-    has_cheap = False  # it notes something that is quickly made again
+    defers_weight_grads = False
+    has_recomputable = False  # it notes something that is quickly made again
     is_end = False  # an embedding, a projector or a head: never made again
-    keeps_nothing = False  # between forward and backward: no reason to make it again
-    meets = False  # other ranks of its tensor-parallel group, in the midst of its forward
+    saves_nothing = False  # between forward and backward: no reason to make it again
+    waits_for_tp = False  # other ranks of its tensor-parallel group, in the midst of its forward
     # Of parameters by name: how tensor parallelism divides them. Others are whole on every rank, which sees
     # only some rows or heads: their gradients are summed over the ranks.
-    splits: Mapping[str, Split] = MappingProxyType({})
+    splits: Mapping[str, ParamSplit] = MappingProxyType({})
 
-    def parts(self) -> list[Segment]:
+    def tp_segments(self) -> list[Segment]:
         """What it consists of where its layer is divided: segments and the exchanges between them."""
         return [self]
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
-        """The next state; with `deferred`, linears add their weight gradients to it in autograd's backward.
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        """Returns the next state; with `weight_grads`, linears defer their weight gradients to it.
 
-        Formulas have a backward of their own, in `input_gradient`: here they compute, and defer nothing.
+        Segments with a hand-written backward defer them in `run_backward` instead.
         """
         raise NotImplementedError
 
     @property
-    def trained(self) -> list[nn.Parameter]:
+    def trainable(self) -> list[nn.Parameter]:
         """Parameters that get gradients. Freezing is decided before the first step."""
-        return self._trained
+        return self._trainable
 
     @cached_property
-    def _trained(self) -> list[nn.Parameter]:
+    def _trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def run(
-        self, state: State, needs: tuple[bool, ...], context: Any, deferred: WeightGradStore
-    ) -> tuple[State, Saved | None]:
+    def run_forward(
+        self, state: State, needs: tuple[bool, ...], context: Any, weight_grads: WeightGradStore
+    ) -> tuple[State, SavedTensors | None]:
         """The next state, and what its backward will need: nothing if no gradient is asked for.
 
         `needs` says which tensors of the state want a gradient; those of the next that do `requires_grad`.
         """
-        if not self.trained and not any(needs):
+        if not self.trainable and not any(needs):
             with torch.no_grad():
                 return self.forward(state, context), None
         detached = [tensor.detach() for tensor in state]
@@ -133,13 +133,13 @@ class Segment(nn.Module):
                 tensor.requires_grad_()
         inputs = tuple(detached)
         if torch.is_grad_enabled():  # to make sure of it costs more than to ask
-            outputs = self.forward(inputs, context, deferred)
+            outputs = self.forward(inputs, context, weight_grads)
         else:
             with torch.enable_grad():
-                outputs = self.forward(inputs, context, deferred)
-        return outputs, Saved(inputs, outputs, deferred)
+                outputs = self.forward(inputs, context, weight_grads)
+        return outputs, SavedTensors(inputs, outputs, weight_grads)
 
-    def input_gradient(self, saved: Saved, gradients: Gradients, *, split: bool) -> Gradients:
+    def run_backward(self, saved: SavedTensors, gradients: Gradients, *, split: bool) -> Gradients:
         """Gradients of the inputs. Weight gradients are added to their parameters or deferred.
 
         With `split` as much as possible is deferred.
@@ -151,8 +151,8 @@ class Segment(nn.Module):
                 roots.append(output)  # or an input handed on as it is: autograd adds that up, too
                 seeds.append(gradient)
         inputs = saved.inputs
-        later = split and not self.defers and bool(self.trained)
-        trained = [] if later else self.trained
+        later = split and not self.defers_weight_grads and bool(self.trainable)
+        trained = [] if later else self.trainable
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         count = len(wanted)
         asked = wanted + trained if trained else wanted
@@ -162,7 +162,7 @@ class Segment(nn.Module):
         if trained:
             self.add_gradients(trained, found[count:])
         if later and roots:
-            saved.deferred.append(lambda: self._weight_gradients(roots, seeds))
+            saved.weight_grads.append(lambda: self._weight_gradients(roots, seeds))
         if count == len(inputs):
             return found[:count]
         given = iter(found)
@@ -170,7 +170,7 @@ class Segment(nn.Module):
 
     def _weight_gradients(self, roots: list[Tensor | GradientEdge], seeds: list[Tensor]) -> None:
         """The weight half by asking autograd a second time."""
-        trained = self.trained
+        trained = self.trainable
         self.add_gradients(trained, gradients_of(roots, trained, seeds, keep_graph=False))
 
     def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
@@ -180,10 +180,10 @@ class Segment(nn.Module):
                 add_gradient(parameter, gradient)
 
 
-class Part(Segment):
+class FunctionSegment(Segment):
     """A function of another segment, with the parameters that it reads, to be played for itself."""
 
-    defers = True
+    defers_weight_grads = True
 
     def __init__(
         self,
@@ -192,59 +192,59 @@ class Part(Segment):
         kernels: tuple[str, ...],
         reads: Sequence[nn.Module | nn.Parameter | None],
         *,
-        meets: bool = False,
+        waits_for_tp: bool = False,
     ) -> None:
         super().__init__()
-        self.owner, self._function, self.meets = owner, function, meets
+        self.owner, self._function, self.waits_for_tp = owner, function, waits_for_tp
         self.kernels, self.is_end = kernels, owner.is_end
         self._reads = [each for each in reads if each is not None]
 
     @cached_property
-    def _trained(self) -> list[nn.Parameter]:
+    def _trainable(self) -> list[nn.Parameter]:
         found: list[nn.Parameter] = []
         for each in self._reads:
             found += [each] if isinstance(each, nn.Parameter) else each.parameters()
         return [parameter for parameter in found if parameter.requires_grad]
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
-        return self._function(state, context, deferred)
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        return self._function(state, context, weight_grads)
 
 
-class Linked(Segment):
+class _ChainedSegment(Segment):
     """Segments between which nothing is scheduled, as one; `linked` does not own them."""
 
     def link(self, *links: Segment) -> None:
         self.linked = list(links)  # which torch does not look into
-        self.defers = all(link.defers for link in links)
-        self.has_cheap = any(link.has_cheap for link in links)
+        self.defers_weight_grads = all(link.defers_weight_grads for link in links)
+        self.has_recomputable = any(link.has_recomputable for link in links)
         self.is_end = any(link.is_end for link in links)
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         for link in self.linked:
-            state = link.forward(state, context, deferred)
+            state = link.forward(state, context, weight_grads)
         return state
 
-    def run(
-        self, state: State, needs: tuple[bool, ...], context: Any, deferred: WeightGradStore
-    ) -> tuple[State, Saved | None]:
+    def run_forward(
+        self, state: State, needs: tuple[bool, ...], context: Any, weight_grads: WeightGradStore
+    ) -> tuple[State, SavedTensors | None]:
         parts, first = [], needs
         for link in self.linked:
-            state, saved = link.run(state, needs, context, deferred)
+            state, saved = link.run_forward(state, needs, context, weight_grads)
             needs = tuple([tensor.requires_grad for tensor in state])
             parts.append(saved)
-        return state, _Chained(parts, len(first), deferred) if any(parts) else None
+        return state, _SequentialSavedTensors(parts, len(first), weight_grads) if any(parts) else None
 
-    def input_gradient(self, saved: Saved, gradients: Gradients, *, split: bool) -> Gradients:
-        assert isinstance(saved, _Chained)
+    def run_backward(self, saved: SavedTensors, gradients: Gradients, *, split: bool) -> Gradients:
+        assert isinstance(saved, _SequentialSavedTensors)
         for link in reversed(self.linked):
             part = saved.parts.pop()
             if part is None:  # frozen, with nothing trained before it
                 return (None,) * saved.inputs_count
-            gradients = link.input_gradient(part, gradients, split=split)
+            gradients = link.run_backward(part, gradients, split=split)
         return gradients
 
 
-class SequentialSegment(Linked):
+class SequentialSegment(_ChainedSegment):
     """The same of segments that it owns."""
 
     def __init__(self, links: Sequence[Segment], kernels: tuple[str, ...] = ()) -> None:
@@ -253,28 +253,30 @@ class SequentialSegment(Linked):
         self.link(*links)
 
 
-class _Chained(Saved):
+class _SequentialSavedTensors(SavedTensors):
     """What the links of a chain keep, given up one by one."""
 
     __slots__ = ("inputs_count", "parts")
 
-    def __init__(self, parts: list[Saved | None], inputs_count: int, deferred: WeightGradStore) -> None:
-        super().__init__((), (), deferred)
+    def __init__(
+        self, parts: list[SavedTensors | None], inputs_count: int, weight_grads: WeightGradStore
+    ) -> None:
+        super().__init__((), (), weight_grads)
         self.parts, self.inputs_count = parts, inputs_count
 
-    def let_outputs_go(self) -> None:
+    def release_outputs(self) -> None:
         if self.parts and self.parts[-1] is not None:
-            self.parts[-1].let_outputs_go()
+            self.parts[-1].release_outputs()
 
 
-class Block(Segment):
+class ModuleSegment(Segment):
     """Any module as one segment: it maps one or more tensors to one or more tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         found = self.module(*state)
         return found if isinstance(found, tuple) else (found,)
 

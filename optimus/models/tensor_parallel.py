@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.models.collectives import AsyncCollective, exchange_rows, fill_rows, gather_rows, sum_rows
+from optimus.models.collectives import (
+    AsyncCollective,
+    all_gather_rows,
+    all_gather_rows_into,
+    all_to_all_rows,
+    reduce_scatter_rows,
+)
 from optimus.models.segment import Gradients, Segment, State, WeightGradStore
 
 
@@ -35,143 +41,153 @@ class TpGroup:
         own = count // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
 
-    def gather(self, part: Tensor) -> AsyncCollective:
+    def all_gather(self, part: Tensor) -> AsyncCollective:
         """Rows of all ranks in order."""
-        return gather_rows(part, self._reached)
+        return all_gather_rows(part, self._process_group)
 
-    def fill(self, whole: Tensor, part: Tensor) -> AsyncCollective:
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> AsyncCollective:
         """The same, into memory that is there."""
-        return fill_rows(whole, part, self._reached)
+        return all_gather_rows_into(whole, part, self._process_group)
 
-    def sum(self, parts: Tensor) -> AsyncCollective:
+    def reduce_scatter(self, parts: Tensor) -> AsyncCollective:
         """This rank's rows of the sum over all ranks."""
-        return sum_rows(parts, self._reached, by_exchange=self._exchanges)
+        return reduce_scatter_rows(parts, self._process_group, by_all_to_all=self._uses_all_to_all)
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
         """So many rows to every rank, and so many from every rank."""
-        return exchange_rows(rows, sent, received, self._reached)
+        return all_to_all_rows(rows, sent, received, self._process_group)
 
     @cached_property
-    def _exchanges(self) -> bool:
+    def _uses_all_to_all(self) -> bool:
         """Gloo's own reduce-scatter takes twice as long."""
-        return bool(dist.get_backend(self._reached) == "gloo")
+        return bool(dist.get_backend(self._process_group) == "gloo")
 
     @property
-    def _reached(self) -> dist.ProcessGroup:
+    def _process_group(self) -> dist.ProcessGroup:
         assert self.group is not None, "built to be looked at, not to run"
         return self.group
 
 
-ALONE = TpGroup()
+NO_TP = TpGroup()
 
 
-class Exchange(Segment):
-    """Communication between two segments, of the tensor at place `at` of their state.
+class TpCollective(Segment):
+    """A collective between two segments, over the tensor at `state_index` of their state.
 
-    `there`, `back` and `again` name its collectives as plans do: of a forward, of a backward, and of what is
-    brought a second time for gradients of weights. One whose backward serves such a gradient alone is `late`.
-    At the places `spent` of the state stands what the next segment only adds up: nobody reads it afterwards.
+    `forward_name`, `backward_name` and `regather_name` are the names that plans give its collectives: in the
+    forward, in the backward, and for the second gather that a weight gradient reads. `in_wgrad` marks one
+    whose backward serves a weight gradient only. No backward reads the tensors at the indices `freed` of the
+    state: they are freed once the next segment has added them up.
     """
 
-    defers = True
-    there: str
-    back: str
-    again: str | None = None
-    late = False
-    spent: tuple[int, ...] = ()
+    defers_weight_grads = True
+    forward_name: str
+    backward_name: str
+    regather_name: str | None = None
+    in_wgrad = False
+    freed: tuple[int, ...] = ()
 
-    def __init__(self, share: TpGroup, at: int) -> None:
+    def __init__(self, tp_group: TpGroup, state_index: int) -> None:
         super().__init__()
-        self.share, self.at = share, at
+        self.tp_group, self.state_index = tp_group, state_index
 
-    def needs(self, given: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Which tensors of the state want a gradient afterwards."""
-        return given
+    def output_needs_grad(self, needs_grad: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Returns which tensors of the next state need a gradient."""
+        return needs_grad
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
-        """Lands as the next state."""
+        """Launches the forward collective; waiting for it returns the next state."""
         raise NotImplementedError
 
-    def launch_back(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        """Lands as the gradients of the state before."""
+    def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
+        """Launches the backward collective; waiting for it returns the gradients of the state before."""
         raise NotImplementedError
 
-    def launch_again(self, part: Tensor, whole: Tensor) -> AsyncCollective:
-        """Into `whole` what was brought there before, from this rank's part of it."""
+    def launch_regather(self, part: Tensor, whole: Tensor) -> AsyncCollective:
+        """Gathers into `whole` a second time, from this rank's rows `part`."""
         raise NotImplementedError
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
-        """At once, for those who schedule nothing."""
-        found: State = self.launch(state, context).land()
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        """Runs the collective without a slot."""
+        found: State = self.launch(state, context).wait()
         return found
 
 
-class Gather(Exchange):
+class AllGather(TpCollective):
     """Rows of all ranks, before a product whose columns are divided; going back, sums over the columns."""
 
-    def __init__(self, share: TpGroup, at: int, *, there: str, of: str, regathers: bool) -> None:
-        super().__init__(share, at)
-        self.there, self.back = there, f"{of}.scatter"
-        self.again = f"{of}.gather" if regathers else None
+    def __init__(
+        self, tp_group: TpGroup, state_index: int, *, forward_name: str, kernel: str, regather: bool
+    ) -> None:
+        super().__init__(tp_group, state_index)
+        self.forward_name, self.backward_name = forward_name, f"{kernel}.scatter"
+        self.regather_name = f"{kernel}.gather" if regather else None
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
-        flight = self.share.gather(state[self.at])
-        return flight.then(lambda rows: _changed(state, self.at, rows))
+        flight = self.tp_group.all_gather(state[self.state_index])
+        return flight.then(lambda rows: _changed(state, self.state_index, rows))
 
-    def launch_back(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        flight = self.share.sum(_present(gradients[self.at]))
-        return flight.then(lambda rows: _changed(gradients, self.at, rows))
+    def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
+        flight = self.tp_group.reduce_scatter(_present(gradients[self.state_index]))
+        return flight.then(lambda rows: _changed(gradients, self.state_index, rows))
 
-    def launch_again(self, part: Tensor, whole: Tensor) -> AsyncCollective:
-        return self.share.fill(whole, part)
+    def launch_regather(self, part: Tensor, whole: Tensor) -> AsyncCollective:
+        return self.tp_group.all_gather_into(whole, part)
 
 
-class Scatter(Exchange):
+class ReduceScatter(TpCollective):
     """Sums over ranks, of which each keeps its own rows; going back, gradients of all rows to everybody."""
 
     def __init__(
-        self, share: TpGroup, at: int, *, there: str, of: str, late: bool = False, spent: tuple[int, ...] = ()
+        self,
+        tp_group: TpGroup,
+        state_index: int,
+        *,
+        forward_name: str,
+        kernel: str,
+        in_wgrad: bool = False,
+        freed: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(share, at)
-        self.there, self.back, self.late = there, f"{of}.gather", late
-        self.spent = (*spent, at)
+        super().__init__(tp_group, state_index)
+        self.forward_name, self.backward_name, self.in_wgrad = forward_name, f"{kernel}.gather", in_wgrad
+        self.freed = (*freed, state_index)
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
-        flight = self.share.sum(state[self.at])
-        return flight.then(lambda rows: _changed(state, self.at, rows))
+        flight = self.tp_group.reduce_scatter(state[self.state_index])
+        return flight.then(lambda rows: _changed(state, self.state_index, rows))
 
-    def launch_back(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        flight = self.share.gather(_present(gradients[self.at]))
-        return flight.then(lambda rows: _changed(gradients, self.at, rows))
+    def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
+        flight = self.tp_group.all_gather(_present(gradients[self.state_index]))
+        return flight.then(lambda rows: _changed(gradients, self.state_index, rows))
 
 
-class Seam(Exchange):
+class SeamExchange(TpCollective):
     """(ids, rows of a piece, ...) to (ids, rows): encoder rows go to who holds their places in the sequence.
 
-    What goes where stands in the context. `learns` says whether any encoder wants gradients: all ranks must
-    agree, also those that hold no rows.
+    The context holds the routes. `needs_backward` says whether any encoder needs gradients: all ranks agree,
+    also those that hold no rows.
     """
 
-    there, back = "seam.gather.tp", "seam.scatter.tp"
+    forward_name, backward_name = "seam.gather.tp", "seam.scatter.tp"
 
-    def __init__(self, share: TpGroup, *, width: int, dtype: torch.dtype, learns: bool) -> None:
-        super().__init__(share, 1)
-        self.width, self.dtype, self.learns = width, dtype, learns
+    def __init__(self, tp_group: TpGroup, *, width: int, dtype: torch.dtype, needs_backward: bool) -> None:
+        super().__init__(tp_group, 1)
+        self.width, self.dtype, self.needs_backward = width, dtype, needs_backward
 
-    def needs(self, given: tuple[bool, ...]) -> tuple[bool, ...]:
-        return (False, self.learns)
+    def output_needs_grad(self, needs_grad: tuple[bool, ...]) -> tuple[bool, ...]:
+        return (False, self.needs_backward)
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
         ids, *pieces = state
         seam = context.seam
         nothing = torch.empty(0, self.width, dtype=self.dtype, device=ids.device)
         rows = torch.cat([piece.detach() for piece in pieces]) if pieces else nothing
-        flight = self.share.exchange(rows[seam.leaving], seam.sent, seam.received)
+        flight = self.tp_group.all_to_all(rows[seam.leaving], seam.sent, seam.received)
         return flight.then(lambda came: (ids, came))
 
-    def launch_back(self, gradients: Gradients, context: Any) -> AsyncCollective:
+    def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
         seam = context.seam
-        flight = self.share.exchange(_present(gradients[self.at]), seam.received, seam.sent)
+        flight = self.tp_group.all_to_all(_present(gradients[self.state_index]), seam.received, seam.sent)
 
         def dealt(came: Tensor) -> Gradients:
             rows = came.new_zeros(sum(seam.pieces), self.width)
@@ -180,8 +196,8 @@ class Seam(Exchange):
         return flight.then(dealt)
 
 
-def _changed(state: Any, at: int, tensor: Tensor) -> Any:
-    return (*state[:at], tensor, *state[at + 1 :])
+def _changed(state: Any, state_index: int, tensor: Tensor) -> Any:
+    return (*state[:state_index], tensor, *state[state_index + 1 :])
 
 
 def _present(gradient: Tensor | None) -> Tensor:

@@ -12,12 +12,12 @@ from optimus.models.dropout import Dropout
 from optimus.models.kernels import Kernels, Numerics
 from optimus.models.layer_ops import Heads, Join, Joined, Multiplied, Normed, Widened
 from optimus.models.norms import Norm
-from optimus.models.param_split import Split
-from optimus.models.segment import Linked, Segment, State, WeightGradStore
-from optimus.models.tensor_parallel import ALONE, Gather, Scatter, TpGroup
+from optimus.models.param_split import ParamSplit
+from optimus.models.segment import Segment, State, WeightGradStore, _ChainedSegment
+from optimus.models.tensor_parallel import NO_TP, AllGather, ReduceScatter, TpGroup
 
 
-class Projection(Linked):
+class Projection(_ChainedSegment):
     """A segment around one linear map, of which it holds the parameters, or this rank's share of them."""
 
     def __init__(
@@ -26,15 +26,15 @@ class Projection(Linked):
         outputs: int,
         *,
         bias: bool,
-        split: Split,
-        share: TpGroup = ALONE,
+        split: ParamSplit,
+        tp_group: TpGroup = NO_TP,
         **where: Any,
     ) -> None:
         super().__init__()
-        self.share = share
+        self.tp_group = tp_group
         by_rows = split.dim == 0  # of the matrix: then outputs are divided, and with them the bias
         self.splits = {"weight": split} | ({"bias": split} if bias and by_rows else {})
-        own = split.length(share.size)
+        own = split.length(tp_group.size)
         outputs, inputs = (own, inputs) if by_rows else (outputs, own)
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
         self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
@@ -56,7 +56,7 @@ class Qkv(Projection):
     kernels = ("norm1", "latent", "qkv")
 
     def __init__(
-        self, stack: Stack, numerics: Numerics, compute: Kernels, share: TpGroup = ALONE, **where: Any
+        self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup = NO_TP, **where: Any
     ) -> None:
         attention = stack.attention
         heads = ((attention.heads, attention.head_dim), *((attention.kv_heads, attention.head_dim),) * 2)
@@ -64,15 +64,15 @@ class Qkv(Projection):
             stack.hidden,
             attention.query_width + attention.key_value_width,
             bias=attention.bias,
-            split=Split(dim=0, blocks=heads),
-            share=share,
+            split=ParamSplit(dim=0, blocks=heads),
+            tp_group=tp_group,
             **where,
         )
         eps, width = numerics.norm_eps, attention.head_dim
         self.norm = Norm(stack.norm, stack.hidden, eps, **where)
         self.query_norm = Norm("rmsnorm", width, eps, **where) if attention.qk_norm else None
         self.key_norm = Norm("rmsnorm", width, eps, **where) if attention.qk_norm else None
-        self._linear, self._counts = compute.linear, [-(-units // share.size) for units, _ in heads]
+        self._linear, self._counts = compute.linear, [-(-units // tp_group.size) for units, _ in heads]
         self.link(*self.links())
 
     def links(self) -> list[Segment]:
@@ -83,23 +83,27 @@ class Qkv(Projection):
             Heads(self.weight, self.bias, self._linear, ("qkv",), counts=counts, norms=both),
         ]
 
-    def parts(self) -> list[Segment]:
+    def tp_segments(self) -> list[Segment]:
         normed, heads = self.linked
-        return [normed, Gather(self.share, 1, there="gather1", of="qkv", regathers=True), heads]
+        return [
+            normed,
+            AllGather(self.tp_group, 1, forward_name="gather1", kernel="qkv", regather=True),
+            heads,
+        ]
 
 
 class Attend(Segment):
     """(x, queries, keys, values) to (x, attended): rows of one span see each other."""
 
     kernels = ("attention",)
-    defers = True
+    defers_weight_grads = True
 
     def __init__(self, stack: Stack, layer: int, compute: Kernels) -> None:
         super().__init__()
         self.causal, self.compute = stack.attention.causal, compute
         self.windowed = stack.attention.window_of(layer) is not None
 
-    def forward(self, state: State, context: Any, deferred: WeightGradStore | None = None) -> State:
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, queries, keys, values = state
         spans = context.window_spans if self.windowed else context.spans
         return x, self.compute.attention(queries, keys, values, spans, self.causal).flatten(1)
@@ -108,23 +112,23 @@ class Attend(Segment):
 class Joining(Projection):
     """(x, rows) to (x): a product that is added to the residual stream, with a bias of its own."""
 
-    there: str  # names of its exchange and of its kernel
-    of: str
+    forward_name: str  # names of its exchange and of its kernel
+    kernel: str
 
     def __init__(
-        self, inputs: int, numerics: Numerics, compute: Kernels, site: str, share: TpGroup, **given: Any
+        self, inputs: int, numerics: Numerics, compute: Kernels, site: str, tp_group: TpGroup, **given: Any
     ) -> None:
-        super().__init__(inputs, share=share, **given)
+        super().__init__(inputs, tp_group=tp_group, **given)
         self._linear, self._dropout = compute.linear, Dropout(site, numerics.dropout)
         self.link(*self.links())
 
     def links(self) -> list[Segment]:
         return [Joined(self.weight, self.bias, self._linear, self.kernels, self._dropout)]
 
-    def parts(self) -> list[Segment]:
+    def tp_segments(self) -> list[Segment]:
         return [
             Multiplied(self.weight, None, self._linear, self.kernels),
-            Scatter(self.share, 1, there=self.there, of=self.of),
+            ReduceScatter(self.tp_group, 1, forward_name=self.forward_name, kernel=self.kernel),
             Join(self.bias, self._dropout),
         ]
 
@@ -133,7 +137,7 @@ class Out(Joining):
     """(x, attended) to (x)."""
 
     kernels = ("out",)
-    there, of = "scatter1", "out"
+    forward_name, kernel = "scatter1", "out"
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class Out(Joining):
         numerics: Numerics,
         compute: Kernels,
         site: str,
-        share: TpGroup = ALONE,
+        tp_group: TpGroup = NO_TP,
         **where: Any,
     ) -> None:
         attention = stack.attention
@@ -150,10 +154,10 @@ class Out(Joining):
             numerics,
             compute,
             site,
-            share,
+            tp_group,
             outputs=stack.hidden,
             bias=attention.bias if attention.output_bias is None else attention.output_bias,
-            split=Split(dim=1, blocks=((attention.heads, attention.output_width // attention.heads),)),
+            split=ParamSplit(dim=1, blocks=((attention.heads, attention.output_width // attention.heads),)),
             **where,
         )
 
@@ -164,15 +168,15 @@ class Up(Projection):
     kernels = ("norm2", "up")
 
     def __init__(
-        self, stack: Stack, numerics: Numerics, compute: Kernels, share: TpGroup = ALONE, **where: Any
+        self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup = NO_TP, **where: Any
     ) -> None:
         mlp = stack.mlp
         super().__init__(
             stack.hidden,
             mlp.up_width,
             bias=mlp.bias,
-            split=Split(dim=0, blocks=((mlp.width, 1),) * (2 if mlp.gated else 1)),
-            share=share,
+            split=ParamSplit(dim=0, blocks=((mlp.width, 1),) * (2 if mlp.gated else 1)),
+            tp_group=tp_group,
             **where,
         )
         self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **where)
@@ -186,16 +190,20 @@ class Up(Projection):
             Widened(self.weight, self.bias, self._linear, ("up",), gated=gated, gelu=gelu),
         ]
 
-    def parts(self) -> list[Segment]:
+    def tp_segments(self) -> list[Segment]:
         normed, widened = self.linked
-        return [normed, Gather(self.share, 1, there="gather2", of="up", regathers=True), widened]
+        return [
+            normed,
+            AllGather(self.tp_group, 1, forward_name="gather2", kernel="up", regather=True),
+            widened,
+        ]
 
 
 class Down(Joining):
     """(x, h) to (x)."""
 
     kernels = ("down",)
-    there, of = "scatter2", "down"
+    forward_name, kernel = "scatter2", "down"
 
     def __init__(
         self,
@@ -203,7 +211,7 @@ class Down(Joining):
         numerics: Numerics,
         compute: Kernels,
         site: str,
-        share: TpGroup = ALONE,
+        tp_group: TpGroup = NO_TP,
         **where: Any,
     ) -> None:
         super().__init__(
@@ -211,9 +219,9 @@ class Down(Joining):
             numerics,
             compute,
             site,
-            share,
+            tp_group,
             outputs=stack.hidden,
             bias=stack.mlp.bias,
-            split=Split(dim=1, blocks=((stack.mlp.width, 1),)),
+            split=ParamSplit(dim=1, blocks=((stack.mlp.width, 1),)),
             **where,
         )

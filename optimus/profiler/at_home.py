@@ -16,20 +16,20 @@ from optimus.models.tensor_parallel import TpGroup
 class AtHome(TpGroup):
     """A share of layers whose exchanges are over at once."""
 
-    def gather(self, part: Tensor) -> AsyncCollective:
+    def all_gather(self, part: Tensor) -> AsyncCollective:
         rows = part.detach()
         return AsyncCollective(None, lambda: rows.repeat(self.size, *(1,) * (rows.dim() - 1)))
 
-    def fill(self, whole: Tensor, part: Tensor) -> AsyncCollective:
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> AsyncCollective:
         own = part.shape[0]
         for place in range(self.size):
             whole[place * own : (place + 1) * own] = part
         return AsyncCollective(None, lambda: whole)
 
-    def sum(self, parts: Tensor) -> AsyncCollective:
+    def reduce_scatter(self, parts: Tensor) -> AsyncCollective:
         rows = parts.detach()[self.rows(len(parts))]
         return AsyncCollective(None, rows.clone)
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
         came = rows.new_zeros(sum(received), *rows.shape[1:])
         return AsyncCollective(None, lambda: came)

@@ -22,8 +22,8 @@ from optimus.errors import UserError
 from optimus.ir.op import Kind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
-from optimus.models.build import build_layers, divided, layer_count, segment_name
-from optimus.models.chunk import Phase, SegmentedChunk, parameters_of
+from optimus.models.build import build_layers, layer_count, segment_name, tensor_parallel_layer
+from optimus.models.chunk import ChunkPhase, SegmentedChunk, trainable_parameters
 from optimus.models.microbatch_inputs import LlmContext, SeamRows, encoder_inputs, llm_inputs
 from optimus.models.sample import Placed, Sample, placed_items
 from optimus.models.segment import Segment
@@ -48,7 +48,7 @@ class _Load:
     inputs: tuple[Tensor, ...]
     context: Any
     dtype: torch.dtype
-    share: TpGroup = AtHome()
+    tp_group: TpGroup = AtHome()
 
 
 def profile_job(
@@ -125,14 +125,14 @@ def _shared(load: _Load, tp: int) -> _Load:
     """What the first of `tp` ranks has of it."""
     if tp == 1:
         return load
-    share = AtHome(size=tp)
-    rows = share.rows(load.tokens)
+    tp_group = AtHome(size=tp)
+    rows = tp_group.rows(load.tokens)
     if isinstance(load.context, LlmContext):
         nothing = torch.empty(0, dtype=torch.int64)
         seam = SeamRows(pieces=(), leaving=nothing, sent=(0,) * tp, received=(0,) * tp, targets=nothing)
-        return replace(load, context=load.context.of(rows, seam), share=share)
+        return replace(load, context=load.context.of(rows, seam), tp_group=tp_group)
     inputs = tuple(tensor[rows] for tensor in load.inputs)
-    return replace(load, inputs=inputs, context=load.context.of(rows), share=share)
+    return replace(load, inputs=inputs, context=load.context.of(rows), tp_group=tp_group)
 
 
 # ---------------------------------------------------------------------------- measuring
@@ -140,11 +140,13 @@ def _shared(load: _Load, tp: int) -> _Load:
 
 def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
     """The segments of one layer: whole backwards and split ones in turn; only these where it is divided."""
-    module, tp = load.module, load.share.size
-    (built,) = build_layers(_trained(module), dtype=load.dtype, first=layer, end=layer + 1, share=load.share)
-    Sharded(parameters_of(built), None).reset()  # gradients are added up as in training, in float32
+    module, tp = load.module, load.tp_group.size
+    (built,) = build_layers(
+        _trained(module), dtype=load.dtype, first=layer, end=layer + 1, tp_group=load.tp_group
+    )
+    Sharded(trainable_parameters(built), None).reset()  # gradients are added up as in training, in float32
     names = _names(load, layer, built)
-    parts = built if tp == 1 else divided(built)
+    parts = built if tp == 1 else tensor_parallel_layer(built)
     ways = ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)) if tp == 1 else ((Kind.F, Kind.I, Kind.W),)
     times: dict[tuple[str, Kind], list[float]] = {}
     for repetition in range(WARM_UP + REPETITIONS):
@@ -166,7 +168,7 @@ def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
 
 def _names(load: _Load, layer: int, segments: Sequence[Segment]) -> dict[str, str]:
     """The segment that each kernel of the plan is a part of: where a layer is divided, one for each."""
-    if load.share.size > 1:
+    if load.tp_group.size > 1:
         return {base: base for segment in segments for base in segment.kernels}
     return {
         base: segment_name(load.module, layer, place).split(".")[-1]
@@ -175,7 +177,7 @@ def _names(load: _Load, layer: int, segments: Sequence[Segment]) -> dict[str, st
     }
 
 
-def _base(phase: Phase) -> str:
+def _base(phase: ChunkPhase) -> str:
     name = phase.kernels[0].partition(".")[0]
     return BELONGS_TO.get(name, name)
 
@@ -189,11 +191,11 @@ def _trained(module: Encoder | Llm) -> Encoder | Llm:
 
 def _play(
     chunk: SegmentedChunk, kinds: tuple[Kind, ...], load: _Load, *, first: bool
-) -> Iterator[tuple[Kind, Phase, float]]:
+) -> Iterator[tuple[Kind, ChunkPhase, float]]:
     """One microbatch through one layer: kind of the op, what computes, seconds."""
-    rows = load.tokens // load.share.size
+    rows = load.tokens // load.tp_group.size
     state = load.inputs if first else (torch.randn(rows, load.module.stack.hidden, dtype=load.dtype),)
-    chunk.begin(0, state, (not first,) * len(state), load.context)
+    chunk.begin_forward(0, state, (not first,) * len(state), load.context)
     for kind in kinds:
         if kind in (Kind.B, Kind.I):
             chunk.begin_backward(0, tuple(torch.ones_like(tensor) for tensor in chunk.output(0)))
@@ -216,7 +218,7 @@ def _row(
         kernels=kernels,
         kind=kind,
         tokens=load.tokens,
-        tp=load.share.size,
+        tp=load.tp_group.size,
         median_s=middle,
         p25_s=p25,
         p75_s=p75,
