@@ -33,7 +33,7 @@ from optimus.planner.layouts import decide_context
 from optimus.planner.listed import llm_pipeline
 from optimus.planner.systems.colocated import encoder_layout
 from optimus.planner.systems.colocation_candidate import Beside, Trial
-from optimus.planner.systems.optimus import Search, Tried
+from optimus.planner.systems.optimus_search import Search, Tried
 from optimus.schedule.dependencies import couple
 from optimus.schedule.fill import Arranged
 from optimus.schedule.llm_timeline import LlmTimeline

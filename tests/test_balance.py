@@ -9,12 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import setting_of
 
-from optimus.planner.systems.layer_partition import (
-    neighbours,
-    proportional_cut,
-    smallest_maximum_cut,
-    stage0_cut,
-)
+from optimus.planner.systems.layer_partition import neighbours, proportional_cut, smallest_maximum_cut
+from optimus.planner.systems.stage0 import stage0_cut
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 

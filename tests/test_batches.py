@@ -16,7 +16,7 @@ from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
 from optimus.job.workload import TokenPercentiles, sequences_from_percentiles
-from optimus.planner.batch_assignment import Bins, Feeding, find_feeding
+from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.schedule.simulate import evaluate
 from optimus.sensitivity.batch_steps import Player, batch_loads, play_batches
@@ -65,10 +65,8 @@ def mixed() -> Comparison:
     return compare_systems(uneven(few_layers()), names=SYSTEMS)
 
 
-def feeding_of(comparison: Comparison, name: str) -> Feeding:
-    found = find_feeding(comparison.systems[name].way, comparison.context)
-    assert found is not None
-    return found
+def feeding_of(comparison: Comparison, name: str) -> BatchAssignment:
+    return comparison.systems[name].candidate.batch_assignment()
 
 
 def test_where_all_sequences_are_alike_every_step_is_the_mean_step(even: Comparison) -> None:
@@ -83,7 +81,7 @@ def test_where_all_sequences_are_alike_every_step_is_the_mean_step(even: Compari
 @pytest.mark.parametrize("dealing", DEALINGS)
 def test_a_dealing_moves_sequences_and_loses_none(dealing: str) -> None:
     loads = np.random.default_rng(3).random(50)
-    feeding = Feeding(replicas=4, microbatches=6)
+    feeding = BatchAssignment(replicas=4, microbatches=6)
     slots = deal_batch(loads, feeding, dealing, order=[3, 1, 0, 2, 5, 4])
     assert [len(own) for own in slots] == [6] * 4
     dealt = Counter(int(sequence) for own in slots for microbatch in own for sequence in microbatch)
@@ -98,7 +96,7 @@ def test_a_dealing_moves_sequences_and_loses_none(dealing: str) -> None:
 
 def test_reordering_evens_out_what_is_drawn() -> None:
     loads = np.random.default_rng(4).random(64)
-    feeding = Feeding(replicas=4, microbatches=4)
+    feeding = BatchAssignment(replicas=4, microbatches=4)
 
     def spread(dealing: str) -> float:
         slots = deal_batch(loads, feeding, dealing, order=[0, 1, 2, 3])
@@ -112,7 +110,7 @@ def test_reordering_evens_out_what_is_drawn() -> None:
 def test_reordering_evens_out_replicas_of_few_sequences_a_microbatch(each: int) -> None:
     """One of them cannot even out microbatches; but no replica gets all that are heavy."""
     loads = np.random.default_rng(5).pareto(1.5, 32 * each * 8)
-    feeding = Feeding(replicas=8, microbatches=32)
+    feeding = BatchAssignment(replicas=8, microbatches=32)
     slots = deal_batch(loads, feeding, "reordered", order=list(range(32)))
     sums = [sum(float(loads[m].sum()) for m in own) for own in slots]
     assert max(sums) < 1.02 * max(float(np.mean(sums)), float(loads.max()))
@@ -124,8 +122,10 @@ def test_the_mean_of_many_batches_is_the_load_that_was_priced() -> None:
     job = uneven(few_layers())
     each_once = np.arange(256).reshape(4, 64)
     batches = replace(draw_batches(job), drawn=each_once)
-    bins = {"vision": Bins(bins=2, sharing="pieces", priced_sequences=2.0)}  # two pieces of four sequences
-    feeding = Feeding(replicas=2, microbatches=8, encoders=bins)
+    bins = {
+        "vision": EncoderBins(bins=2, sharing="pieces", priced_sequences=2.0)
+    }  # two pieces of four sequences
+    feeding = BatchAssignment(replicas=2, microbatches=8, encoders=bins)
     loads = np.array([batch_loads(batches, b, feeding, "drawn", [])["vision"] for b in range(4)])
     assert loads.shape == (4, 2, 2, 16)
     assert loads[:, COMPUTE].mean() == pytest.approx(1.0, rel=1e-12)

@@ -13,7 +13,9 @@ from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
 from optimus.planner.layouts import decide_context
-from optimus.planner.systems.registry import System, Systems
+from optimus.planner.systems.base import SimulatedSystem
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.registry import load_system
 from optimus.schedule.bubbles import CAUSES
 
 pytestmark = pytest.mark.ci
@@ -31,7 +33,7 @@ def short_step(model: str, cluster: str, *, chunks: int | None = None) -> Job:
     return replace(job, workload=workload, layout=replace(job.layout, limits=limits))
 
 
-def check(system: System) -> None:
+def check(system: SimulatedSystem) -> None:
     assert 0 < system.mfu < 1
     assert system.memory.total > 0
     assert all(getattr(system.bubbles, cause) >= -1e-9 for cause in CAUSES)
@@ -41,10 +43,10 @@ def check(system: System) -> None:
 def test_every_model_simulates_on_every_cluster(model: str, cluster: str) -> None:
     """The systems that search least; all of them below."""
     context, _ = decide_context(short_step(model, cluster, chunks=1), preset("default"))
-    systems = Systems(context)
+    pipelines = LlmPipelines(context)
     for name in ("stage0", "balanced", "fsdp"):
         try:
-            check(systems.make(name))
+            check(load_system(name).simulate(pipelines))
         except DoesNotFit:
             assert name == "fsdp"  # fewer sequences than ranks
 

@@ -27,7 +27,7 @@ from optimus.cost.memory import NOT_MODELLED, Memory
 from optimus.ir.op import Kind, Lane
 from optimus.job import catalog, layout, model, schema, workload
 from optimus.job.read import load_job
-from optimus.planner.systems.registry import MAKERS
+from optimus.planner.systems.registry import SYSTEMS
 from optimus.schedule.bubbles import CAUSES
 
 ROOT = Path(__file__).parent.parent
@@ -290,12 +290,12 @@ def test_presets_and_systems_that_pages_name_exist(page: Path) -> None:
     for name in re.findall(r"(?:--preset|preset) `?([a-z][\w-]*)`?", text):
         assert name in PRESETS or name == "chooses", f"{page.name} names the preset {name}"
     for names in re.findall(r"--system ((?:[a-z][\w-]* ?)+)", text):
-        assert set(names.split()) <= set(MAKERS), f"{page.name} names the systems {names}"
+        assert set(names.split()) <= set(SYSTEMS), f"{page.name} names the systems {names}"
 
 
 def test_every_system_has_a_heading_and_no_other_has() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "systems.md").read_text(), re.MULTILINE)
-    assert headings == list(MAKERS)
+    assert headings == list(SYSTEMS)
 
 
 def test_the_glossary_has_the_words_of_the_house() -> None:

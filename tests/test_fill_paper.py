@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference_replay import makespan, replay
 
 from optimus.ir.op import Kind
-from optimus.planner.systems.paper import MOST_SPLITS, all_splits, splits_to_try, uniform_split
+from optimus.planner.systems.paper_filling import MOST_SPLITS, all_splits, splits_to_try, uniform_split
 from optimus.schedule.fill_paper import (
     COMPUTE,
     LAUNCH,

@@ -21,11 +21,12 @@ from optimus.planner.encoder_layouts import own_layouts
 from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import decide_context
 from optimus.planner.listed import llm_pipeline
+from optimus.planner.systems.base import simulated_step_s
 from optimus.planner.systems.colocated import encoder_layout, even_counts
 from optimus.planner.systems.colocation_candidate import Beside, Trial
-from optimus.planner.systems.llm_only import Floors
-from optimus.planner.systems.optimus import Search, search_ours
-from optimus.planner.systems.registry import Systems
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.optimus import search_ours
+from optimus.planner.systems.optimus_search import Search
 from optimus.planner.systems.traffic_cut import moved
 from optimus.schedule.pipelines import most_in_flight
 from optimus.verify.validator import check_plan
@@ -164,9 +165,9 @@ def check_over_floor(name: str, assumed: str, record_property: Record) -> None:
     job = find_job(name)
     for made, limit in zip((job, with_small_images(job)), OVER_FLOOR_1F1B[name, assumed], strict=True):
         context, _ = decide_context(made, preset(assumed))
-        systems = Systems(context)
-        floor_s = systems.step_s(systems.floor_1f1b)
-        found = search_ours(context, [systems.floor_1f1b])
+        floor = LlmPipelines(context).floor_1f1b
+        floor_s = simulated_step_s(floor)
+        found = search_ours(context, [floor])
         over = found.filled.step_s / floor_s
         record_property("over floor-1f1b", round(over, 4))
         assert over <= limit, f"{over:.4f}"
@@ -246,7 +247,7 @@ def test_an_image_is_never_cut(pieces: int) -> None:
 def test_stated_chunks_are_kept(chunks: int) -> None:
     """The LLM alone would be fastest with 20; encoders lie beside it with as many as the job says."""
     context, _ = decide_context(find_job("paper/B", layouts=[f"llm=chunks{chunks}"]), preset("default"))
-    floors = Floors(context)
+    floors = LlmPipelines(context)
     assert floors.floor.layout.chunks == 20
     assert {llm.layout.chunks for llm in floors.beside} == {chunks}
     roomier = [llm for free in (4e9, 16e9) for llm in floors.roomier(floors.beside[0], [free])]
@@ -259,7 +260,7 @@ def test_chunks_left_open_are_also_halved() -> None:
     job = find_job("paper/B")
     open_job = replace(job, layout=replace(job.layout, modules={LLM: LayoutChoice(pp=4, tp=8)}))
     context, _ = decide_context(open_job, preset("default"))
-    floors = Floors(context)
+    floors = LlmPipelines(context)
     assert [llm.layout.chunks for llm in floors.beside] == [20, 20, 10]
     best = search_ours(context, floors.beside)
     assert best.llm.layout.chunks == 10

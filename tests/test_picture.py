@@ -16,7 +16,7 @@ from optimus.errors import DoesNotFit, UserError
 from optimus.ir.op import Communicator, Kind, Lane
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
-from optimus.planner.systems.registry import System
+from optimus.planner.systems.base import SimulatedSystem
 from optimus.render.boxes import IDLE_DP, IDLE_PP, IDLE_TP, STACK, device_rows
 from optimus.render.picture import PLOT, timeline_svg, write_picture
 from optimus.schedule.bubbles import busy_s, find_bubbles, mean_bubbles
@@ -41,7 +41,9 @@ def op_of(kind: Kind, module: int, seconds: float, layers: int = 2) -> Template:
     return Template(rows=np.array(rows, ROW), edges=np.array(edges, np.int64), entries=(0,), exits=(last,))
 
 
-def system_of(order: Pipeline, *, layers: int = 2, name: str = "stage0", fits: bool = True) -> System:
+def system_of(
+    order: Pipeline, *, layers: int = 2, name: str = "stage0", fits: bool = True
+) -> SimulatedSystem:
     """A pipeline whose first stage is an encoder's, with gathers, reduces and an optimizer."""
     stages = len(order)
     templates = {
@@ -77,7 +79,7 @@ def system_of(order: Pipeline, *, layers: int = 2, name: str = "stage0", fits: b
 
 
 @functools.cache
-def a_system() -> System:
+def a_system() -> SimulatedSystem:
     """For what a picture does not show."""
     return compare_systems(find_job("paper/small-a100", layouts=["llm=pp1,tp4"]), names=["stage0"]).systems[
         "stage0"
@@ -85,12 +87,12 @@ def a_system() -> System:
 
 
 @functools.cache
-def small() -> System:
+def small() -> SimulatedSystem:
     return system_of(one_f_one_b(stages=4, microbatches=6))
 
 
 @functools.cache
-def split() -> System:
+def split() -> SimulatedSystem:
     return system_of(zero_bubble(stages=4, chunks=2, microbatches=8), name="balanced-best")
 
 
@@ -105,7 +107,9 @@ def widths(svg: str) -> list[float]:
 
 
 @pytest.mark.parametrize("make", [small, split])
-def test_idle_time_in_the_picture_is_the_bubbles_of_the_table_by_cause(make: Callable[[], System]) -> None:
+def test_idle_time_in_the_picture_is_the_bubbles_of_the_table_by_cause(
+    make: Callable[[], SimulatedSystem],
+) -> None:
     system = make()
     bubbles = find_bubbles(system.schedule, system.timeline)
     busy = busy_s(system.schedule, system.timeline)
@@ -197,7 +201,7 @@ def test_writing_says_what_is_wrong(tmp_path: Path) -> None:
         write_picture(a_comparison({}, {"fsdp": "too large"}), tmp_path / "picture.svg")
 
 
-def a_comparison(systems: dict[str, System], missing: dict[str, str]) -> Comparison:
+def a_comparison(systems: dict[str, SimulatedSystem], missing: dict[str, str]) -> Comparison:
     from optimus.cost.assumptions import preset
     from optimus.planner.layouts import decide_context
     from optimus.planner.systems.layer_partition import first_fitting

@@ -32,7 +32,8 @@ from optimus.planner.planning import Planned, make_plan
 from optimus.planner.ranking import rank_contexts
 from optimus.planner.rejected import Rejected
 from optimus.planner.replaying import replay_plan
-from optimus.planner.systems.registry import Systems
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.paper import PaperSystem
 
 ROOT = Path(__file__).parents[1]
 SMALL = "paper/small-a100"
@@ -98,7 +99,8 @@ def test_heads_are_padded_but_none_is_cut() -> None:
 @pytest.mark.ci("plan file")
 def test_memory_rejects_with_the_figure() -> None:
     context, _ = decide_context(find_job("paper/strong-3072"), preset("default"))
-    rejected = Systems(context).paper_found.rejected
+    (result,) = PaperSystem().candidates(LlmPipelines(context))
+    rejected = result.rejected
     memory = [each for each in rejected if each.reason.startswith("memory")]
     assert memory and all("of 80.0 GB" in each.reason for each in memory)
     assert any(each.reason.startswith("microbatches: 16 for") for each in rejected)
@@ -147,7 +149,7 @@ def test_the_validator_s_replay_equals_the_claim_on_every_catalog_job(name: str)
     """To a nanosecond; every rule holds."""
     job = find_job(name)
     context, _ = decide_context(job, preset("default"))
-    found = Systems(context).paper_found
+    (found,) = PaperSystem().candidates(LlmPipelines(context))
     from optimus.ir.binding import bind
     from optimus.verify.validator import check_plan
 

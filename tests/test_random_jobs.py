@@ -12,8 +12,8 @@ from random_plans import bound, random_llm, random_plan
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.plan import Plan
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.paper_search import search_paper
-from optimus.planner.systems.registry import Systems
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.paper import PaperSystem, search_paper
 from optimus.verify.validator import check_plan
 
 STRATEGY = 33  # one plan in so many is the paper's; the others are arranged at random
@@ -77,5 +77,6 @@ def test_a_hundred_thousand_random_jobs(first: int) -> None:
 def test_with_the_search_for_the_llm_too(number: int) -> None:
     """It takes most of a strategy's time: few jobs, all of which have a plan."""
     context = setting_of(number)
-    report = check_plan(bound(Systems(context).paper_found.filled.plan, context))
+    (result,) = PaperSystem().candidates(LlmPipelines(context))
+    report = check_plan(bound(result.plan, context))
     assert report.ok, f"job {number}: {report.violations[0]}"

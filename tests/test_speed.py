@@ -19,8 +19,9 @@ from service_user import NOBODY, PACKAGE
 from optimus.cost.assumptions import preset
 from optimus.job.read import find_job
 from optimus.planner.layouts import decide_context
+from optimus.planner.systems.balanced import BalancedSystem
+from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import InlinePipeline
-from optimus.planner.systems.registry import Systems
 from optimus.schedule.simulate import evaluate
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]
@@ -30,7 +31,7 @@ COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
 def paper_pipeline(microbatches: int) -> InlinePipeline:
     """ViT-22B and GPT-175B balanced over 8 stages of 12 chunks, whole layers recomputed."""
     context, _ = decide_context(find_job("paper/strong-3072"), preset("paper"))
-    return replace(Systems(context).inline("balanced"), microbatches=microbatches)
+    return replace(BalancedSystem().best_pipeline(LlmPipelines(context)), microbatches=microbatches)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ from optimus.ir.op import Kind, Lane
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.layouts import decide_context
-from optimus.planner.systems.registry import MAKERS, STRATEGIES, Systems
+from optimus.planner.systems.balanced import BalancedSystem
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.registry import SYSTEMS, load_system, strategies
+from optimus.planner.systems.stage0 import Stage0System
 from optimus.schedule.bubbles import CAUSES, busy_s, find_bubbles
 from optimus.schedule.simulate import evaluate
 
@@ -35,9 +38,10 @@ def compared(name: str, on: str | None = None, assumptions: str = "default") -> 
 @pytest.mark.parametrize("name", PAPER_JOBS)
 def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
     context, _ = decide_context(find_job(name), preset(assumptions))
-    systems = Systems(context)
-    for way in (systems.inline("stage0"), systems.inline("balanced")):
-        coarse, fine = evaluate(way.op_schedule()).step_s, evaluate(way.schedule()).step_s
+    pipelines = LlmPipelines(context)
+    for system in (Stage0System(), BalancedSystem()):
+        pipeline = system.best_pipeline(pipelines)
+        coarse, fine = evaluate(pipeline.op_schedule()).step_s, evaluate(pipeline.schedule()).step_s
         assert fine == pytest.approx(coarse, abs=1e-6)
 
 
@@ -96,7 +100,12 @@ def test_memory_names_the_worst_rank() -> None:
 
 
 def test_all_systems_are_made_for_a_paper_job() -> None:
-    assert set(compared("paper/A").systems) == set(MAKERS) - {"today", *STRATEGIES}
+    assert set(compared("paper/A").systems) == set(SYSTEMS) - {"today", *strategies()}
+
+
+def test_systems_are_registered_under_their_names_and_a_plan_is_allowed_as_fill() -> None:
+    assert [load_system(name).name for name in SYSTEMS] == list(SYSTEMS)
+    assert {load_system(name).allowed_as for name in strategies()} == {"fill"}
 
 
 # ------------------------------------------------------------------------ assumptions

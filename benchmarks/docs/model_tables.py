@@ -25,7 +25,7 @@ from optimus.job.read import find_job
 from optimus.job.workload import TokenPercentiles, Workload, sequences_from_percentiles
 from optimus.planner.compare import Comparison
 from optimus.planner.planning import Planned, make_plan
-from optimus.planner.systems.registry import System
+from optimus.planner.systems.base import SimulatedSystem
 from optimus.sensitivity.batch_steps import play_batches
 from optimus.sensitivity.drawn_batches import DEALINGS
 
@@ -123,7 +123,7 @@ def _bounds(planned: Planned) -> Figures:
     }
 
 
-def _system(system: System) -> Figures:
+def _system(system: SimulatedSystem) -> Figures:
     return {
         "step_s": rounded(system.step_s),
         "overlapped_s": rounded(system.overlapped_step_s),

@@ -28,9 +28,11 @@ from optimus.planner.encoder_layouts import common_layouts
 from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import decide_context
 from optimus.planner.rejected import Rejected
-from optimus.planner.systems.paper import Bases, Choice, Filling
-from optimus.planner.systems.paper_search import ADJUSTED, warmups
-from optimus.planner.systems.registry import System, Systems
+from optimus.planner.systems.base import SimulatedSystem
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.paper import ADJUSTED, PaperSystem, warmups
+from optimus.planner.systems.paper_filling import Bases, Choice, Filling
+from optimus.planner.systems.registry import load_system
 from optimus.schedule.dependencies import couple
 from optimus.schedule.lower import play
 
@@ -82,13 +84,14 @@ def figures(case: Case) -> Figures:
     assumptions = preset(case.preset)
     if case.recompute is not None:
         assumptions = replace(assumptions, recompute=case.recompute)
-    systems = Systems(decide_context(_job(case), assumptions)[0])
+    pipelines = LlmPipelines(decide_context(_job(case), assumptions)[0])
     names = ["llm-only", "stage0", "balanced", "balanced-best"]
-    made = {name: systems.make(name) for name in [*names, *(["fsdp"] if case.job == "small-a100" else [])]}
+    names += ["fsdp"] if case.job == "small-a100" else []
+    made = {name: load_system(name).simulate(pipelines) for name in names}
     begin = time.process_time()
-    found = systems.paper_found
+    (found,) = PaperSystem().candidates(pipelines)
     seconds = time.process_time() - begin
-    bounds = find_bounds(systems.context, systems.floor, made["llm-only"].step_s)
+    bounds = find_bounds(pipelines.context, pipelines.floor, made["llm-only"].step_s)
     result: Figures = {
         "systems": {name: _system(system) for name, system in made.items()},
         "encoder_s": rounded(bounds.encoder_s),
@@ -97,7 +100,7 @@ def figures(case: Case) -> Figures:
         SECONDS: round(seconds),
     }
     if case.both:
-        best = best_estimate(systems)
+        best = best_estimate(pipelines)
         result["best_estimate"] = _choice(best, best.filling.plan(best), bounds)
     return result
 
@@ -113,9 +116,9 @@ def _job(case: Case) -> Job:
     return replace(job, workload=replace(job.workload, sequences=(sequence,)))
 
 
-def best_estimate(systems: Systems) -> Choice:
+def best_estimate(pipelines: LlmPipelines) -> Choice:
     """What the paper's own ranking takes: its model leaves out the encoders' parameter traffic."""
-    context, llm, bases = systems.context, systems.floor_1f1b, Bases()
+    context, llm, bases = pipelines.context, pipelines.floor_1f1b, Bases()
     (policy,) = context.policies(context.job.model.encoders)  # these presets state it
     choices = []
     for layout in common_layouts(context, llm.layout):
@@ -160,7 +163,7 @@ def _without_traffic(module: PlannedModule) -> PlannedModule:
     return replace(module, buckets=buckets, chunks=chunks, seam_s=0.0)
 
 
-def _system(system: System) -> Figures:
+def _system(system: SimulatedSystem) -> Figures:
     return {"step_s": rounded(system.step_s), "fits": system.fits}
 
 

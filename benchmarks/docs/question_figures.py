@@ -20,9 +20,11 @@ from optimus.job.workload import PackedSequence
 from optimus.planner.bounds import find_bounds
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.context import PlanningContext
+from optimus.planner.filled_plan import SearchResult
 from optimus.planner.layouts import decide_context
-from optimus.planner.search_result import SearchResult
-from optimus.planner.systems.registry import System, Systems
+from optimus.planner.systems.base import SimulatedSystem
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.registry import load_system
 from optimus.schedule.bubbles import CAUSES, find_bubbles, find_idle, mean_bubbles
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import Lowered, lower
@@ -221,14 +223,14 @@ def several_encoders(name: str, assumed: str) -> Figures:
     found = compare_systems(job, names=ALL, assumptions=assumed)
     figures = _systems(found)
     ours = found.systems.get("optimus")
-    if ours is None or ours.found is None:
+    if ours is None or ours.search_result is None:
         return figures
     layouts = set(_encoder_layouts(ours).values())
     if len(layouts) > 1:
-        tried = {str(each.layout): each.layout for each in ours.found.tried}
+        tried = {str(each.layout): each.layout for each in ours.search_result.tried}
         alike = [
             compare_systems(_alike(job, tried[name]), names=["optimus"], assumptions=assumed)
-            for name in sorted(layouts | {str(ours.found.tried[0].layout)})
+            for name in sorted(layouts | {str(ours.search_result.tried[0].layout)})
             if name in tried
         ]
         made = [each.systems["optimus"] for each in alike if "optimus" in each.systems]
@@ -256,11 +258,11 @@ def at_capacities(name: str, assumed: str) -> Figures:
     context, _ = decide_context(SIZES[name](), preset(assumed))
     found: Figures = {}
     for gigabytes in CAPACITIES:
-        systems = Systems(with_capacity(context, gigabytes))
+        pipelines = LlmPipelines(with_capacity(context, gigabytes))
         made = {}
         for system in ("optimus", *SIMPLER, "stage0"):
             try:
-                made[system] = _system(systems.make(system))
+                made[system] = _system(load_system(system).simulate(pipelines))
             except DoesNotFit:
                 continue
         found[str(gigabytes)] = {system: value for system, value in made.items() if value["fits"]}
@@ -275,8 +277,8 @@ def bubbles(name: str, assumed: str) -> Figures:
     job = find_job("paper/strong-3072").replace(gpus=int(name))
     found = compare_systems(job, names=["optimus", "balanced-best"], assumptions=assumed)
     ours = found.systems["optimus"]
-    assert ours.found is not None
-    alone = llm_alone(ours.found)
+    assert ours.search_result is not None
+    alone = llm_alone(ours.search_result)
     bounds = find_bounds(found.context, found.floor, found.floor_s)
     return {
         "before": _seconds(alone.schedule, alone.timeline),
@@ -284,8 +286,8 @@ def bubbles(name: str, assumed: str) -> Figures:
         "floor_s": rounded(found.floor_s),
         "bound_s": rounded(bounds.bound_s),
         "balanced_best_s": rounded(found.systems["balanced-best"].step_s),
-        "placed": {k: rounded(v) for k, v in ours.found.filled.plan.claims.encoder_s.items()},
-        "microbatches": ours.found.llm.microbatches,
+        "placed": {k: rounded(v) for k, v in ours.search_result.filled.plan.claims.encoder_s.items()},
+        "microbatches": ours.search_result.llm.microbatches,
         "how": ours.how,
     }
 
@@ -351,7 +353,7 @@ def _systems(found: Comparison) -> Figures:
     }
 
 
-def _system(system: System) -> Figures:
+def _system(system: SimulatedSystem) -> Figures:
     memory = system.memory
     parts = {
         "states": memory.states,
@@ -365,12 +367,12 @@ def _system(system: System) -> Figures:
         "how": system.how,
         "gb": {name: round(size / 1e9, 3) for name, size in parts.items()},
     }
-    return figures if system.found is None else {**figures, "layouts": _encoder_layouts(system)}
+    return figures if system.search_result is None else {**figures, "layouts": _encoder_layouts(system)}
 
 
-def _encoder_layouts(system: System) -> dict[str, str]:
-    assert system.found is not None
-    return {name: str(module.layout) for name, module in system.found.filled.plan.encoders.items()}
+def _encoder_layouts(system: SimulatedSystem) -> dict[str, str]:
+    assert system.search_result is not None
+    return {name: str(module.layout) for name, module in system.search_result.filled.plan.encoders.items()}
 
 
 def simpler(found: Figures) -> tuple[str, Figures]:

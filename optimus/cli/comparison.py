@@ -8,7 +8,7 @@ from optimus.cli.simulate import SCHEMA
 from optimus.cli.text import columns, wrap
 from optimus.cost.memory import NOT_MODELLED, Memory
 from optimus.planner.compare import Comparison
-from optimus.planner.systems.registry import TP_OVERLAP, System
+from optimus.planner.systems.base import OVERLAPPED_TP_SHARE, SimulatedSystem
 from optimus.render.units import billions, gigabytes, seconds
 from optimus.schedule.bubbles import CAUSES
 
@@ -72,11 +72,11 @@ def cost_model_json(comparison: Comparison) -> dict[str, object]:
     return source
 
 
-def _system_json(comparison: Comparison, system: System) -> dict[str, object]:
+def _system_json(comparison: Comparison, system: SimulatedSystem) -> dict[str, object]:
     result: dict[str, object] = {
         "step_s": system.step_s,
         "step_over_floor": comparison.over_floor(system.name),
-        "step_s_if_tp_overlapped": {str(TP_OVERLAP): system.overlapped_step_s},
+        "step_s_if_tp_overlapped": {str(OVERLAPPED_TP_SHARE): system.overlapped_step_s},
         "peak_memory_bytes": system.memory.total,
         "fits": system.fits,
         "mfu": system.mfu,
@@ -98,9 +98,10 @@ def comparison_text(comparison: Comparison) -> list[str]:
     """Returns the table of systems, their settings, the worst rank's memory and what is not modelled."""
     lines = header_text(comparison)
     lines += ["", *_table(comparison), "", *_verdict(comparison)]
+    share = f"{OVERLAPPED_TP_SHARE:.0%}"
     lines += [
         "  Bubbles are shares of the step in which the mean GPU computes nothing, by cause.",
-        f"  TP {TP_OVERLAP:.0%}: step s if the framework already hid {TP_OVERLAP:.0%} of the TP traffic.",
+        f"  TP {share}: step s if the framework already hid {share} of the TP traffic.",
     ]
     if any(comparison.over_floor(name) < 1 for name in comparison.systems):
         lines.append("  The floor is the LLM alone in a pipeline; a system that is none may be below it.")
@@ -191,7 +192,7 @@ def _preset(comparison: Comparison) -> str:
 
 
 def _table(comparison: Comparison) -> list[str]:
-    header = ["system", "step s", "/floor", f"TP {TP_OVERLAP:.0%}", "MFU %", "tok/s/GPU", "peak GB"]
+    header = ["system", "step s", "/floor", f"TP {OVERLAPPED_TP_SHARE:.0%}", "MFU %", "tok/s/GPU", "peak GB"]
     header += [f"{SHORT_CAUSES[cause]} %" for cause in CAUSES]
     rows = []
     for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
@@ -216,7 +217,7 @@ def _table(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _measured_row(comparison: Comparison, system: System, width: int) -> list[str]:
+def _measured_row(comparison: Comparison, system: SimulatedSystem, width: int) -> list[str]:
     """What the user measured, under what we compute."""
     assert system.measured_step_s is not None
     row = ["  measured", seconds(system.measured_step_s)]
@@ -245,5 +246,5 @@ def _memory(comparison: Comparison) -> list[str]:
     return columns(header, rows)
 
 
-def _component(system: System, name: str) -> float:
+def _component(system: SimulatedSystem, name: str) -> float:
     return float(getattr(system.memory, name))

@@ -32,7 +32,7 @@ from optimus.render.units import gigabytes, seconds
 if TYPE_CHECKING:
     from optimus.job.layout import Layout
     from optimus.planner.planning import Planned
-    from optimus.planner.systems.registry import System
+    from optimus.planner.systems.base import SimulatedSystem
 
 SCHEMA = "optimus.plan-result/1"
 
@@ -241,7 +241,7 @@ def _microbatches(split: list[int], pieces: int) -> str:
 
 
 def _table(planned: Planned) -> list[str]:
-    from optimus.planner.systems.registry import TP_OVERLAP
+    from optimus.planner.systems.base import OVERLAPPED_TP_SHARE
 
     comparison, strategy = planned.comparison, planned.plan.strategy
     header = [
@@ -251,7 +251,7 @@ def _table(planned: Planned) -> list[str]:
         f"speed-up of {strategy}",
         "peak GB",
         "MFU %",
-        f"TP {TP_OVERLAP:.0%}",
+        f"TP {OVERLAPPED_TP_SHARE:.0%}",
     ]
     rows = []
     for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
@@ -270,9 +270,8 @@ def _table(planned: Planned) -> list[str]:
         if system.measured_step_s is not None:
             rows.append(_measured(planned, system))
     lines = columns(header, rows)
-    lines.append(
-        f"  TP {TP_OVERLAP:.0%}: step s if the framework already hid {TP_OVERLAP:.0%} of the TP traffic."
-    )
+    share = f"{OVERLAPPED_TP_SHARE:.0%}"
+    lines.append(f"  TP {share}: step s if the framework already hid {share} of the TP traffic.")
     if any(not system.fits for system in comparison.systems.values()):
         lines.append(f"  ! does not fit in {gigabytes(comparison.context.capacity_bytes)} GB")
     for name, reason in comparison.missing.items():
@@ -280,7 +279,7 @@ def _table(planned: Planned) -> list[str]:
     return lines
 
 
-def _measured(planned: Planned, system: System) -> list[str]:
+def _measured(planned: Planned, system: SimulatedSystem) -> list[str]:
     assert system.measured_step_s is not None
     over = system.measured_step_s / planned.comparison.floor_s
     speedup = system.measured_step_s / planned.step_s
@@ -338,7 +337,7 @@ def _hidden_lines(planned: Planned) -> list[str]:
     return [*wrap("hidden", hidden), *wrap("bound", bound), *wrap("claim", claim)]
 
 
-def _bubbles(system: System) -> str:
+def _bubbles(system: SimulatedSystem) -> str:
     bubbles = system.bubbles
     parts = {
         "TP": bubbles.tp,

@@ -24,6 +24,7 @@ from optimus.cli.flags import (
 )
 from optimus.cli.text import columns
 from optimus.errors import UserError
+from optimus.planner.systems.registry import SYSTEMS
 from optimus.render.units import gigabytes, seconds
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class SimulateCommand:
         tuple[str, ...],
         tyro.conf.arg(
             metavar="NAME ...",
-            help="only these: llm-only, stage0, balanced, balanced-best, three-phase, separate-gpus, fsdp, "
-            "paper, today",
+            help=f"only these: {', '.join(SYSTEMS)}",
         ),
     ] = ()
     layout: LayoutFlag = ()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from optimus.cost.measured import ANALYTIC
 from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.registry import Systems
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.today import TodaySystem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def calibrate(context: PlanningContext) -> Calibration | None:
     if today is None or today.measured_step_s is None:
         return None
     try:
-        modelled_s = Systems(context).today().step_s
+        modelled_s = TodaySystem().simulate(LlmPipelines(context)).step_s
     except DoesNotFit:
         return None
     return Calibration(measured_s=today.measured_step_s, modelled_s=modelled_s)

@@ -14,8 +14,10 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import is_stated
 from optimus.planner.ranking import rank_contexts
 from optimus.planner.rejected import Rejected
+from optimus.planner.systems.base import SimulatedSystem, simulated_step_s
+from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import InlinePipeline
-from optimus.planner.systems.registry import MAKERS, System, Systems, default_systems
+from optimus.planner.systems.registry import SYSTEMS, default_systems, load_system
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +27,7 @@ class Comparison:
     job: Job
     assumptions: Assumptions
     context: PlanningContext  # of the floor; of the plan where one is made
-    systems: dict[str, System]
+    systems: dict[str, SimulatedSystem]
     missing: dict[str, str]
     floor: InlinePipeline
     floor_s: float
@@ -77,80 +79,82 @@ def compare_systems(
     calibration = calibrate(ranked.contexts[0])
     if calibration is not None:
         assumed = assumed.scaled(calibration.scale)
-    at = [Systems(context.under(assumed)) for context in ranked.contexts]
-    best = _Best(asked, at, progress)
-    floor_s, floors = best.floor()
-    made = {name: best.make(name) for name in asked}
-    systems = {name: system for name, system in made.items() if isinstance(system, System)}
+    searched = [LlmPipelines(context.under(assumed)) for context in ranked.contexts]
+    best = _BestOverLayouts(asked, searched, progress)
+    floor_s, fastest_llm = best.floor()
+    outcomes = {name: best.simulate(name) for name in asked}
     return Comparison(
         job=job,
         assumptions=assumed,
-        context=floors.context,
-        systems=systems,
-        missing={name: reason for name, reason in made.items() if isinstance(reason, str)},
-        floor=floors.floor,
+        context=fastest_llm.context,
+        systems={name: system for name, system in outcomes.items() if isinstance(system, SimulatedSystem)},
+        missing={name: reason for name, reason in outcomes.items() if isinstance(reason, str)},
+        floor=fastest_llm.floor,
         floor_s=floor_s,
-        floor_1f1b_s=min(each.step_s(each.floor_1f1b) for each in best.possible),
+        floor_1f1b_s=min(simulated_step_s(pipelines.floor_1f1b) for pipelines in best.possible),
         rejected=ranked.rejected,
         considered=ranked.considered,
-        compared=len(at),
+        compared=len(searched),
         calibration=calibration,
     )
 
 
-class _Best:
-    """Every system at the best of several LLM layouts."""
+class _BestOverLayouts:
+    """Simulates every system at the best of several LLM layouts."""
 
     def __init__(
-        self, asked: Sequence[str], at: Sequence[Systems], progress: Callable[[str, int, int], None]
+        self,
+        names: Sequence[str],
+        searched: Sequence[LlmPipelines],
+        progress: Callable[[str, int, int], None],
     ) -> None:
-        self._at, self._asked, self._progress = at, asked, progress
-        self._floors: dict[Systems, float] = {}  # the LLM's own step at every layout
+        self._searched, self._names, self._progress = searched, names, progress
+        self._floors_s: dict[LlmPipelines, float] = {}  # the LLM's own step at every layout
         self._done = 0
 
-    def _say(self, name: str) -> None:
-        self._progress(name, self._done, (len(self._asked) + 1) * len(self._at))
+    def _report(self, name: str) -> None:
+        self._progress(name, self._done, (len(self._names) + 1) * len(self._searched))
         self._done += 1
 
     @property
-    def possible(self) -> list[Systems]:
-        """At layouts in which the LLM fits; the fastest for it alone first."""
-        return sorted(self._floors, key=self._floors.__getitem__)
+    def possible(self) -> list[LlmPipelines]:
+        """Layouts in which the LLM fits, the fastest for it alone first."""
+        return sorted(self._floors_s, key=self._floors_s.__getitem__)
 
-    def floor(self) -> tuple[float, Systems]:
-        """The LLM's own step at its best layout."""
+    def floor(self) -> tuple[float, LlmPipelines]:
+        """Returns the LLM's own step at its best layout."""
         refusals = []
-        for systems in self._at:
-            self._say("llm-only")
+        for pipelines in self._searched:
+            self._report("llm-only")
             try:
-                self._floors[systems] = systems.step_s(systems.floor)
+                self._floors_s[pipelines] = simulated_step_s(pipelines.floor)
             except DoesNotFit as no:
                 refusals.append(no)
-        if not self._floors:
+        if not self._floors_s:
             raise refusals[0]
         first = self.possible[0]
-        return self._floors[first], first
+        return self._floors_s[first], first
 
-    def make(self, name: str) -> System | str:
-        """The system at its best layout, or why it cannot run.
+    def simulate(self, name: str) -> SimulatedSystem | str:
+        """Returns the system at its best layout, or the reason why it cannot run.
 
-        Where the LLM's pipeline alone is slower, no system that has one is looked at.
+        Layouts at which the LLM's pipeline alone is slower are skipped by systems that have one.
         """
-        found: System | None = None
-        reasons = []
-        for systems in self.possible[:1] if name == "today" else self.possible:
-            self._say(name)
-            beaten = found is not None and found.fits and found.step_s <= self._floors[systems]
-            if beaten and name != "fsdp":  # which has no pipeline
+        system, best = load_system(name), None
+        refusals = []
+        for pipelines in self.possible if system.searches_layouts else self.possible[:1]:
+            self._report(name)
+            beaten = best is not None and best.fits and best.step_s <= self._floors_s[pipelines]
+            if beaten and system.needs_llm_pipeline:
                 continue
             try:
-                made = systems.make(name)
+                simulated = system.simulate(pipelines)
             except DoesNotFit as no:
-                reasons.append(no.problem)
+                refusals.append(no.problem)
                 continue
-            if found is None or (made.fits, -made.step_s) > (found.fits, -found.step_s):
-                found = made
-        return reasons[0] if found is None else found
+            if best is None or (simulated.fits, -simulated.step_s) > (best.fits, -best.step_s):
+                best = simulated
+        return refusals[0] if best is None else best
 
 
 def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:
@@ -170,9 +174,9 @@ def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:
         return default_systems(job)
     asked = list(dict.fromkeys(names))
     for name in asked:
-        if name not in MAKERS:
+        if name not in SYSTEMS:
             raise UserError(
-                field="--system", value=name, problem="is not a system", hint=nearest(name, MAKERS)
+                field="--system", value=name, problem="is not a system", hint=nearest(name, SYSTEMS)
             )
     if "today" in asked and job.today is None:
         raise UserError(

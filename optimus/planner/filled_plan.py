@@ -1,17 +1,25 @@
-"""A plan with programs and claims, made from an arrangement of phases."""
+"""A plan with programs and claims, and the search that made it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from optimus.cost.memory import Memory
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Claims, Plan, Program
-from optimus.planner.systems.colocated import as_memory
+from optimus.ir.ranks import LLM
+from optimus.job.layout import Layout
+from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
+from optimus.planner.context import PlanningContext
+from optimus.planner.rejected import Rejected
 from optimus.schedule.lower import Lowered, lower
 from optimus.schedule.phases import DIGITS
 from optimus.schedule.plan_memory import claim_encoder_s, claim_memory
+
+if TYPE_CHECKING:
+    from optimus.planner.systems.pipeline import InlinePipeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,3 +75,96 @@ def finish_plan(
     memory = claim_memory(header, lowered.programs, fixed)
     plan = replace(header, programs=lowered.programs, claims=claims, memory=memory)
     return FilledPlan(plan=plan, lowered=lowered)
+
+
+def as_memory(fixed: Mapping[str, int], llm: int, encoders: int, seam: int) -> Memory:
+    """A class's bytes in the components that systems are compared by."""
+    return Memory(
+        parameters=fixed["parameters"],
+        gradients=fixed["gradients"],
+        optimizer=fixed["optimizer"],
+        logits=fixed["logits"],
+        communicators=fixed["communicators"],
+        reserve=fixed["reserve"],
+        llm_activations=llm + fixed["working"],
+        encoder_activations=encoders,
+        seam=seam,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedLayout:
+    """An encoder layout that fits and was scheduled."""
+
+    layout: Layout
+    module: str
+    step_s: float
+    peak_bytes: float
+    replayed: bool  # or its seconds are the algorithm's estimate, and its bytes an upper bound
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SearchResult:
+    """The best plan of a strategy. `hidden_share`: of encoder compute, placed inside the LLM's bubbles."""
+
+    filled: FilledPlan
+    llm: InlinePipeline
+    how: str  # what was chosen, in one line
+    considered: int
+    hidden_share: float
+    notes: Mapping[str, Any] = field(default_factory=dict)  # for readers of the plan file
+    is_estimated_whole: bool = True  # transfers and encoder traffic are in the algorithm's own estimate
+    remarks: tuple[str, ...] = ()  # on the search, for those who read its result
+    rejected: list[Rejected] = field(default_factory=list)
+    tried: list[TriedLayout] = field(default_factory=list)
+
+    @property
+    def context(self) -> PlanningContext:
+        """The context of the LLM's pipeline."""
+        return self.llm.context
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, before it is bound to the job."""
+        return self.filled.plan
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """Memory of one rank of every device class."""
+        return self.filled.memories
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within a GPU's memory."""
+        return self.filled.fits
+
+    @property
+    def estimate_s(self) -> float:
+        """The step time by the search's own estimate."""
+        return self.filled.estimate_s
+
+    @property
+    def device_gpus(self) -> None:
+        """None: every device class represents equally many GPUs."""
+        return None
+
+    def schedule(self) -> Schedule:
+        """Returns the plan's programs with their dependencies."""
+        return self.filled.schedule()
+
+    def describe(self) -> str:
+        """Returns the chosen layouts in one line."""
+        return self.how
+
+    def batch_assignment(self) -> BatchAssignment:
+        """Returns encoder microbatches as parts of an LLM microbatch of the same replica."""
+        context, plan = self.context, self.plan
+        replicas = plan.modules[LLM].layout.dp
+        sequences = context.job.workload.sequences_per_step / replicas / plan.microbatches
+        bins = {}
+        for encoder in context.job.model.encoders:
+            module = plan.modules[encoder.name]
+            pieces, across = module.pieces, plan.modules[LLM].layout.tp // module.layout.tp
+            priced = context.piece(encoder, sequences, pieces, across)
+            bins[encoder.name] = EncoderBins(bins=pieces, sharing="pieces", priced_sequences=priced)
+        return BatchAssignment(replicas=replicas, microbatches=plan.microbatches, encoders=bins)

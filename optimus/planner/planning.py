@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from optimus.cost.assumptions import Assumptions
@@ -16,10 +16,11 @@ from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.planner.bounds import Bounds, find_bounds
 from optimus.planner.compare import Comparison, compare_systems
+from optimus.planner.filled_plan import SearchResult
 from optimus.planner.rejected import Rejected
 from optimus.planner.remedies import what_would_fit
-from optimus.planner.search_result import SearchResult
-from optimus.planner.systems.registry import STRATEGIES, System, default_systems
+from optimus.planner.systems.base import SimulatedSystem
+from optimus.planner.systems.registry import applicable, default_systems, strategies
 from optimus.verify.validator import KEPT, Report, Violation, check_plan
 
 MIN_SPEEDUP_WORTH_FILLING = 1.02  # over the best simpler system; below it that system is recommended
@@ -37,7 +38,7 @@ class Planned:
     search_s: float
 
     @property
-    def system(self) -> System:
+    def system(self) -> SimulatedSystem:
         return self.comparison.systems[self.plan.strategy]
 
     @property
@@ -49,7 +50,7 @@ class Planned:
         return self.comparison.floor_s
 
     @property
-    def systems(self) -> dict[str, System]:
+    def systems(self) -> dict[str, SimulatedSystem]:
         return self.comparison.systems
 
     @property
@@ -76,18 +77,18 @@ class Planned:
         return [*self.comparison.rejected, *self.found.rejected]
 
     @property
-    def simpler(self) -> System | None:
+    def simpler(self) -> SimulatedSystem | None:
         """The fastest system that fits and fills no bubbles, of those that were compared."""
         return min((system for system in self._others if system.fits), key=_seconds, default=None)
 
     @property
-    def reference(self) -> System | None:
+    def reference(self) -> SimulatedSystem | None:
         """What people run: today's, or everything in stage 0; none if it was not compared or does not fit."""
         found = self.systems.get("today") or self.systems.get("stage0")
         return found if found is not None and found.fits else None
 
     @property
-    def _others(self) -> list[System]:
+    def _others(self) -> list[SimulatedSystem]:
         skipped = "llm-only", self.plan.strategy
         return [system for name, system in self.comparison.systems.items() if name not in skipped]
 
@@ -108,8 +109,7 @@ def make_plan(
     _check(job, strategy)
     begin = time.monotonic()
     others = default_systems(job) if systems is None else systems
-    asked = [name for name in others if name != "today" or job.today is not None]
-    names = dict.fromkeys(["llm-only", *asked, strategy])
+    names = dict.fromkeys(["llm-only", *applicable(others, job), strategy])
     try:
         comparison = compare_systems(
             job, names=names, assumptions=assumptions, profile=profile, progress=progress
@@ -119,11 +119,12 @@ def make_plan(
     if strategy not in comparison.systems:
         raise _with_remedies(DoesNotFit(comparison.missing[strategy], ""), job, assumptions)
     system = comparison.systems[strategy]
-    comparison, found = replace(comparison, context=system.context), system.found
-    assert found is not None
+    found = system.search_result
+    assert found is not None, "candidates of a system that makes a plan are search results"
+    comparison = replace(comparison, context=found.context)
     bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
     progress("check", len(names), len(names) + 1)
-    plan = _with_notes(_bound(found.filled.plan, job, comparison), comparison, bounds, found)
+    plan = _with_notes(_bound(found.plan, job, comparison), comparison, bounds, found)
     report = check_plan(plan)
     return Planned(
         plan=plan,
@@ -137,12 +138,12 @@ def make_plan(
 
 def _check(job: Job, strategy: str) -> None:
     """Whether there is anything to plan."""
-    if strategy not in STRATEGIES:
+    if strategy not in strategies():
         raise UserError(
             field="--strategy",
             value=strategy,
             problem="is not a strategy",
-            hint=nearest(strategy, STRATEGIES),
+            hint=nearest(strategy, strategies()),
         )
     if not job.model.encoders:
         raise DoesNotFit(
@@ -196,6 +197,7 @@ def _with_notes(plan: Plan, comparison: Comparison, bounds: Bounds, found: Searc
         "hidden_share_placed": found.hidden_share,
         "systems_s": {name: system.step_s for name, system in comparison.systems.items()},
         **found.notes,
+        "limits": asdict(comparison.job.layout.limits),  # so that a later search stays within them
     }
     unfit = [name for name, system in comparison.systems.items() if not system.fits]
     if unfit:
@@ -210,7 +212,7 @@ def _rounded(value: Any) -> Any:
     return round(value, 12) if isinstance(value, float) else value
 
 
-def _seconds(system: System) -> float:
+def _seconds(system: SimulatedSystem) -> float:
     return system.step_s if system.measured_step_s is None else system.measured_step_s
 
 

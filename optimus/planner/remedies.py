@@ -14,7 +14,7 @@ from optimus.planner.encoder_layouts import common_layouts
 from optimus.planner.layouts import decide_context, why_not_beside
 from optimus.planner.rejected import Rejected
 from optimus.planner.systems.layer_partition import first_fitting
-from optimus.planner.systems.paper import Filling
+from optimus.planner.systems.paper_filling import Filling
 
 MOST_TIMES = 64  # as many GPUs are tried
 MOST_HINTS = 3

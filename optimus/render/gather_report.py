@@ -125,7 +125,7 @@ def _where(plan: Plan, played: Replayed, comparison: Comparison | None) -> Where
             Bar(
                 name=name,
                 step_s=system.step_s,
-                parts=_parts(system.schedule, system.timeline, system.weights),
+                parts=_parts(system.schedule, system.timeline, system.candidate.device_gpus),
                 fits=system.fits,
                 how=system.how,
             )
@@ -224,7 +224,7 @@ def _tries(plan: Plan, comparison: Comparison) -> Tries:
         if name != plan.strategy
     ]
     made = comparison.systems.get(plan.strategy)
-    found = None if made is None else made.found
+    found = None if made is None else made.search_result
     encoders = {module.layout for module in plan.encoders.values()}
     step_s, peak = plan.claims.step_s, float(max(held.peak for held in plan.memory))
     chosen = "; ".join(f"{name} {module.layout}" for name, module in plan.modules.items())

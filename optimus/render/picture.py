@@ -18,7 +18,7 @@ import numpy as np
 
 from optimus.errors import DoesNotFit, UserError, show_value
 from optimus.planner.compare import Comparison
-from optimus.planner.systems.registry import System
+from optimus.planner.systems.base import SimulatedSystem
 from optimus.render.boxes import (
     ENCODER,
     IDLE_DP,
@@ -68,7 +68,7 @@ def write_picture(comparison: Comparison, path: Path) -> None:
         ) from None  # fmt: skip
 
 
-def timeline_svg(systems: Sequence[System], *, job: str, note: str = "") -> str:
+def timeline_svg(systems: Sequence[SimulatedSystem], *, job: str, note: str = "") -> str:
     """The systems' steps as one SVG of at most MAX_BYTES; the same bytes for the same systems."""
     rows = [device_rows(system) for system in systems]
     picture = ""
@@ -79,7 +79,7 @@ def timeline_svg(systems: Sequence[System], *, job: str, note: str = "") -> str:
     return picture
 
 
-def headline(system: System, job: str) -> str:
+def headline(system: SimulatedSystem, job: str) -> str:
     """What the picture of a system says: `paper/A, stage0: 5.86 s a step, 68 % of GPU time idle`."""
     idle = 100 * system.bubbles.total / system.step_s
     text = (
@@ -110,7 +110,7 @@ class Scale:
 
 
 def _draw(
-    systems: Sequence[System], rows: Sequence[Sequence[Row]], job: str, note: str, box_px: float
+    systems: Sequence[SimulatedSystem], rows: Sequence[Sequence[Row]], job: str, note: str, box_px: float
 ) -> str:
     scale = Scale(max(system.step_s for system in systems))
     body: list[str] = []

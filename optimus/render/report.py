@@ -17,7 +17,7 @@ from optimus.job.layout import LayoutChoice
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.planning import Planned
 from optimus.planner.replaying import replay_plan
-from optimus.planner.systems.registry import MAKERS
+from optimus.planner.systems.registry import SYSTEMS
 from optimus.render.gather_report import gather_report
 from optimus.render.report_page import report_html
 from optimus.render.trace import write_trace
@@ -71,7 +71,7 @@ def compare_again(
     at_layout = replace(job.layout, modules={**job.layout.modules, LLM: stated})
     preset, noted = plan.notes.get("preset"), plan.notes.get("systems_s")
     name = preset.get("name") if isinstance(preset, dict) else None
-    names = [known for known in (noted if isinstance(noted, dict) else MAKERS) if known in MAKERS]
+    names = [known for known in (noted if isinstance(noted, dict) else SYSTEMS) if known in SYSTEMS]
     if job.today is None:
         names = [known for known in names if known != "today"]
     return compare_systems(

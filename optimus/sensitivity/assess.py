@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from optimus.planner.planning import Planned
-from optimus.planner.systems.registry import System
+from optimus.planner.systems.base import SimulatedSystem
 from optimus.sensitivity.batch_steps import Steps, play_batches
 from optimus.sensitivity.drawn_batches import BATCHES, SEED
 from optimus.sensitivity.perturb import DRAWS
@@ -37,7 +37,7 @@ def assess_plan(
     )
 
 
-def others(planned: Planned) -> list[System]:
+def others(planned: Planned) -> list[SimulatedSystem]:
     """What a plan is held against: what runs today, and the best that fills no bubbles."""
     today, simpler = planned.systems.get("today"), planned.simpler
     found = [system for system in (today, simpler) if system is not None and system.fits]

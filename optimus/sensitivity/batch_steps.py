@@ -9,9 +9,9 @@ import numpy as np
 
 from optimus.errors import UserError, nearest
 from optimus.ir.op import Communicator, Floats, Ints, Kind, Lane
-from optimus.planner.batch_assignment import Feeding, find_feeding
+from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.compare import Comparison
-from optimus.planner.systems.registry import System
+from optimus.planner.systems.base import SimulatedSystem
 from optimus.schedule.simulate import evaluate
 from optimus.sensitivity.drawn_batches import (
     BATCHES,
@@ -55,7 +55,13 @@ class Player:
     """Plays one system with its encoder rows as loaded as a batch makes them."""
 
     def __init__(
-        self, system: System, feeding: Feeding, *, slowdown: float, launch_s: float, looks: int | None = LOOKS
+        self,
+        system: SimulatedSystem,
+        feeding: BatchAssignment,
+        *,
+        slowdown: float,
+        launch_s: float,
+        looks: int | None = LOOKS,
     ) -> None:
         self.feeding, self.plays = feeding, 0
         self._schedule, self._slowdown, self._launch_s = system.schedule, slowdown, launch_s
@@ -156,9 +162,9 @@ def play_batches(
     asked, rows = list(dict.fromkeys(names)), 0
     for place, name in enumerate(asked):
         system = comparison.systems[name]
-        feeding = find_feeding(system.way, system.context)
+        feeding = system.candidate.batch_assignment()
         own = different * len(system.schedule)
-        if feeding is None or (found and rows + own > MOST_ROWS):
+        if found and rows + own > MOST_ROWS:
             continue
         looks = LOOKS if rows + LOOKS * own <= MOST_ROWS else 1
         player = Player(
@@ -178,7 +184,7 @@ def play_batches(
 
 
 def batch_loads(
-    batches: Batches, batch: int, feeding: Feeding, dealing: str, order: list[int]
+    batches: Batches, batch: int, feeding: BatchAssignment, dealing: str, order: list[int]
 ) -> dict[str, Floats]:
     """How loaded the encoder microbatches of one batch are under a dealing."""
     slots = deal_batch(batches.loads[batches.drawn[batch]], feeding, dealing, order)

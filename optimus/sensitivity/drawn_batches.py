@@ -15,7 +15,7 @@ from optimus.ir.op import Floats, Ints
 from optimus.job.job import Job
 from optimus.job.model import Encoder
 from optimus.job.workload import Load, Workload, deal
-from optimus.planner.batch_assignment import Bins, Feeding
+from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 
 BATCHES = 100
 SEED = 0
@@ -92,7 +92,7 @@ def draw_batches(job: Job, *, count: int = BATCHES, seed: int = SEED) -> Batches
 # ---------------------------------------------------------------- dealing
 
 
-def deal_batch(loads: Floats, feeding: Feeding, dealing: str, order: Sequence[int] = ()) -> Slots:
+def deal_batch(loads: Floats, feeding: BatchAssignment, dealing: str, order: Sequence[int] = ()) -> Slots:
     """Sequences of a batch by replica and microbatch; `order`: where the heaviest microbatch goes, ..."""
     replicas = np.array_split(np.arange(len(loads)), feeding.replicas)
     slots = [np.array_split(own, feeding.microbatches) for own in replicas]
@@ -133,7 +133,7 @@ def _evenly(loads: Floats, slots: Slots) -> Slots:
 COMPUTE, TOKENS = 0, 1
 
 
-def find_loads(batches: Batches, batch: int, slots: Slots, feeding: Feeding) -> dict[str, Floats]:
+def find_loads(batches: Batches, batch: int, slots: Slots, feeding: BatchAssignment) -> dict[str, Floats]:
     """Of every encoder: (compute or tokens, replica, encoder microbatch), 1 where it is as was priced.
 
     One replica stands for all where their microbatches are encoded together or wait for each other; one
@@ -164,7 +164,7 @@ def _dealt(items: EncoderItems, sequences: Ints, bins: int, *, longest_first: bo
     return np.array([np.bincount(np.array(places, int), flops, bins), filled])
 
 
-def _pieces(items: EncoderItems, dealt: Slots, bins: Bins) -> Floats:
+def _pieces(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
     """In the order in which they come, as the engine deals them."""
     rows = [
         np.concatenate([_dealt(items, m, bins.bins, longest_first=False) for m in own], axis=1)
@@ -173,7 +173,7 @@ def _pieces(items: EncoderItems, dealt: Slots, bins: Bins) -> Floats:
     return np.stack(rows, axis=1)
 
 
-def _busiest(items: EncoderItems, dealt: Slots, bins: Bins) -> Floats:
+def _busiest(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
     """The fullest rank of a stage; longest first, which is the best that simple dealing does."""
     rows = [
         np.stack([_dealt(items, m, bins.bins, longest_first=True).max(axis=1) for m in own], axis=1)
@@ -182,19 +182,19 @@ def _busiest(items: EncoderItems, dealt: Slots, bins: Bins) -> Floats:
     return np.stack(rows, axis=1)
 
 
-def _replica(items: EncoderItems, dealt: Slots, bins: Bins) -> Floats:
+def _replica(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
     """The fullest group of a replica, over all its microbatches."""
     rows = [_dealt(items, np.concatenate(own), bins.bins, longest_first=True).max(axis=1) for own in dealt]
     return np.stack(rows, axis=1)[:, :, None]
 
 
-def _all(items: EncoderItems, dealt: Slots, bins: Bins) -> Floats:
+def _all(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
     """Each microbatch of all replicas together."""
     columns = [np.concatenate([own[m] for own in dealt]) for m in range(len(dealt[0]))]
     return np.stack([items.totals[:, m].sum(axis=1) for m in columns], axis=1)[:, None, :]
 
 
-_SHARING: Mapping[str, Callable[[EncoderItems, Slots, Bins], Floats]] = {
+_SHARING: Mapping[str, Callable[[EncoderItems, Slots, EncoderBins], Floats]] = {
     "pieces": _pieces,
     "busiest": _busiest,
     "replica": _replica,

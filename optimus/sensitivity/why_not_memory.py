@@ -15,8 +15,8 @@ from optimus.planner.encoder_layouts import common_layouts
 from optimus.planner.layouts import decide_context
 from optimus.planner.rejected import Rejected
 from optimus.planner.systems.layer_partition import first_fitting
-from optimus.planner.systems.optimus import Search
-from optimus.planner.systems.paper import Filling
+from optimus.planner.systems.optimus_search import Search
+from optimus.planner.systems.paper_filling import Filling
 from optimus.planner.systems.pipeline import InlinePipeline
 
 SHOWN = 3  # components in a sentence

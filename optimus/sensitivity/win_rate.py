@@ -11,7 +11,7 @@ import numpy as np
 from optimus.cost.assumptions import Assumptions
 from optimus.ir.op import Floats
 from optimus.planner.compare import Comparison
-from optimus.planner.systems.registry import System
+from optimus.planner.systems.base import SimulatedSystem
 from optimus.sensitivity.perturb import (
     DRAWS,
     SEED,
@@ -115,13 +115,13 @@ def find_sure(
     )
 
 
-def choose_systems(comparison: Comparison, draws: int) -> tuple[list[System], dict[str, str]]:
+def choose_systems(comparison: Comparison, draws: int) -> tuple[list[SimulatedSystem], dict[str, str]]:
     """The fastest first, and why others are left out: the rows of all that are played stay in the budget."""
     ranked = sorted(
         (system for name, system in comparison.systems.items() if system.fits and name != "llm-only"),
         key=lambda system: system.step_s,
     )
-    chosen: list[System] = []
+    chosen: list[SimulatedSystem] = []
     left_out: dict[str, str] = {}
     rows = 0
     for system in ranked:
@@ -141,7 +141,7 @@ def choose_systems(comparison: Comparison, draws: int) -> tuple[list[System], di
     return chosen, left_out
 
 
-def _same(one: System, other: System) -> bool:
+def _same(one: SimulatedSystem, other: SimulatedSystem) -> bool:
     same = len(one.schedule) == len(other.schedule) and one.step_s == other.step_s
     return same and np.array_equal(one.schedule.duration_s, other.schedule.duration_s)
 

@@ -1,59 +1,163 @@
-"""Plays ways to run a job, and takes the fastest of several."""
+"""Selects the fastest candidate of a system and simulates its step."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+import numpy as np
+
+from optimus.cost.flops import step_flops
 from optimus.cost.memory import Memory
 from optimus.errors import DoesNotFit
-from optimus.ir.op import Schedule
+from optimus.ir.op import Communicator, Floats, Schedule
+from optimus.job.job import Job
 from optimus.planner.context import PlanningContext
+from optimus.planner.filled_plan import SearchResult
+from optimus.protocols import SystemCandidate
+from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
 from optimus.schedule.simulate import Timeline, evaluate
 
-MOST_PLAYED = 4  # choices of a system that are played kernel by kernel,
-CLOSE = 1.02  # if their estimates are this close to the best
+if TYPE_CHECKING:
+    from optimus.planner.systems.llm_only import LlmPipelines
+
+SIMULATE_AT_MOST = 4  # candidates of a system that are simulated kernel by kernel,
+SIMULATE_WITHIN = 1.02  # if their estimates are at most this times the best
+OVERLAPPED_TP_SHARE = 0.7  # of TP traffic, which a framework with fused or pipelined collectives may hide
 
 
-class Way(Protocol):
-    """One way to run a job, before it is played."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedSystem:
+    """A system's best candidate, simulated kernel by kernel."""
+
+    name: str
+    how: str  # the candidate in one line
+    step_s: float
+    overlapped_step_s: float  # of the same schedule with OVERLAPPED_TP_SHARE of the TP traffic hidden
+    mfu: float
+    tokens_per_s_per_gpu: float
+    memory: Memory  # of the worst rank
+    worst_rank: str
+    bubbles: Bubbles
+    fits: bool
+    candidate: SystemCandidate
+    schedule: Schedule
+    timeline: Timeline
+    measured_step_s: float | None = None
+    measured_memory_bytes: float | None = None
 
     @property
-    def fits(self) -> bool: ...
+    def search_result(self) -> SearchResult | None:
+        """The search and its plan, of a system that makes one."""
+        return self.candidate if isinstance(self.candidate, SearchResult) else None
+
+
+class BaseCandidate(ABC):
+    """Defaults of a candidate that has a context and the memory of every device."""
+
+    context: PlanningContext
 
     @property
-    def memories(self) -> tuple[Memory, ...]: ...
+    @abstractmethod
+    def memories(self) -> tuple[Memory, ...]:
+        """Memory of one rank of every device of the schedule."""
 
     @property
-    def estimate_s(self) -> float: ...
+    def peak_bytes(self) -> float:
+        """Memory of the fullest rank."""
+        return max(memory.total for memory in self.memories)
 
-    def schedule(self) -> Schedule: ...
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within a GPU's memory."""
+        return self.peak_bytes <= self.context.capacity_bytes
+
+    @property
+    def device_gpus(self) -> Floats | None:
+        """None: every device of the schedule represents equally many GPUs."""
+        return None
 
 
-W = TypeVar("W", bound=Way)
+class BaseSystem(ABC):
+    """Defaults of a system: it always applies, and its fastest candidate that fits is simulated."""
+
+    name: ClassVar[str]
+    allowed_as: ClassVar[str | None] = None
+    makes_plan: ClassVar[bool] = False
+    needs_llm_pipeline: ClassVar[bool] = True
+    searches_layouts: ClassVar[bool] = True
+    runs_encoders: ClassVar[bool] = True
+
+    def applies_to(self, job: Job) -> bool:
+        """Returns whether the job states what the system needs."""
+        return True
+
+    @abstractmethod
+    def candidates(self, pipelines: LlmPipelines) -> Iterable[SystemCandidate]:
+        """Returns configurations at one layout of the LLM; raises DoesNotFit if there is none."""
+
+    def simulate(self, pipelines: LlmPipelines) -> SimulatedSystem:
+        """Simulates the fastest candidate that fits."""
+        return self.simulate_candidate(fastest(pipelines.context, self.name, self.candidates(pipelines)))
+
+    def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
+        """Simulates one candidate and derives the figures that systems are compared by."""
+        context, memories, schedule = candidate.context, candidate.memories, candidate.schedule()
+        job, timeline = context.job, simulate_schedule(context, schedule)
+        worst = max(range(len(memories)), key=lambda device: memories[device].total)
+        model = job.model if self.runs_encoders else replace(job.model, encoders=())
+        peak_flops = job.cluster.gpu.peak_flops * job.cluster.gpus
+        tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
+        overlapped = simulate_schedule(context, _overlap_tp(context, schedule))
+        return SimulatedSystem(
+            name=self.name,
+            how=candidate.describe(),
+            step_s=timeline.step_s,
+            overlapped_step_s=overlapped.step_s,
+            mfu=step_flops(model, job.workload) / (timeline.step_s * peak_flops),
+            tokens_per_s_per_gpu=tokens / timeline.step_s / job.cluster.gpus,
+            memory=memories[worst],
+            worst_rank=schedule.device_name(worst),
+            bubbles=mean_bubbles(find_bubbles(schedule, timeline), candidate.device_gpus),
+            fits=memories[worst].total <= context.capacity_bytes,
+            candidate=candidate,
+            schedule=schedule,
+            timeline=timeline,
+        )
 
 
-def play(context: PlanningContext, schedule: Schedule) -> Timeline:
-    """Kernel by kernel, under the assumptions of the setting."""
+C = TypeVar("C", bound=SystemCandidate)
+
+
+def simulate_schedule(context: PlanningContext, schedule: Schedule) -> Timeline:
+    """Simulates a schedule under the context's assumptions."""
     assumptions = context.prices.assumptions
     return evaluate(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
 
 
-def step_s(context: PlanningContext, way: Way) -> float:
-    """Step time of one way, kernel by kernel."""
-    return play(context, way.schedule()).step_s
+def simulated_step_s(candidate: SystemCandidate) -> float:
+    """Returns the step time of a candidate, simulated kernel by kernel."""
+    return simulate_schedule(candidate.context, candidate.schedule()).step_s
 
 
-def fastest(context: PlanningContext, name: str, choices: Iterable[W]) -> W:
-    """The fastest of the choices that fit: ranked by estimate, the first few played."""
-    fitting = [choice for choice in choices if choice.fits]
+def fastest(context: PlanningContext, name: str, candidates: Iterable[C]) -> C:
+    """Returns the fastest candidate that fits: all are ranked by estimate, the first few simulated."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise DoesNotFit(
             f"{name} fits in {context.capacity_bytes / 1e9:.0f} GB in no way that was tried",
             "use another system, more GPUs, or recompute: full",
         )
-    ranked = sorted(fitting, key=lambda choice: choice.estimate_s)
-    close = [choice for choice in ranked if choice.estimate_s <= CLOSE * ranked[0].estimate_s]
-    if len(close) == 1:
-        return close[0]
-    return min(close[:MOST_PLAYED], key=lambda choice: step_s(context, choice))
+    ranked = sorted(fitting, key=lambda candidate: candidate.estimate_s)
+    close = [c for c in ranked if c.estimate_s <= SIMULATE_WITHIN * ranked[0].estimate_s]
+    return close[0] if len(close) == 1 else min(close[:SIMULATE_AT_MOST], key=simulated_step_s)
+
+
+def _overlap_tp(context: PlanningContext, schedule: Schedule) -> Schedule:
+    """Hides at least OVERLAPPED_TP_SHARE of the schedule's TP traffic."""
+    hidden = context.prices.assumptions.tp_overlapped_share
+    factor = min(1.0, (1.0 - OVERLAPPED_TP_SHARE) / (1.0 - hidden)) if hidden < 1.0 else 1.0
+    scale = np.where(schedule.communicator == Communicator.TP, factor, 1.0)
+    return replace(schedule, duration_s=schedule.duration_s * scale)

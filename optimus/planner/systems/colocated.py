@@ -10,7 +10,7 @@ from math import ceil
 
 from optimus import __version__
 from optimus.cost.kernel import Kernel
-from optimus.cost.memory import Memory, communicator_bytes, states, working_bytes
+from optimus.cost.memory import communicator_bytes, states, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.cost.network import Collective
 from optimus.ir.op import Communicator, Kind, Lane
@@ -278,21 +278,6 @@ class Colocated:
 
 
 PARTS = ("parameters", "gradients", "optimizer")
-
-
-def as_memory(fixed: Mapping[str, int], llm: int, encoders: int, seam: int) -> Memory:
-    """A class's bytes in the components that systems are compared by."""
-    return Memory(
-        parameters=fixed["parameters"],
-        gradients=fixed["gradients"],
-        optimizer=fixed["optimizer"],
-        logits=fixed["logits"],
-        communicators=fixed["communicators"],
-        reserve=fixed["reserve"],
-        llm_activations=llm + fixed["working"],
-        encoder_activations=encoders,
-        seam=seam,
-    )
 
 
 def _moves(part: ParameterTraffic) -> bool:

@@ -11,7 +11,10 @@ from optimus.cost.memory import Memory, communicator_bytes, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.ir.op import Kind, Lane, Schedule
 from optimus.job.layout import Layout
-from optimus.planner.context import PlanningContext, Policy
+from optimus.planner.batch_assignment import BatchAssignment, bins_on_llm_ranks
+from optimus.planner.context import PlanningContext, Policy, describe_recompute
+from optimus.planner.systems.base import BaseCandidate, BaseSystem
+from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.schedule.build import Builder, Template, single
 from optimus.schedule.dp_traffic import ParameterTraffic, parameter_traffic, update
 
@@ -19,7 +22,7 @@ IN_FLIGHT = 2  # layers gathered at once: the one that runs and the next
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sharded:
+class FsdpCandidate(BaseCandidate):
     """FSDP over all GPUs, with tensor parallelism inside a node; `accumulate` microbatches per step."""
 
     context: PlanningContext
@@ -121,12 +124,37 @@ class Sharded:
             reserve=job.cluster.reserve_bytes,
         )
 
-    @property
-    def fits(self) -> bool:
-        return self._memory.total <= self.context.capacity_bytes
+    def batch_assignment(self) -> BatchAssignment:
+        """Returns one rank's share for every replica; layers are gathered from all of them."""
+        return BatchAssignment(
+            replicas=self.layout.dp,
+            microbatches=self.accumulate,
+            encoders=bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
+            locked=True,
+        )
+
+    def describe(self) -> str:
+        """Returns layout, microbatch size and recomputation."""
+        kept = " parameters kept gathered;" if self.keeps_gathered else ""
+        size = f"microbatch {self.sequences} x {self.accumulate};{kept}"
+        return f"{self.layout}; {size} {describe_recompute(self.policy)}"
 
 
-def sharded_choices(context: PlanningContext) -> Iterator[Sharded]:
+@dataclass(frozen=True)
+class FsdpSystem(BaseSystem):
+    """Fully sharded data parallelism, with tensor parallelism where it helps."""
+
+    name = "fsdp"
+    allowed_as = "fsdp"
+    needs_llm_pipeline = False
+    tp: int | None = None  # every width if None
+
+    def candidates(self, pipelines: LlmPipelines) -> Iterator[FsdpCandidate]:
+        """Yields every tp and microbatch size with the least recomputation that fits."""
+        return (c for c in _fsdp_candidates(pipelines.context) if self.tp in (None, c.layout.tp))
+
+
+def _fsdp_candidates(context: PlanningContext) -> Iterator[FsdpCandidate]:
     """Every tp and microbatch size with the least recomputation that fits."""
     job = context.job
     for tp in (1, 2, 4, 8):
@@ -148,10 +176,10 @@ def sharded_choices(context: PlanningContext) -> Iterator[Sharded]:
 
 def _first_fitting(
     context: PlanningContext, layout: Layout, sequences: int, accumulate: int, *, keeps_gathered: bool
-) -> Sharded | None:
+) -> FsdpCandidate | None:
     modules = context.job.model.modules
     for policy in context.policies(modules):
-        choice = Sharded(
+        choice = FsdpCandidate(
             context=context,
             layout=layout,
             layers=context.layers(modules, sequences, policy, layout),

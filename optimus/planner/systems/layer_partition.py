@@ -66,18 +66,6 @@ def even_chunks(context: PlanningContext) -> set[int]:
     return {1, *(v for v in range(2, layers // stages + 1) if layers % (v * stages) == 0)}
 
 
-def stage0_cut(layers: Sequence[PricedLayer], llm: str, parts: int) -> Cut:
-    """Encoders in the first virtual stage, the LLM's layers spread evenly: Megatron-LM's default."""
-    first = next(place for place, layer in enumerate(layers) if layer.module == llm)
-    blocks = len(layers) - first - 2  # without embedding and head
-    longer = range(parts - 1 - blocks % parts, parts - 1)  # neither the encoders' nor the head's
-    sizes = [blocks // parts + (1 if part in longer else 0) for part in range(parts)]
-    cut = [0]
-    for size in sizes:
-        cut.append((cut[-1] or first + 1) + size)
-    return (*cut[:-1], len(layers))
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Spec:
     """A pipeline to try, with a step time it cannot beat."""

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.base import fastest
+from optimus.planner.systems.base import BaseSystem, fastest
 from optimus.planner.systems.layer_partition import EVALUATIONS, strong_pipelines
 from optimus.planner.systems.pipeline import ORDERS, InlinePipeline
 
@@ -17,7 +17,7 @@ PLAIN_ORDERS = ("1f1b", "interleaved")
 MANY_CHUNKS = 8  # from here on half as many may leave encoders more time
 
 
-class Floors:
+class LlmPipelines:
     """Pipelines of the LLM; what several systems share is made once."""
 
     def __init__(self, context: PlanningContext) -> None:
@@ -118,3 +118,14 @@ def _sort(pipeline: InlinePipeline) -> object:
     """What tells pipelines of one setting apart."""
     made = pipeline
     return made.cut, made.order_name, made.listed, made.microbatches, made.layout, made.policy
+
+
+class LlmOnlySystem(BaseSystem):
+    """The LLM without encoders: the floor that other systems are compared with."""
+
+    name = "llm-only"
+    runs_encoders = False
+
+    def candidates(self, pipelines: LlmPipelines) -> list[InlinePipeline]:
+        """Returns the LLM's best pipeline."""
+        return [pipelines.floor]

@@ -12,7 +12,9 @@ from optimus.cost.memory import Memory, communicator_bytes, high_water
 from optimus.cost.module import PricedLayer
 from optimus.ir.op import Floats, Kind, Lane, Schedule
 from optimus.job.layout import Layout
-from optimus.planner.context import PipelineKey, PlanningContext, Policy
+from optimus.planner.batch_assignment import BatchAssignment, bins_on_llm_ranks
+from optimus.planner.context import PipelineKey, PlanningContext, Policy, describe_recompute
+from optimus.planner.systems.base import BaseCandidate
 from optimus.schedule.assemble import PipelinePlan, assemble
 from optimus.schedule.chunk_templates import KINDS
 from optimus.schedule.op_graph import CutSeconds, OpGraph
@@ -27,7 +29,7 @@ SHORT_STEP = 3  # rounds that fill and drain a pipeline as a long step does
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class InlinePipeline:
+class InlinePipeline(BaseCandidate):
     """One way to run all of `layers` as one pipeline."""
 
     context: PlanningContext
@@ -142,13 +144,18 @@ class InlinePipeline:
         held = self.sums.stage_bytes(self.cut, self.layout.pp)
         return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
 
-    @property
-    def peak_bytes(self) -> float:
-        return max(memory.total for memory in self.memories)
+    def batch_assignment(self) -> BatchAssignment:
+        """Returns one data-parallel replica's share for every pipeline."""
+        return BatchAssignment(
+            replicas=self.layout.dp,
+            microbatches=self.microbatches,
+            encoders=bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
+        )
 
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.context.capacity_bytes
+    def describe(self) -> str:
+        """Returns layout, op order, microbatch size and recomputation."""
+        size = f"microbatch {self.sequences:.3g}"
+        return f"llm {self.layout}; {self.order_name}; {size}; {describe_recompute(self.policy)}"
 
     def with_cut(self, cut: Cut) -> InlinePipeline:
         return replace(self, cut=cut)

@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
+import numpy as np
+
 from optimus.cost.memory import Memory, communicator_bytes, high_water
-from optimus.ir.op import Kind, Lane, Schedule
+from optimus.ir.op import Floats, Kind, Lane, Schedule
 from optimus.job.layout import Layout
+from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
+from optimus.planner.systems.base import BaseCandidate, BaseSystem
 from optimus.planner.systems.layer_partition import strong_pipelines
+from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import InlinePipeline
 from optimus.planner.systems.replicated_encoder import (
     SpreadEncoder,
@@ -31,7 +36,7 @@ MOST_REFINED = 6  # choices whose leads are tried
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SeparateGpus:
+class SeparateGpusCandidate(BaseCandidate):
     """`llm` on fewer replicas, the encoders on the GPUs that frees; device 0..pp-1 and one more."""
 
     context: PlanningContext
@@ -103,8 +108,30 @@ class SeparateGpus:
         return (*self.llm.memories, self._encoder_memory())
 
     @property
-    def fits(self) -> bool:
-        return max(memory.total for memory in self.memories) <= self.context.capacity_bytes
+    def device_gpus(self) -> Floats:
+        """GPUs of every LLM stage, then of the encoders."""
+        llm_gpus = self.context.job.cluster.gpus - self.encoder_gpus
+        return np.array([llm_gpus / self.stages] * self.stages + [self.encoder_gpus])
+
+    def batch_assignment(self) -> BatchAssignment:
+        """Returns each microbatch of all replicas, encoded together.
+
+        Both LLM and encoders are priced at the busiest replica's sequences: a mean batch takes as long.
+        """
+        job = self.context.job
+        mean = job.workload.sequences_per_step / self.llm.microbatches
+        together = EncoderBins(bins=1, sharing="all", priced_sequences=mean)
+        return BatchAssignment(
+            replicas=self.llm.layout.dp,
+            microbatches=self.llm.microbatches,
+            encoders={encoder.name: together for encoder in job.model.encoders},
+        )
+
+    def describe(self) -> str:
+        """Returns GPUs of LLM and encoders, encoder layouts, then the LLM's pipeline."""
+        gpus = self.context.job.cluster.gpus
+        encoders = "; ".join(f"{s.encoder.name} {s.layout}" for s in self.encoders)
+        return f"{gpus - self.encoder_gpus}+{self.encoder_gpus} GPUs; {encoders}; {self.llm.describe()}"
 
     @cached_property
     def _order(self) -> list[tuple[Kind, int]]:
@@ -148,7 +175,18 @@ class SeparateGpus:
         return memory
 
 
-def separate_choices(context: PlanningContext, floor: InlinePipeline) -> Iterator[SeparateGpus]:
+class SeparateGpusSystem(BaseSystem):
+    """Encoders on GPUs of their own."""
+
+    name = "separate-gpus"
+    allowed_as = "separate-gpus"
+
+    def candidates(self, pipelines: LlmPipelines) -> Iterator[SeparateGpusCandidate]:
+        """Yields LLMs on fewer GPUs, with encoders on the rest."""
+        return _separate_candidates(pipelines.context, pipelines.floor)
+
+
+def _separate_candidates(context: PlanningContext, floor: InlinePipeline) -> Iterator[SeparateGpusCandidate]:
     """LLM replicas, or stages, given up to make room for the encoders: about their share of the work."""
     roughly = sorted(_shares(context, floor), key=lambda choice: choice.rough_s)
     refined = 0
@@ -161,7 +199,7 @@ def separate_choices(context: PlanningContext, floor: InlinePipeline) -> Iterato
             return
 
 
-def _shares(context: PlanningContext, floor: InlinePipeline) -> Iterator[SeparateGpus]:
+def _shares(context: PlanningContext, floor: InlinePipeline) -> Iterator[SeparateGpusCandidate]:
     """Every smaller LLM with every tp and recomputation of the encoders beside it."""
     model = context.job.model
     for shrunk in _smaller_layouts(context):
@@ -183,7 +221,7 @@ def _shares(context: PlanningContext, floor: InlinePipeline) -> Iterator[Separat
             for e in model.encoders
         ]
         for combination in product(*per_encoder):
-            yield SeparateGpus(context=own, llm=llm, encoders=combination, encoder_gpus=gpus)
+            yield SeparateGpusCandidate(context=own, llm=llm, encoders=combination, encoder_gpus=gpus)
 
 
 def _smaller_layouts(context: PlanningContext) -> Iterator[Layout]:

@@ -9,7 +9,10 @@ from itertools import product
 from optimus.cost.memory import Memory, communicator_bytes
 from optimus.ir.op import Kind, Lane, Schedule
 from optimus.job.model import BF16_BYTES
+from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
+from optimus.planner.systems.base import BaseCandidate, BaseSystem
+from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import InlinePipeline
 from optimus.planner.systems.replicated_encoder import (
     SpreadEncoder,
@@ -23,7 +26,7 @@ from optimus.schedule.dp_traffic import update
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ThreePhase:
+class ThreePhaseCandidate(BaseCandidate):
     """One way to run the three phases."""
 
     context: PlanningContext
@@ -60,13 +63,22 @@ class ThreePhase:
         """The LLM's, with every encoder's states, activations of all its pieces, and the seam."""
         return tuple(self._with_encoders(memory, stage) for stage, memory in enumerate(self.llm.memories))
 
-    @property
-    def peak_bytes(self) -> float:
-        return max(memory.total for memory in self.memories)
+    def batch_assignment(self) -> BatchAssignment:
+        """Returns a replica's images dealt over all its encoder groups, for all microbatches at once."""
+        context, replicas = self.context, self.llm.layout.dp
+        bins = {}
+        for spread in self.encoders:
+            groups = spread.layout.dp
+            priced = context.dealt(spread.encoder, context.job.workload.sequences_per_step, groups)
+            bins[spread.encoder.name] = EncoderBins(
+                bins=groups // replicas, sharing="replica", priced_sequences=priced
+            )
+        return BatchAssignment(replicas=replicas, microbatches=self.llm.microbatches, encoders=bins)
 
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.context.capacity_bytes
+    def describe(self) -> str:
+        """Returns layout and recomputation of every encoder, then the LLM's pipeline."""
+        encoders = "; ".join(f"{s.encoder.name} {s.layout} recompute {s.recompute}" for s in self.encoders)
+        return f"{encoders}; {self.llm.describe()}"
 
     def _forwards(self, builder: Builder, stage: int) -> int:
         """All encoder forwards of a group; returns the send of their outputs."""
@@ -119,7 +131,30 @@ class ThreePhase:
         return tokens * projector.widths[-1] * len(spread.encoder.feeds) * BF16_BYTES / layout.tp
 
 
-def three_phase_choices(context: PlanningContext, llm: InlinePipeline) -> Iterator[ThreePhase]:
+class ThreePhaseSystem(BaseSystem):
+    """All encoder forwards, the LLM's pipeline, all encoder backwards."""
+
+    name = "three-phase"
+    allowed_as = "three-phase"
+
+    def candidates(self, pipelines: LlmPipelines) -> Iterator[ThreePhaseCandidate]:
+        """Yields candidates around the LLM's best pipelines."""
+        for llm in pipelines.both:
+            yield from self._around(llm, pipelines)
+
+    def _around(self, llm: InlinePipeline, pipelines: LlmPipelines) -> list[ThreePhaseCandidate]:
+        """Returns candidates around a pipeline with any recomputation; where none fits, a smaller one too."""
+        candidates = list(_three_phase_candidates(pipelines.context, llm))
+        added = min((candidate.peak_bytes for candidate in candidates), default=0.0) - llm.peak_bytes
+        others = list(pipelines.more_recomputed(llm))
+        if not any(candidate.fits for candidate in candidates):
+            others += pipelines.roomier(llm, [added])
+        for other in others:
+            candidates += _three_phase_candidates(pipelines.context, other)
+        return candidates
+
+
+def _three_phase_candidates(context: PlanningContext, llm: InlinePipeline) -> Iterator[ThreePhaseCandidate]:
     """Every choice of tp and recomputation of the encoders beside one LLM pipeline."""
     per_encoder = [
         promising(
@@ -128,4 +163,4 @@ def three_phase_choices(context: PlanningContext, llm: InlinePipeline) -> Iterat
         for e in context.job.model.encoders
     ]
     for combination in product(*per_encoder):
-        yield ThreePhase(context=context, encoders=combination, llm=llm)
+        yield ThreePhaseCandidate(context=context, encoders=combination, llm=llm)

@@ -1,0 +1,360 @@
+"""The paper's system: encoder layouts beside the LLM's, and its bubble scheduler for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, pairwise
+from math import comb
+
+from optimus.ir.op import Kind
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM, Ranks
+from optimus.job.layout import Layout
+from optimus.planner.context import PlanningContext
+from optimus.planner.filled_plan import FilledPlan, finish_plan
+from optimus.planner.systems.colocated import Colocated, ColocatedEncoder
+from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.schedule.fill_paper import COMPUTE, Filled, Kernel, Pipeline, Side, fill, less
+from optimus.schedule.global_ordering import Assigned, Interchangeable, assign_sorted
+from optimus.schedule.llm_timeline import FIRST, LAST, LlmTimeline, Placed, kernels_of
+
+MOST_SPLITS = 5_000
+Split = tuple[int, ...]
+
+
+def all_splits(microbatches: int, pipelines: int) -> Iterator[Split]:
+    """Every way to give each pipeline at least one of the microbatches."""
+    for cuts in combinations(range(1, microbatches), pipelines - 1):
+        edges = (0, *cuts, microbatches)
+        yield tuple(b - a for a, b in pairwise(edges))
+
+
+def uniform_split(microbatches: int, pipelines: int) -> Split:
+    """As even as it can be."""
+    each, rest = divmod(microbatches, pipelines)
+    return tuple(each + (number < rest) for number in range(pipelines))
+
+
+def splits_to_try(microbatches: int, pipelines: int, groups: Sequence[int]) -> tuple[list[Split], bool]:
+    """All splits that differ (pipelines of one group are alike), or the uniform one and its neighbours.
+
+    The second value says whether all were taken.
+    """
+    if comb(microbatches - 1, pipelines - 1) <= MOST_SPLITS:
+        splits = all_splits(microbatches, pipelines)
+        return list(dict.fromkeys(_sorted_in_groups(split, groups) for split in splits)), True
+    uniform = uniform_split(microbatches, pipelines)
+    found = [uniform]
+    for giver in range(pipelines):
+        for taker in range(pipelines):
+            if giver != taker and uniform[giver] > 1:
+                split = list(uniform)
+                split[giver] -= 1
+                split[taker] += 1
+                found.append(tuple(split))
+    return list(dict.fromkeys(_sorted_in_groups(split, groups) for split in found))[:MOST_SPLITS], False
+
+
+def _sorted_in_groups(split: Split, groups: Sequence[int]) -> Split:
+    """Of splits that only exchange alike pipelines, one: the larger parts first."""
+    found = list(split)
+    for group in set(groups):
+        places = [place for place, own in enumerate(groups) if own == group]
+        for place, count in zip(places, sorted((split[p] for p in places), reverse=True), strict=True):
+            found[place] = count
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """What the scheduler found best for one encoder layout."""
+
+    filling: Filling
+    split: Split
+    forward: Filled
+    backward: Filled
+    all_splits: bool
+
+    @property
+    def estimate_s(self) -> float:
+        """The paper's own latency: the LLM's step and what does not fit."""
+        return self.forward.delay_s + self.filling.base.step_s + self.backward.delay_s
+
+    def hidden_share(self, *, coarse: bool = False) -> float:
+        """Share of encoder work placed inside the LLM's bubbles: the paper's scheduling efficiency."""
+        both = self.forward, self.backward
+        total = sum(filled.work_s for filled in both)
+        return sum(filled.inside_s(coarse=coarse) for filled in both) / total if total else 1.0
+
+
+class Bases:
+    """Timelines of LLM pipelines, each played once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[InlinePipeline, LlmTimeline]] = {}
+
+    def of(self, llm: InlinePipeline, header: Plan) -> LlmTimeline:
+        if id(llm) not in self._known:
+            self._known[id(llm)] = llm, LlmTimeline(header, llm.order)
+        return self._known[id(llm)][1]
+
+
+class Filling:
+    """One LLM pipeline with all encoders in one layout, as the bubble scheduler sees it."""
+
+    def __init__(
+        self,
+        context: PlanningContext,
+        llm: InlinePipeline,
+        layout: Layout,
+        recompute: dict[str, str],
+        bases: Bases | None = None,
+    ) -> None:
+        self.context, self.llm, self.layout, self.recompute = context, llm, layout, recompute
+        self._bases = bases or Bases()
+        names = [encoder.name for encoder in context.job.model.encoders]
+        self._ranks = Ranks(layouts={**dict.fromkeys(names, layout), LLM: llm.layout})
+        self.num_pipelines = self._ranks.num_pipelines(names[0]) if names else 0
+
+    def encoders(self, pipelines: Sequence[int]) -> list[ColocatedEncoder]:
+        """Every encoder in this layout; one plan is applied to each."""
+        context = self.context
+        return [
+            ColocatedEncoder(
+                encoder=encoder,
+                layout=self.layout,
+                layers=context.encoder_layers(
+                    encoder, self.layout, self.llm.sequences, self.recompute[encoder.name]
+                ),
+                pieces=1,
+                pipelines=tuple(pipelines),
+                recompute=self.recompute[encoder.name],
+            )
+            for encoder in context.job.model.encoders
+        ]
+
+    def colocated(self, pipelines: Sequence[int]) -> Colocated:
+        return Colocated(self.context, self.llm, self.encoders(pipelines))
+
+    @cached_property
+    def header(self) -> Plan:
+        """A plan's header; which pipeline runs what is decided later."""
+        return self.colocated([0] * self.llm.microbatches).header(strategy="paper")
+
+    @cached_property
+    def base(self) -> LlmTimeline:
+        """The LLM alone; the same for every encoder layout."""
+        return self._bases.of(self.llm, self.header)
+
+    # ------------------------------------------------------------------------ pipelines
+
+    @cached_property
+    def first_stages(self) -> list[int]:
+        """Of every pipeline: the LLM stage that holds its first stage."""
+        name = self.context.job.model.encoders[0].name
+        found = [0] * self.num_pipelines
+        for device in range(self._ranks.num_classes):
+            stage, _, _ = self._ranks.coordinates(device)
+            found[self._ranks.pipeline_of(name, device)] = stage - stage % self.layout.pp
+        return found
+
+    @cached_property
+    def _forward(self) -> list[Pipeline]:
+        """Pipelines on the same LLM stages are alike."""
+        alike = {
+            first: self._pipeline(Kind.F, [self.base.side(first + s, mirrored=False) for s in self._stages])
+            for first in set(self.first_stages)
+        }
+        return [alike[first] for first in self.first_stages]
+
+    @property
+    def _stages(self) -> range:
+        return range(self.layout.pp)
+
+    @cached_property
+    def _mirrored(self) -> dict[tuple[int, int], Pipeline]:
+        return {}
+
+    def _backward(self, moved: Sequence[int]) -> list[Pipeline]:
+        """In the mirror, less the bubbles that forwards have taken."""
+        found = []
+        for number, (first, count) in enumerate(zip(self.first_stages, moved, strict=True)):
+            if (first, count) not in self._mirrored:
+                sides = [self._left(number, first, stage, count) for stage in self._stages]
+                self._mirrored[first, count] = self._pipeline(Kind.B, sides)
+            found.append(self._mirrored[first, count])
+        return found
+
+    def _left(self, pipeline: int, first: int, stage: int, count: int) -> Side:
+        """A stage in the mirror, less what `count` moved forwards of a pipeline have taken."""
+        side = self.base.side(first + stage, mirrored=True)
+        taken = []
+        for number in range(count):
+            move = self._forward[pipeline].move(number)
+            assert move is not None
+            taken += list(zip(self._forward[pipeline].kernels[stage], move.begins_s[stage], strict=True))
+        end = self.base.end_s
+        kernels = [kernel for kernel, _ in taken[::-1]]
+        return less(side, kernels, [end - begin - kernel[1] for kernel, begin in taken[::-1]])
+
+    def _backward_points(self, pipelines: Sequence[int]) -> Assigned:
+        """B_i of every pipeline's own microbatches; in the mirror the last comes first."""
+        found: list[list[float]] = [[] for _ in range(self.num_pipelines)]
+        for pipeline, point in reversed(list(zip(pipelines, self.base.backward_points, strict=True))):
+            found[pipeline].append(self.base.end_s - point)
+        return Assigned(found)
+
+    def _pipeline(self, kind: Kind, sides: Sequence[Side]) -> Pipeline:
+        """Data flows from the first encoder stage to the last, backward in the mirror too."""
+        make = self.context.chunks.make
+        encoders = self.encoders([0] * self.llm.microbatches)
+        return Pipeline(
+            sides=sides,
+            kernels=[self.kernels(kind, stage) for stage in self._stages],
+            seconds=[sum(make(e.stages[stage]).seconds[kind] for e in encoders) for stage in self._stages],
+        )
+
+    def kernels(self, kind: Kind, stage: int) -> list[Kernel]:
+        """Of all encoders, as if they were one: beside LLM communication each takes longer."""
+        mirrored, stretch = kind != Kind.F, 1.0 + self.header.slowdown
+        names = [name for name in self.header.modules if name != LLM]
+        parts = [
+            kernels_of(self.header.template_of(name, kind, stage, 0), mirrored=mirrored, stretch=stretch)
+            for name in names
+        ]
+        return [kernel for part in (parts[::-1] if mirrored else parts) for kernel in part]
+
+    # ------------------------------------------------------------------------ the search over splits
+
+    def best(self, most: int) -> Choice:
+        """The split with the least latency that gives no pipeline more than `most` microbatches.
+
+        Even ones come first; hopeless ones are left early.
+        """
+        splits, whole = splits_to_try(self.llm.microbatches, self.num_pipelines, self.first_stages)
+        fitting = [split for split in splits if max(split) <= most]
+        found: Choice | None = None
+        for split in sorted(fitting, key=lambda split: sum(count * count for count in split)):
+            delay = None if found is None else found.estimate_s - self.base.step_s
+            if delay == 0.0:
+                break
+            filled = self._schedule(split, delay)
+            if filled is not None:
+                found = Choice(
+                    filling=self, split=split, forward=filled[0], backward=filled[1], all_splits=whole
+                )
+        assert found is not None
+        return found
+
+    def _schedule(self, split: Split, most_s: float | None) -> tuple[Filled, Filled] | None:
+        """Both directions of one split; None if they delay the LLM by `most_s` or more."""
+        forward = fill(self._forward, Interchangeable(self.base.forward_points), split)
+        points = self._backward_points(assign_sorted(forward.ends_s))
+        if most_s is not None:
+            # With all bubbles to themselves backwards do no worse than beside moved forwards.
+            alone = fill(self._backward([0] * len(split)), points, split)
+            if forward.delay_s + alone.delay_s >= most_s:
+                return None
+        backward = fill(self._backward(forward.moved), points, split)
+        better = most_s is None or forward.delay_s + backward.delay_s < most_s
+        return (forward, backward) if better else None
+
+    def plan(self, choice: Choice) -> FilledPlan:
+        """The choice as programs, with what they cost."""
+        pipelines, fillers = self.fillers(choice)
+        header = with_pipelines(self.header, pipelines)
+        orders = self.base.arrange(header, fillers)
+        fixed = self.colocated(pipelines).fixed_bytes()
+        return finish_plan(header, orders, fixed, estimate_s=choice.estimate_s)
+
+    @cached_property
+    def _fixed(self) -> list[Mapping[str, int]]:
+        return self.colocated([0] * self.llm.microbatches).fixed_bytes()
+
+    @cached_property
+    def traffic_s(self) -> float:
+        """Time of the encoders' own gathers and reduces on the busiest stage: the paper leaves it out."""
+        modules = [module for name, module in self.header.modules.items() if name != LLM]
+        stages = (
+            sum(bucket.gather_s + bucket.reduce_s for module in modules for bucket in module.buckets[stage])
+            for stage in self._stages
+        )
+        return max(stages)
+
+    def most_bytes(self, microbatches: int) -> float:
+        """At most what the worst rank holds with so many microbatches of the encoders on a pipeline."""
+        modules = [module for name, module in self.header.modules.items() if name != LLM]
+        working = self.llm.sums.stage_bytes(self.llm.cut, self.llm.layout.pp).working  # of the LLM
+        found = []
+        for stage, memory in enumerate(self.llm.memories):
+            fixed = self._fixed[self._ranks.class_at(stage, 0, 0)]
+            kept = sum(module.chunks[stage % self.layout.pp].kept_bytes for module in modules)
+            seam = sum(module.seam_bytes for module in modules) * self.llm.microbatches if stage == 0 else 0
+            llm = memory.llm_activations - float(working[stage])  # which are fixed here
+            found.append(sum(fixed.values()) + llm + microbatches * kept + seam)
+        return max(found)
+
+    def most_microbatches(self, capacity_bytes: float) -> int:
+        """As many microbatches of the encoders as fit on one pipeline, of those that there are."""
+        counts = range(self.llm.microbatches, 0, -1)
+        return next((count for count in counts if self.most_bytes(count) <= capacity_bytes), 0)
+
+    def fillers(self, choice: Choice) -> tuple[tuple[int, ...], list[list[Placed]]]:
+        """The pipeline of every microbatch, and where each class's encoder phases go."""
+        pipelines = assign_sorted(choice.forward.ends_s)
+        name = self.context.job.model.encoders[0].name
+        found: list[list[Placed]] = []
+        for device in range(self._ranks.num_classes):
+            pipeline = self._ranks.pipeline_of(name, device)
+            mine = [number for number, own in enumerate(pipelines) if own == pipeline]
+            stage = self._ranks.stage_of(name, device)
+            found.append(
+                [
+                    *self._forwards(choice.forward, pipeline, stage, mine),
+                    *self._backwards(choice.backward, pipeline, stage, mine),
+                ]
+            )
+        return pipelines, found
+
+    def _forwards(self, filled: Filled, pipeline: int, stage: int, mine: list[int]) -> Iterator[Placed]:
+        """What stays before the LLM first, in order, then what was moved."""
+        stay = len(mine) - filled.moved[pipeline]
+        for place, microbatch in enumerate(mine):
+            times = filled.begins_s(pipeline, place - stay, stage) if place >= stay else None
+            yield from self._ops(Kind.F, stage, microbatch, times, FIRST)
+
+    def _backwards(self, filled: Filled, pipeline: int, stage: int, mine: list[int]) -> Iterator[Placed]:
+        """What was moved first, the deepest first, then what stays behind the LLM."""
+        moved = filled.moved[pipeline]
+        kernels = self.kernels(Kind.B, stage)
+        for place, microbatch in enumerate(mine):
+            times = None
+            if place < moved:
+                begins = filled.begins_s(pipeline, moved - 1 - place, stage)
+                spent = [seconds if what == COMPUTE else 0.0 for what, seconds in kernels]
+                ends = [self.base.end_s - begin - s for begin, s in zip(begins, spent, strict=True)]
+                times = tuple(reversed(ends))
+            yield from self._ops(Kind.B, stage, microbatch, times, LAST)
+
+    def _ops(
+        self, kind: Kind, stage: int, microbatch: int, times: tuple[float, ...] | None, otherwise: float
+    ) -> Iterator[Placed]:
+        """The op of every encoder for one microbatch."""
+        at = 0
+        for name in self.header.modules:
+            size = len(self.header.template_of(name, kind, stage, 0)) if name != LLM else 0
+            if size:
+                own = [otherwise] * size if times is None else times[at : at + size]
+                yield Placed(module=name, kind=kind, microbatch=microbatch, times_s=own)
+            at += size
+
+
+def with_pipelines(plan: Plan, pipelines: tuple[int, ...]) -> Plan:
+    """A header in which every encoder's microbatches have their pipelines."""
+    modules = {
+        name: module if name == LLM else replace(module, pipelines=pipelines)
+        for name, module in plan.modules.items()
+    }
+    return replace(plan, modules=modules)

@@ -1,0 +1,82 @@
+"""The configuration that the job says is running today, with what was measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from optimus.errors import DoesNotFit
+from optimus.job.job import Job, Today
+from optimus.job.layout import Layout
+from optimus.planner.context import PlanningContext
+from optimus.planner.systems.balanced import BalancedSystem
+from optimus.planner.systems.base import BaseSystem, SimulatedSystem
+from optimus.planner.systems.fsdp import FsdpSystem
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.registry import load_system
+from optimus.planner.systems.stage0 import Stage0System
+from optimus.protocols import System, SystemCandidate
+
+
+class TodaySystem(BaseSystem):
+    """The system and layout in the job's `today` section."""
+
+    name = "today"
+    searches_layouts = False
+
+    def applies_to(self, job: Job) -> bool:
+        """Returns whether the job has a `today` section."""
+        return job.today is not None
+
+    def candidates(self, pipelines: LlmPipelines) -> Iterable[SystemCandidate]:
+        """Returns the candidates of today's system at today's layout."""
+        system, at_layout = _system_today(pipelines.context)
+        return system.candidates(at_layout)
+
+    def simulate(self, pipelines: LlmPipelines) -> SimulatedSystem:
+        """Simulates today's system at today's layout."""
+        today = pipelines.context.job.today
+        assert today is not None, "the job has no `today` section"
+        system, at_layout = _system_today(pipelines.context)
+        simulated = system.simulate(at_layout)
+        return replace(
+            simulated,
+            name=self.name,
+            how=f"{today.framework or 'framework not stated'}; {simulated.how}",
+            measured_step_s=today.measured_step_s,
+            measured_memory_bytes=today.measured_memory_bytes,
+        )
+
+
+def _system_today(context: PlanningContext) -> tuple[System, LlmPipelines]:
+    """Returns the system that runs today, and the LLM's pipelines at today's layout."""
+    today = context.job.today
+    assert today is not None, "the job has no `today` section"
+    at_layout = _context_today(context, today)
+    match today.placement:
+        case "stage0":
+            system: System = Stage0System(chunks=at_layout.layout.chunks)
+        case "balanced":
+            system = BalancedSystem(chunks=at_layout.layout.chunks)
+        case "fsdp":
+            system = FsdpSystem(tp=today.llm.tp)
+        case name:
+            system = load_system(name)
+    return system, LlmPipelines(at_layout)
+
+
+def _context_today(context: PlanningContext, today: Today) -> PlanningContext:
+    """Returns the context at today's layout; axes that are not stated are 1, and dp follows."""
+    job = context.job
+    stated = {axis: size for axis, size in today.llm.stated().items() if axis != "dp"}
+    layout = Layout(**stated)
+    layout = layout.with_(dp=job.cluster.gpus // layout.gpus)
+    for sequences in job.layout.limits.microbatch_sequences:
+        at_layout = replace(context, layout=layout, microbatch_sequences=sequences)
+        if layout.gpus == job.cluster.gpus and at_layout.microbatches(sequences) is not None:
+            return at_layout
+    raise DoesNotFit(
+        f"today's layout {layout} does not divide {job.cluster.gpus} GPUs and "
+        f"{job.workload.sequences_per_step} sequences",
+        "state all of today.layout.llm: dp, pp and tp",
+    )
