@@ -19,7 +19,7 @@ from optimus.job.workload import TokenPercentiles, sequences_from_percentiles
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.schedule.simulate import evaluate
-from optimus.sensitivity.batch_steps import Player, batch_loads, play_batches
+from optimus.sensitivity.batch_steps import BatchSimulator, batch_loads, simulate_batches
 from optimus.sensitivity.drawn_batches import (
     COMPUTE,
     DEALINGS,
@@ -70,12 +70,12 @@ def feeding_of(comparison: Comparison, name: str) -> BatchAssignment:
 
 
 def test_where_all_sequences_are_alike_every_step_is_the_mean_step(even: Comparison) -> None:
-    found = play_batches(even, even.systems, count=3)
+    found = simulate_batches(even, even.systems, count=3)
     assert set(found) == set(even.systems)
     for name, steps in found.items():
         assert steps.mean_s == pytest.approx(even.systems[name].step_s, rel=1e-9), name
         assert steps.p95_s == pytest.approx(steps.mean_s, rel=1e-12)
-        assert steps.plays == 1, name
+        assert steps.simulations == 1, name
 
 
 @pytest.mark.parametrize("dealing", DEALINGS)
@@ -141,7 +141,7 @@ def test_batches_are_the_same_every_time_and_for_every_system(mixed: Comparison)
     one, two = draw_batches(mixed.job), draw_batches(mixed.job)
     assert np.array_equal(one.drawn, two.drawn) and one.drawn.shape == (100, 64)
     assert not np.array_equal(one.drawn, draw_batches(mixed.job, seed=1).drawn)
-    first, again = (play_batches(mixed, ["fsdp", "paper"], count=4) for _ in range(2))
+    first, again = (simulate_batches(mixed, ["fsdp", "paper"], count=4) for _ in range(2))
     assert all(np.array_equal(first[name].steps_s, again[name].steps_s) for name in first)
 
 
@@ -184,7 +184,7 @@ def test_only_encoder_work_is_scaled(mixed: Comparison) -> None:
     slowdown, launch_s = assumed.residence_slowdown, assumed.launch_s
     by_hand = evaluate(replace(schedule, duration_s=duration_s), slowdown=slowdown, launch_s=launch_s).step_s
     feeding = feeding_of(mixed, "stage0")
-    player = Player(system, feeding, slowdown=slowdown, launch_s=launch_s)
+    player = BatchSimulator(system, feeding, slowdown=slowdown, launch_s=launch_s)
     ones = np.ones((2, feeding.replicas, feeding.microbatches))
     assert player.step_s({"vision": 2 * ones}) == pytest.approx(by_hand, rel=1e-12)
     assert player.step_s({"vision": ones}) == pytest.approx(system.step_s, rel=1e-12)
@@ -196,10 +196,10 @@ def test_some_replicas_stand_for_all() -> None:
     """On small cases: never more than playing all of them says, and hardly less."""
     comparison = compare_systems(uneven(few_layers(32, pp=2)), names=("stage0", "three-phase", "paper"))
     assert feeding_of(comparison, "stage0").replicas == 8
-    some = play_batches(comparison, comparison.systems, count=6)
-    whole = play_batches(comparison, comparison.systems, count=6, all_replicas=True)
+    some = simulate_batches(comparison, comparison.systems, count=6)
+    whole = simulate_batches(comparison, comparison.systems, count=6, all_replicas=True)
     for name, steps in some.items():
-        assert steps.plays < whole[name].plays
+        assert steps.simulations < whole[name].simulations
         assert (steps.steps_s <= whole[name].steps_s + 1e-12).all()
         assert steps.steps_s == pytest.approx(whole[name].steps_s, rel=0.01), name
         assert steps.p95_s == pytest.approx(whole[name].p95_s, rel=0.005), name
@@ -208,7 +208,7 @@ def test_some_replicas_stand_for_all() -> None:
 def test_a_heavy_microbatch_goes_where_there_is_room(mixed: Comparison) -> None:
     """Sorted is the better end; matched is no worse than either, and different microbatches are not free."""
     system, feeding = mixed.systems["paper"], feeding_of(mixed, "paper")
-    player = Player(system, feeding, slowdown=0.1, launch_s=0.0)
+    player = BatchSimulator(system, feeding, slowdown=0.1, launch_s=0.0)
     ahead = list(range(feeding.microbatches))
     ends = [player.ramp_s(ahead), player.ramp_s(ahead[::-1])]
     assert ends[0] != ends[1]
@@ -217,10 +217,10 @@ def test_a_heavy_microbatch_goes_where_there_is_room(mixed: Comparison) -> None:
     assert player.ramp_s(player.order("matched")) <= min(ends)
     assert player.order("drawn") == []
     assert player.order("reordered") == player.order("matched")
-    drawn = play_batches(mixed, ["paper"], count=8)["paper"]
+    drawn = simulate_batches(mixed, ["paper"], count=8)["paper"]
     assert drawn.p95_s >= drawn.mean_s > system.step_s  # heavy replicas end the step, light ones wait
 
 
 def test_an_unknown_dealing_is_refused(mixed: Comparison) -> None:
     with pytest.raises(UserError, match="is not a dealing"):
-        play_batches(mixed, ["fsdp"], dealing="sort")
+        simulate_batches(mixed, ["fsdp"], dealing="sort")

@@ -11,7 +11,7 @@ from export_cases import parsed, planned, uneven_plan, with_llm, words
 
 from optimus.exporters import megatron
 from optimus.exporters.facts import Facts
-from optimus.exporters.megatron_model import model_flags
+from optimus.exporters.megatron import model_flags
 from optimus.exporters.registry import export_plan
 from optimus.ir.binding import bind, bound_parts
 from optimus.ir.plan import Plan

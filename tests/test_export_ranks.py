@@ -11,7 +11,7 @@ import pytest
 from plan_by_hand import plan_by_hand
 
 from optimus.exporters.rank_groups import ranks_document
-from optimus.exporters.texts import json_text
+from optimus.exporters.target import json_text
 from optimus.ir.op import Communicator
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM

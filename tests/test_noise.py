@@ -29,7 +29,7 @@ from optimus.schedule.build import Builder, single
 from optimus.schedule.dependencies import couple
 from optimus.schedule.noise import JITTER, LEVELS, QUIET, ROUGH, Noise, NoisyKernels, Places
 from optimus.schedule.simulate import evaluate
-from optimus.sensitivity.noise import POLICIES, STATIC, TWO_STREAM, under_noise
+from optimus.sensitivity.noise import POLICIES, STATIC, TWO_STREAM, simulate_noise
 
 MOST_LOST = 3.0  # points of speed-up
 CLAIM = 1e-9
@@ -172,8 +172,8 @@ def test_without_noise_a_plan_takes_what_its_proof_says(seed: int) -> None:
 
 
 def test_under_noise_is_paired_and_repeats(planned: Planned) -> None:
-    found = under_noise(planned.plan, planned.comparison, seeds=3)
-    again = under_noise(planned.plan, planned.comparison, seeds=3)
+    found = simulate_noise(planned.plan, planned.comparison, seeds=3)
+    again = simulate_noise(planned.plan, planned.comparison, seeds=3)
     assert found == again
     assert found.against == min(
         ("stage0", "balanced-best"),
@@ -193,7 +193,7 @@ def test_under_noise_is_paired_and_repeats(planned: Planned) -> None:
 
 
 def test_what_is_printed_is_what_was_found(planned: Planned) -> None:
-    found = under_noise(planned.plan, planned.comparison, against="stage0", seeds=2)
+    found = simulate_noise(planned.plan, planned.comparison, against="stage0", seeds=2)
     static, two = (found.lost_points(policy, found.levels[-1]) for policy in POLICIES)
     words = " ".join(" ".join(noise_text(found)).split())
     assert static is not None and two is not None
@@ -210,12 +210,14 @@ def test_what_is_printed_is_what_was_found(planned: Planned) -> None:
 
 def test_without_another_system_there_is_only_the_floor(planned: Planned) -> None:
     systems = {name: planned.systems[name] for name in ("llm-only", planned.plan.strategy)}
-    found = under_noise(planned.plan, replace(planned.comparison, systems=systems), levels=(JITTER,), seeds=1)
+    found = simulate_noise(
+        planned.plan, replace(planned.comparison, systems=systems), levels=(JITTER,), seeds=1
+    )
     assert found.against is None and found.claimed_speedup is None
     assert found.lost_points(STATIC, found.levels[0]) is None
     assert noise_text(found)[0].startswith("noise          step over an equally noisy floor: static 1.")
     with pytest.raises(UserError, match="was not compared"):
-        under_noise(planned.plan, planned.comparison, against="fsdp")
+        simulate_noise(planned.plan, planned.comparison, against="fsdp")
 
 
 @pytest.mark.ci("search")
@@ -250,7 +252,7 @@ def test_little_of_the_speed_up_is_lost_at_3072_gpus(preset: str) -> None:
     made = make_plan(
         find_job("paper/strong-3072"), strategy="optimus", assumptions=preset, systems=["balanced-best"]
     )
-    found = under_noise(made.plan, made.comparison)
+    found = simulate_noise(made.plan, made.comparison)
     quiet = found.levels[0]
     assert quiet.ours_s[STATIC] == pytest.approx([made.step_s] * 8, abs=CLAIM)
     assert quiet.ours_s[TWO_STREAM][0] < 1.025 * made.step_s  # it starts work that does not fit the bubble

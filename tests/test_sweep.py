@@ -21,29 +21,29 @@ from optimus.job.layout import Constraints, Layout, LayoutChoice
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
 from optimus.render.sweep_picture import headline, sweep_page, sweep_svg
-from optimus.sensitivity.sweep import Plans, Point, Sweep, sweep_job
+from optimus.sensitivity.sweep import JobSweep, SweepFigures, SweepPoint, sweep_job
 
 TINY = "cpu/tiny-vl"
 FLAT = ["llm=pp1"]
 
 
 @pytest.fixture(scope="module")
-def swept() -> Sweep:
+def swept() -> JobSweep:
     """Batches of a small job, of which one does not divide over two replicas."""
     job = find_job(TINY, None, [*FLAT, "llm=tp1"])
     return sweep_job(job, batch=(8, 2, 7, 4, 2), systems=["stage0", "three-phase"])
 
 
-def made(*rates: float | None, simpler: float = 0.9) -> Sweep:
+def made(*rates: float | None, simpler: float = 0.9) -> JobSweep:
     """A sweep by hand over 8, 16, ... GPUs: tokens per second and GPU of each point."""
     points = []
     for place, rate in enumerate(rates):
-        point = Point(value=8 << place, gpus=8 << place, tokens=1 << 20)
+        point = SweepPoint(value=8 << place, gpus=8 << place, tokens=1 << 20)
         if rate is None:
             points.append(replace(point, reason="too < small"))
             continue
         step_s = point.tokens / point.gpus / rate
-        plan = Plans(
+        plan = SweepFigures(
             layouts={"vision": Layout(dp=8), "llm": Layout(dp=8)},
             step_s=step_s,
             floor_s=0.8 * step_s,
@@ -53,7 +53,7 @@ def made(*rates: float | None, simpler: float = 0.9) -> Sweep:
             capacity_bytes=8e10,
         )
         points.append(replace(point, plan=plan))
-    return Sweep(
+    return JobSweep(
         job="a & b", axis="gpus", strategy="optimus", preset="default", gpu="h100", points=tuple(points)
     )
 
@@ -61,14 +61,14 @@ def made(*rates: float | None, simpler: float = 0.9) -> Sweep:
 # ---------------------------------------------------------------- points
 
 
-def test_points_are_sorted_and_what_cannot_run_has_its_reason(swept: Sweep) -> None:
+def test_points_are_sorted_and_what_cannot_run_has_its_reason(swept: JobSweep) -> None:
     assert [point.value for point in swept.points] == [2, 4, 7, 8]
     assert [point.value for point, _ in swept.possible] == [2, 4, 8]
     odd = swept.points[2]
     assert odd.plan is None and "workload.sequences_per_step = 7 is not a multiple of dp = 2" in odd.reason
 
 
-def test_a_point_is_what_planning_there_gives(swept: Sweep) -> None:
+def test_a_point_is_what_planning_there_gives(swept: JobSweep) -> None:
     job = find_job(TINY, None, [*FLAT, "llm=tp1"]).replace(sequences_per_step=4)
     plan = make_plan(job, strategy="optimus", systems=["stage0", "three-phase"])
     point = swept.points[1]

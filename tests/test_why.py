@@ -28,8 +28,7 @@ from optimus.planner.compare import compare_systems
 from optimus.planner.planning import Planned, make_plan
 from optimus.planner.replaying import replay_llm_alone, replay_plan
 from optimus.schedule.bubbles import CAUSES, busy_s
-from optimus.sensitivity.reason_words import compared_words
-from optimus.sensitivity.time_breakdown import BUSY, WORDS, spend
+from optimus.sensitivity.time_breakdown import BUSY, LABELS, break_down, describe_difference
 from optimus.sensitivity.why_not import Reason, explain_layout
 from optimus.sensitivity.why_not_memory import find_need
 
@@ -222,7 +221,9 @@ def test_every_second_of_the_difference_is_accounted_for(wider: Reason, wide: Pl
     assert wider.differences_s["tp"] > 0.5 * total
     played = replay_plan(wide.plan)
     spent = wider.other.spent_s
-    assert tuple(WORDS) == (*BUSY, *(name for name in WORDS if name in CAUSES)) and set(CAUSES) <= set(WORDS)
+    assert tuple(LABELS) == (*BUSY, *(name for name in LABELS if name in CAUSES)) and set(CAUSES) <= set(
+        LABELS
+    )
     busy = float(busy_s(played.schedule, played.timeline).mean())
     assert sum(spent[name] for name in BUSY) == pytest.approx(busy, abs=1e-12)
     for cause in CAUSES:
@@ -236,7 +237,7 @@ def test_every_second_of_the_difference_is_accounted_for(wider: Reason, wide: Pl
 def test_parts_of_any_plan_sum_to_its_step(seed: int) -> None:
     """Stages, encoders and TP blocks at random, each as much of the mean as any other."""
     played = replay_plan(tiny_plan(Random(seed), few=True))
-    spent = spend(played)
+    spent = break_down(played)
     assert sum(spent.values()) == pytest.approx(played.timeline.step_s, abs=1e-12)
     assert min(spent.values()) >= 0 and spent["llm_compute"] > 0
 
@@ -291,7 +292,7 @@ def test_an_llm_that_does_not_fit_lacks_just_those_bytes() -> None:
     needed = find_need(tiny("llm=pp1,tp1", memory_bytes=0.8e9), preset("default"), None, "optimus")
     assert needed is not None and needed.encoders is None and needed.needed_bytes == needed.llm_alone.total
     held = "reserve 0.5, communicators 0.4, model states 0.0"
-    assert needed.words == f"the LLM alone needs 0.9 of 0.8 GB on stage 0 at dp2 pp1 tp1: {held}"
+    assert needed.description == f"the LLM alone needs 0.9 of 0.8 GB on stage 0 at dp2 pp1 tp1: {held}"
     enough = tiny("llm=pp1,tp1", memory_bytes=needed.needed_bytes)
     assert compare_systems(enough, names=["llm-only"]).systems["llm-only"].memory == needed.llm_alone
     with pytest.raises(DoesNotFit):
@@ -311,7 +312,10 @@ def test_encoders_that_do_not_fit_say_what_they_would_need(strategy: str) -> Non
     bound_to, hashes = bind(bound_parts(short))
     reason = explain_layout(replace(plan, bound_to=bound_to, hashes=hashes), llm="pp1 tp2")
     assert reason.verdict == "memory" and reason.need is not None
-    assert reason.need.needed_bytes == need.needed_bytes and need.words.partition(" of ")[0] in reason.reason
+    assert (
+        reason.need.needed_bytes == need.needed_bytes
+        and need.description.partition(" of ")[0] in reason.reason
+    )
     assert explain_layout(plan, llm="pp1 tp2").verdict in ("slower", "faster")
 
 
@@ -319,19 +323,19 @@ def test_encoders_that_do_not_fit_say_what_they_would_need(strategy: str) -> Non
 
 
 def test_parts_are_said_in_the_order_of_what_they_do() -> None:
-    parts = dict.fromkeys(WORDS, 0.0) | {
+    parts = dict.fromkeys(LABELS, 0.0) | {
         "pp_warmup": 0.06,
         "pp_cooldown": 0.05,
         "tp": 0.04,
         "dp_all_gather": -0.01,
     }
-    words = compared_words(2.27, 2.41, parts, not_hidden_s=None, alike=False)
+    words = describe_difference(2.27, 2.41, parts, not_hidden_s=None, equal=False)
     assert words == (
         "2.41 s, 6.2 % slower than the plan's 2.27 s: +0.11 s pipeline warm-up and cool-down, "
         "+0.04 s tensor-parallel waits, -0.01 s data-parallel waits"
     )
-    back = compared_words(
-        2.41, 2.27, {name: -value for name, value in parts.items()}, not_hidden_s=(0.3, 0.2), alike=False
+    back = describe_difference(
+        2.41, 2.27, {name: -value for name, value in parts.items()}, not_hidden_s=(0.3, 0.2), equal=False
     )
     assert back == (
         "2.27 s, 5.8 % less than the plan's 2.41 s: the plan's search missed it: -0.11 s pipeline warm-up and"
@@ -341,8 +345,8 @@ def test_parts_are_said_in_the_order_of_what_they_do() -> None:
 
 
 def test_small_differences_are_not_rounded_away() -> None:
-    parts = dict.fromkeys(WORDS, 0.0) | {"optimizer": 0.00012}
-    assert "+0.00012 s optimizer" in compared_words(1.0, 1.00012, parts, not_hidden_s=None, alike=False)
+    parts = dict.fromkeys(LABELS, 0.0) | {"optimizer": 0.00012}
+    assert "+0.00012 s optimizer" in describe_difference(1.0, 1.00012, parts, not_hidden_s=None, equal=False)
 
 
 # ---------------------------------------------------------------- the command

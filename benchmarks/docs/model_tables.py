@@ -26,7 +26,7 @@ from optimus.job.workload import TokenPercentiles, Workload, sequences_from_perc
 from optimus.planner.compare import Comparison
 from optimus.planner.planning import Planned, make_plan
 from optimus.planner.systems.base import SimulatedSystem
-from optimus.sensitivity.batch_steps import play_batches
+from optimus.sensitivity.batch_steps import simulate_batches
 from optimus.sensitivity.drawn_batches import DEALINGS
 
 SECONDS = "search_s"  # CPU of a search: shown, never compared
@@ -137,7 +137,7 @@ def _batches(comparison: Comparison, name: str, dealings: Iterable[str]) -> Figu
     """Mean and p95 by dealing; each system is asked alone, so that none is left out for its size."""
     found = {}
     for dealing in dealings:
-        steps = play_batches(comparison, [name], dealing=dealing, count=BATCHES)
+        steps = simulate_batches(comparison, [name], dealing=dealing, count=BATCHES)
         if name in steps:
             found[dealing] = [rounded(steps[name].mean_s), rounded(steps[name].p95_s)]
     return found

@@ -15,7 +15,7 @@ from optimus.cli.text import wrap
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
-    from optimus.exporters.target import Export, Price
+    from optimus.exporters.target import ExportedPlan, TargetStep
 
 SCHEMA = "optimus.export/1"
 
@@ -66,7 +66,7 @@ def _make_folder(folder: Path) -> None:
         ) from None
 
 
-def export_json(export: Export, files: Sequence[Path]) -> dict[str, object]:
+def export_json(export: ExportedPlan, files: Sequence[Path]) -> dict[str, object]:
     """Returns the object of `optimus export --json`."""
     return {
         "schema": SCHEMA,
@@ -81,10 +81,10 @@ def export_json(export: Export, files: Sequence[Path]) -> dict[str, object]:
     }
 
 
-def export_text(export: Export, files: Sequence[Path]) -> list[str]:
+def export_text(export: ExportedPlan, files: Sequence[Path]) -> list[str]:
     """Returns the files written, what the target cannot run, and the steps it takes."""
     from optimus.exporters.registry import SYSTEMS
-    from optimus.exporters.target import AS_WRITTEN, price_words
+    from optimus.exporters.target import AS_WRITTEN, describe_step
 
     plan = export.plan
     layouts = "   ".join(f"{name} {module.layout}" for name, module in plan.modules.items())
@@ -92,12 +92,12 @@ def export_text(export: Export, files: Sequence[Path]) -> list[str]:
     lines += wrap("wrote", " ".join(map(str, files)))
     for feature in export.not_supported:
         lines += wrap("cannot run", f"{feature.what}: {feature.why}")
-    lines += wrap("as written", price_words(plan, export.as_written, AS_WRITTEN, about=True))
-    best = price_words(plan, export.best_there, SYSTEMS[export.target])
+    lines += wrap("as written", describe_step(plan, export.as_written, AS_WRITTEN, about=True))
+    best = describe_step(plan, export.best_there, SYSTEMS[export.target])
     if export.best_there is not None and export.best_there.system not in AS_WRITTEN:
         best += "; not these files: optimus simulate shows its layout"
     return [*lines, *wrap("best there", best)]
 
 
-def _price_json(price: Price | None) -> dict[str, object] | None:
+def _price_json(price: TargetStep | None) -> dict[str, object] | None:
     return None if price is None else asdict(price)

@@ -75,9 +75,9 @@ class PlanCommand:
         result = {**plan_json(planned), "file": str(output), "sha256": digest}
         if self.noise:
             from optimus.cli.uncertainty import noise_json, noise_text
-            from optimus.sensitivity.noise import under_noise
+            from optimus.sensitivity.noise import simulate_noise
 
-            noise = under_noise(planned.plan, planned.comparison)
+            noise = simulate_noise(planned.plan, planned.comparison)
             lines += noise_text(noise)
             result["noise"] = noise_json(noise)
         lines += ["", *self._written(planned, output, digest)]

@@ -27,7 +27,7 @@ from optimus.cli.text import columns, wrap
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
-    from optimus.sensitivity.sweep import Point, Sweep
+    from optimus.sensitivity.sweep import JobSweep, SweepPoint
 
 SCHEMA = "optimus.sweep/1"
 ENDINGS = (".svg", ".html")
@@ -98,7 +98,7 @@ def _integers(axis: str, words: tuple[str, ...]) -> list[int]:
     return [int(word) for word in values]
 
 
-def sweep_json(sweep: Sweep, *, file: str | None) -> dict[str, object]:
+def sweep_json(sweep: JobSweep, *, file: str | None) -> dict[str, object]:
     """Returns the object of `optimus sweep --json`."""
     from optimus.render.sweep_picture import headline
 
@@ -114,7 +114,7 @@ def sweep_json(sweep: Sweep, *, file: str | None) -> dict[str, object]:
     }
 
 
-def _point_json(point: Point) -> dict[str, object]:
+def _point_json(point: SweepPoint) -> dict[str, object]:
     from optimus.render.sweep_picture import is_worth_filling
 
     plan = point.plan
@@ -136,7 +136,7 @@ def _point_json(point: Point) -> dict[str, object]:
     }
 
 
-def sweep_text(sweep: Sweep) -> list[str]:
+def sweep_text(sweep: JobSweep) -> list[str]:
     """Returns the conclusion, a row per point, and the reasons of points that are not possible."""
     from optimus.render.sweep_picture import headline, sweep_notes, sweep_table
 

@@ -7,9 +7,9 @@ from statistics import fmean
 from optimus.cli.text import wrap
 from optimus.render.units import seconds
 from optimus.sensitivity.assess import Assessed
-from optimus.sensitivity.batch_steps import Steps
-from optimus.sensitivity.noise import POLICIES, Level, UnderNoise
-from optimus.sensitivity.win_rate import FEW_WINS, Otherwise, Rule, WinRate
+from optimus.sensitivity.batch_steps import BatchSteps
+from optimus.sensitivity.noise import POLICIES, NoiseLevel, UnderNoise
+from optimus.sensitivity.win_rate import MIN_WINS_FOR_RULE, OtherWinner, Rule, WinRate
 
 
 def assessed_json(assessed: Assessed) -> dict[str, object]:
@@ -44,7 +44,7 @@ def _rule_json(rule: Rule | None) -> dict[str, object] | None:
         return None
     return {
         "words": str(rule),
-        "assumption": rule.doubt.field,
+        "assumption": rule.parameter.field,
         "at_least" if rule.above else "at_most": rule.value,
         "explains": rule.explains,
         "holds": rule.holds,
@@ -59,7 +59,7 @@ def assessed_text(assessed: Assessed) -> list[str]:
 def _steps_words(assessed: Assessed) -> str:
     plan, *rivals = assessed.steps.values()
     batches = f"over {len(plan.steps_s)} batches drawn from the workload"
-    if plan.plays == 1:
+    if plan.simulations == 1:
         batches += ", which are all alike"
     words = f"mean {seconds(plan.mean_s)} s, p95 {seconds(plan.p95_s)} s {batches}"
     if rivals:
@@ -70,7 +70,7 @@ def _steps_words(assessed: Assessed) -> str:
     return words
 
 
-def _batch_steps(steps: Steps) -> str:
+def _batch_steps(steps: BatchSteps) -> str:
     return f"{steps.system}: mean {seconds(steps.mean_s)} s, p95 {seconds(steps.p95_s)} s"
 
 
@@ -81,11 +81,11 @@ def _sure_words(sure: WinRate) -> str:
     return "; ".join([words, *(_rival_words(rival) for rival in sure.otherwise)])
 
 
-def _rival_words(rival: Otherwise) -> str:
+def _rival_words(rival: OtherWinner) -> str:
     """Formats `three-phase wins in 12, 10 of them among the 40 where image tokens are -10 % or lower`."""
     words = f"{rival.system} wins in {rival.wins}"
     if rival.rule is None:
-        return words if rival.wins < FEW_WINS else f"{words}, which no single assumption explains"
+        return words if rival.wins < MIN_WINS_FOR_RULE else f"{words}, which no single assumption explains"
     share = "all" if rival.rule.explains == rival.wins else f"{rival.rule.explains} of them"
     return f"{words}, {share} among the {rival.rule.holds} where {rival.rule}"
 
@@ -112,7 +112,7 @@ def noise_json(noise: UnderNoise) -> dict[str, object]:
     }
 
 
-def _level_json(noise: UnderNoise, level: Level) -> dict[str, object]:
+def _level_json(noise: UnderNoise, level: NoiseLevel) -> dict[str, object]:
     return {
         "floor_s": fmean(level.floor_s),
         "against_s": fmean(level.other_s) if level.other_s else None,
@@ -128,11 +128,11 @@ def _level_json(noise: UnderNoise, level: Level) -> dict[str, object]:
     }
 
 
-def _points(noise: UnderNoise, policy: str, level: Level) -> str:
+def _points(noise: UnderNoise, policy: str, level: NoiseLevel) -> str:
     lost = noise.lost_points(policy, level)
     assert lost is not None, "there is a system to compare with"
     return f"{round(lost, 1) + 0.0:.1f}"  # never -0.0
 
 
-def _conditions(level: Level) -> str:
+def _conditions(level: NoiseLevel) -> str:
     return f"{level.noise.name}; {len(level.floor_s)} seeds"

@@ -14,7 +14,7 @@ from optimus.cli.text import columns, wrap
 from optimus.render.units import gigabytes, seconds
 
 if TYPE_CHECKING:
-    from optimus.sensitivity.why_not import Planning, Reason
+    from optimus.sensitivity.why_not import PlanFigures, Reason
 
 SCHEMA = "optimus.why/1"
 
@@ -91,7 +91,7 @@ def why_json(reason: Reason) -> dict[str, object]:
     }
 
 
-def _planning_json(planning: Planning) -> dict[str, object]:
+def _planning_json(planning: PlanFigures) -> dict[str, object]:
     return {
         "step_s": planning.step_s,
         "layouts": {name: asdict(layout) for name, layout in planning.layouts.items()},
@@ -117,7 +117,7 @@ def why_text(reason: Reason) -> list[str]:
     return [*lines, "", *_table(reason, reason.plan, reason.other)]
 
 
-def _how(planning: Planning) -> str:
+def _how(planning: PlanFigures) -> str:
     modules = [
         f"{name} {layout} recompute {planning.recompute[name]}" for name, layout in planning.layouts.items()
     ]
@@ -125,15 +125,15 @@ def _how(planning: Planning) -> str:
     return "; ".join([*modules, size])
 
 
-def _table(reason: Reason, plan: Planning, other: Planning) -> list[str]:
+def _table(reason: Reason, plan: PlanFigures, other: PlanFigures) -> list[str]:
     """Returns seconds of the mean GPU by part; parts that are zero in both are left out."""
-    from optimus.sensitivity.time_breakdown import WORDS
+    from optimus.sensitivity.time_breakdown import LABELS
 
     digits = 3 if max(plan.step_s, other.step_s) >= 1 else 5
     shown = [
-        name for name in WORDS if any(round(planning.spent_s[name], digits) for planning in (plan, other))
+        name for name in LABELS if any(round(planning.spent_s[name], digits) for planning in (plan, other))
     ]
-    rows = [_row(WORDS[name], plan.spent_s[name], other.spent_s[name], digits) for name in shown]
+    rows = [_row(LABELS[name], plan.spent_s[name], other.spent_s[name], digits) for name in shown]
     rows.append(_row("step", plan.step_s, other.step_s, digits))
     if plan.llm_alone_s is not None and other.llm_alone_s is not None:
         rows.append(_row("LLM alone", plan.llm_alone_s, other.llm_alone_s, digits))

@@ -1,1 +1,1 @@
-"""Other trainers: a plan in their words, and what of it they cannot run."""
+"""Exports a plan to other trainers' arguments, and says what of it they cannot run."""

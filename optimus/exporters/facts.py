@@ -1,4 +1,4 @@
-"""Sizes that other trainers ask for, read from what a plan is bound to; a field that it lacks is named."""
+"""Reads the sizes that other trainers ask for from the fields that a plan is bound to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENDS = 2  # embedding and head: the first and the last layer of the LLM's chunks
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A plan and the fields of its model and workload."""
+    """A plan with typed access to the fields of its model and workload."""
 
     plan: Plan
     file: str | None = None
@@ -30,31 +30,31 @@ class Facts:
 
     # ------------------------------------------------------------------------ fields
 
-    def given(self, part: str, name: str) -> Any:
-        """A field, or None where it has none."""
+    def get(self, part: str, name: str) -> Any:
+        """Returns a field, or None where the plan does not have it."""
         return self.plan.bound_to.get(part, {}).get(name)
 
     def model(self, name: str) -> Any:
-        """A field of the model that must be there."""
-        found = self.given("model", name)
-        if found is None:
+        """Returns a field of the model; a missing one is an error that names it."""
+        value = self.get("model", name)
+        if value is None:
             raise self._missing("model", name)
-        return found
+        return value
 
     def count(self, name: str, *, part: str = "model") -> int:
-        """A positive whole number that must be there."""
-        found = self.given(part, name)
-        if found is None:
+        """Returns a field that must be a positive integer."""
+        value = self.get(part, name)
+        if value is None:
             raise self._missing(part, name)
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(
                 field=f"bound_to.{part}.{name}",
-                value=found,
+                value=value,
                 problem="is not a positive whole number",
                 hint="give a file that `optimus plan` wrote",
                 file=self.file,
             )
-        return found
+        return value
 
     def _missing(self, part: str, name: str) -> UserError:
         return UserError(
@@ -80,7 +80,7 @@ class Facts:
 
     @property
     def microbatch_sequences(self) -> int:
-        """Sequences in one microbatch of the LLM; other trainers know only whole ones, and equal replicas."""
+        """Sequences in one microbatch of the LLM; other trainers need an integer, equal on all replicas."""
         replicas = self.layout.dp * self.plan.microbatches
         whole, rest = divmod(self.sequences_per_step, replicas)
         if rest:
@@ -92,20 +92,20 @@ class Facts:
         return whole
 
     def layers_of_virtual_stages(self) -> list[int]:
-        """Transformer layers of the LLM in every virtual stage, in the order in which data runs through."""
-        found = [chunk.layers for chunk in self.plan.modules[LLM].chunks]
-        if sum(found) != self.layers + ENDS:
+        """Returns the LLM's transformer layers in every virtual stage, in the order of the forward."""
+        layers = [chunk.layers for chunk in self.plan.modules[LLM].chunks]
+        if sum(layers) != self.layers + ENDS:
             raise UserError(
                 field="modules.llm.chunks",
-                problem=f"hold {sum(found)} layers, and {self.layers} with embedding and head make "
+                problem=f"hold {sum(layers)} layers, and {self.layers} with embedding and head make "
                 f"{self.layers + ENDS}",
                 hint="give a file that `optimus plan` wrote",
                 file=self.file,
             )
         first, last = self._ends()
-        found[first] -= 1
-        found[last] -= 1
-        return found
+        layers[first] -= 1
+        layers[last] -= 1
+        return layers
 
     @property
     def has_empty_ends(self) -> bool:
@@ -113,21 +113,21 @@ class Facts:
         return self._ends() != (0, len(self.plan.modules[LLM].chunks) - 1)
 
     def _ends(self) -> tuple[int, int]:
-        """The virtual stages of embedding and head."""
+        """Returns the virtual stages of embedding and head."""
         filled = [place for place, chunk in enumerate(self.plan.modules[LLM].chunks) if chunk.layers]
         return filled[0], filled[-1]
 
     @property
     def fused_attention(self) -> bool:
-        """Whether attention scores are never stored: then `selective` means norms and non-linearities."""
+        """Whether attention scores are never stored; `selective` recomputes norms and non-linearities."""
         preset = self.plan.notes.get("preset")
         return not (isinstance(preset, dict) and preset.get("fused_attention") is False)
 
     def encoder_field(self, name: str, field: str) -> Any:
-        """A field of an encoder, by its name; None where it has none."""
+        """Returns a field of an encoder by the encoder's name, or None."""
         place = 0
-        while (own := self.given("model", f"encoders[{place}].name")) is not None:
-            if own == name:
-                return self.given("model", f"encoders[{place}].{field}")
+        while (encoder := self.get("model", f"encoders[{place}].name")) is not None:
+            if encoder == name:
+                return self.get("model", f"encoders[{place}].{field}")
             place += 1
         return None

@@ -1,13 +1,20 @@
-"""A plan as Megatron-LM's arguments."""
+"""Exports a plan as Megatron-LM's arguments."""
 
 from __future__ import annotations
 
-from optimus.exporters.encoders import not_supported_of_encoders
 from optimus.exporters.facts import Facts
-from optimus.exporters.megatron_model import model_flags
 from optimus.exporters.rank_groups import ranks_document
-from optimus.exporters.target import AS_WRITTEN, EMPTY_ENDS, Export, NotSupported, account, best_of, comment
-from optimus.exporters.texts import json_text
+from optimus.exporters.target import (
+    AS_WRITTEN,
+    EMPTY_ENDS,
+    ExportedPlan,
+    NotSupported,
+    best_of,
+    comment,
+    json_text,
+    limitations,
+    not_supported_of_encoders,
+)
 
 VERSION = "megatron-core 0.16.1"
 ARGUMENTS = "megatron.args"
@@ -24,48 +31,51 @@ USE = (
 )
 
 
-def export_megatron(facts: Facts) -> Export:
-    """Arguments that lay out the LLM as the plan does, rank groups, and what is lost."""
+def export_megatron(facts: Facts) -> ExportedPlan:
+    """Returns the arguments for the plan's LLM layout, the rank groups, and what Megatron-LM cannot run."""
     plan = facts.plan
-    found = not_supported(facts)
+    unsupported = not_supported(facts)
     head = [f"{plan.name}: the LLM of this plan, for Megatron-LM ({VERSION}), on {plan.ranks.world} GPUs."]
-    head += [*USE, *account(plan, "Megatron-LM", found, SYSTEMS)]
+    head += [*USE, *limitations(plan, "Megatron-LM", unsupported, SYSTEMS)]
     lines = [*comment(head), *(" ".join(flag) for flag in flags(facts))]
-    return Export(
+    return ExportedPlan(
         plan=plan,
         target="megatron",
         version=VERSION,
         files={ARGUMENTS: "\n".join(lines) + "\n", "ranks.json": json_text(ranks_document(plan))},
-        not_supported=tuple(found),
+        not_supported=tuple(unsupported),
         as_written=best_of(plan, AS_WRITTEN),
         best_there=best_of(plan, SYSTEMS),
     )
 
 
 def flags(facts: Facts) -> list[Flag]:
-    """All arguments, each with its values; none needs quotes."""
+    """Returns all arguments, each with its values; none needs quotes."""
     return [*_parallel(facts), *_pipeline(facts), *_batch(facts), *_recompute(facts), *model_flags(facts)]
 
 
 def _parallel(facts: Facts) -> list[Flag]:
     layout = facts.layout
-    found: list[Flag] = [
+    arguments: list[Flag] = [
         ("--tensor-model-parallel-size", str(layout.tp)),
         ("--pipeline-model-parallel-size", str(layout.pp)),
         ("--context-parallel-size", str(layout.cp)),
     ]
-    if facts.given("model", "llm.stack.experts.count") is not None:  # an expert is never divided
-        found += [("--expert-model-parallel-size", str(layout.ep)), ("--expert-tensor-parallel-size", "1")]
+    if facts.get("model", "llm.stack.experts.count") is not None:  # an expert is never tensor-parallel
+        arguments += [
+            ("--expert-model-parallel-size", str(layout.ep)),
+            ("--expert-tensor-parallel-size", "1"),
+        ]
     if layout.tp > 1:
-        found.append(("--sequence-parallel",))
-    found.append(("--use-distributed-optimizer",))
+        arguments.append(("--sequence-parallel",))
+    arguments.append(("--use-distributed-optimizer",))
     if layout.replica_ranks > 1:
-        found += [("--overlap-grad-reduce",), ("--overlap-param-gather",)]
-    return found
+        arguments += [("--overlap-grad-reduce",), ("--overlap-param-gather",)]
+    return arguments
 
 
 def _pipeline(facts: Facts) -> list[Flag]:
-    """Nothing for an even cut without virtual stages; a layout string where stages are unequal."""
+    """Returns no flag for even stages without virtual ones, a layout string where stages are unequal."""
     layout, layers = facts.layout, facts.layers_of_virtual_stages()
     if layout.pp == 1:
         return []
@@ -75,7 +85,7 @@ def _pipeline(facts: Facts) -> list[Flag]:
 
 
 def layout_string(layers: list[int]) -> str:
-    """`Ettt|tttt|ttL`: E the embedding, t a layer, L the head; written out, so that no shell expands it."""
+    """Returns e.g. `Ettt|tttt|ttL` (E embedding, t layer, L head); no shell expands it."""
     stages = ["t" * count for count in layers]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     return "|".join(stages)
@@ -89,7 +99,11 @@ def _batch(facts: Facts) -> list[Flag]:
 
 
 def _recompute(facts: Facts) -> list[Flag]:
-    """Selective: scores where they are stored, else norms and, for want of non-linearities alone, MLPs."""
+    """Returns the recomputation flags.
+
+    Selective recomputes attention scores where they are stored, else norms and MLPs: Megatron-LM has no flag
+    for non-linearities alone.
+    """
     if facts.recompute == "full":
         return [
             ("--recompute-granularity", "full"),
@@ -99,20 +113,119 @@ def _recompute(facts: Facts) -> list[Flag]:
     if facts.recompute != "selective":
         return []
     modules = ["layernorm", "mlp"] if facts.fused_attention else ["core_attn"]
-    found: list[Flag] = []
-    if facts.fused_attention and facts.given("model", "llm.stack.experts.count") is not None:
+    extra: list[Flag] = []
+    if facts.fused_attention and facts.get("model", "llm.stack.experts.count") is not None:
         modules = ["layernorm", "moe_act"]
-        found = [("--moe-grouped-gemm",)]  # without which moe_act is refused
-    return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules), *found]
+        extra = [("--moe-grouped-gemm",)]  # without which moe_act is refused
+    return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules), *extra]
+
+
+# ---------------------------------------------------------------------------- shape of the LLM
+
+
+def model_flags(facts: Facts) -> list[Flag]:
+    """Returns the flags of the LLM's shape, from the fields that the plan is bound to."""
+    return [
+        *_stack(facts),
+        *_attention(facts),
+        *_latent(facts),
+        *_experts(facts),
+        *_ends(facts),
+        *_precision(facts),
+    ]
+
+
+def _size(flag: str, facts: Facts, field: str) -> Flag:
+    return flag, str(facts.count(field))
+
+
+def _stack(facts: Facts) -> list[Flag]:
+    arguments = [
+        _size("--num-layers", facts, "llm.stack.layers"),
+        _size("--hidden-size", facts, "llm.stack.hidden"),
+        _size("--ffn-hidden-size", facts, "llm.stack.mlp.width"),
+    ]
+    norm = facts.model("llm.stack.norm")
+    arguments.append(("--normalization", "LayerNorm" if norm == "layernorm" else "RMSNorm"))
+    if facts.model("llm.stack.mlp.gated"):
+        arguments.append(("--swiglu",))
+    if not facts.model("llm.stack.mlp.bias"):
+        arguments.append(("--disable-bias-linear",))
+        if facts.model("llm.stack.attention.bias"):
+            arguments.append(("--add-qkv-bias",))
+    if not facts.model("llm.stack.dropout"):  # the rate of a dropout is not in the plan
+        arguments += [("--attention-dropout", "0.0"), ("--hidden-dropout", "0.0")]
+    return arguments
+
+
+def _attention(facts: Facts) -> list[Flag]:
+    heads, groups = facts.count("llm.stack.attention.heads"), facts.count("llm.stack.attention.kv_heads")
+    arguments: list[Flag] = [("--num-attention-heads", str(heads))]
+    if facts.get("model", "llm.stack.attention.latent.query_rank") is None:
+        arguments.append(_size("--kv-channels", facts, "llm.stack.attention.head_dim"))
+        if groups != heads:
+            arguments += [("--group-query-attention",), ("--num-query-groups", str(groups))]
+    if facts.model("llm.stack.attention.qk_norm"):
+        arguments.append(("--qk-layernorm",))
+    return arguments
+
+
+def _latent(facts: Facts) -> list[Flag]:
+    latent = "llm.stack.attention.latent"
+    if facts.get("model", f"{latent}.query_rank") is None:
+        return []
+    return [
+        ("--multi-latent-attention",),
+        _size("--q-lora-rank", facts, f"{latent}.query_rank"),
+        _size("--kv-lora-rank", facts, f"{latent}.key_value_rank"),
+        _size("--qk-head-dim", facts, f"{latent}.nope_head_dim"),
+        _size("--qk-pos-emb-head-dim", facts, f"{latent}.rope_head_dim"),
+        _size("--v-head-dim", facts, f"{latent}.value_head_dim"),
+    ]
+
+
+def _experts(facts: Facts) -> list[Flag]:
+    experts = "llm.stack.experts"
+    if facts.get("model", f"{experts}.count") is None:
+        return []
+    arguments = [
+        _size("--num-experts", facts, f"{experts}.count"),
+        _size("--moe-router-topk", facts, f"{experts}.active"),
+        _size("--moe-ffn-hidden-size", facts, f"{experts}.width"),
+    ]
+    if facts.model(f"{experts}.shared_width"):
+        arguments.append(_size("--moe-shared-expert-intermediate-size", facts, f"{experts}.shared_width"))
+    dense = facts.model(f"{experts}.leading_dense_layers")
+    if dense:
+        arguments.append(("--moe-layer-freq", f"[0]*{dense}+[1]*{facts.layers - dense}"))
+    return arguments
+
+
+def _ends(facts: Facts) -> list[Flag]:
+    positions = facts.model("llm.positions")
+    arguments: list[Flag] = [
+        ("--seq-length", str(facts.sequence_tokens)),
+        ("--max-position-embeddings", str(max(positions, facts.sequence_tokens))),
+        ("--position-embedding-type", "learned_absolute" if positions else "rope"),
+        _size("--vocab-size", facts, "llm.vocab"),
+    ]
+    if not facts.model("llm.tied"):
+        arguments.append(("--untie-embeddings-and-output-weights",))
+    return arguments
+
+
+def _precision(facts: Facts) -> list[Flag]:
+    in_fp32 = facts.model("precision.gradients") == "fp32"
+    return [("--bf16",), ("--accumulate-allreduce-grads-in-fp32",) if in_fp32 else ("--grad-reduce-in-bf16",)]
 
 
 # ---------------------------------------------------------------------------- what it cannot run
 
 
 def not_supported(facts: Facts) -> list[NotSupported]:
-    """What the plan holds and Megatron-LM cannot run."""
+    """Returns the features of the plan that Megatron-LM cannot run."""
     plan = facts.plan
-    found = not_supported_of_encoders(
+    unsupported = not_supported_of_encoders(
         facts,
         stages="its pipeline layout refuses encoder layers; MIMO refuses pp above 1 for an encoder "
         "on the LLM's GPUs",
@@ -120,21 +233,23 @@ def not_supported(facts: Facts) -> list[NotSupported]:
         "module are in MIMO's later, experimental versions only",
     )
     if plan.order not in ORDERS:
-        played = "interleaved 1F1B" if facts.layout.chunks > 1 else "1F1B"
-        found.append(NotSupported(what=f"the LLM's order {plan.order}", why=f"it plays {played} instead"))
+        fallback = "interleaved 1F1B" if facts.layout.chunks > 1 else "1F1B"
+        unsupported.append(
+            NotSupported(what=f"the LLM's order {plan.order}", why=f"it runs {fallback} instead")
+        )
     if facts.layout.pp > 1 and facts.layout.chunks > 1 and plan.microbatches % facts.layout.pp:
-        found.append(
+        unsupported.append(
             NotSupported(
                 what=f"{plan.microbatches} microbatches in virtual stages",
                 why=f"it refuses a number that is not a multiple of pp = {facts.layout.pp}",
             )
         )
     if facts.has_empty_ends:
-        found.append(EMPTY_ENDS)
+        unsupported.append(EMPTY_ENDS)
     if facts.recompute == "selective" and facts.fused_attention:
-        if facts.given("model", "llm.stack.experts.count") is None:
+        if facts.get("model", "llm.stack.experts.count") is None:
             why = "the arguments recompute norms and whole MLPs: as little memory, more time"
         else:
             why = "the arguments recompute norms and the experts' non-linearities, not those of dense MLPs"
-        found.append(NotSupported(what="recomputing only norms and non-linearities", why=why))
-    return found
+        unsupported.append(NotSupported(what="recomputing only norms and non-linearities", why=why))
+    return unsupported

@@ -1,4 +1,4 @@
-"""Rank groups of every module: a rule for any number of GPUs, and the first groups written out."""
+"""Describes the rank groups of every module: a rule for any number of GPUs, and the first groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, Ranks
 
 SCHEMA = "optimus.ranks/1"
-SHOWN = 2048  # ranks of an axis' groups that are written out
+MAX_LISTED_RANKS = 2048  # of the groups of one axis
 GRID = ("pp_outer", "pp", "dp", "cp", "tp_outer", "tp")  # slowest first; the last counts fastest
 RULE = (
     "Number the ranks 0, 1, ... in the module's grid, the last axis fastest. Ranks that differ only in "
@@ -24,7 +24,7 @@ ORDER = "tp-cp-ep-dp-pp"  # Megatron's default
 
 
 def ranks_document(plan: Plan) -> dict[str, Any]:
-    """What `ranks.json` holds."""
+    """Returns the contents of `ranks.json`."""
     ranks = plan.ranks
     return {
         "schema": SCHEMA,
@@ -40,37 +40,37 @@ def _module(ranks: Ranks, name: str) -> dict[str, Any]:
     groups = {axis: _groups(ranks, name, axis) for axis in ("tp", "cp", "dp", "pp", "ep")}
     return {
         "layout": asdict(ranks.layouts[name]),
-        "megatron_order": ORDER if shape[0] == 1 else None,  # else pp lies between two parts of dp
+        "megatron_order": ORDER if shape[0] == 1 else None,  # else pp is between two parts of dp
         "grid": {"axes": list(GRID), "shape": list(shape)},
-        "groups": {axis: found for axis, found in groups.items() if found["size"] > 1},
+        "groups": {axis: group for axis, group in groups.items() if group["size"] > 1},
     }
 
 
 def shape_of(ranks: Ranks, name: str) -> tuple[int, ...]:
-    """The grid of a module: the LLM's, with pp and tp cut where the module's are smaller."""
-    llm, own = ranks.llm, ranks.layouts[name]
-    return llm.pp // own.pp, own.pp, llm.dp, llm.cp, llm.tp // own.tp, own.tp
+    """Returns the grid of a module: the LLM's, with pp and tp split where the module's are smaller."""
+    llm, module = ranks.llm, ranks.layouts[name]
+    return llm.pp // module.pp, module.pp, llm.dp, llm.cp, llm.tp // module.tp, module.tp
 
 
 def along(name: str, axis: str) -> tuple[str, ...]:
-    """Axes of the grid in which the ranks of a group differ."""
+    """Returns the axes of the grid along which the ranks of a group differ."""
     if axis == "dp":
         return "pp_outer", "dp", "cp", "tp_outer"
     return () if axis == "cp" and name != LLM else (axis,)
 
 
 def all_groups(ranks: Ranks, name: str, axis: str) -> Ints:
-    """Every group of an axis, a row each."""
-    every = np.arange(ranks.world, dtype=np.int32)
+    """Returns every group of an axis, one per row."""
+    all_ranks = np.arange(ranks.world, dtype=np.int32)
     if axis == "ep":
-        return every.reshape(-1, ranks.layouts[name].ep)
-    inner = [GRID.index(each) for each in along(name, axis)]
+        return all_ranks.reshape(-1, ranks.layouts[name].ep)
+    inner = [GRID.index(dim) for dim in along(name, axis)]
     outer = [place for place in range(len(GRID)) if place not in inner]
     shape = shape_of(ranks, name)
-    cut = every.reshape(shape).transpose(outer + inner)
+    cut = all_ranks.reshape(shape).transpose(outer + inner)
     size = int(np.prod([shape[place] for place in inner]))
-    found: Ints = cut.reshape(-1, size)
-    return found
+    groups: Ints = cut.reshape(-1, size)
+    return groups
 
 
 def _groups(ranks: Ranks, name: str, axis: str) -> dict[str, Any]:
@@ -81,5 +81,5 @@ def _groups(ranks: Ranks, name: str, axis: str) -> dict[str, Any]:
         "along": "consecutive" if axis == "ep" else list(along(name, axis)),
         "size": groups.shape[1],
         "count": groups.shape[0],
-        "first": groups[: max(1, SHOWN // groups.shape[1])].tolist(),
+        "first": groups[: max(1, MAX_LISTED_RANKS // groups.shape[1])].tolist(),
     }

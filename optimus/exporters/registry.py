@@ -1,4 +1,4 @@
-"""The trainers that a plan can be exported to."""
+"""Lists the trainers that a plan can be exported to."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable
 from optimus.errors import UserError, nearest
 from optimus.exporters import megatron, torchtitan
 from optimus.exporters.facts import Facts
-from optimus.exporters.target import Export
+from optimus.exporters.target import ExportedPlan
 from optimus.ir.plan import Plan
 
-TARGETS: dict[str, Callable[[Facts], Export]] = {
+TARGETS: dict[str, Callable[[Facts], ExportedPlan]] = {
     "megatron": megatron.export_megatron,
     "torchtitan": torchtitan.export_torchtitan,
 }
-SYSTEMS = {"megatron": megatron.SYSTEMS, "torchtitan": torchtitan.SYSTEMS}  # that each can run
+SYSTEMS = {"megatron": megatron.SYSTEMS, "torchtitan": torchtitan.SYSTEMS}  # that each target can run
 
 
-def export_plan(plan: Plan, target: str, *, file: str | None = None) -> Export:
-    """A plan in a target's words; `file` is what errors call the plan."""
+def export_plan(plan: Plan, target: str, *, file: str | None = None) -> ExportedPlan:
+    """Exports a plan to a target; errors call the plan `file`."""
     check_target(target)
     return TARGETS[target](Facts(plan=plan, file=file))
 
 
 def check_target(name: str) -> None:
-    """Refuses a target that is not known."""
+    """Refuses an unknown target."""
     if name not in TARGETS:
         raise UserError(field="--to", value=name, problem="is not a target", hint=nearest(name, TARGETS))

@@ -1,24 +1,27 @@
-"""What every target gives: files, what it cannot run, and the best that it can."""
+"""Defines an exported plan: its files, what the target cannot run, and the best system that it can."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from optimus.exporters.facts import Facts
 from optimus.ir.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotSupported:
-    """Something the plan holds that the target cannot run."""
+    """A feature of the plan that the target cannot run."""
 
     what: str
     why: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
-    """A system that the target can run, beside the plan's own step."""
+class TargetStep:
+    """Step time of a system that the target can run, absolute and over the plan's."""
 
     system: str
     step_s: float
@@ -26,23 +29,24 @@ class Price:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
-    """A plan for a target: texts by file name, and an account of what is lost."""
+class ExportedPlan:
+    """A plan for a target: texts by file name, and what the target cannot run."""
 
     plan: Plan
     target: str
-    version: str  # that names and behaviour were checked against
+    version: str  # of the target, against which names and behaviour were checked
     files: Mapping[str, str]
     not_supported: tuple[NotSupported, ...]
-    as_written: Price | None  # about what the files run: encoders in the LLM's first stage
-    best_there: Price | None  # none if no system that it can run was compared and fits
+    as_written: TargetStep | None  # approximately what the files run: encoders in the LLM's first stage
+    best_there: TargetStep | None  # None if no system that the target can run was compared and fits
 
 
 AS_WRITTEN = ("stage0",)
+JSON_WIDTH = 110
 
 
-def best_of(plan: Plan, systems: Sequence[str]) -> Price | None:
-    """The fastest of `systems` that was compared when the plan was made, and fits."""
+def best_of(plan: Plan, systems: Sequence[str]) -> TargetStep | None:
+    """Returns the fastest of `systems` that fits and was compared when the plan was made."""
     compared, unfit = plan.notes.get("systems_s"), plan.notes.get("systems_unfit", [])
     if not isinstance(compared, Mapping):
         return None
@@ -55,7 +59,7 @@ def best_of(plan: Plan, systems: Sequence[str]) -> Price | None:
         return None
     fastest = min(times, key=lambda name: times[name])
     step_s = times[fastest]
-    return Price(system=fastest, step_s=step_s, over_plan=step_s / plan.claims.step_s)
+    return TargetStep(system=fastest, step_s=step_s, over_plan=step_s / plan.claims.step_s)
 
 
 EMPTY_ENDS = NotSupported(
@@ -64,24 +68,68 @@ EMPTY_ENDS = NotSupported(
 )
 
 
-def price_words(plan: Plan, price: Price | None, systems: Sequence[str], *, about: bool = False) -> str:
-    """The price for people."""
-    if price is None:
+def describe_step(plan: Plan, step: TargetStep | None, systems: Sequence[str], *, about: bool = False) -> str:
+    """Describes a step time relative to the plan's."""
+    if step is None:
         return f"unknown: {' and '.join(systems)} not compared when the plan was made, or too large"
-    more = price.over_plan - 1
-    beside = f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the plan's {plan.claims.step_s:.3f} s"
-    return f"{'about ' if about else ''}{price.system}, {price.step_s:.3f} s per step: {beside}"
+    more = step.over_plan - 1
+    relative = f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the plan's {plan.claims.step_s:.3f} s"
+    return f"{'about ' if about else ''}{step.system}, {step.step_s:.3f} s per step: {relative}"
 
 
 def comment(lines: Sequence[str]) -> list[str]:
-    """Lines as comments of a shell or Python file."""
+    """Returns the lines as comments of a shell or Python file."""
     return [f"# {line}".rstrip() for line in lines]
 
 
-def account(plan: Plan, target: str, found: Sequence[NotSupported], systems: Sequence[str]) -> list[str]:
-    """What stands at the head of a file: what the target cannot run, and what it costs."""
+def limitations(
+    plan: Plan, target: str, unsupported: Sequence[NotSupported], systems: Sequence[str]
+) -> list[str]:
+    """Returns the head of a file: what the target cannot run, and what that costs."""
     lines = [f"{target} cannot run of this plan:"]
-    lines += [f"- {each.what}: {each.why}" for each in found] or ["- nothing: it can run all of it"]
-    written = price_words(plan, best_of(plan, AS_WRITTEN), AS_WRITTEN, about=True)
-    best = price_words(plan, best_of(plan, systems), systems)
+    lines += [f"- {feature.what}: {feature.why}" for feature in unsupported] or [
+        "- nothing: it can run all of it"
+    ]
+    written = describe_step(plan, best_of(plan, AS_WRITTEN), AS_WRITTEN, about=True)
+    best = describe_step(plan, best_of(plan, systems), systems)
     return [*lines, f"What these settings run: {written}.", f"The best system that it can run: {best}."]
+
+
+def not_supported_of_encoders(facts: Facts, *, stages: str, layout: str) -> list[NotSupported]:
+    """Returns the encoder features that a trainer with encoders in the first stage only cannot run.
+
+    `stages` and `layout` are the target's own reasons against several stages and a layout per module.
+    """
+    llm, unsupported = facts.layout, list[NotSupported]()
+    if facts.plan.encoders:
+        why = "it runs an encoder only as part of the first pipeline stage's forward and backward"
+        unsupported.append(NotSupported(what="encoder work in the LLM's idle time", why=why))
+    for name, module in facts.plan.encoders.items():
+        encoder = module.layout
+        if encoder.pp > 1:
+            unsupported.append(NotSupported(what=f"{name} over {encoder.pp} pipeline stages", why=stages))
+        if (encoder.tp, encoder.pp) != (llm.tp, llm.pp) or llm.cp > 1:
+            unsupported.append(NotSupported(what=f"{name} in a layout of its own ({encoder})", why=layout))
+        if module.pieces > 1:
+            what = f"{name} in {module.pieces} pieces per microbatch of the LLM"
+            unsupported.append(NotSupported(what=what, why="it runs an encoder on whole microbatches"))
+    return unsupported
+
+
+def json_text(value: Any) -> str:
+    """Formats JSON for readers: an entry per line, but short values and lists of numbers on one line."""
+    return _laid_out(value, "") + "\n"
+
+
+def _laid_out(value: Any, indent: str) -> str:
+    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not isinstance(value, dict | list) or len(indent) + len(flat) <= JSON_WIDTH or not value:
+        return flat
+    deeper = indent + "  "
+    if isinstance(value, list):
+        if not any(isinstance(item, dict | list) for item in value):
+            return flat
+        items = [_laid_out(item, deeper) for item in value]
+        return "[\n" + ",\n".join(f"{deeper}{item}" for item in items) + f"\n{indent}]"
+    entries = [f"{deeper}{json.dumps(name)}: {_laid_out(item, deeper)}" for name, item in value.items()]
+    return "{\n" + ",\n".join(entries) + f"\n{indent}}}"

@@ -1,14 +1,22 @@
-"""A plan as a function over torchtitan's configuration, which is Python."""
+"""Exports a plan as a function over torchtitan's configuration, which is Python."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from optimus.exporters.encoders import not_supported_of_encoders
 from optimus.exporters.facts import Facts
 from optimus.exporters.rank_groups import ranks_document
-from optimus.exporters.target import AS_WRITTEN, EMPTY_ENDS, Export, NotSupported, account, best_of, comment
-from optimus.exporters.texts import json_text
+from optimus.exporters.target import (
+    AS_WRITTEN,
+    EMPTY_ENDS,
+    ExportedPlan,
+    NotSupported,
+    best_of,
+    comment,
+    json_text,
+    limitations,
+    not_supported_of_encoders,
+)
 
 VERSION = "torchtitan 0.3.0"
 CONFIG = "torchtitan_plan.py"
@@ -48,33 +56,33 @@ def planned(config):
 '''
 
 
-def export_torchtitan(facts: Facts) -> Export:
-    """A Python file that sets parallelism, batch and recomputation, rank groups, and what is lost."""
+def export_torchtitan(facts: Facts) -> ExportedPlan:
+    """Returns a Python file that sets parallelism, batch and recomputation, rank groups, and the limits."""
     plan = facts.plan
-    found = not_supported(facts)
+    unsupported = not_supported(facts)
     head = [f"{plan.name}: the LLM of this plan, for {VERSION}, on {plan.ranks.world} GPUs."]
-    head += [*USE, *account(plan, "torchtitan", found, SYSTEMS)]
+    head += [*USE, *limitations(plan, "torchtitan", unsupported, SYSTEMS)]
     body = BODY.format(
         layers=facts.layers,
         parallelism=_literal(parallelism(facts)),
         training=_literal(training(facts)),
         policy=POLICIES[facts.recompute],
     )
-    return Export(
+    return ExportedPlan(
         plan=plan,
         target="torchtitan",
         version=VERSION,
         files={CONFIG: "\n".join(comment(head)) + "\n" + body, "ranks.json": json_text(ranks_document(plan))},
-        not_supported=tuple(found),
+        not_supported=tuple(unsupported),
         as_written=best_of(plan, AS_WRITTEN),
         best_there=best_of(plan, SYSTEMS),
     )
 
 
 def parallelism(facts: Facts) -> dict[str, Any]:
-    """Fields of `ParallelismConfig`."""
+    """Returns fields of `ParallelismConfig`."""
     layout, plan = facts.layout, facts.plan
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "data_parallel_replicate_degree": 1,
         "data_parallel_shard_degree": layout.dp,
         "fsdp_reshard_after_forward": "never",
@@ -86,75 +94,77 @@ def parallelism(facts: Facts) -> dict[str, Any]:
     }
     if layout.pp > 1:
         nearest = "interleaved" if layout.chunks > 1 else "1f1b"
-        found["pipeline_parallel_schedule"] = SCHEDULES.get(plan.order, SCHEDULES[nearest])
-        found["pipeline_parallel_microbatch_size"] = facts.microbatch_sequences
-        found["module_fqns_per_model_part"] = module_names(facts)
-    return found
+        fields["pipeline_parallel_schedule"] = SCHEDULES.get(plan.order, SCHEDULES[nearest])
+        fields["pipeline_parallel_microbatch_size"] = facts.microbatch_sequences
+        fields["module_fqns_per_model_part"] = module_names(facts)
+    return fields
 
 
 def module_names(facts: Facts) -> list[list[str]]:
-    """Modules of every virtual stage, in torchtitan's names; the encoder stands before the embedding."""
-    layers, next_layer, found = facts.layers_of_virtual_stages(), 0, list[list[str]]()
+    """Returns torchtitan's module names of every virtual stage; the encoder precedes the embedding."""
+    layers, next_layer, stages = facts.layers_of_virtual_stages(), 0, list[list[str]]()
     for count in layers:
-        found.append([f"layers.{layer}" for layer in range(next_layer, next_layer + count)])
+        stages.append([f"layers.{layer}" for layer in range(next_layer, next_layer + count)])
         next_layer += count
-    found[0][:0] = [*([ENCODER] if facts.plan.encoders else []), "tok_embeddings"]
-    found[-1] += ["norm", "lm_head"]
-    return found
+    stages[0][:0] = [*([ENCODER] if facts.plan.encoders else []), "tok_embeddings"]
+    stages[-1] += ["norm", "lm_head"]
+    return stages
 
 
 def training(facts: Facts) -> dict[str, Any]:
-    """Fields of `TrainingConfig`; without a pipeline microbatches are gradient accumulation."""
+    """Returns fields of `TrainingConfig`; without a pipeline, microbatches are gradient accumulation."""
     sequences, pipelined = facts.microbatch_sequences, facts.layout.pp > 1
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "local_batch_size": sequences * facts.plan.microbatches if pipelined else sequences,
         "global_batch_size": facts.sequences_per_step,
         "seq_len": facts.sequence_tokens,
     }
     if pipelined:
-        found["disable_cuda_graphs"] = True  # refused beside a pipeline
-    return found
+        fields["disable_cuda_graphs"] = True  # torchtitan refuses them with a pipeline
+    return fields
 
 
 def not_supported(facts: Facts) -> list[NotSupported]:
-    """What the plan holds and torchtitan cannot run."""
+    """Returns the features of the plan that torchtitan cannot run."""
     plan = facts.plan
-    found = not_supported_of_encoders(
+    unsupported = not_supported_of_encoders(
         facts,
         stages="its encoder is one module, in the first stage",
         layout=f"one mesh holds all modules: the encoder gets the LLM's tp{facts.layout.tp}",
     )
     for name, module in plan.encoders.items():
         if module.recompute != facts.recompute:
-            what = f"recompute {module.recompute} in {name} beside {facts.recompute} in the LLM"
-            found.append(NotSupported(what=what, why="one policy of checkpointing holds for all modules"))
+            what = f"recompute {module.recompute} in {name} with {facts.recompute} in the LLM"
+            unsupported.append(
+                NotSupported(what=what, why="one policy of checkpointing holds for all modules")
+            )
         if facts.encoder_field(name, "modality") not in (None, "vision", "video"):
             what = f"the encoder {name}"
-            found.append(NotSupported(what=what, why="its models have vision encoders only"))
+            unsupported.append(NotSupported(what=what, why="its models have vision encoders only"))
     if len(plan.encoders) > 1:
         what = f"{len(plan.encoders)} encoders"
-        found.append(NotSupported(what=what, why=f"its models have one, {ENCODER}"))
-    return found + _of_pipeline(facts)
+        unsupported.append(NotSupported(what=what, why=f"its models have one, {ENCODER}"))
+    return unsupported + _not_supported_of_pipeline(facts)
 
 
-def _of_pipeline(facts: Facts) -> list[NotSupported]:
-    plan, llm, found = facts.plan, facts.layout, list[NotSupported]()
+def _not_supported_of_pipeline(facts: Facts) -> list[NotSupported]:
+    plan, llm, unsupported = facts.plan, facts.layout, list[NotSupported]()
     if llm.pp > 1 and plan.order not in SCHEDULES:
         what = f"the LLM's order {plan.order}"
-        found.append(NotSupported(what=what, why="the nearest of torch's schedules plays instead"))
+        unsupported.append(NotSupported(what=what, why="the nearest of torch's schedules runs instead"))
     rounds = max(1, plan.microbatches // llm.pp)
     if llm.pp > 1 and plan.order != "1f1b" and plan.microbatches % rounds:
         why = f"torch asks for a multiple of {rounds} rounds of its schedule"
-        found.append(NotSupported(what=f"{plan.microbatches} microbatches", why=why))
+        unsupported.append(NotSupported(what=f"{plan.microbatches} microbatches", why=why))
     if facts.has_empty_ends:
-        found.append(EMPTY_ENDS)
+        unsupported.append(EMPTY_ENDS)
     if facts.model("precision.gradients") != "fp32":
-        found.append(NotSupported(what="gradients reduced in bf16", why="it reduces them in float32"))
-    return found
+        unsupported.append(NotSupported(what="gradients reduced in bf16", why="it reduces them in float32"))
+    return unsupported
 
 
 def _literal(fields: dict[str, Any]) -> str:
-    """A dict as Python source, one entry per line."""
+    """Returns a dict as Python source, one entry per line."""
     lines = []
     for name, value in fields.items():
         if isinstance(value, list):

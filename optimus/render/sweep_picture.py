@@ -12,7 +12,7 @@ from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
 from optimus.render.markup import table, tick_of
 from optimus.render.picture import FAINT, FONT, INK, PAPER, clean, digits, svg_text
 from optimus.render.units import gigabytes, seconds
-from optimus.sensitivity.sweep import Plans, Point, Sweep
+from optimus.sensitivity.sweep import JobSweep, SweepFigures, SweepPoint
 
 WIDTH, HEIGHT = 1000, 440
 LEFT, RIGHT, TOP, BOTTOM = 84, 220, 64, 58  # around the plot; names of lines stand at its right
@@ -63,7 +63,7 @@ class Plot:
         return HEIGHT - BOTTOM - value / self.highest * (HEIGHT - TOP - BOTTOM)
 
 
-def headline(sweep: Sweep) -> str:
+def headline(sweep: JobSweep) -> str:
     """What the sweep says: how tokens per second and GPU change, and what filling is worth."""
     found = sweep.possible
     if not found:
@@ -84,7 +84,7 @@ def headline(sweep: Sweep) -> str:
     return f"{words}; {sweep.strategy} {span} times as fast as the best simpler system"
 
 
-def sweep_svg(sweep: Sweep) -> str:
+def sweep_svg(sweep: JobSweep) -> str:
     """The picture; the same bytes for the same sweep."""
     lines = _lines(sweep)
     highest = max((value for line in lines for value in line.values if value is not None), default=1.0)
@@ -108,11 +108,11 @@ def sweep_svg(sweep: Sweep) -> str:
     return "\n".join(body)
 
 
-def _rate(point: Point, plan: Plans) -> float:
+def _rate(point: SweepPoint, plan: SweepFigures) -> float:
     return point.tokens_per_s_per_gpu(plan.step_s)
 
 
-def _lines(sweep: Sweep) -> list[Line]:
+def _lines(sweep: JobSweep) -> list[Line]:
     def series(name: str, colour: str, field: str, *, dashed: bool = False) -> Line:
         seconds = [None if point.plan is None else getattr(point.plan, field) for point in sweep.points]
         rates = [
@@ -129,7 +129,7 @@ def _lines(sweep: Sweep) -> list[Line]:
     return [line for line in found if any(value is not None for value in line.values)]
 
 
-def _axes(sweep: Sweep, plot: Plot) -> Iterator[str]:
+def _axes(sweep: JobSweep, plot: Plot) -> Iterator[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     tick = tick_of(plot.highest)
     for place in range(int(plot.highest / tick) + 1):
@@ -168,7 +168,7 @@ def _names(lines: list[Line], plot: Plot) -> Iterator[str]:
         yield svg_text(WIDTH - RIGHT + 12, lowest + 4, name, size=13, colour=colour, weight="bold")
 
 
-def _impossible(sweep: Sweep, plot: Plot) -> Iterator[str]:
+def _impossible(sweep: JobSweep, plot: Plot) -> Iterator[str]:
     """A cross on the axis, which says why when it is pointed at."""
     for place, point in enumerate(sweep.points):
         if point.plan is None:
@@ -179,12 +179,12 @@ def _impossible(sweep: Sweep, plot: Plot) -> Iterator[str]:
             yield svg_text(x, y - 12, "not possible", size=12, anchor="middle")
 
 
-def write_sweep(sweep: Sweep, path: Path) -> None:
+def write_sweep(sweep: JobSweep, path: Path) -> None:
     """Writes the picture as .svg, or a page with the table as .html."""
     write_whole(path, sweep_page(sweep) if path.suffix == ".html" else sweep_svg(sweep))
 
 
-def sweep_page(sweep: Sweep) -> str:
+def sweep_page(sweep: JobSweep) -> str:
     """Returns picture, table and reasons as one self-contained HTML file."""
     reasons = [f"{point.value}: not possible: {point.reason}." for point in sweep.points if point.reason]
     return PAGE.format(
@@ -195,7 +195,7 @@ def sweep_page(sweep: Sweep) -> str:
     )
 
 
-def sweep_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+def sweep_table(sweep: JobSweep) -> tuple[list[str], list[list[str]]]:
     """Returns the header and a row per point."""
     header = [COLUMN[sweep.axis], "LLM layout", "step s", "over floor", "best simpler system", "its step s"]
     header += ["speed-up", "tok/s/GPU", "peak GB", "worth"]
@@ -203,7 +203,7 @@ def sweep_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _table_row(point: Point, plan: Plans | None, width: int) -> list[str]:
+def _table_row(point: SweepPoint, plan: SweepFigures | None, width: int) -> list[str]:
     if plan is None:
         return [str(point.value), "not possible", *[""] * (width - 2)]
     worth = is_worth_filling(plan)
@@ -221,7 +221,7 @@ def _table_row(point: Point, plan: Plans | None, width: int) -> list[str]:
     ]
 
 
-def sweep_notes(sweep: Sweep) -> str:
+def sweep_notes(sweep: JobSweep) -> str:
     """Returns what the columns mean and what stays the same over the range."""
     same = {"gpus": "the batch stays the same", "batch": "the GPUs stay the same"}
     parts = [
@@ -233,6 +233,6 @@ def sweep_notes(sweep: Sweep) -> str:
     return "; ".join(parts)
 
 
-def is_worth_filling(plan: Plans) -> bool | None:
+def is_worth_filling(plan: SweepFigures) -> bool | None:
     """Tells whether the plan is worth more than the best simpler system; None if none was compared."""
     return None if plan.speedup is None else plan.speedup >= MIN_SPEEDUP_WORTH_FILLING

@@ -1,1 +1,1 @@
-"""How sure an answer is: over drawn batches, under other cost models, and with noise."""
+"""Assesses answers: drawn batches, perturbed cost models, noise; explains rejected layouts; sweeps ranges."""

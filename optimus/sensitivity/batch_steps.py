@@ -1,4 +1,4 @@
-"""Plays systems over drawn batches: the mean step, and the one that 95 of 100 stay below."""
+"""Simulates systems over drawn batches: the mean step and its 95th percentile."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from optimus.sensitivity.drawn_batches import (
     find_loads,
 )
 
-MOST_ROWS = 100_000_000  # that are played for all systems together; the first is always played
-LOOKS = 3  # ways to guess which replica is the slowest; a very large schedule gets one
-RATHER_MORE = 2.0  # load of one microbatch to find out how much room it has
-ENDS = 4  # the last 1/ENDS of a replica's microbatches are looked at by themselves
+MAX_SIMULATED_OPS = 100_000_000  # over all systems; the first is always simulated
+GUESSES = 3  # of the slowest replica, each by another criterion; a very large schedule gets one
+PROBE_LOAD = 2.0  # load of one microbatch, relative to the mean, that probes how much slack it has
+TAIL_DIVISOR = 4  # one criterion sums the last 1/TAIL_DIVISOR of a replica's microbatches
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Steps:
-    """The steps of one system, batch by batch."""
+class BatchSteps:
+    """Step times of one system, batch by batch."""
 
     system: str
     dealing: str
     steps_s: Floats
-    plays: int
+    simulations: int
 
     @property
     def mean_s(self) -> float:
@@ -51,98 +51,98 @@ class Steps:
         return float(np.quantile(self.steps_s, 0.95, method="higher"))
 
 
-class Player:
-    """Plays one system with its encoder rows as loaded as a batch makes them."""
+class BatchSimulator:
+    """Simulates one system with encoder ops scaled by the loads of a batch."""
 
     def __init__(
         self,
         system: SimulatedSystem,
-        feeding: BatchAssignment,
+        assignment: BatchAssignment,
         *,
         slowdown: float,
         launch_s: float,
-        looks: int | None = LOOKS,
+        guesses: int | None = GUESSES,
     ) -> None:
-        self.feeding, self.plays = feeding, 0
+        self.assignment, self.simulations = assignment, 0
         self._schedule, self._slowdown, self._launch_s = system.schedule, slowdown, launch_s
-        self._looks = looks
+        self._guesses = guesses
         self._known: dict[bytes, float] = {}
-        self._rows = {name: self._find_rows(name) for name in feeding.encoders}
+        self._rows = {name: self._find_rows(name) for name in assignment.encoders}
         self._seconds = {
             name: float(system.schedule.duration_s[rows[COMPUTE]].sum()) for name, rows in self._rows.items()
         }
 
     def _find_rows(self, encoder: str) -> tuple[Ints, Ints]:
-        """An encoder's compute, and its traffic that grows with tokens: all but that of parameters."""
+        """Returns an encoder's compute ops, and its traffic that grows with tokens (not of parameters)."""
         schedule = self._schedule
-        mine = schedule.module == schedule.modules.index(encoder)
-        moves = mine & (schedule.lane != Lane.COMPUTE) & (schedule.communicator != Communicator.DP)
+        of_encoder = schedule.module == schedule.modules.index(encoder)
+        moves = of_encoder & (schedule.lane != Lane.COMPUTE) & (schedule.communicator != Communicator.DP)
         moves &= (schedule.kind != Kind.GATHER) & (schedule.kind != Kind.REDUCE)
-        return np.flatnonzero(mine & (schedule.lane == Lane.COMPUTE)), np.flatnonzero(moves)
+        return np.flatnonzero(of_encoder & (schedule.lane == Lane.COMPUTE)), np.flatnonzero(moves)
 
     def step_s(self, loads: Mapping[str, Floats]) -> float:
-        """Of the slowest replica. Replicas that cannot be told apart are played once."""
-        return max(self._played(loads, replica) for replica in self._slow_replicas(loads))
+        """Returns the step of the slowest replica; replicas with equal loads are simulated once."""
+        return max(self._simulate(loads, replica) for replica in self._slow_replicas(loads))
 
     def _slow_replicas(self, loads: Mapping[str, Floats]) -> list[int]:
-        """Those that may be the slowest: with the most load in all, in one microbatch, and near the end."""
+        """Returns the replicas with the most load in all, in one microbatch, and near the end of the step."""
         replicas = max((load.shape[1] for load in loads.values()), default=1)
-        if self._looks is None or replicas == 1:
+        if self._guesses is None or replicas == 1:
             return list(range(replicas))
-        scores = np.zeros((LOOKS, replicas))
+        scores = np.zeros((GUESSES, replicas))
         for name, load in loads.items():
             compute = load[COMPUTE] * self._seconds[name] / load.shape[2]
-            end = max(1, load.shape[2] // ENDS)
+            end = max(1, load.shape[2] // TAIL_DIVISOR)
             scores += [compute.sum(axis=1), compute.max(axis=1), compute[:, -end:].sum(axis=1)]
-        return sorted(set(scores[: self._looks].argmax(axis=1).tolist()))
+        return sorted(set(scores[: self._guesses].argmax(axis=1).tolist()))
 
-    def _played(self, loads: Mapping[str, Floats], replica: int) -> float:
-        own = {name: load[:, min(replica, load.shape[1] - 1)] for name, load in loads.items()}
-        key = b"".join(load.tobytes() for load in own.values())
+    def _simulate(self, loads: Mapping[str, Floats], replica: int) -> float:
+        replica_loads = {name: load[:, min(replica, load.shape[1] - 1)] for name, load in loads.items()}
+        key = b"".join(load.tobytes() for load in replica_loads.values())
         if key not in self._known:
-            self.plays += 1
+            self.simulations += 1
             schedule = self._schedule
             duration_s = schedule.duration_s.copy()
-            for name, load in own.items():
+            for name, load in replica_loads.items():
                 for which in (COMPUTE, TOKENS):
                     rows = self._rows[name][which]
                     at = schedule.microbatch[rows] if load.shape[1] > 1 else 0
                     duration_s[rows] *= load[which][at]
             scaled = replace(schedule, duration_s=duration_s)
-            played = evaluate(scaled, slowdown=self._slowdown, launch_s=self._launch_s)
-            self._known[key] = played.step_s
+            timeline = evaluate(scaled, slowdown=self._slowdown, launch_s=self._launch_s)
+            self._known[key] = timeline.step_s
         return self._known[key]
 
     def order(self, dealing: str) -> list[int]:
-        """Where the heaviest microbatch should go, the next, ...: the best of a few orders for a ramp."""
-        count = self.feeding.microbatches
+        """Returns the positions for microbatches, heaviest first: the best of a few orders."""
+        count = self.assignment.microbatches
         orders = [list(range(count)), list(reversed(range(count)))]
-        if dealing in ("matched", "reordered"):  # most room: where one more heavy microbatch costs least
-            alone = np.where(np.eye(count, dtype=bool), RATHER_MORE, 1.0)
+        if dealing in ("matched", "reordered"):  # most slack: where one heavy microbatch costs least
+            alone = np.where(np.eye(count, dtype=bool), PROBE_LOAD, 1.0)
             costs = [self._step_of(loads) for loads in alone]
             orders.insert(0, sorted(range(count), key=lambda microbatch: costs[microbatch]))
         return min(orders, key=self.ramp_s) if dealing != "drawn" else []
 
     def ramp_s(self, order: list[int]) -> float:
-        """The step of a replica whose microbatches get lighter and lighter along `order`."""
+        """Returns the step of a replica whose microbatches get lighter along `order`."""
         loads = np.empty(len(order))
-        loads[order] = np.linspace(RATHER_MORE, 0.0, len(order))
+        loads[order] = np.linspace(PROBE_LOAD, 0.0, len(order))
         return self._step_of(loads)
 
     def _step_of(self, by_microbatch: Floats) -> float:
-        """The step of a replica whose LLM microbatches have this encoder load."""
+        """Returns the step of a replica whose LLM microbatches have this encoder load."""
         loads = {}
-        for name, bins in self.feeding.encoders.items():
-            each = by_microbatch
+        for name, bins in self.assignment.encoders.items():
+            load = by_microbatch
             if bins.sharing == "pieces":
-                each = np.repeat(by_microbatch, bins.bins)
+                load = np.repeat(by_microbatch, bins.bins)
             elif bins.sharing == "replica":
-                each = by_microbatch.mean(keepdims=True)
-            loads[name] = np.stack([each, each])[:, None, :]
-        return self._played(loads, 0)
+                load = by_microbatch.mean(keepdims=True)
+            loads[name] = np.stack([load, load])[:, None, :]
+        return self._simulate(loads, 0)
 
 
-def play_batches(
+def simulate_batches(
     comparison: Comparison,
     names: Iterable[str],
     *,
@@ -151,41 +151,43 @@ def play_batches(
     seed: int = SEED,
     all_replicas: bool = False,
     progress: Progress = lambda name, done, total: None,
-) -> dict[str, Steps]:
-    """Steps of each named system over the same batches; the later of many large ones may be left out."""
+) -> dict[str, BatchSteps]:
+    """Simulates each named system over the same batches; beyond MAX_SIMULATED_OPS later ones are left out."""
     if dealing not in DEALINGS:
         hint = nearest(dealing, DEALINGS)
         raise UserError(field="dealing", value=dealing, problem="is not a dealing", hint=hint)
     batches, assumed = draw_batches(comparison.job, count=count, seed=seed), comparison.assumptions
     different = 1 if batches.are_even else count
-    found: dict[str, Steps] = {}
-    asked, rows = list(dict.fromkeys(names)), 0
-    for place, name in enumerate(asked):
+    by_system: dict[str, BatchSteps] = {}
+    systems, simulated_ops = list(dict.fromkeys(names)), 0
+    for place, name in enumerate(systems):
         system = comparison.systems[name]
-        feeding = system.candidate.batch_assignment()
-        own = different * len(system.schedule)
-        if found and rows + own > MOST_ROWS:
+        assignment = system.candidate.batch_assignment()
+        ops = different * len(system.schedule)
+        if by_system and simulated_ops + ops > MAX_SIMULATED_OPS:
             continue
-        looks = LOOKS if rows + LOOKS * own <= MOST_ROWS else 1
-        player = Player(
+        guesses = GUESSES if simulated_ops + GUESSES * ops <= MAX_SIMULATED_OPS else 1
+        simulator = BatchSimulator(
             system,
-            feeding,
+            assignment,
             slowdown=assumed.residence_slowdown,
             launch_s=assumed.launch_s,
-            looks=None if all_replicas else looks,
+            guesses=None if all_replicas else guesses,
         )
-        order, steps = player.order(dealing), []
+        order, steps = simulator.order(dealing), []
         for batch in range(count):
-            progress(f"steps of {name}", place * count + batch, len(asked) * count)
-            steps.append(player.step_s(batch_loads(batches, batch, feeding, dealing, order)))
-        found[name] = Steps(system=name, dealing=dealing, steps_s=np.array(steps), plays=player.plays)
-        rows += player.plays * len(system.schedule)
-    return found
+            progress(f"steps of {name}", place * count + batch, len(systems) * count)
+            steps.append(simulator.step_s(batch_loads(batches, batch, assignment, dealing, order)))
+        by_system[name] = BatchSteps(
+            system=name, dealing=dealing, steps_s=np.array(steps), simulations=simulator.simulations
+        )
+        simulated_ops += simulator.simulations * len(system.schedule)
+    return by_system
 
 
 def batch_loads(
-    batches: Batches, batch: int, feeding: BatchAssignment, dealing: str, order: list[int]
+    batches: Batches, batch: int, assignment: BatchAssignment, dealing: str, order: list[int]
 ) -> dict[str, Floats]:
-    """How loaded the encoder microbatches of one batch are under a dealing."""
-    slots = deal_batch(batches.loads[batches.drawn[batch]], feeding, dealing, order)
-    return find_loads(batches, batch, slots, feeding)
+    """Returns the loads of the encoder microbatches of one batch under a dealing."""
+    slots = deal_batch(batches.loads[batches.drawn[batch]], assignment, dealing, order)
+    return find_loads(batches, batch, slots, assignment)

@@ -1,4 +1,4 @@
-"""Batches drawn from a workload, dealt to replicas and microbatches: the load of encoder microbatches."""
+"""Draws batches from a workload, deals them to replicas and microbatches, and sums the encoder loads."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Slots = Sequence[Sequence[Ints]]  # by replica and microbatch: places of sequenc
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderItems:
-    """What the images (or clips) of every sequence of a workload cost one encoder.
+    """Cost of the images (or clips) of every sequence of a workload for one encoder.
 
-    Compute is forward FLOPs, which hold a part linear in tokens and attention's squares; traffic is tokens.
+    Compute is measured in forward FLOPs (linear in tokens plus attention's squares), traffic in tokens.
     """
 
     lengths: tuple[tuple[int, ...], ...]  # tokens of the items, by sequence
@@ -41,18 +41,20 @@ class EncoderItems:
     @classmethod
     def of(cls, workload: Workload, encoder: Encoder) -> EncoderItems:
         merge = encoder.projector.merge
-        lengths = tuple(tuple(n * merge for n in each.lengths(encoder.name)) for each in workload.sequences)
-        known = {n: _flops(encoder, n) for n in set(chain.from_iterable(lengths))}
-        return cls(lengths=lengths, flops=tuple(tuple(known[n] for n in items) for items in lengths))
+        lengths = tuple(
+            tuple(n * merge for n in sequence.lengths(encoder.name)) for sequence in workload.sequences
+        )
+        flops = {n: _flops(encoder, n) for n in set(chain.from_iterable(lengths))}
+        return cls(lengths=lengths, flops=tuple(tuple(flops[n] for n in items) for items in lengths))
 
     @cached_property
     def totals(self) -> Floats:
-        """FLOPs and tokens of every sequence, two rows."""
+        """FLOPs and tokens of every sequence, as two rows."""
         return np.array([[sum(items) for items in self.flops], [sum(items) for items in self.lengths]], float)
 
     @cached_property
     def means(self) -> Floats:
-        """FLOPs and tokens of the mean sequence; 1 where there is nothing, so that shares of it are 0."""
+        """FLOPs and tokens of the mean sequence; 1 where there are no items, so that shares of it are 0."""
         means = self.totals.mean(axis=1)
         return np.where(means > 0, means, 1.0)
 
@@ -63,7 +65,7 @@ def _flops(encoder: Encoder, tokens: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batches:
-    """The same batches for every system: `drawn[b]` are places in `workload.sequences`."""
+    """Drawn batches, the same for every system: `drawn[b]` are indices into `workload.sequences`."""
 
     workload: Workload
     items: Mapping[str, EncoderItems]
@@ -75,57 +77,59 @@ class Batches:
 
     @property
     def are_even(self) -> bool:
-        """Every sequence is like every other: one batch stands for all."""
+        """Whether all sequences are equal, so that one batch represents all."""
         return len(set(self.workload.sequences)) == 1
 
 
 def draw_batches(job: Job, *, count: int = BATCHES, seed: int = SEED) -> Batches:
-    """`count` batches, each of a step's sequences, drawn with replacement."""
+    """Draws `count` batches of a step's sequences, with replacement."""
     workload = job.workload
     items = {encoder.name: EncoderItems.of(workload, encoder) for encoder in job.model.encoders}
     size = count, workload.sequences_per_step
     drawn = np.random.default_rng(seed).integers(len(workload.sequences), size=size)
-    flops = sum((each.totals[0] for each in items.values()), start=np.zeros(len(workload.sequences)))
+    flops = sum((encoder.totals[0] for encoder in items.values()), start=np.zeros(len(workload.sequences)))
     return Batches(workload=workload, items=items, drawn=drawn, loads=flops / max(float(flops.mean()), 1e-30))
 
 
 # ---------------------------------------------------------------- dealing
 
 
-def deal_batch(loads: Floats, feeding: BatchAssignment, dealing: str, order: Sequence[int] = ()) -> Slots:
-    """Sequences of a batch by replica and microbatch; `order`: where the heaviest microbatch goes, ..."""
-    replicas = np.array_split(np.arange(len(loads)), feeding.replicas)
-    slots = [np.array_split(own, feeding.microbatches) for own in replicas]
+def deal_batch(loads: Floats, assignment: BatchAssignment, dealing: str, order: Sequence[int] = ()) -> Slots:
+    """Deals a batch to replicas and microbatches; `order` lists positions, heaviest first."""
+    replicas = np.array_split(np.arange(len(loads)), assignment.replicas)
+    slots = [np.array_split(replica, assignment.microbatches) for replica in replicas]
     if dealing == "drawn":
         return slots
     assert dealing in DEALINGS, dealing
     dealt = _evenly(loads, slots) if dealing == "reordered" else slots
-    return [_placed(loads, own, order) for own in dealt]
+    return [_placed(loads, replica, order) for replica in dealt]
 
 
-def _placed(loads: Floats, own: Sequence[Ints], order: Sequence[int]) -> Sequence[Ints]:
-    """A replica's microbatches with their contents, the heaviest at the first place of `order`."""
-    heaviest = sorted(range(len(own)), key=lambda m: -float(loads[own[m]].sum()))
-    found = list(own)
-    for place, microbatch in zip(order, heaviest, strict=True):
-        found[place] = own[microbatch]
-    return found
+def _placed(loads: Floats, microbatches: Sequence[Ints], order: Sequence[int]) -> Sequence[Ints]:
+    """Reorders a replica's microbatches, the heaviest to the first position of `order`."""
+    heaviest = sorted(range(len(microbatches)), key=lambda m: -float(loads[microbatches[m]].sum()))
+    placed = list(microbatches)
+    for position, microbatch in zip(order, heaviest, strict=True):
+        placed[position] = microbatches[microbatch]
+    return placed
 
 
 def _evenly(loads: Floats, slots: Slots) -> Slots:
-    """Longest first, each to the replica that has least, there to the microbatch that has; sizes stay."""
-    filled: list[list[list[int]]] = [[[] for _ in own] for own in slots]
-    inside = [[(0.0, place) for place, microbatch in enumerate(own) if len(microbatch)] for own in slots]
-    replicas = [(0.0, replica) for replica, own in enumerate(inside) if own]
+    """Deals longest first to the least loaded replica and microbatch, keeping the sizes of microbatches."""
+    filled: list[list[list[int]]] = [[[] for _ in replica] for replica in slots]
+    open_bins = [
+        [(0.0, place) for place, microbatch in enumerate(replica) if len(microbatch)] for replica in slots
+    ]
+    replicas = [(0.0, replica) for replica, bins in enumerate(open_bins) if bins]
     for sequence in np.argsort(-loads, kind="stable").tolist():
         load, (total, replica) = float(loads[sequence]), heapq.heappop(replicas)
-        own, (least, place) = inside[replica], heapq.heappop(inside[replica])
+        bins, (least, place) = open_bins[replica], heapq.heappop(open_bins[replica])
         filled[replica][place].append(sequence)
         if len(filled[replica][place]) < len(slots[replica][place]):
-            heapq.heappush(own, (least + load, place))
-        if own:
+            heapq.heappush(bins, (least + load, place))
+        if bins:
             heapq.heappush(replicas, (total + load, replica))
-    return [[np.array(sorted(microbatch), int) for microbatch in own] for own in filled]
+    return [[np.array(sorted(microbatch), int) for microbatch in replica] for replica in filled]
 
 
 # ---------------------------------------------------------------- loads
@@ -133,24 +137,24 @@ def _evenly(loads: Floats, slots: Slots) -> Slots:
 COMPUTE, TOKENS = 0, 1
 
 
-def find_loads(batches: Batches, batch: int, slots: Slots, feeding: BatchAssignment) -> dict[str, Floats]:
-    """Of every encoder: (compute or tokens, replica, encoder microbatch), 1 where it is as was priced.
+def find_loads(batches: Batches, batch: int, slots: Slots, assignment: BatchAssignment) -> dict[str, Floats]:
+    """Returns each encoder's loads (compute or tokens, replica, encoder microbatch), 1 where as priced.
 
-    One replica stands for all where their microbatches are encoded together or wait for each other; one
-    microbatch for all where a replica's are encoded together.
+    There is one replica where the replicas' microbatches are encoded together or wait for each other, and
+    one microbatch where a replica's are encoded together.
     """
     drawn = batches.drawn[batch]
-    found = {}
-    for name, bins in feeding.encoders.items():
+    by_encoder = {}
+    for name, bins in assignment.encoders.items():
         items = batches.items[name]
-        loads = _SHARING[bins.sharing](items, [[drawn[m] for m in own] for own in slots], bins)
+        loads = _SHARING[bins.sharing](items, [[drawn[m] for m in replica] for replica in slots], bins)
         loads = loads / (items.means[:, None, None] * max(bins.priced_sequences, 1e-30))
-        found[name] = loads.max(axis=1, keepdims=True) if feeding.locked else loads
-    return found
+        by_encoder[name] = loads.max(axis=1, keepdims=True) if assignment.locked else loads
+    return by_encoder
 
 
 def _dealt(items: EncoderItems, sequences: Ints, bins: int, *, longest_first: bool) -> Floats:
-    """FLOPs and tokens of each bin when whole items are dealt, each to the bin that has least."""
+    """Returns FLOPs and tokens of each bin, with every item dealt to the least loaded bin."""
     if bins == 1:
         whole: Floats = items.totals[:, sequences].sum(axis=1, keepdims=True)
         return whole
@@ -165,32 +169,34 @@ def _dealt(items: EncoderItems, sequences: Ints, bins: int, *, longest_first: bo
 
 
 def _pieces(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
-    """In the order in which they come, as the engine deals them."""
+    """Returns loads of encoder microbatches, items dealt in the order of the batch, as the engine does."""
     rows = [
-        np.concatenate([_dealt(items, m, bins.bins, longest_first=False) for m in own], axis=1)
-        for own in dealt
+        np.concatenate([_dealt(items, m, bins.bins, longest_first=False) for m in replica], axis=1)
+        for replica in dealt
     ]
     return np.stack(rows, axis=1)
 
 
 def _busiest(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
-    """The fullest rank of a stage; longest first, which is the best that simple dealing does."""
+    """Returns loads of the fullest rank of a stage, items dealt longest first."""
     rows = [
-        np.stack([_dealt(items, m, bins.bins, longest_first=True).max(axis=1) for m in own], axis=1)
-        for own in dealt
+        np.stack([_dealt(items, m, bins.bins, longest_first=True).max(axis=1) for m in replica], axis=1)
+        for replica in dealt
     ]
     return np.stack(rows, axis=1)
 
 
 def _replica(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
-    """The fullest group of a replica, over all its microbatches."""
-    rows = [_dealt(items, np.concatenate(own), bins.bins, longest_first=True).max(axis=1) for own in dealt]
+    """Returns loads of the fullest group of a replica, over all its microbatches."""
+    rows = [
+        _dealt(items, np.concatenate(replica), bins.bins, longest_first=True).max(axis=1) for replica in dealt
+    ]
     return np.stack(rows, axis=1)[:, :, None]
 
 
 def _all(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
-    """Each microbatch of all replicas together."""
-    columns = [np.concatenate([own[m] for own in dealt]) for m in range(len(dealt[0]))]
+    """Returns loads of each microbatch over all replicas together."""
+    columns = [np.concatenate([replica[m] for replica in dealt]) for m in range(len(dealt[0]))]
     return np.stack([items.totals[:, m].sum(axis=1) for m in columns], axis=1)[:, None, :]
 
 

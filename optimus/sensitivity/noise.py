@@ -1,4 +1,4 @@
-"""Plays a plan, its floor and the best other system under equal noise: how much of the speed-up survives."""
+"""Simulates a plan, its floor and the best other system under equal noise: how much speed-up survives."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ Steps = tuple[float, ...]  # seconds of a step, by seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
-    """Steps under one noise, the same seeds for all."""
+class NoiseLevel:
+    """Steps under one noise level, with the same seeds for all systems."""
 
     noise: Noise
     floor_s: Steps
-    other_s: Steps  # none without another system
+    other_s: Steps  # empty without another system
     ours_s: Mapping[str, Steps]  # by policy
 
     def over_floor(self, policy: str) -> float:
-        """Mean step over that of an equally noisy floor."""
+        """Returns the mean step over that of an equally noisy floor."""
         return fmean(self.ours_s[policy]) / fmean(self.floor_s)
 
     def speedup(self, policy: str) -> float | None:
-        """Mean step of the other system over ours; None without another system."""
+        """Returns the mean step of the other system over ours; None without another system."""
         return fmean(self.other_s) / fmean(self.ours_s[policy]) if self.other_s else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnderNoise:
-    """What noise leaves of a plan, level by level."""
+    """Steps and speed-up of a plan under noise, level by level."""
 
     against: str | None  # the system that the speed-up is over
-    claimed_speedup: float | None  # of the plan as it stands: in its own order, without noise
-    levels: tuple[Level, ...]
+    claimed_speedup: float | None  # of the plan without noise
+    levels: tuple[NoiseLevel, ...]
 
-    def lost_points(self, policy: str, level: Level) -> float | None:
-        """Hundredths of the claimed speed-up that are gone; less than none if noise hurts the other more."""
+    def lost_points(self, policy: str, level: NoiseLevel) -> float | None:
+        """Returns the percentage points of speed-up lost; negative if noise hurts the other system more."""
         speedup = level.speedup(policy)
         if speedup is None or self.claimed_speedup is None:
             return None
         return 100 * (self.claimed_speedup - speedup)
 
 
-def under_noise(
+def simulate_noise(
     plan: Plan,
     comparison: Comparison,
     *,
@@ -63,50 +63,50 @@ def under_noise(
     levels: Sequence[Noise] = LEVELS,
     seeds: int = SEEDS,
 ) -> UnderNoise:
-    """Plays a plan of `comparison` again under every noise, in both policies.
+    """Simulates a plan of `comparison` under every noise level, in both order policies.
 
-    `static` keeps the plan's order on every lane; `two-stream` lets the LLM's kernels go first. The floor and
-    the other system, by default the fastest that fits and was compared, have one stream.
+    `static` keeps the plan's order on every lane; `two-stream` gives the LLM's kernels priority. The floor
+    and the other system, by default the fastest that fits and was compared, have one stream.
     """
     ours, other = comparison.systems[plan.strategy], _other(plan, comparison, against)
-    played = _Policies(plan, ours.schedule)
-    floor = _steps_of(plan, comparison.floor.schedule())
-    others = None if other is None else _steps_of(plan, comparison.systems[other].schedule)
+    policies = _Policies(plan, ours.schedule)
+    floor = _simulator(plan, comparison.floor.schedule())
+    others = None if other is None else _simulator(plan, comparison.systems[other].schedule)
     return UnderNoise(
         against=other,
         claimed_speedup=None if other is None else comparison.systems[other].step_s / plan.claims.step_s,
         levels=tuple(
-            Level(
+            NoiseLevel(
                 noise=noise,
                 floor_s=floor(noise, seeds),
                 other_s=() if others is None else others(noise, seeds),
-                ours_s={policy: played.steps_s(policy, noise, seeds) for policy in POLICIES},
+                ours_s={policy: policies.steps_s(policy, noise, seeds) for policy in POLICIES},
             )
             for noise in levels
         ),
     )
 
 
-def _other(plan: Plan, comparison: Comparison, asked: str | None) -> str | None:
-    """The system to compare with."""
+def _other(plan: Plan, comparison: Comparison, against: str | None) -> str | None:
+    """Returns the name of the system to compare with."""
     skipped = "llm-only", plan.strategy
     steps = {
         name: system.step_s
         for name, system in comparison.systems.items()
         if system.fits and name not in skipped
     }
-    if asked is not None and asked not in steps:
+    if against is not None and against not in steps:
         raise UserError(
             field="against",
-            value=asked,
+            value=against,
             problem="was not compared, or does not fit",
             hint=f"use {one_of(steps)}" if steps else "compare with another system",
         )
-    return asked or min(steps, key=lambda name: steps[name], default=None)
+    return against or min(steps, key=lambda name: steps[name], default=None)
 
 
 class _Policies:
-    """A plan's schedule, to be played in either policy."""
+    """A plan's schedule, simulated under either order policy."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._plan, self._kernels = plan, NoisyKernels(schedule, Places.of_plan(plan))
@@ -120,12 +120,12 @@ class _Policies:
         return tuple(self._streams.play(duration_s).step_s for duration_s in drawn)
 
 
-def _steps_of(plan: Plan, schedule: Schedule) -> Callable[[Noise, int], Steps]:
-    """Steps of a system whose devices are stages, on the same GPUs and hosts as the plan."""
+def _simulator(plan: Plan, schedule: Schedule) -> Callable[[Noise, int], Steps]:
+    """Returns a function that simulates a system whose devices are stages, on the plan's GPUs and hosts."""
     kernels = NoisyKernels(schedule, Places.of_pipeline(schedule))
     return lambda noise, seeds: _static_steps(plan, kernels, noise, seeds)
 
 
 def _static_steps(plan: Plan, kernels: NoisyKernels, noise: Noise, seeds: int) -> Steps:
     drawn = (kernels.drawn(noise, seed) for seed in range(seeds))
-    return tuple(evaluate(each, slowdown=plan.slowdown, launch_s=plan.launch_s).step_s for each in drawn)
+    return tuple(evaluate(noisy, slowdown=plan.slowdown, launch_s=plan.launch_s).step_s for noisy in drawn)

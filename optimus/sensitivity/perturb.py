@@ -1,4 +1,4 @@
-"""Other cost models, as wrong about ours as it may be about the world, and a schedule played under them."""
+"""Draws perturbed cost models and simulates a schedule under them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from optimus.schedule.simulate import evaluate
 
 DRAWS = 200
 SEED = 0
-SLOWDOWN, LAUNCH_S = 0.1, 5e-6  # in doubt where the base has none
+DEFAULT_SLOWDOWN, DEFAULT_LAUNCH_S = 0.1, 5e-6  # centres of the ranges where the base model has 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """How another cost model differs: factors on what ours takes, and what it assumes in place of ours."""
+    """A perturbed cost model: factors on the base model's figures, and values in place of its assumptions."""
 
     llm_efficiency: float = 1.0
     encoder_efficiency: float = 1.0
@@ -32,7 +32,7 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class UncertainParameter:
-    """One assumption that may be wrong: anywhere from `low` to `high`, or one of `choices`."""
+    """An assumption that may be wrong: anywhere from `low` to `high`, or one of `choices`."""
 
     field: str
     words: str
@@ -40,11 +40,11 @@ class UncertainParameter:
     high: float = 0.0
     choices: tuple[float, ...] = ()
     unit: str = "change"  # change: a factor; share; us: seconds
-    said: str = "{} is {}"  # of these words and a value
+    sentence: str = "{} is {}"  # filled with `words` and a value
 
     @property
     def name(self) -> str:
-        """By itself, in a table or picture."""
+        """Label in a table or picture."""
         return f"{self.words} overlapped" if self.field == "tp_overlapped" else self.words
 
     @property
@@ -52,28 +52,29 @@ class UncertainParameter:
         return (self.choices[0], self.choices[-1]) if self.choices else (self.low, self.high)
 
     def at(self, quantile: float) -> float:
-        """The value below which lies this share of all."""
+        """Returns the value at a quantile of the range."""
         if self.choices:
             return self.choices[int(quantile * len(self.choices))]
         return self.low + quantile * (self.high - self.low)
 
-    def say(self, value: float, *, above: bool) -> str:
-        """`DP bandwidth is -10 % or lower`, `TP traffic is 70 % overlapped`."""
+    def describe(self, value: float, *, above: bool) -> str:
+        """Returns e.g. `DP bandwidth is -10 % or lower`, `TP traffic is 70 % overlapped`."""
         alone = value == self.ends[above]
         shown = self.show(value) + ("" if alone else f" or {'higher' if above else 'lower'}")
-        return self.said.format(self.words, shown)
+        return self.sentence.format(self.words, shown)
 
     def show(self, value: float) -> str:
-        """`-15 %`, `70 %`, `5 us`."""
+        """Formats a value: `-15 %`, `70 %`, `5 us`."""
         if self.unit == "us":
             return f"{value * 1e6:.3g} us"
         return f"{100 * (value - 1):+.0f} %" if self.unit == "change" else f"{100 * value:.0f} %"
 
 
-def doubts(base: CostModel, time_scale: float = 1.0) -> tuple[UncertainParameter, ...]:
-    """All that is perturbed together. `time_scale` is that of the calibration: launches carry it too.
+def uncertain_parameters(base: CostModel, time_scale: float = 1.0) -> tuple[UncertainParameter, ...]:
+    """Returns all parameters that are perturbed together, with their ranges.
 
-    Slow-down and launch are what `base` has, nothing, or twice as much: it may have measured them.
+    Slow-down and launch time take 0, 1 and 2 times the value of `base`, which may be measured. `time_scale`
+    is the factor of the calibration, which default launch times carry too.
     """
     factors = [
         ("llm_efficiency", "LLM compute efficiency", 0.15),
@@ -86,8 +87,8 @@ def doubts(base: CostModel, time_scale: float = 1.0) -> tuple[UncertainParameter
     changes = [
         UncertainParameter(field=name, words=words, low=1 - by, high=1 + by) for name, words, by in factors
     ]
-    changes[-1] = replace(changes[-1], said="{} are {}")
-    slowdown, launch_s = base.slowdown or SLOWDOWN, base.launch_s or LAUNCH_S * time_scale
+    changes[-1] = replace(changes[-1], sentence="{} are {}")
+    slowdown, launch_s = base.slowdown or DEFAULT_SLOWDOWN, base.launch_s or DEFAULT_LAUNCH_S * time_scale
     return (
         *changes,
         UncertainParameter(
@@ -97,14 +98,18 @@ def doubts(base: CostModel, time_scale: float = 1.0) -> tuple[UncertainParameter
             unit="share",
         ),
         UncertainParameter(
-            field="launch_s", words="a launch", choices=_up_to_twice(launch_s), unit="us", said="{} takes {}"
+            field="launch_s",
+            words="a launch",
+            choices=_up_to_twice(launch_s),
+            unit="us",
+            sentence="{} takes {}",
         ),
         UncertainParameter(
             field="tp_overlapped",
             words="TP traffic",
             choices=(0.0, 0.7),
             unit="share",
-            said="{} is {} overlapped",
+            sentence="{} is {} overlapped",
         ),
     )
 
@@ -114,40 +119,43 @@ def _up_to_twice(value: float) -> tuple[float, ...]:
 
 
 def draw_models(
-    base: CostModel, asked: Sequence[UncertainParameter], *, draws: int, seed: int
+    base: CostModel, parameters: Sequence[UncertainParameter], *, draws: int, seed: int
 ) -> list[CostModel]:
-    """A Latin hypercube: every doubt takes each `draws`-th part of its range once."""
+    """Draws a Latin hypercube: every parameter takes each of `draws` equal parts of its range once."""
     random = np.random.default_rng(seed)
-    values = {doubt.field: [doubt.at(quantile) for quantile in _quantiles(random, draws)] for doubt in asked}
-    return [replace(base, **{name: found[draw] for name, found in values.items()}) for draw in range(draws)]
+    values = {
+        parameter.field: [parameter.at(quantile) for quantile in _quantiles(random, draws)]
+        for parameter in parameters
+    }
+    return [replace(base, **{name: column[draw] for name, column in values.items()}) for draw in range(draws)]
 
 
 def _quantiles(random: np.random.Generator, draws: int) -> list[float]:
-    """One in each part, in any order."""
-    found: list[float] = ((random.permutation(draws) + random.random(draws)) / draws).tolist()
-    return found
+    """Returns one quantile in each of `draws` equal parts, in random order."""
+    quantiles: list[float] = ((random.permutation(draws) + random.random(draws)) / draws).tolist()
+    return quantiles
 
 
 class Perturbable:
-    """A schedule whose durations follow a cost model; its order stays as it is.
+    """A schedule that is simulated under perturbed cost models, in its given order.
 
-    Latencies scale with their links, and an encoder's compute, TP traffic and messages with image tokens.
-    What belongs to no single module (messages of pipelines, the seam of three-phase, the optimizer) does not.
+    Latencies scale with the bandwidth of their links; an encoder's compute, TP traffic and messages scale
+    with image tokens. Ops of no single module (pipeline messages, the optimizer) do not.
     """
 
     def __init__(self, schedule: Schedule, encoders: Collection[str], base: CostModel) -> None:
         self._schedule, self._base = schedule, base
         numbers = [schedule.modules.index(name) for name in encoders if name in schedule.modules]
-        own = np.isin(schedule.module, numbers)
+        is_encoder = np.isin(schedule.module, numbers)
         computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind <= Kind.W)
         moves = (schedule.kind != Kind.GATHER) & (schedule.kind != Kind.REDUCE)
-        self._llm, self._encoders = computes & ~own, computes & own
+        self._llm, self._encoders = computes & ~is_encoder, computes & is_encoder
         self._lanes = {lane: schedule.lane == lane for lane in (Lane.TP, Lane.DP, Lane.P2P)}
-        self._images = own & moves & (schedule.communicator != Communicator.DP)
+        self._images = is_encoder & moves & (schedule.communicator != Communicator.DP)
         self._tp = schedule.communicator == Communicator.TP
 
     def step_s(self, model: CostModel) -> float:
-        """The step if `model` were true."""
+        """Returns the step time under `model`."""
         scaled = replace(self._schedule, duration_s=self._schedule.duration_s * self._factors(model))
         return evaluate(scaled, slowdown=model.slowdown, launch_s=model.launch_s).step_s
 

@@ -1,8 +1,9 @@
-"""Divides a played step of the mean GPU by what it is spent on, so that two plans can be told apart."""
+"""Breaks the step of the mean GPU down by what the time is spent on, and describes how two steps differ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import floor, log10
 
 import numpy as np
 
@@ -10,8 +11,8 @@ from optimus.ir.op import Kind, Lane
 from optimus.ir.ranks import LLM
 from optimus.planner.replaying import Replayed
 
-# What people call the parts, in the order in which they are listed; bubbles last.
-WORDS = {
+# Labels of the parts in the order of tables; bubbles last.
+LABELS = {
     "llm_compute": "LLM compute",
     "llm_recompute": "LLM recomputation",
     "encoder_compute": "encoder compute",
@@ -24,28 +25,87 @@ WORDS = {
     "dp_all_gather": "waits for parameters (DP)",
     "dp_reduce_scatter": "waits for gradients (DP)",
 }
-BUSY = tuple(WORDS)[:5]
-_LLM, _AGAIN, _ENCODER, _ENCODER_AGAIN, _OPTIMIZER = range(len(BUSY))
+# Causes that are summed in a sentence; all others keep their labels.
+MERGED_LABELS = {
+    "pp_warmup": "pipeline warm-up and cool-down",
+    "pp_cooldown": "pipeline warm-up and cool-down",
+    "tp": "tensor-parallel waits",
+    "dp_all_gather": "data-parallel waits",
+    "dp_reduce_scatter": "data-parallel waits",
+}
+MIN_SHOWN_SHARE = 0.05  # of the largest part
+MIN_DIGITS, MAX_DIGITS, EQUAL_STEP_DIGITS = 2, 6, 3
+BUSY = tuple(LABELS)[:5]
+_LLM, _LLM_RECOMPUTE, _ENCODER, _ENCODER_RECOMPUTE, _OPTIMIZER = range(len(BUSY))
 
 
-def spend(played: Replayed) -> dict[str, float]:
-    """Seconds of the mean GPU by the names of WORDS; they sum to the step.
+def break_down(replayed: Replayed) -> dict[str, float]:
+    """Returns seconds of the mean GPU by the keys of LABELS; they sum to the step.
 
-    Compute is as it ran: slower kernels and the slow-down under collectives are in it.
+    Compute includes the slow-down under collectives.
     """
-    schedule, timeline = played.schedule, played.timeline
+    schedule, timeline = replayed.schedule, replayed.timeline
     compute = np.flatnonzero(schedule.lane == Lane.COMPUTE)
     kind = schedule.kind[compute]
     is_llm = np.array([name == LLM for name in schedule.modules])[schedule.module[compute]]
-    again = kind == Kind.R
-    part = np.where(is_llm, np.where(again, _AGAIN, _LLM), np.where(again, _ENCODER_AGAIN, _ENCODER))
+    recompute = kind == Kind.R
+    part = np.where(
+        is_llm, np.where(recompute, _LLM_RECOMPUTE, _LLM), np.where(recompute, _ENCODER_RECOMPUTE, _ENCODER)
+    )
     part = np.where(kind == Kind.FINISH, _OPTIMIZER, part)
     spent = (timeline.finish_s - timeline.start_s)[compute]
     sums = np.bincount(part, weights=spent, minlength=len(BUSY)) / schedule.num_devices
     busy = dict(zip(BUSY, sums.tolist(), strict=True))
-    return {name: busy.get(name, getattr(played.bubbles, name, 0.0)) for name in WORDS}
+    return {name: busy.get(name, getattr(replayed.bubbles, name, 0.0)) for name in LABELS}
 
 
 def differences(plan: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """What `other` spends more than `plan`, by part; they sum to the difference of the steps."""
-    return {name: other[name] - plan[name] for name in WORDS}
+    """Returns what `other` spends more than `plan`, by part; the parts sum to the difference of the steps."""
+    return {name: other[name] - plan[name] for name in LABELS}
+
+
+def describe_difference(
+    plan_s: float,
+    other_s: float,
+    differences_s: Mapping[str, float],
+    *,
+    not_hidden_s: tuple[float, float] | None,
+    equal: bool,
+) -> str:
+    """Describes in one sentence how a layout's step compares with the plan's, and where the time goes.
+
+    `not_hidden_s` is what encoders add to the LLM's step, in the plan and in the layout.
+    """
+    total, share = other_s - plan_s, abs(other_s / plan_s - 1)
+    digits = EQUAL_STEP_DIGITS if equal else _digits(total)
+    step, plan_step = f"{other_s:.{digits}f} s", f"the plan's {plan_s:.{digits}f} s"
+    if equal:
+        words = f"{step}, as long as {plan_step}"
+    elif total > 0:
+        words = f"{step}, {share:.1%} slower than {plan_step}".replace("%", " %")
+    else:
+        words = f"{step}, {share:.1%} less than {plan_step}: the plan's search missed it".replace("%", " %")
+    parts = _parts(differences_s, total)
+    words += f": {', '.join(f'{value:+.{digits}f} s {name}' for name, value in parts)}" if parts else ""
+    if not_hidden_s is None or equal:
+        return words
+    before, here = not_hidden_s
+    return (
+        f"{words}; encoders add {here:.{digits}f} s to the LLM's step here, {before:.{digits}f} s in the plan"
+    )
+
+
+def _parts(differences_s: Mapping[str, float], total: float) -> list[tuple[str, float]]:
+    """Returns the parts above MIN_SHOWN_SHARE: contributions first, opposite ones last."""
+    parts: dict[str, float] = {}
+    for name, value in differences_s.items():
+        label = MERGED_LABELS.get(name, LABELS[name])
+        parts[label] = parts.get(label, 0.0) + value
+    least = MIN_SHOWN_SHARE * max(map(abs, parts.values()), default=0.0)
+    shown = [(label, value) for label, value in parts.items() if value and abs(value) >= least]
+    return sorted(shown, key=lambda part: -part[1] if total > 0 else part[1])
+
+
+def _digits(value: float) -> int:
+    """Returns the decimals that show two significant digits of `value`."""
+    return min(MAX_DIGITS, max(MIN_DIGITS, 1 - floor(log10(abs(value)))))

@@ -1,4 +1,4 @@
-"""Each assumption alone, taken low and high: how far it moves a step, and whether another system wins."""
+"""Perturbs each assumption alone, low and high: how far the step moves, and whether another system wins."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Plan
 from optimus.planner.compare import Comparison
-from optimus.sensitivity.perturb import CostModel, Perturbable, UncertainParameter, doubts
+from optimus.sensitivity.perturb import CostModel, Perturbable, UncertainParameter, uncertain_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perturbed:
-    """The step under one assumption, taken lower and higher; winners only where systems were compared."""
+    """Steps with one assumption at the ends of its range; winners only where systems were compared."""
 
     name: str
     low_label: str
@@ -26,17 +26,17 @@ class Perturbed:
 
 @dataclass(frozen=True, kw_only=True)
 class Tornado:
-    """How the step answers to wrong assumptions: the widest change of each, and a narrower one inside it."""
+    """Steps with each assumption at the ends of its range, and of a narrower range inside it."""
 
     step_s: float
     wide: tuple[Perturbed, ...]
     narrow: tuple[Perturbed, ...] = ()
     winner: str | None = None  # with nothing perturbed
-    how: str = ""  # what was played again, in one sentence
+    how: str = ""  # what was simulated, in one sentence
 
 
 def find_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None = None) -> Tornado:
-    """Of a plan with its schedule; all systems that fit are played too where they are known."""
+    """Perturbs a plan, and all systems that fit where a comparison is given."""
     schedules = {plan.strategy: schedule}
     if comparison is not None:
         schedules |= {
@@ -46,45 +46,48 @@ def find_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None =
         }
     several = len(schedules) > 1
     base = _base_of(plan)
-    asked = doubts(base, _noted(plan, "time_scale", 1.0))
-    played = {name: Perturbable(each, list(plan.encoders), base) for name, each in schedules.items()}
-    what = "all systems that fit were played again" if several else "only this plan was played again"
+    parameters = uncertain_parameters(base, _noted(plan, "time_scale", 1.0))
+    perturbables = {name: Perturbable(ops, list(plan.encoders), base) for name, ops in schedules.items()}
+    what = "all systems that fit were simulated again" if several else "only this plan was simulated again"
     kept = "with their schedules as they are" if several else "with its schedule as it is"
     more = "" if several else ": whether another system would win is not known"
     return Tornado(
         step_s=plan.claims.step_s,
-        wide=tuple(_perturbed(plan.strategy, played, base, doubt) for doubt in asked),
-        winner=_winner({name: each.step_s(base) for name, each in played.items()}),
+        wide=tuple(_perturbed(plan.strategy, perturbables, base, parameter) for parameter in parameters),
+        winner=_winner({name: system.step_s(base) for name, system in perturbables.items()}),
         how=f"{what}, {kept}{more}",
     )
 
 
 def _base_of(plan: Plan) -> CostModel:
-    """What the plan was made with, of what it says."""
+    """Returns the cost model that the plan was made with."""
     hidden = _noted(plan, "tp_overlapped_share", 0.0)
     return CostModel(slowdown=plan.slowdown, launch_s=plan.launch_s, tp_overlapped=hidden)
 
 
-def _noted(plan: Plan, name: str, otherwise: float) -> float:
-    """An assumption as the plan's notes have it, which are free: anything may stand there, or nothing."""
+def _noted(plan: Plan, name: str, default: float) -> float:
+    """Returns an assumption from the plan's notes, which are free text: any value may be there, or none."""
     preset = plan.notes.get("preset")
-    found = preset.get(name) if isinstance(preset, Mapping) else None
-    return float(found) if isinstance(found, int | float) else otherwise
+    value = preset.get(name) if isinstance(preset, Mapping) else None
+    return float(value) if isinstance(value, int | float) else default
 
 
 def _perturbed(
-    own: str, played: Mapping[str, Perturbable], base: CostModel, doubt: UncertainParameter
+    strategy: str, perturbables: Mapping[str, Perturbable], base: CostModel, parameter: UncertainParameter
 ) -> Perturbed:
     low, high = (
-        {name: each.step_s(replace(base, **{doubt.field: value})) for name, each in played.items()}
-        for value in doubt.ends
+        {
+            name: system.step_s(replace(base, **{parameter.field: value}))
+            for name, system in perturbables.items()
+        }
+        for value in parameter.ends
     )
     return Perturbed(
-        name=doubt.name,
-        low_label=doubt.show(doubt.ends[0]),
-        high_label=doubt.show(doubt.ends[1]),
-        low_s=low[own],
-        high_s=high[own],
+        name=parameter.name,
+        low_label=parameter.show(parameter.ends[0]),
+        high_label=parameter.show(parameter.ends[1]),
+        low_s=low[strategy],
+        high_s=high[strategy],
         winner_low=_winner(low),
         winner_high=_winner(high),
     )

@@ -1,14 +1,17 @@
-"""Says how sure a winner is: in how many other cost models it still wins, and what decides it elsewhere."""
+"""Counts the perturbed cost models in which the fastest system stays the fastest, and explains the others."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from optimus.cost.assumptions import Assumptions
+from optimus.environment import usable_cores
 from optimus.ir.op import Floats
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import SimulatedSystem
@@ -18,36 +21,38 @@ from optimus.sensitivity.perturb import (
     CostModel,
     Perturbable,
     UncertainParameter,
-    doubts,
     draw_models,
+    uncertain_parameters,
 )
-from optimus.sensitivity.threads import in_threads
 
-CANNOT_WIN = 1.3  # of the best step: systems beyond are left out
-MOST_ROWS = 160_000_000  # that are played: of more systems the slowest are left out, never draws
-EXPLAINS = 0.5  # of the wins, more than of the rest: below this one assumption says too little
-FEW_WINS = 5  # below this anything explains them
+SKIP_ABOVE_BEST = 1.3  # times the best step: slower systems are not simulated
+MAX_SIMULATED_OPS = 160_000_000  # over all draws: beyond it the slowest systems are left out, never draws
+MIN_RULE_SCORE = 0.5  # share of wins minus share of losses under a rule, at least
+MIN_WINS_FOR_RULE = 5  # fewer wins are explained by anything
+MAX_THREADS = 8  # each holds the arrays of one schedule, up to 100 MB for the largest jobs
 
 Progress = Callable[[str, int, int], None]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One assumption beyond one value: as good a reason as one assumption gives."""
+    """The one assumption, above or below a value, that separates a system's wins from its losses best."""
 
-    doubt: UncertainParameter
+    parameter: UncertainParameter
     above: bool
     value: float
     explains: int  # cost models where the rule holds and the system wins,
     holds: int  # and all where it holds
 
     def __str__(self) -> str:
-        return self.doubt.say(self.value, above=self.above)
+        return self.parameter.describe(self.value, above=self.above)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Otherwise:
-    """Who wins in some of the cost models, and what they have in common; no rule if hardly anything."""
+class OtherWinner:
+    """Another system that wins in some of the cost models, and the rule that these have in common, if any."""
 
     system: str
     wins: int
@@ -56,19 +61,19 @@ class Otherwise:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WinRate:
-    """Which system is the fastest in how many cost models."""
+    """The fastest system of every perturbed cost model, counted."""
 
     winner: str  # with nothing perturbed
     same: int
     of: int
-    otherwise: tuple[Otherwise, ...]  # most wins first
-    steps_s: Mapping[str, Floats]  # of every system that was played, by cost model
+    otherwise: tuple[OtherWinner, ...]  # most wins first
+    steps_s: Mapping[str, Floats]  # of every simulated system, by cost model
     models: tuple[CostModel, ...]
-    left_out: Mapping[str, str]  # systems that were not played, with the reason
+    left_out: Mapping[str, str]  # systems that were not simulated, with the reason
 
 
 def base_model(assumptions: Assumptions) -> CostModel:
-    """Ours."""
+    """Returns the unperturbed cost model of a set of assumptions."""
     return CostModel(
         slowdown=assumptions.residence_slowdown,
         launch_s=assumptions.launch_s,
@@ -76,27 +81,27 @@ def base_model(assumptions: Assumptions) -> CostModel:
     )
 
 
-def find_sure(
+def find_win_rate(
     comparison: Comparison,
     *,
     draws: int = DRAWS,
     seed: int = SEED,
     progress: Progress = lambda name, done, total: None,
 ) -> WinRate:
-    """Plays the systems' schedules, as they are, under cost models that are wrong in everything at once."""
+    """Simulates the systems' schedules, unchanged, under cost models that perturb all parameters at once."""
     base = base_model(comparison.assumptions)
     encoders = [encoder.name for encoder in comparison.job.model.encoders]
     chosen, left_out = choose_systems(comparison, draws)
-    asked = doubts(base, comparison.assumptions.time_scale)
-    models = draw_models(base, asked, draws=draws, seed=seed)
+    parameters = uncertain_parameters(base, comparison.assumptions.time_scale)
+    models = draw_models(base, parameters, draws=draws, seed=seed)
     steps: dict[str, Floats] = {}
     for place, system in enumerate(chosen):
         schedule = Perturbable(system.schedule, encoders, base)
-        found = np.empty(draws)
+        system_steps_s = np.empty(draws)
         for draw, step_s in enumerate(in_threads(schedule.step_s, models)):
             progress(f"perturbed {system.name}", place * draws + draw, len(chosen) * draws)
-            found[draw] = step_s
-        steps[system.name] = found
+            system_steps_s[draw] = step_s
+        steps[system.name] = system_steps_s
     names = list(steps)
     winners = [names[int(place)] for place in np.argmin(np.stack(list(steps.values())), axis=0)]
     counts = Counter(winners)
@@ -105,7 +110,9 @@ def find_sure(
         same=counts[names[0]],
         of=draws,
         otherwise=tuple(
-            Otherwise(system=name, wins=wins, rule=find_rule(models, asked, [w == name for w in winners]))
+            OtherWinner(
+                system=name, wins=wins, rule=find_rule(models, parameters, [w == name for w in winners])
+            )
             for name, wins in counts.most_common()
             if name != names[0]
         ),
@@ -115,8 +122,20 @@ def find_sure(
     )
 
 
+def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
+    """Yields the results in the order of the items; compiled loops release the GIL."""
+    with ThreadPoolExecutor(min(usable_cores(), MAX_THREADS)) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:  # a caller that stops early waits for running items only
+            for future in futures:
+                future.cancel()
+
+
 def choose_systems(comparison: Comparison, draws: int) -> tuple[list[SimulatedSystem], dict[str, str]]:
-    """The fastest first, and why others are left out: the rows of all that are played stay in the budget."""
+    """Returns the systems to simulate, fastest first, and why others are left out."""
     ranked = sorted(
         (system for name, system in comparison.systems.items() if system.fits and name != "llm-only"),
         key=lambda system: system.step_s,
@@ -126,13 +145,13 @@ def choose_systems(comparison: Comparison, draws: int) -> tuple[list[SimulatedSy
     rows = 0
     for system in ranked:
         over = system.step_s / ranked[0].step_s
-        twin = next((each.name for each in chosen if _same(each, system)), None)
+        twin = next((other.name for other in chosen if _is_same(other, system)), None)
         rows += draws * len(system.schedule)
         if twin is not None:
             left_out[system.name] = f"the same as {twin}"
-        elif over > CANNOT_WIN:
+        elif over > SKIP_ABOVE_BEST:
             left_out[system.name] = f"{over:.2f} times the best step"
-        elif len(chosen) > 1 and rows > MOST_ROWS:
+        elif len(chosen) > 1 and rows > MAX_SIMULATED_OPS:
             left_out[system.name] = "too many ops"
         else:
             chosen.append(system)
@@ -141,23 +160,23 @@ def choose_systems(comparison: Comparison, draws: int) -> tuple[list[SimulatedSy
     return chosen, left_out
 
 
-def _same(one: SimulatedSystem, other: SimulatedSystem) -> bool:
+def _is_same(one: SimulatedSystem, other: SimulatedSystem) -> bool:
     same = len(one.schedule) == len(other.schedule) and one.step_s == other.step_s
     return same and np.array_equal(one.schedule.duration_s, other.schedule.duration_s)
 
 
 def find_rule(
-    models: Sequence[CostModel], asked: Collection[UncertainParameter], wins: Sequence[bool]
+    models: Sequence[CostModel], parameters: Collection[UncertainParameter], wins: Sequence[bool]
 ) -> Rule | None:
-    """The one assumption, and side of a value, that tells best where a system wins and where not."""
+    """Returns the assumption and threshold that separate wins from losses best, or None if none does well."""
     won = np.array(wins)
-    if not FEW_WINS <= won.sum() < len(won):
+    if not MIN_WINS_FOR_RULE <= won.sum() < len(won):
         return None
     best: Rule | None = None
-    best_score = EXPLAINS
-    for doubt in asked:
-        values = np.array([getattr(model, doubt.field) for model in models])
-        for value in doubt.choices or np.arange(doubt.low, doubt.high, 0.01).tolist():
+    best_score = MIN_RULE_SCORE
+    for parameter in parameters:
+        values = np.array([getattr(model, parameter.field) for model in models])
+        for value in parameter.choices or np.arange(parameter.low, parameter.high, 0.01).tolist():
             for above in (False, True):
                 holds = values >= value if above else values <= value
                 score = float(holds[won].mean() - holds[~won].mean())
@@ -165,6 +184,10 @@ def find_rule(
                     explains = int((holds & won).sum())
                     best_score = score
                     best = Rule(
-                        doubt=doubt, above=above, value=value, explains=explains, holds=int(holds.sum())
+                        parameter=parameter,
+                        above=above,
+                        value=value,
+                        explains=explains,
+                        holds=int(holds.sum()),
                     )
     return best

@@ -24,17 +24,18 @@ from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.planning import make_plan
 from optimus.schedule.simulate import evaluate
 from optimus.sensitivity.assess import Assessed
-from optimus.sensitivity.batch_steps import Steps
-from optimus.sensitivity.perturb import Perturbable, doubts, draw_models
-from optimus.sensitivity.threads import MOST_THREADS, in_threads
+from optimus.sensitivity.batch_steps import BatchSteps
+from optimus.sensitivity.perturb import Perturbable, draw_models, uncertain_parameters
 from optimus.sensitivity.win_rate import (
-    CANNOT_WIN,
-    Otherwise,
+    MAX_THREADS,
+    SKIP_ABOVE_BEST,
+    OtherWinner,
     WinRate,
     base_model,
     choose_systems,
     find_rule,
-    find_sure,
+    find_win_rate,
+    in_threads,
 )
 
 BASE = base_model(preset("default"))
@@ -48,25 +49,25 @@ def comparison() -> Comparison:
 
 @pytest.fixture(scope="module")
 def sure(comparison: Comparison) -> WinRate:
-    return find_sure(comparison)
+    return find_win_rate(comparison)
 
 
 def test_what_a_profile_measured_is_among_what_is_drawn() -> None:
     """A machine on which collectives take half of the cores' time is not another one."""
     measured = replace(BASE, slowdown=0.6, launch_s=4e-5)
-    models = draw_models(measured, doubts(measured), draws=200, seed=0)
+    models = draw_models(measured, uncertain_parameters(measured), draws=200, seed=0)
     assert {model.slowdown for model in models} == {0.0, 0.6, 1.2}
     assert {model.launch_s for model in models} == {0.0, 4e-5, 8e-5}
     clean = replace(BASE, slowdown=0.0, launch_s=0.0)
-    assert {each.field: each.choices for each in doubts(clean)} == {
-        each.field: each.choices for each in doubts(BASE)
+    assert {each.field: each.choices for each in uncertain_parameters(clean)} == {
+        each.field: each.choices for each in uncertain_parameters(BASE)
     }
 
 
 def test_every_doubt_covers_its_range_evenly() -> None:
     """A Latin hypercube: one draw in each 200th part; choices equally often."""
-    models = draw_models(BASE, doubts(BASE), draws=200, seed=0)
-    for doubt in doubts(BASE):
+    models = draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=0)
+    for doubt in uncertain_parameters(BASE):
         values = np.array([getattr(model, doubt.field) for model in models])
         if doubt.choices:
             counts = [int((values == choice).sum()) for choice in doubt.choices]
@@ -74,11 +75,13 @@ def test_every_doubt_covers_its_range_evenly() -> None:
         else:
             parts = np.floor((values - doubt.low) / (doubt.high - doubt.low) * 200)
             assert sorted(parts.astype(int).tolist()) == list(range(200)), doubt
-    assert models == draw_models(BASE, doubts(BASE), draws=200, seed=0)
-    assert models != draw_models(BASE, doubts(BASE), draws=200, seed=1)
-    pairs = np.array([[getattr(model, doubt.field) for doubt in doubts(BASE)] for model in models])
+    assert models == draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=0)
+    assert models != draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=1)
+    pairs = np.array(
+        [[getattr(model, doubt.field) for doubt in uncertain_parameters(BASE)] for model in models]
+    )
     assert (
-        np.abs(np.corrcoef(pairs.T) - np.eye(len(doubts(BASE)))).max() < 0.25
+        np.abs(np.corrcoef(pairs.T) - np.eye(len(uncertain_parameters(BASE)))).max() < 0.25
     )  # drawn together, not in step
 
 
@@ -122,7 +125,7 @@ def test_counts_are_those_of_the_steps(sure: WinRate, comparison: Comparison) ->
     assert sure.same == int((fastest == list(sure.steps_s).index(sure.winner)).sum())
     assert set(sure.steps_s) | set(sure.left_out) == set(SYSTEMS)
     for name, reason in sure.left_out.items():
-        slower = comparison.systems[name].step_s / comparison.systems[sure.winner].step_s > CANNOT_WIN
+        slower = comparison.systems[name].step_s / comparison.systems[sure.winner].step_s > SKIP_ABOVE_BEST
         assert slower or reason.startswith("the same as"), name
 
 
@@ -136,7 +139,7 @@ def test_threads_answer_in_order_and_end_when_nobody_reads() -> None:
         return 1 / (number - 60)
 
     assert list(in_threads(slow, range(50))) == [1 / (number - 60) for number in range(50)]
-    assert len(threads) == min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    assert len(threads) == min(MAX_THREADS, len(os.sched_getaffinity(0)))
     with pytest.raises(ZeroDivisionError):
         list(in_threads(slow, range(50, 70)))
     begun.clear()
@@ -148,24 +151,24 @@ def test_threads_answer_in_order_and_end_when_nobody_reads() -> None:
 
 def test_a_rule_finds_what_decides() -> None:
     """Winners made by a rule of which everything is known, with a little noise."""
-    models = draw_models(BASE, doubts(BASE), draws=200, seed=5)
+    models = draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
     overlapped = [model.tp_overlapped > 0.5 for model in models]
-    rule = find_rule(models, doubts(BASE), overlapped)
+    rule = find_rule(models, uncertain_parameters(BASE), overlapped)
     assert rule is not None and str(rule) == "TP traffic is 70 % overlapped"
     assert rule.explains == rule.holds == 100
     slow = [model.dp_bandwidth < 0.9 and model.pp_bandwidth < 1.2 for model in models]
-    rule = find_rule(models, doubts(BASE), slow)
-    assert rule is not None and rule.doubt.field == "dp_bandwidth" and not rule.above
+    rule = find_rule(models, uncertain_parameters(BASE), slow)
+    assert rule is not None and rule.parameter.field == "dp_bandwidth" and not rule.above
     assert str(rule) == "DP bandwidth is -10 % or lower" and rule.explains == sum(slow)
     dice = np.random.default_rng(1).random(200) < 0.3
-    assert find_rule(models, doubts(BASE), dice.tolist()) is None
-    assert find_rule(models, doubts(BASE), [False] * 200) is None
+    assert find_rule(models, uncertain_parameters(BASE), dice.tolist()) is None
+    assert find_rule(models, uncertain_parameters(BASE), [False] * 200) is None
 
 
 def test_what_cannot_win_or_is_the_same_is_left_out(comparison: Comparison) -> None:
     best = min(comparison.systems.values(), key=lambda system: system.step_s)
     twin = replace(best, name="twin")
-    slow = replace(best, name="slow", step_s=CANNOT_WIN * best.step_s * 1.01)
+    slow = replace(best, name="slow", step_s=SKIP_ABOVE_BEST * best.step_s * 1.01)
     unfit = replace(best, name="unfit", fits=False)
     more = {**comparison.systems, "twin": twin, "slow": slow, "unfit": unfit}
     chosen, left_out = choose_systems(replace(comparison, systems=more), draws=200)
@@ -185,13 +188,13 @@ def test_of_too_many_ops_the_slowest_are_left_out(comparison: Comparison) -> Non
 
 
 def test_the_words_of_the_two_lines(sure: WinRate) -> None:
-    steps = Steps(system="paper", dealing="drawn", steps_s=np.linspace(1.0, 2.0, 101), plays=101)
+    steps = BatchSteps(system="paper", dealing="drawn", steps_s=np.linspace(1.0, 2.0, 101), simulations=101)
     other = replace(steps, system="today", steps_s=2 * steps.steps_s)
-    models = draw_models(BASE, doubts(BASE), draws=200, seed=5)
-    rule = find_rule(models, doubts(BASE), [model.tp_overlapped > 0.5 for model in models])
+    models = draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
+    rule = find_rule(models, uncertain_parameters(BASE), [model.tp_overlapped > 0.5 for model in models])
     wins = (
-        Otherwise(system="balanced-best", wins=100, rule=rule),
-        Otherwise(system="fsdp", wins=1, rule=None),
+        OtherWinner(system="balanced-best", wins=100, rule=rule),
+        OtherWinner(system="fsdp", wins=1, rule=None),
     )
     said = replace(sure, winner="paper", same=99, of=200, otherwise=wins)
     assessed = Assessed(steps={"paper": steps, "today": other}, sure=said)
@@ -246,7 +249,7 @@ def test_planning_again_under_perturbed_models_gives_the_same_winner() -> None:
     """
     job, names = find_job("paper/strong-3072"), ("balanced-best", "three-phase")
     planned = make_plan(job, systems=names, strategy="optimus")
-    found = find_sure(planned.comparison)
+    found = find_win_rate(planned.comparison)
     told = 0
     for draw in (1, 198, 0, 199):
         replayed = {name: float(steps[draw]) for name, steps in found.steps_s.items()}
