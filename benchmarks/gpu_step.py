@@ -15,12 +15,9 @@ from benchmarks.gpu_ranks import Place
 from benchmarks.gpu_streams import watch_of
 from benchmarks.torch_stages import Prepared, layers_in_order, stage_of_layers, summed_loss
 from benchmarks.variants import OURS, SEED, Load, Variants
-from optimus.engine.buckets import Buckets
-from optimus.engine.build_rank import build_rank
-from optimus.engine.distributed_optimizer import Sharded
-from optimus.engine.executor import Executor
-from optimus.engine.optimizer import Optimizer
+from optimus.engine.config import Training
 from optimus.engine.process_groups import make_groups
+from optimus.engine.rank_trainer import RankTrainer
 
 WARM_UP = 2
 LEAST_ROUNDS, ROUNDS, MOST_S = 2, 14, 60.0  # as many as fit
@@ -121,55 +118,38 @@ def train(place: Place, prepared: Prepared) -> dict[str, Any]:
 
     At a learning rate of 0 every step has the loss and the gradients of the first.
     """
-    load = Load(prepared.job, prepared.plan, device=place.device, dtype=_dtype(place))
-    executor, optimizer = _trainer(place, load)
-    batch, seconds, losses = load.batch(), [], []
+    trainer = _trainer(place, prepared)
+    batch, seconds, losses = trainer.batch(0), [], []
     steps = TRAINED if place.on_gpu else 2
     for number in range(steps):
         place.settle()
         begin = time.perf_counter()
-        loss = executor.step(batch)
+        loss = trainer.executor.step(batch)
         place.settle()
         seconds.append(time.perf_counter() - begin)
         losses.append(total_loss(loss, place.device))
         place.tell((number + 1, steps))
-    assert optimizer.norm is not None
+    assert trainer.optimizer is not None and trainer.optimizer.norm is not None
     return {
         "step_s": median(seconds[1:]),
         "planned_step_s": prepared.plan.claims.step_s,
         "loss": losses[0],
         "last_loss": losses[-1],
-        "squares": float(optimizer.norm) ** 2,
+        "squares": float(trainer.optimizer.norm) ** 2,
         "layouts": {name: str(layout) for name, layout in prepared.plan.ranks.layouts.items()},
         **_memory(place, prepared),
     }
 
 
-def _trainer(place: Place, load: Load) -> tuple[Executor, Optimizer]:
-    plan, rank, device = load.plan, place.rank, place.device
-    groups = make_groups(plan, rank, timeout_s=TIMEOUT_S)
-    model = build_rank(
-        load.job.model,
-        plan,
-        groups,
-        llm_tokens=load.llm_tokens,
-        dtype=load.dtype,
-        device=device,
-        seed=SEED,
+def _trainer(place: Place, prepared: Prepared) -> RankTrainer:
+    return RankTrainer(
+        prepared.job,
+        prepared.plan,
+        Training(learning_rate=0.0, weight_decay=0.0, clip=0.0, seed=SEED),
+        make_groups(prepared.plan, place.rank, timeout_s=TIMEOUT_S),
+        dtype=_dtype(place),
+        device=place.device,
     )
-    buckets: Buckets[Sharded] = Buckets(plan, groups, model.chunks, Sharded, model.tied, model.partial)
-    optimizer = Optimizer(buckets, learning_rate=0.0, weight_decay=0.0, copies=model.copies, device=device)
-    executor = Executor(
-        plan,
-        groups,
-        model.chunks,
-        model.shapes,
-        device=device,
-        tied=model.tied,
-        buckets=buckets,
-        optimizer=optimizer,
-    )
-    return executor, optimizer
 
 
 def _memory(place: Place, prepared: Prepared) -> dict[str, Any]:

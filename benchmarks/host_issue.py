@@ -17,7 +17,7 @@ from torch import Tensor
 
 from optimus.engine.config import Training
 from optimus.engine.process_groups import Groups, make_groups
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import fake_world
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
@@ -100,7 +100,9 @@ def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
     with fake_world(rank, plan.ranks.world):
         made = make_groups(small_plan, rank, timeout_s=60)
         groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
-        one = OneRank(small, small_plan, Training(), groups, dtype=torch.float32, device=torch.device("cpu"))
+        one = RankTrainer(
+            small, small_plan, Training(), groups, dtype=torch.float32, device=torch.device("cpu")
+        )
         batch, found, bare = one.batch(0), [], []
         # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.
         with one.executor.side.waiting(), torch.backends.mkldnn.flags(enabled=False):

@@ -146,7 +146,7 @@ def _model(task: Task, variant: Variant, network: PacedNetwork) -> PacedModel:
     groups = make_groups(
         variant.plan, dist.get_rank(), timeout_s=TIMEOUT_S, backend="paced", options_of=link_of
     )
-    return PacedModel(task.job, variant.job, variant.plan, task.draws, network, groups, waits=variant.waits)
+    return PacedModel(variant.job, variant.plan, task.draws, network, groups, waits=variant.waits)
 
 
 def _torch(task: Task, network: PacedNetwork) -> dict[str, PacedPipeline]:

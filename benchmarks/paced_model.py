@@ -13,20 +13,16 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from benchmarks.divided_job import DP_LINK, TP, TP_LINK, WIDTH, DividedJob
+from benchmarks.divided_job import DP_LINK, TP, TP_LINK, WIDTH
 from benchmarks.draws import Draws
 from benchmarks.paced_backend import PacedNetwork
 from benchmarks.paced_plan import Journal, drawn_s
 from benchmarks.paced_replays import PlanReplay
 from benchmarks.waiting import Waiting
-from optimus.engine.batch_plan import make_table
-from optimus.engine.batches import SampleBatch
-from optimus.engine.buckets import Buckets
-from optimus.engine.build_rank import build_rank
+from optimus.engine.config import Training
 from optimus.engine.distributed_optimizer import Sharded
-from optimus.engine.executor import Executor
 from optimus.engine.process_groups import Groups
-from optimus.engine.synthetic_data import Synthetic
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.op import COLLECTIVE, Floats, Kind, Schedule
 from optimus.ir.plan import OPS, Phase, Plan, Verb
 from optimus.ir.ranks import LLM
@@ -116,8 +112,7 @@ class PacedModel:
 
     def __init__(
         self,
-        job: DividedJob,
-        of: Job,
+        job: Job,
         plan: Plan,
         draws: Draws,
         network: PacedNetwork,
@@ -128,35 +123,18 @@ class PacedModel:
         rank, self.plan = dist.get_rank(), plan
         self.journal = Journal(network.clock)
         self._pacer = Pacer(self.journal, network, plan, plan.ranks.class_of(rank), draws)
-        tokens = of.workload.sequence_tokens
-        model = build_rank(of.model, plan, groups, llm_tokens=tokens, dtype=DTYPE)
-        self.buckets: Buckets[Sharded] = Buckets(
-            plan, groups, model.chunks, Waiting if waits else Sharded, model.tied, model.partial
-        )
-        self.executor = Executor(
+        trainer = RankTrainer(
+            job,
             plan,
+            Training(),
             groups,
-            model.chunks,
-            model.shapes,
-            device=torch.device("cpu"),
-            tied=model.tied,
-            recorder=self._pacer,
-            buckets=self.buckets,
-        )
-        data = Synthetic(job=of)
-        own = job.sequences // plan.ranks.llm.dp
-        first = plan.ranks.place(LLM, rank).dp * own
-        self._batch = SampleBatch(
-            of.model,
-            plan,
-            rank,
-            make_table(plan, [data.sizes(number) for number in range(first, first + own)]),
-            data.sample,
-            scale=1.0 / sum(data.labels(number) for number in range(job.sequences)),
-            seed=0,
-            step=0,
             dtype=DTYPE,
+            device=torch.device("cpu"),
+            recorder=self._pacer,
+            bucket_type=Waiting if waits else Sharded,
         )
+        self.executor, self._batch = trainer.executor, trainer.batch(0)
+        self.executor.optimizer = None  # a replay knows neither norm nor AdamW
 
     def prepare(self) -> None:
         """One step in which only what travels takes time."""
@@ -175,7 +153,8 @@ class PacedModel:
         for name, module in self.plan.modules.items():
             stage = self.plan.ranks.stage_of(name, self.plan.ranks.class_of(dist.get_rank()))
             for place in range(len(module.buckets[stage])):
-                sizes = [len(bucket.gradients) for bucket in self.buckets.at(name, place)]
+                buckets = self.executor.buckets.at(name, place)
+                sizes = [len(bucket.gradients) for bucket in buckets if isinstance(bucket, Sharded)]
                 moved[name, place] = _move_s(sizes, module.layout.dp)
         seam = getattr(self._batch.context(LLM, 0), "seam", None)
         rows = (0, 0) if seam is None else (sum(seam.sent), sum(seam.received))

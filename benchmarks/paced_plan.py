@@ -15,7 +15,6 @@ from torch import distributed as dist
 from benchmarks.draws import Draws
 from benchmarks.paced_job import ROWS, WIDTH
 from benchmarks.pacing import PacedClock
-from optimus.engine.buckets import Buckets
 from optimus.engine.compile import Shapes
 from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor
@@ -156,8 +155,8 @@ class PacedPlan:
             self.chunks,
             _shapes(plan),
             device=torch.device("cpu"),
+            bucket_type=Sharded if sharded else Replicated,
             recorder=self.journal,
-            buckets=Buckets(plan, groups, self.chunks, Sharded if sharded else Replicated),
         )
 
     def prepare(self) -> None:

@@ -28,7 +28,7 @@ from benchmarks.result import BenchResult
 from benchmarks.shaped_net import INTERFACE, enter_namespace, shaped_links
 from optimus.engine.config import Training
 from optimus.engine.process_groups import make_groups
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.op import Kind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -71,7 +71,7 @@ class _Variant:
         rank, device = dist.get_rank(), torch.device("cpu")
         made = make_groups(plan, rank, timeout_s=TIMEOUT_S)
         groups = way.groups(rank=rank, members=made.members, groups=made.groups)
-        self.one = OneRank(
+        self.one = RankTrainer(
             job, plan, Training(seed=SEED), groups, dtype=dtype, device=device, bucket_type=way.buckets
         )
         self._batch = self.one.batch(0, self.one.table(0))

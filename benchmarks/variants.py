@@ -12,12 +12,9 @@ from torch import distributed as dist
 
 from benchmarks.communicators import TIMEOUT_S, group_among
 from benchmarks.torch_stages import Prepared, TorchRun
-from optimus.engine.batch_plan import make_table
-from optimus.engine.batches import SampleBatch
-from optimus.engine.buckets import Buckets
-from optimus.engine.build_rank import build_rank
-from optimus.engine.executor import Executor
+from optimus.engine.config import Training
 from optimus.engine.process_groups import make_groups, replicas_of
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.replicated_buckets import Replicated
 from optimus.engine.synthetic_data import Synthetic
 from optimus.ir.plan import Plan
@@ -55,26 +52,6 @@ class Load:
         first = plan.ranks.place(LLM, self.rank).dp * own
         self.numbers = range(first, first + own)
         self.scale = 1.0 / max(1, sum(self.data.labels(number) for number in range(count)))
-
-    @property
-    def llm_tokens(self) -> int:
-        """Of one microbatch."""
-        return len(self.numbers) // self.plan.microbatches * self.job.workload.sequence_tokens
-
-    def batch(self) -> SampleBatch:
-        """As our executor reads it."""
-        return SampleBatch(
-            self.job.model,
-            self.plan,
-            self.rank,
-            make_table(self.plan, [self.data.sizes(number) for number in self.numbers]),
-            self.data.sample,
-            scale=self.scale,
-            seed=SEED,
-            step=0,
-            dtype=self.dtype,
-            placed=self._moved,
-        )
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -148,21 +125,17 @@ class Variants:
 
 def _ours(load: Load) -> tuple[Callable[[], Tensor | None], list[Tensor]]:
     """Our step, and parameters of this rank, so that each of the model is on one of them."""
-    plan, rank, device = load.plan, load.rank, torch.device(load.device)
-    groups = make_groups(plan, rank, timeout_s=TIMEOUT_S)
-    model = build_rank(
-        load.job.model,
+    plan, rank = load.plan, load.rank
+    trainer = RankTrainer(
+        load.job,
         plan,
-        groups,
-        llm_tokens=load.llm_tokens,
+        Training(seed=SEED),
+        make_groups(plan, rank, timeout_s=TIMEOUT_S),
         dtype=load.dtype,
-        device=device,
-        seed=SEED,
+        device=torch.device(load.device),
+        bucket_type=Replicated,
     )
-    buckets: Buckets[Replicated] = Buckets(plan, groups, model.chunks, Replicated, model.tied, model.partial)
-    executor = Executor(
-        plan, groups, model.chunks, model.shapes, device=device, tied=model.tied, buckets=buckets
-    )
+    model = trainer.model
     held = {id(parameter) for parameter in model.partial}  # by every rank that shares a layer
     first = {name for name in plan.modules if rank == min(replicas_of(plan, name, rank))}
     mine = []
@@ -170,7 +143,7 @@ def _ours(load: Load) -> tuple[Callable[[], Tensor | None], list[Tensor]]:
         module = name.partition(".")[0]
         counts = id(parameter) not in held or plan.ranks.place(module, rank).tp == 0
         mine += [parameter] if module in first and counts else []
-    return partial(executor.step, load.batch()), mine
+    return partial(trainer.executor.step, trainer.batch(0)), mine
 
 
 def _torch_groups(plan: Plan) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

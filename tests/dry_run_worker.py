@@ -16,7 +16,7 @@ from torch import distributed as dist
 from optimus.engine.config import Training
 from optimus.engine.memory_use import count_step
 from optimus.engine.process_groups import make_groups
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.models.tensor_parallel import TpGroup
 
 TRAINING = Training(dtype="bfloat16")
@@ -38,7 +38,7 @@ def count(case: Case, rank: int) -> dict[str, Any]:
     groups = make_groups(case.plan, rank, timeout_s=30)
     scatters = patch.object(TpGroup, "_uses_all_to_all", False)  # as all but gloo do
     with patch("optimus.engine.p2p._Sent", _AtOnce), scatters:
-        one = OneRank(
+        one = RankTrainer(
             case.job,
             case.plan,
             TRAINING,

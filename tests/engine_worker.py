@@ -33,7 +33,7 @@ from optimus.engine.buckets import views_of
 from optimus.engine.config import Training
 from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.process_groups import make_groups, tp_group_of
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.replicated_buckets import Replicated
 from optimus.models.build import build_layers, parameters_with_splits
 from optimus.models.collectives import all_gather_single
@@ -50,7 +50,7 @@ class RankRun:
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.plan = case, rank, case.plan
         self.dtype = getattr(torch, case.dtype)
-        self.built = OneRank(
+        self.built = RankTrainer(
             case.job,
             self.plan,
             Training(seed=case.seed, learning_rate=LR, weight_decay=WEIGHT_DECAY, clip=case.clip),
@@ -62,7 +62,7 @@ class RankRun:
             fuse=not case.segments,
             bucket_type=Sharded if case.sharded else Replicated,
         )
-        self.model, self.data, self.buckets = self.built.model, self.built.data, self.built.buckets
+        self.model, self.data, self.buckets = self.built.model, self.built.data, self.built.executor.buckets
         self.executor, self.batch = self.built.executor, self.built.batch
         trained = [] if case.sharded else self.model.trained
         self._adamw = torch.optim.AdamW(trained, foreach=False, **LEARNING) if trained else None

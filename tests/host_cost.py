@@ -23,7 +23,7 @@ from optimus.engine.compile import Action
 from optimus.engine.config import Training
 from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
 from optimus.engine.process_groups import Groups
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.replicated_buckets import Replicated
 from optimus.engine.watchdog import Ring
 from optimus.ir.plan import Plan, Verb
@@ -93,7 +93,7 @@ class TinyRank:
                 sequences=(PackedSequence(text=1, items=()),),
             ),
         )
-        rank = OneRank(
+        rank = RankTrainer(
             self.job,
             self.plan,
             Training(),

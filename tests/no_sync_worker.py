@@ -14,7 +14,7 @@ from engine_worker import RankRun, everybody, play
 from host_reads import no_host_reads
 from torch import Tensor
 
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.models.kernels import Kernels
 from optimus.models.layer_ops import Heads, Normed, Widened
 from optimus.models.linear import TORCH, LinearKernels
@@ -60,8 +60,8 @@ def _backward() -> AbstractContextManager[Any]:
             original(weight, gradient, rows)
 
     kernels = Kernels(linear=LinearKernels(add_weight_gradient=add))
-    defaults = OneRank.__init__.__kwdefaults__ or {}
-    return patch.object(OneRank.__init__, "__kwdefaults__", {**defaults, "kernels": kernels})
+    defaults = RankTrainer.__init__.__kwdefaults__ or {}
+    return patch.object(RankTrainer.__init__, "__kwdefaults__", {**defaults, "kernels": kernels})
 
 
 PLANTS: dict[str, Plant] = {"item": _item, "mask": _mask, "list": _list, "backward": _backward}

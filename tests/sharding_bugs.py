@@ -222,8 +222,8 @@ def _() -> AbstractContextManager[Any]:
 # ---------------------------------------------------------------------------- norm, clipping, optimizer
 
 
-def _uncounted(original: Any, self: Optimizer, buckets: Any, *, copies: Any = (), **rest: Any) -> None:
-    original(self, buckets, **rest)
+def _uncounted(original: Any, self: Optimizer, buckets: Any, counted: Any, **rest: Any) -> None:
+    original(self, buckets, [bucket.summed for bucket in buckets], **rest)
 
 
 def _norm_of_this_rank(original: Any, self: Optimizer) -> Tensor:
@@ -315,7 +315,7 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("tied parameters lie in different buckets", ENDS)
 def _() -> AbstractContextManager[Any]:
-    def make_all(original: Any, self: Buckets[Sharded], *args: Any) -> Any:
+    def make_all(original: Any, self: Buckets, *args: Any) -> Any:
         with patch.object(self, "_tied", frozenset()):
             return original(self, *args)
 

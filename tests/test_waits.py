@@ -20,7 +20,7 @@ from optimus.engine.distributed_optimizer import Sharded
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import Key, P2PMailbox, Pending
 from optimus.engine.process_groups import make_groups
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.side_stream import Side
 from optimus.engine.torch_private import fake_world
 from optimus.models.collectives import AsyncCollective
@@ -106,7 +106,7 @@ def stepped(case: Case, rank: int) -> tuple[Executor, dict[int, set[int]]]:
         made = make_groups(case.plan, rank, timeout_s=60)
         groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
         device = torch.device("cpu")
-        one = OneRank(case.job, case.plan, Training(), groups, dtype=torch.float32, device=device)
+        one = RankTrainer(case.job, case.plan, Training(), groups, dtype=torch.float32, device=device)
         notes.executor = one.executor
         one.executor.recorded(notes)
         one.executor.step(one.batch(0))

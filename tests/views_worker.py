@@ -46,17 +46,12 @@ def moments(kept: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: part for name, part in kept.items() if part.dim()}
 
 
-class OneBucket(list[Sharded]):
-    """For an optimizer."""
-
-    def counted(self, bucket: Sharded) -> Tensor:
-        return bucket.summed
-
-
 def trained(seed: int, group: dist.ProcessGroup | None) -> tuple[Sharded, Optimizer]:
     """After one step on gradients that depend on the seed."""
     bucket = Sharded(parameters(seed), group)
-    optimizer = Optimizer(OneBucket([bucket]), learning_rate=0.1, weight_decay=0.1)
+    optimizer = Optimizer(
+        [bucket], [bucket.summed], learning_rate=0.1, weight_decay=0.1, device=torch.device("cpu")
+    )
     bucket.reset()
     for parameter in bucket.parameters:
         assert parameter.grad is not None

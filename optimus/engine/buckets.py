@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,10 +52,10 @@ class Bucket(Protocol):
     def wait_reduced(self) -> None: ...
 
 
-B = TypeVar("B", bound=Bucket, covariant=True)
+BucketType = Callable[[Sequence[Tensor], dist.ProcessGroup | None], Bucket]
 
 
-class Buckets(Generic[B]):
+class Buckets:
     """All buckets of one rank. Each parameter is in one; one that is `tied` to another rank's, alone in it.
 
     Both ends of a tied parameter then hold the same part of it. What belongs to no chunk's bucket is in that
@@ -68,29 +68,29 @@ class Buckets(Generic[B]):
         plan: Plan,
         groups: Groups,
         chunks: Mapping[str, tuple[Chunk, ...]],
-        make: Callable[[Sequence[Tensor], dist.ProcessGroup | None], B],
+        bucket_type: BucketType,
         tied: Sequence[Tensor] = (),
         partial: Sequence[Tensor] = (),
     ) -> None:
-        self._plan, self._groups, self._chunks, self._make = plan, groups, chunks, make
+        self._plan, self._groups, self._chunks, self._bucket_type = plan, groups, chunks, bucket_type
         self._tied = {id(parameter) for parameter in tied}
         self._partial = {id(parameter) for parameter in partial}
         self._modules: dict[Bucket, str] = {}
         self._device = plan.ranks.class_of(groups.rank)
-        self._made: dict[tuple[str, int], tuple[B, ...]] = {}
+        self._made: dict[tuple[str, int], tuple[Bucket, ...]] = {}
         self._taken: set[int] = set()
         for name in plan.modules:
             self._make_module(name)
         self.rest = tuple(chain.from_iterable(self._make_rest(name) for name in plan.modules))
 
-    def __iter__(self) -> Iterator[B]:
+    def __iter__(self) -> Iterator[Bucket]:
         return chain(chain.from_iterable(self._made.values()), self.rest)
 
-    def at(self, module: str, place: int) -> tuple[B, ...]:
+    def at(self, module: str, place: int) -> tuple[Bucket, ...]:
         """Of the bucket at a place of the module's stage; none if nothing in it is trained."""
         return self._made.get((module, place), ())
 
-    def needed(self, module: str, chunk: int, layer: int) -> Iterator[B]:
+    def needed(self, module: str, chunk: int, layer: int) -> Iterator[Bucket]:
         """Without which a layer of a chunk (or `ALL_LAYERS` of them) cannot run."""
         for place, bucket in enumerate(self._planned(module)):
             whole = bucket.chunk == WHOLE_STAGE
@@ -139,7 +139,7 @@ class Buckets(Generic[B]):
         if group is not None and trained - (self._taken - before):
             raise _left_out(name)
 
-    def _make_rest(self, name: str) -> Iterator[B]:
+    def _make_rest(self, name: str) -> Iterator[Bucket]:
         """Of what no bucket of the plan holds."""
         trained = trainable_parameters(all_layers({name: self._chunks[name]}))
         left = [parameter for parameter in trained if id(parameter) not in self._taken]
@@ -149,12 +149,12 @@ class Buckets(Generic[B]):
 
     def _make_all(
         self, name: str, parameters: Sequence[Tensor], group: dist.ProcessGroup | None
-    ) -> tuple[B, ...]:
+    ) -> tuple[Bucket, ...]:
         """One bucket, and one for each parameter that is tied."""
         tied = [[p] for p in parameters if id(p) in self._tied]
         others = [p for p in parameters if id(p) not in self._tied]
         others.sort(key=lambda parameter: id(parameter) not in self._partial)
-        found = tuple(self._make(part, group) for part in (others, *tied) if part)
+        found = tuple(self._bucket_type(part, group) for part in (others, *tied) if part)
         self._modules.update(dict.fromkeys(found, name))
         return found
 

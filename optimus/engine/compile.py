@@ -75,7 +75,7 @@ class Compiler:
         plan: Plan,
         groups: Groups,
         chunks: Mapping[str, tuple[Chunk, ...]],
-        buckets: Buckets[Bucket],
+        buckets: Buckets,
         shapes: Shapes,
         mail: P2PMailbox,
         side: Side,

@@ -17,7 +17,7 @@ from optimus.engine.compile import Shapes, describe
 from optimus.engine.config import MemoryUse, Training
 from optimus.engine.memory_use import count_step
 from optimus.engine.process_groups import Groups, make_groups
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import FakeTensorMode, fake_world
 from optimus.errors import UserError
 from optimus.ir.op import COLLECTIVE, Kind
@@ -142,11 +142,11 @@ def check_rank(rank: int, world: int) -> None:
 
 def _step(
     job: Job, plan: Plan, training: Training, groups: Groups, kernels: Kernels
-) -> tuple[OneRank, MemoryUse]:
+) -> tuple[RankTrainer, MemoryUse]:
     """One that is not the first: the optimizer has its state."""
     mode, dtype = FakeTensorMode(), getattr(torch, training.dtype or DTYPE)
     with mode:
-        one = OneRank(job, plan, training, groups, dtype=dtype, device=CPU, kernels=kernels)
+        one = RankTrainer(job, plan, training, groups, dtype=dtype, device=CPU, kernels=kernels)
         if one.optimizer is not None and one.optimizer.adamw is not None:
             one.optimizer.adamw.step()
     batch = one.batch(0, placed=mode.from_tensor)  # made as ever: the host reads sizes from it
@@ -205,7 +205,7 @@ def _travels(plan: Plan, device: int, shapes: Shapes) -> Iterator[Travel]:
                 )
 
 
-def _held(one: OneRank, module: str) -> Held:
+def _held(one: RankTrainer, module: str) -> Held:
     mine = [each for name, each in one.model.parameters.items() if name.startswith(f"{module}.")]
     return Held(
         count=sum(each.numel() for each in mine),

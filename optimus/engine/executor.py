@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.buckets import Bucket, Buckets
+from optimus.engine.buckets import Buckets, BucketType
 from optimus.engine.compile import Action, Batch, Compiler, Shapes, StepState, only_forward
+from optimus.engine.optimizer import Optimizer
 from optimus.engine.p2p import P2PMailbox
 from optimus.engine.process_groups import Groups
 from optimus.engine.replicated_buckets import Replicated
@@ -18,12 +19,6 @@ from optimus.engine.side_stream import Side
 from optimus.ir.plan import Plan
 from optimus.models.chunk import Chunk
 from optimus.models.segment import State
-
-
-class Steps(Protocol):
-    """Who changes parameters when all gradients are there; see `optimizer.Optimizer`."""
-
-    def step(self) -> None: ...
 
 
 class Recorder(Protocol):
@@ -47,8 +42,9 @@ class Executor:
 
     `tied` are an embedding table and a head on this rank that are one parameter of the model: their gradients
     are added up, over the first and last stage where they are apart. `chunks` holds this rank's chunks of
-    every module, in order, `buckets` what of their parameters is gathered and reduced together: if left out,
-    parameters are whole everywhere and `grad` holds their gradients. The `optimizer` steps in the last line.
+    every module, in order; `bucket_type` says how their parameters are gathered and their gradients reduced:
+    by default parameters are replicated and `grad` holds their gradients. An `optimizer`, if there is one,
+    steps in the last line.
     """
 
     def __init__(
@@ -59,16 +55,17 @@ class Executor:
         shapes: Shapes,
         *,
         device: torch.device,
-        tied: tuple[Tensor, ...] = (),
+        bucket_type: BucketType = Replicated,
+        tied: Sequence[Tensor] = (),
+        partial: Sequence[Tensor] = (),
         recorder: Recorder | None = None,
-        buckets: Buckets[Bucket] | None = None,
-        optimizer: Steps | None = None,
     ) -> None:
         self.plan, self.groups, self.tied = plan, groups, tied
         self._mail, self.side, self._moment = P2PMailbox(device), Side(device), StepState()
         self._recorder = recorder or _Nobody()
-        self.buckets = buckets or Buckets(plan, groups, chunks, Replicated, tied)
-        self.optimizer, mail, moment = optimizer, self._mail, self._moment
+        self.buckets = Buckets(plan, groups, chunks, bucket_type, tied, partial)
+        self.optimizer: Optimizer | None = None
+        mail, moment = self._mail, self._moment
         compiler = Compiler(plan, groups, chunks, self.buckets, shapes, mail, self.side, moment, self._finish)
         self.actions = compiler.actions()
         self._waits_for = {action.line: action.waits_for for action in self.actions}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from optimus.engine.buckets import Buckets, all_layers
+from optimus.engine.buckets import all_layers
 from optimus.engine.build_rank import refuse_unsupported
 from optimus.engine.compile import Shapes
 from optimus.engine.executor import Executor
@@ -223,7 +223,7 @@ class FillSchedule:
                 self._chunks,
                 _shapes(self.plan, seen),
                 device=self._device,
-                buckets=Buckets(self.plan, self._groups, self._chunks, partial(make_bucket, self._sharded)),
+                bucket_type=partial(make_bucket, self._sharded),
             )
         return self._executor
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.engine.compile import Batch
 from optimus.engine.config import MemoryUse
 from optimus.engine.memory_tracker import ByteCounter, states_of, total_bytes
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.plan import Plan
 from optimus.verify.memory_replay import ACTIVATIONS, bytes_along
 
@@ -19,7 +19,7 @@ BESIDE = ("working", "logits")  # planned as always there, and counted with whoe
 STATES = ("parameters", "gradients", "optimizer")
 
 
-def count_step(rank: OneRank, batch: Batch) -> tuple[Tensor | None, MemoryUse]:
+def count_step(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None, MemoryUse]:
     """Runs one step, slower than others; returns its loss and the bytes it took."""
     executor, parameters = rank.executor, rank.parameters
     assert rank.optimizer is not None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,37 +13,24 @@ from optimus.engine.distributed_optimizer import Sharded
 SMALL = 1e-6  # added to a norm that divides, as torch.nn.utils.clip_grad_norm_ does
 
 
-class Counted(Protocol):
-    """Buckets, and what of each counts here; see `buckets.Buckets`."""
-
-    def __iter__(self) -> Iterator[Sharded]: ...
-
-    def counted(self, bucket: Sharded) -> Tensor: ...
-
-
 class Optimizer:
     """Every rank must hold one, be it for no bucket: the norm is summed over all ranks.
 
-    `copies` are parameters that count elsewhere, as the head of a tied embedding does. `clip` is the largest
-    norm that gradients keep; 0 leaves them as they are. Nothing is read back from a device.
+    `counted` are the gradients that enter the norm on this rank: each of the model's on one rank only. `clip`
+    is the largest norm that gradients keep; 0 leaves them as they are. Nothing is read back from a device.
     """
 
     def __init__(
         self,
-        buckets: Counted,
+        buckets: Sequence[Sharded],
+        counted: Sequence[Tensor],
         *,
         learning_rate: float,
         weight_decay: float,
         clip: float = 0.0,
-        copies: Sequence[Tensor] = (),
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> None:
-        self.buckets, self.clip = list(buckets), clip
-        elsewhere = {id(parameter) for parameter in copies}
-        self._counted = [
-            buckets.counted(each) for each in self.buckets if id(each.parameters[0]) not in elsewhere
-        ]
-        self._device = device or torch.device("cpu")
+        self.buckets, self._counted, self.clip, self._device = buckets, counted, clip, device
         masters = [bucket.master for bucket in self.buckets]
         self.adamw = (
             torch.optim.AdamW(masters, lr=learning_rate, weight_decay=weight_decay, fused=True)

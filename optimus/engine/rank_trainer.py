@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimus.engine.batch_plan import BatchTable, make_table
 from optimus.engine.batches import SampleBatch
-from optimus.engine.buckets import Buckets
 from optimus.engine.build_rank import build_rank
 from optimus.engine.config import Training
 from optimus.engine.distributed_optimizer import Sharded
@@ -29,7 +27,7 @@ from optimus.job.job import Job
 from optimus.models.kernels import KERNELS, Kernels, Numerics
 
 
-class OneRank:
+class RankTrainer:
     """The only builder of a rank from a job; every rank passes the same job, plan and training.
 
     `groups` say which rank it is. `bucket_type` says how parameters are gathered and gradients reduced: with
@@ -69,29 +67,29 @@ class OneRank:
             kernels=kernels,
             fuse=fuse,
         )
-        self.buckets: Buckets[Any] = Buckets(
-            plan, groups, self.model.chunks, bucket_type, self.model.tied, self.model.partial
-        )
-        self.optimizer = self._make_optimizer() if issubclass(bucket_type, Sharded) else None
         self.executor = Executor(
             plan,
             groups,
             self.model.chunks,
             self.model.shapes,
             device=device,
+            bucket_type=bucket_type,
             tied=self.model.tied,
+            partial=self.model.partial,
             recorder=recorder,
-            buckets=self.buckets,
-            optimizer=self.optimizer,
         )
+        self.optimizer = self._make_optimizer() if issubclass(bucket_type, Sharded) else None
+        self.executor.optimizer = self.optimizer
 
     def _make_optimizer(self) -> Optimizer:
+        copies = {id(parameter) for parameter in self.model.copies}
+        buckets = [bucket for bucket in self.executor.buckets if isinstance(bucket, Sharded)]
         return Optimizer(
-            self.buckets,
+            buckets,
+            [self.executor.buckets.counted(each) for each in buckets if id(each.parameters[0]) not in copies],
             learning_rate=self.training.learning_rate,
             weight_decay=self.training.weight_decay,
             clip=self.training.clip,
-            copies=self.model.copies,
             device=self.device,
         )
 

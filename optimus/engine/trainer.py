@@ -19,7 +19,7 @@ from optimus.engine.compile import describe
 from optimus.engine.config import METRICS, MemoryUse, StepMetrics, Summary, Training
 from optimus.engine.memory_use import count_step
 from optimus.engine.process_groups import make_groups
-from optimus.engine.rank_trainer import OneRank
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.rendezvous import Membership, agree, join
 from optimus.engine.watchdog import Ring, Watch
 from optimus.environment import launched
@@ -93,7 +93,7 @@ class _Loop:
         usual = "bfloat16" if device.type == "cuda" else "float32"
         groups = make_groups(plan, rank, timeout_s=GROUP_S)
         self.ring = Ring()
-        self.rank = OneRank(
+        self.rank = RankTrainer(
             job,
             plan,
             training,
