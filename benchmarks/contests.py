@@ -8,18 +8,18 @@ from typing import Literal
 import torch
 
 from benchmarks.waiting import Waiting
-from optimus.engine.distributed_optimizer import Sharded
-from optimus.engine.process_groups import Groups
+from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.process_groups import ProcessGroups
 from optimus.ir.plan import Plan
 from optimus.job.layout import LayoutChoice
 from optimus.models.tensor_parallel import TpGroup
-from optimus.profiler.at_home import AtHome
+from optimus.profiler.at_home import LocalTpGroup
 
 RANKS = 2
 Axis = Literal["dp", "tp"]  # which of the two goes over the slow link
 
 
-class Silent(Sharded):
+class Silent(ShardedBucket):
     """Replicas that do not know of each other."""
 
     def gather(self) -> None:
@@ -29,21 +29,21 @@ class Silent(Sharded):
         """Every replica learns from its own part of the batch."""
 
 
-class Mute(Groups):
+class Mute(ProcessGroups):
     """A tensor-parallel group in which nobody hears the other: numbers mean nothing, and take as long."""
 
     def tp_group(self, plan: Plan, module: str) -> TpGroup:
         found = super().tp_group(plan, module)
-        return AtHome(rank=found.rank, size=found.size)
+        return LocalTpGroup(rank=found.rank, size=found.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """How a variant plays the plan."""
 
-    buckets: type[Sharded] = Sharded
+    buckets: type[ShardedBucket] = ShardedBucket
     slots: bool = True
-    groups: type[Groups] = Groups
+    groups: type[ProcessGroups] = ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)

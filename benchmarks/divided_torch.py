@@ -26,7 +26,7 @@ from benchmarks.paced_backend import PacedNetwork
 from benchmarks.paced_torch import PacedPipeline, Passing, TorchPipeline
 from benchmarks.torch_cuts import Cuts, balanced
 from benchmarks.torch_replay import Programs, replay_step
-from optimus.engine.process_groups import Groups
+from optimus.engine.process_groups import ProcessGroups
 from optimus.ir.op import Kind
 from optimus.planner.systems.layer_partition import smallest_maximum_cut
 from optimus.schedule.stage_costs import Cut
@@ -175,7 +175,7 @@ def make_pipelines(
     variants: Mapping[str, DividedTorch],
     draws: Draws,
     network: PacedNetwork,
-    groups: Groups,
+    groups: ProcessGroups,
     pipeline: dist.ProcessGroup,
 ) -> dict[str, PacedPipeline]:
     """Of every variant, this rank's stages; `pipeline` joins the stages of one replica at its place."""

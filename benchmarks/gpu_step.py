@@ -15,7 +15,7 @@ from benchmarks.gpu_ranks import Place
 from benchmarks.gpu_streams import watch_of
 from benchmarks.torch_stages import Prepared, layers_in_order, stage_of_layers, summed_loss
 from benchmarks.variants import OURS, SEED, Load, Variants
-from optimus.engine.config import Training
+from optimus.engine.config import TrainingConfig
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
 
@@ -145,7 +145,7 @@ def _trainer(place: Place, prepared: Prepared) -> RankTrainer:
     return RankTrainer(
         prepared.job,
         prepared.plan,
-        Training(learning_rate=0.0, weight_decay=0.0, clip=0.0, seed=SEED),
+        TrainingConfig(learning_rate=0.0, weight_decay=0.0, clip=0.0, seed=SEED),
         make_groups(prepared.plan, place.rank, timeout_s=TIMEOUT_S),
         dtype=_dtype(place),
         device=place.device,

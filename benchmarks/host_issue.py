@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from optimus.engine.config import Training
-from optimus.engine.process_groups import Groups, make_groups
+from optimus.engine.config import TrainingConfig
+from optimus.engine.process_groups import ProcessGroups, make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import fake_world
 from optimus.ir.plan import Plan
@@ -82,7 +82,7 @@ class FakeTpGroup(TpGroup):
         return AsyncCollective(None, lambda: came)
 
 
-class FakeGroups(Groups):
+class FakeGroups(ProcessGroups):
     """Process groups whose tensor-parallel exchanges return at once."""
 
     def tp_group(self, plan: Plan, module: str) -> TpGroup:
@@ -101,7 +101,7 @@ def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
         made = make_groups(small_plan, rank, timeout_s=60)
         groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
         one = RankTrainer(
-            small, small_plan, Training(), groups, dtype=torch.float32, device=torch.device("cpu")
+            small, small_plan, TrainingConfig(), groups, dtype=torch.float32, device=torch.device("cpu")
         )
         batch, found, bare = one.batch(0), [], []
         # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks.pacing import Link, PacedClock
-from optimus.engine.torch_private import PythonGroup, PythonWork, gloo_by, loopback_device
+from optimus.engine.torch_private import PythonGroup, PythonWork, loopback_device, make_gloo_backend
 
 _HEADER_BYTES = 8  # one float64: when the message arrives
 
@@ -60,7 +60,7 @@ class PacedNetwork:
 
     def _make_group(self, options: Any, link: Link | None) -> PacedGroup:
         rank, size = options.group_rank, options.group_size
-        made = partial(gloo_by, self._device, options.store, rank, size, options.timeout)
+        made = partial(make_gloo_backend, self._device, options.store, rank, size, options.timeout)
         group = PacedGroup(rank, size, made, self, link or self.link)
         self._groups.append(group)
         return group

@@ -19,9 +19,9 @@ from benchmarks.paced_backend import PacedNetwork
 from benchmarks.paced_plan import Journal, drawn_s
 from benchmarks.paced_replays import PlanReplay
 from benchmarks.waiting import Waiting
-from optimus.engine.config import Training
-from optimus.engine.distributed_optimizer import Sharded
-from optimus.engine.process_groups import Groups
+from optimus.engine.config import TrainingConfig
+from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.process_groups import ProcessGroups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.op import COLLECTIVE, Floats, Kind, Schedule
 from optimus.ir.plan import OPS, Phase, Plan, Verb
@@ -116,7 +116,7 @@ class PacedModel:
         plan: Plan,
         draws: Draws,
         network: PacedNetwork,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         waits: bool = False,
     ) -> None:
@@ -126,12 +126,12 @@ class PacedModel:
         trainer = RankTrainer(
             job,
             plan,
-            Training(),
+            TrainingConfig(),
             groups,
             dtype=DTYPE,
             device=torch.device("cpu"),
             recorder=self._pacer,
-            bucket_type=Waiting if waits else Sharded,
+            bucket_type=Waiting if waits else ShardedBucket,
         )
         self.executor, self._batch = trainer.executor, trainer.batch(0)
         self.executor.optimizer = None  # a replay knows neither norm nor AdamW
@@ -154,7 +154,7 @@ class PacedModel:
             stage = self.plan.ranks.stage_of(name, self.plan.ranks.class_of(dist.get_rank()))
             for place in range(len(module.buckets[stage])):
                 buckets = self.executor.buckets.at(name, place)
-                sizes = [len(bucket.gradients) for bucket in buckets if isinstance(bucket, Sharded)]
+                sizes = [len(bucket.gradients) for bucket in buckets if isinstance(bucket, ShardedBucket)]
                 moved[name, place] = _move_s(sizes, module.layout.dp)
         seam = getattr(self._batch.context(LLM, 0), "seam", None)
         rows = (0, 0) if seam is None else (sum(seam.sent), sum(seam.received))

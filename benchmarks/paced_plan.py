@@ -15,12 +15,12 @@ from torch import distributed as dist
 from benchmarks.draws import Draws
 from benchmarks.paced_job import ROWS, WIDTH
 from benchmarks.pacing import PacedClock
-from optimus.engine.compile import Shapes
-from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.compile import MessageSpecs
+from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import TensorSpec
 from optimus.engine.process_groups import make_groups
-from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.ir.op import Kind
 from optimus.ir.plan import VERB_OF, Plan
 from optimus.ir.ranks import LLM
@@ -155,7 +155,7 @@ class PacedPlan:
             self.chunks,
             _shapes(plan),
             device=torch.device("cpu"),
-            bucket_type=Sharded if sharded else Replicated,
+            bucket_type=ShardedBucket if sharded else ReplicatedBucket,
             recorder=self.journal,
         )
 
@@ -190,11 +190,11 @@ class PacedPlan:
         return PacedChunk([[part] for part in segments], clock=self._clock, seconds=seconds, spent=spent)
 
 
-def _shapes(plan: Plan) -> Shapes:
+def _shapes(plan: Plan) -> MessageSpecs:
     def rows(name: str) -> tuple[TensorSpec, ...]:
         return (TensorSpec(shape=(ROWS // plan.modules[name].pieces, WIDTH), dtype=torch.float32),)
 
-    return Shapes(
+    return MessageSpecs(
         inputs={name: [rows(name)] * len(module.chunks) for name, module in plan.modules.items()},
         rows={name: rows(name) for name in plan.encoders},
     )

@@ -26,7 +26,7 @@ from benchmarks.contests import CONTESTS, RANKS, Axis, Contest, Way
 from benchmarks.real_ranks import TIMEOUT_S, put_communication_first, run_pinned_ranks
 from benchmarks.result import BenchResult
 from benchmarks.shaped_net import INTERFACE, enter_namespace, shaped_links
-from optimus.engine.config import Training
+from optimus.engine.config import TrainingConfig
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.op import Kind
@@ -72,7 +72,7 @@ class _Variant:
         made = make_groups(plan, rank, timeout_s=TIMEOUT_S)
         groups = way.groups(rank=rank, members=made.members, groups=made.groups)
         self.one = RankTrainer(
-            job, plan, Training(seed=SEED), groups, dtype=dtype, device=device, bucket_type=way.buckets
+            job, plan, TrainingConfig(seed=SEED), groups, dtype=dtype, device=device, bucket_type=way.buckets
         )
         self._batch = self.one.batch(0, self.one.table(0))
 

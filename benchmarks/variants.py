@@ -12,11 +12,11 @@ from torch import distributed as dist
 
 from benchmarks.communicators import TIMEOUT_S, group_among
 from benchmarks.torch_stages import Prepared, TorchRun
-from optimus.engine.config import Training
-from optimus.engine.process_groups import make_groups, replicas_of
+from optimus.engine.config import TrainingConfig
+from optimus.engine.process_groups import make_groups, replica_ranks
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.replicated_buckets import Replicated
-from optimus.engine.synthetic_data import Synthetic
+from optimus.engine.replicated_buckets import ReplicatedBucket
+from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
@@ -46,7 +46,7 @@ class Load:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.job, self.plan, self.device, self.dtype = job, plan, device, dtype
-        self.rank, self.data = dist.get_rank(), Synthetic(job=job, seed=SEED)
+        self.rank, self.data = dist.get_rank(), SyntheticDataset(job=job, seed=SEED)
         count = job.workload.sequences_per_step
         own = count // plan.ranks.llm.dp
         first = plan.ranks.place(LLM, self.rank).dp * own
@@ -129,15 +129,15 @@ def _ours(load: Load) -> tuple[Callable[[], Tensor | None], list[Tensor]]:
     trainer = RankTrainer(
         load.job,
         plan,
-        Training(seed=SEED),
+        TrainingConfig(seed=SEED),
         make_groups(plan, rank, timeout_s=TIMEOUT_S),
         dtype=load.dtype,
         device=torch.device(load.device),
-        bucket_type=Replicated,
+        bucket_type=ReplicatedBucket,
     )
     model = trainer.model
     held = {id(parameter) for parameter in model.partial}  # by every rank that shares a layer
-    first = {name for name in plan.modules if rank == min(replicas_of(plan, name, rank))}
+    first = {name for name in plan.modules if rank == min(replica_ranks(plan, name, rank))}
     mine = []
     for name, parameter in model.parameters.items():
         module = name.partition(".")[0]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.distributed_optimizer import ShardedBucket
 
 
-class Waiting(Sharded):
+class Waiting(ShardedBucket):
     """Nobody computes while parameters are gathered; gradients are reduced when all compute is over."""
 
     def gather(self) -> None:

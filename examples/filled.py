@@ -8,7 +8,7 @@ from torch import distributed as dist
 from toy_vlm import FirstStage, LastStage, encoder_blocks, loss_fn, make_batch
 
 from optimus.engine.fill_schedule import FillSchedule
-from optimus.engine.stage_profile import survey
+from optimus.engine.stage_profile import profile_stages
 from optimus.ir.module_times import EncoderBlocks
 from optimus.planner.user_modules import plan_modules
 
@@ -25,7 +25,7 @@ def main() -> None:
 
     # How long does each stage and block take? Measured once; then the plan is the same on every rank.
     tokens, images, _ = make_batch(0, samples=2)  # one microbatch
-    seen = survey([stage], {"images": blocks}, (tokens,), {"images": (images, 1)}, pp=2, repeats=5)
+    seen = profile_stages([stage], {"images": blocks}, (tokens,), {"images": (images, 1)}, pp=2, repeats=5)
     plan = plan_modules(
         stages=seen.stage_seconds,
         encoders={"images": EncoderBlocks(blocks=seen.block_seconds("images"))},

@@ -12,7 +12,7 @@ from engine_bugs import Bugs, bug, wrapped
 from torch import Tensor
 
 from optimus.engine import batches
-from optimus.engine.buckets import Buckets
+from optimus.engine.buckets import RankBuckets
 from optimus.models import linear, loss
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import AsyncCollective
@@ -29,7 +29,7 @@ PLAIN, SHARDED = "tp: two stages", "sharded tp: two stages"
 
 @bug("partial gradients are not summed", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    return wrapped(Buckets, "add_partial_sums", lambda original, self: None)
+    return wrapped(RankBuckets, "add_partial_sums", lambda original, self: None)
 
 
 @bug("only the first bucket's partial gradients are summed", PLAIN, DIVIDED_BUGS)
@@ -38,12 +38,12 @@ def _() -> AbstractContextManager[Any]:
         found: Tensor = original(self, bucket)
         return found if bucket is next(iter(self)) else found[:0]
 
-    return wrapped(Buckets, "partial_sums", partial_sums)
+    return wrapped(RankBuckets, "partial_sums", partial_sums)
 
 
 @bug("the norm counts what all ranks of a group hold on each of them", SHARDED, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    return wrapped(Buckets, "counted", lambda original, self, bucket: bucket.summed)
+    return wrapped(RankBuckets, "counted", lambda original, self, bucket: bucket.summed)
 
 
 @bug("sums of another rank's rows are kept", PLAIN, DIVIDED_BUGS)
@@ -157,12 +157,12 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("encoder rows are placed where the other rank's belong", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def route(original: Any, pieces: Any, tp_group: TpGroup, length: int) -> Any:
+    def route_rows(original: Any, pieces: Any, tp_group: TpGroup, length: int) -> Any:
         found = original(pieces, tp_group, length)
         own = length // tp_group.size
         return replace(found, targets=(found.targets + 1) % own)
 
-    return wrapped(batches, "route", route)
+    return wrapped(batches, "route_rows", route_rows)
 
 
 @bug("gradients of encoder rows stay where they are", PLAIN, DIVIDED_BUGS)

@@ -13,13 +13,13 @@ from engine_cases import DIVIDED, Case
 from engine_worker import everybody, play
 from torch import distributed as dist
 
-from optimus.engine.config import Training
+from optimus.engine.config import TrainingConfig
 from optimus.engine.memory_use import count_step
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.models.tensor_parallel import TpGroup
 
-TRAINING = Training(dtype="bfloat16")
+TRAINING = TrainingConfig(dtype="bfloat16")
 TIMES = 4  # a thread of gloo may hold a tensor a moment longer than it is needed: seldom in all of them
 
 
@@ -37,7 +37,7 @@ class _AtOnce:
 def count(case: Case, rank: int) -> dict[str, Any]:
     groups = make_groups(case.plan, rank, timeout_s=30)
     scatters = patch.object(TpGroup, "_uses_all_to_all", False)  # as all but gloo do
-    with patch("optimus.engine.p2p._Sent", _AtOnce), scatters:
+    with patch("optimus.engine.p2p._PendingSends", _AtOnce), scatters:
         one = RankTrainer(
             case.job,
             case.plan,

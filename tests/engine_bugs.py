@@ -15,7 +15,7 @@ from optimus.engine import batches, build_rank
 from optimus.engine.compile import Compiler
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import P2PMailbox
-from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.models import layer_ops, linear
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.layer_ops import Normed
@@ -77,7 +77,7 @@ def _() -> AbstractContextManager[Any]:
         found = original(*args)
         return [found[0]] * len(found)
 
-    return wrapped(batches.SampleBatch, "_pieces", pieces)
+    return wrapped(batches.RankBatch, "_pieces", pieces)
 
 
 @bug("images attend to each other", "two ranks")
@@ -92,7 +92,7 @@ def _() -> AbstractContextManager[Any]:
 @bug("two images change places", "two ranks")
 def _() -> AbstractContextManager[Any]:
     return wrapped(
-        batches.SampleBatch, "_encoder", lambda original, self, name, mb: original(self, name, mb ^ 1)
+        batches.RankBatch, "_encoder", lambda original, self, name, mb: original(self, name, mb ^ 1)
     )
 
 
@@ -104,7 +104,7 @@ def _() -> AbstractContextManager[Any]:
     def inputs(original: Any, self: Any, module: str, microbatch: int) -> Any:
         return original(self, module, microbatch ^ 1 if module == "llm" else microbatch)
 
-    return wrapped(batches.SampleBatch, "inputs", inputs)
+    return wrapped(batches.RankBatch, "inputs", inputs)
 
 
 @bug("a message is zeros", "two ranks")
@@ -132,7 +132,7 @@ def _() -> AbstractContextManager[Any]:
         found = original(plan, module, rank)
         return [(max(first - 1, 0), end) for first, end in found] if module.name == "vision" else found
 
-    return wrapped(build_rank, "ranges_of", ranges)
+    return wrapped(build_rank, "layer_ranges", ranges)
 
 
 # ---------------------------------------------------------------------------- reductions
@@ -140,37 +140,37 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("averaged twice", "one stage, two replicas")
 def _() -> AbstractContextManager[Any]:
-    def wait(original: Any, self: Replicated) -> None:
+    def wait(original: Any, self: ReplicatedBucket) -> None:
         original(self)
         if self.group is not None:
             self.summed /= dist.get_world_size(self.group)
 
-    return wrapped(Replicated, "wait_reduced", wait)
+    return wrapped(ReplicatedBucket, "wait_reduced", wait)
 
 
 @bug("reduced twice", "one stage, two replicas")
 def _() -> AbstractContextManager[Any]:
-    def launch(original: Any, self: Replicated) -> None:
+    def launch(original: Any, self: ReplicatedBucket) -> None:
         if self.group is not None:
             dist.all_reduce(self.summed, group=self.group)
         original(self)
 
-    return wrapped(Replicated, "reduce", launch)
+    return wrapped(ReplicatedBucket, "reduce", launch)
 
 
 @bug("an encoder is not reduced", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    return wrapped(Replicated, "reduce", lambda original, self: None)
+    return wrapped(ReplicatedBucket, "reduce", lambda original, self: None)
 
 
 @bug("gradients of the step before stay", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    def reset(original: Any, self: Replicated) -> None:
+    def reset(original: Any, self: ReplicatedBucket) -> None:
         before = self.summed.clone()
         original(self)
         self.summed.copy_(before)
 
-    return wrapped(Replicated, "reset", reset)
+    return wrapped(ReplicatedBucket, "reset", reset)
 
 
 @bug("tied embeddings are not summed", "tied")
@@ -247,7 +247,7 @@ def _() -> AbstractContextManager[Any]:
     def make(original: Any, self: Any, *args: Any, scale: float, **rest: Any) -> None:
         original(self, *args, scale=2 * scale, **rest)
 
-    return wrapped(batches.SampleBatch, "__init__", make)
+    return wrapped(batches.RankBatch, "__init__", make)
 
 
 @bug("what was emptied is not made again", "selective")

@@ -30,11 +30,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine.buckets import views_of
-from optimus.engine.config import Training
-from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.config import TrainingConfig
+from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import make_groups, tp_group_of
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.models.build import build_layers, parameters_with_splits
 from optimus.models.collectives import all_gather_single
 from optimus.models.param_split import ParamSplit
@@ -53,14 +53,14 @@ class RankRun:
         self.built = RankTrainer(
             case.job,
             self.plan,
-            Training(seed=case.seed, learning_rate=LR, weight_decay=WEIGHT_DECAY, clip=case.clip),
+            TrainingConfig(seed=case.seed, learning_rate=LR, weight_decay=WEIGHT_DECAY, clip=case.clip),
             make_groups(self.plan, rank, timeout_s=TIMEOUT_S),
             dtype=self.dtype,
             device=torch.device("cpu"),
             recorder=self,
             numerics=case.all_numerics,
             fuse=not case.segments,
-            bucket_type=Sharded if case.sharded else Replicated,
+            bucket_type=ShardedBucket if case.sharded else ReplicatedBucket,
         )
         self.model, self.data, self.buckets = self.built.model, self.built.data, self.built.executor.buckets
         self.executor, self.batch = self.built.executor, self.built.batch
@@ -114,14 +114,14 @@ class RankRun:
                 or parameter.grad is None
                 or parameter.grad.data_ptr() != view.data_ptr()
                 for bucket in self.buckets
-                if isinstance(bucket, Sharded)
-                for parameter, view in zip(bucket.parameters, bucket.gradient_views, strict=True)
+                if isinstance(bucket, ShardedBucket)
+                for parameter, view in zip(bucket.parameters, bucket.grad_views, strict=True)
             )
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the whole batch, by name."""
         for bucket in self.buckets:
-            if isinstance(bucket, Sharded) and bucket.group is not None:
+            if isinstance(bucket, ShardedBucket) and bucket.group is not None:
                 all_gather_single(bucket.gradients, bucket.summed, bucket.group)
         return {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -142,7 +142,7 @@ class RankRun:
         names = {id(parameter): name for name, parameter in self.model.parameters.items()}
         found = {}
         for bucket in self.buckets:
-            assert isinstance(bucket, Sharded)
+            assert isinstance(bucket, ShardedBucket)
             flat = torch.empty_like(bucket.gradients)
             if bucket.group is None:
                 flat.copy_(bucket.master.detach())

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from optimus.engine.rendezvous import Membership, agree, join
-from optimus.engine.watchdog import Ring, Watch
+from optimus.engine.watchdog import FlightRecorder, Watchdog
 
 MICROBATCHES = 4
 VERBS = ("recv-f", "F", "send-f")  # line = 3 * microbatch + place of the verb
@@ -76,8 +76,8 @@ def main() -> None:
     agree(member.store, member.rank, member.world, "plan hash", "abc")
     around = Around(member, timeout_s=30.0)
     say(f"rank {member.rank} pid {os.getpid()} restart {member.restart} joined")
-    ring = Ring()
-    watch = Watch(
+    ring = FlightRecorder()
+    watch = Watchdog(
         rank=member.rank,
         world=member.world,
         ring=ring,

@@ -20,12 +20,12 @@ from torch import distributed as dist
 
 from optimus.cost.assumptions import preset
 from optimus.engine.compile import Action
-from optimus.engine.config import Training
+from optimus.engine.config import TrainingConfig
 from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
-from optimus.engine.process_groups import Groups
+from optimus.engine.process_groups import ProcessGroups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.replicated_buckets import Replicated
-from optimus.engine.watchdog import Ring
+from optimus.engine.replicated_buckets import ReplicatedBucket
+from optimus.engine.watchdog import FlightRecorder
 from optimus.ir.plan import Plan, Verb
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
@@ -96,12 +96,12 @@ class TinyRank:
         rank = RankTrainer(
             self.job,
             self.plan,
-            Training(),
-            Groups(rank=0, members={}, groups={}),
+            TrainingConfig(),
+            ProcessGroups(rank=0, members={}, groups={}),
             dtype=torch.float32,
             device=torch.device("cpu"),
-            recorder=Ring(),
-            bucket_type=Replicated,
+            recorder=FlightRecorder(),
+            bucket_type=ReplicatedBucket,
         )
         self.executor, self.batch, self.parameters = rank.executor, rank.batch(0), rank.model.trained
         self.segments: list[Segment] = list(rank.model.chunks[LLM][0]._segments)
@@ -246,9 +246,9 @@ def communication_costs(group: dist.ProcessGroup) -> dict[str, float]:
     A send is the launch, above `isend`; a receive above `empty` and `irecv`; taking it above `wait`; a reduce
     above `all_reduce`. The group is one whose backend does nothing.
     """
-    mail, device, ring = P2PMailbox(torch.device("cpu")), torch.device("cpu"), Ring()
+    mail, device, ring = P2PMailbox(torch.device("cpu")), torch.device("cpu"), FlightRecorder()
     spec = TensorSpec(shape=(1, 1), dtype=torch.float32)
-    sent, flat = torch.ones(1, 1), Replicated([torch.ones(1, requires_grad=True)], group)
+    sent, flat = torch.ones(1, 1), ReplicatedBucket([torch.ones(1, requires_grad=True)], group)
     keys: list[Key] = [("forward", LLM, 1, number) for number in range(CALLS)]
     posted: list[Any] = []
 

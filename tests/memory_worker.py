@@ -13,7 +13,7 @@ from engine_cases import MEASURED, WINDOWED, Case
 from engine_worker import RankRun, everybody, play
 
 from optimus.engine.memory_use import count_step
-from optimus.engine.p2p import _Sent
+from optimus.engine.p2p import _PendingSends
 from optimus.models.segment import SavedTensors
 
 
@@ -32,7 +32,7 @@ def main(names: list[str]) -> None:
         plants: dict[str, Any] = {
             "sound": nullcontext(),
             "outputs": patch.object(SavedTensors, "release_outputs", lambda self: None),
-            "sent": patch.object(_Sent, "forget_arrived", lambda self: None),
+            "sent": patch.object(_PendingSends, "forget_arrived", lambda self: None),
         }
         for name, planted in plants.items():
             with planted:

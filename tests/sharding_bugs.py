@@ -16,11 +16,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine import optimizer
-from optimus.engine.buckets import Buckets
+from optimus.engine.buckets import RankBuckets
 from optimus.engine.compile import Compiler
-from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
-from optimus.engine.optimizer import Optimizer
+from optimus.engine.optimizer import DistributedOptimizer
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 TWO = "sharded: two by two interleaved"
@@ -40,17 +40,17 @@ def changed(name: str, case: str, owner: Any, attribute: str, change: Callable[.
 # ---------------------------------------------------------------------------- gathers
 
 
-def _gather_once(original: Any, self: Sharded) -> None:
+def _gather_once(original: Any, self: ShardedBucket) -> None:
     if not hasattr(self, "gathered"):
         original(self)
     self.gathered = True  # type: ignore[attr-defined]
 
 
-def _gather_nothing(original: Any, self: Sharded) -> None:
+def _gather_nothing(original: Any, self: ShardedBucket) -> None:
     """Parameters stay as they were built."""
 
 
-def _gather_before_casting(original: Any, self: Sharded) -> None:
+def _gather_before_casting(original: Any, self: ShardedBucket) -> None:
     before = self._whole.clone()
     original(self)
     self.wait_gathered()
@@ -59,109 +59,111 @@ def _gather_before_casting(original: Any, self: Sharded) -> None:
     self.gathered = True  # type: ignore[attr-defined]
 
 
-def _rolled(original: Any, self: Sharded) -> None:
+def _rolled(original: Any, self: ShardedBucket) -> None:
     original(self)
     self.wait_gathered()
     self._whole.copy_(self._whole.roll(1))
 
 
-def _replicas_change_places(original: Any, self: Sharded) -> None:
+def _replicas_change_places(original: Any, self: ShardedBucket) -> None:
     original(self)
     self.wait_gathered()
     if self.group is not None:
         self._whole.copy_(self._whole.roll(len(self._part)))
 
 
-changed("parameters are gathered in the first step only", TWO, Sharded, "gather", _gather_once)
-changed("parameters are never gathered", FOUR, Sharded, "gather", _gather_nothing)
-changed("the type is changed only after sending", HALF, Sharded, "gather", _gather_before_casting)
-changed("parameters lie one number too far", TWO, Sharded, "gather", _rolled)
-changed("parts of two replicas are exchanged", FOUR, Sharded, "gather", _replicas_change_places)
+changed("parameters are gathered in the first step only", TWO, ShardedBucket, "gather", _gather_once)
+changed("parameters are never gathered", FOUR, ShardedBucket, "gather", _gather_nothing)
+changed("the type is changed only after sending", HALF, ShardedBucket, "gather", _gather_before_casting)
+changed("parameters lie one number too far", TWO, ShardedBucket, "gather", _rolled)
+changed("parts of two replicas are exchanged", FOUR, ShardedBucket, "gather", _replicas_change_places)
 
 
 # ---------------------------------------------------------------------------- reductions
 
 
-def _without_own(original: Any, self: Sharded) -> None:
+def _without_own(original: Any, self: ShardedBucket) -> None:
     if self.group is not None and dist.get_rank(self.group) == 1:
         self.gradients.zero_()
     original(self)
 
 
-def _not_reduced(original: Any, self: Sharded) -> None:
+def _not_reduced(original: Any, self: ShardedBucket) -> None:
     """This replica's own part is taken for the sum."""
     if self.group is not None:
         self.summed.copy_(self.gradients.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
 
 
-def _reduced_twice(original: Any, self: Sharded) -> None:
+def _reduced_twice(original: Any, self: ShardedBucket) -> None:
     if self.group is not None:
         dist.all_reduce(self.gradients, group=self.group)
     original(self)
 
 
-def _averaged(original: Any, self: Sharded) -> None:
+def _averaged(original: Any, self: ShardedBucket) -> None:
     original(self)
     if self.group is not None:
         self.summed.div_(dist.get_world_size(self.group))
 
 
-def _reduced_in_half(original: Any, self: Sharded) -> None:
+def _reduced_in_half(original: Any, self: ShardedBucket) -> None:
     self.gradients.copy_(self.gradients.bfloat16())
     original(self)
 
 
-def _kept(original: Any, self: Sharded) -> None:
+def _kept(original: Any, self: ShardedBucket) -> None:
     before = self.gradients.clone()
     original(self)
     self.gradients.copy_(before)
 
 
-def _next_part(original: Any, self: Sharded, *args: Any) -> None:
+def _next_part(original: Any, self: ShardedBucket, *args: Any) -> None:
     original(self, *args)
     if self.group is not None:
         self.wait_reduced()
         self.summed.copy_(self.summed.roll(1))
 
 
-changed("one replica's gradients are missing", FOUR, Sharded, "reduce", _without_own)
-changed("nothing is reduced", TWO, Sharded, "reduce", _not_reduced)
-changed("gradients are reduced twice", FOUR, Sharded, "reduce", _reduced_twice)
-changed("gradients are averaged over replicas", TWO, Sharded, "wait_reduced", _averaged)
-changed("gradients travel in bf16", TWO, Sharded, "reduce", _reduced_in_half)
-changed("gradients of the step before stay", TWO, Sharded, "reset", _kept)
-changed("the part of another replica is taken", FOUR, Sharded, "reduce", _next_part)
+changed("one replica's gradients are missing", FOUR, ShardedBucket, "reduce", _without_own)
+changed("nothing is reduced", TWO, ShardedBucket, "reduce", _not_reduced)
+changed("gradients are reduced twice", FOUR, ShardedBucket, "reduce", _reduced_twice)
+changed("gradients are averaged over replicas", TWO, ShardedBucket, "wait_reduced", _averaged)
+changed("gradients travel in bf16", TWO, ShardedBucket, "reduce", _reduced_in_half)
+changed("gradients of the step before stay", TWO, ShardedBucket, "reset", _kept)
+changed("the part of another replica is taken", FOUR, ShardedBucket, "reduce", _next_part)
 
 
 @bug("reduces are launched with the first gather", TWO)
 def _() -> AbstractContextManager[Any]:
     stack = ExitStack()
-    stack.enter_context(wrapped(Sharded, "reduce", lambda original, self: None))
+    stack.enter_context(wrapped(ShardedBucket, "reduce", lambda original, self: None))
 
-    def gather(original: Any, self: Sharded) -> None:
+    def gather(original: Any, self: ShardedBucket) -> None:
         original(self)
         if self.group is not None:
             self._reduces = reduce_scatter_single(
                 self.summed, self.gradients, dist.ReduceOp.SUM, self.group, async_op=True
             )
 
-    stack.enter_context(wrapped(Sharded, "gather", gather))
+    stack.enter_context(wrapped(ShardedBucket, "gather", gather))
     return stack
 
 
 @bug("a replica without images does not reduce", "sharded: two by two")
 def _() -> AbstractContextManager[Any]:
-    def reduce(original: Any, self: Sharded) -> None:
+    def reduce(original: Any, self: ShardedBucket) -> None:
         if self.gradients.any():
             original(self)
 
-    return wrapped(Sharded, "reduce", reduce)
+    return wrapped(ShardedBucket, "reduce", reduce)
 
 
 @bug("a bucket is left out of the program", TWO)
 def _() -> AbstractContextManager[Any]:
     return wrapped(
-        Buckets, "at", lambda original, self, module, place: original(self, module, place) if place else ()
+        RankBuckets,
+        "at",
+        lambda original, self, module, place: original(self, module, place) if place else (),
     )
 
 
@@ -170,24 +172,24 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("masters are those of the next replica", FOUR)
 def _() -> AbstractContextManager[Any]:
-    def make(original: Any, self: Sharded, parameters: Any, group: Any) -> None:
+    def make(original: Any, self: ShardedBucket, parameters: Any, group: Any) -> None:
         original(self, parameters, group)
         if group is not None:
             size, parts = len(self.master), dist.get_world_size(group)
             place = (dist.get_rank(group) + 1) % parts
             self.master.data.copy_(self._whole[place * size : (place + 1) * size])
 
-    return wrapped(Sharded, "__init__", make)
+    return wrapped(ShardedBucket, "__init__", make)
 
 
 @bug("masters are in bf16", HALF)
 def _() -> AbstractContextManager[Any]:
-    def step(original: Any, self: Optimizer) -> None:
+    def step(original: Any, self: DistributedOptimizer) -> None:
         original(self)
         for bucket in self.buckets:
             bucket.master.data.copy_(bucket.master.bfloat16())
 
-    return wrapped(Optimizer, "step", step)
+    return wrapped(DistributedOptimizer, "step", step)
 
 
 @bug("gradients are added up in bf16", HALF)
@@ -197,53 +199,53 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("a parameter keeps its own memory", TWO)
 def _() -> AbstractContextManager[Any]:
-    def place(original: Any, self: Sharded, wide: torch.dtype) -> None:
+    def place(original: Any, self: ShardedBucket, wide: torch.dtype) -> None:
         last = self.parameters[-1]
         own = last.data
         original(self, wide)
         last.data = own
 
-    return wrapped(Sharded, "_place_parameters", place)
+    return wrapped(ShardedBucket, "_place_parameters", place)
 
 
 @bug("gradients of two parameters change places", TWO)
 def _() -> AbstractContextManager[Any]:
-    def place(original: Any, self: Sharded, wide: torch.dtype) -> None:
+    def place(original: Any, self: ShardedBucket, wide: torch.dtype) -> None:
         original(self, wide)
-        views = self.gradient_views
+        views = self.grad_views
         for a, b in combinations(range(len(views)), 2):
             if views[a].shape == views[b].shape:
                 views[a], views[b] = views[b], views[a]
                 return
 
-    return wrapped(Sharded, "_place_parameters", place)
+    return wrapped(ShardedBucket, "_place_parameters", place)
 
 
 # ---------------------------------------------------------------------------- norm, clipping, optimizer
 
 
-def _uncounted(original: Any, self: Optimizer, buckets: Any, counted: Any, **rest: Any) -> None:
+def _uncounted(original: Any, self: DistributedOptimizer, buckets: Any, counted: Any, **rest: Any) -> None:
     original(self, buckets, [bucket.summed for bucket in buckets], **rest)
 
 
-def _norm_of_this_rank(original: Any, self: Optimizer) -> Tensor:
+def _norm_of_this_rank(original: Any, self: DistributedOptimizer) -> Tensor:
     return torch.stack([each.summed.square().sum() for each in self.buckets]).sum().sqrt()
 
 
-def _norm_of_own_gradients(original: Any, self: Optimizer) -> Tensor:
-    with patch.object(Sharded, "summed", property(lambda self: self.gradients)):
+def _norm_of_own_gradients(original: Any, self: DistributedOptimizer) -> Tensor:
+    with patch.object(ShardedBucket, "summed", property(lambda self: self.gradients)):
         found: Tensor = original(self)
     return found
 
 
-def _clipped_twice(original: Any, self: Optimizer) -> None:
+def _clipped_twice(original: Any, self: DistributedOptimizer) -> None:
     kept = torch.clamp(self.clip / (self._norm() + optimizer.SMALL), max=1.0)
     for bucket in self.buckets:
         bucket.summed.mul_(kept)
     original(self)
 
 
-def _clipped_too_late(original: Any, self: Optimizer) -> None:
+def _clipped_too_late(original: Any, self: DistributedOptimizer) -> None:
     if self.adamw is not None:
         self.adamw.step()
     adamw, self.adamw = self.adamw, None
@@ -251,7 +253,7 @@ def _clipped_too_late(original: Any, self: Optimizer) -> None:
     self.adamw = adamw
 
 
-def _scaled_up(original: Any, self: Optimizer) -> None:
+def _scaled_up(original: Any, self: DistributedOptimizer) -> None:
     clip, self.clip = self.clip, 0.0
     norm = self._norm()
     for bucket in self.buckets:
@@ -260,7 +262,7 @@ def _scaled_up(original: Any, self: Optimizer) -> None:
     self.clip = clip
 
 
-def _each_module_by_itself(original: Any, self: Optimizer) -> None:
+def _each_module_by_itself(original: Any, self: DistributedOptimizer) -> None:
     clip, self.clip = self.clip, 0.0
     for bucket in self.buckets:
         norm = bucket.summed.square().sum()
@@ -272,7 +274,7 @@ def _each_module_by_itself(original: Any, self: Optimizer) -> None:
     self.clip = clip
 
 
-def _only_the_first(original: Any, self: Optimizer) -> None:
+def _only_the_first(original: Any, self: DistributedOptimizer) -> None:
     before = [bucket.master.detach().clone() for bucket in self.buckets]
     original(self)
     for bucket, old in zip(self.buckets, before, strict=True):
@@ -280,7 +282,7 @@ def _only_the_first(original: Any, self: Optimizer) -> None:
             bucket.master.data.copy_(old)
 
 
-def _coupled_decay(original: Any, self: Optimizer) -> None:
+def _coupled_decay(original: Any, self: DistributedOptimizer) -> None:
     for bucket in self.buckets:
         bucket.summed.add_(bucket.master.detach(), alpha=0.01)
     original(self)
@@ -294,15 +296,21 @@ def _before_joining(original: Any, self: Executor) -> None:
     self.optimizer = steps
 
 
-changed("a tied parameter is counted twice", TIED, Optimizer, "__init__", _uncounted)
-changed("the norm is that of one rank", TWO, Optimizer, "_norm", _norm_of_this_rank)
-changed("the norm is that of gradients before their sum", TWO, Optimizer, "_norm", _norm_of_own_gradients)
-changed("gradients are clipped twice", TWO, Optimizer, "step", _clipped_twice)
-changed("gradients are clipped behind the optimizer", TWO, Optimizer, "step", _clipped_too_late)
-changed("gradients are not clipped at all", TWO, Optimizer, "step", _scaled_up)
-changed("every bucket is clipped by itself", TWO, Optimizer, "step", _each_module_by_itself)
-changed("only the first replica learns", FOUR, Optimizer, "step", _only_the_first)
-changed("weight decay goes through the moments", TWO, Optimizer, "step", _coupled_decay)
+changed("a tied parameter is counted twice", TIED, DistributedOptimizer, "__init__", _uncounted)
+changed("the norm is that of one rank", TWO, DistributedOptimizer, "_norm", _norm_of_this_rank)
+changed(
+    "the norm is that of gradients before their sum",
+    TWO,
+    DistributedOptimizer,
+    "_norm",
+    _norm_of_own_gradients,
+)
+changed("gradients are clipped twice", TWO, DistributedOptimizer, "step", _clipped_twice)
+changed("gradients are clipped behind the optimizer", TWO, DistributedOptimizer, "step", _clipped_too_late)
+changed("gradients are not clipped at all", TWO, DistributedOptimizer, "step", _scaled_up)
+changed("every bucket is clipped by itself", TWO, DistributedOptimizer, "step", _each_module_by_itself)
+changed("only the first replica learns", FOUR, DistributedOptimizer, "step", _only_the_first)
+changed("weight decay goes through the moments", TWO, DistributedOptimizer, "step", _coupled_decay)
 changed(
     "the optimizer comes before the joining of tied gradients", ENDS, Executor, "_join_tied", _before_joining
 )
@@ -315,11 +323,11 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("tied parameters lie in different buckets", ENDS)
 def _() -> AbstractContextManager[Any]:
-    def make_all(original: Any, self: Buckets, *args: Any) -> Any:
+    def make_all(original: Any, self: RankBuckets, *args: Any) -> Any:
         with patch.object(self, "_tied", frozenset()):
             return original(self, *args)
 
-    return wrapped(Buckets, "_make_all", make_all)
+    return wrapped(RankBuckets, "_make_all", make_all)
 
 
 @bug("nobody waits for a gather", TWO)
@@ -327,16 +335,16 @@ def _() -> AbstractContextManager[Any]:
     """With gloo a gather may have ended anyway: here it ends when it is waited for."""
     stack = ExitStack()
 
-    def gather(original: Any, self: Sharded) -> None:
+    def gather(original: Any, self: ShardedBucket) -> None:
         self._gathers = self
 
-    def wait(original: Any, self: Sharded) -> None:
+    def wait(original: Any, self: ShardedBucket) -> None:
         if self._gathers is not None and self.group is not None:
             self._part.copy_(self.master.detach())
             all_gather_single(self._whole, self._part, self.group)
         self._gathers = None
 
-    stack.enter_context(wrapped(Sharded, "gather", gather))
-    stack.enter_context(wrapped(Sharded, "wait_gathered", wait))
+    stack.enter_context(wrapped(ShardedBucket, "gather", gather))
+    stack.enter_context(wrapped(ShardedBucket, "wait_gathered", wait))
     stack.enter_context(wrapped(Compiler, "_awaited", lambda original, self, *args: []))
     return stack

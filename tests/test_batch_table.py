@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from optimus.engine.batch_plan import (
     COLUMNS,
-    BatchTable,
+    BatchPlan,
+    BatchPlanExchange,
     SampleSizes,
-    TableExchange,
-    make_table,
+    plan_batch,
 )
 from optimus.errors import UserError
 from optimus.ir.module_times import EncoderBlocks, Seconds
@@ -60,7 +60,7 @@ def steps(draw: st.DrawFn) -> list[SampleSizes]:
 
 @given(steps())
 def test_every_item_is_in_one_bin_of_its_own_microbatch(samples: list[SampleSizes]) -> None:
-    table = make_table(PLAN, samples)
+    table = plan_batch(PLAN, samples)
     assert [number for part in table.samples for number in part] == [sample.number for sample in samples]
     assert len({len(part) for part in table.samples}) == 1
     for name, pieces in PIECES.items():
@@ -78,15 +78,15 @@ def test_every_item_is_in_one_bin_of_its_own_microbatch(samples: list[SampleSize
 @given(steps(), st.integers(0, 5))
 def test_a_table_comes_back_from_whole_numbers(samples: list[SampleSizes], more: int) -> None:
     items = sum(len(lengths) for sample in samples for lengths in sample.items.values())
-    table, rows = make_table(PLAN, samples), items + more
+    table, rows = plan_batch(PLAN, samples), items + more
     given_ = table.to_tensor(rows)
     assert given_.shape == (1 + len(samples) + rows * COLUMNS,)
-    assert BatchTable.from_tensor(given_, PLAN, rows) == table
+    assert BatchPlan.from_tensor(given_, PLAN, rows) == table
 
 
 def test_items_go_to_the_piece_that_has_least(plan: Plan) -> None:
     samples = [SampleSizes(number=n, items={"vision": (8, 3, 3, 6)}) for n in range(MICROBATCHES)]
-    table = make_table(plan, samples)
+    table = plan_batch(plan, samples)
     sizes = (8, 3, 3, 6)
     filled = sorted(sum(sizes[item] for _, item in own) for own in table.bins["vision"][:2])
     assert filled[1] - filled[0] <= 4 and sum(filled) == 20
@@ -96,7 +96,7 @@ def test_items_go_to_the_piece_that_has_least(plan: Plan) -> None:
 def test_too_many_tokens_name_both_numbers_and_the_samples(plan: Plan) -> None:
     samples = [SampleSizes(number=7 + n, items={"audio": (40, 30, 13) if n == 1 else ()}) for n in range(3)]
     with pytest.raises(UserError) as error:
-        make_table(plan, samples)
+        plan_batch(plan, samples)
     assert error.value.field == "items of audio in samples 8 to 8"
     assert re.search(r"\b83\b.*\b80\b", error.value.problem)
     assert "workload.lengths" in error.value.hint
@@ -105,24 +105,24 @@ def test_too_many_tokens_name_both_numbers_and_the_samples(plan: Plan) -> None:
 def test_an_item_larger_than_a_piece_is_refused_though_all_pieces_together_have_room(plan: Plan) -> None:
     samples = [SampleSizes(number=n, items={"vision": (101,)}) for n in range(3)]
     with pytest.raises(UserError, match="101"):
-        make_table(plan, samples)
+        plan_batch(plan, samples)
 
 
 def test_samples_that_do_not_fill_all_microbatches_are_an_error_of_the_program(plan: Plan) -> None:
     with pytest.raises(AssertionError, match="4 samples in 3 microbatches"):
-        make_table(plan, [SampleSizes(number=n, items={}) for n in range(4)])
+        plan_batch(plan, [SampleSizes(number=n, items={}) for n in range(4)])
 
 
 def test_more_items_than_rows_are_an_error_of_the_program(plan: Plan) -> None:
-    table = make_table(plan, [SampleSizes(number=n, items={"audio": (1, 1)}) for n in range(3)])
+    table = plan_batch(plan, [SampleSizes(number=n, items={"audio": (1, 1)}) for n in range(3)])
     with pytest.raises(AssertionError, match="6 items in a table of 5"):
         table.to_tensor(5)
 
 
 def test_alone_a_reader_tells_itself(plan: Plan) -> None:
     samples = [SampleSizes(number=n, items={"vision": (2,)}) for n in range(3)]
-    table = make_table(plan, samples)
-    exchange = TableExchange(plan, None, reader=0, rows=8)
+    table = plan_batch(plan, samples)
+    exchange = BatchPlanExchange(plan, None, reader=0, rows=8)
     exchange.start(table, len(samples))
     assert exchange.take() == table
     with pytest.raises(AssertionError, match="start"):

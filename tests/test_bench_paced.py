@@ -24,7 +24,7 @@ from benchmarks.paced_replays import compare_step, replay_plan
 from benchmarks.paced_steps import play_rounds
 from benchmarks.report import bench_json, bench_text
 from benchmarks.result import EVENLY, BenchResult, VariantTime
-from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.p2p import Pending
 from optimus.ir.plan import Plan, Verb
 from optimus.ir.ranks import LLM
@@ -157,7 +157,7 @@ def play_spoiled(
         ours.prepare = lambda: None  # type: ignore[method-assign]  # done before it was spoiled
         steps = play_rounds(network, {OURS: ours}, {OURS: rounds}, after)
         for bucket in ours.executor.buckets:
-            if isinstance(bucket, Sharded) and bucket.group is not None:
+            if isinstance(bucket, ShardedBucket) and bucket.group is not None:
                 all_gather_single(bucket.gradients, bucket.summed, bucket.group)
         gradients = [
             parameter.grad.flatten().tolist()

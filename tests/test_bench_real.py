@@ -16,7 +16,7 @@ from benchmarks.real import bench_real, compare
 from benchmarks.real_job import VARIANTS, chosen_variants, even_cut, stage0_cut
 from benchmarks.torch_stages import Prepared, Variant, layers_in_order
 from benchmarks.variants import OURS
-from optimus.engine.synthetic_data import Synthetic
+from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
 from optimus.ir.module_times import Seconds
 from optimus.job.read import find_job
@@ -32,7 +32,7 @@ def test_a_stage_may_end_after_any_layer() -> None:
     """torch detaches what a stage made in place, which a view cannot be."""
     job = find_job("cpu/bench-vl")
     (encoder,) = job.model.encoders
-    sample = Synthetic(job=job, seed=0).sample(0)
+    sample = SyntheticDataset(job=job, seed=0).sample(0)
     x, context = variants._encoder_inputs(encoder, sample)
     contexts = {encoder.name: context, "llm": variants._llm_context(job, sample, 1.0)}
     for layer in layers_in_order(job.model):

@@ -18,11 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from optimus.engine.compile import Shapes
+from optimus.engine.compile import MessageSpecs
 from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule
-from optimus.engine.fsdp_ddp import Fsdp, FsdpBlock, fsdp_modules, make_bucket, refuse_wrapped, take_over
-from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.fsdp_ddp import (
+    FsdpBlock,
+    FsdpBucket,
+    disable_fsdp_hooks,
+    fsdp_modules,
+    make_bucket,
+    reject_wrapped,
+)
+from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.torch_private import fake_world
 from optimus.errors import UserError
 from optimus.ir.op import Kind
@@ -188,7 +195,7 @@ def test_a_parameter_shared_by_stages_with_replicas_is_refused_by_name() -> None
     with fake_world(0, case.ranks):
         stage, _ = make_stages(case)[:2]
         mine = FillSchedule([stage, stage], make_encoders(case), case.plan)
-        nothing = Shapes(inputs={}, rows={})
+        nothing = MessageSpecs(inputs={}, rows={})
         with pytest.raises(UserError, match="two of its buckets share") as error:
             Executor(case.plan, mine._groups, mine._chunks, nothing, device=torch.device("cpu"))
         assert error.value.field == "llm"
@@ -200,7 +207,7 @@ def test_two_types_in_one_bucket_are_refused_with_both() -> None:
     for parameter in list(encoders["encoder0"][0].parameters())[:1]:
         parameter.data = parameter.data.bfloat16()
     with pytest.raises(UserError, match=r"torch.bfloat16 and torch.float64"):
-        Replicated(list(encoders["encoder0"][0].parameters()), None)
+        ReplicatedBucket(list(encoders["encoder0"][0].parameters()), None)
 
 
 @pytest.mark.usefixtures("rank")
@@ -226,24 +233,24 @@ def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 def test_a_module_sharded_over_other_ranks_is_refused(alone: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(2, 2), mesh=alone)
-    take_over(module, "llm", (0,))
+    disable_fsdp_hooks(module, "llm", (0,))
     with pytest.raises(UserError, match=r"llm.*over the ranks \[0\].*replicas are \[0, 1\]"):
-        take_over(module, "llm", (0, 1))
+        disable_fsdp_hooks(module, "llm", (0, 1))
 
 
 def test_a_module_sharded_over_a_part_of_its_replicas_is_refused(alone: DeviceMesh) -> None:
     mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicated", "sharded"))
     module = fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.raises(UserError, match=r"over the ranks \[\[0\]\]"):
-        take_over(module, "llm", (0,))
+        disable_fsdp_hooks(module, "llm", (0,))
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_wrapped_block_that_runs_elsewhere_is_refused(alone: DeviceMesh, inside: bool) -> None:
     module = fully_shard(nn.Linear(2, 2), mesh=alone)
     with pytest.raises(UserError, match=r"encoders.images.*does not run on this rank"):
-        refuse_wrapped(nn.Sequential(module) if inside else module, "encoders.images")
-    refuse_wrapped(nn.Linear(2, 2), "encoders.images")
+        reject_wrapped(nn.Sequential(module) if inside else module, "encoders.images")
+    reject_wrapped(nn.Linear(2, 2), "encoders.images")
 
 
 def test_a_block_that_is_sharded_in_part_is_refused(alone: DeviceMesh) -> None:
@@ -257,8 +264,8 @@ def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> 
     module = nn.Linear(4, 1, bias=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(module, mesh=alone, mp_policy=policy)
-    take_over(module, "llm", (0,))
-    bucket, block = Fsdp(list(module.parameters()), fsdp_modules(module)), FsdpBlock(module)
+    disable_fsdp_hooks(module, "llm", (0,))
+    bucket, block = FsdpBucket(list(module.parameters()), fsdp_modules(module)), FsdpBlock(module)
     bucket.reset()
     bucket.gather()
     bucket.wait_gathered()

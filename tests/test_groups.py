@@ -15,7 +15,7 @@ from tiny_plans import tiny_plan
 from torch import distributed as dist
 
 from optimus.engine import process_groups as engine_groups
-from optimus.engine.process_groups import axes_of, edge_of, make_groups, seam_edge
+from optimus.engine.process_groups import group_axes, make_groups, seam_edge, stage_edge
 from optimus.engine.torch_private import fake_world
 from optimus.ir.module_times import EncoderBlocks, Seconds
 from optimus.ir.plan import RECVS, SENDS, Plan, Verb
@@ -75,7 +75,7 @@ def many() -> list[Plan]:
 def test_every_axis_divides_ranks_without_overlap_and_all_members_agree(many: list[Plan]) -> None:
     for plan in many:
         everybody = range(plan.ranks.world)
-        for axis in axes_of(plan):
+        for axis in group_axes(plan):
             for rank in everybody:
                 members = axis.members(rank)
                 assert not members or rank in members, (axis.name, rank)
@@ -85,13 +85,13 @@ def test_every_axis_divides_ranks_without_overlap_and_all_members_agree(many: li
 
 def test_axes_have_names_of_their_own_and_do_not_depend_on_the_number_of_replicas(many: list[Plan]) -> None:
     for plan in many:
-        names = [axis.name for axis in axes_of(plan)]
+        names = [axis.name for axis in group_axes(plan)]
         assert len(names) == len(set(names))
         grown = {
             name: replace(module, layout=module.layout.with_(dp=3 * module.layout.dp))
             for name, module in plan.modules.items()
         }
-        assert [axis.name for axis in axes_of(replace(plan, modules=grown))] == names
+        assert [axis.name for axis in group_axes(replace(plan, modules=grown))] == names
 
 
 Line = tuple[str, int, int]  # module, virtual stage at the receiving end of the edge, microbatch
@@ -108,12 +108,12 @@ def transfers(plan: Plan, rank: int) -> Iterator[tuple[Verb, str, int, Line]]:
         elif verb in SENDS or verb in RECVS:
             virtual = chunk * plan.modules[name].layout.pp + ranks.stage_of(name, device)
             later = virtual + (verb in (Verb.SEND_F, Verb.RECV_B))  # the later end of the edge
-            yield verb, *edge_of(plan, rank, name, verb), (name, later, microbatch)
+            yield verb, *stage_edge(plan, rank, name, verb), (name, later, microbatch)
 
 
 def test_both_ends_of_every_transfer_name_the_same_axis_and_each_other(many: list[Plan]) -> None:
     for plan in many:
-        members = {axis.name: axis.members for axis in axes_of(plan)}
+        members = {axis.name: axis.members for axis in group_axes(plan)}
         sent: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
         received: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
         for rank in range(plan.ranks.world):
@@ -175,7 +175,7 @@ def test_ranks_make_as_many_groups_in_a_world_of_any_size(
     found = {}
     for world in WORLDS:
         plan = world_plan(world)
-        names = [axis.name for axis in axes_of(plan)]
+        names = [axis.name for axis in group_axes(plan)]
         for rank in (0, world // 2, world - 1):
             calls.clear()
             with fake_world(rank, world):
@@ -212,7 +212,7 @@ def test_a_split_divides_the_ranks_of_its_axis(splitting: list[Any], world: int)
     """One call per axis, with every group of it; so all ranks give the same lists."""
     plan = world_plan(world)
     make_groups(plan, 0, timeout_s=5)
-    for (_, kwargs), axis in zip(splitting, axes_of(plan), strict=True):
+    for (_, kwargs), axis in zip(splitting, group_axes(plan), strict=True):
         lists = kwargs["split_ranks"]
         named = [member for members in lists for member in members]
         assert len(named) == len(set(named)) and set(named) <= set(range(world))
@@ -231,6 +231,8 @@ def test_ranks_split_as_often_in_a_world_of_any_size(
         for rank in (0, world // 2, world - 1):
             splitting.clear()
             make_groups(plan, rank, timeout_s=5)
-            assert [kwargs["group_desc"] for _, kwargs in splitting] == [axis.name for axis in axes_of(plan)]
+            assert [kwargs["group_desc"] for _, kwargs in splitting] == [
+                axis.name for axis in group_axes(plan)
+            ]
             found.add(len(splitting))
     assert len(found) == 1

@@ -12,7 +12,7 @@ import torch
 from engine_cases import CASES, MEASURED
 from worker_lines import run_worker
 
-from optimus.engine.memory_tracker import ByteCounter
+from optimus.engine.memory_tracker import MemoryTracker
 from optimus.engine.torch_private import FakeTensorMode
 from optimus.ir.plan import Verb
 
@@ -48,29 +48,31 @@ class Quiet:
 
 
 @contextmanager
-def counting() -> Iterator[tuple[ByteCounter, torch.Tensor]]:
+def counting() -> Iterator[tuple[MemoryTracker, torch.Tensor]]:
     """Of rank 0 of two, and a tensor that is counted apart."""
     told: list[Any] = [Quiet()]
 
-    def recorded(recorder: Any) -> Any:
+    def replace_recorder(recorder: Any) -> Any:
         told.append(recorder)
         return told[-2]
 
     known = torch.zeros(100)
-    executor = SimpleNamespace(plan=CASES[0].plan, groups=SimpleNamespace(rank=0), recorded=recorded)
-    with ByteCounter(cast(Any, executor), [known]) as found:
+    executor = SimpleNamespace(
+        plan=CASES[0].plan, groups=SimpleNamespace(rank=0), replace_recorder=replace_recorder
+    )
+    with MemoryTracker(cast(Any, executor), [known]) as found:
         assert told[-1] is found
         yield found, known
     assert told[-1] is told[0]
 
 
 @pytest.fixture
-def counter() -> Iterator[tuple[ByteCounter, torch.Tensor]]:
+def counter() -> Iterator[tuple[MemoryTracker, torch.Tensor]]:
     with counting() as found:
         yield found
 
 
-def test_what_is_kept_is_counted_until_it_is_gone(counter: tuple[ByteCounter, torch.Tensor]) -> None:
+def test_what_is_kept_is_counted_until_it_is_gone(counter: tuple[MemoryTracker, torch.Tensor]) -> None:
     count, known = counter
     count.begin(2)
     kept = known + 1
@@ -87,7 +89,7 @@ def test_what_is_kept_is_counted_until_it_is_gone(counter: tuple[ByteCounter, to
     assert count.most[:7].tolist() == [0, 0, 400, 400, 400, 400, 400]
 
 
-def test_what_no_line_leaves_behind_counts_while_it_runs(counter: tuple[ByteCounter, torch.Tensor]) -> None:
+def test_what_no_line_leaves_behind_counts_while_it_runs(counter: tuple[MemoryTracker, torch.Tensor]) -> None:
     count, known = counter
     count.begin(0)
     total = float((known + 1).mul(3).sum())
@@ -96,7 +98,7 @@ def test_what_no_line_leaves_behind_counts_while_it_runs(counter: tuple[ByteCoun
     assert 800 <= count.most[0] <= 808  # two tensors at a time, and a number
 
 
-def test_storages_may_be_emptied_and_filled(counter: tuple[ByteCounter, torch.Tensor]) -> None:
+def test_storages_may_be_emptied_and_filled(counter: tuple[MemoryTracker, torch.Tensor]) -> None:
     count, known = counter
     count.begin(0)
     kept = known + 1
@@ -123,7 +125,7 @@ def test_views_of_what_was_emptied_do_not_fill_it() -> None:
     assert count.kept.sum(axis=1)[:2].tolist() == [0, 400]
 
 
-def test_tensors_belong_to_who_made_them(counter: tuple[ByteCounter, torch.Tensor]) -> None:
+def test_tensors_belong_to_who_made_them(counter: tuple[MemoryTracker, torch.Tensor]) -> None:
     """Rows that arrive are the seam's, and what was there before the step is nobody's."""
     count, _ = counter
     rows = CASES[0].plan.programs[0].rows

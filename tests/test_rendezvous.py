@@ -19,7 +19,7 @@ from machine import allowed_s
 from torch.distributed import HashStore
 
 from optimus.engine.launcher import launch
-from optimus.engine.rendezvous import NobodyCame, _attempt, agree, host_on, join
+from optimus.engine.rendezvous import RendezvousTimeout, _attempt, agree, host_store, join
 from optimus.environment import Launched, for_rank, launched
 from optimus.errors import UserError
 
@@ -86,10 +86,10 @@ def test_every_attempt_has_a_name_of_its_own() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
-    with pytest.raises(NobodyCame, match="rank 0 waited for rank 1"):
+    with pytest.raises(RendezvousTimeout, match="rank 0 waited for rank 1"):
         _attempt(store, place(0, 2), 0.2)
     store.set("r/greetings/1", "a word of a dead process")
-    with pytest.raises(NobodyCame, match="rank 0 waited for rank 1, which did not come again"):
+    with pytest.raises(RendezvousTimeout, match="rank 0 waited for rank 1, which did not come again"):
         _attempt(store, place(0, 2), 0.2)
 
 
@@ -106,7 +106,7 @@ def test_ranks_that_agree_go_on_and_others_all_stop() -> None:
 
 
 def test_our_store_is_not_open_to_the_network() -> None:
-    store = host_on(socket.create_server(("127.0.0.1", 0)), 5.0)  # as the launcher makes it
+    store = host_store(socket.create_server(("127.0.0.1", 0)), 5.0)  # as the launcher makes it
     port = f":{store.port:04X}"
     tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_equality import caught, check, check_cases
 from worker_lines import run_worker
 
-from optimus.engine.build_rank import ranges_of, recompute_of, regathers_of
-from optimus.engine.encoder_llm_routing import Piece, route
+from optimus.engine.build_rank import layer_ranges, recompute_mode, regathers_activations
+from optimus.engine.encoder_llm_routing import RoutedRows, route_rows
 from optimus.engine.placing import SPARED, place_phases
 from optimus.errors import UserError
 from optimus.ir.op import Kind
@@ -93,14 +93,14 @@ def check_launches(case: Case) -> None:
         for rank in range(case.ranks):
             stage = plan.ranks.stage_of(name, plan.ranks.class_of(rank))
             tp_group = TpGroup(rank=plan.ranks.place(name, rank).tp, size=plan.modules[name].layout.tp)
-            for number, (first, end) in enumerate(ranges_of(plan, module, rank)):
+            for number, (first, end) in enumerate(layer_ranges(plan, module, rank)):
                 layers = build_layers(
                     module, dtype=torch.bfloat16, device="meta", first=first, end=end, tp_group=tp_group
                 )
                 chunk = SegmentedChunk(
                     [tensor_parallel_layer(layer) if tp_group.size > 1 else layer for layer in layers],
-                    recompute=recompute_of(plan, name),
-                    regather=regathers_of(plan, name),
+                    recompute=recompute_mode(plan, name),
+                    regather=regathers_activations(plan, name),
                 )
                 for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
                     template = plan.template_of(name, kind, stage, number)
@@ -147,7 +147,7 @@ def test_heads_that_do_not_go_round_are_refused() -> None:
 
 
 @st.composite
-def routed(draw: st.DrawFn) -> tuple[list[Piece], int, int]:
+def routed(draw: st.DrawFn) -> tuple[list[RoutedRows], int, int]:
     """Pieces on some ranks of a group, whose rows go to different places of a sequence, or nowhere."""
     size = draw(st.sampled_from([1, 2, 4]))
     length = size * draw(st.integers(1, 6))
@@ -160,14 +160,14 @@ def routed(draw: st.DrawFn) -> tuple[list[Piece], int, int]:
         wanted: list[bool] = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
         targets = [places.pop() if places and want else length for want in wanted]
         holders = range(block * tp, (block + 1) * tp)
-        pieces.append(Piece(holders=holders, targets=torch.tensor(targets, dtype=torch.int64)))
+        pieces.append(RoutedRows(holders=holders, targets=torch.tensor(targets, dtype=torch.int64)))
     return pieces, size, length
 
 
 @given(routed())
-def test_every_row_reaches_its_place_and_no_other(given: tuple[list[Piece], int, int]) -> None:
+def test_every_row_reaches_its_place_and_no_other(given: tuple[list[RoutedRows], int, int]) -> None:
     pieces, size, length = given
-    routes = [route(pieces, TpGroup(rank=rank, size=size), length) for rank in range(size)]
+    routes = [route_rows(pieces, TpGroup(rank=rank, size=size), length) for rank in range(size)]
     numbers, count = [], 0  # every row of every piece has one
     for piece in pieces:
         numbers.append(torch.arange(count, count + len(piece.targets)))

@@ -20,7 +20,7 @@ from faults import ROOT, alive, children
 import optimus
 from optimus.cli import run
 from optimus.cli.train import RanksFailed
-from optimus.engine.config import training_of
+from optimus.engine.config import read_training_config
 from optimus.errors import UserError
 
 TINY = "cpu/tiny-vl"
@@ -96,7 +96,7 @@ def test_memory_is_counted_beside_the_plans(tmp_path: Path, planned: Planned) ->
 
 def test_memory_needs_a_second_step() -> None:
     with pytest.raises(UserError, match="--memory needs two steps"):
-        training_of({}, steps=1, counts_memory=True)
+        read_training_config({}, steps=1, counts_memory=True)
 
 
 @pytest.mark.ci("engine")
@@ -166,16 +166,16 @@ def test_ranks_refuse_with_one_voice(planned: Planned, tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as refused:
-        training_of(settings, steps=None)
+        read_training_config(settings, steps=None)
     assert refused.value.field == field
 
 
 def test_settings_of_a_run_are_read() -> None:
-    found = training_of({"steps": 7, "seed": 3, "optimizer": {"lr": 1}}, steps=None)
+    found = read_training_config({"steps": 7, "seed": 3, "optimizer": {"lr": 1}}, steps=None)
     assert (found.steps, found.seed, found.learning_rate, found.weight_decay) == (7, 3, 1.0, 0.01)
-    assert training_of({"steps": 7}, steps=2).steps == 2
+    assert read_training_config({"steps": 7}, steps=2).steps == 2
     with pytest.raises(UserError, match="--steps"):
-        training_of({}, steps=-1)
+        read_training_config({}, steps=-1)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,13 +15,13 @@ from torch import distributed as dist
 
 from benchmarks.host_issue import FakeGroups
 from optimus.engine.compile import describe
-from optimus.engine.config import Training
-from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.config import TrainingConfig
+from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import Key, P2PMailbox, Pending
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.side_stream import Side
+from optimus.engine.side_stream import SideStream
 from optimus.engine.torch_private import fake_world
 from optimus.models.collectives import AsyncCollective
 
@@ -54,12 +54,14 @@ class Notes:
     @contextmanager
     def taken(self) -> Iterator[None]:
         with (
-            patch.object(Sharded, "wait_gathered", self._around(Sharded.wait_gathered, self._gather)),
+            patch.object(
+                ShardedBucket, "wait_gathered", self._around(ShardedBucket.wait_gathered, self._gather)
+            ),
             patch.object(P2PMailbox, "receive", self._around(P2PMailbox.receive, self._receive)),
             patch.object(P2PMailbox, "take", self._around(P2PMailbox.take, self._take)),
             patch.object(AsyncCollective, "wait", self._around(AsyncCollective.wait, self._wait)),
-            patch.object(Side, "begin", lambda side, name, run: self._begin(name, run)),
-            patch.object(Side, "end", lambda side, name: self._end(name)),
+            patch.object(SideStream, "begin", lambda side, name, run: self._begin(name, run)),
+            patch.object(SideStream, "end", lambda side, name: self._end(name)),
         ):
             yield
 
@@ -70,7 +72,7 @@ class Notes:
 
         return noted
 
-    def _gather(self, bucket: Sharded) -> None:
+    def _gather(self, bucket: ShardedBucket) -> None:
         if bucket._gathers is not None:
             assert bucket.group is not None
             self.found[self._line] |= set(dist.get_process_group_ranks(bucket.group))
@@ -106,9 +108,9 @@ def stepped(case: Case, rank: int) -> tuple[Executor, dict[int, set[int]]]:
         made = make_groups(case.plan, rank, timeout_s=60)
         groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
         device = torch.device("cpu")
-        one = RankTrainer(case.job, case.plan, Training(), groups, dtype=torch.float32, device=device)
+        one = RankTrainer(case.job, case.plan, TrainingConfig(), groups, dtype=torch.float32, device=device)
         notes.executor = one.executor
-        one.executor.recorded(notes)
+        one.executor.replace_recorder(notes)
         one.executor.step(one.batch(0))
     return one.executor, notes.found
 

@@ -15,27 +15,29 @@ import pytest
 from machine import allowed_s
 from torch.distributed import HashStore
 
-from optimus.engine.hang_diagnosis import Post, behind, give_verdict
-from optimus.engine.watchdog import EXIT_LOST, EXIT_STALLED, NO_OP, Ring, Watch
+from optimus.engine.hang_diagnosis import RankStatus, behind, diagnose_hang
+from optimus.engine.watchdog import EXIT_LOST, EXIT_STALLED, NO_OP, FlightRecorder, Watchdog
 
 
 def post(
     rank: int, *waits_for: int, beat: int = 1, count: int = 1, error: str = "", op: str | None = None
-) -> Post:
+) -> RankStatus:
     op = f"llm.F chunk 0 microbatch {rank}" if op is None else op
-    return Post(rank=rank, beat=beat, count=count, op=op, for_s=8.0, waits_for=waits_for, error=error)
+    return RankStatus(rank=rank, beat=beat, count=count, op=op, for_s=8.0, waits_for=waits_for, error=error)
 
 
-def verdict(rank: int, after: dict[int, Post | None], stopped: tuple[int, ...] = ()) -> tuple[str, bool]:
+def verdict(
+    rank: int, after: dict[int, RankStatus | None], stopped: tuple[int, ...] = ()
+) -> tuple[str, bool]:
     before = {
         one: None if at is None else post(one, *at.waits_for, beat=at.beat - (one not in stopped), op=at.op)
         for one, at in after.items()
     }
-    return give_verdict(rank, before, after)
+    return diagnose_hang(rank, before, after)
 
 
 def test_a_ring_keeps_the_last_ops() -> None:
-    ring = Ring(4)
+    ring = FlightRecorder(4)
     assert ring.current()[:2] == (0, NO_OP) and ring.entries() == []
     for line in range(6):
         ring.begin(line)
@@ -49,7 +51,7 @@ def test_a_ring_keeps_the_last_ops() -> None:
 
 
 def test_an_entry_costs_less_than_a_microsecond() -> None:
-    ring = Ring()
+    ring = FlightRecorder()
     best_s = 1.0
     for _ in range(20):
         begin_s = time.perf_counter()
@@ -61,7 +63,7 @@ def test_an_entry_costs_less_than_a_microsecond() -> None:
 
 
 def test_the_stopped_rank_is_named_from_every_rank() -> None:
-    after: dict[int, Post | None] = {0: post(0, 3), 1: post(1, 0), 2: post(2, 1), 3: post(3)}
+    after: dict[int, RankStatus | None] = {0: post(0, 3), 1: post(1, 0), 2: post(2, 1), 3: post(3)}
     for rank in range(3):
         words, progress = verdict(rank, after, stopped=(3,))
         assert words.startswith(
@@ -72,7 +74,7 @@ def test_the_stopped_rank_is_named_from_every_rank() -> None:
 
 
 def test_members_of_a_collective_that_wait_for_each_other_are_not_blamed() -> None:
-    after: dict[int, Post | None] = {rank: post(rank, *({0, 1, 2, 3} - {rank})) for rank in range(4)}
+    after: dict[int, RankStatus | None] = {rank: post(rank, *({0, 1, 2, 3} - {rank})) for rank in range(4)}
     assert verdict(0, after, stopped=(2,))[0].startswith("rank 2 stopped in")
     assert verdict(0, after)[0].startswith("ranks 0, 1, 2, 3 wait for each other; rank 0 has waited 8.0 s")
     after[3] = None
@@ -80,7 +82,7 @@ def test_members_of_a_collective_that_wait_for_each_other_are_not_blamed() -> No
 
 
 def test_a_rank_that_lives_and_waits_for_nobody_is_named() -> None:
-    after: dict[int, Post | None] = {0: post(0, 1), 1: post(1, 2), 2: post(2, op="")}
+    after: dict[int, RankStatus | None] = {0: post(0, 1), 1: post(1, 2), 2: post(2, op="")}
     words, progress = verdict(0, after)
     assert words.startswith(
         "rank 2 has been between ops for 8.0 s and waits for nobody: ranks 0, 1 wait for it"
@@ -93,15 +95,15 @@ def test_a_rank_that_lives_and_waits_for_nobody_is_named() -> None:
 
 
 def test_slow_is_not_stuck() -> None:
-    before: dict[int, Post | None] = {0: post(0, 1), 1: post(1, beat=1, count=7)}
-    after: dict[int, Post | None] = {0: post(0, 1), 1: post(1, beat=3, count=9)}
-    assert give_verdict(0, {**before, 0: post(0, 1, beat=0)}, after)[1]
+    before: dict[int, RankStatus | None] = {0: post(0, 1), 1: post(1, beat=1, count=7)}
+    after: dict[int, RankStatus | None] = {0: post(0, 1), 1: post(1, beat=3, count=9)}
+    assert diagnose_hang(0, {**before, 0: post(0, 1, beat=0)}, after)[1]
 
 
 def test_a_large_world_is_followed_not_read() -> None:
     asked: list[int] = []
 
-    def read(rank: int) -> Post:
+    def read(rank: int) -> RankStatus:
         asked.append(rank)
         return post(rank, rank + 1)
 
@@ -113,7 +115,7 @@ def test_a_large_world_is_followed_not_read() -> None:
 def test_a_chain_is_followed_past_many_replicas() -> None:
     """A stage waits for the one before it, and for parameters that hundreds of replicas bring."""
 
-    def read(rank: int) -> Post:
+    def read(rank: int) -> RankStatus:
         return post(rank, *(() if rank == 9007 else (rank + 1, *range(300))))
 
     posts = behind({9000: post(9000, 9001, *range(300))}, 9000, read)
@@ -121,7 +123,7 @@ def test_a_chain_is_followed_past_many_replicas() -> None:
 
 
 def test_of_those_who_wait_for_each_other_who_stood_first_is_named_first() -> None:
-    after: dict[int, Post | None] = {
+    after: dict[int, RankStatus | None] = {
         rank: replace(post(rank, 1 - rank), for_s=8.0 + rank) for rank in range(2)
     }
     words = verdict(0, after)[0]
@@ -138,9 +140,9 @@ class Ranks:
     ) -> None:
         self.left: dict[int, int] = {}
         self.store = HashStore()
-        self.rings = [Ring(64) for _ in range(world)]
+        self.rings = [FlightRecorder(64) for _ in range(world)]
         self.watches = [
-            Watch(
+            Watchdog(
                 rank=rank,
                 world=world,
                 ring=self.rings[rank],
@@ -170,7 +172,7 @@ class Ranks:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     words: list[str] = []
-    monkeypatch.setattr(Watch, "_say", lambda self, one: words.append(one))
+    monkeypatch.setattr(Watchdog, "_say", lambda self, one: words.append(one))
     return words
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint
 
-from optimus.engine.distributed_optimizer import Sharded
-from optimus.engine.optimizer import Optimizer
+from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.optimizer import DistributedOptimizer
 
 SHAPES = ((3, 5), (7,), (2, 2))  # 26 numbers: no multiple of 4
 RANKS = 4
@@ -34,11 +34,11 @@ def parameters(seed: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in SHAPES]
 
 
-def state_of(bucket: Sharded, optimizer: Optimizer) -> dict[str, Tensor]:
+def state_of(bucket: ShardedBucket, optimizer: DistributedOptimizer) -> dict[str, Tensor]:
     assert optimizer.adamw is not None
     kept = optimizer.adamw.state[bucket.master]
     return {
-        name: bucket.over_replicas(part) for name, part in {"master": bucket.master, **moments(kept)}.items()
+        name: bucket.to_dtensor(part) for name, part in {"master": bucket.master, **moments(kept)}.items()
     }
 
 
@@ -46,10 +46,10 @@ def moments(kept: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: part for name, part in kept.items() if part.dim()}
 
 
-def trained(seed: int, group: dist.ProcessGroup | None) -> tuple[Sharded, Optimizer]:
+def trained(seed: int, group: dist.ProcessGroup | None) -> tuple[ShardedBucket, DistributedOptimizer]:
     """After one step on gradients that depend on the seed."""
-    bucket = Sharded(parameters(seed), group)
-    optimizer = Optimizer(
+    bucket = ShardedBucket(parameters(seed), group)
+    optimizer = DistributedOptimizer(
         [bucket], [bucket.summed], learning_rate=0.1, weight_decay=0.1, device=torch.device("cpu")
     )
     bucket.reset()

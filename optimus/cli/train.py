@@ -38,7 +38,7 @@ from optimus.errors import OptimusError, UserError
 
 if TYPE_CHECKING:
     from optimus.cost.measured import Profile
-    from optimus.engine.config import StepMetrics, Summary, Training
+    from optimus.engine.config import StepMetrics, TrainingConfig, TrainingSummary
     from optimus.ir.plan import Plan
     from optimus.job.job import Job
     from optimus.planner.planning import Planned
@@ -100,7 +100,7 @@ class TrainCommand:
         try:
             return self._rank(place)
         except OptimusError as error:
-            if rendezvous.first_to_say(str(error)):
+            if rendezvous.first_to_report(str(error)):
                 raise
             time.sleep(0.3)  # until the other rank has printed it: the first rank to exit ends all
             return USER_ERROR
@@ -187,10 +187,10 @@ class TrainCommand:
             show(train_json(summary), train_text(summary, job, plan, self.run_dir), as_json=self.json)
         return OK
 
-    def _training(self, job: Job) -> Training:
-        from optimus.engine.config import training_of
+    def _training(self, job: Job) -> TrainingConfig:
+        from optimus.engine.config import read_training_config
 
-        return training_of(
+        return read_training_config(
             job.run.settings, steps=self.steps, run_dir=self.run_dir, counts_memory=self.memory
         )
 
@@ -237,19 +237,19 @@ def train(
     steps: int | None = None,
     run_dir: Path | str | None = None,
     profile: Profile | None = None,
-) -> Summary:
+) -> TrainingSummary:
     """Trains a job on synthetic data, one process per rank on this host; returns rank 0's summary.
 
     Makes a plan if none is given. `profile` is the profile that the plan was made with, if any. Metrics and
     the last ops of failed ranks are written to `run_dir`.
     """
-    from optimus.engine.config import training_of
+    from optimus.engine.config import read_training_config
     from optimus.planner.planning import Planned, make_plan
     from optimus.verify.validator import ready_plan
 
     require_torch()
     folder = None if run_dir is None else make_folder("run_dir", Path(run_dir))
-    training = training_of(job.run.settings, steps=steps, run_dir=folder)
+    training = read_training_config(job.run.settings, steps=steps, run_dir=folder)
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, Planned):
@@ -264,8 +264,8 @@ def train(
 
 
 def run_ranks(
-    job: Job, plan: Plan, training: Training, *, visible: bool = False
-) -> tuple[int, Summary | None]:
+    job: Job, plan: Plan, training: TrainingConfig, *, visible: bool = False
+) -> tuple[int, TrainingSummary | None]:
     """Starts the ranks of a checked plan; returns the exit code and, if that is 0, the summary."""
     from optimus.engine.config import METRICS, PLAN
     from optimus.ir.planfile import save_plan
@@ -283,7 +283,7 @@ def run_ranks(
         rank_main.RankInputs(job=job, plan=plan, plan_hash=digest, training=absolute).save(private)
         with follow_metrics(folder / METRICS, training.steps) if visible else nullcontext():
             code: int = launcher.launch(rank_main.ENTRY, [name], plan.ranks.world)
-        return code, rank_main.summary_in(private) if code == 0 else None
+        return code, rank_main.load_summary(private) if code == 0 else None
 
 
 def make_folder(field: str, folder: Path) -> Path:
@@ -307,7 +307,7 @@ def require_torch() -> None:
         import_trainer("torch")
 
 
-def train_json(summary: Summary) -> dict[str, Any]:
+def train_json(summary: TrainingSummary) -> dict[str, Any]:
     """Returns the object of `optimus train --json`."""
     from optimus.cli.dry_run import memory_json
 
@@ -332,7 +332,7 @@ def predicted_step(plan: Plan) -> str:
     return f"predicted step {plan.claims.step_s:.3g} s ({how})"
 
 
-def train_text(summary: Summary, job: Job, plan: Plan, run_dir: Path) -> list[str]:
+def train_text(summary: TrainingSummary, job: Job, plan: Plan, run_dir: Path) -> list[str]:
     """Returns steps, loss, measured and predicted step, memory, and the files written."""
     from optimus.cli.dry_run import memory_text
 

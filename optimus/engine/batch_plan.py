@@ -30,7 +30,7 @@ class SampleSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchTable:
+class BatchPlan:
     """One step of one replica."""
 
     samples: tuple[tuple[int, ...], ...]  # numbers of the samples in every LLM microbatch
@@ -51,7 +51,7 @@ class BatchTable:
         return torch.tensor(flat, dtype=torch.int64)
 
     @classmethod
-    def from_tensor(cls, given: Tensor, plan: Plan, rows: int) -> BatchTable:
+    def from_tensor(cls, given: Tensor, plan: Plan, rows: int) -> BatchPlan:
         flat = given.tolist()
         count, body = flat[0], len(flat) - rows * COLUMNS
         numbers, size = flat[1:body], (body - 1) // count
@@ -68,7 +68,7 @@ class BatchTable:
         return cls(samples=samples, bins={name: tuple(map(tuple, of_one)) for name, of_one in bins.items()})
 
 
-def make_table(plan: Plan, samples: Sequence[SampleSizes]) -> BatchTable:
+def plan_batch(plan: Plan, samples: Sequence[SampleSizes]) -> BatchPlan:
     """Samples in order to microbatches; the items of each, in order, to the piece that has least."""
     size, rest = divmod(len(samples), plan.microbatches)
     assert not rest, f"{len(samples)} samples in {plan.microbatches} microbatches"
@@ -79,7 +79,7 @@ def make_table(plan: Plan, samples: Sequence[SampleSizes]) -> BatchTable:
         for part in parts:
             found += _bins_of(name, part, module.pieces, module.bin_tokens)
         bins[name] = tuple(found)
-    return BatchTable(samples=tuple(tuple(s.number for s in part) for part in parts), bins=bins)
+    return BatchPlan(samples=tuple(tuple(s.number for s in part) for part in parts), bins=bins)
 
 
 def _bins_of(
@@ -103,7 +103,7 @@ def _bins_of(
     return [tuple(own) for own in dealt]
 
 
-class TableExchange:
+class BatchPlanExchange:
     """Gives the table of the next step to every rank of a replica while this step runs, on a CPU group."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None, *, reader: int, rows: int) -> None:
@@ -111,7 +111,7 @@ class TableExchange:
         self._given: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def start(self, table: BatchTable | None, samples: int) -> None:
+    def start(self, table: BatchPlan | None, samples: int) -> None:
         """Everybody calls it; only the reader has the table. `samples` are those of one replica's step."""
         if table is not None:
             self._given = table.to_tensor(self.rows)
@@ -120,10 +120,10 @@ class TableExchange:
         if self.group is not None:
             self._work = dist.broadcast(self._given, self.reader, self.group, async_op=True)
 
-    def take(self) -> BatchTable:
+    def take(self) -> BatchPlan:
         """The table that was started."""
         assert self._given is not None, "start comes first"
         if self._work is not None:
             self._work.wait()
         found, self._given, self._work = self._given, None, None
-        return BatchTable.from_tensor(found, self.plan, self.rows)
+        return BatchPlan.from_tensor(found, self.plan, self.rows)

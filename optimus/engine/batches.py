@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.engine.batch_plan import BatchTable
-from optimus.engine.encoder_llm_routing import Piece, holders_of, route
+from optimus.engine.batch_plan import BatchPlan
+from optimus.engine.encoder_llm_routing import RoutedRows, holder_tp_ranks, route_rows
 from optimus.engine.process_groups import tp_group_of
 from optimus.ir.plan import Plan, Verb
 from optimus.ir.ranks import LLM
@@ -24,7 +24,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class SampleBatch:
+class RankBatch:
     """Everything is made on the host before the step begins, for the ops of one rank, and `placed` there."""
 
     def __init__(
@@ -32,7 +32,7 @@ class SampleBatch:
         model: Model,
         plan: Plan,
         rank: int,
-        table: BatchTable,
+        table: BatchPlan,
         read: Callable[[int], Sample],
         *,
         scale: float,
@@ -86,7 +86,7 @@ class SampleBatch:
 
     def _llm(self, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
         samples = [self._sample(number) for number in self.table.samples[microbatch]]
-        pieces: list[Piece] = []
+        pieces: list[RoutedRows] = []
         for encoder in self.model.encoders:
             pieces += self._pieces(encoder, microbatch, samples)
         ids, context = llm_inputs(
@@ -103,11 +103,11 @@ class SampleBatch:
             context = context.of(tp_group.rows(len(ids)), self._seam(pieces, len(ids)))
         return (self._placed(ids),), context.map(self._placed)
 
-    def _seam(self, pieces: list[Piece], length: int) -> SeamRows | None:
+    def _seam(self, pieces: list[RoutedRows], length: int) -> SeamRows | None:
         """Only the first stage looks at it."""
-        return route(pieces, self._tp_groups[LLM], length) if self._begins_llm else None
+        return route_rows(pieces, self._tp_groups[LLM], length) if self._begins_llm else None
 
-    def _pieces(self, encoder: Encoder, microbatch: int, samples: list[Sample]) -> list[Piece]:
+    def _pieces(self, encoder: Encoder, microbatch: int, samples: list[Sample]) -> list[RoutedRows]:
         """What feeds an LLM microbatch: the row that each of its rows replaces, and who holds it."""
         first_rows, rows = {}, 0
         for sample in samples:
@@ -118,5 +118,5 @@ class SampleBatch:
         for piece in range(microbatch * planned.pieces, (microbatch + 1) * planned.pieces):
             items = self._items(name, piece)
             targets = bin_targets(encoder, items, planned.bin_tokens, first_rows, rows)
-            found.append(Piece(holders=holders_of(self.plan, name, piece), targets=targets))
+            found.append(RoutedRows(holders=holder_tp_ranks(self.plan, name, piece), targets=targets))
         return found

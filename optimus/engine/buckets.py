@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.process_groups import Groups
+from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
 from optimus.ir.plan import WHOLE_STAGE, Plan
 from optimus.ir.plan import Bucket as PlannedBucket
@@ -20,7 +20,7 @@ from optimus.models.chunk import ALL_LAYERS, Chunk, trainable_parameters
 class Bucket(Protocol):
     """Parameters whose values and gradients travel together; launched and waited for by lines of a program.
 
-    `Replicated` keeps them whole on every replica, `Sharded` one part of their masters on each.
+    `ReplicatedBucket` keeps them whole on every replica, `ShardedBucket` one part of their masters on each.
     """
 
     @property
@@ -55,7 +55,7 @@ class Bucket(Protocol):
 BucketType = Callable[[Sequence[Tensor], dist.ProcessGroup | None], Bucket]
 
 
-class Buckets:
+class RankBuckets:
     """All buckets of one rank. Each parameter is in one; one that is `tied` to another rank's, alone in it.
 
     Both ends of a tied parameter then hold the same part of it. What belongs to no chunk's bucket is in that
@@ -66,7 +66,7 @@ class Buckets:
     def __init__(
         self,
         plan: Plan,
-        groups: Groups,
+        groups: ProcessGroups,
         chunks: Mapping[str, tuple[Chunk, ...]],
         bucket_type: BucketType,
         tied: Sequence[Tensor] = (),

@@ -10,9 +10,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from optimus.engine.compile import Shapes
+from optimus.engine.compile import MessageSpecs
 from optimus.engine.p2p import TensorSpec
-from optimus.engine.process_groups import Groups
+from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
 from optimus.ir.op import Kind
 from optimus.ir.plan import OPS, Plan, Verb
@@ -41,7 +41,7 @@ class RankModel:
     tied: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
     partial: tuple[Tensor, ...]
-    shapes: Shapes
+    shapes: MessageSpecs
 
     @property
     def trained(self) -> list[Tensor]:
@@ -51,7 +51,7 @@ class RankModel:
 def build_rank(
     model: Model,
     plan: Plan,
-    groups: Groups,
+    groups: ProcessGroups,
     *,
     llm_tokens: int,
     dtype: torch.dtype,
@@ -66,15 +66,15 @@ def build_rank(
     Layers into which nothing is scheduled run as one piece, unless `fuse` is off or they are divided.
     """
     refuse_unsupported(plan)
-    cut = modules_cut_in_layers(plan, groups.rank) if fuse else set(plan.modules)
+    cut = modules_run_by_segment(plan, groups.rank) if fuse else set(plan.modules)
     fed = any(encoder.train or encoder.projector.train for encoder in model.encoders)
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
     found = _Found()
     for module in model.modules:
-        tp_group, recompute = groups.tp_group(plan, module.name), recompute_of(plan, module.name)
+        tp_group, recompute = groups.tp_group(plan, module.name), recompute_mode(plan, module.name)
         whole = module.name not in cut and recompute != "attention"
-        regathers, mine = regathers_of(plan, module.name), []
-        for first, end in ranges_of(plan, module, groups.rank):
+        regathers, mine = regathers_activations(plan, module.name), []
+        for first, end in layer_ranges(plan, module, groups.rank):
             layers = build_layers(
                 module,
                 dtype=dtype,
@@ -91,7 +91,7 @@ def build_rank(
             mine.append(SegmentedChunk(parts, recompute=recompute, regather=regathers))
             found.add(module, layers, first, end, tensor_parallel=tp_group.size > 1)
         chunks[module.name] = tuple(mine)
-    shapes = shapes_of(model, plan, llm_tokens=llm_tokens, dtype=dtype)
+    shapes = message_specs(model, plan, llm_tokens=llm_tokens, dtype=dtype)
     return found.rank_model(chunks, shapes)
 
 
@@ -127,7 +127,7 @@ class _Found:
             self._tied += [layers[0][0].weight] if first == 0 else []
             self._copies += [layers[-1][0].weight] if end == layer_count(module) else []
 
-    def rank_model(self, chunks: Mapping[str, tuple[SegmentedChunk, ...]], shapes: Shapes) -> RankModel:
+    def rank_model(self, chunks: Mapping[str, tuple[SegmentedChunk, ...]], shapes: MessageSpecs) -> RankModel:
         return RankModel(
             chunks=chunks,
             parameters=self._parameters,
@@ -144,7 +144,7 @@ def _played(layer: list[Segment], *, tensor_parallel: bool, whole: bool) -> list
     return tensor_parallel_layer(layer) if tensor_parallel else [SequentialSegment(layer)] if whole else layer
 
 
-def modules_cut_in_layers(plan: Plan, rank: int) -> set[str]:
+def modules_run_by_segment(plan: Plan, rank: int) -> set[str]:
     """Modules into whose layers the program of a rank puts other work: these run segment by segment."""
     device = plan.ranks.class_of(rank)
     found: set[str] = set()
@@ -166,7 +166,7 @@ def modules_cut_in_layers(plan: Plan, rank: int) -> set[str]:
     return found
 
 
-def ranges_of(plan: Plan, module: Encoder | Llm, rank: int) -> list[tuple[int, int]]:
+def layer_ranges(plan: Plan, module: Encoder | Llm, rank: int) -> list[tuple[int, int]]:
     """Layers of a module on a rank, chunk by chunk."""
     planned = plan.modules[module.name]
     ends = list(accumulate(chunk.layers for chunk in planned.chunks))
@@ -181,7 +181,7 @@ def ranges_of(plan: Plan, module: Encoder | Llm, rank: int) -> list[tuple[int, i
     return [(ends[virtual - 1] if virtual else 0, ends[virtual]) for virtual in mine]
 
 
-def shapes_of(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) -> Shapes:
+def message_specs(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) -> MessageSpecs:
     """Rows that travel between stages, and over the seam."""
     hidden, tp = model.llm.stack.hidden, plan.ranks.llm.tp
     if llm_tokens % tp:
@@ -203,7 +203,7 @@ def shapes_of(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) 
         inputs[encoder.name] = everywhere(encoder.name, tokens, encoder.stack.hidden)
         merged = (tokens // encoder.projector.merge // plan.modules[encoder.name].layout.tp, hidden)
         rows[encoder.name] = (TensorSpec(shape=merged, dtype=dtype),)
-    return Shapes(inputs=inputs, rows=rows)
+    return MessageSpecs(inputs=inputs, rows=rows)
 
 
 def refuse_unsupported(plan: Plan) -> None:
@@ -219,7 +219,7 @@ def refuse_unsupported(plan: Plan) -> None:
                 )
 
 
-def recompute_of(plan: Plan, name: str) -> Recompute:
+def recompute_mode(plan: Plan, name: str) -> Recompute:
     """What a module's chunks make again; what `selective` means, the plan's own kernels say."""
     module = plan.modules[name]
     if module.recompute != "selective":
@@ -229,7 +229,7 @@ def recompute_of(plan: Plan, name: str) -> Recompute:
     return "attention" if again == {"attention"} else "cheap"
 
 
-def regathers_of(plan: Plan, name: str) -> bool:
+def regathers_activations(plan: Plan, name: str) -> bool:
     """Whether a plan gathers rows of divided products a second time, for the gradients of weights."""
     templates = {template for chunk in plan.modules[name].chunks for template in chunk.templates.values()}
     return any(

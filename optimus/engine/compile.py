@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optimus.engine.buckets import Bucket, Buckets
-from optimus.engine.encoder_llm_routing import arrives
+from optimus.engine.buckets import Bucket, RankBuckets
+from optimus.engine.encoder_llm_routing import receives_rows
 from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
 from optimus.engine.placing import place_phases
-from optimus.engine.process_groups import Groups, edge_of, seam_edge
-from optimus.engine.side_stream import Side
+from optimus.engine.process_groups import ProcessGroups, seam_edge, stage_edge
+from optimus.engine.side_stream import SideStream
 from optimus.ir.op import Kind
 from optimus.ir.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
 from optimus.ir.ranks import LLM
@@ -39,7 +39,7 @@ class Batch(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class MessageSpecs:
     """Tensors that travel: what each virtual stage of a module gets, and what goes over the seam."""
 
     inputs: Mapping[str, Sequence[tuple[TensorSpec, ...]]]  # of the first virtual stage: not looked at
@@ -73,12 +73,12 @@ class Compiler:
     def __init__(
         self,
         plan: Plan,
-        groups: Groups,
+        groups: ProcessGroups,
         chunks: Mapping[str, tuple[Chunk, ...]],
-        buckets: Buckets,
-        shapes: Shapes,
+        buckets: RankBuckets,
+        shapes: MessageSpecs,
         mail: P2PMailbox,
-        side: Side,
+        side: SideStream,
         moment: StepState,
         finish: Run,
     ) -> None:
@@ -222,7 +222,7 @@ class Compiler:
             (ROWS, name, 0, microbatch * encoder.pieces + piece)
             for name, encoder in self.plan.encoders.items()
             for piece in range(encoder.pieces)
-            if arrives(self.plan, self.groups.rank, name, microbatch * encoder.pieces + piece)
+            if receives_rows(self.plan, self.groups.rank, name, microbatch * encoder.pieces + piece)
         ]
 
     def _needs(self, key: Key) -> bool:
@@ -319,7 +319,7 @@ class Compiler:
         if verb in SEAMS:
             axis, other = seam_edge(self.plan, rank, module, verb, microbatch)
         else:
-            axis, other = edge_of(self.plan, rank, module, verb)
+            axis, other = stage_edge(self.plan, rank, module, verb)
         group = self.groups.get(axis)
         assert group is not None, axis
         key = self._key(module, verb, chunk, microbatch)
@@ -368,6 +368,6 @@ def describe(plan: Plan, device: int, line: int) -> str:
     return f"{plan.names[module]}.{Verb(verb).word} chunk {chunk} microbatch {microbatch}"
 
 
-def only_forward(actions: list[Action]) -> list[Action]:
+def forward_actions(actions: list[Action]) -> list[Action]:
     """What is left of a program when nothing is learned."""
     return [action for action in actions if action.verb in FORWARD_VERBS]

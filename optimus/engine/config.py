@@ -17,7 +17,7 @@ PLAN = "plan.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingConfig:
     """How to train; what a job file says under `run:`."""
 
     steps: int = 20
@@ -67,7 +67,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class TrainingSummary:
     """What a run ends with."""
 
     steps: int
@@ -82,21 +82,21 @@ class Summary:
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, path: Path) -> Summary:
+    def load(cls, path: Path) -> TrainingSummary:
         found = json.loads(path.read_text())
         memory = found.pop("memory")
         return cls(**found, memory=None if memory is None else MemoryUse(**memory))
 
 
-def training_of(
+def read_training_config(
     settings: Mapping[str, Any],
     *,
     steps: int | None,
     run_dir: Path | None = None,
     counts_memory: bool = False,
-) -> Training:
+) -> TrainingConfig:
     """What a job's `run:` says, as far as it is known here; `steps` overrides it."""
-    default, optimizer = Training(), settings.get("optimizer", {})
+    default, optimizer = TrainingConfig(), settings.get("optimizer", {})
     if not isinstance(optimizer, Mapping):
         raise UserError(
             field="run.optimizer",
@@ -122,7 +122,7 @@ def training_of(
             problem="needs two steps: in the first one the optimizer makes its state",
             hint="use --steps 2",
         )
-    return Training(
+    return TrainingConfig(
         steps=count,
         seed=asked["seed"][0],
         learning_rate=float(asked["optimizer.lr"][0]),

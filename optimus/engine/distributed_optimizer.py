@@ -21,7 +21,7 @@ from optimus.engine.buckets import check_types, views_of
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 
-class Sharded:
+class ShardedBucket:
     """Some parameters of a module, whole here; `master` is the part that this replica keeps and updates.
 
     Gradients are added up in the type of the masters, which is at least float32: weight-gradient phases find
@@ -49,7 +49,7 @@ class Sharded:
 
     def _place_parameters(self, wide: torch.dtype) -> None:
         """Parameters become views of the flat buffer, and may have wider gradients."""
-        self.gradient_views = views_of(self.gradients, self.parameters)
+        self.grad_views = views_of(self.gradients, self.parameters)
         places = views_of(self._whole, self.parameters)
         for parameter, place in zip(self.parameters, places, strict=True):
             place.copy_(parameter.detach())
@@ -66,7 +66,7 @@ class Sharded:
         assert self.master.grad is not None
         return self.master.grad
 
-    def over_replicas(self, part: Tensor) -> Tensor:
+    def to_dtensor(self, part: Tensor) -> Tensor:
         """Masters, or one of an optimizer's moments of them, of all replicas as one: for checkpoints to come.
 
         Flat and without padding, so another number of replicas can read it. It shares memory with `part`.
@@ -81,7 +81,7 @@ class Sharded:
 
     def reset(self) -> None:
         self.gradients.zero_()
-        for parameter, view in zip(self.parameters, self.gradient_views, strict=True):
+        for parameter, view in zip(self.parameters, self.grad_views, strict=True):
             parameter.grad = view
 
     def gather(self) -> None:

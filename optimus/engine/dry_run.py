@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus.engine.compile import Shapes, describe
-from optimus.engine.config import MemoryUse, Training
+from optimus.engine.compile import MessageSpecs, describe
+from optimus.engine.config import MemoryUse, TrainingConfig
 from optimus.engine.memory_use import count_step
-from optimus.engine.process_groups import Groups, make_groups
+from optimus.engine.process_groups import ProcessGroups, make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import FakeTensorMode, fake_world
 from optimus.errors import UserError
@@ -45,7 +45,7 @@ class Communicator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Travel:
+class MessageCount:
     """What goes to or comes from another stage, so many times a step."""
 
     module: str
@@ -57,7 +57,7 @@ class Travel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class ParameterCount:
     """Parameters of a module on the rank."""
 
     count: int
@@ -81,8 +81,8 @@ class DryRun:
     actions: int  # lines that do something
     encoder_phases: int  # compute alone
     encoder_phases_in_slots: int
-    travels: tuple[Travel, ...]
-    parameters: Mapping[str, Held]
+    travels: tuple[MessageCount, ...]
+    parameters: Mapping[str, ParameterCount]
     memory: MemoryUse
     peak_at: str
     planned_only: Mapping[str, int]  # bytes, by component
@@ -98,7 +98,9 @@ class DryRun:
         return self.needed_bytes <= self.capacity_bytes
 
 
-def dry_run(job: Job, plan: Plan, training: Training, rank: int, *, kernels: Kernels | None = None) -> DryRun:
+def dry_run(
+    job: Job, plan: Plan, training: TrainingConfig, rank: int, *, kernels: Kernels | None = None
+) -> DryRun:
     """Steps a rank of a plan that holds. `kernels` are those of GPUs if none are given."""
     check_rank(rank, plan.ranks.world)
     with fake_world(rank, plan.ranks.world):
@@ -141,7 +143,7 @@ def check_rank(rank: int, world: int) -> None:
 
 
 def _step(
-    job: Job, plan: Plan, training: Training, groups: Groups, kernels: Kernels
+    job: Job, plan: Plan, training: TrainingConfig, groups: ProcessGroups, kernels: Kernels
 ) -> tuple[RankTrainer, MemoryUse]:
     """One that is not the first: the optimizer has its state."""
     mode, dtype = FakeTensorMode(), getattr(torch, training.dtype or DTYPE)
@@ -158,7 +160,7 @@ def _step(
 # ---------------------------------------------------------------------------- what the rank does
 
 
-def _communicators(groups: Groups) -> Iterator[Communicator]:
+def _communicators(groups: ProcessGroups) -> Iterator[Communicator]:
     for axis in groups.groups:
         members = groups.members[axis]
         yield Communicator(axis=axis, size=len(members), first=members[0], last=members[-1])
@@ -188,14 +190,14 @@ def count_slots(plan: Plan, device: int) -> tuple[int, int]:
     return phases, inside
 
 
-def _travels(plan: Plan, device: int, shapes: Shapes) -> Iterator[Travel]:
+def _travels(plan: Plan, device: int, shapes: MessageSpecs) -> Iterator[MessageCount]:
     for module, verbs in _lines(plan, device).items():
         for verb in (*SENDS, *RECVS):
             if verb.word not in verbs:
                 continue
             specs = shapes.rows[module] if verb in SEAMS else shapes.inputs[module][0]
             for spec in specs:
-                yield Travel(
+                yield MessageCount(
                     module=module,
                     verb=verb.word,
                     times=verbs[verb.word],
@@ -205,9 +207,9 @@ def _travels(plan: Plan, device: int, shapes: Shapes) -> Iterator[Travel]:
                 )
 
 
-def _held(one: RankTrainer, module: str) -> Held:
+def _held(one: RankTrainer, module: str) -> ParameterCount:
     mine = [each for name, each in one.model.parameters.items() if name.startswith(f"{module}.")]
-    return Held(
+    return ParameterCount(
         count=sum(each.numel() for each in mine),
         trained=sum(each.numel() for each in mine if each.requires_grad),
         bytes=sum(each.nbytes for each in mine),

@@ -19,26 +19,26 @@ from optimus.models.tensor_parallel import TpGroup
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class RoutedRows:
     """Encoder rows of an LLM microbatch: who holds them, and the row of the sequence that each replaces."""
 
     holders: range  # in the LLM's tensor-parallel group
     targets: Tensor  # the length of the sequence for nowhere
 
 
-def holders_of(plan: Plan, module: str, microbatch: int) -> range:
+def holder_tp_ranks(plan: Plan, module: str, microbatch: int) -> range:
     """Places in the LLM's tensor-parallel group at which rows of an encoder microbatch arrive."""
     tp = plan.modules[module].layout.tp
     block = plan.modules[module].pipelines[microbatch] % (plan.ranks.llm.tp // tp)
     return range(block * tp, (block + 1) * tp)
 
 
-def arrives(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
+def receives_rows(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
     """Whether a rank of stage 0 gets rows of an encoder microbatch."""
-    return plan.ranks.place(LLM, rank).tp in holders_of(plan, module, microbatch)
+    return plan.ranks.place(LLM, rank).tp in holder_tp_ranks(plan, module, microbatch)
 
 
-def route(pieces: Sequence[Piece], tp_group: TpGroup, length: int) -> SeamRows:
+def route_rows(pieces: Sequence[RoutedRows], tp_group: TpGroup, length: int) -> SeamRows:
     """What one rank sends and gets; `length` is that of the sequence."""
     own = length // tp_group.size
     held = [_held(pieces, rank) for rank in range(tp_group.size)]
@@ -56,7 +56,7 @@ def route(pieces: Sequence[Piece], tp_group: TpGroup, length: int) -> SeamRows:
     )
 
 
-def _parts(pieces: Sequence[Piece], rank: int) -> list[Tensor]:
+def _parts(pieces: Sequence[RoutedRows], rank: int) -> list[Tensor]:
     """Targets of what a rank holds, piece by piece."""
     found = []
     for piece in pieces:
@@ -67,6 +67,6 @@ def _parts(pieces: Sequence[Piece], rank: int) -> list[Tensor]:
     return found
 
 
-def _held(pieces: Sequence[Piece], rank: int) -> Tensor:
+def _held(pieces: Sequence[RoutedRows], rank: int) -> Tensor:
     found = _parts(pieces, rank)
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.buckets import Buckets, BucketType
-from optimus.engine.compile import Action, Batch, Compiler, Shapes, StepState, only_forward
-from optimus.engine.optimizer import Optimizer
+from optimus.engine.buckets import BucketType, RankBuckets
+from optimus.engine.compile import Action, Batch, Compiler, MessageSpecs, StepState, forward_actions
+from optimus.engine.optimizer import DistributedOptimizer
 from optimus.engine.p2p import P2PMailbox
-from optimus.engine.process_groups import Groups
-from optimus.engine.replicated_buckets import Replicated
-from optimus.engine.side_stream import Side
+from optimus.engine.process_groups import ProcessGroups
+from optimus.engine.replicated_buckets import ReplicatedBucket
+from optimus.engine.side_stream import SideStream
 from optimus.ir.plan import Plan
 from optimus.models.chunk import Chunk
 from optimus.models.segment import State
 
 
 class Recorder(Protocol):
-    """Who wants to know which line runs; see `watch.Ring`."""
+    """Who wants to know which line runs; see `watch.FlightRecorder`."""
 
     def begin(self, line: int) -> None: ...
 
@@ -50,26 +50,26 @@ class Executor:
     def __init__(
         self,
         plan: Plan,
-        groups: Groups,
+        groups: ProcessGroups,
         chunks: Mapping[str, tuple[Chunk, ...]],
-        shapes: Shapes,
+        shapes: MessageSpecs,
         *,
         device: torch.device,
-        bucket_type: BucketType = Replicated,
+        bucket_type: BucketType = ReplicatedBucket,
         tied: Sequence[Tensor] = (),
         partial: Sequence[Tensor] = (),
         recorder: Recorder | None = None,
     ) -> None:
         self.plan, self.groups, self.tied = plan, groups, tied
-        self._mail, self.side, self._moment = P2PMailbox(device), Side(device), StepState()
+        self._mail, self.side, self._moment = P2PMailbox(device), SideStream(device), StepState()
         self._recorder = recorder or _Nobody()
-        self.buckets = Buckets(plan, groups, chunks, bucket_type, tied, partial)
-        self.optimizer: Optimizer | None = None
+        self.buckets = RankBuckets(plan, groups, chunks, bucket_type, tied, partial)
+        self.optimizer: DistributedOptimizer | None = None
         mail, moment = self._mail, self._moment
         compiler = Compiler(plan, groups, chunks, self.buckets, shapes, mail, self.side, moment, self._finish)
         self.actions = compiler.actions()
         self._waits_for = {action.line: action.waits_for for action in self.actions}
-        self._forward = only_forward(self.actions)
+        self._forward = forward_actions(self.actions)
 
     def step(self, batch: Batch) -> Tensor | None:
         """Forward and backward of all microbatches; this rank's part of the loss, where it is made."""
@@ -80,7 +80,7 @@ class Executor:
         self._play(self.actions, batch)
         return self._loss()
 
-    def recorded(self, recorder: Recorder) -> Recorder:
+    def replace_recorder(self, recorder: Recorder) -> Recorder:
         """From now on another is told which line runs; who was told until now."""
         before, self._recorder = self._recorder, recorder
         return before

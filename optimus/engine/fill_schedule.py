@@ -26,19 +26,19 @@ from torch.distributed.tensor import DTensor
 
 from optimus.engine.buckets import all_layers
 from optimus.engine.build_rank import refuse_unsupported
-from optimus.engine.compile import Shapes
+from optimus.engine.compile import MessageSpecs
 from optimus.engine.executor import Executor
 from optimus.engine.fsdp_ddp import (
+    disable_fsdp_hooks,
     fsdp_modules,
     make_block,
     make_bucket,
-    refuse_wrapped,
-    take_over,
-    unwrapped,
+    reject_wrapped,
+    unwrap_ddp,
 )
 from optimus.engine.p2p import TensorSpec
-from optimus.engine.process_groups import make_groups, replicas_of
-from optimus.engine.stage_profile import Survey, survey
+from optimus.engine.process_groups import make_groups, replica_ranks
+from optimus.engine.stage_profile import StageProfiles, profile_stages
 from optimus.engine.torch_private import end_fsdp_forward
 from optimus.errors import UserError
 from optimus.ir.plan import Plan, PlannedModule
@@ -105,9 +105,9 @@ class FillSchedule:
         timeout_s: float = 60.0,
     ) -> None:
         self.plan, self.rank = plan, dist.get_rank()
-        self.stages = [unwrapped(getattr(stage, "submod", stage)) for stage in stages]
+        self.stages = [unwrap_ddp(getattr(stage, "submod", stage)) for stage in stages]
         _check_modules(plan, self.stages, encoders)
-        self.encoders = {name: [unwrapped(block) for block in encoders[name]] for name in plan.encoders}
+        self.encoders = {name: [unwrap_ddp(block) for block in encoders[name]] for name in plan.encoders}
         self.loss_fn = loss_fn
         _check_plan(plan)
         self._groups = make_groups(plan, self.rank, timeout_s=timeout_s)
@@ -168,12 +168,12 @@ class FillSchedule:
         """What FSDP2 shards is gathered and reduced by lines of the program; elsewhere it may not be."""
         for name, chunks in self._chunks.items():
             for layer in (layer for chunk in chunks for layer in chunk.layers):
-                take_over(layer, name, replicas_of(self.plan, name, self.rank))
+                disable_fsdp_hooks(layer, name, replica_ranks(self.plan, name, self.rank))
         here = {id(part) for layer in all_layers(self._chunks) for part in layer.modules()}
         for name, blocks in self.encoders.items():
             for block in blocks:
                 if id(block) not in here:
-                    refuse_wrapped(block, f"encoders.{name}")
+                    reject_wrapped(block, f"encoders.{name}")
 
     def _gather_frozen(self) -> None:
         """No line does: all ranks, in one order, before the program. They stay whole."""
@@ -212,7 +212,7 @@ class FillSchedule:
             for module in self._sharded:
                 module.unshard()  # all replicas together: a survey runs where it is told to
             with torch.no_grad():
-                seen = survey(
+                seen = profile_stages(
                     self.stages, self.encoders, batch.inputs(LLM, 0), pieces, pp=self.plan.ranks.llm.pp
                 )
             for module in self._sharded:
@@ -363,10 +363,10 @@ def _check_plan(plan: Plan) -> None:
         )
 
 
-def _shapes(plan: Plan, seen: Survey) -> Shapes:
+def _shapes(plan: Plan, seen: StageProfiles) -> MessageSpecs:
     inputs: dict[str, list[tuple[TensorSpec, ...]]] = {LLM: [(), *(look.output for look in seen.stages[:-1])]}
     for name, module in plan.encoders.items():
         looks = seen.encoders[name]
         firsts = [_cut(module, stage)[0] for stage in range(module.layout.pp)]
         inputs[name] = [looks[first - 1].output if first else () for first in firsts]
-    return Shapes(inputs=inputs, rows={name: looks[-1].output for name, looks in seen.encoders.items()})
+    return MessageSpecs(inputs=inputs, rows={name: looks[-1].output for name, looks in seen.encoders.items()})

@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from optimus.engine.buckets import Bucket
-from optimus.engine.replicated_buckets import Replicated
+from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.torch_private import fsdp_meshes, gather_fsdp, keep_fsdp_gradients, reduce_fsdp, wait_fsdp
 from optimus.errors import UserError
 from optimus.models.segment import Gradients, ModuleSegment
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap_ddp(module: nn.Module) -> nn.Module:
     """What DDP was put around, or the module itself."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def refuse_wrapped(module: nn.Module, field: str) -> None:
+def reject_wrapped(module: nn.Module, field: str) -> None:
     """A module that must be as it was made."""
     if any(isinstance(part, FSDPModule | DistributedDataParallel) for part in module.modules()):
         raise UserError(
@@ -44,7 +44,7 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def take_over(module: nn.Module, field: str, replicas: Sequence[int]) -> None:
+def disable_fsdp_hooks(module: nn.Module, field: str, replicas: Sequence[int]) -> None:
     """From now on nothing but lines of a program gathers and reduces what is sharded in a module."""
     parts = fsdp_modules(module)
     for part in parts:
@@ -78,7 +78,7 @@ class FsdpBlock(ModuleSegment):
             keep_fsdp_gradients(part)  # in the type in which they are reduced
 
 
-class Fsdp:
+class FsdpBucket:
     """Modules of a stage or block that FSDP2 shards, as one bucket: see `buckets.Bucket`."""
 
     offset = 0
@@ -135,7 +135,7 @@ def make_bucket(
     """What FSDP2 shards it gathers and reduces; all else is whole everywhere."""
     sharded = [isinstance(parameter, DTensor) for parameter in parameters]
     if not any(sharded):
-        return Replicated(parameters, group)
+        return ReplicatedBucket(parameters, group)
     if not all(sharded):
         raise UserError(
             field="parameters",
@@ -143,4 +143,4 @@ def make_bucket(
             hint="call fully_shard on the whole stage or block, too",
         )
     mine = {id(parameter) for parameter in parameters}
-    return Fsdp(parameters, [part for part in modules if mine & set(map(id, part.parameters()))])
+    return FsdpBucket(parameters, [part for part in modules if mine & set(map(id, part.parameters()))])

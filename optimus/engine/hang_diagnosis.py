@@ -13,7 +13,7 @@ MOST_NAMED = 8  # ranks written out in one sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
+class RankStatus:
     """What a rank says that it is doing."""
 
     rank: int
@@ -38,18 +38,18 @@ class Post:
         return json.dumps(self.as_dict())
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Post:
+    def from_json(cls, text: str | bytes) -> RankStatus:
         """From the store."""
         fields = json.loads(text)
         return cls(**{**fields, "waits_for": tuple(fields["waits_for"])})
 
 
-Posts = Mapping[int, Post | None]
+Posts = Mapping[int, RankStatus | None]
 
 
 def behind(
-    posts: dict[int, Post | None], rank: int, read: Callable[[int], Post | None]
-) -> dict[int, Post | None]:
+    posts: dict[int, RankStatus | None], rank: int, read: Callable[[int], RankStatus | None]
+) -> dict[int, RankStatus | None]:
     """Adds posts of those that `rank` waits for, directly or not; at most `MOST_READ`, nearest first.
 
     One of each in turn: who waits for many replicas does not keep us from following a chain of stages.
@@ -64,11 +64,11 @@ def behind(
     return posts
 
 
-def _named_by(post: Post | None) -> Iterator[int]:
+def _named_by(post: RankStatus | None) -> Iterator[int]:
     return iter(() if post is None else post.waits_for)
 
 
-def give_verdict(rank: int, before: Posts, after: Posts) -> tuple[str, bool]:
+def diagnose_hang(rank: int, before: Posts, after: Posts) -> tuple[str, bool]:
     """What holds `rank` up, in words, and whether that makes progress; from posts of two moments."""
     reached = _reached(rank, before, after)
     ends = [one for one in reached if _stopped(one, before, after) or not _waits(after[one])]
@@ -89,7 +89,7 @@ def _reached(rank: int, before: Posts, after: Posts) -> list[int]:
     return reached
 
 
-def _waits(post: Post | None) -> bool:
+def _waits(post: RankStatus | None) -> bool:
     return post is not None and bool(post.waits_for) and not post.error
 
 
@@ -110,12 +110,12 @@ def _end(rank: int, before: Posts, after: Posts) -> str:
     waiting = _waiting_for(rank, before, after)
     tail = ""
     if waiting:
-        tail = f": {name_ranks(tuple(waiting))} {'waits' if len(waiting) == 1 else 'wait'} for it"
+        tail = f": {format_ranks(tuple(waiting))} {'waits' if len(waiting) == 1 else 'wait'} for it"
     direct = [one for one in waiting if (at := after[one]) is not None and rank in at.waits_for]
     for one in (direct + [one for one in waiting if one not in direct])[:MOST_NAMED]:
         waits = after[one]
         assert waits is not None
-        whom = name_ranks(waits.waits_for)
+        whom = format_ranks(waits.waits_for)
         tail += f"; rank {one} has waited {waits.for_s:.1f} s in {waits.op} for {whom}"
     if post is None:
         return f"rank {rank} stopped before its first op{tail}"
@@ -141,19 +141,18 @@ def _waiting_for(rank: int, before: Posts, after: Posts) -> list[int]:
 
 def _no_end(reached: list[int], after: Posts) -> str:
     """They wait in a circle, or in a chain longer than was followed."""
-    words = f"{name_ranks(tuple(sorted(reached)))} wait for each other"
+    words = f"{format_ranks(tuple(sorted(reached)))} wait for each other"
     posts = [post for one in reached if (post := after[one]) is not None]
     beyond = [other for post in posts for other in post.waits_for if other not in after]
     if beyond:
-        words = f"{name_ranks(tuple(reached))} wait; in the end for rank {beyond[-1]}, which was not asked"
+        words = f"{format_ranks(tuple(reached))} wait; in the end for rank {beyond[-1]}, which was not asked"
     for post in sorted(posts, key=lambda post: -post.for_s)[:MOST_NAMED]:  # who stood first may be to blame
-        words += (
-            f"; rank {post.rank} has waited {post.for_s:.1f} s in {post.op} for {name_ranks(post.waits_for)}"
-        )
+        others = format_ranks(post.waits_for)
+        words += f"; rank {post.rank} has waited {post.for_s:.1f} s in {post.op} for {others}"
     return words
 
 
-def name_ranks(ranks: tuple[int, ...]) -> str:
+def format_ranks(ranks: tuple[int, ...]) -> str:
     """`rank 3` or `ranks 0, 1, 2`, or the first of many and their number."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -144,9 +144,9 @@ def _wait(running: list[_Rank], interruptions: list[int]) -> _Rank | None:
 
 
 def _store_on(listening: socket.socket, timeout_s: float) -> object:
-    from optimus.engine.rendezvous import host_on  # loads torch
+    from optimus.engine.rendezvous import host_store  # loads torch
 
-    return host_on(listening, timeout_s)
+    return host_store(listening, timeout_s)
 
 
 def _end(running: list[_Rank], grace_s: float) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.engine.executor import Executor, Recorder
-from optimus.engine.optimizer import Optimizer
-from optimus.engine.torch_private import told_of_resizes
+from optimus.engine.optimizer import DistributedOptimizer
+from optimus.engine.torch_private import on_storage_resize
 from optimus.ir.op import Ints
 from optimus.ir.plan import Plan, Verb
 from optimus.ir.ranks import LLM
@@ -27,7 +27,7 @@ LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(len(ACTIVATIONS))
 _DEVICE = torch.ops.prim.device.default  # of tensors without numbers
 
 
-class ByteCounter(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Entered around one step of an executor, whose recorder is told of lines as before.
 
     `known` are tensors that are counted apart; the batch is not counted. `kept` is what lives at the end of
@@ -50,9 +50,9 @@ class ByteCounter(TorchDispatchMode):
         self.most: Ints = np.zeros(len(program), np.int64)
         self._recorder: Recorder
 
-    def __enter__(self) -> ByteCounter:
-        self._recorder = self._executor.recorded(self)
-        self._told = told_of_resizes(self._resized)
+    def __enter__(self) -> MemoryTracker:
+        self._recorder = self._executor.replace_recorder(self)
+        self._told = on_storage_resize(self._resized)
         self._told.__enter__()
         super().__enter__()
         return self
@@ -60,7 +60,7 @@ class ByteCounter(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._told.__exit__(None, None, None)
-        self._executor.recorded(self._recorder)
+        self._executor.replace_recorder(self._recorder)
 
     # ------------------------------------------------------------------------ as a recorder
 
@@ -137,7 +137,7 @@ def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) ->
     return found
 
 
-def states_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, list[Tensor]]:
+def states_of(parameters: Sequence[Tensor], optimizer: DistributedOptimizer) -> dict[str, list[Tensor]]:
     """What is there all the time, as the plan names it; the optimizer's from its first step on."""
     buckets, adamw = optimizer.buckets, optimizer.adamw
     kept = {} if adamw is None else adamw.state

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimus.engine.compile import Batch
 from optimus.engine.config import MemoryUse
-from optimus.engine.memory_tracker import ByteCounter, states_of, total_bytes
+from optimus.engine.memory_tracker import MemoryTracker, states_of, total_bytes
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.plan import Plan
 from optimus.verify.memory_replay import ACTIVATIONS, bytes_along
@@ -24,7 +24,7 @@ def count_step(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None, MemoryUs
     executor, parameters = rank.executor, rank.parameters
     assert rank.optimizer is not None
     states = states_of(parameters, rank.optimizer)
-    with executor.side.waiting(), ByteCounter(executor, chain.from_iterable(states.values())) as counter:
+    with executor.side.waiting(), MemoryTracker(executor, chain.from_iterable(states.values())) as counter:
         loss = executor.step(batch)
     held = {name: total_bytes(tensors) for name, tensors in states.items()}
     dtype = str(parameters[0].dtype).removeprefix("torch.")
@@ -32,7 +32,7 @@ def count_step(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None, MemoryUs
 
 
 def _compared(
-    plan: Plan, rank: int, counter: ByteCounter, states: Mapping[str, int], dtype: str
+    plan: Plan, rank: int, counter: MemoryTracker, states: Mapping[str, int], dtype: str
 ) -> MemoryUse:
     device = plan.ranks.class_of(rank)
     alive, fixed = bytes_along(plan, device), plan.memory[device].fixed

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.distributed_optimizer import ShardedBucket
 
 SMALL = 1e-6  # added to a norm that divides, as torch.nn.utils.clip_grad_norm_ does
 
 
-class Optimizer:
+class DistributedOptimizer:
     """Every rank must hold one, be it for no bucket: the norm is summed over all ranks.
 
     `counted` are the gradients that enter the norm on this rank: each of the model's on one rank only. `clip`
@@ -22,7 +22,7 @@ class Optimizer:
 
     def __init__(
         self,
-        buckets: Sequence[Sharded],
+        buckets: Sequence[ShardedBucket],
         counted: Sequence[Tensor],
         *,
         learning_rate: float,

@@ -37,7 +37,7 @@ class Pending:
         self.tensors, self.works = tensors, works
 
 
-class _Sent:
+class _PendingSends:
     """Tensors that are being sent: kept until they have arrived.
 
     gloo tells that a send is over only to who waits for it, so a thread does.
@@ -96,7 +96,7 @@ class P2PMailbox:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._there: dict[Key, tuple[Tensor, ...] | Pending] = {}
-        self._sent = _Sent()
+        self._sent = _PendingSends()
         # On a GPU a receive starts after what its stream holds when it is posted: on one of its own, nothing.
         self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._computing = None if self._receiving is None else torch.cuda.current_stream(device)

@@ -32,7 +32,7 @@ class Axis:
     members: Callable[[int], Members]
 
 
-def axes_of(plan: Plan) -> list[Axis]:
+def group_axes(plan: Plan) -> list[Axis]:
     """Every axis of a plan, in the order in which all ranks make their groups."""
     ranks, found = plan.ranks, []
     for name, module in plan.modules.items():
@@ -53,7 +53,7 @@ def axes_of(plan: Plan) -> list[Axis]:
     return found
 
 
-def replicas_of(plan: Plan, module: str, rank: int) -> Members:
+def replica_ranks(plan: Plan, module: str, rank: int) -> Members:
     """The ranks that hold what a rank holds of a module, itself among them."""
     return _replicas(plan.ranks, module)(rank) or (rank,)
 
@@ -65,13 +65,13 @@ def tp_group_of(plan: Plan, module: str, rank: int) -> TpGroup:
 
 def replica_mesh(plan: Plan, module: str) -> DeviceMesh:
     """This rank's replicas of a module, for FSDP2 or DDP; all ranks make theirs at the same point."""
-    members = list(replicas_of(plan, module, dist.get_rank()))
+    members = list(replica_ranks(plan, module, dist.get_rank()))
     group = dist.new_group(members, use_local_synchronization=True)
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     return DeviceMesh.from_group(group, device, mesh_dim_names=("replicas",))
 
 
-def edge_of(plan: Plan, rank: int, module: str, verb: Verb) -> tuple[str, int]:
+def stage_edge(plan: Plan, rank: int, module: str, verb: Verb) -> tuple[str, int]:
     """The axis that carries a transfer of this rank, and the rank at its other end.
 
     For the seam seen from stage 0 the axis depends on the microbatch: see `seam_edge`.
@@ -188,7 +188,7 @@ def _ends(ranks: Ranks) -> Callable[[int], Members]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class ProcessGroups:
     """A rank's process groups by axis; none where it would be alone.
 
     `control` holds all ranks of an LLM pipeline, for what hosts tell each other: never a device's data.
@@ -219,7 +219,7 @@ def make_groups(
     timeout_s: float,
     backend: str | None = None,
     options_of: Callable[[str], Any] = lambda axis: None,
-) -> Groups:
+) -> ProcessGroups:
     """All groups of this rank. Every rank must call it, at the same time, with the same plan.
 
     Where a backend cannot split, members name a group after its ranks and the number of groups they already
@@ -230,7 +230,7 @@ def make_groups(
     timeout = timedelta(seconds=timeout_s)
     control = _control(plan, rank, timeout)  # first: split groups are unequal in number on ranks
     members, groups = {}, {}
-    for axis in axes_of(plan):
+    for axis in group_axes(plan):
         mine = members[axis.name] = axis.members(rank)
         if splits:
             every = _all_groups(plan, axis)
@@ -248,7 +248,7 @@ def make_groups(
             )
         if group is not None and len(mine) > 1:
             groups[axis.name] = group
-    return Groups(rank=rank, members=members, groups=groups, control=control)
+    return ProcessGroups(rank=rank, members=members, groups=groups, control=control)
 
 
 def _control(plan: Plan, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus.engine.config import Summary, Training
+from optimus.engine.config import TrainingConfig, TrainingSummary
 from optimus.errors import OptimusError
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
@@ -28,7 +28,7 @@ class RankInputs:
     job: Job
     plan: Plan
     plan_hash: str
-    training: Training
+    training: TrainingConfig
 
     def save(self, folder: Path) -> None:
         """Into a folder that only this user can write to: reading it again can run code."""
@@ -41,21 +41,21 @@ class RankInputs:
         return found
 
 
-def summary_in(folder: Path) -> Summary:
+def load_summary(folder: Path) -> TrainingSummary:
     """What rank 0 of a run that ended well has left."""
-    return Summary.load(folder / "summary.json")
+    return TrainingSummary.load(folder / "summary.json")
 
 
 def main(folder: Path) -> int:
     """Trains as one rank; rank 0 leaves its summary."""
     handed = RankInputs.load(folder)
-    from optimus.engine.rendezvous import first_to_say
+    from optimus.engine.rendezvous import first_to_report
     from optimus.engine.trainer import train_rank
 
     try:
         summary = train_rank(handed.job, handed.plan, handed.plan_hash, handed.training, lambda metrics: None)
     except OptimusError as error:
-        if first_to_say(str(error)):
+        if first_to_report(str(error)):
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
         else:

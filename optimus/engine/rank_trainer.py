@@ -11,16 +11,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from optimus.engine.batch_plan import BatchTable, make_table
-from optimus.engine.batches import SampleBatch
+from optimus.engine.batch_plan import BatchPlan, plan_batch
+from optimus.engine.batches import RankBatch
 from optimus.engine.build_rank import build_rank
-from optimus.engine.config import Training
-from optimus.engine.distributed_optimizer import Sharded
+from optimus.engine.config import TrainingConfig
+from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor, Recorder
-from optimus.engine.optimizer import Optimizer
-from optimus.engine.process_groups import Groups
-from optimus.engine.replicated_buckets import Replicated
-from optimus.engine.synthetic_data import Synthetic
+from optimus.engine.optimizer import DistributedOptimizer
+from optimus.engine.process_groups import ProcessGroups
+from optimus.engine.replicated_buckets import ReplicatedBucket
+from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
@@ -31,16 +31,16 @@ class RankTrainer:
     """The only builder of a rank from a job; every rank passes the same job, plan and training.
 
     `groups` say which rank it is. `bucket_type` says how parameters are gathered and gradients reduced: with
-    `Replicated` there is no `optimizer`, and the caller finds gradients in `grad`. `numerics` overrides the
-    constants of modules; with `fuse`, layers into which nothing is scheduled run as one piece.
+    `ReplicatedBucket` there is no `optimizer`, and the caller finds gradients in `grad`. `numerics` overrides
+    the constants of modules; with `fuse`, layers into which nothing is scheduled run as one piece.
     """
 
     def __init__(
         self,
         job: Job,
         plan: Plan,
-        training: Training,
-        groups: Groups,
+        training: TrainingConfig,
+        groups: ProcessGroups,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -48,12 +48,12 @@ class RankTrainer:
         kernels: Kernels = KERNELS,
         numerics: Mapping[str, Numerics] = MappingProxyType({}),
         fuse: bool = True,
-        bucket_type: type[Sharded] | type[Replicated] = Sharded,
+        bucket_type: type[ShardedBucket] | type[ReplicatedBucket] = ShardedBucket,
     ) -> None:
         self.job, self.plan, self.training, self.groups = job, plan, training, groups
         self.dtype, self.device, self._numerics = dtype, device, numerics
         self.sequences = job.workload.sequences_per_step // plan.ranks.llm.dp // plan.microbatches
-        self.data = Synthetic(job=job, seed=training.seed)
+        self.data = SyntheticDataset(job=job, seed=training.seed)
         self.replica = plan.ranks.place(LLM, groups.rank).dp
         self.model = build_rank(
             job.model,
@@ -78,13 +78,13 @@ class RankTrainer:
             partial=self.model.partial,
             recorder=recorder,
         )
-        self.optimizer = self._make_optimizer() if issubclass(bucket_type, Sharded) else None
+        self.optimizer = self._make_optimizer() if issubclass(bucket_type, ShardedBucket) else None
         self.executor.optimizer = self.optimizer
 
-    def _make_optimizer(self) -> Optimizer:
+    def _make_optimizer(self) -> DistributedOptimizer:
         copies = {id(parameter) for parameter in self.model.copies}
-        buckets = [bucket for bucket in self.executor.buckets if isinstance(bucket, Sharded)]
-        return Optimizer(
+        buckets = [bucket for bucket in self.executor.buckets if isinstance(bucket, ShardedBucket)]
+        return DistributedOptimizer(
             buckets,
             [self.executor.buckets.counted(each) for each in buckets if id(each.parameters[0]) not in copies],
             learning_rate=self.training.learning_rate,
@@ -103,20 +103,20 @@ class RankTrainer:
         first = step * self.job.workload.sequences_per_step + self.replica * own
         return range(first, first + own)
 
-    def table(self, step: int) -> BatchTable:
+    def table(self, step: int) -> BatchPlan:
         """From the sizes of samples; the same on all ranks of a replica."""
-        return make_table(self.plan, [self.data.sizes(number) for number in self.samples(step)])
+        return plan_batch(self.plan, [self.data.sizes(number) for number in self.samples(step)])
 
     def batch(
         self,
         step: int,
-        table: BatchTable | None = None,
+        table: BatchPlan | None = None,
         placed: Callable[[Tensor], Tensor] | None = None,
-    ) -> SampleBatch:
+    ) -> RankBatch:
         """Data of a step for this rank, on its device or where `placed` puts it."""
         count = self.job.workload.sequences_per_step
         labels = sum(self.data.labels(number) for number in range(step * count, (step + 1) * count))
-        return SampleBatch(
+        return RankBatch(
             self.job.model,
             self.plan,
             self.groups.rank,

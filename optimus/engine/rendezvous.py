@@ -32,7 +32,7 @@ class Membership:
     store: Any  # of this attempt only: what earlier attempts left is not seen
 
 
-class NobodyCame(OptimusError):
+class RendezvousTimeout(OptimusError):
     """A rank waited for another that did not come in time."""
 
 
@@ -78,7 +78,7 @@ def join(*, timeout_s: float, backend: str) -> Membership:
     )
 
 
-def host_on(listening: socket.socket, timeout_s: float) -> TCPStore:
+def host_store(listening: socket.socket, timeout_s: float) -> TCPStore:
     """A store on a socket that already listens: who connected before is answered now."""
     host, port = listening.getsockname()
     return TCPStore(
@@ -94,7 +94,7 @@ def host_on(listening: socket.socket, timeout_s: float) -> TCPStore:
 def _connect(place: Launched, timeout_s: float) -> TCPStore:
     hosts = place.rank == 0 and not place.store_is_hosted
     if hosts and place.one_host and place.address in ("127.0.0.1", "localhost"):
-        return host_on(socket.create_server(("127.0.0.1", place.port), backlog=BACKLOG), timeout_s)
+        return host_store(socket.create_server(("127.0.0.1", place.port), backlog=BACKLOG), timeout_s)
     return TCPStore(
         place.address,
         place.port,
@@ -137,7 +137,7 @@ def _greet(greetings: Any, rank: int, child: int, news: str, deadline: float) ->
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise NobodyCame(f"{who}, which did not come again after a restart")
+            raise RendezvousTimeout(f"{who}, which did not come again after a restart")
         _wait(greetings, f"{child}", left_s, who)
         greetings.set(f"{child}/{greetings.get(f'{child}').decode()}", news)
         give_up = time.monotonic() + min(patience_s, left_s)
@@ -152,10 +152,10 @@ def _wait(store: Any, key: str, timeout_s: float, who: str) -> None:
     try:
         store.wait([key], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
-        raise NobodyCame(f"{who}, which did not come: has its node started?") from error
+        raise RendezvousTimeout(f"{who}, which did not come: has its node started?") from error
 
 
-def first_to_say(words: str, *, timeout_s: float = 5.0) -> bool:
+def first_to_report(words: str, *, timeout_s: float = 5.0) -> bool:
     """Whether no other rank of this attempt has these words to say; in doubt, yes."""
     place = launched()
     if place is None or (place.rank == 0 and not place.store_is_hosted):
@@ -191,7 +191,7 @@ def agree(store: Any, rank: int, world: int, name: str, value: str) -> None:
             store.compare_set("verdict", "", "all")
         verdict = store.get("verdict").decode()
     except dist.DistStoreError as error:
-        raise NobodyCame(
+        raise RendezvousTimeout(
             f"rank {rank} waited to compare the {name}, but not all {world} ranks came"
         ) from error
     if verdict != "all":

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from optimus.engine.buckets import check_types, views_of
 
 
-class Replicated:
+class ReplicatedBucket:
     """The gradients of some parameters as views of one buffer, summed on all replicas.
 
     Whoever brings an optimizer of his own finds them in `grad`, as after any backward.

@@ -16,7 +16,7 @@ import torch
 Run = Callable[[], None]
 
 
-class Side:
+class SideStream:
     """What was begun beside the program, by any name, until somebody needs it."""
 
     def __init__(self, device: torch.device) -> None:

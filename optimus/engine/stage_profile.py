@@ -20,7 +20,7 @@ Specs = tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class StageProfile:
     """One stage or block: what it makes, and its seconds (0 where it was not timed, or is frozen)."""
 
     output: Specs
@@ -29,11 +29,11 @@ class Look:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class StageProfiles:
     """All virtual stages of the LLM in order, and all blocks of every encoder."""
 
-    stages: tuple[Look, ...]
-    encoders: Mapping[str, tuple[Look, ...]]
+    stages: tuple[StageProfile, ...]
+    encoders: Mapping[str, tuple[StageProfile, ...]]
 
     @property
     def stage_seconds(self) -> list[Seconds]:
@@ -43,7 +43,7 @@ class Survey:
         return [look.seconds for look in self.encoders[encoder]]
 
 
-def survey(
+def profile_stages(
     stages: Sequence[nn.Module],
     encoders: Mapping[str, Sequence[nn.Module]],
     microbatch: tuple[Tensor, ...],
@@ -51,7 +51,7 @@ def survey(
     *,
     pp: int,
     repeats: int = 0,
-) -> Survey:
+) -> StageProfiles:
     """Every rank calls it with its own stages, all encoder blocks, and one microbatch of inputs.
 
     `pieces` holds, for every encoder, one of its microbatches and how many of them feed one of the LLM's.
@@ -59,25 +59,25 @@ def survey(
     """
     world, device = dist.get_world_size(), microbatch[0].device
 
-    def look_at_encoders() -> dict[str, tuple[Look, ...]]:
+    def look_at_encoders() -> dict[str, tuple[StageProfile, ...]]:
         return {name: _blocks(blocks, pieces[name][0], repeats) for name, blocks in encoders.items()}
 
-    looks: dict[str, tuple[Look, ...]] = _told(look_at_encoders, 0)
+    looks: dict[str, tuple[StageProfile, ...]] = _told(look_at_encoders, 0)
     rows = [
         _blank(spec, looks[name][-1].learns, device)
         for name, (_, count) in pieces.items()
         for _ in range(count)
         for spec in looks[name][-1].output
     ]
-    found: list[Look] = []
+    found: list[StageProfile] = []
     for virtual in range(len(stages) * pp):
         given = (*microbatch, *rows)
         if found:
             given = tuple(_blank(spec, found[-1].learns, device) for spec in found[-1].output)
         owner = virtual % pp * (world // pp)
-        look = partial(look_at, stages[virtual // pp], given, repeats)
+        look = partial(profile_module, stages[virtual // pp], given, repeats)
         found.append(_told(look, owner))
-    return Survey(stages=tuple(found), encoders=looks)
+    return StageProfiles(stages=tuple(found), encoders=looks)
 
 
 def _told(work: Callable[[], Any], source: int) -> Any:
@@ -97,11 +97,11 @@ def _told(work: Callable[[], Any], source: int) -> Any:
     return box[0]
 
 
-def _blocks(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> tuple[Look, ...]:
-    found: list[Look] = []
+def _blocks(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> tuple[StageProfile, ...]:
+    found: list[StageProfile] = []
     given = (inputs,)
     for block in blocks:
-        found.append(look_at(block, given, repeats))
+        found.append(profile_module(block, given, repeats))
         given = tuple(_blank(spec, found[-1].learns, inputs.device) for spec in found[-1].output)
     return tuple(found)
 
@@ -111,7 +111,7 @@ def _blank(spec: TensorSpec, needs: bool, device: torch.device) -> Tensor:
     return found.requires_grad_(needs and spec.dtype.is_floating_point)
 
 
-def look_at(module: nn.Module, inputs: tuple[Tensor, ...], repeats: int) -> Look:
+def profile_module(module: nn.Module, inputs: tuple[Tensor, ...], repeats: int) -> StageProfile:
     """Shapes of what a module makes; its forward and backward, the median of `repeats`."""
     outputs = _tuple(module(*inputs))
     specs = tuple(TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in outputs)
@@ -129,7 +129,7 @@ def look_at(module: nn.Module, inputs: tuple[Tensor, ...], repeats: int) -> Look
         forward_s=median(forwards) if forwards else 0.0,
         backward_s=median(backwards) if backwards else 0.0,
     )
-    return Look(output=specs, seconds=seconds, learns=learns)
+    return StageProfile(output=specs, seconds=seconds, learns=learns)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:

@@ -18,7 +18,7 @@ from optimus.models.sample import IGNORED, Item, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class Synthetic:
+class SyntheticDataset:
     """Samples drawn from a job's workload; sample n of the run has always the same contents."""
 
     job: Job
@@ -36,7 +36,7 @@ class Synthetic:
         """What a batch table needs, without making the sample."""
         sequence = self._sequence(number)
         items = {
-            name: tuple(prod(grid_of(encoder, tokens)) for tokens in sequence.lengths(name))
+            name: tuple(prod(patch_grid(encoder, tokens)) for tokens in sequence.lengths(name))
             for name, encoder in self._encoders.items()
         }
         return SampleSizes(number=number, items=items)
@@ -72,12 +72,12 @@ class Synthetic:
         )
 
     def _item(self, encoder: Encoder, count: int, offset: int, generator: torch.Generator) -> Item:
-        grid = grid_of(encoder, count)
+        grid = patch_grid(encoder, count)
         inputs: Tensor = torch.randn(prod(grid), encoder.patch_inputs, generator=generator)
         return Item(offset=offset, grid=grid, inputs=inputs)
 
 
-def grid_of(encoder: Encoder, llm_tokens: int) -> tuple[int, ...]:
+def patch_grid(encoder: Encoder, llm_tokens: int) -> tuple[int, ...]:
     """A grid of encoder tokens that become so many LLM tokens, as square as it can be."""
     merge = encoder.projector.merge
     if encoder.modality == "audio":

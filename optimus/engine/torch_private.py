@@ -29,12 +29,12 @@ __all__ = [
     "fake_world",
     "fsdp_meshes",
     "gather_fsdp",
-    "gloo_by",
     "is_view",
     "keep_fsdp_gradients",
     "loopback_device",
+    "make_gloo_backend",
+    "on_storage_resize",
     "reduce_fsdp",
-    "told_of_resizes",
     "wait_fsdp",
 ]
 
@@ -48,7 +48,7 @@ def loopback_device() -> Any:
     return gloo.create_device(hostname="127.0.0.1")
 
 
-def gloo_by(device: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def make_gloo_backend(device: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A gloo backend without a group around it."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
@@ -75,7 +75,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 @contextmanager
-def told_of_resizes(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def on_storage_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """While it is open, `tell` gets every storage behind a `resize_`, of which no dispatch mode hears."""
     kind: Any = torch.UntypedStorage
     resize = kind.resize_  # of the class that it is made from

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.batch_plan import TableExchange
+from optimus.engine.batch_plan import BatchPlanExchange
 from optimus.engine.compile import describe
-from optimus.engine.config import METRICS, MemoryUse, StepMetrics, Summary, Training
+from optimus.engine.config import METRICS, MemoryUse, StepMetrics, TrainingConfig, TrainingSummary
 from optimus.engine.memory_use import count_step
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.rendezvous import Membership, agree, join
-from optimus.engine.watchdog import Ring, Watch
+from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
 from optimus.errors import UserError
 from optimus.ir.plan import ALL, Plan
@@ -39,10 +39,12 @@ BESIDES = ("the loss of a step", "the table of a step")
 Report = Callable[[StepMetrics], None]
 
 
-def train_rank(job: Job, plan: Plan, plan_hash: str, training: Training, report: Report) -> Summary:
+def train_rank(
+    job: Job, plan: Plan, plan_hash: str, training: TrainingConfig, report: Report
+) -> TrainingSummary:
     """This process as one rank of the run. Rank 0 writes metrics and reports."""
     torch.set_num_threads(1)
-    refuse_another_world(plan)
+    check_world_size(plan)
     backend = "nccl" if _on_gpus() else "gloo"
     member = join(timeout_s=JOIN_S, backend=backend)
     with ExitStack() as stack:
@@ -52,7 +54,7 @@ def train_rank(job: Job, plan: Plan, plan_hash: str, training: Training, report:
         return loop.run(report if member.rank == 0 else _quiet)
 
 
-def refuse_another_world(plan: Plan) -> None:
+def check_world_size(plan: Plan) -> None:
     """Before anybody waits for anybody."""
     place = launched()
     if place is not None and place.world != plan.ranks.world:
@@ -63,7 +65,7 @@ def refuse_another_world(plan: Plan) -> None:
         )
 
 
-def words_of(plan: Plan, rank: int, line: int) -> str:
+def describe_line(plan: Plan, rank: int, line: int) -> str:
     """What a rank does at a line of its program, or besides."""
     device = plan.ranks.class_of(rank)
     beside = line - len(plan.programs[device])
@@ -86,13 +88,13 @@ def _quiet(metrics: StepMetrics) -> None:
 class _Loop:
     """One rank: its part of the model, its optimizer, and step after step."""
 
-    def __init__(self, job: Job, plan: Plan, training: Training, member: Membership) -> None:
+    def __init__(self, job: Job, plan: Plan, training: TrainingConfig, member: Membership) -> None:
         self.job, self.plan, self.training, self.member = job, plan, training, member
         rank = member.rank
         device = torch.device("cuda", member.local_rank) if _on_gpus() else torch.device("cpu")
         usual = "bfloat16" if device.type == "cuda" else "float32"
         groups = make_groups(plan, rank, timeout_s=GROUP_S)
-        self.ring = Ring()
+        self.ring = FlightRecorder()
         self.rank = RankTrainer(
             job,
             plan,
@@ -104,7 +106,7 @@ class _Loop:
         )
         self.reads = plan.ranks.place(LLM, rank).pp == 0
         self._used: MemoryUse | None = None
-        self.tables = TableExchange(
+        self.tables = BatchPlanExchange(
             plan,
             groups.control,
             reader=plan.ranks.rank_of(0, self.rank.replica, 0, 0),
@@ -113,8 +115,8 @@ class _Loop:
 
     # ------------------------------------------------------------------------ steps
 
-    def run(self, report: Report) -> Summary:
-        watch = Watch(
+    def run(self, report: Report) -> TrainingSummary:
+        watch = Watchdog(
             rank=self.member.rank,
             world=self.member.world,
             ring=self.ring,
@@ -139,7 +141,7 @@ class _Loop:
             watch.failed(error)
         watch.stop()
         timed = found[:-1] if self._used is not None else found  # to count takes time
-        return Summary(
+        return TrainingSummary(
             steps=len(found),
             final_loss=found[-1].loss if found else None,
             step_s_median=median(each.step_s for each in timed) if timed else None,
@@ -211,7 +213,7 @@ class _Loop:
     # ------------------------------------------------------------------------ words
 
     def _text(self, line: int) -> str:
-        return words_of(self.plan, self.member.rank, line)
+        return describe_line(self.plan, self.member.rank, line)
 
     def _waits_for(self, line: int) -> tuple[int, ...]:
         beside = line - len(self.plan.programs[self._device_class])

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from optimus.engine.hang_diagnosis import Post, behind, give_verdict, name_ranks
+from optimus.engine.hang_diagnosis import RankStatus, behind, diagnose_hang, format_ranks
 from optimus.errors import OptimusError, UserError
 
 EXIT_REFUSED = 2  # a mistake of the user
@@ -37,7 +37,7 @@ POSTS_PER_S = 8192  # of all ranks together: one store takes some 100,000
 READ_ALL_UP_TO = 64  # ranks; in larger worlds only those that somebody on the way waits for
 
 
-class Ring:
+class FlightRecorder:
     """The last ops of this rank, in columns made once: two writes of a few hundred nanoseconds per op."""
 
     def __init__(self, size: int = 4096) -> None:
@@ -80,7 +80,7 @@ class Ring:
         ]
 
 
-class Watch:
+class Watchdog:
     """Ends this process with a verdict when its current op takes longer than `limit_s`.
 
     `text` gives a line's words (`llm.recv-f chunk 0 microbatch 5`), `waits_for` the ranks without which its
@@ -93,7 +93,7 @@ class Watch:
         *,
         rank: int,
         world: int,
-        ring: Ring,
+        ring: FlightRecorder,
         store: Any,
         text: Callable[[int], str],
         waits_for: Callable[[int], tuple[int, ...]],
@@ -155,7 +155,7 @@ class Watch:
         words = f"rank {self._rank} failed {post.where}{_whom(post)}: {self._error}"
         if isinstance(error, UserError):
             words += f"\nhint: {error.hint}"
-        earlier: list[Post] = []
+        earlier: list[RankStatus] = []
         _within(1.0, lambda: earlier.extend(self._tell_failure(post)))
         for other in earlier:
             words += f"\n  rank {other.rank} had failed {other.where}{_whom(other)}: {other.error}"
@@ -185,9 +185,9 @@ class Watch:
         path.write_text(contents)
         return path
 
-    def _post(self) -> Post:
+    def _post(self) -> RankStatus:
         count, line, since_s = self._ring.current()
-        return Post(
+        return RankStatus(
             rank=self._rank,
             beat=self._beat,
             count=count,
@@ -215,19 +215,19 @@ class Watch:
             if self._stopping.wait(self._beat_s):
                 return
 
-    def _read(self, rank: int) -> Post | None:
+    def _read(self, rank: int) -> RankStatus | None:
         key = f"watch/{rank}"
-        return Post.from_json(self._store.get(key)) if self._store.check([key]) else None
+        return RankStatus.from_json(self._store.get(key)) if self._store.check([key]) else None
 
-    def _read_those_before(self) -> dict[int, Post | None]:
+    def _read_those_before(self) -> dict[int, RankStatus | None]:
         """This rank, whom it waits for, whom those wait for ...; in a small world, all."""
-        posts: dict[int, Post | None] = {self._rank: self._post()}
+        posts: dict[int, RankStatus | None] = {self._rank: self._post()}
         if self._world <= READ_ALL_UP_TO:
             others = (rank for rank in range(self._world) if rank != self._rank)
             return posts | {rank: self._read(rank) for rank in others}
         return behind(posts, self._rank, self._read)
 
-    def _tell_failure(self, post: Post) -> list[Post]:
+    def _tell_failure(self, post: RankStatus) -> list[RankStatus]:
         self._beat += 1
         self._store.set(f"watch/{self._rank}", post.as_json())
         others = (self._read(rank) for rank in post.waits_for[:READ_ALL_UP_TO])
@@ -284,7 +284,7 @@ class Watch:
         before = self._read_those_before()
         time.sleep(listen_s)
         after = self._read_those_before()
-        verdict, progress = give_verdict(self._rank, before, after)
+        verdict, progress = diagnose_hang(self._rank, before, after)
         first = progress or self._store.add("watch/verdicts", 1) == 1
         found.extend((verdict, progress, first))
 
@@ -303,10 +303,10 @@ class Watch:
         os.write(2, (words + "\n").encode())
 
 
-def _whom(post: Post) -> str:
+def _whom(post: RankStatus) -> str:
     if not post.waits_for:
         return ""
-    return f", which waits for {name_ranks(post.waits_for)}"
+    return f", which waits for {format_ranks(post.waits_for)}"
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from optimus.models.collectives import AsyncCollective
 from optimus.models.tensor_parallel import TpGroup
 
 
-class AtHome(TpGroup):
+class LocalTpGroup(TpGroup):
     """A share of layers whose exchanges are over at once."""
 
     def all_gather(self, part: Tensor) -> AsyncCollective:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint, representative_layers
-from optimus.engine.distributed_optimizer import Sharded
-from optimus.engine.synthetic_data import Synthetic
+from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
 from optimus.ir.op import Kind
 from optimus.job.job import Job
@@ -28,7 +28,7 @@ from optimus.models.microbatch_inputs import LlmContext, SeamRows, encoder_input
 from optimus.models.sample import Placed, Sample, placed_items
 from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import TpGroup
-from optimus.profiler.at_home import AtHome
+from optimus.profiler.at_home import LocalTpGroup
 from optimus.profiler.machine import conditions, one_thread
 
 REPETITIONS = 24
@@ -48,7 +48,7 @@ class _Load:
     inputs: tuple[Tensor, ...]
     context: Any
     dtype: torch.dtype
-    tp_group: TpGroup = AtHome()
+    tp_group: TpGroup = LocalTpGroup()
 
 
 def profile_job(
@@ -97,7 +97,7 @@ def _layers_to_measure(module: Encoder | Llm) -> Iterator[tuple[Layers, int]]:
 
 def _loads(job: Job, dtype: torch.dtype) -> Iterator[_Load]:
     """Every module at the sizes of the microbatches that the job allows, and of half of one."""
-    data = Synthetic(job=job)
+    data = SyntheticDataset(job=job)
     sizes = sorted(set(job.layout.limits.microbatch_sequences))
     samples = [data.sample(number) for number in range(max(sizes))]
     for encoder in job.model.encoders:
@@ -125,7 +125,7 @@ def _shared(load: _Load, tp: int) -> _Load:
     """What the first of `tp` ranks has of it."""
     if tp == 1:
         return load
-    tp_group = AtHome(size=tp)
+    tp_group = LocalTpGroup(size=tp)
     rows = tp_group.rows(load.tokens)
     if isinstance(load.context, LlmContext):
         nothing = torch.empty(0, dtype=torch.int64)
@@ -144,7 +144,7 @@ def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
     (built,) = build_layers(
         _trained(module), dtype=load.dtype, first=layer, end=layer + 1, tp_group=load.tp_group
     )
-    Sharded(trainable_parameters(built), None).reset()  # gradients are added up as in training, in float32
+    ShardedBucket(trainable_parameters(built), None).reset()  # accumulates in float32, as in training
     names = _names(load, layer, built)
     parts = built if tp == 1 else tensor_parallel_layer(built)
     ways = ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)) if tp == 1 else ((Kind.F, Kind.I, Kind.W),)
