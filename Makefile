@@ -3,20 +3,21 @@
 VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 BASE_PYTHON ?= python3
-PIP = $(PYTHON) -m pip install -qq --disable-pip-version-check
+# Constraints hold for build environments too.
+PIP = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip install -qq --disable-pip-version-check
 PYTEST = $(PYTHON) -m pytest -q -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: oracles help setup check lint format types imports dependencies test test-ci test-all docs wheel clean
+.PHONY: oracles help setup check lint format types imports dependencies test test-ci test-all docs dist release-check lock clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## a virtual environment in .venv with everything to develop and test
 	$(BASE_PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --no-deps megatron-core==0.16.1
-	$(PIP) -e '.[dev,exact,hf]'
+	$(PIP) -e '.[dev]'
 
 check:  ## style, types, floors of the house, dependencies (15 s)
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j 2 types lint format imports dependencies
@@ -54,8 +55,18 @@ test-all: oracles  ## every test
 docs:  ## the documentation, in site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build -q --strict
 
-wheel:  ## the distribution, in dist/
-	$(PYTHON) -m build -n --wheel
+dist:  ## wheel and source distribution, in dist/
+	rm -rf dist
+	$(PYTHON) -m build -n >/dev/null
+
+release-check: dist  ## build, install into fresh environments, render README (twine), compare versions
+	$(PYTHON) -m twine check --strict dist/*
+	$(PYTHON) .ci/release_check.py --base-python $(BASE_PYTHON)
+
+lock:  ## write constraints.txt from this environment
+	@sed -n '/^#/p' constraints.txt > constraints.new
+	@$(PYTHON) -m pip freeze --exclude-editable --exclude torch --exclude optimus-mllm >> constraints.new
+	@mv constraints.new constraints.txt
 
 clean:  ## remove what the commands above left behind, but not .venv
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
