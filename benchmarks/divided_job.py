@@ -17,7 +17,7 @@ from benchmarks.pacing import Link
 from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint
 from optimus.errors import UserError, one_of
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.job.cluster import FLAT, Cluster, Gpu
 from optimus.job.cluster import Link as PlannedLink
@@ -38,19 +38,21 @@ REPLICAS, SIZES = (1, 2, 4, 8, 16), (4, 8, 16, 32, 64)
 
 # By kind: seconds of every kernel of a layer, and of the ends. Norms take none: where layers are not divided,
 # the engine plays one together with the product behind it, and the plan knows two lines.
-LAYER_S: dict[Kind, dict[str, float]] = {
-    Kind.F: {"norm1": 0.0, "qkv": KERNEL_S, "attention": KERNEL_S, "out": KERNEL_S,
+LAYER_S: dict[OpKind, dict[str, float]] = {
+    OpKind.FORWARD: {"norm1": 0.0, "qkv": KERNEL_S, "attention": KERNEL_S, "out": KERNEL_S,
              "norm2": 0.0, "up": KERNEL_S, "down": KERNEL_S},
-    Kind.I: {"norm1": 0.0, "qkv": KERNEL_S, "attention": 2 * KERNEL_S, "out": KERNEL_S,
+    OpKind.INPUT_GRAD: {"norm1": 0.0, "qkv": KERNEL_S, "attention": 2 * KERNEL_S, "out": KERNEL_S,
              "norm2": 0.0, "up": KERNEL_S, "down": KERNEL_S},
-    Kind.W: {"qkv": KERNEL_S, "out": KERNEL_S, "up": KERNEL_S, "down": KERNEL_S},
+    OpKind.WEIGHT_GRAD: {"qkv": KERNEL_S, "out": KERNEL_S, "up": KERNEL_S, "down": KERNEL_S},
 }  # fmt: skip
-END_S: dict[Layers, dict[Kind, tuple[str, float]]] = {
-    "embedding": {Kind.F: ("embedding", SMALL_S), Kind.W: ("embedding", SMALL_S)},
-    "head": dict.fromkeys((Kind.F, Kind.I, Kind.W), ("head", KERNEL_S)),
-    "projector": dict.fromkeys((Kind.F, Kind.I, Kind.W), ("projector", SMALL_S)),
+END_S: dict[Layers, dict[OpKind, tuple[str, float]]] = {
+    "embedding": {OpKind.FORWARD: ("embedding", SMALL_S), OpKind.WEIGHT_GRAD: ("embedding", SMALL_S)},
+    "head": dict.fromkeys((OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), ("head", KERNEL_S)),
+    "projector": dict.fromkeys(
+        (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), ("projector", SMALL_S)
+    ),
 }
-PATCHES = {Kind.F: ("patches", SMALL_S), Kind.W: ("patches", SMALL_S)}
+PATCHES = {OpKind.FORWARD: ("patches", SMALL_S), OpKind.WEIGHT_GRAD: ("patches", SMALL_S)}
 
 
 def _stack(layers: int, *, causal: bool) -> Stack:
@@ -211,7 +213,7 @@ def profile_of(job: Job) -> Profile:
 
 
 def _rows(module: str, tp: int, tokens: int) -> Iterator[SegmentTime]:
-    def row(layers: Layers, kind: Kind, kernel: str, seconds: float) -> SegmentTime:
+    def row(layers: Layers, kind: OpKind, kernel: str, seconds: float) -> SegmentTime:
         return SegmentTime(
             module=module,
             layers=layers,

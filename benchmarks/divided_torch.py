@@ -27,7 +27,7 @@ from benchmarks.paced_torch import PacedPipeline, Passing, TorchPipeline
 from benchmarks.torch_cuts import Cuts, balanced
 from benchmarks.torch_replay import Programs, replay_step
 from optimus.engine.process_groups import ProcessGroups
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.planner.systems.layer_partition import smallest_maximum_cut
 from optimus.schedule.stage_costs import Cut
 
@@ -38,7 +38,12 @@ EXCHANGES = 2  # of a half, in each direction
 
 def half_s(half: int, kind: str) -> float:
     """Compute of half a layer: F, I, W, or B, which is both of them."""
-    kinds = {"F": (Kind.F,), "I": (Kind.I,), "W": (Kind.W,), "B": (Kind.I, Kind.W)}[kind]
+    kinds = {
+        "F": (OpKind.FORWARD,),
+        "I": (OpKind.INPUT_GRAD,),
+        "W": (OpKind.WEIGHT_GRAD,),
+        "B": (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD),
+    }[kind]
     return sum(LAYER_S[each].get(kernel, 0.0) for each in kinds for kernel in HALVES[half % 2])
 
 

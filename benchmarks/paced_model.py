@@ -23,8 +23,8 @@ from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import ProcessGroups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.ir.op import COLLECTIVE, Floats, Kind, Schedule
-from optimus.ir.plan import OPS, Phase, Plan, Verb
+from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, Floats, OpKind, Schedule
+from optimus.ir.plan import Phase, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.schedule.dependencies import couple
@@ -36,9 +36,12 @@ DTYPE = torch.bfloat16
 def line_seconds(plan: Plan, device: int, draws: Draws) -> list[float]:
     """What every line of a device class takes by itself; what travels takes what its link says."""
     found = []
-    for module, verb, chunk, microbatch, place in plan.programs[device].rows.tolist():
+    for module, kind, chunk, microbatch, place in plan.programs[device].rows.tolist():
         name = plan.names[module]
-        if verb not in OPS or phase_of(plan, device, module, verb, chunk, place).kind in COLLECTIVE:
+        if (
+            kind not in COMPUTE_OPS
+            or phase_of(plan, device, module, kind, chunk, place).kind in COLLECTIVE_PHASES
+        ):
             found.append(0.0)
             continue
         virtual = chunk * plan.modules[name].layout.pp + plan.ranks.stage_of(name, device)
@@ -47,7 +50,7 @@ def line_seconds(plan: Plan, device: int, draws: Draws) -> list[float]:
                 plan,
                 draws,
                 module=name,
-                kind=OPS[Verb(verb)],
+                kind=OpKind(kind),
                 virtual=virtual,
                 microbatch=microbatch,
                 place=place,
@@ -56,10 +59,10 @@ def line_seconds(plan: Plan, device: int, draws: Draws) -> list[float]:
     return found
 
 
-def phase_of(plan: Plan, device: int, module: int, verb: int, chunk: int, place: int) -> Phase:
+def phase_of(plan: Plan, device: int, module: int, kind: int, chunk: int, place: int) -> Phase:
     """What a line plays."""
     name = plan.names[module]
-    return plan.template_of(name, OPS[Verb(verb)], plan.ranks.stage_of(name, device), chunk)[place]
+    return plan.template_of(name, OpKind(kind), plan.ranks.stage_of(name, device), chunk)[place]
 
 
 class Pacer:
@@ -72,8 +75,8 @@ class Pacer:
         self._seconds, self._next, self.free = line_seconds(plan, device, draws), 0, False
         # Whose end is written down: all phases but launches, which go on beside the rank.
         self._told = [
-            verb in OPS and phase_of(plan, device, module, verb, chunk, place).kind != Kind.LAUNCH
-            for module, verb, chunk, _, place in self._rows
+            kind in COMPUTE_OPS and phase_of(plan, device, module, kind, chunk, place).kind != OpKind.LAUNCH
+            for module, kind, chunk, _, place in self._rows
         ]
 
     def reset(self) -> None:
@@ -193,8 +196,8 @@ def _coupled(plan: Plan) -> Schedule:
     meeting = np.full(len(schedule), -1) if schedule.meeting is None else schedule.meeting.copy()
     first, at = meeting.max() + 1, 0
     for device, program in enumerate(plan.programs):
-        for module, verb, chunk, microbatch, place in program.rows.tolist():
-            if verb == Verb.F and phase_of(plan, device, module, verb, chunk, place).name == "head":
+        for module, kind, chunk, microbatch, place in program.rows.tolist():
+            if kind == OpKind.FORWARD and phase_of(plan, device, module, kind, chunk, place).name == "head":
                 meeting[at] = first + microbatch
             at += 1
     return replace(schedule, meeting=meeting)
@@ -207,17 +210,20 @@ def replay_waiting(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> Plan
     """
     schedule = _coupled(plan)
     seconds = _seconds(plan, schedule, draws, traffic)
-    verbs = np.concatenate([program.verb for program in plan.programs])
+    kinds = np.concatenate([program.kind for program in plan.programs])
     modules = np.concatenate([program.module for program in plan.programs])
-    first = {device: np.flatnonzero((schedule.device == device) & (verbs <= Verb.W))[0] for device in
-             range(len(plan.programs))}  # fmt: skip
+    phases = kinds <= OpKind.WEIGHT_GRAD
+    first = {
+        device: np.flatnonzero((schedule.device == device) & phases)[0]
+        for device in range(len(plan.programs))
+    }
     ends: dict[bool, float] = {}
-    for verb in (Verb.GATHER, Verb.REDUCE):
-        moves = verbs == verb
+    for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
+        moves = kinds == kind
         for of_llm in (False, True):
             mine = moves & ((modules == plan.names.index(LLM)) == of_llm)
             sums = np.bincount(schedule.device[mine], seconds[mine], minlength=len(plan.programs))
-            if verb == Verb.REDUCE:
+            if kind == OpKind.REDUCE_GRAD:
                 ends[of_llm] = float(sums.max())
             else:
                 for device, at in first.items():
@@ -235,13 +241,13 @@ def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[Tra
     at = 0
     for device, program in enumerate(plan.programs):
         drawn = line_seconds(plan, device, draws)
-        for line, (module, verb, chunk, _, place) in enumerate(program.rows.tolist()):
-            if verb in (Verb.GATHER, Verb.REDUCE):
-                seconds[at] = of_class[device].buckets[plan.names[module], place][verb == Verb.REDUCE]
-            elif verb in OPS:
-                phase = phase_of(plan, device, module, verb, chunk, place)
+        for line, (module, kind, chunk, _, place) in enumerate(program.rows.tolist()):
+            if kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
+                seconds[at] = of_class[device].buckets[plan.names[module], place][kind == OpKind.REDUCE_GRAD]
+            elif kind in COMPUTE_OPS:
+                phase = phase_of(plan, device, module, kind, chunk, place)
                 seconds[at] = (
-                    seam_s.get(phase.name, seconds[at]) if phase.kind == Kind.LAUNCH else drawn[line]
+                    seam_s.get(phase.name, seconds[at]) if phase.kind == OpKind.LAUNCH else drawn[line]
                 )
             at += 1
     return seconds
@@ -250,7 +256,7 @@ def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[Tra
 def _played(plan: Plan, schedule: Schedule, seconds: Floats) -> PlanReplay:
     timeline = evaluate(replace(schedule, duration_s=seconds))
     ends = np.flatnonzero(np.diff(schedule.device, prepend=-1, append=-1))
-    moves = np.isin(schedule.kind, (Kind.GATHER, Kind.REDUCE))
+    moves = np.isin(schedule.kind, (OpKind.UNSHARD, OpKind.REDUCE_GRAD))
     return PlanReplay(
         step_s=timeline.step_s,
         ends_s=tuple(timeline.finish_s[a:b] for a, b in pairwise(ends.tolist())),

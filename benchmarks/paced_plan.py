@@ -21,22 +21,22 @@ from optimus.engine.executor import Executor
 from optimus.engine.p2p import TensorSpec
 from optimus.engine.process_groups import make_groups
 from optimus.engine.replicated_buckets import ReplicatedBucket
-from optimus.ir.op import Kind
-from optimus.ir.plan import VERB_OF, Plan
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import ChunkPhase, SegmentedChunk
 from optimus.models.segment import Segment, State, WeightGradStore
 
-Row = tuple[int, int, int, int, int]  # module, verb, chunk, microbatch, place: as a line of a program
+Row = tuple[int, int, int, int, int]  # module, kind, chunk, microbatch, place: as a line of a program
 
 
 def drawn_s(
-    plan: Plan, draws: Draws, *, module: str, kind: Kind, virtual: int, microbatch: int, place: int
+    plan: Plan, draws: Draws, *, module: str, kind: OpKind, virtual: int, microbatch: int, place: int
 ) -> float:
     """What one phase of one microbatch takes: its mean, which the plan knows, times a draw."""
     template = plan.templates[plan.modules[module].chunks[virtual].templates[kind]]
     factor = draws.factor(
-        module=module, kind=kind.name, virtual_stage=virtual, microbatch=microbatch, phase=place
+        module=module, kind=kind.word, virtual_stage=virtual, microbatch=microbatch, phase=place
     )
     return template[place].duration_s * factor
 
@@ -84,19 +84,19 @@ class PacedChunk(SegmentedChunk):
         layers: list[list[Segment]],
         *,
         clock: PacedClock,
-        seconds: Callable[[Kind, int, int], float],  # of kind, microbatch and place
-        spent: Callable[[Kind, int, int], None],
+        seconds: Callable[[OpKind, int, int], float],  # of kind, microbatch and place
+        spent: Callable[[OpKind, int, int], None],
     ) -> None:
         super().__init__(layers)
         self._clock, self._seconds, self._spent = clock, seconds, spent
 
-    def phases(self, kind: Kind, microbatch: int) -> list[ChunkPhase]:
+    def phases(self, kind: OpKind, microbatch: int) -> list[ChunkPhase]:
         return [
             replace(phase, run=partial(self._paced, phase.run, kind, microbatch, place))
             for place, phase in enumerate(super().phases(kind, microbatch))
         ]
 
-    def _paced(self, run: Callable[[], None], kind: Kind, microbatch: int, place: int) -> None:
+    def _paced(self, run: Callable[[], None], kind: OpKind, microbatch: int, place: int) -> None:
         run()
         self._clock.compute(self._seconds(kind, microbatch, place))
         self._spent(kind, microbatch, place)
@@ -176,7 +176,7 @@ class PacedPlan:
         ends = name == LLM and virtual == len(module.chunks) - 1
         segments = [TinyStage(virtual * layers + number, makes_loss=ends) for number in range(layers)]
 
-        def seconds(kind: Kind, microbatch: int, place: int) -> float:
+        def seconds(kind: OpKind, microbatch: int, place: int) -> float:
             if self._free:
                 return 0.0
             return drawn_s(
@@ -184,8 +184,8 @@ class PacedPlan:
                 place=place,
             )  # fmt: skip
 
-        def spent(kind: Kind, microbatch: int, place: int) -> None:
-            self.journal.spent((at, VERB_OF[kind], chunk, microbatch, place))
+        def spent(kind: OpKind, microbatch: int, place: int) -> None:
+            self.journal.spent((at, kind, chunk, microbatch, place))
 
         return PacedChunk([[part] for part in segments], clock=self._clock, seconds=seconds, spent=spent)
 

@@ -16,17 +16,17 @@ from benchmarks.paced_job import TorchVariant, bucket
 from benchmarks.paced_plan import Played, drawn_s
 from benchmarks.pacing import Link
 from benchmarks.torch_replay import Programs, replay_step
-from optimus.ir.op import Floats, Kind
-from optimus.ir.plan import OPS, Plan, Verb
+from optimus.ir.op import COMPUTE_OPS, Floats, OpKind
+from optimus.ir.plan import Plan
 from optimus.schedule.dependencies import couple
 from optimus.schedule.simulate import evaluate
 
 # How often what a line gathers or reduces goes around: parameters in parts, whole everywhere, or not at all.
 Traffic = Literal["sharded", "whole", "none"]
 PASSES: Mapping[Traffic, Mapping[int, int]] = {
-    "sharded": {Verb.GATHER: 1, Verb.REDUCE: 1},
-    "whole": {Verb.GATHER: 0, Verb.REDUCE: 2},
-    "none": {Verb.GATHER: 0, Verb.REDUCE: 0},
+    "sharded": {OpKind.UNSHARD: 1, OpKind.REDUCE_GRAD: 1},
+    "whole": {OpKind.UNSHARD: 0, OpKind.REDUCE_GRAD: 2},
+    "none": {OpKind.UNSHARD: 0, OpKind.REDUCE_GRAD: 0},
 }
 NEAR_S = 1e-6  # ideal times are exact; this is for sums of floats
 
@@ -47,18 +47,18 @@ def replay_plan(plan: Plan, draws: Draws, link: Link, *, traffic: Traffic = "who
     seconds = schedule.duration_s.copy()  # sends stand there as the planner was told of the links
     moves_s = np.zeros(len(plan.programs))
     rows = np.concatenate([program.rows for program in plan.programs]).tolist()
-    for at, (number, verb, chunk, microbatch, place) in enumerate(rows):
-        if verb in (Verb.GATHER, Verb.REDUCE):
-            name, passes = plan.names[number], PASSES[traffic][verb]
+    for at, (number, kind, chunk, microbatch, place) in enumerate(rows):
+        if kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
+            name, passes = plan.names[number], PASSES[traffic][kind]
             moved = _bucket_at(plan, name, int(device[at]), place)
             replicas = plan.modules[name].layout.dp
             seconds[at] = link.collective_s([moved], ranks=replicas, passes=passes) if passes else 0.0
             moves_s[device[at]] += seconds[at]
-        elif verb in OPS:
+        elif kind in COMPUTE_OPS:
             name = plan.names[number]
             virtual = chunk * plan.modules[name].layout.pp + plan.ranks.stage_of(name, int(device[at]))
             seconds[at] = drawn_s(
-                plan, draws, module=name, kind=OPS[Verb(verb)], virtual=virtual, microbatch=microbatch,
+                plan, draws, module=name, kind=OpKind(kind), virtual=virtual, microbatch=microbatch,
                 place=place,
             )  # fmt: skip
     timeline = evaluate(replace(schedule, duration_s=seconds))
@@ -127,7 +127,9 @@ def compare_step(
         program, ends_s = plan.programs[device].rows, replayed.ends_s[device]
         wrong += _differences(range(len(program)), list(lines))
         told = [
-            tuple(row) for row in program.tolist() if row[1] <= Verb.W and not _is_launch(plan, device, row)
+            tuple(row)
+            for row in program.tolist()
+            if row[1] <= OpKind.WEIGHT_GRAD and not _is_launch(plan, device, row)
         ]
         wrong += _differences(told, [phase.row for phase in phases])
         wrong += sum(tuple(program[phase.line].tolist()) != phase.row for phase in phases)
@@ -139,10 +141,10 @@ def compare_step(
 
 def _is_launch(plan: Plan, device: int, row: Sequence[int]) -> bool:
     """Whether a line only begins something, which goes on beside the rank."""
-    module, verb, chunk, _, place = row
+    module, kind, chunk, _, place = row
     name = plan.names[module]
-    template = plan.template_of(name, OPS[Verb(verb)], plan.ranks.stage_of(name, device), chunk)
-    return template[place].kind == Kind.LAUNCH
+    template = plan.template_of(name, OpKind(kind), plan.ranks.stage_of(name, device), chunk)
+    return template[place].kind == OpKind.LAUNCH
 
 
 def _differences(wanted: Sequence[object], found: Sequence[object]) -> int:

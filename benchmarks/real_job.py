@@ -14,7 +14,7 @@ from benchmarks.torch_stages import Cut, Prepared, Variant, layers_in_order
 from optimus.cost.assumptions import preset
 from optimus.cost.measured import Profile
 from optimus.errors import UserError, nearest
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.read import find_job
@@ -81,8 +81,8 @@ def layer_seconds(context: PlanningContext) -> list[float]:
     model, policy = context.job.model, tuple((m.name, "none") for m in context.job.model.modules)
     layers = context.layers(model.modules, context.microbatch_sequences, policy)
     sums = context.sums(layers)
-    split = sums.layer_seconds(Kind.I) + sums.layer_seconds(Kind.W)
-    seconds = sums.layer_seconds(Kind.F) + np.minimum(sums.layer_seconds(Kind.B), split)
+    split = sums.layer_seconds(OpKind.INPUT_GRAD) + sums.layer_seconds(OpKind.WEIGHT_GRAD)
+    seconds = sums.layer_seconds(OpKind.FORWARD) + np.minimum(sums.layer_seconds(OpKind.BACKWARD), split)
     assert len(seconds) == len(layers_in_order(model))
     return [float(each) for each in seconds]
 

@@ -29,7 +29,7 @@ from benchmarks.shaped_net import INTERFACE, enter_namespace, shaped_links
 from optimus.engine.config import TrainingConfig
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.cluster import Link
@@ -233,7 +233,7 @@ def _without_traffic(plan: Plan) -> Plan:
     """Gathers, reduces and the collectives of divided layers take no time."""
     templates = {
         name: tuple(
-            replace(phase, duration_s=0.0) if phase.kind == Kind.LAUNCH else phase for phase in phases
+            replace(phase, duration_s=0.0) if phase.kind == OpKind.LAUNCH else phase for phase in phases
         )
         for name, phases in plan.templates.items()
     }

@@ -7,8 +7,7 @@ from collections.abc import Hashable
 
 from slow_plan_replay import COLLECTIVES, Id, SlowPlan
 
-from optimus.ir.op import Kind, Lane
-from optimus.ir.plan import RECVS, SENDS, Verb
+from optimus.ir.op import RECVS, SENDS, Lane, OpKind
 
 State = tuple[int, ...]  # per class: the line that it has reached
 Guard = list[tuple[int, int]]  # classes and the line that each must have reached
@@ -20,19 +19,19 @@ def guard_of(slow: SlowPlan, line: Id) -> Guard:
     def reached(other: Id) -> tuple[int, int]:
         return other.device, slow.at[other]
 
-    if line.verb in SENDS:
+    if line.kind in SENDS:
         return [reached(slow.recv_of[line])]
     phase = slow.phase(line)
-    if line.verb != Verb.FINISH and (phase is None or phase.kind == Kind.LAUNCH):
-        needed = [] if phase is None else [need for need in slow.needs[line] if need.verb in RECVS]
+    if line.kind != OpKind.OPTIMIZER and (phase is None or phase.kind == OpKind.LAUNCH):
+        needed = [] if phase is None else [need for need in slow.needs[line] if need.kind in RECVS]
         return [reached(slow.send_of(need)) for need in needed]  # only posts
-    guard = [reached(slow.send_of(need)) for need in slow.needs[line] if need.verb in RECVS]
+    guard = [reached(slow.send_of(need)) for need in slow.needs[line] if need.kind in RECVS]
     for need in slow.needs[line]:
         own = need._replace(place=line.place) == line  # a launch of the same op
         wanted = slow.phase(need)
-        if need.verb in COLLECTIVES or (own and wanted is not None and wanted.kind == Kind.LAUNCH):
+        if need.kind in COLLECTIVES or (own and wanted is not None and wanted.kind == OpKind.LAUNCH):
             guard += [reached(other) for other in slow.meetings.get(need, ())]
-    if line.verb == Verb.FINISH:
+    if line.kind == OpKind.OPTIMIZER:
         guard += [reached(other) for other in slow.meetings[line]]
     return guard
 
@@ -78,7 +77,7 @@ def streams_stop(slow: SlowPlan, *, one_queue: bool) -> bool:
     done: set[Id] = set()
 
     def free(line: Id) -> bool:
-        needs = [] if line.verb in RECVS else slow.needs[line]
+        needs = [] if line.kind in RECVS else slow.needs[line]
         enqueued = behind[line]
         first = queues[queue_of[line]][0] == line
         return first and done.issuperset(needs) and (enqueued is None or enqueued in done)
@@ -96,16 +95,16 @@ def streams_stop(slow: SlowPlan, *, one_queue: bool) -> bool:
 
 def _together(slow: SlowPlan, line: Id) -> list[Id]:
     """Lines that happen at once: the ends of a transfer, a meeting, or the line alone."""
-    if line.verb in RECVS:
+    if line.kind in RECVS:
         return [line, slow.send_of(line)]
-    if line.verb in SENDS:
+    if line.kind in SENDS:
         return [line, slow.recv_of[line]]
     return slow.meetings.get(line, [line])
 
 
 def _communicator(slow: SlowPlan, line: Id) -> Hashable:
-    if line.verb in SENDS:
-        return line.module, line.verb, line.device, slow.recv_of[line].device
-    if line.verb in RECVS:
-        return line.module, line.verb - 1, slow.send_of(line).device, line.device
+    if line.kind in SENDS:
+        return line.module, line.kind, line.device, slow.recv_of[line].device
+    if line.kind in RECVS:
+        return line.module, line.kind - 1, slow.send_of(line).device, line.device
     return slow.group(line)

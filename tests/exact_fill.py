@@ -21,8 +21,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optimus.cost.assumptions import preset
-from optimus.ir.op import Ints, Kind, Lane, Schedule
-from optimus.ir.plan import Bucket, Phase, Plan, PlannedModule, Template, Verb
+from optimus.ir.op import Ints, Lane, OpKind, Schedule
+from optimus.ir.plan import Bucket, Phase, Plan, PlannedModule, Template
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, LayoutChoice, Limits
@@ -108,7 +108,7 @@ class Instance(Trial):
 
 def _keys(lines: Lines) -> Iterator[tuple[int, ...]]:
     """What tells a line from all others."""
-    columns = (lines.device, lines.module, lines.verb, lines.chunk, lines.microbatch, lines.place)
+    columns = (lines.device, lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place)
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
@@ -187,7 +187,7 @@ def _joined(template: Template) -> Template:
     found: list[Phase] = []
     place: dict[int, int] = {}
     for number, phase in enumerate(template):
-        works = phase.kind not in (Kind.LAUNCH, Kind.WAIT)
+        works = phase.kind not in (OpKind.LAUNCH, OpKind.WAIT)
         last = found[-1] if found else None
         follows = phase.after == (number - 1,) and waited[number - 1] == 1
         if last and works and follows and last.kind == phase.kind and last.layer == phase.layer:
@@ -309,8 +309,10 @@ class ExactFill:
                 yield other, line
         header = lines.header
         layer = header.layer[lines.phase]
-        made = (lines.verb > Verb.F) & (lines.verb <= Verb.W) & (lines.module < header.llm)
-        for line in np.flatnonzero((lines.verb == Verb.REDUCE) & (lines.module < header.llm)).tolist():
+        made = (
+            (lines.kind > OpKind.FORWARD) & (lines.kind <= OpKind.WEIGHT_GRAD) & (lines.module < header.llm)
+        )
+        for line in np.flatnonzero((lines.kind == OpKind.REDUCE_GRAD) & (lines.module < header.llm)).tolist():
             module, device = int(lines.module[line]), int(lines.device[line])
             stage = int(header.stage[module, device])
             bucket = header.plan.modules[header.names[module]].buckets[stage][int(lines.place[line])]
@@ -326,7 +328,7 @@ class ExactFill:
         for line in lines.phases.tolist():
             key: tuple[int, ...] = int(lines.device[line]), int(lines.lane[line])
             if lines.module[line] < lines.header.llm:
-                key += int(lines.module[line]), int(lines.verb[line]), int(lines.microbatch[line])
+                key += int(lines.module[line]), int(lines.kind[line]), int(lines.microbatch[line])
             same[key].append(line)  # lines of an op stand in order
         for found in same.values():
             yield from pairwise(found)
@@ -338,8 +340,10 @@ class ExactFill:
         """
         lines = self._lines
         same: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
-        for line in np.flatnonzero((lines.verb <= Verb.W) & (lines.module < lines.header.llm)).tolist():
-            key = (lines.device[line], lines.module[line], lines.verb[line], lines.place[line])
+        for line in np.flatnonzero(
+            (lines.kind <= OpKind.WEIGHT_GRAD) & (lines.module < lines.header.llm)
+        ).tolist():
+            key = (lines.device[line], lines.module[line], lines.kind[line], lines.place[line])
             same[key].append((int(lines.microbatch[line]), line))
         for found in same.values():
             yield from pairwise(line for _, line in sorted(found))

@@ -18,7 +18,7 @@ from optimus.cost.assumptions import preset
 from optimus.cost.kernel import Kernel
 from optimus.cost.module import PricedLayer
 from optimus.cost.prices import Prices
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.job.cluster import Link
 from optimus.job.layout import Constraints, Layout, Limits
 from optimus.job.model import Encoder, Llm
@@ -27,7 +27,7 @@ from optimus.planner.context import PlanningContext, Policy
 from optimus.schedule.pipelines import Pipeline, PipelineOp
 from optimus.schedule.stage_costs import Cut
 
-KINDS = (Kind.F, Kind.I, Kind.W)
+KINDS = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
 Times = tuple[int, int, int]  # of F, I, W
 
 
@@ -93,8 +93,8 @@ class ExactModel:
         self._horizon = instance.microbatches * sum(map(sum, instance.layers))
         self._horizon += 2 * instance.virtual_stages * instance.latency
         self._add_cut()
-        self._starts: dict[tuple[Kind, int, int], cp_model.IntVar] = {}
-        self._ends: dict[tuple[Kind, int, int], cp_model.IntVar] = {}
+        self._starts: dict[tuple[OpKind, int, int], cp_model.IntVar] = {}
+        self._ends: dict[tuple[OpKind, int, int], cp_model.IntVar] = {}
         self._add_ops()
         self._add_waits()
         self._makespan = model.new_int_var(0, self._horizon, "makespan")
@@ -125,14 +125,14 @@ class ExactModel:
         ]
         model.add(self._cut[0] == 0)
         model.add(self._cut[-1] == count)
-        self._before: dict[Kind, list[cp_model.IntVar]] = {}  # time of all layers before a virtual stage
-        self._times: dict[Kind, list[cp_model.IntVar]] = {}
+        self._before: dict[OpKind, list[cp_model.IntVar]] = {}  # time of all layers before a virtual stage
+        self._times: dict[OpKind, list[cp_model.IntVar]] = {}
         for place, kind in enumerate(KINDS):
             sums = [0, *accumulate(layer[place] for layer in instance.layers)]
-            before = [model.new_int_var(0, sums[-1], f"{kind.name} before {v}") for v in range(parts + 1)]
+            before = [model.new_int_var(0, sums[-1], f"{kind.word} before {v}") for v in range(parts + 1)]
             for index, sum_before in zip(self._cut, before, strict=True):
                 model.add_element(index, sums, sum_before)
-            times = [model.new_int_var(0, sums[-1], f"{kind.name} of {v}") for v in range(parts)]
+            times = [model.new_int_var(0, sums[-1], f"{kind.word} of {v}") for v in range(parts)]
             for virtual, time in enumerate(times):
                 model.add(time == before[virtual + 1] - before[virtual])
             self._before[kind], self._times[kind] = before, times
@@ -146,7 +146,7 @@ class ExactModel:
         for kind in KINDS:
             for virtual, time in enumerate(self._times[kind]):
                 for microbatch in range(instance.microbatches):
-                    name = f"{kind.name} {virtual} {microbatch}"
+                    name = f"{kind.word} {virtual} {microbatch}"
                     start = model.new_int_var(0, self._horizon, f"{name} starts")
                     end = model.new_int_var(0, self._horizon, f"{name} ends")
                     interval = model.new_interval_var(start, time, end, name)
@@ -161,12 +161,12 @@ class ExactModel:
         for (kind, virtual, microbatch), start in self._starts.items():
             if microbatch:
                 self._model.add(start >= self._ends[kind, virtual, microbatch - 1])
-            if kind is Kind.F and virtual:
-                self._model.add(start >= self._ends[Kind.F, virtual - 1, microbatch] + latency)
-            elif kind is Kind.I and virtual < last:
-                self._model.add(start >= self._ends[Kind.I, virtual + 1, microbatch] + latency)
-            elif kind is not Kind.F:
-                done = Kind.F if kind is Kind.I else Kind.I
+            if kind is OpKind.FORWARD and virtual:
+                self._model.add(start >= self._ends[OpKind.FORWARD, virtual - 1, microbatch] + latency)
+            elif kind is OpKind.INPUT_GRAD and virtual < last:
+                self._model.add(start >= self._ends[OpKind.INPUT_GRAD, virtual + 1, microbatch] + latency)
+            elif kind is not OpKind.FORWARD:
+                done = OpKind.FORWARD if kind is OpKind.INPUT_GRAD else OpKind.INPUT_GRAD
                 self._model.add(start >= self._ends[done, virtual, microbatch])
 
     def _add_bounds(self) -> None:
@@ -177,11 +177,11 @@ class ExactModel:
         for stage in range(instance.stages):
             own = range(stage, instance.virtual_stages, instance.stages)
             work = sum(self._times[kind][virtual] for kind in KINDS for virtual in own)
-            first = self._before[Kind.F][stage] + stage * instance.latency
+            first = self._before[OpKind.FORWARD][stage] + stage * instance.latency
             self._model.add(self._makespan >= first + instance.microbatches * work)
 
 
-def _order(instance: Instance, starts: dict[tuple[Kind, int, int], int]) -> Pipeline:
+def _order(instance: Instance, starts: dict[tuple[OpKind, int, int], int]) -> Pipeline:
     """Ops of every stage by start (no op takes no time)."""
     rows: list[list[tuple[int, PipelineOp]]] = [[] for _ in range(instance.stages)]
     for (kind, virtual, microbatch), start in starts.items():
@@ -239,7 +239,7 @@ def _bare_layer(module: str, times: Times, layout: Layout) -> PricedLayer:
         name="layer",
         module=module,
         layout=layout,
-        kernels={**kernels, Kind.B: (_kernel(Kind.B, times[1] + times[2]),)},
+        kernels={**kernels, OpKind.BACKWARD: (_kernel(OpKind.BACKWARD, times[1] + times[2]),)},
         parameters=0.0,
         activation_bytes=0.0,
         output_bytes=1.0,
@@ -247,5 +247,5 @@ def _bare_layer(module: str, times: Times, layout: Layout) -> PricedLayer:
     )
 
 
-def _kernel(kind: Kind, time: int) -> Kernel:
+def _kernel(kind: OpKind, time: int) -> Kernel:
     return Kernel(name="compute", kind=kind, lane=Lane.COMPUTE, duration_s=float(time))

@@ -26,7 +26,8 @@ from optimus.engine.process_groups import ProcessGroups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.watchdog import FlightRecorder
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.model import Attention, Mlp, Model, Stack
@@ -111,13 +112,13 @@ class TinyRank:
         context, _ = decide_context(self.job, preset("default"))
         return list_plan(context, llm_pipeline(context, order_name=self.order), {}).plan
 
-    def actions(self, verb: Verb) -> list[Action]:
+    def actions(self, kind: OpKind) -> list[Action]:
         """Of all microbatches, one after another."""
-        return [action for action in self.executor.actions if action.verb == verb]
+        return [action for action in self.executor.actions if action.kind == kind]
 
-    def player(self, verb: Verb) -> Callable[[], None]:
+    def player(self, kind: OpKind) -> Callable[[], None]:
         """Plays these lines by the executor's own loop, with a ring that records them."""
-        actions = self.actions(verb)
+        actions = self.actions(kind)
         return lambda: self._play(actions)
 
     def _play(self, actions: list[Action]) -> None:
@@ -194,15 +195,15 @@ def segment_costs(enough: Callable[[Mapping[str, float]], bool]) -> SegmentCosts
     graphs: list[Any] = []
     parts: list[Any] = []
     blocks: dict[str, Callable[[], Any]] = {
-        "F": whole.player(Verb.F),
+        "F": whole.player(OpKind.FORWARD),
         "bare F": lambda: graphs.extend(whole.bare_forward()),
-        "B": whole.player(Verb.B),
+        "B": whole.player(OpKind.BACKWARD),
         "bare B": lambda: _bare_backward(whole.parameters, graphs),
         "make parts": lambda: parts.extend(whole.bare_parts()),
         "bare parts": lambda: _bare_parts(parts),
-        "half F": halves.player(Verb.F),
-        "I": halves.player(Verb.I),
-        "W": halves.player(Verb.W),
+        "half F": halves.player(OpKind.FORWARD),
+        "I": halves.player(OpKind.INPUT_GRAD),
+        "W": halves.player(OpKind.WEIGHT_GRAD),
     }
     found = lowest_us(
         blocks,
@@ -253,7 +254,7 @@ def communication_costs(group: dist.ProcessGroup) -> dict[str, float]:
     posted: list[Any] = []
 
     def played(runs: list[Callable[[], Any]]) -> Callable[[], None]:
-        actions = [Action(line=at, verb=Verb.SEND_F, run=run) for at, run in enumerate(runs)]
+        actions = [Action(line=at, kind=OpKind.SEND_F, run=run) for at, run in enumerate(runs)]
 
         def block() -> None:
             for action in actions:

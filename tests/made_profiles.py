@@ -16,7 +16,7 @@ from optimus.cost.measured import (
 )
 from optimus.cost.module import PricedLayer, price_encoder, price_llm
 from optimus.cost.prices import Prices
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
@@ -53,7 +53,7 @@ def sorts(module: Encoder | Llm) -> list[Layers]:
     return ["embedding", *(layers_sort(stack, index) for index in range(stack.layers)), last]
 
 
-def segment_s(layer: PricedLayer, kind: Kind, kernels: tuple[str, ...]) -> float:
+def segment_s(layer: PricedLayer, kind: OpKind, kernels: tuple[str, ...]) -> float:
     return sum(
         kernel.duration_s
         for kernel in layer.kernels[kind]
@@ -67,7 +67,7 @@ def made_profile(
     *,
     sequences: Iterable[float] = (1,),
     tp: int = 1,
-    kinds: Iterable[Kind] = MEASURED_KINDS,
+    kinds: Iterable[OpKind] = MEASURED_KINDS,
 ) -> Profile:
     """A profile whose medians are `seconds` of what the formula says."""
     rows = [

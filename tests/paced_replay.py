@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import SEAMS, SENDS, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 
 PhaseSeconds = Callable[[str, str, int, int, int], float]  # of module, kind, virtual stage, microbatch, place
@@ -29,28 +30,26 @@ def replay_lines(
         moved = False
         for device in devices:
             while at[device] < len(rows[device]):
-                number, verb, chunk, microbatch, place = rows[device][at[device]]
+                number, number_of_kind, chunk, microbatch, place = rows[device][at[device]]
                 name = plan.names[number] if number < len(plan.names) else ""
                 virtual = device if name == LLM else 0
                 virtual += chunk * len(plan.programs)
-                word = Verb(verb)
-                if word <= Verb.W:
+                kind = OpKind(number_of_kind)
+                if kind <= OpKind.WEIGHT_GRAD:
                     if place == 0:
-                        needed = _needed(plan, name, word, virtual, microbatch)
+                        needed = _needed(plan, name, kind, virtual, microbatch)
                         if any(key not in there[device] for key in needed):
                             break
                         now[device] = max([now[device], *(there[device][key] for key in needed)])
-                    now[device] += phase_s(name, word.name, virtual, microbatch, place)
-                    there[device][word.name, name, virtual, microbatch] = now[device]
-                elif word in (Verb.SEND_F, Verb.SEND_B, Verb.SEND_SEAM, Verb.SEND_SEAM_B):
-                    made, to = _message(plan, name, word, virtual, microbatch, device)
-                    free[device] = max(free[device], now[device]) + message_s(
-                        name if "SEAM" in word.name else LLM
-                    )
+                    now[device] += phase_s(name, kind.word, virtual, microbatch, place)
+                    there[device][kind.word, name, virtual, microbatch] = now[device]
+                elif kind in SENDS:
+                    made, to = _message(plan, name, kind, virtual, microbatch, device)
+                    free[device] = max(free[device], now[device]) + message_s(name if kind in SEAMS else LLM)
                     for key in made:
                         if key in there[device]:
                             there[to][key] = free[device]
-                elif word == Verb.REDUCE:
+                elif kind == OpKind.REDUCE_GRAD:
                     reducing.setdefault((name, place), []).append(now[device])
                 at[device] += 1
                 moved = True
@@ -59,12 +58,12 @@ def replay_lines(
     return max([*now, *free, *ends])
 
 
-def _needed(plan: Plan, name: str, verb: Verb, virtual: int, microbatch: int) -> list[Key]:
+def _needed(plan: Plan, name: str, kind: OpKind, virtual: int, microbatch: int) -> list[Key]:
     """What a phase that opens an op waits for, by who made it."""
     last = len(plan.modules[name].chunks) - 1
-    if verb == Verb.W:
+    if kind == OpKind.WEIGHT_GRAD:
         return [("I", name, virtual, microbatch)]
-    if verb == Verb.F:
+    if kind == OpKind.FORWARD:
         if virtual:
             return [("F", name, virtual - 1, microbatch)]
         return [
@@ -79,15 +78,15 @@ def _needed(plan: Plan, name: str, verb: Verb, virtual: int, microbatch: int) ->
 
 
 def _message(
-    plan: Plan, name: str, verb: Verb, virtual: int, microbatch: int, device: int
+    plan: Plan, name: str, kind: OpKind, virtual: int, microbatch: int, device: int
 ) -> tuple[list[Key], int]:
     """What a message brings, and to which rank."""
     world = len(plan.programs)
-    if verb == Verb.SEND_F:
+    if kind == OpKind.SEND_F:
         return [("F", name, virtual, microbatch)], (device + 1) % world
-    if verb == Verb.SEND_B:
+    if kind == OpKind.SEND_B:
         return [("I", name, virtual, microbatch)], (device - 1) % world
-    if verb == Verb.SEND_SEAM:
+    if kind == OpKind.SEND_SEAM:
         return [("F", name, 0, microbatch)], 0
     module = plan.modules[name]
     return [("I", LLM, 0, microbatch // module.pieces)], module.pipelines[microbatch]

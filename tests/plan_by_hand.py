@@ -6,18 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from optimus.ir.binding import bind
-from optimus.ir.op import Communicator, Kind, Lane
-from optimus.ir.plan import (
-    Bucket,
-    Claims,
-    ClassMemory,
-    Phase,
-    Plan,
-    PlannedChunk,
-    PlannedModule,
-    Program,
-    Verb,
-)
+from optimus.ir.op import Communicator, Lane, OpKind
+from optimus.ir.plan import Bucket, Claims, ClassMemory, Phase, Plan, PlannedChunk, PlannedModule, Program
 from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
 
@@ -28,11 +18,11 @@ PARTS = {
 Row = tuple[int, int, int, int, int]
 
 
-def template(kind: Kind, seconds: float) -> tuple[Phase, ...]:
+def template(kind: OpKind, seconds: float) -> tuple[Phase, ...]:
     """Compute, a collective beside it, and the wait for both."""
     launch = Phase(
         name="all-gather",
-        kind=Kind.LAUNCH,
+        kind=OpKind.LAUNCH,
         layer=0,
         duration_s=0.1,
         bytes=64,
@@ -43,12 +33,12 @@ def template(kind: Kind, seconds: float) -> tuple[Phase, ...]:
     return (
         Phase(name="attention", kind=kind, layer=0, duration_s=seconds),
         launch,
-        Phase(name="wait", kind=Kind.WAIT, layer=0, communicator=Communicator.TP, after=(0, 1)),
+        Phase(name="wait", kind=OpKind.WAIT, layer=0, communicator=Communicator.TP, after=(0, 1)),
     )
 
 
 def module(layout: Layout, prefix: str, **more: object) -> PlannedModule:
-    names = {kind: f"{prefix}-{kind.name}" for kind in (Kind.F, Kind.B)}
+    names = {kind: f"{prefix}-{kind.word}" for kind in (OpKind.FORWARD, OpKind.BACKWARD)}
     chunk = PlannedChunk(
         templates=names, layers=1, kept_bytes=1000, made_again_bytes=10, output_bytes=100, send_s=0.05
     )
@@ -86,8 +76,8 @@ def plan_by_hand(
             pipelines = tuple(number % count for number in range(microbatches * pieces))
             more = {"pieces": pieces, "pipelines": pipelines, "seam_bytes": 7, "seam_s": 0.01}
         modules[module_name] = module(layout, module_name, **more)
-        for kind in (Kind.F, Kind.B):
-            templates[f"{module_name}-{kind.name}"] = template(kind, 1.0 + place / 7 + kind)
+        for kind in (OpKind.FORWARD, OpKind.BACKWARD):
+            templates[f"{module_name}-{kind.word}"] = template(kind, 1.0 + place / 7 + kind)
     bound_to, hashes = bind(PARTS)
     of_class = ClassMemory(
         fixed={"parameters": 10**9, "optimizer": 10**10},
@@ -124,21 +114,23 @@ def rows(plan: Plan, device: int) -> Iterator[Row]:
     numbers = {name: number for number, name in enumerate(plan.names)}
     for name, number in numbers.items():
         for bucket in range(len(plan.modules[name].buckets[0]) if name in plan.modules else 0):
-            yield number, Verb.GATHER, bucket, 0, bucket
+            yield number, OpKind.UNSHARD, bucket, 0, bucket
     for name in plan.encoders:
         for microbatch in own(plan, name, device):
-            yield from op(plan, name, device, Verb.F, 0, microbatch)
+            yield from op(plan, name, device, OpKind.FORWARD, 0, microbatch)
     for backwards in (False, True):
         for chunk in sorted(range(plan.modules[LLM].layout.chunks), reverse=backwards):
             for microbatch in range(plan.microbatches):
-                yield from op(plan, LLM, device, Verb.B if backwards else Verb.F, chunk, microbatch)
+                yield from op(
+                    plan, LLM, device, OpKind.BACKWARD if backwards else OpKind.FORWARD, chunk, microbatch
+                )
     for name in plan.encoders:
         for microbatch in own(plan, name, device):
-            yield from op(plan, name, device, Verb.B, 0, microbatch)
+            yield from op(plan, name, device, OpKind.BACKWARD, 0, microbatch)
     for name, number in numbers.items():
         for bucket in range(len(plan.modules[name].buckets[0]) if name in plan.modules else 0):
-            yield number, Verb.REDUCE, bucket, 0, bucket
-    yield len(plan.names) - 1, Verb.FINISH, 0, 0, 0
+            yield number, OpKind.REDUCE_GRAD, bucket, 0, bucket
+    yield len(plan.names) - 1, OpKind.OPTIMIZER, 0, 0, 0
 
 
 def own(plan: Plan, name: str, device: int) -> list[int]:
@@ -146,30 +138,32 @@ def own(plan: Plan, name: str, device: int) -> list[int]:
     return [number for number, other in enumerate(plan.modules[name].pipelines) if other == pipeline]
 
 
-def op(plan: Plan, name: str, device: int, verb: Verb, chunk: int, microbatch: int) -> Iterator[Row]:
+def op(plan: Plan, name: str, device: int, kind: OpKind, chunk: int, microbatch: int) -> Iterator[Row]:
     """The phases of one op, with its transfers around them."""
     number, layout, ranks = plan.names.index(name), plan.modules[name].layout, plan.ranks
     stage = ranks.stage_of(name, device)
     virtual, last = chunk * layout.pp + stage, layout.virtual_stages - 1
-    forward = verb == Verb.F
+    forward = kind == OpKind.FORWARD
     if (virtual > 0 if forward else virtual < last) and layout.pp > 1:
-        yield number, Verb.RECV_F if forward else Verb.RECV_B, chunk, microbatch, 0
+        yield number, OpKind.RECV_F if forward else OpKind.RECV_B, chunk, microbatch, 0
     at_seam = ranks.entry_of(device) != device
     if name != LLM and virtual == last and not forward and at_seam:
-        yield number, Verb.RECV_SEAM_B, 0, microbatch, 0
+        yield number, OpKind.RECV_SEAM_B, 0, microbatch, 0
     if name == LLM and virtual == 0 and forward:
-        yield from seam(plan, device, microbatch, Verb.RECV_SEAM)
-    for phase in range(len(plan.template_of(name, Kind.F if forward else Kind.B, stage, chunk))):
-        yield number, verb, chunk, microbatch, phase
+        yield from seam(plan, device, microbatch, OpKind.RECV_SEAM)
+    for phase in range(
+        len(plan.template_of(name, OpKind.FORWARD if forward else OpKind.BACKWARD, stage, chunk))
+    ):
+        yield number, kind, chunk, microbatch, phase
     if (virtual < last if forward else virtual > 0) and layout.pp > 1:
-        yield number, Verb.SEND_F if forward else Verb.SEND_B, chunk, microbatch, 0
+        yield number, OpKind.SEND_F if forward else OpKind.SEND_B, chunk, microbatch, 0
     if name != LLM and virtual == last and forward and at_seam:
-        yield number, Verb.SEND_SEAM, 0, microbatch, 0
+        yield number, OpKind.SEND_SEAM, 0, microbatch, 0
     if name == LLM and virtual == 0 and not forward:
-        yield from seam(plan, device, microbatch, Verb.SEND_SEAM_B)
+        yield from seam(plan, device, microbatch, OpKind.SEND_SEAM_B)
 
 
-def seam(plan: Plan, device: int, microbatch: int, verb: Verb) -> Iterator[Row]:
+def seam(plan: Plan, device: int, microbatch: int, kind: OpKind) -> Iterator[Row]:
     """The transfers at LLM stage 0 of the encoder microbatches that feed an LLM microbatch."""
     ranks = plan.ranks
     senders = [other for other in range(ranks.num_classes) if ranks.entry_of(other) == device != other]
@@ -178,7 +172,7 @@ def seam(plan: Plan, device: int, microbatch: int, verb: Verb) -> Iterator[Row]:
         for piece in range(microbatch * planned.pieces, (microbatch + 1) * planned.pieces):
             for other in last:
                 if ranks.pipeline_of(name, other) == planned.pipelines[piece]:
-                    yield plan.names.index(name), verb, 0, piece, 0
+                    yield plan.names.index(name), kind, 0, piece, 0
 
 
 def two_pipelines() -> Plan:

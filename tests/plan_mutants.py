@@ -11,7 +11,8 @@ from random import Random
 
 from slow_plan_replay import SlowPlan
 
-from optimus.ir.plan import RECVS, Plan, Program, Verb
+from optimus.ir.op import RECVS, OpKind
+from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
 
 Mutate = Callable[[Plan, Random], Plan | None]
@@ -62,10 +63,10 @@ def cross(plan: Plan, rng: Random) -> Plan | None:
     pairs: dict[tuple[int, int, str, bool], list[int]] = defaultdict(
         list
     )  # by device, other end, module, seam or not
-    for recv in (line for line in slow.at if line.verb in RECVS):
+    for recv in (line for line in slow.at if line.kind in RECVS):
         send = slow.send_of(recv)
         for here, there in ((recv, send), (send, recv)):
-            pairs[here.device, there.device, here.module, here.verb >= Verb.SEND_SEAM].append(slow.at[here])
+            pairs[here.device, there.device, here.module, here.kind >= OpKind.SEND_SEAM].append(slow.at[here])
     crossable = [(key, lines) for key, lines in pairs.items() if len(lines) > 1]
     if not crossable:
         return None
@@ -81,10 +82,14 @@ def behind_filler(plan: Plan, rng: Random) -> Plan | None:
         rows = program.rows.tolist()
         posted = [
             line
-            for line, (module, verb, *_) in enumerate(rows)
-            if (module == llm and verb in (Verb.RECV_F, Verb.RECV_B)) or verb == Verb.RECV_SEAM
+            for line, (module, kind, *_) in enumerate(rows)
+            if (module == llm and kind in (OpKind.RECV_F, OpKind.RECV_B)) or kind == OpKind.RECV_SEAM
         ]
-        filler = [line for line, (module, verb, *_) in enumerate(rows) if verb <= Verb.W and module < llm]
+        filler = [
+            line
+            for line, (module, kind, *_) in enumerate(rows)
+            if kind <= OpKind.WEIGHT_GRAD and module < llm
+        ]
         found += [(device, a, b) for a in posted for b in filler]
     if not found:
         return None

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from optimus.ir.binding import bind
-from optimus.ir.op import Kind
-from optimus.ir.plan import VERB_OF, Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
@@ -115,11 +115,11 @@ def _with_split_backwards(rng: Random, plan: Plan, choices: Sequence[ColocatedEn
     for choice in choices:
         name, chunks = choice.encoder.name, []
         for stage, (chunk, layers) in enumerate(zip(modules[name].chunks, choice.stages, strict=True)):
-            halves = {kind: chunk_phases(layers, kind) for kind in (Kind.I, Kind.W)}
+            halves = {kind: chunk_phases(layers, kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)}
             if all(halves.values()) and rng.random() < 0.8:
-                named = {kind: f"{name}.{kind.name}.{stage}" for kind in halves}
+                named = {kind: f"{name}.{kind.word}.{stage}" for kind in halves}
                 templates |= {named[kind]: halves[kind] for kind in halves}
-                own = {Kind.F: chunk.templates[Kind.F], **named}
+                own = {OpKind.FORWARD: chunk.templates[OpKind.FORWARD], **named}
                 chunk = replace(chunk, templates=own, made_again_bytes=rng.randrange(1000))
             chunks.append(chunk)
         modules[name] = replace(modules[name], chunks=tuple(chunks))
@@ -144,7 +144,7 @@ def _with_random_costs(rng: Random, plan: Plan) -> Plan:
 
     def timed(template: Template) -> Template:
         return tuple(
-            phase if phase.kind == Kind.WAIT else replace(phase, duration_s=seconds()) for phase in template
+            phase if phase.kind == OpKind.WAIT else replace(phase, duration_s=seconds()) for phase in template
         )
 
     def bucket(found: Bucket) -> Bucket:
@@ -178,7 +178,7 @@ def _with_random_costs(rng: Random, plan: Plan) -> Plan:
 class _Op:
     """One op of all classes that play it together."""
 
-    row: tuple[int, int, int, int]  # module, verb, chunk, microbatch
+    row: tuple[int, int, int, int]  # module, kind, chunk, microbatch
     glued: list[bool]  # by phase: nothing may stand between it and the one before
     classes: list[int]
     place: int = 0  # of the next phase
@@ -210,28 +210,33 @@ def random_arrangement(rng: Random, plan: Plan, order: Pipeline) -> list[Program
 
 def _all_ops(plan: Plan, order: Pipeline) -> list[_Op]:
     """Every op with its inputs counted, in the words of the specification."""
-    ops: dict[tuple[str, Kind, int, int], _Op] = {}  # by module, kind, virtual stage, microbatch
+    ops: dict[tuple[str, OpKind, int, int], _Op] = {}  # by module, kind, virtual stage, microbatch
     for name, module in plan.modules.items():
         for virtual, chunk in enumerate(module.chunks):
             for kind, template in chunk.templates.items():
                 for microbatch in range(plan.microbatches * module.pieces):
-                    glued = [name == LLM and phase.kind == Kind.LAUNCH for phase in plan.templates[template]]
-                    row = plan.names.index(name), VERB_OF[kind], virtual // module.layout.pp, microbatch
+                    glued = [
+                        name == LLM and phase.kind == OpKind.LAUNCH for phase in plan.templates[template]
+                    ]
+                    row = plan.names.index(name), kind, virtual // module.layout.pp, microbatch
                     classes = _classes(plan, name, virtual % module.layout.pp, microbatch)
                     ops[name, kind, virtual, microbatch] = _Op(row=row, glued=glued, classes=classes)
     for (name, kind, virtual, microbatch), op in ops.items():
         pieces, last = plan.modules[name].pieces, len(plan.modules[name].chunks) - 1
         before: list[_Op | None] = []
-        if kind == Kind.F:
+        if kind == OpKind.FORWARD:
             before.append(ops.get((name, kind, virtual - 1, microbatch)))
-        elif kind == Kind.W:
-            before.append(ops[name, Kind.I, virtual, microbatch])
+        elif kind == OpKind.WEIGHT_GRAD:
+            before.append(ops[name, OpKind.INPUT_GRAD, virtual, microbatch])
         else:
             gradient = (name, virtual + 1, microbatch) if virtual < last else (LLM, 0, microbatch // pieces)
-            before.append(ops[name, Kind.F, virtual, microbatch])
+            before.append(ops[name, OpKind.FORWARD, virtual, microbatch])
             if virtual < last or name != LLM:
-                before += [ops.get((gradient[0], half, *gradient[1:])) for half in (Kind.B, Kind.I)]
-        if kind == Kind.F and name != LLM and virtual == last:
+                before += [
+                    ops.get((gradient[0], half, *gradient[1:]))
+                    for half in (OpKind.BACKWARD, OpKind.INPUT_GRAD)
+                ]
+        if kind == OpKind.FORWARD and name != LLM and virtual == last:
             op.feeds.append(ops[LLM, kind, 0, microbatch // pieces])
             op.feeds[-1].missing += 1
         for source in filter(None, before):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.schedule.pipelines import Pipeline, PipelineOp
 
-BACKWARD = (Kind.B, Kind.I)
+BACKWARD = (OpKind.BACKWARD, OpKind.INPUT_GRAD)
 
 
 class Deadlock(Exception):
@@ -24,7 +24,7 @@ class Interval(NamedTuple):
 Replay = dict[tuple[int, PipelineOp], Interval]  # by stage and op
 
 
-def replay(pipeline: Pipeline, duration: Mapping[Kind, int]) -> Replay:
+def replay(pipeline: Pipeline, duration: Mapping[OpKind, int]) -> Replay:
     """Start and finish of every op when each starts as early as stage order and dependencies allow."""
     stages = len(pipeline)
     chunks = 1 + max(op.chunk for order in pipeline for op in order)
@@ -52,10 +52,10 @@ def replay(pipeline: Pipeline, duration: Mapping[Kind, int]) -> Replay:
 def dependency(stage: int, op: PipelineOp, stages: int, chunks: int) -> tuple[int, PipelineOp] | None:
     """The one op that must finish first (a backward's own forward follows from the chain)."""
     virtual, last = op.chunk * stages + stage, stages * chunks - 1
-    if op.kind is Kind.W:
-        return stage, op._replace(kind=Kind.I)
+    if op.kind is OpKind.WEIGHT_GRAD:
+        return stage, op._replace(kind=OpKind.INPUT_GRAD)
     if op.kind in BACKWARD and virtual == last:
-        return stage, op._replace(kind=Kind.F)
+        return stage, op._replace(kind=OpKind.FORWARD)
     before = virtual + 1 if op.kind in BACKWARD else virtual - 1
     return None if before < 0 else (before % stages, op._replace(chunk=before // stages))
 

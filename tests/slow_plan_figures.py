@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from slow_plan_replay import PHASES, Id, SlowPlan
 
-from optimus.ir.op import Kind
-from optimus.ir.plan import REGIONS, Verb
+from optimus.ir.op import OpKind
+from optimus.ir.plan import REGIONS
 from optimus.ir.ranks import LLM
 
 
@@ -13,16 +13,16 @@ def regions(slow: SlowPlan, played: dict[Id, tuple[float, float]]) -> dict[str, 
     """Seconds of encoder compute by where it stands among the LLM's phases."""
     found = dict.fromkeys(REGIONS, 0.0)
     for program in slow.programs:
-        ours = [place for place, line in enumerate(program) if line.module == LLM and line.verb in PHASES]
+        ours = [place for place, line in enumerate(program) if line.module == LLM and line.kind in PHASES]
         slots = []
         for place in ours:
             phase = slow.phase(program[place])
-            if phase is not None and phase.kind == Kind.WAIT:
-                launches = [n for n in slow.needs[program[place]] if n.verb in PHASES and slow.group(n)]
+            if phase is not None and phase.kind == OpKind.WAIT:
+                launches = [n for n in slow.needs[program[place]] if n.kind in PHASES and slow.group(n)]
                 slots += [range(slow.at[launch], place) for launch in launches]
         for place, line in enumerate(program):
             phase = slow.phase(line)
-            if line.module == LLM or phase is None or phase.kind in (Kind.LAUNCH, Kind.WAIT):
+            if line.module == LLM or phase is None or phase.kind in (OpKind.LAUNCH, OpKind.WAIT):
                 continue
             region = "slots" if any(place in slot for slot in slots) else "between"
             region = "before" if place < ours[0] else "after" if place > ours[-1] else region
@@ -36,29 +36,35 @@ def bytes_alive(slow: SlowPlan, device: int) -> tuple[int, int, int]:
     alive, peak = [0, 0, 0], (-1, (0, 0, 0))
     for line in slow.programs[device]:
         freed = []
-        if line.verb == Verb.RECV_SEAM:
+        if line.kind == OpKind.RECV_SEAM:
             alive[2] += plan.modules[line.module].seam_bytes
-        if line.verb in PHASES:
+        if line.kind in PHASES:
             module, kind = plan.modules[line.module], int(line.module != LLM)
             chunk = module.chunks[slow.virtual(line)]
             first, last = line.place == 0, line.place == len(slow.template(line)) - 1
-            final = max(chunk.templates).name  # F, then B, I and W
-            if first and line.verb == Verb.F:
+            final = max(chunk.templates)
+            if first and line.kind == OpKind.FORWARD:
                 alive[kind] += chunk.kept_bytes
-            if first and line.verb == Verb.I:
+            if first and line.kind == OpKind.INPUT_GRAD:
                 alive[kind] += chunk.made_again_bytes
-            if last and line.verb.name == final:
-                freed.append((kind, chunk.kept_bytes + (Kind.I in chunk.templates) * chunk.made_again_bytes))
+            if last and line.kind == final:
+                freed.append(
+                    (kind, chunk.kept_bytes + (OpKind.INPUT_GRAD in chunk.templates) * chunk.made_again_bytes)
+                )
             entry = plan.ranks.coordinates(device)[0] == 0
-            if last and line.verb == Verb.F and kind == 1 and module.layout.pp == 1 and entry:
+            if last and line.kind == OpKind.FORWARD and kind == 1 and module.layout.pp == 1 and entry:
                 alive[2] += module.seam_bytes
-            if last and line.verb == Verb.F and kind == 0 and entry and line.chunk == 0:
+            if last and line.kind == OpKind.FORWARD and kind == 0 and entry and line.chunk == 0:
                 for name, encoder in plan.encoders.items():
                     for piece in range(
                         line.microbatch * encoder.pieces, (line.microbatch + 1) * encoder.pieces
                     ):
-                        ops = slow.op(device, name, (Verb.F,), 0, piece) if encoder.layout.pp == 1 else []
-                        if ops or Id(device, name, Verb.RECV_SEAM, 0, piece, 0) in slow.at:
+                        ops = (
+                            slow.op(device, name, (OpKind.FORWARD,), 0, piece)
+                            if encoder.layout.pp == 1
+                            else []
+                        )
+                        if ops or Id(device, name, OpKind.RECV_SEAM, 0, piece, 0) in slow.at:
                             freed.append((2, encoder.seam_bytes))
         peak = max(peak, (sum(alive), (alive[0], alive[1], alive[2])), key=lambda found: found[0])
         for kind, size in freed:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from optimus.ir.op import Communicator, Kind, Lane
-from optimus.ir.plan import OPS, RECVS, SENDS, WHOLE_STAGE, Phase, Plan, Verb
+from optimus.ir.op import COMPUTE_OPS, RECVS, SENDS, Communicator, Lane, OpKind
+from optimus.ir.plan import WHOLE_STAGE, Phase, Plan
 from optimus.ir.ranks import LLM
 
-COLLECTIVES = (Verb.GATHER, Verb.REDUCE)
-PHASES = tuple(OPS)
+COLLECTIVES = (OpKind.UNSHARD, OpKind.REDUCE_GRAD)
+PHASES = tuple(COMPUTE_OPS)
 
 
 class Id(NamedTuple):
@@ -18,7 +18,7 @@ class Id(NamedTuple):
 
     device: int
     module: str
-    verb: Verb
+    kind: OpKind
     chunk: int
     microbatch: int
     place: int
@@ -30,20 +30,20 @@ class SlowPlan:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.ranks = plan, plan.ranks
         self.programs = [
-            [Id(device, plan.names[m], Verb(v), c, i, p) for m, v, c, i, p in program.rows.tolist()]
+            [Id(device, plan.names[m], OpKind(v), c, i, p) for m, v, c, i, p in program.rows.tolist()]
             for device, program in enumerate(plan.programs)
         ]
         self.at = {line: place for program in self.programs for place, line in enumerate(program)}
-        self.ops: dict[tuple[int, str, Verb, int, int], list[Id]] = defaultdict(list)
-        self.seams: dict[tuple[str, Verb, int], list[Id]] = defaultdict(list)
+        self.ops: dict[tuple[int, str, OpKind, int, int], list[Id]] = defaultdict(list)
+        self.seams: dict[tuple[str, OpKind, int], list[Id]] = defaultdict(list)
         for line in self.at:
-            if line.verb in PHASES:
-                self.ops[line.device, line.module, line.verb, line.chunk, line.microbatch].append(line)
-            elif line.verb == Verb.SEND_SEAM:
-                self.seams[line.module, line.verb, line.microbatch].append(line)
-        self.gathers = [[line for line in p if line.verb == Verb.GATHER] for p in self.programs]
+            if line.kind in PHASES:
+                self.ops[line.device, line.module, line.kind, line.chunk, line.microbatch].append(line)
+            elif line.kind == OpKind.SEND_SEAM:
+                self.seams[line.module, line.kind, line.microbatch].append(line)
+        self.gathers = [[line for line in p if line.kind == OpKind.UNSHARD] for p in self.programs]
         self.needs = {line: list(dict.fromkeys(self._needs(line))) for line in self.at}
-        self.recv_of = {self.send_of(recv): recv for recv in self.at if recv.verb in RECVS}
+        self.recv_of = {self.send_of(recv): recv for recv in self.at if recv.kind in RECVS}
         self.meetings = self._meetings()
 
     def virtual(self, line: Id) -> int:
@@ -53,14 +53,16 @@ class SlowPlan:
 
     def template(self, line: Id) -> tuple[Phase, ...]:
         chunk = self.plan.modules[line.module].chunks[self.virtual(line)]
-        return self.plan.templates[chunk.templates[OPS[line.verb]]]
+        return self.plan.templates[chunk.templates[line.kind]]
 
     def phase(self, line: Id) -> Phase | None:
-        return self.template(line)[line.place] if line.verb in PHASES else None
+        return self.template(line)[line.place] if line.kind in PHASES else None
 
-    def op(self, device: int, module: str, verbs: tuple[Verb, ...], chunk: int, microbatch: int) -> list[Id]:
-        """All lines of the op, whichever of the verbs it has."""
-        return [line for verb in verbs for line in self.ops[device, module, verb, chunk, microbatch]]
+    def op(
+        self, device: int, module: str, kinds: tuple[OpKind, ...], chunk: int, microbatch: int
+    ) -> list[Id]:
+        """All lines of the op, whichever of the kinds it has."""
+        return [line for kind in kinds for line in self.ops[device, module, kind, chunk, microbatch]]
 
     def other(self, line: Id, virtual: int) -> tuple[int, int]:
         """The class and chunk of another virtual stage of the same pipeline."""
@@ -71,12 +73,12 @@ class SlowPlan:
 
     def send_of(self, recv: Id) -> Id:
         """The send that a receive ends with."""
-        device, module, verb, _, microbatch, _ = recv
-        sent = Verb(verb - 1)
-        if verb in (Verb.RECV_F, Verb.RECV_B):
-            there, chunk = self.other(recv, self.virtual(recv) + (-1 if verb == Verb.RECV_F else 1))
+        device, module, kind, _, microbatch, _ = recv
+        sent = OpKind(kind - 1)
+        if kind in (OpKind.RECV_F, OpKind.RECV_B):
+            there, chunk = self.other(recv, self.virtual(recv) + (-1 if kind == OpKind.RECV_F else 1))
             return Id(there, module, sent, chunk, microbatch, 0)
-        if verb == Verb.RECV_SEAM_B:
+        if kind == OpKind.RECV_SEAM_B:
             _, context, position = self.ranks.coordinates(device)
             return Id(self.ranks.class_at(0, context, position), module, sent, 0, microbatch, 0)
         (found,) = [
@@ -87,26 +89,27 @@ class SlowPlan:
         return found
 
     def _needs(self, line: Id) -> list[Id]:
-        device, module, verb, chunk, microbatch, _ = line
-        if verb in PHASES:
+        device, module, kind, chunk, microbatch, _ = line
+        if kind in PHASES:
             return self._phase_needs(line)
-        if verb in RECVS:
+        if kind in RECVS:
             return [self.send_of(line)]
-        if verb in (Verb.SEND_F, Verb.SEND_SEAM):
-            return self.op(device, module, (Verb.F,), chunk, microbatch)
-        if verb == Verb.SEND_B:
-            return self.op(device, module, (Verb.B, Verb.I), chunk, microbatch)
-        if verb == Verb.SEND_SEAM_B:
+        if kind in (OpKind.SEND_F, OpKind.SEND_SEAM):
+            return self.op(device, module, (OpKind.FORWARD,), chunk, microbatch)
+        if kind == OpKind.SEND_B:
+            return self.op(device, module, (OpKind.BACKWARD, OpKind.INPUT_GRAD), chunk, microbatch)
+        if kind == OpKind.SEND_SEAM_B:
             fed = microbatch // self.plan.modules[module].pieces
-            return self.op(device, LLM, (Verb.B, Verb.I), 0, fed)
-        if verb == Verb.GATHER:
+            return self.op(device, LLM, (OpKind.BACKWARD, OpKind.INPUT_GRAD), 0, fed)
+        if kind == OpKind.UNSHARD:
             return []
-        if verb == Verb.FINISH:
-            return [other for other in self.programs[device] if other.verb == Verb.REDUCE]
+        if kind == OpKind.OPTIMIZER:
+            return [other for other in self.programs[device] if other.kind == OpKind.REDUCE_GRAD]
         return [
             other
             for other in self.programs[device]
-            if other.verb in (Verb.B, Verb.I, Verb.W) and self._holds(line, other)
+            if other.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+            and self._holds(line, other)
         ]
 
     def _holds(self, traffic: Id, line: Id) -> bool:
@@ -121,49 +124,51 @@ class SlowPlan:
         return bucket.chunk == line.chunk and bucket.first_layer <= layer < bucket.end_layer
 
     def _phase_needs(self, line: Id) -> list[Id]:
-        device, module, verb, chunk, microbatch, place = line
+        device, module, kind, chunk, microbatch, place = line
         planned = self.plan.modules[module]
         needs = []
-        if verb == Verb.F:
+        if kind == OpKind.FORWARD:
             buckets = planned.buckets[self.ranks.stage_of(module, device)]
             needs += [g for g in self.gathers[device] if self._holds(g, line) and buckets[g.place].gates]
         after = self.template(line)[place].after
         if after:
             return needs + [line._replace(place=dep) for dep in after]
         virtual, last = self.virtual(line), planned.layout.virtual_stages - 1
-        back = (Verb.B, Verb.I)
-        if verb == Verb.W:
-            needs += self.op(device, module, (Verb.I,), chunk, microbatch)
-        elif verb == Verb.F and virtual > 0:
+        back = (OpKind.BACKWARD, OpKind.INPUT_GRAD)
+        if kind == OpKind.WEIGHT_GRAD:
+            needs += self.op(device, module, (OpKind.INPUT_GRAD,), chunk, microbatch)
+        elif kind == OpKind.FORWARD and virtual > 0:
             there, other = self.other(line, virtual - 1)
-            received = [Id(device, module, Verb.RECV_F, chunk, microbatch, 0)]
-            needs += received if there != device else self.op(device, module, (Verb.F,), other, microbatch)
-        elif verb == Verb.F and module == LLM:
+            received = [Id(device, module, OpKind.RECV_F, chunk, microbatch, 0)]
+            needs += (
+                received if there != device else self.op(device, module, (OpKind.FORWARD,), other, microbatch)
+            )
+        elif kind == OpKind.FORWARD and module == LLM:
             for name, encoder in self.plan.encoders.items():
                 for piece in range(microbatch * encoder.pieces, (microbatch + 1) * encoder.pieces):
-                    arrives = Id(device, name, Verb.RECV_SEAM, 0, piece, 0)
+                    arrives = Id(device, name, OpKind.RECV_SEAM, 0, piece, 0)
                     needs += [arrives] if arrives in self.at else []
                     if encoder.layout.pp == 1:
-                        needs += self.op(device, name, (Verb.F,), 0, piece)
-        elif verb in back:
-            needs += self.op(device, module, (Verb.F,), chunk, microbatch)
+                        needs += self.op(device, name, (OpKind.FORWARD,), 0, piece)
+        elif kind in back:
+            needs += self.op(device, module, (OpKind.FORWARD,), chunk, microbatch)
             if virtual < last:
                 there, other = self.other(line, virtual + 1)
-                received = [Id(device, module, Verb.RECV_B, chunk, microbatch, 0)]
+                received = [Id(device, module, OpKind.RECV_B, chunk, microbatch, 0)]
                 needs += received if there != device else self.op(device, module, back, other, microbatch)
             elif module != LLM:
-                received = [Id(device, module, Verb.RECV_SEAM_B, 0, microbatch, 0)]
+                received = [Id(device, module, OpKind.RECV_SEAM_B, 0, microbatch, 0)]
                 local = self.op(device, LLM, back, 0, microbatch // planned.pieces)
                 needs += local if self.ranks.coordinates(device)[0] == 0 else received
         return needs
 
     def group(self, line: Id) -> tuple[str, Communicator, tuple[int, ...]] | None:
         """The communicator of a collective."""
-        if line.verb in COLLECTIVES:
+        if line.kind in COLLECTIVES:
             communicator = Communicator.DP
         else:
             phase = self.phase(line)
-            if phase is None or phase.kind != Kind.LAUNCH:
+            if phase is None or phase.kind != OpKind.LAUNCH:
                 return None
             communicator = phase.communicator
         return line.module, communicator, self.ranks.group_classes(line.module, communicator, line.device)
@@ -174,7 +179,7 @@ class SlowPlan:
         for program in self.programs:
             count: dict[object, int] = defaultdict(int)
             for line in program:
-                group = "finish" if line.verb == Verb.FINISH else self.group(line)
+                group = "finish" if line.kind == OpKind.OPTIMIZER else self.group(line)
                 if group is not None and (group == "finish" or len(group[2]) > 1):
                     turns[group, count[group]].append(line)
                     count[group] += 1
@@ -183,34 +188,34 @@ class SlowPlan:
     def wanted(self, line: Id) -> int:
         """How many lines must be there before one of them starts."""
         group = self.group(line)
-        return len(self.programs) if line.verb == Verb.FINISH else 1 if group is None else len(group[2])
+        return len(self.programs) if line.kind == OpKind.OPTIMIZER else 1 if group is None else len(group[2])
 
     # ------------------------------------------------------------------------ time
 
     def lane(self, line: Id) -> Lane | None:
-        if line.verb in RECVS:
+        if line.kind in RECVS:
             return None
-        if line.verb in SENDS:
+        if line.kind in SENDS:
             return Lane.P2P
-        if line.verb in COLLECTIVES:
+        if line.kind in COLLECTIVES:
             stage = self.ranks.stage_of(line.module, line.device)
             return self.plan.modules[line.module].buckets[stage][line.place].lane
         phase = self.phase(line)
-        return phase.lane if phase is not None and phase.kind == Kind.LAUNCH else Lane.COMPUTE
+        return phase.lane if phase is not None and phase.kind == OpKind.LAUNCH else Lane.COMPUTE
 
     def seconds(self, line: Id) -> float:
         phase = self.phase(line)
         if phase is not None:
             return phase.duration_s
-        if line.verb == Verb.FINISH:
+        if line.kind == OpKind.OPTIMIZER:
             return self.plan.finish_s[self.ranks.coordinates(line.device)[0]]
         module = self.plan.modules[line.module]
-        if line.verb in COLLECTIVES:
+        if line.kind in COLLECTIVES:
             bucket = module.buckets[self.ranks.stage_of(line.module, line.device)][line.place]
-            return bucket.gather_s if line.verb == Verb.GATHER else bucket.reduce_s
-        if line.verb in (Verb.SEND_SEAM, Verb.SEND_SEAM_B):
+            return bucket.gather_s if line.kind == OpKind.UNSHARD else bucket.reduce_s
+        if line.kind in (OpKind.SEND_SEAM, OpKind.SEND_SEAM_B):
             return module.seam_s
-        return module.chunks[self.virtual(line) - (line.verb == Verb.SEND_B)].send_s
+        return module.chunks[self.virtual(line) - (line.kind == OpKind.SEND_B)].send_s
 
     def issue_s(self) -> dict[Id, float]:
         """When hosts issue their lines; a send also needs the issue of its receive."""
@@ -220,7 +225,7 @@ class SlowPlan:
             for line in program:
                 issue[line] = self.plan.launch_s * count
                 phase = self.phase(line)
-                count += phase is None or phase.kind != Kind.WAIT
+                count += phase is None or phase.kind != OpKind.WAIT
         for send, recv in self.recv_of.items():
             issue[send] = max(issue[send], issue[recv])
         return issue
@@ -232,7 +237,7 @@ class SlowPlan:
             last: list[Id] = []
             for line in program:
                 computes = self.lane(line) == Lane.COMPUTE
-                found[line] = [] if computes or line.verb in RECVS else last
+                found[line] = [] if computes or line.kind in RECVS else last
                 last = [line] if computes else last
         return found
 
@@ -249,7 +254,7 @@ def slow_replay(slow: SlowPlan) -> dict[Id, tuple[float, float]] | None:
     sender = {recv: send for send, recv in slow.recv_of.items()}
     slows = {line for line in slow.at if slow.group(line) and slow.lane(line) in (Lane.TP, Lane.DP)}
     computes = {
-        line for line in slow.at if (p := slow.phase(line)) and p.kind not in (Kind.LAUNCH, Kind.WAIT)
+        line for line in slow.at if (p := slow.phase(line)) and p.kind not in (OpKind.LAUNCH, OpKind.WAIT)
     }
     left = {line: slow.seconds(line) for line in slow.at}
     start: dict[Id, float] = {}

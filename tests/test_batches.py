@@ -10,7 +10,7 @@ import pytest
 
 from optimus.cost.assumptions import preset
 from optimus.errors import UserError
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
@@ -178,7 +178,13 @@ def test_only_encoder_work_is_scaled(mixed: Comparison) -> None:
     system = mixed.systems["stage0"]
     schedule = system.schedule
     own = schedule.module == schedule.modules.index("vision")
-    assert set(schedule.kind[own]) <= {Kind.F, Kind.R, Kind.B, Kind.I, Kind.W}
+    assert set(schedule.kind[own]) <= {
+        OpKind.FORWARD,
+        OpKind.RECOMPUTE,
+        OpKind.BACKWARD,
+        OpKind.INPUT_GRAD,
+        OpKind.WEIGHT_GRAD,
+    }
     duration_s = np.where(own & (schedule.lane <= Lane.TP), 2 * schedule.duration_s, schedule.duration_s)
     assumed = preset("default")
     slowdown, launch_s = assumed.residence_slowdown, assumed.launch_s

@@ -26,7 +26,8 @@ from benchmarks.report import bench_json, bench_text
 from benchmarks.result import EVENLY, BenchResult, VariantTime
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.p2p import Pending
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models.collectives import all_gather_single
 
@@ -74,7 +75,7 @@ def test_an_op_that_is_off_its_replay_is_noticed_unless_hosts_were_late(plan: Pl
             [
                 Played(line=line, row=row, end_s=7.0 + float(replayed.ends_s[device][line]))
                 for line, row in enumerate(rows)
-                if row[1] <= Verb.W
+                if row[1] <= OpKind.WEIGHT_GRAD
             ]
         )
 
@@ -115,7 +116,7 @@ def leave(rank: int, ours: PacedPlan) -> None:
 def _swap(rank: int, ours: PacedPlan) -> None:
     """Rank 1 runs its last two weight gradients in the wrong order: nobody waits for either."""
     actions = ours.executor.actions
-    *_, first, second = (at for at, action in enumerate(actions) if action.verb == Verb.W)
+    *_, first, second = (at for at, action in enumerate(actions) if action.kind == OpKind.WEIGHT_GRAD)
     if rank == 1:
         actions[first], actions[second] = actions[second], actions[first]
 

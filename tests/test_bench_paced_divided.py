@@ -21,7 +21,7 @@ from benchmarks.divided_plans import (
 from benchmarks.divided_torch import EXCHANGES, half_s, torch_variants
 from benchmarks.paced_divided import bench_paced_divided, bound_of
 from benchmarks.result import EVENLY
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.verify.validator import check_plan
 
@@ -43,7 +43,7 @@ def test_plans_know_kernels_and_links_as_ranks_do(variants: dict[str, Variant]) 
     plan = variants[OURS].plan
     phases = [phase for template in plan.templates.values() for phase in template]
     launched = {
-        phase.duration_s for phase in phases if phase.kind == Kind.LAUNCH and "seam" not in phase.name
+        phase.duration_s for phase in phases if phase.kind == OpKind.LAUNCH and "seam" not in phase.name
     }
     assert launched == {COLLECTIVE_S}
     assert plan.modules[LLM].chunks[0].send_s == pytest.approx(MESSAGE_S)

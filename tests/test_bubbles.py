@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.schedule.bubbles import CAUSES, Bubbles, busy_s, find_bubbles, mean_bubbles
 from optimus.schedule.build import Builder, single
 from optimus.schedule.simulate import evaluate
 
 
-def compute(seconds: float, kind: Kind = Kind.F):  # type: ignore[no-untyped-def]
+def compute(seconds: float, kind: OpKind = OpKind.FORWARD):  # type: ignore[no-untyped-def]
     return single(kind, Lane.COMPUTE, seconds)
 
 
@@ -24,17 +24,17 @@ def of(builder: Builder) -> tuple[Bubbles, ...]:
 
 def test_a_step_with_every_cause() -> None:
     builder = Builder(["llm"], 2)
-    gather = builder.add(single(Kind.GATHER, Lane.DP, 1.0), device=0)
+    gather = builder.add(single(OpKind.UNSHARD, Lane.DP, 1.0), device=0)
     first = builder.add(compute(2.0), device=0, after=[gather])  # 1..3
-    tp = builder.add(single(Kind.F, Lane.TP, 0.5), device=0, after=[first])  # 3..3.5
+    tp = builder.add(single(OpKind.FORWARD, Lane.TP, 0.5), device=0, after=[first])  # 3..3.5
     second = builder.add(compute(1.0), device=0, after=[tp])  # 3.5..4.5
-    own = builder.add(single(Kind.GATHER, Lane.DP, 0.25), device=1)
-    send = builder.add(single(Kind.SEND, Lane.P2P, 0.5), device=0, after=[second])  # 4.5..5
+    own = builder.add(single(OpKind.UNSHARD, Lane.DP, 0.25), device=1)
+    send = builder.add(single(OpKind.SEND_F, Lane.P2P, 0.5), device=0, after=[second])  # 4.5..5
     there = builder.add(compute(2.0), device=1, after=[own, send])  # 5..7
-    back = builder.add(single(Kind.SEND, Lane.P2P, 0.5), device=1, after=[there])  # 7..7.5
-    last = builder.add(compute(3.0, Kind.B), device=0, after=[back])  # 7.5..10.5
-    builder.add(single(Kind.REDUCE, Lane.DP, 1.5), device=0, after=[last])  # 10.5..12
-    builder.add(single(Kind.REDUCE, Lane.DP, 0.75), device=1, after=[there])  # 7..7.75
+    back = builder.add(single(OpKind.SEND_B, Lane.P2P, 0.5), device=1, after=[there])  # 7..7.5
+    last = builder.add(compute(3.0, OpKind.BACKWARD), device=0, after=[back])  # 7.5..10.5
+    builder.add(single(OpKind.REDUCE_GRAD, Lane.DP, 1.5), device=0, after=[last])  # 10.5..12
+    builder.add(single(OpKind.REDUCE_GRAD, Lane.DP, 0.75), device=1, after=[there])  # 7..7.75
     stage0, stage1 = of(builder)
     assert stage0 == Bubbles(dp_all_gather=1.0, tp=0.5, pp_other=3.0, dp_reduce_scatter=1.5)
     assert stage1 == Bubbles(dp_all_gather=0.25, pp_warmup=4.75, dp_reduce_scatter=0.75, pp_cooldown=4.25)
@@ -45,15 +45,15 @@ def test_waiting_for_a_neighbour_behind_a_collective_is_not_a_tp_bubble() -> Non
     builder = Builder(["llm"], 2)
     before = builder.add(compute(1.0), device=1)
     slow = builder.add(compute(5.0), device=0)
-    gather = builder.add(single(Kind.B, Lane.TP, 0.5), device=1, after=[before, slow])
-    builder.add(compute(1.0, Kind.B), device=1, after=[gather])
+    gather = builder.add(single(OpKind.BACKWARD, Lane.TP, 0.5), device=1, after=[before, slow])
+    builder.add(compute(1.0, OpKind.BACKWARD), device=1, after=[gather])
     assert of(builder)[1] == Bubbles(pp_other=4.0, tp=0.5)
 
 
 def test_waiting_for_parameters_behind_a_collective_is_an_all_gather_bubble() -> None:
     builder = Builder(["llm"], 1)
-    gather = builder.add(single(Kind.GATHER, Lane.DP, 2.0), device=0)
-    collective = builder.add(single(Kind.F, Lane.TP, 0.5), device=0, after=[gather])
+    gather = builder.add(single(OpKind.UNSHARD, Lane.DP, 2.0), device=0)
+    collective = builder.add(single(OpKind.FORWARD, Lane.TP, 0.5), device=0, after=[gather])
     builder.add(compute(1.0), device=0, after=[collective])
     assert of(builder)[0] == Bubbles(dp_all_gather=2.0, tp=0.5)
 
@@ -63,9 +63,9 @@ def test_the_optimizer_waits_for_everybody() -> None:
     reduces = []
     for device, seconds in enumerate((4.0, 1.0)):
         done = builder.add(compute(seconds), device=device)
-        reduces.append(builder.add(single(Kind.REDUCE, Lane.DP, 1.0), device=device, after=[done]))
+        reduces.append(builder.add(single(OpKind.REDUCE_GRAD, Lane.DP, 1.0), device=device, after=[done]))
     for device in range(2):
-        builder.add(compute(0.5 + device, Kind.FINISH), device=device, after=reduces)
+        builder.add(compute(0.5 + device, OpKind.OPTIMIZER), device=device, after=reduces)
     first, second = of(builder)
     assert first == Bubbles(dp_reduce_scatter=1.0, pp_other=1.0)  # idle while device 1 still updates
     assert second == Bubbles(dp_reduce_scatter=1.0, pp_cooldown=3.0)
@@ -83,11 +83,11 @@ def test_causes_sum_to_step_minus_busy(data: st.DataObject, slowdown: float, lau
     devices = data.draw(st.integers(1, 3))
     builder = Builder(["llm"], devices)
     kinds = {
-        Lane.COMPUTE: [Kind.F, Kind.B, Kind.W],
-        Lane.TP: [Kind.F, Kind.B],
-        Lane.DP: [Kind.GATHER, Kind.REDUCE, Kind.F],
-        Lane.P2P: [Kind.SEND],
-        Lane.HOST: [Kind.GATHER, Kind.REDUCE],
+        Lane.COMPUTE: [OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT_GRAD],
+        Lane.TP: [OpKind.FORWARD, OpKind.BACKWARD],
+        Lane.DP: [OpKind.UNSHARD, OpKind.REDUCE_GRAD, OpKind.FORWARD],
+        Lane.P2P: [OpKind.SEND_F, OpKind.SEND_B],
+        Lane.HOST: [OpKind.UNSHARD, OpKind.REDUCE_GRAD],
     }
     for op in range(data.draw(st.integers(1, 30))):
         lane = data.draw(st.sampled_from(list(Lane)))
@@ -96,7 +96,7 @@ def test_causes_sum_to_step_minus_busy(data: st.DataObject, slowdown: float, lau
         seconds = data.draw(st.floats(0, 5))
         builder.add(single(kind, lane, seconds), device=data.draw(st.integers(0, devices - 1)), after=deps)
     for device in range(data.draw(st.integers(0, devices))):
-        builder.add(compute(data.draw(st.floats(0, 5)), Kind.FINISH), device=device)
+        builder.add(compute(data.draw(st.floats(0, 5)), OpKind.OPTIMIZER), device=device)
     schedule = builder.build()
     timeline = evaluate(schedule, slowdown=slowdown, launch_s=launch_s)
     busy = busy_s(schedule, timeline)

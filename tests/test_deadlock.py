@@ -12,7 +12,8 @@ from plan_mutants import move, swap
 from slow_plan_replay import SlowPlan
 from tiny_plans import tiny_plan
 
-from optimus.ir.plan import Plan, Program, Verb
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan, Program
 from optimus.verify.coverage import check_coverage
 from optimus.verify.deadlock import check_hosts, check_streams
 from optimus.verify.expected_lines import Asked, Lines
@@ -72,8 +73,8 @@ def test_the_verdict_is_that_of_an_exhaustive_search_on_5000_plans(seeds: range)
     assert min(found.values()) >= len(seeds) // 50
 
 
-def pipeline_of_two(first: list[tuple[Verb, int]], second: list[tuple[Verb, int]]) -> Plan:
-    """Two stages of an LLM that play these verbs of these microbatches."""
+def pipeline_of_two(first: list[tuple[OpKind, int]], second: list[tuple[OpKind, int]]) -> Plan:
+    """Two stages of an LLM that run these kinds of these microbatches."""
     seed = 0
     while True:  # the first header of the right shape
         plan = tiny_plan(Random(seed), few=True)
@@ -86,33 +87,33 @@ def pipeline_of_two(first: list[tuple[Verb, int]], second: list[tuple[Verb, int]
         ):
             break
         seed += 1
-    finish = [(1, Verb.FINISH, 0, 0, 0)]
-    programs = [[(0, verb, 0, microbatch, 0) for verb, microbatch in order] for order in (first, second)]
+    finish = [(1, OpKind.OPTIMIZER, 0, 0, 0)]
+    programs = [[(0, kind, 0, microbatch, 0) for kind, microbatch in order] for order in (first, second)]
     return replace(plan, programs=tuple(Program.of(rows + finish) for rows in programs))
 
 
 def test_sends_that_face_each_other_stop() -> None:
     """Equal sequences per direction are not enough: A = [send f, recv b], B = [send b, recv f]."""
-    F, B = Verb.F, Verb.B
+    F, B = OpKind.FORWARD, OpKind.BACKWARD
     first = [
         (F, 0),
-        (Verb.SEND_F, 0),
+        (OpKind.SEND_F, 0),
         (F, 1),
-        (Verb.SEND_F, 1),
-        (Verb.RECV_B, 0),
+        (OpKind.SEND_F, 1),
+        (OpKind.RECV_B, 0),
         (B, 0),
-        (Verb.RECV_B, 1),
+        (OpKind.RECV_B, 1),
         (B, 1),
     ]
     second = [
-        (Verb.RECV_F, 0),
+        (OpKind.RECV_F, 0),
         (F, 0),
         (B, 0),
-        (Verb.SEND_B, 0),
-        (Verb.RECV_F, 1),
+        (OpKind.SEND_B, 0),
+        (OpKind.RECV_F, 1),
         (F, 1),
         (B, 1),
-        (Verb.SEND_B, 1),
+        (OpKind.SEND_B, 1),
     ]
     plan = pipeline_of_two(first, second)
     report = check_plan(plan)
@@ -124,12 +125,12 @@ def test_sends_that_face_each_other_stop() -> None:
     assert can_stop(SlowPlan(plan))
     good = [
         (F, 0),
-        (Verb.SEND_F, 0),
+        (OpKind.SEND_F, 0),
         (F, 1),
-        (Verb.RECV_B, 0),
-        (Verb.SEND_F, 1),
+        (OpKind.RECV_B, 0),
+        (OpKind.SEND_F, 1),
         (B, 0),
-        (Verb.RECV_B, 1),
+        (OpKind.RECV_B, 1),
         (B, 1),
     ]
     plan = pipeline_of_two(good, second)

@@ -24,7 +24,7 @@ from benchmarks.__main__ import Bench
 from optimus import cli
 from optimus.cost.assumptions import PRESETS, Assumptions
 from optimus.cost.memory import NOT_MODELLED, Memory
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.job import catalog, layout, model, schema, workload
 from optimus.job.read import load_job
 from optimus.planner.systems.registry import SYSTEMS
@@ -307,8 +307,8 @@ def test_the_glossary_has_the_words_of_the_house() -> None:
     assert {*words.split(), "plan", "profile", "preset", "floor", "bound", "hidden share"} <= set(entries)
     for cause in CAUSES:
         assert f"| `{cause}` |" in text
-    for kind in Kind:
-        assert f"`{kind.name}`" in text
+    for kind in OpKind:
+        assert f"`{kind.word}`" in text
     assert f"occupies on a device: {', '.join(lane.name.lower() for lane in Lane)}" in text
 
 

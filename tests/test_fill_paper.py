@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_replay import makespan, replay
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.planner.systems.paper_filling import MOST_SPLITS, all_splits, splits_to_try, uniform_split
 from optimus.schedule.fill_paper import (
     COMPUTE,
@@ -27,7 +27,7 @@ from optimus.schedule.fill_paper import (
 from optimus.schedule.global_ordering import Assigned, Interchangeable, assign_sorted
 from optimus.schedule.pipelines import interleaved, least_warmup
 
-DURATIONS = {Kind.F: 1, Kind.B: 2}
+DURATIONS = {OpKind.FORWARD: 1, OpKind.BACKWARD: 2}
 
 
 # ---------------------------------------------------------------- the paper's examples
@@ -65,7 +65,7 @@ def test_later_forwards_are_deferred_at_no_cost() -> None:
     before, after = replay(usual, DURATIONS), replay(adjusted, DURATIONS)
     assert makespan(before) == makespan(after)
     starts = [
-        [done[0, op].start for op in order[0] if op.kind == Kind.F and op.chunk == 0]
+        [done[0, op].start for op in order[0] if op.kind == OpKind.FORWARD and op.chunk == 0]
         for order, done in ((usual, before), (adjusted, after))
     ]
     assert starts[0][:4] == starts[1][:4]

@@ -32,7 +32,7 @@ from optimus.engine.fsdp_ddp import (
 from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.torch_private import fake_world
 from optimus.errors import UserError
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import ModuleSegment, WeightGradStore
 
@@ -71,17 +71,17 @@ def twice(module: nn.Module, *, split: bool = False) -> list[Tensor]:
     chunk, handed = SegmentedChunk([[ModuleSegment(module)]]), []
     for microbatch in (0, 1):
         chunk.begin_forward(microbatch, (torch.ones(2, 4, dtype=torch.float64),), (True,), None)
-        for phase in chunk.phases(Kind.F, microbatch):
+        for phase in chunk.phases(OpKind.FORWARD, microbatch):
             phase.run()
         (output,) = chunk.output(microbatch)
         chunk.begin_backward(microbatch, (torch.ones_like(output),))
-        for kind in (Kind.I,) if split else (Kind.B,):
+        for kind in (OpKind.INPUT_GRAD,) if split else (OpKind.BACKWARD,):
             for phase in chunk.phases(kind, microbatch):
                 phase.run()
         (gradient,) = chunk.input_gradients(microbatch)
         assert gradient is not None
         handed.append(gradient)
-        for phase in chunk.phases(Kind.W, microbatch) if split else ():
+        for phase in chunk.phases(OpKind.WEIGHT_GRAD, microbatch) if split else ():
             phase.run()
     return handed
 
@@ -272,8 +272,8 @@ def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> 
     chunk = SegmentedChunk([[block]])
     for microbatch, size in enumerate([256.0] + [1.0] * 63):
         chunk.begin_forward(microbatch, (torch.full((1, 4), size, dtype=torch.bfloat16),), (True,), None)
-        for kind in (Kind.F, Kind.B):
-            if kind == Kind.B:
+        for kind in (OpKind.FORWARD, OpKind.BACKWARD):
+            if kind == OpKind.BACKWARD:
                 chunk.begin_backward(microbatch, (torch.ones_like(chunk.output(microbatch)[0]),))
             for phase in chunk.phases(kind, microbatch):
                 phase.run()

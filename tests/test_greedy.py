@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_replay import dependency
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.planner.systems.pipeline_search import least_s, slides
 from optimus.schedule.list_pipeline import PRIORITIES, UNLIMITED, OpTimes, Priority, greedy
 from optimus.schedule.pipelines import Pipeline
 from optimus.schedule.shake import shake
 
-SPLIT, WHOLE = (Kind.F, Kind.I, Kind.W), (Kind.F, Kind.B)
+SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.FORWARD, OpKind.BACKWARD)
 
 
-def uniform(stages: int, chunks: int, kinds: tuple[Kind, ...] = SPLIT) -> OpTimes:
+def uniform(stages: int, chunks: int, kinds: tuple[OpKind, ...] = SPLIT) -> OpTimes:
     seconds = {kind: [1.0] * (stages * chunks) for kind in kinds}
     return OpTimes(stages=stages, seconds=seconds, send_s=[0.0] * (stages * chunks))
 
@@ -85,18 +85,20 @@ def test_without_a_cap_only_the_first_forwards_are_waited_for(
 
 @pytest.mark.parametrize("cap", [1, 2, 4, 8])
 @pytest.mark.parametrize("kinds", [SPLIT, WHOLE])
-def test_a_cap_limits_what_is_alive(cap: int, kinds: tuple[Kind, ...]) -> None:
+def test_a_cap_limits_what_is_alive(cap: int, kinds: tuple[OpKind, ...]) -> None:
     for ops in greedy(uniform(4, 1, kinds), 8, cap=cap).order:
         alive = most = 0
         for op in ops:
-            alive += (op.kind is Kind.F) - (op.kind is kinds[-1])
+            alive += (op.kind is OpKind.FORWARD) - (op.kind is kinds[-1])
             most = max(most, alive)
         assert most <= cap
 
 
 def test_shaking_accepts_only_what_it_may() -> None:
     times = OpTimes(
-        stages=2, seconds={Kind.F: [3.0, 1.0], Kind.I: [1.0, 4.0], Kind.W: [2.0, 2.0]}, send_s=[0.0, 0.0]
+        stages=2,
+        seconds={OpKind.FORWARD: [3.0, 1.0], OpKind.INPUT_GRAD: [1.0, 4.0], OpKind.WEIGHT_GRAD: [2.0, 2.0]},
+        send_s=[0.0, 0.0],
     )
     draft = greedy(times, 5, cap=1)
     assert shake(draft, rounds=20, random=Random(0), enough_s=0.0, accept=lambda other: False) is draft

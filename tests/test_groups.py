@@ -18,11 +18,12 @@ from optimus.engine import process_groups as engine_groups
 from optimus.engine.process_groups import group_axes, make_groups, seam_edge, stage_edge
 from optimus.engine.torch_private import fake_world
 from optimus.ir.module_times import EncoderBlocks, Seconds
-from optimus.ir.plan import RECVS, SENDS, Plan, Verb
+from optimus.ir.op import RECVS, SENDS, OpKind
+from optimus.ir.plan import Plan
 from optimus.planner.user_modules import plan_modules
 
 FULL, FROZEN = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0), Seconds(forward_s=1.0, backward_s=0.0)
-SEAM_VERBS = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)
+SEAM_KINDS = (OpKind.SEND_SEAM, OpKind.RECV_SEAM, OpKind.SEND_SEAM_B, OpKind.RECV_SEAM_B)
 WORLDS = (64, 3072, 100_000)
 LISTED_WORLDS = (64, 3072)  # in which every group of every axis is listed
 
@@ -97,18 +98,18 @@ def test_axes_have_names_of_their_own_and_do_not_depend_on_the_number_of_replica
 Line = tuple[str, int, int]  # module, virtual stage at the receiving end of the edge, microbatch
 
 
-def transfers(plan: Plan, rank: int) -> Iterator[tuple[Verb, str, int, Line]]:
-    """Verb, axis, other end and what travels, in the order of a rank's program."""
+def transfers(plan: Plan, rank: int) -> Iterator[tuple[OpKind, str, int, Line]]:
+    """Kind, axis, other end and what travels, in the order of a rank's program."""
     ranks = plan.ranks
     device = ranks.class_of(rank)
-    for number, verb_number, chunk, microbatch, _ in plan.programs[device].rows.tolist():
-        name, verb = plan.names[number], Verb(verb_number)
-        if verb in SEAM_VERBS:
-            yield verb, *seam_edge(plan, rank, name, verb, microbatch), (name, 0, microbatch)
-        elif verb in SENDS or verb in RECVS:
+    for number, kind_number, chunk, microbatch, _ in plan.programs[device].rows.tolist():
+        name, kind = plan.names[number], OpKind(kind_number)
+        if kind in SEAM_KINDS:
+            yield kind, *seam_edge(plan, rank, name, kind, microbatch), (name, 0, microbatch)
+        elif kind in SENDS or kind in RECVS:
             virtual = chunk * plan.modules[name].layout.pp + ranks.stage_of(name, device)
-            later = virtual + (verb in (Verb.SEND_F, Verb.RECV_B))  # the later end of the edge
-            yield verb, *stage_edge(plan, rank, name, verb), (name, later, microbatch)
+            later = virtual + (kind in (OpKind.SEND_F, OpKind.RECV_B))  # the later end of the edge
+            yield kind, *stage_edge(plan, rank, name, kind), (name, later, microbatch)
 
 
 def test_both_ends_of_every_transfer_name_the_same_axis_and_each_other(many: list[Plan]) -> None:
@@ -117,10 +118,10 @@ def test_both_ends_of_every_transfer_name_the_same_axis_and_each_other(many: lis
         sent: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
         received: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
         for rank in range(plan.ranks.world):
-            for verb, axis, other, line in transfers(plan, rank):
+            for kind, axis, other, line in transfers(plan, rank):
                 assert other != rank
-                assert members[axis](rank) == tuple(sorted((rank, other))), (verb, axis, rank, other)
-                if verb in SENDS:
+                assert members[axis](rank) == tuple(sorted((rank, other))), (kind, axis, rank, other)
+                if kind in SENDS:
                     sent[axis, rank, other].append(line)
                 else:
                     received[axis, other, rank].append(line)
@@ -130,10 +131,10 @@ def test_both_ends_of_every_transfer_name_the_same_axis_and_each_other(many: lis
 def test_a_pair_has_only_one_direction_on_an_axis(many: list[Plan]) -> None:
     """So nothing waits behind traffic of the other direction."""
     for plan in many:
-        directions: dict[str, set[Verb]] = defaultdict(set)
+        directions: dict[str, set[OpKind]] = defaultdict(set)
         for rank in range(plan.ranks.world):
-            for verb, axis, _, _ in transfers(plan, rank):
-                directions[axis].add(verb)
+            for kind, axis, _, _ in transfers(plan, rank):
+                directions[axis].add(kind)
         assert all(
             len(found & set(SENDS)) == 1 and len(found & set(RECVS)) == 1 for found in directions.values()
         )

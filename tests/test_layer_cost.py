@@ -13,7 +13,7 @@ from optimus.cost.flops import attention_pairs
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward, weight_gradients
 from optimus.cost.module import price_encoder
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Attention, Experts
 from optimus.job.read import find_job
@@ -25,7 +25,7 @@ from optimus.schedule.simulate import evaluate
 
 def makespan_s(kernels: list[Kernel], *, slowdown: float = 0.0) -> float:
     builder = Builder(["m"], 1)
-    builder.add(concatenate([(kernels, 0)], Kind.F), device=0)
+    builder.add(concatenate([(kernels, 0)], OpKind.FORWARD), device=0)
     return evaluate(builder.build(), slowdown=slowdown).step_s
 
 

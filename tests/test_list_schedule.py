@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus.ir.op import Floats, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.schedule.build import Builder, single
 from optimus.schedule.simulate import Timeline, evaluate, list_schedule
 
@@ -29,7 +29,9 @@ def drawn(data: st.DataObject) -> Schedule:
         lane = data.draw(st.sampled_from([Lane.COMPUTE, Lane.TP, Lane.P2P]))
         deps = data.draw(st.lists(st.integers(0, op - 1), max_size=3, unique=True)) if op else []
         seconds = float(data.draw(st.integers(0, 5)))
-        builder.add(single(Kind.F, lane, seconds), device=data.draw(st.integers(0, devices - 1)), after=deps)
+        builder.add(
+            single(OpKind.FORWARD, lane, seconds), device=data.draw(st.integers(0, devices - 1)), after=deps
+        )
     return builder.build()
 
 
@@ -73,10 +75,10 @@ def _covered(begin: float, end: float, busy: list[tuple[float, float]]) -> bool:
 def gap(filler_s: float) -> Timeline:
     """An LLM op that ends at 1 s, one that can start at 3 s as it is due, and a filler ready at 1 s."""
     builder = Builder(["llm"], 2)
-    first = builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0)
-    other = builder.add(single(Kind.F, Lane.COMPUTE, 3.0), device=1)
-    builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0, after=[other])
-    builder.add(single(Kind.F, Lane.COMPUTE, filler_s), device=0, after=[first])
+    first = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
+    other = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=1)
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, filler_s), device=0, after=[first])
     return listed(builder.build(), [-1.0, -1.0, -1.0, 0.0], [0.0, 0.0, 3.0, np.inf])
 
 
@@ -92,9 +94,9 @@ def test_a_filler_that_does_not_fit_stays_behind() -> None:
 def test_who_is_overdue_is_expected_after_as_long_again() -> None:
     """Due at 1 s and ready at 9 s: at 3 s two more seconds are given, so that a filler of 2 s starts then."""
     builder = Builder(["llm"], 2)
-    other = builder.add(single(Kind.F, Lane.COMPUTE, 9.0), device=1)
-    builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0, after=[other])
-    builder.add(single(Kind.F, Lane.COMPUTE, 2.0), device=0)
+    other = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 9.0), device=1)
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 2.0), device=0)
     found = listed(builder.build(), [-1.0, -1.0, 0.0], [0.0, 1.0, np.inf])
     assert found.start_s[1] == 9.0
     assert 3.0 <= found.start_s[2] <= 6.0  # it looks at times that double
@@ -103,7 +105,7 @@ def test_who_is_overdue_is_expected_after_as_long_again() -> None:
 def test_the_least_rank_goes_first_and_a_held_op_lets_others_pass() -> None:
     builder = Builder(["llm"], 1)
     for _ in range(3):
-        builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0)
+        builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
     schedule = builder.build()
     held: Floats = np.array([2.5, 0.0, 0.0])
     due: Floats = np.array([2.5, np.inf, np.inf])

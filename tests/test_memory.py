@@ -10,7 +10,7 @@ from paper_parts import PAPER_JOBS, strong_3072
 from optimus.cost.assumptions import preset
 from optimus.cost.memory import high_water, states
 from optimus.cost.prices import Prices
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Precision
 from optimus.job.read import find_job
@@ -72,7 +72,7 @@ def test_zero_bubble_keeps_activations_until_their_weight_gradient() -> None:
 
 
 def test_components_stand_for_the_moment_of_the_peak() -> None:
-    order = ((Kind.F, 0, 0), (Kind.B, 0, 0), (Kind.F, 1, 0), (Kind.B, 1, 0))
+    order = ((OpKind.FORWARD, 0, 0), (OpKind.BACKWARD, 0, 0), (OpKind.FORWARD, 1, 0), (OpKind.BACKWARD, 1, 0))
     assert high_water(order, [(3.0, 0.0), (0.0, 2.0)]) == (3.0, 0.0)
 
 
@@ -83,11 +83,15 @@ def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
     layers = context.encoder_layers(encoder, Layout(dp=384, tp=8), 2, "none")
     middle = layers[1:-1]
     assert all(layer.activation_bytes == 0 for layer in middle)
-    assert all(not layer.kernels[kind] for layer in middle for kind in (Kind.B, Kind.I, Kind.W))
+    assert all(
+        not layer.kernels[kind]
+        for layer in middle
+        for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+    )
     memory = states(middle, Precision())
     assert memory.gradients == memory.optimizer == 0 < memory.parameters
     projector = layers[-1]
-    assert projector.trained and projector.kernels[Kind.W]  # the adapter still learns
+    assert projector.trained and projector.kernels[OpKind.WEIGHT_GRAD]  # the adapter still learns
 
 
 def test_what_a_split_backward_makes_again_waits_for_its_weight_gradient() -> None:

@@ -14,7 +14,7 @@ from worker_lines import run_worker
 
 from optimus.engine.memory_tracker import MemoryTracker
 from optimus.engine.torch_private import FakeTensorMode
-from optimus.ir.plan import Verb
+from optimus.ir.op import OpKind
 
 OVER, FULL = 0.10, 0.15  # planned above counted; where layers are made again, of every module one is planned
 QUICK = ("zero-bubble", "window of 4, 8 microbatches")
@@ -132,7 +132,7 @@ def test_tensors_belong_to_who_made_them(counter: tuple[MemoryTracker, torch.Ten
     names = CASES[0].plan.names
     lines = [
         next(line for line, row in enumerate(rows.tolist()) if (names[row[0]], row[1]) == wanted)
-        for wanted in (("llm", Verb.F), ("vision", Verb.F), ("vision", Verb.RECV_SEAM))
+        for wanted in (("llm", OpKind.FORWARD), ("vision", OpKind.FORWARD), ("vision", OpKind.RECV_SEAM))
     ]
     held = []
     for line, size in sorted(zip(lines, (100, 200, 300), strict=True)):

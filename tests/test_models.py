@@ -12,7 +12,7 @@ from one_process import OneProcess, whole
 from tiny_models import DTYPE, ENCODERS, LLMS, build, close, images, random_samples, tiny_model
 from torch import Tensor
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.job.model import Encoder, Llm
 from optimus.models.attention import attend_by_spans
 from optimus.models.build import build_layers, named_parameters
@@ -66,7 +66,7 @@ def inputs_of(module: Encoder | Llm, name: str) -> tuple[State, tuple[bool, ...]
     return (ids, *rows), (False, True, True), context
 
 
-def play(chunk: SegmentedChunk, kind: Kind, microbatch: int = 0) -> None:
+def play(chunk: SegmentedChunk, kind: OpKind, microbatch: int = 0) -> None:
     for phase in chunk.phases(kind, microbatch):
         phase.run()
 
@@ -86,12 +86,12 @@ def test_a_segmented_chunk_has_the_gradients_of_one_graph(
     chunk = SegmentedChunk(layers, recompute=recompute)
     for _ in range(2):  # the second adds to the first
         chunk.begin_forward(0, state, needs, context)
-        play(chunk, Kind.F)
+        play(chunk, OpKind.FORWARD)
         (output,) = chunk.output(0)
         chunk.begin_backward(0, (gradient_like(output),))
-        play(chunk, Kind.I if split else Kind.B)
+        play(chunk, OpKind.INPUT_GRAD if split else OpKind.BACKWARD)
         found = chunk.input_gradients(0)
-        play(chunk, Kind.W)
+        play(chunk, OpKind.WEIGHT_GRAD)
     gradients = {n: p.grad for n, p in named_parameters(module, layers) if p.grad is not None}
 
     module, layers = build(name)
@@ -126,7 +126,7 @@ def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backwar
     chunk, plain = SegmentedChunk(layers, recompute="cheap"), SegmentedChunk(layers)
     for each in (chunk, plain):
         each.begin_forward(0, state, needs, context)
-        play(each, Kind.F)
+        play(each, OpKind.FORWARD)
     assert not cheap_of(plain)
     made = cheap_of(chunk)
     assert len(made) == 3 * module.stack.layers
@@ -134,7 +134,7 @@ def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backwar
     monkeypatch.setattr(WeightGradStore, "free", lambda self: None)
     kept = SegmentedChunk(layers, recompute="cheap")
     kept.begin_forward(0, state, needs, context)
-    play(kept, Kind.F)
+    play(kept, OpKind.FORWARD)
     for place in range(len(chunk._segments)):
         chunk._recompute_freed(0, place)
     assert all(torch.equal(again, first) for again, first in zip(made, cheap_of(kept), strict=True))
@@ -186,12 +186,12 @@ def test_nothing_reads_values_or_sizes_from_a_device(name: str) -> None:
     chunk.begin_forward(
         0, tuple(tensor.to("meta") for tensor in state), needs, context.map(lambda tensor: tensor.to("meta"))
     )
-    play(chunk, Kind.F)
+    play(chunk, OpKind.FORWARD)
     (output,) = chunk.output(0)
     chunk.begin_backward(0, (torch.empty_like(output),))
-    play(chunk, Kind.I)
+    play(chunk, OpKind.INPUT_GRAD)
     chunk.input_gradients(0)
-    play(chunk, Kind.W)
+    play(chunk, OpKind.WEIGHT_GRAD)
     assert output.is_meta
 
 

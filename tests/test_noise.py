@@ -20,7 +20,7 @@ from optimus.cli import run
 from optimus.cli.flags import OK
 from optimus.cli.uncertainty import noise_json, noise_text
 from optimus.errors import UserError
-from optimus.ir.op import Floats, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import Planned, make_plan
@@ -45,7 +45,7 @@ def planned() -> Planned:
 def kernels(count: int, seconds: float, *, stages: int = 1) -> NoisyKernels:
     """As many on every stage, each of another microbatch."""
     builder = Builder([LLM], stages)
-    template = single(Kind.F, Lane.COMPUTE, seconds)
+    template = single(OpKind.FORWARD, Lane.COMPUTE, seconds)
     for stage in range(stages):
         for microbatch in range(count):
             builder.add(template, device=stage, microbatch=microbatch)
@@ -148,7 +148,7 @@ def test_classes_of_one_tp_group_share_the_noise_of_the_llm(seed: int) -> None:
     plan = tiny_plan(Random(seed))
     schedule = couple(plan, plan.programs)
     drawn = NoisyKernels(schedule, Places.of_plan(plan)).durations(ROUGH, seed=0)
-    works = (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.WAIT)
+    works = (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.WAIT)
     works &= schedule.module == schedule.modules.index(LLM)
     by_stage: dict[int, Floats] = {}
     for device in range(schedule.num_devices):

@@ -12,7 +12,7 @@ from random_plans import bound, random_llm
 
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit, UserError
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
@@ -236,9 +236,9 @@ def test_an_image_is_never_cut(pieces: int) -> None:
     layout = encoder_layout(llm.layout, pp=8, tp=8)
     beside = {encoder.name: Beside(layout=layout, recompute="none", pieces=pieces)}
     header = Trial(context, llm, beside).header
-    seconds = sum(phase.duration_s for phase in header.template_of(encoder.name, Kind.F, 3, 0))
+    seconds = sum(phase.duration_s for phase in header.template_of(encoder.name, OpKind.FORWARD, 3, 0))
     whole = {encoder.name: Beside(layout=layout, recompute="none", pieces=2)}
-    one_image = Trial(context, llm, whole).header.template_of(encoder.name, Kind.F, 3, 0)
+    one_image = Trial(context, llm, whole).header.template_of(encoder.name, OpKind.FORWARD, 3, 0)
     assert seconds >= sum(phase.duration_s for phase in one_image)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from optimus.errors import DoesNotFit, UserError
-from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.systems.base import SimulatedSystem
@@ -31,7 +31,7 @@ COMMAND = (
 )
 
 
-def op_of(kind: Kind, module: int, seconds: float, layers: int = 2) -> Template:
+def op_of(kind: OpKind, module: int, seconds: float, layers: int = 2) -> Template:
     """Compute kernels with an exposed collective between each two of them."""
     compute = (seconds, 0, 0, kind, module, Lane.COMPUTE, Communicator.NONE)
     rows = [compute, (seconds / 5, 0, 1, kind, module, Lane.TP, Communicator.TP)] * layers
@@ -48,28 +48,33 @@ def system_of(
     stages = len(order)
     templates = {
         (kind, module): op_of(kind, module, seconds, layers)
-        for kind, seconds in ((Kind.F, 1e-3), (Kind.B, 2e-3), (Kind.I, 1e-3), (Kind.W, 1e-3))
+        for kind, seconds in (
+            (OpKind.FORWARD, 1e-3),
+            (OpKind.BACKWARD, 2e-3),
+            (OpKind.INPUT_GRAD, 1e-3),
+            (OpKind.WEIGHT_GRAD, 1e-3),
+        )
         for module in (0, 1)
     }
     builder = Builder(("vision", "llm"), stages)
-    blocks: dict[tuple[int, Kind, int, int], int] = {}
+    blocks: dict[tuple[int, OpKind, int, int], int] = {}
     reduces = []
     for stage, ops in enumerate(order):
-        previous = builder.add(single(Kind.GATHER, Lane.DP, 3e-3), device=stage)
+        previous = builder.add(single(OpKind.UNSHARD, Lane.DP, 3e-3), device=stage)
         for op in ops:
             previous = builder.add(
                 templates[op.kind, 0 if (stage, op.chunk) == (0, 0) else 1], device=stage,
                 chunk=op.chunk, microbatch=op.microbatch, after=[previous],
             )  # fmt: skip
             blocks[stage, op.kind, op.chunk, op.microbatch] = previous
-        reduces.append(builder.add(single(Kind.REDUCE, Lane.DP, 4e-3), device=stage, after=[previous]))
+        reduces.append(builder.add(single(OpKind.REDUCE_GRAD, Lane.DP, 4e-3), device=stage, after=[previous]))
     for (stage, kind, chunk, microbatch), block in blocks.items():
-        step = {Kind.F: -1, Kind.B: 1, Kind.I: 1, Kind.W: 0}[kind]
+        step = {OpKind.FORWARD: -1, OpKind.BACKWARD: 1, OpKind.INPUT_GRAD: 1, OpKind.WEIGHT_GRAD: 0}[kind]
         there, place = divmod(chunk * stages + stage + step, stages)
         if step and (place, kind, there, microbatch) in blocks:
             builder.wait([block], [blocks[place, kind, there, microbatch]])
     for stage in range(stages):
-        builder.add(single(Kind.FINISH, Lane.COMPUTE, 1e-3), device=stage, after=reduces)
+        builder.add(single(OpKind.OPTIMIZER, Lane.COMPUTE, 1e-3), device=stage, after=reduces)
     schedule = builder.build()
     timeline = evaluate(schedule)
     return replace(

@@ -15,7 +15,7 @@ from machine import allowed_s
 from reference_replay import Deadlock, idle_per_busy, makespan, replay
 
 from optimus.errors import UserError
-from optimus.ir.op import Kind
+from optimus.ir.op import KIND_OF_WORD, OpKind
 from optimus.schedule.pipelines import (
     Pipeline,
     PipelineOp,
@@ -26,7 +26,7 @@ from optimus.schedule.pipelines import (
     zero_bubble,
 )
 
-UNIFORM = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
+UNIFORM = {OpKind.FORWARD: 1, OpKind.BACKWARD: 2, OpKind.INPUT_GRAD: 1, OpKind.WEIGHT_GRAD: 1}
 
 ONE_F_ONE_B = [(p, m) for p in range(1, 9) for m in range(1, 21)]  # m < p included
 INTERLEAVED = [(p, v, p * g) for p in range(1, 8) for v in range(1, 5) for g in range(1, 5)]
@@ -57,16 +57,18 @@ def warmups(draw: st.DrawFn, stages: int, chunks: int) -> tuple[int, ...]:
 
 def assert_complete(pipeline: Pipeline, kinds: str, *, stages: int, chunks: int, microbatches: int) -> None:
     """Every chunk and microbatch exactly once per kind, and backwards after what they need."""
-    wanted = {PipelineOp(Kind[k], c, m) for k in kinds for c in range(chunks) for m in range(microbatches)}
+    wanted = {
+        PipelineOp(KIND_OF_WORD[k], c, m) for k in kinds for c in range(chunks) for m in range(microbatches)
+    }
     assert len(pipeline) == stages
     for order in pipeline:
         assert Counter(order) == Counter(wanted)
         at = {op: index for index, op in enumerate(order)}
         for op in order:
-            if op.kind in (Kind.B, Kind.I):
-                assert at[op] > at[op._replace(kind=Kind.F)]
-            if op.kind is Kind.W:
-                assert at[op] > at[op._replace(kind=Kind.I)]
+            if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD):
+                assert at[op] > at[op._replace(kind=OpKind.FORWARD)]
+            if op.kind is OpKind.WEIGHT_GRAD:
+                assert at[op] > at[op._replace(kind=OpKind.INPUT_GRAD)]
 
 
 @given(shape=shapes(), data=st.data())
@@ -99,15 +101,15 @@ def test_one_f_one_b_is_complete_and_holds_few_activations(stages: int, microbat
 def peak_in_flight(order: tuple[PipelineOp, ...]) -> int:
     alive, peak = 0, 0
     for op in order:
-        alive += 1 if op.kind is Kind.F else -1
+        alive += 1 if op.kind is OpKind.FORWARD else -1
         peak = max(peak, alive)
     return peak
 
 
 def test_one_f_one_b_by_hand() -> None:
     first, last = one_f_one_b(stages=2, microbatches=3)
-    assert [f"{op.kind.name}{op.microbatch}" for op in first] == ["F0", "F1", "B0", "F2", "B1", "B2"]
-    assert [f"{op.kind.name}{op.microbatch}" for op in last] == ["F0", "B0", "F1", "B1", "F2", "B2"]
+    assert [f"{op.kind.word}{op.microbatch}" for op in first] == ["F0", "F1", "B0", "F2", "B1", "B2"]
+    assert [f"{op.kind.word}{op.microbatch}" for op in last] == ["F0", "B0", "F1", "B1", "F2", "B2"]
 
 
 def test_closed_forms_cover_enough_cases() -> None:
@@ -176,7 +178,7 @@ def test_a_warmup_that_could_deadlock_is_refused(warmup: tuple[int, ...], why: s
 
 
 def test_the_replay_sees_a_deadlock() -> None:
-    crossed = ((PipelineOp(Kind.B, 0, 0), PipelineOp(Kind.F, 0, 0)),)
+    crossed = ((PipelineOp(OpKind.BACKWARD, 0, 0), PipelineOp(OpKind.FORWARD, 0, 0)),)
     with pytest.raises(Deadlock):
         replay(crossed, UNIFORM)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.schedule.pipelines import (
     Pipeline,
     PipelineOp,
@@ -26,10 +26,10 @@ INTERLEAVED = [
 ]
 ONE_CHUNK = [(p, m) for p in range(2, 9) for m in range(1, MOST_MICROBATCHES + 1)]
 TORCH_KIND = {
-    "FORWARD": Kind.F,
-    "FULL_BACKWARD": Kind.B,
-    "BACKWARD_INPUT": Kind.I,
-    "BACKWARD_WEIGHT": Kind.W,
+    "FORWARD": OpKind.FORWARD,
+    "FULL_BACKWARD": OpKind.BACKWARD,
+    "BACKWARD_INPUT": OpKind.INPUT_GRAD,
+    "BACKWARD_WEIGHT": OpKind.WEIGHT_GRAD,
 }
 
 
@@ -74,10 +74,10 @@ class LoggingStage:
         self.calls: list[PipelineOp] = []
 
     def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        self.calls.append(PipelineOp(Kind.F, 0, microbatch))
+        self.calls.append(PipelineOp(OpKind.FORWARD, 0, microbatch))
 
     def backward_one_chunk(self, microbatch: int, **kwargs: Any) -> None:
-        self.calls.append(PipelineOp(Kind.B, 0, microbatch))
+        self.calls.append(PipelineOp(OpKind.BACKWARD, 0, microbatch))
 
     def no_communication(self, *args: Any) -> list[Any]:
         return []
@@ -143,12 +143,12 @@ def megatron_order(megatron: Any, p: int, v: int, m: int, stage: int) -> tuple[P
 
     def forward(step: int) -> PipelineOp:
         microbatch, chunk = table[step]
-        return PipelineOp(Kind.F, chunk, microbatch)
+        return PipelineOp(OpKind.FORWARD, chunk, microbatch)
 
     def backward(step: int) -> PipelineOp:
         chunk = v - 1 - table[step][1]
         oldest[chunk] += 1
-        return PipelineOp(Kind.B, chunk, oldest[chunk] - 1)
+        return PipelineOp(OpKind.BACKWARD, chunk, oldest[chunk] - 1)
 
     ops = [forward(step) for step in range(warmup)]
     for step in range(remaining):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Bucket, Plan, PlannedModule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
@@ -56,7 +56,7 @@ def test_forwards_that_do_not_wait_for_parameters(plan: Plan) -> None:
 
 
 def test_rows_that_reach_other_ranks_and_are_not_gathered(plan: Plan) -> None:
-    name = plan.modules[LLM].chunks[0].templates[Kind.F]
+    name = plan.modules[LLM].chunks[0].templates[OpKind.FORWARD]
     without = tuple(phase for phase in plan.templates[name] if not phase.name.startswith("seam"))
     shift = len(plan.templates[name]) - len(without)
     moved = tuple(

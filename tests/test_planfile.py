@@ -21,7 +21,7 @@ from plan_by_hand import llm_alone, plan_by_hand, two_encoders, two_pipelines
 from tiny_plans import tiny_plan
 
 from optimus.errors import UserError
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Bucket, Plan, PlannedChunk
 from optimus.ir.planfile import load_plan, plan_text, read_plan, save_plan
 from optimus.job.layout import Layout
@@ -104,7 +104,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_split_backwards_and_whole_stages_are_read_again() -> None:
     """What the plans by hand do not have: I and W, a bucket of the whole stage, odd names."""
     plan = plan_by_hand(Layout(pp=2), microbatches=1, name='ein "Plan" für 日本')
-    halves = {Kind.F: "llm-F", Kind.I: "llm-B", Kind.W: "llm-B"}
+    halves = {OpKind.FORWARD: "llm-F", OpKind.INPUT_GRAD: "llm-B", OpKind.WEIGHT_GRAD: "llm-B"}
     chunk = PlannedChunk(templates=halves, layers=2)
     bucket = Bucket(
         chunk=-1,

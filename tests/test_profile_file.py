@@ -32,7 +32,7 @@ from optimus.cost.prices import Prices
 from optimus.cost.profile_file import load_profile, profile_text, read_profile, save_profile
 from optimus.errors import UserError
 from optimus.ir.binding import bound_parts, check_binding, hash_of
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.ir.planfile import plan_text
 from optimus.job import catalog
 from optimus.job.layout import Layout
@@ -53,7 +53,7 @@ SEND = LinkTime(
 )
 
 
-def row(tokens: int = 256, seconds: float = 1e-3, kind: Kind = Kind.F, **other: Any) -> SegmentTime:
+def row(tokens: int = 256, seconds: float = 1e-3, kind: OpKind = OpKind.FORWARD, **other: Any) -> SegmentTime:
     fields: dict[str, Any] = {
         "module": "llm",
         "layers": "full",
@@ -123,7 +123,7 @@ MISTAKES = [  # what is replaced, by what, and what the error says
 
 @pytest.mark.parametrize(("text", "wrong", "message"), MISTAKES)
 def test_mistakes_are_named_by_field_and_line_with_a_way_out(text: str, wrong: str, message: str) -> None:
-    right = profile_text(profile_of(row(), row(kind=Kind.I)))
+    right = profile_text(profile_of(row(), row(kind=OpKind.INPUT_GRAD)))
     assert text in right
     read_profile(right, "p.yaml")
     with pytest.raises(UserError) as caught:
@@ -174,21 +174,23 @@ def test_files_without_end_and_other_files_are_refused(
 )
 def test_between_sizes_a_line_and_outside_in_proportion(tokens: int, seconds: float, beyond: bool) -> None:
     found = profile_of(row(400, 4.0), row(100, 1.0), row(200, 3.0))
-    (estimate,) = found.estimates("llm", "full", Kind.F, tokens=tokens, tp=1)
+    (estimate,) = found.estimates("llm", "full", OpKind.FORWARD, tokens=tokens, tp=1)
     assert estimate.seconds == pytest.approx(seconds) and estimate.beyond == beyond
 
 
 def test_recomputing_is_a_forward_and_b_is_i_and_w_unless_measured() -> None:
-    found = profile_of(row(256, 1.0), row(256, 2.0, Kind.I), row(256, 3.0, Kind.W))
+    found = profile_of(row(256, 1.0), row(256, 2.0, OpKind.INPUT_GRAD), row(256, 3.0, OpKind.WEIGHT_GRAD))
 
-    def at(profile: Profile, kind: Kind, tp: int = 1) -> list[float]:
+    def at(profile: Profile, kind: OpKind, tp: int = 1) -> list[float]:
         return [e.seconds for e in profile.estimates("llm", "full", kind, tokens=256, tp=tp)]
 
-    assert at(found, Kind.R) == [1.0] and at(found, Kind.B) == [5.0]
-    assert at(replace(found, segments=(*found.segments, row(256, 4.5, Kind.B))), Kind.B) == [4.5]
-    assert at(found, Kind.F, tp=4) == [0.25]  # of the nearest width, in proportion
-    assert at(replace(found, segments=(*found.segments, row(256, 0.6, tp=2))), Kind.F, tp=4) == [0.3]
-    assert found.estimates("vision", "full", Kind.F, tokens=256, tp=1) == ()
+    assert at(found, OpKind.RECOMPUTE) == [1.0] and at(found, OpKind.BACKWARD) == [5.0]
+    assert at(
+        replace(found, segments=(*found.segments, row(256, 4.5, OpKind.BACKWARD))), OpKind.BACKWARD
+    ) == [4.5]
+    assert at(found, OpKind.FORWARD, tp=4) == [0.25]  # of the nearest width, in proportion
+    assert at(replace(found, segments=(*found.segments, row(256, 0.6, tp=2))), OpKind.FORWARD, tp=4) == [0.3]
+    assert found.estimates("vision", "full", OpKind.FORWARD, tokens=256, tp=1) == ()
 
 
 # ---------------------------------------------------------------- prices
@@ -237,8 +239,8 @@ def test_windowed_and_full_layers_have_their_own_seconds() -> None:
     )
     for was, now, sort in zip(before, after, sorts(vision), strict=True):
         times = 10 if sort == "full" else 1
-        found = segment_s(now, Kind.F, ("attention",))
-        assert found == pytest.approx(times * segment_s(was, Kind.F, ("attention",)), rel=1e-4)
+        found = segment_s(now, OpKind.FORWARD, ("attention",))
+        assert found == pytest.approx(times * segment_s(was, OpKind.FORWARD, ("attention",)), rel=1e-4)
 
 
 def test_a_profile_of_the_formula_changes_no_system() -> None:

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from plan_by_hand import plan_by_hand
 
-from optimus.ir.op import Communicator
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import Communicator, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, Place, Ranks
 from optimus.job.layout import Layout
 
@@ -200,14 +200,14 @@ def test_groups_of_the_llm_are_megatrons(rank_generator: Any, llm: Layout) -> No
         assert ours == {tuple(sorted(group)) for group in groups}
 
 
-def peer(plan: Plan, name: str, verb: Verb, device: int, microbatch: int) -> int:
+def peer(plan: Plan, name: str, kind: OpKind, device: int, microbatch: int) -> int:
     """The class at the other end of a transfer."""
     ranks = plan.ranks
-    if verb in (Verb.SEND_F, Verb.RECV_B):
+    if kind in (OpKind.SEND_F, OpKind.RECV_B):
         return ranks.next_stage(name, device)
-    if verb in (Verb.SEND_B, Verb.RECV_F):
+    if kind in (OpKind.SEND_B, OpKind.RECV_F):
         return ranks.next_stage(name, device, step=-1)
-    if verb in (Verb.SEND_SEAM, Verb.RECV_SEAM_B):
+    if kind in (OpKind.SEND_SEAM, OpKind.RECV_SEAM_B):
         return ranks.entry_of(device)
     module = plan.modules[name]
     (sender,) = (
@@ -221,10 +221,10 @@ def peer(plan: Plan, name: str, verb: Verb, device: int, microbatch: int) -> int
 
 
 RECEIVE = {
-    Verb.SEND_F: Verb.RECV_F,
-    Verb.SEND_B: Verb.RECV_B,
-    Verb.SEND_SEAM: Verb.RECV_SEAM,
-    Verb.SEND_SEAM_B: Verb.RECV_SEAM_B,
+    OpKind.SEND_F: OpKind.RECV_F,
+    OpKind.SEND_B: OpKind.RECV_B,
+    OpKind.SEND_SEAM: OpKind.RECV_SEAM,
+    OpKind.SEND_SEAM_B: OpKind.RECV_SEAM_B,
 }
 
 
@@ -236,20 +236,20 @@ def test_every_send_of_every_rank_has_its_receive(layouts: dict[str, Layout], pi
     ranks, sends, receives = plan.ranks, Counter[tuple[object, ...]](), Counter[tuple[object, ...]]()
     for rank in range(ranks.world):
         device = ranks.class_of(rank)
-        for number, verb, chunk, microbatch, _ in plan.programs[device].rows.tolist():
+        for number, kind, chunk, microbatch, _ in plan.programs[device].rows.tolist():
             name, stage = plan.names[number], None
-            if verb not in RECEIVE and verb not in RECEIVE.values():
+            if kind not in RECEIVE and kind not in RECEIVE.values():
                 continue
-            other = ranks.member(peer(plan, name, Verb(verb), device, microbatch), rank)
-            if verb in (Verb.SEND_F, Verb.RECV_F, Verb.SEND_B, Verb.RECV_B):
+            other = ranks.member(peer(plan, name, OpKind(kind), device, microbatch), rank)
+            if kind in (OpKind.SEND_F, OpKind.RECV_F, OpKind.SEND_B, OpKind.RECV_B):
                 pp = plan.modules[name].layout.pp
                 stage = chunk * pp + ranks.stage_of(name, device)  # of F's end: the one that made the data
-                stage -= verb == Verb.RECV_F
-                stage -= verb == Verb.SEND_B
-            if verb in RECEIVE:
-                sends[rank, other, name, RECEIVE[Verb(verb)], stage, microbatch] += 1
+                stage -= kind == OpKind.RECV_F
+                stage -= kind == OpKind.SEND_B
+            if kind in RECEIVE:
+                sends[rank, other, name, RECEIVE[OpKind(kind)], stage, microbatch] += 1
             else:
-                receives[other, rank, name, Verb(verb), stage, microbatch] += 1
+                receives[other, rank, name, OpKind(kind), stage, microbatch] += 1
     assert sends == receives
     assert set(sends.values()) <= {1}
     assert sum(sends.values()) > 0 or ranks.llm.pp == 1

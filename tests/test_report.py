@@ -26,7 +26,7 @@ import optimus
 from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
 from optimus.errors import UserError
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.planfile import plan_digest, save_plan
 from optimus.job.read import find_job
@@ -385,7 +385,7 @@ def test_the_script_draws_and_knows_every_op(tmp_path: Path) -> None:
     scene = data().scenes[-1]
     schedule, timeline = scene.schedule, scene.timeline
     compute = np.flatnonzero(
-        (schedule.device == 0) & (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.FINISH)
+        (schedule.device == 0) & (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.OPTIMIZER)
     )
     longest = compute[np.argmax((timeline.finish_s - timeline.start_s)[compute])]
     op, begin = schedule[int(longest)], float(timeline.start_s[longest])
@@ -405,7 +405,7 @@ def test_the_script_draws_and_knows_every_op(tmp_path: Path) -> None:
     found = re.search(r'data-found="([^"]*)"', html)
     assert found is not None
     what, where, when, slack = found[1].split("|")
-    assert what.startswith(f"{op.module} {op.kind.name} {op.label}") and f"chunk {op.chunk}" in what
+    assert what.startswith(f"{op.module} {op.kind.word} {op.label}") and f"chunk {op.chunk}" in what
     assert where == f"{schedule.device_name(0)}, compute lane, microbatch {op.microbatch}"
     assert f"starts {begin:.6f} s" in when and "takes" in when
     assert slack.startswith("slack ")
@@ -443,7 +443,7 @@ def test_3072_gpus_fit_in_a_small_file() -> None:
     llm = replayed.schedule.module == plan.names.index("llm")
     before = replay_llm_alone(plan)
     counted = [
-        int((schedule.kind[mine] == Kind.F).sum())
+        int((schedule.kind[mine] == OpKind.FORWARD).sum())
         for schedule, mine in ((replayed.schedule, llm), (before.schedule, before.schedule.module == 1))
     ]
     assert counted[0] == counted[1]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tiny_plans import tiny_plan
 
-from optimus.ir.op import Kind
 from optimus.planner.replaying import replay_plan
 from optimus.schedule.simulate import evaluate
 from optimus.schedule.slack import find_slack
@@ -22,7 +21,7 @@ def test_an_op_may_take_as_much_longer_as_its_slack_and_no_more(seed: int) -> No
     timeline = evaluate(schedule)  # without slow-down and launches, which durations would change
     slack = find_slack(schedule, timeline)
     assert slack.min() == 0.0 and slack.max() <= timeline.step_s
-    ops = np.flatnonzero(schedule.kind != Kind.RECV).tolist()
+    ops = np.flatnonzero(~schedule.is_recv).tolist()
     more = timeline.step_s / 100
     for op in rng.sample(ops, min(20, len(ops))):
         longer = schedule.duration_s.copy()

@@ -11,7 +11,7 @@ import pytest
 from paper_parts import PAPER_JOBS
 
 from optimus.cost.assumptions import preset
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.layouts import decide_context
@@ -83,8 +83,10 @@ def test_every_system_does_all_the_work_once(name: str) -> None:
     comparison = compared(name)
     for system in comparison.systems.values():
         schedule = system.schedule
-        kinds = {Kind(kind) for kind in np.unique(schedule.kind)}
-        assert Kind.F in kinds and (Kind.B in kinds or {Kind.I, Kind.W} <= kinds)
+        kinds = {OpKind(kind) for kind in np.unique(schedule.kind)}
+        assert OpKind.FORWARD in kinds and (
+            OpKind.BACKWARD in kinds or {OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD} <= kinds
+        )
         assert (schedule.duration_s >= 0).all()
         order = np.lexsort((np.arange(len(schedule)), schedule.device * 8 + schedule.lane))
         lane = (schedule.device * 8 + schedule.lane)[order]
@@ -146,7 +148,7 @@ def test_a_frozen_encoder_has_no_backward_and_no_gradient_traffic() -> None:
     schedule = system.schedule
     encoder_rows = schedule.module == 0
     compute = (schedule.lane == Lane.COMPUTE) & (schedule.duration_s > 0)
-    assert set(schedule.kind[encoder_rows & compute].tolist()) == {Kind.F}
+    assert set(schedule.kind[encoder_rows & compute].tolist()) == {OpKind.FORWARD}
     trained = compared("paper/A").systems["stage0"]
     assert system.step_s < trained.step_s and system.memory.total < trained.memory.total
 

@@ -17,8 +17,8 @@ from optimus.engine.build_rank import layer_ranges, recompute_mode, regathers_ac
 from optimus.engine.encoder_llm_routing import RoutedRows, route_rows
 from optimus.engine.placing import SPARED, place_phases
 from optimus.errors import UserError
-from optimus.ir.op import Kind
-from optimus.ir.plan import OPS, Plan, Verb
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models.build import build_layers, tensor_parallel_layer
 from optimus.models.chunk import SegmentedChunk
@@ -68,12 +68,12 @@ def in_slots(plan: Plan) -> int:
     found = 0
     for device, program in enumerate(plan.programs):
         on_their_way = 0
-        for module, verb, chunk, _, place in program.rows[program.verb <= Verb.W].tolist():
+        for module, kind, chunk, _, place in program.rows[program.kind <= OpKind.WEIGHT_GRAD].tolist():
             name = plan.names[module]
             stage = plan.ranks.stage_of(name, device)
-            kind = plan.template_of(name, OPS[Verb(verb)], stage, chunk)[place].kind
+            phase = plan.template_of(name, OpKind(kind), stage, chunk)[place]
             if name == LLM:
-                on_their_way += (kind == Kind.LAUNCH) - (kind == Kind.WAIT)
+                on_their_way += (phase.kind == OpKind.LAUNCH) - (phase.kind == OpKind.WAIT)
             else:
                 found += on_their_way > 0
     return found
@@ -102,15 +102,15 @@ def check_launches(case: Case) -> None:
                     recompute=recompute_mode(plan, name),
                     regather=regathers_activations(plan, name),
                 )
-                for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+                for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
                     template = plan.template_of(name, kind, stage, number)
                     if not template:
                         continue
                     placed = place_phases("op", template, chunk.phases(kind, 0))
                     for line, (planned, phases) in enumerate(zip(template, placed, strict=True)):
-                        if planned.kind not in (Kind.LAUNCH, Kind.WAIT):
+                        if planned.kind not in (OpKind.LAUNCH, OpKind.WAIT):
                             continue
-                        spared = planned.name == SPARED and kind != Kind.F
+                        spared = planned.name == SPARED and kind != OpKind.FORWARD
                         here = [phase.kernels for phase in phases if phase.kind == planned.kind]
                         assert here == ([] if spared else [(planned.name,)]), (line, planned, here)
 

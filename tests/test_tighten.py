@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from optimus.ir.op import Ints, Kind, Lane, Schedule
+from optimus.ir.op import Ints, Lane, OpKind, Schedule
 from optimus.schedule.build import group_by_first
 from optimus.schedule.simulate import evaluate
 from optimus.schedule.tighten import in_turn, tighten
@@ -24,7 +24,7 @@ def made(
     return Schedule(
         modules=("llm",),
         num_devices=max(devices) + 1,
-        kind=zeros + Kind.F,
+        kind=zeros + OpKind.FORWARD,
         module=zeros,
         chunk=zeros,
         segment=zeros,

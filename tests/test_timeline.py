@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_replay import replay
 
-from optimus.ir.op import Kind, Lane, Schedule
+from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.schedule.build import Builder, single
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
 from optimus.schedule.simulate import Deadlock, evaluate
 
-UNIT = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+UNIT = {OpKind.FORWARD: 1.0, OpKind.BACKWARD: 2.0, OpKind.INPUT_GRAD: 1.0, OpKind.WEIGHT_GRAD: 1.0}
 
 
-def pipeline_schedule(order: Pipeline, durations: dict[Kind, float]) -> Schedule:
+def pipeline_schedule(order: Pipeline, durations: dict[OpKind, float]) -> Schedule:
     """Free communication: every op one row, waits only for data and its stage."""
     stages = len(order)
     builder = Builder(["llm"], stages)
@@ -28,7 +28,7 @@ def pipeline_schedule(order: Pipeline, durations: dict[Kind, float]) -> Schedule
     for stage, ops in enumerate(order):
         for op in ops:
             virtual = op.chunk * stages + stage
-            name = {Kind.F: "F", Kind.W: "W"}.get(op.kind, "B")
+            name = {OpKind.FORWARD: "F", OpKind.WEIGHT_GRAD: "W"}.get(op.kind, "B")
             blocks[name, virtual, op.microbatch] = builder.add(
                 templates[op.kind], device=stage, chunk=op.chunk, microbatch=op.microbatch
             )
@@ -90,7 +90,11 @@ def test_zero_bubble_idles_p_minus_1_over_3_v_m(stages: int, chunks: int, rounds
 def test_equals_the_reference_replay(
     stages: int, chunks: int, rounds: int, durations: tuple[int, int, int], split: bool
 ) -> None:
-    kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
+    kinds = (
+        (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+        if split
+        else (OpKind.FORWARD, OpKind.BACKWARD)
+    )
     make = zero_bubble if split else interleaved
     order = make(stages=stages, chunks=chunks, microbatches=stages * rounds)
     seconds = dict(zip(kinds, durations, strict=False))
@@ -109,8 +113,8 @@ def test_equals_the_reference_replay(
 
 def test_compute_slows_down_only_while_a_collective_runs() -> None:
     builder = Builder(["llm"], 1)
-    builder.add(single(Kind.F, Lane.COMPUTE, 10.0), device=0)
-    builder.add(single(Kind.GATHER, Lane.DP, 2.2), device=0)
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
+    builder.add(single(OpKind.UNSHARD, Lane.DP, 2.2), device=0)
     timeline = evaluate(builder.build(), slowdown=0.1)
     # 2.2 s at 1/1.1 of the speed do 2.0 s of work; 8.0 s are left.
     assert timeline.finish_s[0] == pytest.approx(10.2)
@@ -119,38 +123,40 @@ def test_compute_slows_down_only_while_a_collective_runs() -> None:
 
 def test_two_collectives_at_once_slow_down_like_one() -> None:
     builder = Builder(["llm"], 1)
-    builder.add(single(Kind.F, Lane.COMPUTE, 10.0), device=0)
-    builder.add(single(Kind.GATHER, Lane.DP, 1.1), device=0)
-    builder.add(single(Kind.F, Lane.TP, 2.2), device=0)
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
+    builder.add(single(OpKind.UNSHARD, Lane.DP, 1.1), device=0)
+    builder.add(single(OpKind.FORWARD, Lane.TP, 2.2), device=0)
     assert evaluate(builder.build(), slowdown=0.1).finish_s[0] == pytest.approx(10.2)
 
 
 def test_a_collective_on_another_device_does_not_slow_down() -> None:
     builder = Builder(["llm"], 2)
-    builder.add(single(Kind.F, Lane.COMPUTE, 10.0), device=0)
-    builder.add(single(Kind.GATHER, Lane.DP, 5.0), device=1)
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
+    builder.add(single(OpKind.UNSHARD, Lane.DP, 5.0), device=1)
     assert evaluate(builder.build(), slowdown=0.1).finish_s[0] == 10.0
 
 
 def test_an_op_starts_no_earlier_than_the_host_has_issued_it() -> None:
     builder = Builder(["llm"], 1)
     for _ in range(4):
-        builder.add(single(Kind.F, Lane.COMPUTE, 0.1), device=0)
+        builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 0.1), device=0)
     assert evaluate(builder.build(), launch_s=1.0).start_s.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_lanes_run_side_by_side_and_each_in_program_order() -> None:
     builder = Builder(["llm"], 1)
-    first = builder.add(single(Kind.F, Lane.COMPUTE, 3.0), device=0)
-    builder.add(single(Kind.F, Lane.TP, 1.0), device=0, after=[first])
-    builder.add(single(Kind.F, Lane.TP, 1.0), device=0)  # behind it in its lane, though it waits for nothing
+    first = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=0)
+    builder.add(single(OpKind.FORWARD, Lane.TP, 1.0), device=0, after=[first])
+    builder.add(
+        single(OpKind.FORWARD, Lane.TP, 1.0), device=0
+    )  # behind it in its lane, though it waits for nothing
     assert evaluate(builder.build()).start_s.tolist() == [0.0, 3.0, 4.0]
 
 
 def test_a_schedule_that_cannot_end_is_a_deadlock() -> None:
     builder = Builder(["llm"], 1)
-    first = builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0)
-    second = builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0)
+    first = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
+    second = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
     builder.wait([first], [second])
     with pytest.raises(Deadlock, match="2 ops never start"):
         evaluate(builder.build())
@@ -169,7 +175,7 @@ def test_random_graphs_equal_a_longest_path(data: st.DataObject) -> None:
         device, lane = data.draw(st.integers(0, devices - 1)), data.draw(st.sampled_from(list(Lane)))
         seconds = data.draw(st.integers(0, 5))
         deps = data.draw(st.lists(st.integers(0, op - 1), max_size=3, unique=True)) if op else []
-        builder.add(single(Kind.F, lane, float(seconds)), device=device, after=deps)
+        builder.add(single(OpKind.FORWARD, lane, float(seconds)), device=device, after=deps)
         start = max([free.get((device, lane), 0.0), *(finish[dep] for dep in deps)])
         finish.append(start + seconds)
         free[device, lane] = finish[-1]

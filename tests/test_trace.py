@@ -18,7 +18,7 @@ import pytest
 from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
 from optimus.errors import UserError
-from optimus.ir.op import Communicator, Kind, Lane, Schedule
+from optimus.ir.op import Communicator, Lane, OpKind, Schedule
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
 from optimus.render.trace import STREAM, write_rank_traces, write_trace
@@ -41,21 +41,21 @@ def two_devices() -> Played:
     previous: list[int] = []
     for device, module in enumerate((0, 1)):
         rows = [
-            (3e-3, 0, 0, Kind.F, module, Lane.COMPUTE, Communicator.NONE),
-            (1e-3, 64, 1, Kind.F, module, Lane.TP, Communicator.TP),
-            (2e-3, 64, 2, Kind.F, module, Lane.DP, Communicator.EP),
-            (5e-3 / 3, 0, 3, Kind.B, module, Lane.COMPUTE, Communicator.NONE),
+            (3e-3, 0, 0, OpKind.FORWARD, module, Lane.COMPUTE, Communicator.NONE),
+            (1e-3, 64, 1, OpKind.FORWARD, module, Lane.TP, Communicator.TP),
+            (2e-3, 64, 2, OpKind.FORWARD, module, Lane.DP, Communicator.EP),
+            (5e-3 / 3, 0, 3, OpKind.BACKWARD, module, Lane.COMPUTE, Communicator.NONE),
         ]
         edges = np.array([(1, 0), (2, 1), (3, 2)])
         layer = Template(rows=np.array(rows, ROW), edges=edges, entries=(0,), exits=(3,))
-        gathered = builder.add(single(Kind.GATHER, Lane.DP, 4e-3, size_bytes=1e6), device=device)
-        slack = builder.add(single(Kind.GATHER, Lane.HOST, 1e-3), device=device)
+        gathered = builder.add(single(OpKind.UNSHARD, Lane.DP, 4e-3, size_bytes=1e6), device=device)
+        slack = builder.add(single(OpKind.UNSHARD, Lane.HOST, 1e-3), device=device)
         waits = [gathered, slack, *previous]
         ran = builder.add(layer, device=device, chunk=1, microbatch=5, after=waits)
-        previous = [builder.add(single(Kind.SEND, Lane.P2P, 1e-3), device=device, after=[ran])]
-        builder.add(single(Kind.F, Lane.COMPUTE, 0.0), device=device, after=[ran])
-        reduced = builder.add(single(Kind.REDUCE, Lane.DP, 4e-3), device=device, after=[ran])
-        builder.add(single(Kind.FINISH, Lane.COMPUTE, 1e-3), device=device, after=[reduced])
+        previous = [builder.add(single(OpKind.SEND_F, Lane.P2P, 1e-3), device=device, after=[ran])]
+        builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 0.0), device=device, after=[ran])
+        reduced = builder.add(single(OpKind.REDUCE_GRAD, Lane.DP, 4e-3), device=device, after=[ran])
+        builder.add(single(OpKind.OPTIMIZER, Lane.COMPUTE, 1e-3), device=device, after=[reduced])
     schedule = builder.build()
     return schedule, evaluate(schedule)
 
@@ -95,7 +95,7 @@ def test_every_busy_op_is_there_once_when_and_where_the_timeline_has_it(make: An
         assert event["ts"] == pytest.approx(1e6 * timeline.start_s[op.id], abs=6e-4)
         assert event["ts"] + event["dur"] == pytest.approx(1e6 * timeline.finish_s[op.id], abs=6e-4)
         said = {name: event["args"][name] for name in ("module", "chunk", "microbatch", "segment", "bytes")}
-        assert said == {name: getattr(op, name) for name in said} and event["args"]["kind"] == op.kind.name
+        assert said == {name: getattr(op, name) for name in said} and event["args"]["kind"] == op.kind.word
     spent_s = sum(event["dur"] for event in events) / 1e6
     assert spent_s == pytest.approx(float((timeline.finish_s - timeline.start_s)[busy].sum()), rel=1e-6)
 
@@ -131,14 +131,14 @@ def test_names_and_colours_show_modules_at_a_glance(tmp_path: Path) -> None:
     events = ops_of(read(tmp_path / "step.json.gz"))
     first = [event["name"] for event in events if event["pid"] == 0]
     assert first == [
-        "ncclDevKernel_AllGather_DP GATHER segment 0 chunk 0 mb 0",
-        "GATHER segment 0 chunk 0 mb 0",
+        "ncclDevKernel_AllGather_DP gather segment 0 chunk 0 mb 0",
+        "gather segment 0 chunk 0 mb 0",
         "vision F segment 0 chunk 1 mb 5",
         "ncclDevKernel_Collective_TP vision F segment 1 chunk 1 mb 5",
         "ncclDevKernel_SendRecv_EP vision F segment 2 chunk 1 mb 5",
         "vision B segment 3 chunk 1 mb 5",
-        "ncclDevKernel_SendRecv_PP SEND segment 0 chunk 0 mb 0",
-        "ncclDevKernel_ReduceScatter_DP REDUCE segment 0 chunk 0 mb 0",
+        "ncclDevKernel_SendRecv_PP send-f segment 0 chunk 0 mb 0",
+        "ncclDevKernel_ReduceScatter_DP reduce segment 0 chunk 0 mb 0",
         "optimizer",
     ]
     compute = [event for event in events if event["tid"] == STREAM[Lane.COMPUTE]]
@@ -172,17 +172,17 @@ def test_systems_are_groups_of_named_processes_with_named_threads(tmp_path: Path
 
 def test_a_receive_is_not_shown_beside_its_send(tmp_path: Path) -> None:
     builder = Builder(("llm",), 2)
-    sent = builder.add(single(Kind.SEND, Lane.P2P, 1e-3), device=0)
-    builder.add(single(Kind.RECV, Lane.P2P, 0.0), device=1, after=[sent])
+    sent = builder.add(single(OpKind.SEND_F, Lane.P2P, 1e-3), device=0)
+    builder.add(single(OpKind.RECV_F, Lane.P2P, 0.0), device=1, after=[sent])
     both = Timeline(start_s=np.zeros(2), finish_s=np.full(2, 1e-3), step_s=1e-3)
     write_trace({"stage0": (builder.build(), both)}, tmp_path / "step.json")
-    assert [event["args"]["kind"] for event in ops_of(read(tmp_path / "step.json"))] == ["SEND"]
+    assert [event["args"]["kind"] for event in ops_of(read(tmp_path / "step.json"))] == ["send-f"]
 
 
 @functools.cache
 def one_device() -> Played:
     builder = Builder(("llm",), 1)
-    builder.add(single(Kind.F, Lane.COMPUTE, 1e-3), device=0)
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1e-3), device=0)
     schedule = builder.build()
     return schedule, evaluate(schedule)
 

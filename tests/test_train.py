@@ -189,7 +189,7 @@ if os.environ.get("RANK") == "1":
     import optimus.engine.executor as executor
     play = executor.Executor._play
     def failing(self, actions, batch, **how):
-        action = next(each for each in actions if each.verb.word == "F" and each.line > 10)
+        action = next(each for each in actions if each.kind.word == "F" and each.line > 10)
         def mistake():
             raise ValueError("a mistake in an op")
         action.run = mistake

@@ -11,7 +11,7 @@ from random_jobs import random_job, random_setting
 from random_plans import random_plan
 from tiny_plans import tiny_plan
 
-from optimus.ir.op import NUM_LANES, Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.schedule.build import Builder, single
@@ -51,7 +51,7 @@ def streams(schedule: Schedule) -> list[tuple[Ints, Ints]]:
 
 def check(schedule: Schedule, duration_s: Floats, timeline: Timeline) -> None:
     start, finish, ready = timeline.start_s, timeline.finish_s, ready_s(schedule, timeline)
-    takes = schedule.kind != Kind.RECV  # which occupies nothing: it is over with its send
+    takes = ~schedule.is_recv  # which occupies nothing: it is over with its send
     np.testing.assert_allclose((finish - start)[takes], duration_s[takes], atol=LATE)
     assert (start[takes] >= ready[takes] - LATE).all(), "an op starts before what it waits for has ended"
     _check_lanes(schedule, timeline, takes)
@@ -60,14 +60,14 @@ def check(schedule: Schedule, duration_s: Floats, timeline: Timeline) -> None:
             assert (start[stream[1:]] >= finish[stream[:-1]] - LATE).all(), "a stream keeps its order"
             ready[stream[1:]] = np.maximum(ready[stream[1:]], finish[stream[:-1]])
         both = np.concatenate([llm, encoders])
-        both = both[(schedule.kind[both] != Kind.WAIT) & (schedule.kind[both] != Kind.FINISH)]
+        both = both[(schedule.kind[both] != OpKind.WAIT) & (schedule.kind[both] != OpKind.OPTIMIZER)]
         busy = sorted((start[row], finish[row]) for row in both.tolist())
         for row in both.tolist():
             assert _is_busy(busy, ready[row], start[row]), "a kernel waits while its lane is idle"
-        works = llm[(schedule.kind[llm] != Kind.WAIT) & (schedule.kind[llm] != Kind.FINISH)]
-        finishes = llm[schedule.kind[llm] == Kind.FINISH]
+        works = llm[(schedule.kind[llm] != OpKind.WAIT) & (schedule.kind[llm] != OpKind.OPTIMIZER)]
+        finishes = llm[schedule.kind[llm] == OpKind.OPTIMIZER]
         assert start[finishes].min() >= finish[both].max(initial=0.0) - LATE, "the optimizer comes last"
-        for row in encoders[(schedule.kind[encoders] != Kind.WAIT) & (duration_s[encoders] > 0)].tolist():
+        for row in encoders[(schedule.kind[encoders] != OpKind.WAIT) & (duration_s[encoders] > 0)].tolist():
             behind = works[start[works] > start[row] + LATE]
             assert (ready[behind] >= start[row] - LATE).all(), "an encoder kernel goes before the LLM's"
 
@@ -109,17 +109,17 @@ def test_the_llm_s_compute_is_not_issued_early(seed: int) -> None:
     schedule, _, timeline = played(tiny_plan(Random(seed)), seed, launch_s=0.3)
     for llm, _ in streams(schedule):
         launches = np.flatnonzero(schedule.device == schedule.device[llm[0]])
-        launches = launches[schedule.kind[launches] != Kind.WAIT]
-        works = llm[schedule.kind[llm] != Kind.WAIT]
+        launches = launches[schedule.kind[launches] != OpKind.WAIT]
+        works = llm[schedule.kind[llm] != OpKind.WAIT]
         assert (timeline.start_s[works] >= 0.3 * np.searchsorted(launches, works) - LATE).all()
 
 
 def late_llm(encoder_s: float) -> Timeline:
     """In the plan: an LLM kernel, an encoder kernel, an LLM kernel that becomes ready at 3 s."""
     builder = Builder(["vit", LLM], 2)
-    other = builder.add(single(Kind.F, Lane.COMPUTE, 3.0), device=1)
+    other = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=1)
     for seconds, after in ((1.0, []), (encoder_s, []), (1.0, [other])):
-        builder.add(single(Kind.F, Lane.COMPUTE, seconds), device=0, after=after)
+        builder.add(single(OpKind.FORWARD, Lane.COMPUTE, seconds), device=0, after=after)
     schedule = builder.build()
     schedule.module[:] = [1, 0, 1, 1] if schedule.device[0] == 0 else [1, 1, 0, 1]
     return TwoStreams(schedule).play(schedule.duration_s)
@@ -133,9 +133,9 @@ def test_a_running_encoder_kernel_is_not_interrupted() -> None:
 def test_the_llm_overtakes_encoder_work_that_is_late() -> None:
     """In the plan's order it would wait for an encoder kernel until 5 s."""
     builder = Builder(["vit", LLM], 2)
-    other = builder.add(single(Kind.F, Lane.COMPUTE, 4.0), device=1)
-    builder.add(single(Kind.F, Lane.COMPUTE, 1.0), device=0, after=[other])
-    builder.add(single(Kind.F, Lane.COMPUTE, 2.0), device=0)
+    other = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 4.0), device=1)
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
+    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 2.0), device=0)
     schedule = builder.build()
     here = np.flatnonzero(schedule.device == 0)
     schedule.module[:] = 1

@@ -19,8 +19,8 @@ from tiny_plans import large_plan, tiny_plan
 
 from optimus.errors import UserError
 from optimus.ir.binding import bind, bound_parts
-from optimus.ir.op import Kind
-from optimus.ir.plan import REGIONS, Plan, Program, Verb
+from optimus.ir.op import OpKind
+from optimus.ir.plan import REGIONS, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.verify.validator import KEPT, RULES, Report, check_plan, ready_plan
@@ -45,7 +45,7 @@ def test_valid_plans_hold_all_rules() -> None:
         assert report.step_s == plan.claims.step_s
         seen.update(region for region in REGIONS if plan.claims.encoder_s[region] > 0)
         seen[f"{len(plan.encoders)} encoders"] += 1
-        seen["split"] += Kind.I in plan.modules[LLM].chunks[0].templates
+        seen["split"] += OpKind.INPUT_GRAD in plan.modules[LLM].chunks[0].templates
         seen["chunks"] += plan.modules[LLM].layout.chunks > 1
         seen["blocks"] += plan.ranks.positions > 1
     assert all(seen[kind] for kind in (*REGIONS, "0 encoders", "2 encoders", "split", "chunks", "blocks")), (
@@ -120,7 +120,7 @@ def survivors(seeds: Iterable[int], *, each: int) -> tuple[int, int]:
             assert set(slow.at) == lines
             for line, needs in slow.needs.items():
                 assert all(slow.at[need] < slow.at[line] for need in needs if need.device == line.device)
-            assert all(program[-1].verb == Verb.FINISH for program in slow.programs)
+            assert all(program[-1].kind == OpKind.OPTIMIZER for program in slow.programs)
             if few:
                 assert not can_stop(slow), seed
             if few or passed % 10 == 0:
@@ -166,7 +166,7 @@ def test_nothing_crashes_the_validator() -> None:
         if choice == 0:
             rng.shuffle(rows)
         elif choice == 1:
-            rows = [[rng.randrange(len(plan.names)), rng.choice(list(Verb)), *noise(rng)] for _ in range(9)]
+            rows = [[rng.randrange(len(plan.names)), rng.choice(list(OpKind)), *noise(rng)] for _ in range(9)]
         elif choice == 2:
             rows = []
         else:
@@ -265,11 +265,11 @@ def test_headers_that_make_no_sense_are_violations(plan: Plan) -> None:
 def test_a_launch_must_be_waited_for(plan: Plan) -> None:
     for seed in range(100):
         plan = tiny_plan(Random(seed), few=True)
-        found = [name for name, template in plan.templates.items() if template[-1].kind == Kind.WAIT]
+        found = [name for name, template in plan.templates.items() if template[-1].kind == OpKind.WAIT]
         if found:
             break
     *others, wait = plan.templates[found[0]]
-    templates = {**plan.templates, found[0]: (*others, replace(wait, kind=Kind.F))}
+    templates = {**plan.templates, found[0]: (*others, replace(wait, kind=OpKind.FORWARD))}
     report = check_plan(replace(plan, templates=templates))
     assert any("no phase of its op waits for" in violation.problem for violation in report.violations)
 
@@ -295,7 +295,7 @@ def test_a_broken_plan_does_not_run(plan: Plan) -> None:
 def test_a_line_is_named_as_it_is_written(plan: Plan) -> None:
     device = 2
     rows = plan.programs[device].rows.tolist()
-    line = next(at for at, row in enumerate(rows) if row[1] == Verb.F and plan.names[row[0]] == LLM)
+    line = next(at for at, row in enumerate(rows) if row[1] == OpKind.FORWARD and plan.names[row[0]] == LLM)
     _, _, chunk, microbatch, place = rows[line]
     report = check_plan(with_rows(plan, device, rows[:line] + rows[line + 1 :]))
     (missing,) = [violation for violation in report.violations if violation.rule == "coverage"]

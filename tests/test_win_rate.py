@@ -18,7 +18,7 @@ from optimus.cli import run
 from optimus.cli.flags import OK
 from optimus.cli.uncertainty import assessed_json, assessed_text
 from optimus.cost.assumptions import preset
-from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.planning import make_plan
@@ -105,9 +105,9 @@ def test_each_doubt_scales_its_own_rows(comparison: Comparison) -> None:
     by_hand = []
     for op in schedule:
         factor = 1.0
-        if op.kind <= Kind.W and op.lane == Lane.COMPUTE:
+        if op.kind <= OpKind.WEIGHT_GRAD and op.lane == Lane.COMPUTE:
             factor = 3 / 0.8 if op.module == "vision" else 1 / 0.5
-        elif op.kind in (Kind.GATHER, Kind.REDUCE):
+        elif op.kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
             factor = 1 / 0.2
         elif op.lane in (Lane.TP, Lane.P2P):
             factor = 1 / 0.4 if op.lane == Lane.TP else 1 / 0.25

@@ -8,17 +8,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from optimus.ir.op import Communicator, Kind, Lane
-from optimus.ir.plan import (
-    WHOLE_STAGE,
-    Bucket,
-    Claims,
-    Phase,
-    Plan,
-    PlannedChunk,
-    PlannedModule,
-    Template,
-)
+from optimus.ir.op import Communicator, Lane, OpKind
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Claims, Phase, Plan, PlannedChunk, PlannedModule, Template
 from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
 
@@ -52,9 +43,11 @@ def tiny_header(rng: Random, *, few: bool) -> Plan:
     ranks = Ranks(layouts=layouts)
     modules = {}
     for name, layout in layouts.items():
-        kinds: tuple[Kind, ...] = rng.choice(((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)))
+        kinds: tuple[OpKind, ...] = rng.choice(
+            ((OpKind.FORWARD, OpKind.BACKWARD), (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD))
+        )
         if name != LLM and rng.random() < 0.2:
-            kinds = (Kind.F,)
+            kinds = (OpKind.FORWARD,)
         more = {} if name == LLM else _encoder(rng, ranks, name, microbatches, few=few)
         layers = 1 if few else rng.randint(1, 2)
         modules[name] = _module(rng, name, layout, kinds, templates, layers=layers, few=few, **more)
@@ -92,7 +85,7 @@ def _with_seam(llm: PlannedModule, ranks: Ranks, templates: dict[str, Template])
         first.append(
             Phase(
                 name="seam",
-                kind=Kind.LAUNCH,
+                kind=OpKind.LAUNCH,
                 layer=0,
                 duration_s=0.25,
                 lane=Lane.TP,
@@ -100,12 +93,12 @@ def _with_seam(llm: PlannedModule, ranks: Ranks, templates: dict[str, Template])
                 after=after,
             )
         )
-        first.append(Phase(name="seam", kind=Kind.WAIT, layer=0, after=(len(first) - 1,)))
+        first.append(Phase(name="seam", kind=OpKind.WAIT, layer=0, after=(len(first) - 1,)))
     shift = len(first)
-    rest = templates[llm.chunks[0].templates[Kind.F]]
+    rest = templates[llm.chunks[0].templates[OpKind.FORWARD]]
     moved = [replace(p, after=tuple(a + shift for a in p.after) if p.after else (shift - 1,)) for p in rest]
     templates["llm-F-first"] = (*first, *moved)
-    chunk = replace(llm.chunks[0], templates={**llm.chunks[0].templates, Kind.F: "llm-F-first"})
+    chunk = replace(llm.chunks[0], templates={**llm.chunks[0].templates, OpKind.FORWARD: "llm-F-first"})
     return replace(llm, chunks=(chunk, *llm.chunks[1:]))
 
 
@@ -124,7 +117,7 @@ def _module(
     rng: Random,
     name: str,
     layout: Layout,
-    kinds: tuple[Kind, ...],
+    kinds: tuple[OpKind, ...],
     templates: dict[str, Template],
     *,
     layers: int,
@@ -135,8 +128,8 @@ def _module(
         [Communicator.TP] + [Communicator.CP] * (layout.cp > 1) + [Communicator.EP] * (layout.ep > 1)
     )
     for kind in kinds:
-        templates[f"{name}-{kind.name}"] = _template(rng, kind, layers, communicators, few=few)
-    named = {kind: f"{name}-{kind.name}" for kind in kinds}
+        templates[f"{name}-{kind.word}"] = _template(rng, kind, layers, communicators, few=few)
+    named = {kind: f"{name}-{kind.word}" for kind in kinds}
     chunks = tuple(
         PlannedChunk(
             templates=named,
@@ -155,7 +148,7 @@ def _module(
 
 
 def _template(
-    rng: Random, kind: Kind, layers: int, communicators: list[Communicator], *, few: bool
+    rng: Random, kind: OpKind, layers: int, communicators: list[Communicator], *, few: bool
 ) -> Template:
     """Per layer: compute, maybe a collective with more compute beside it, the wait for both."""
     phases: list[Phase] = []
@@ -167,7 +160,7 @@ def _template(
             phases.append(
                 Phase(
                     name="collective",
-                    kind=Kind.LAUNCH,
+                    kind=OpKind.LAUNCH,
                     layer=layer,
                     duration_s=rng.choice((0.0, 0.5, 1.5)),
                     lane=rng.choice((Lane.TP, Lane.TP, Lane.DP)),
@@ -179,11 +172,11 @@ def _template(
             if beside:
                 phases.append(_compute(rng, kind, layer, (first,)))
             waits = (first + 1, first + 2) if beside else (first + 1,)
-            phases.append(Phase(name="wait", kind=Kind.WAIT, layer=layer, after=waits))
+            phases.append(Phase(name="wait", kind=OpKind.WAIT, layer=layer, after=waits))
     return tuple(phases)
 
 
-def _compute(rng: Random, kind: Kind, layer: int, after: tuple[int, ...]) -> Phase:
+def _compute(rng: Random, kind: OpKind, layer: int, after: tuple[int, ...]) -> Phase:
     return Phase(name="compute", kind=kind, layer=layer, duration_s=rng.randint(1, 8) / 4, after=after)
 
 
@@ -214,7 +207,7 @@ def large_header(rng: Random, *, microbatches: int, layers: int) -> Plan:
     layouts = {"vit": Layout(dp=16, pp=2, tp=2), LLM: Layout(dp=2, pp=8, tp=4, chunks=2)}
     count = Ranks(layouts=layouts).num_pipelines("vit")
     templates: dict[str, Template] = {}
-    kinds = (Kind.F, Kind.B)
+    kinds = (OpKind.FORWARD, OpKind.BACKWARD)
     pipelines = tuple(number % count for number in range(microbatches))
     seam: dict[str, Any] = {"pipelines": pipelines, "seam_bytes": 5, "seam_s": 0.125}
     modules = {

@@ -9,21 +9,11 @@ from random import Random
 
 from tiny_headers import large_header, tiny_header
 
-from optimus.ir.op import Kind
-from optimus.ir.plan import (
-    OPS,
-    REGIONS,
-    VERB_OF,
-    Claims,
-    ClassMemory,
-    Plan,
-    Program,
-    Template,
-    Verb,
-)
+from optimus.ir.op import OpKind
+from optimus.ir.plan import REGIONS, Claims, ClassMemory, Plan, Program, Template
 from optimus.ir.ranks import LLM
 from optimus.verify.coverage import check_coverage
-from optimus.verify.expected_lines import Asked, Lines, backward_verb
+from optimus.verify.expected_lines import Asked, Lines, backward_kind
 from optimus.verify.memory_replay import replay_bytes
 from optimus.verify.time_replay import replay
 from optimus.verify.validator import encoder_seconds
@@ -66,7 +56,7 @@ class _Task:
     """One op on all device classes that run it together."""
 
     module: str
-    verb: Verb
+    kind: OpKind
     virtual: int
     microbatch: int
     classes: list[int]
@@ -83,17 +73,17 @@ class _Arrangement:
     def __init__(self, header: Plan, rng: Random) -> None:
         self.header, self.ranks, self.rng = header, header.ranks, rng
         self.number = {name: number for number, name in enumerate(header.names)}
-        self.tasks: dict[tuple[str, Verb, int, int], _Task] = {}
+        self.tasks: dict[tuple[str, OpKind, int, int], _Task] = {}
         for name, module in header.modules.items():
             count = header.microbatches * module.pieces
             for virtual, chunk in enumerate(module.chunks):
                 for microbatch in range(count):
                     for kind, template in chunk.templates.items():
-                        self._add(name, VERB_OF[kind], virtual, microbatch, header.templates[template])
+                        self._add(name, kind, virtual, microbatch, header.templates[template])
         for task in self.tasks.values():
             task.before = self._inputs(task)
 
-    def _add(self, name: str, verb: Verb, virtual: int, microbatch: int, template: Template) -> None:
+    def _add(self, name: str, kind: OpKind, virtual: int, microbatch: int, template: Template) -> None:
         module = self.header.modules[name]
         pipeline = module.pipelines[microbatch] if module.pipelines else 0
         classes = [
@@ -103,29 +93,31 @@ class _Arrangement:
             and self.ranks.pipeline_of(name, device) == pipeline
         ]
         seconds = 0.001 + sum(phase.duration_s for phase in template)
-        key = name, verb, virtual, microbatch
+        key = name, kind, virtual, microbatch
         self.tasks[key] = _Task(
-            module=name, verb=verb, virtual=virtual, microbatch=microbatch, classes=classes, seconds=seconds
+            module=name, kind=kind, virtual=virtual, microbatch=microbatch, classes=classes, seconds=seconds
         )
 
     def _backward(self, name: str, virtual: int, microbatch: int) -> list[_Task]:
-        verb = backward_verb(self.header, name, virtual)
-        return [] if verb is None else [self.tasks[name, verb, virtual, microbatch]]
+        kind = backward_kind(self.header, name, virtual)
+        return [] if kind is None else [self.tasks[name, kind, virtual, microbatch]]
 
     def _inputs(self, task: _Task) -> list[_Task]:
         name, virtual, microbatch, header = task.module, task.virtual, task.microbatch, self.header
         pieces, last = header.modules[name].pieces, len(header.modules[name].chunks) - 1
-        if task.verb == Verb.W:
-            return [self.tasks[name, Verb.I, virtual, microbatch]]
-        if task.verb == Verb.F:
+        if task.kind == OpKind.WEIGHT_GRAD:
+            return [self.tasks[name, OpKind.INPUT_GRAD, virtual, microbatch]]
+        if task.kind == OpKind.FORWARD:
             if virtual:
-                return [self.tasks[name, Verb.F, virtual - 1, microbatch]]
+                return [self.tasks[name, OpKind.FORWARD, virtual - 1, microbatch]]
             return [
-                self.tasks[encoder, Verb.F, len(module.chunks) - 1, microbatch * module.pieces + piece]
+                self.tasks[
+                    encoder, OpKind.FORWARD, len(module.chunks) - 1, microbatch * module.pieces + piece
+                ]
                 for encoder, module in (header.encoders if name == LLM else {}).items()
                 for piece in range(module.pieces)
             ]
-        own = [self.tasks[name, Verb.F, virtual, microbatch]]
+        own = [self.tasks[name, OpKind.FORWARD, virtual, microbatch]]
         if virtual < last:
             return own + self._backward(name, virtual + 1, microbatch)
         return own if name == LLM else own + self._backward(LLM, 0, microbatch // pieces)
@@ -167,7 +159,7 @@ class _Arrangement:
             for first, second in pairwise(order):
                 if first.module == LLM != second.module and second.ready <= first.start:
                     template = self._template(first)
-                    if template[-1].kind == Kind.WAIT and len(self._template(second)) > 1:
+                    if template[-1].kind == OpKind.WAIT and len(self._template(second)) > 1:
                         pairs[id(first), id(second)] += 1
         return {
             tasks[first]: tasks[second]
@@ -177,7 +169,7 @@ class _Arrangement:
 
     def _template(self, task: _Task) -> Template:
         chunk = self.header.modules[task.module].chunks[task.virtual]
-        return self.header.templates[chunk.templates[OPS[task.verb]]]
+        return self.header.templates[chunk.templates[task.kind]]
 
     def _transfers(self, mine: list[list[_Task]]) -> dict[tuple[int, int], list[tuple[float, int, Row]]]:
         """Lines to stand behind the n-th op of a class, by time and number of the transfer."""
@@ -185,41 +177,41 @@ class _Arrangement:
         count = 0
 
         def transfer(
-            maker: _Task, here: int, there: int, name: str, verb: Verb, at: int, to: int, m: int
+            maker: _Task, here: int, there: int, name: str, kind: OpKind, at: int, to: int, m: int
         ) -> None:
             nonlocal count
             count += 1
             number, pp = self.number[name], self.header.modules[name].layout.pp
-            found[here, mine[here].index(maker)].append((maker.end, count, (number, verb, at // pp, m, 0)))
+            found[here, mine[here].index(maker)].append((maker.end, count, (number, kind, at // pp, m, 0)))
             gap = max((n for n, task in enumerate(mine[there]) if task.start < maker.end), default=-1)
-            if name == LLM or verb == Verb.SEND_SEAM:  # not behind filler
+            if name == LLM or kind == OpKind.SEND_SEAM:  # not behind filler
                 while gap >= 0 and mine[there][gap].module != LLM:
                     gap -= 1
-            found[there, gap].append((maker.end, count, (number, verb + 1, to // pp, m, 0)))
+            found[there, gap].append((maker.end, count, (number, kind + 1, to // pp, m, 0)))
 
-        for name, verb, virtual, microbatch in self.tasks:
-            if verb == Verb.W:
+        for name, kind, virtual, microbatch in self.tasks:
+            if kind == OpKind.WEIGHT_GRAD:
                 continue
-            maker = self.tasks[name, verb, virtual, microbatch]
+            maker = self.tasks[name, kind, virtual, microbatch]
             layout = self.header.modules[name].layout
-            there = virtual + (1 if verb == Verb.F else -1)
+            there = virtual + (1 if kind == OpKind.FORWARD else -1)
             for here in maker.classes:
                 if layout.pp > 1 and 0 <= there < layout.virtual_stages:
-                    step, sent = there - virtual, Verb.SEND_F if verb == Verb.F else Verb.SEND_B
+                    step, sent = there - virtual, OpKind.SEND_F if kind == OpKind.FORWARD else OpKind.SEND_B
                     other = self.ranks.next_stage(name, here, step)
                     transfer(maker, here, other, name, sent, virtual, there, microbatch)
                 if (
                     name != LLM
-                    and verb == Verb.F
+                    and kind == OpKind.FORWARD
                     and there == layout.pp
                     and self.ranks.entry_of(here) != here
                 ):
                     entry, last = self.ranks.entry_of(here), layout.pp - 1
-                    transfer(maker, here, entry, name, Verb.SEND_SEAM, last, last, microbatch)
-                    if backward_verb(self.header, name, last) is not None:
+                    transfer(maker, here, entry, name, OpKind.SEND_SEAM, last, last, microbatch)
+                    if backward_kind(self.header, name, last) is not None:
                         pieces = self.header.modules[name].pieces
                         (back,) = self._backward(LLM, 0, microbatch // pieces)
-                        transfer(back, entry, here, name, Verb.SEND_SEAM_B, last, last, microbatch)
+                        transfer(back, entry, here, name, OpKind.SEND_SEAM_B, last, last, microbatch)
         return found
 
     def _program(
@@ -229,7 +221,7 @@ class _Arrangement:
         early: dict[_Task, _Task],
         extra: dict[tuple[int, int], list[tuple[float, int, Row]]],
     ) -> list[Row]:
-        rows = self._bucket_rows(device, Verb.GATHER)
+        rows = self._bucket_rows(device, OpKind.UNSHARD)
         rows += [row for _, _, row in sorted(extra[device, -1])]
         begun: set[int] = set()
         for place, task in enumerate(tasks):
@@ -240,19 +232,19 @@ class _Arrangement:
                 begun.add(id(filler))
             rows += lines[1:] if id(task) in begun else lines
             rows += [row for _, _, row in sorted(extra[device, place])]
-        rows += self._bucket_rows(device, Verb.REDUCE)
-        return [*rows, (self.number["all"], Verb.FINISH, 0, 0, 0)]
+        rows += self._bucket_rows(device, OpKind.REDUCE_GRAD)
+        return [*rows, (self.number["all"], OpKind.OPTIMIZER, 0, 0, 0)]
 
     def _rows(self, task: _Task) -> list[Row]:
         chunk = task.virtual // self.header.modules[task.module].layout.pp
         return [
-            (self.number[task.module], task.verb, chunk, task.microbatch, place)
+            (self.number[task.module], task.kind, chunk, task.microbatch, place)
             for place in range(len(self._template(task)))
         ]
 
-    def _bucket_rows(self, device: int, verb: Verb) -> list[Row]:
+    def _bucket_rows(self, device: int, kind: OpKind) -> list[Row]:
         return [
-            (self.number[name], verb, max(bucket.chunk, 0), 0, place)
+            (self.number[name], kind, max(bucket.chunk, 0), 0, place)
             for name, module in self.header.modules.items()
             for place, bucket in enumerate(module.buckets[self.ranks.stage_of(name, device)])
         ]

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.docs.pages import Figures, rounded
 from optimus.cost.assumptions import preset
 from optimus.errors import DoesNotFit
-from optimus.ir.op import Kind, Lane, Schedule
+from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
@@ -303,7 +303,7 @@ def _seconds(schedule: Schedule, timeline: Timeline) -> Figures:
     """The step of the mean GPU: compute of the LLM, of encoders, the optimizer, and bubbles by cause."""
     spent = timeline.finish_s - timeline.start_s
     compute = schedule.lane == Lane.COMPUTE
-    finish = compute & (schedule.kind == Kind.FINISH)
+    finish = compute & (schedule.kind == OpKind.OPTIMIZER)
     llm = compute & ~finish & (schedule.module == schedule.modules.index(LLM))
     of = {"llm": llm, "encoders": compute & ~finish & ~llm, "optimizer": finish}
     seconds = {word: float(np.sum(spent[rows])) / schedule.num_devices for word, rows in of.items()}

@@ -16,8 +16,8 @@ from benchmarks.docs.pages import DOCS
 from benchmarks.real_ranks import put_communication_first, run_pinned_ranks
 from benchmarks.shaped import Prepared, _enter, _Variant, prepare
 from benchmarks.shaped_net import shaped_links
-from optimus.ir.op import Kind
-from optimus.ir.plan import OPS, Plan, Verb
+from optimus.ir.op import COMPUTE_OPS, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 
 TARGET = DOCS / "images" / "slots.svg"
@@ -56,17 +56,17 @@ class Line:
     """A line of the program as it ran."""
 
     def __init__(self, plan: Plan, line: int, begin: float, end: float) -> None:
-        module, verb, chunk, self.microbatch, self.place = plan.programs[0].rows[line].tolist()
-        self.module, self.verb, self.begin, self.end = plan.names[module], Verb(verb), begin, end
-        phases = plan.template_of(self.module, OPS[self.verb], 0, chunk) if verb in OPS else ()
+        module, kind, chunk, self.microbatch, self.place = plan.programs[0].rows[line].tolist()
+        self.module, self.kind, self.begin, self.end = plan.names[module], OpKind(kind), begin, end
+        phases = plan.template_of(self.module, self.kind, 0, chunk) if kind in COMPUTE_OPS else ()
         phase = phases[self.place] if phases else None
-        self.kind = phase.kind if phase else None
-        self.name = phase.name if phase else self.verb.word
+        self.phase_kind = phase.kind if phase else None
+        self.name = phase.name if phase else self.kind.word
         self.layer = phase.layer if phase else -1
 
     @property
     def text(self) -> str:
-        return f"{self.module} {self.verb.name}{self.microbatch} layer {self.layer} {self.name}"
+        return f"{self.module} {self.kind.word}{self.microbatch} layer {self.layer} {self.name}"
 
 
 def chosen(lines: Sequence[Line]) -> list[Line]:
@@ -74,17 +74,23 @@ def chosen(lines: Sequence[Line]) -> list[Line]:
     best: list[Line] = []
     most = 0.0
     starts = [
-        at for at, line in enumerate(lines) if (line.module, line.verb, line.name) == (LLM, Verb.F, "norm1")
+        at
+        for at, line in enumerate(lines)
+        if (line.module, line.kind, line.name) == (LLM, OpKind.FORWARD, "norm1")
     ]
     for at in starts:
         first = lines[at]
         mine = [
             number
             for number, line in enumerate(lines)
-            if (line.module, line.verb, line.microbatch) == (LLM, Verb.F, first.microbatch)
+            if (line.module, line.kind, line.microbatch) == (LLM, OpKind.FORWARD, first.microbatch)
             and (line.layer == first.layer or (line.name == "scatter2" and line.layer == first.layer + 1))
         ]
-        inside = [line for line in lines[at : mine[-1] + 1] if line.module != LLM and line.kind == Kind.F]
+        inside = [
+            line
+            for line in lines[at : mine[-1] + 1]
+            if line.module != LLM and line.phase_kind == OpKind.FORWARD
+        ]
         spent = sum(line.end - line.begin for line in inside)
         if spent > most and lines[mine[-1]].end - first.begin < 0.2:
             best, most = list(lines[at : mine[-1] + 1]), spent
@@ -110,9 +116,9 @@ def draw(lines: Sequence[Line], mbit: float) -> str:
 
     launched: dict[str, Line] = {}
     for line in lines:
-        if line.kind == Kind.LAUNCH and line.module == LLM:
+        if line.phase_kind == OpKind.LAUNCH and line.module == LLM:
             launched[line.name] = line
-        elif line.kind == Kind.WAIT and line.module == LLM:
+        elif line.phase_kind == OpKind.WAIT and line.module == LLM:
             begun = launched.pop(line.name, line)
             box(begun.begin, line.end, 1, "#8a8f98", f"{line.name} on its way", line.name)
             box(line.begin, line.end, 0, "#d9dce1", f"waiting for {line.name}", "")

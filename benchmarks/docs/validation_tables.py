@@ -8,7 +8,7 @@ from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward
 from optimus.cost.prices import Prices
 from optimus.cost.shape import LayerShape
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
 from optimus.job.workload import Load
@@ -76,7 +76,7 @@ def layer_shape(
 def makespan_s(kernels: list[Kernel]) -> float:
     """A layer played alone."""
     builder = Builder(["m"], 1)
-    builder.add(concatenate([(kernels, 0)], Kind.F), device=0)
+    builder.add(concatenate([(kernels, 0)], OpKind.FORWARD), device=0)
     return evaluate(builder.build()).step_s
 
 

@@ -14,7 +14,7 @@ from optimus.cli.text import columns, wrap
 
 if TYPE_CHECKING:
     from optimus.cost.measured import LinkTime, Profile, SegmentTime
-    from optimus.ir.op import Kind
+    from optimus.ir.op import OpKind
     from optimus.job.cluster import Cluster
 
 SCHEMA = "optimus.profile-result/1"
@@ -76,7 +76,7 @@ def profile_json(profile: Profile, *, file: Path, cluster_file: Path, digest: st
         "cluster": str(cluster_file),
         "sha256": digest,
         "measured": None if profile.measured is None else asdict(profile.measured),
-        "segments": [{**asdict(row), "kind": row.kind.name} for row in profile.segments],
+        "segments": [{**asdict(row), "kind": row.kind.word} for row in profile.segments],
         "links": [asdict(link) for link in profile.links],
         "issue_s": profile.issue_s,
         "slowdown": profile.slowdown,
@@ -95,7 +95,7 @@ def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
         f"{measured.date} on {measured.host}, torch {measured.torch}, {measured.threads} thread, "
         f"{measured.dtype}{'; ' + measured.note if measured.note else ''}",
     )
-    rows: dict[tuple[str, str, str, int, int], dict[Kind, SegmentTime]] = {}
+    rows: dict[tuple[str, str, str, int, int], dict[OpKind, SegmentTime]] = {}
     for row in profile.segments:
         key = row.module, row.layers, row.segment, row.tokens, row.tp
         rows.setdefault(key, {})[row.kind] = row
@@ -103,7 +103,7 @@ def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
         [*map(str, key), *(_milliseconds(kinds.get(kind)) for kind in MEASURED_KINDS)]
         for key, kinds in rows.items()
     ]
-    header = ["module", "layers", "segment", "tokens", "tp", *(f"{kind.name} ms" for kind in MEASURED_KINDS)]
+    header = ["module", "layers", "segment", "tokens", "tp", *(f"{kind.word} ms" for kind in MEASURED_KINDS)]
     lines += ["", *columns(header, table, left=3), ""]
     for link in profile.links:
         lines += wrap(link.operation.replace("_", "-"), _link_words(link))

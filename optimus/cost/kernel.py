@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from optimus.cost.network import Collective
 from optimus.cost.prices import Prices
-from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.op import Communicator, Lane, OpKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +14,7 @@ class Kernel:
     """What the cost model prices. `after`: places in the list it waits for (none: what came before)."""
 
     name: str
-    kind: Kind
+    kind: OpKind
     lane: Lane
     duration_s: float
     size_bytes: float = 0.0
@@ -27,7 +27,7 @@ class KernelList:
     """Collects kernels; each waits for the one added before it unless told otherwise."""
 
     prices: Prices
-    kind: Kind
+    kind: OpKind
     tp: int
     kernels: list[Kernel] = field(default_factory=list)
     last: tuple[int, ...] = ()  # what the next kernel waits for

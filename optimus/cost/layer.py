@@ -5,11 +5,11 @@ from __future__ import annotations
 from optimus.cost.kernel import Kernel, KernelList
 from optimus.cost.network import Collective
 from optimus.cost.shape import Gemm, LayerShape
-from optimus.ir.op import Communicator, Kind
+from optimus.ir.op import Communicator, OpKind
 from optimus.job.model import BF16_BYTES, Experts, Mlp
 
 
-def forward(shape: LayerShape, kind: Kind = Kind.F) -> list[Kernel]:
+def forward(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> list[Kernel]:
     """Norm, gather, QKV, attention, output, scatter; norm, gather, up, down, scatter."""
     kernels = shape.kernels(kind)
     size = shape.hidden_bytes
@@ -25,7 +25,7 @@ def forward(shape: LayerShape, kind: Kind = Kind.F) -> list[Kernel]:
     kernels.compute("norm2", shape.norm_s())
     experts = shape.stack.experts
     if experts and shape.stack.has_experts(shape.layer):
-        _experts(kernels, shape, experts, [Kind.F])
+        _experts(kernels, shape, experts, [OpKind.FORWARD])
         return kernels.kernels
     _mlp_forward(kernels, shape, shape.stack.mlp)
     return kernels.kernels
@@ -42,10 +42,15 @@ def _mlp_forward(kernels: KernelList, shape: LayerShape, mlp: Mlp) -> None:
 
 def backward(shape: LayerShape, *, weights: bool) -> list[Kernel]:
     """Kind B (input and weight gradients, Megatron's overlaps), or kind I without `weights`."""
-    kernels = shape.kernels(Kind.B if weights else Kind.I)
+    kernels = shape.kernels(OpKind.BACKWARD if weights else OpKind.INPUT_GRAD)
     experts = shape.stack.experts
     if experts and shape.stack.has_experts(shape.layer):
-        _experts(kernels, shape, experts, [Kind.I, Kind.W] if weights else [Kind.I])
+        _experts(
+            kernels,
+            shape,
+            experts,
+            [OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD] if weights else [OpKind.INPUT_GRAD],
+        )
     else:
         _mlp_backward(kernels, shape, shape.stack.mlp, weights=weights)
     kernels.compute("norm2", shape.norm_s(backward=True))
@@ -105,10 +110,10 @@ def _column_backward(
 
 def weight_gradients(shape: LayerShape) -> list[Kernel]:
     """Kind W: what kind I left out; inputs of column-parallel linears are gathered under other products."""
-    kernels = shape.kernels(Kind.W)
+    kernels = shape.kernels(OpKind.WEIGHT_GRAD)
     experts = shape.stack.experts
     if experts and shape.stack.has_experts(shape.layer):
-        _experts(kernels, shape, experts, [Kind.W])
+        _experts(kernels, shape, experts, [OpKind.WEIGHT_GRAD])
     else:
         mlp = shape.stack.mlp
         _gather_under(kernels, shape, "down", [shape.down_gemm(mlp)], "up", [shape.up_gemm(mlp)])
@@ -144,39 +149,43 @@ def _context_exchange(
     kernels.group(name, kind, size, Communicator.CP, ranks=layout.cp, stride=layout.tp)
 
 
-def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: list[Kind]) -> None:
+def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: list[OpKind]) -> None:
     """Router, dispatch, grouped products, combine; shared experts as an ordinary MLP beside them."""
     size, ep = shape.dispatch_bytes(experts), shape.layout.ep
     router = [(shape.shard, float(experts.count), float(shape.stack.hidden))]
-    product = {Kind.F: shape.forward_s, Kind.I: shape.input_gradient_s, Kind.W: shape.weight_gradient_s}
-    moves = parts != [Kind.W]
+    product = {
+        OpKind.FORWARD: shape.forward_s,
+        OpKind.INPUT_GRAD: shape.input_gradient_s,
+        OpKind.WEIGHT_GRAD: shape.weight_gradient_s,
+    }
+    moves = parts != [OpKind.WEIGHT_GRAD]
     if moves:
-        first = "dispatch" if Kind.F in parts else "combine"
+        first = "dispatch" if OpKind.FORWARD in parts else "combine"
         kernels.compute("router", sum(product[part](router) for part in parts))
         kernels.group(first, Collective.ALL_TO_ALL, size, Communicator.EP, ranks=ep, stride=1)
     rows = shape.shard * experts.active
     mlp = Mlp(width=experts.width)
-    seconds = shape.activation_s(mlp, rows, tp=1, backward=Kind.F not in parts) if moves else 0.0
+    seconds = shape.activation_s(mlp, rows, tp=1, backward=OpKind.FORWARD not in parts) if moves else 0.0
     for part in parts:
         seconds += sum(times * product[part]([(m, n, k)]) for times, m, n, k in shape.expert_gemms(experts))
     kernels.compute("experts", seconds)
     if moves:
-        last = "combine" if Kind.F in parts else "dispatch"
+        last = "combine" if OpKind.FORWARD in parts else "dispatch"
         kernels.group(last, Collective.ALL_TO_ALL, size, Communicator.EP, ranks=ep, stride=1)
     shared = shape.shared_mlp
     if shared is None:
         return
-    if parts == [Kind.F]:
+    if parts == [OpKind.FORWARD]:
         _mlp_forward(kernels, shape, shared)
-    elif parts == [Kind.W]:
+    elif parts == [OpKind.WEIGHT_GRAD]:
         _gather_under(kernels, shape, "down", [shape.down_gemm(shared)], "up", [shape.up_gemm(shared)])
     else:
-        _mlp_backward(kernels, shape, shared, weights=Kind.W in parts)
+        _mlp_backward(kernels, shape, shared, weights=OpKind.WEIGHT_GRAD in parts)
 
 
 def selective_recompute(shape: LayerShape) -> list[Kernel]:
     """Kind R, selective: the scores where they would be stored, else norms and the non-linearity."""
-    kernels = shape.kernels(Kind.R)
+    kernels = shape.kernels(OpKind.RECOMPUTE)
     if not shape.prices.assumptions.fused_attention:
         kernels.compute("attention", shape.attention_s())
         return kernels.kernels

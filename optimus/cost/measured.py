@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from optimus.errors import UserError, one_of
 from optimus.ir.binding import bind
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.job.model import Encoder, Llm, Model, Stack
 
 # Sorts of layers that the cost model tells apart; all layers of one sort have one price.
@@ -19,7 +19,7 @@ KERNELS = (
     "norm1", "latent", "qkv", "attention", "out", "norm2", "up", "down", "router", "experts",
     "patches", "projector", "embedding", "head",
 )  # fmt: skip
-MEASURED_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
+MEASURED_KINDS = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD, OpKind.BACKWARD)
 ANALYTIC = "analytic, uncalibrated"
 SHOWN = 4  # kernels that a note names
 
@@ -44,7 +44,7 @@ class SegmentTime:
     layers: Layers
     segment: str
     kernels: tuple[str, ...]  # of the cost model, which the segment covers
-    kind: Kind  # F, I, W or B
+    kind: OpKind  # F, I, W or B
     tokens: int  # rows of one microbatch that a TP group works on
     tp: int
     median_s: float
@@ -114,9 +114,9 @@ class Profile:
         return f"profile {self.name}" if self.segments else ANALYTIC
 
     @cached_property
-    def _points(self) -> dict[tuple[str, str, Kind, int], dict[str, list[SegmentTime]]]:
+    def _points(self) -> dict[tuple[str, str, OpKind, int], dict[str, list[SegmentTime]]]:
         """Rows by module, sort of layer, kind and tp; then by segment, smallest first."""
-        found: dict[tuple[str, str, Kind, int], dict[str, list[SegmentTime]]] = {}
+        found: dict[tuple[str, str, OpKind, int], dict[str, list[SegmentTime]]] = {}
         for row in sorted(self.segments, key=lambda row: row.tokens):
             key = row.module, row.layers, row.kind, row.tp
             found.setdefault(key, {}).setdefault(row.segment, []).append(row)
@@ -130,7 +130,7 @@ class Profile:
         return found
 
     def estimates(
-        self, module: str, layers: Layers, kind: Kind, *, tokens: float, tp: int
+        self, module: str, layers: Layers, kind: OpKind, *, tokens: float, tp: int
     ) -> tuple[Estimate, ...]:
         """Every segment measured here. R runs as F does; B is I and W where it was not measured itself.
 
@@ -140,15 +140,19 @@ class Profile:
         if width is None:
             return ()
 
-        def rows(kind: Kind) -> dict[str, list[SegmentTime]]:
+        def rows(kind: OpKind) -> dict[str, list[SegmentTime]]:
             return self._points.get((module, layers, kind, width), {})
 
-        whole = rows(Kind.F if kind == Kind.R else kind)
+        whole = rows(OpKind.FORWARD if kind == OpKind.RECOMPUTE else kind)
         found = [_at(points, tokens) for points in whole.values()]
-        if kind == Kind.B:
-            for segment in dict.fromkeys((*rows(Kind.I), *rows(Kind.W))):
+        if kind == OpKind.BACKWARD:
+            for segment in dict.fromkeys((*rows(OpKind.INPUT_GRAD), *rows(OpKind.WEIGHT_GRAD))):
                 if segment not in whole:
-                    halves = [_at(rows(k)[segment], tokens) for k in (Kind.I, Kind.W) if segment in rows(k)]
+                    halves = [
+                        _at(rows(k)[segment], tokens)
+                        for k in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+                        if segment in rows(k)
+                    ]
                     found.append(_sum(halves))
         if width == tp:
             return tuple(found)
@@ -188,7 +192,7 @@ class Profile:
     def bound(self) -> list[list[Any]]:
         """What a plan depends on: medians by place, not how or where they were measured."""
         rows = (
-            [r.module, r.layers, r.segment, list(r.kernels), r.kind.name, r.tokens, r.tp, r.median_s]
+            [r.module, r.layers, r.segment, list(r.kernels), r.kind.word, r.tokens, r.tp, r.median_s]
             for r in self.segments
         )
         return sorted(rows)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Ints, Kind
+from optimus.ir.op import Ints, OpKind
 from optimus.job.model import Precision
 
 # Buffers of one NCCL communicator (aiconfigurator-core 0.12.0, h100_sxm.yaml `nccl_mem`:
@@ -79,7 +79,7 @@ def states(layers: Iterable[PricedLayer], precision: Precision) -> Memory:
 
 
 def high_water(
-    order: tuple[tuple[Kind, int, int], ...], kept_bytes: ArrayLike, made_again_bytes: ArrayLike = 0.0
+    order: tuple[tuple[OpKind, int, int], ...], kept_bytes: ArrayLike, made_again_bytes: ArrayLike = 0.0
 ) -> tuple[float, ...]:
     """Activations alive when most are, while a stage runs `order`; bytes are by [chunk, component].
 
@@ -94,13 +94,13 @@ def high_water(
 
 
 @lru_cache(maxsize=4096)  # the same orders are asked about for many cuts
-def _lives(order: tuple[tuple[Kind, int, int], ...]) -> tuple[Ints, Ints, Ints]:
+def _lives(order: tuple[tuple[OpKind, int, int], ...]) -> tuple[Ints, Ints, Ints]:
     """For every op: its chunk, and where (1 begin, -1 end) what F keeps and what I makes again lives."""
     kind, chunk, _ = np.array(order, np.int64).T
-    split = kind == Kind.W
-    ends = split if split.any() else kind == Kind.B
-    again = ((kind == Kind.I).astype(np.int64) - split) * split.any()
-    return chunk, (kind == Kind.F).astype(np.int64) - ends, again
+    split = kind == OpKind.WEIGHT_GRAD
+    ends = split if split.any() else kind == OpKind.BACKWARD
+    again = ((kind == OpKind.INPUT_GRAD).astype(np.int64) - split) * split.any()
+    return chunk, (kind == OpKind.FORWARD).astype(np.int64) - ends, again
 
 
 def working_bytes(layers: Iterable[PricedLayer]) -> float:

@@ -12,7 +12,7 @@ from optimus.cost.measured import Layers, layers_sort
 from optimus.cost.prices import Prices
 from optimus.cost.shape import LayerShape
 from optimus.cost.spread import spread_profile
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, Encoder, Llm, Stack
 from optimus.job.workload import Load
@@ -25,7 +25,7 @@ class PricedLayer:
     name: str
     module: str
     layout: Layout  # of its module
-    kernels: dict[Kind, tuple[Kernel, ...]]  # F, B, I, W; recomputation stands inside B and I
+    kernels: dict[OpKind, tuple[Kernel, ...]]  # F, B, I, W; recomputation stands inside B and I
     parameters: float  # on one rank, without experts
     activation_bytes: float  # kept from forward to backward, per microbatch
     output_bytes: float  # what a rank sends on, per microbatch
@@ -122,7 +122,9 @@ def price_llm(
         name=f"{llm.name}.head",
         module=llm.name,
         layout=layout,
-        kernels=kernels if passes else {kind: kernels[kind] if kind == Kind.F else () for kind in kernels},
+        kernels=kernels
+        if passes
+        else {kind: kernels[kind] if kind == OpKind.FORWARD else () for kind in kernels},
         parameters=llm.head_parameters / tp + tied,
         activation_bytes=2 * state_bytes,
         output_bytes=0.0,
@@ -175,7 +177,7 @@ def _measured(layer: PricedLayer, sort: Layers, tokens: float, prices: Prices) -
 def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradients: bool) -> PricedLayer:
     again: tuple[Kernel, ...] = ()
     if recompute == "full":
-        again = tuple(forward(shape, Kind.R))
+        again = tuple(forward(shape, OpKind.RECOMPUTE))
     elif recompute == "selective":
         again = tuple(selective_recompute(shape))
     inputs = _chain(again, tuple(backward(shape, weights=False))) if passes_gradients else ()
@@ -188,10 +190,10 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
         module=shape.module,
         layout=layout,
         kernels={
-            Kind.F: tuple(forward(shape)),
-            Kind.B: both,
-            Kind.I: inputs,
-            Kind.W: tuple(weight_gradients(shape)) if train else (),
+            OpKind.FORWARD: tuple(forward(shape)),
+            OpKind.BACKWARD: both,
+            OpKind.INPUT_GRAD: inputs,
+            OpKind.WEIGHT_GRAD: tuple(weight_gradients(shape)) if train else (),
         },
         parameters=replicated + (stack.layer_parameters(shape.layer) - experts - replicated) / layout.tp,
         expert_parameters=experts / layout.ep,

@@ -19,7 +19,7 @@ from optimus.cost.measured import (
 )
 from optimus.errors import UserError, nearest
 from optimus.ir.files import write_whole
-from optimus.ir.op import Kind
+from optimus.ir.op import KIND_OF_WORD, OpKind
 from optimus.job.model import Count
 from optimus.job.schema import Amount, Rest
 from optimus.job.typed import Places
@@ -161,7 +161,7 @@ def _segment(places: Places, node: Node, at: int) -> SegmentTime:
         if kernel in row.kernels[:place]:
             raise places.error(f"{field}.kernels[{place}]", "is given twice", "keep one", kernel)
     _check_spread(places, field, row)
-    return SegmentTime(**{**_values(row), "kind": Kind[row.kind]})
+    return SegmentTime(**{**_values(row), "kind": KIND_OF_WORD[row.kind]})
 
 
 def _link(link: _Link) -> LinkTime:
@@ -246,8 +246,8 @@ def profile_text(profile: Profile) -> str:
 
 def _shown(value: Any) -> str:
     """A value in YAML's flow style."""
-    if isinstance(value, Kind):
-        return value.name
+    if isinstance(value, OpKind):
+        return value.word
     if isinstance(value, float):
         return repr(float(f"{value:.{DIGITS}g}"))
     if isinstance(value, str):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from optimus.cost.flops import attention_pairs
 from optimus.cost.kernel import KernelList
 from optimus.cost.prices import Prices
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, Experts, Mlp, Stack
 from optimus.job.workload import Load
@@ -52,7 +52,7 @@ class LayerShape:
             return self.load.squares
         return self.load.tokens * window
 
-    def kernels(self, kind: Kind) -> KernelList:
+    def kernels(self, kind: OpKind) -> KernelList:
         return KernelList(prices=self.prices, kind=kind, tp=self.layout.tp)
 
     @property

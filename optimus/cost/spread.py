@@ -13,9 +13,9 @@ from dataclasses import replace
 from optimus.cost.kernel import Kernel
 from optimus.cost.measured import KERNELS, Layers, Shortfall
 from optimus.cost.prices import Prices
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 
-KernelsByKind = dict[Kind, tuple[Kernel, ...]]
+KernelsByKind = dict[OpKind, tuple[Kernel, ...]]
 
 
 def spread_profile(
@@ -38,7 +38,7 @@ def spread_profile(
                 _divide(changed, mine, prices.measured_s(estimate.seconds))
                 left -= set(mine)
                 beyond |= estimate.beyond and bool(mine)
-            missing |= {f"{kind.name} {_base(listed[at])}" for at in left if _counts(listed[at])}
+            missing |= {f"{kind.word} {_base(listed[at])}" for at in left if _counts(listed[at])}
         result[op] = tuple(changed)
     if missing or beyond:
         prices.shortfalls.add(

@@ -12,7 +12,8 @@ from torch import Tensor
 from optimus.engine.batch_plan import BatchPlan
 from optimus.engine.encoder_llm_routing import RoutedRows, holder_tp_ranks, route_rows
 from optimus.engine.process_groups import tp_group_of
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Model
 from optimus.models.kernels import NUMERICS, Numerics
@@ -52,7 +53,7 @@ class RankBatch:
         device = plan.ranks.class_of(rank)
         self._begins_llm = plan.ranks.stage_of(LLM, device) == 0
         program = plan.programs[device]
-        forwards = program.rows[program.verb == Verb.F][:, [0, 3]]
+        forwards = program.rows[program.kind == OpKind.FORWARD][:, [0, 3]]
         for module, microbatch in sorted(set(map(tuple, forwards.tolist()))):
             name = plan.names[module]
             made = self._llm(microbatch) if name == LLM else self._encoder(name, microbatch)

@@ -14,8 +14,8 @@ from optimus.engine.compile import MessageSpecs
 from optimus.engine.p2p import TensorSpec
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
-from optimus.ir.op import Kind
-from optimus.ir.plan import OPS, Plan, Verb
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, layer_count, parameters_with_splits, tensor_parallel_layer
@@ -151,13 +151,13 @@ def modules_run_by_segment(plan: Plan, rank: int) -> set[str]:
     # Of an op: the layer that it was last seen in, and when.
     seen: dict[tuple[int, ...], tuple[int, int]] = {}
     count = 0
-    for module, verb, chunk, microbatch, place in plan.programs[device].rows.tolist():
-        if verb > Verb.W:
+    for module, kind, chunk, microbatch, place in plan.programs[device].rows.tolist():
+        if kind > OpKind.WEIGHT_GRAD:
             continue
         name = plan.names[module]
         stage = plan.ranks.stage_of(name, device)
-        layer = plan.template_of(name, OPS[Verb(verb)], stage, chunk)[place].layer
-        op = module, verb, chunk, microbatch
+        layer = plan.template_of(name, OpKind(kind), stage, chunk)[place].layer
+        op = module, kind, chunk, microbatch
         before = seen.get(op)
         if before is not None and before[0] == layer and before[1] != count:
             found.add(name)
@@ -225,7 +225,9 @@ def recompute_mode(plan: Plan, name: str) -> Recompute:
     if module.recompute != "selective":
         return "full" if module.recompute == "full" else "none"
     templates = {template for chunk in module.chunks for template in chunk.templates.values()}
-    again = {phase.name for each in templates for phase in plan.templates[each] if phase.kind == Kind.R}
+    again = {
+        phase.name for each in templates for phase in plan.templates[each] if phase.kind == OpKind.RECOMPUTE
+    }
     return "attention" if again == {"attention"} else "cheap"
 
 
@@ -233,7 +235,7 @@ def regathers_activations(plan: Plan, name: str) -> bool:
     """Whether a plan gathers rows of divided products a second time, for the gradients of weights."""
     templates = {template for chunk in plan.modules[name].chunks for template in chunk.templates.values()}
     return any(
-        phase.kind == Kind.LAUNCH and phase.name in ("qkv.gather", "up.gather")
+        phase.kind == OpKind.LAUNCH and phase.name in ("qkv.gather", "up.gather")
         for each in templates
         for phase in plan.templates[each]
     )

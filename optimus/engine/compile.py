@@ -17,15 +17,22 @@ from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
 from optimus.engine.placing import place_phases
 from optimus.engine.process_groups import ProcessGroups, seam_edge, stage_edge
 from optimus.engine.side_stream import SideStream
-from optimus.ir.op import Kind
-from optimus.ir.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
+from optimus.ir.op import COMPUTE_OPS, RECVS, SEAMS, SENDS, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import Chunk, ChunkPhase
 from optimus.models.segment import Gradients, State
 
 Run = Callable[[], None]
 FORWARD, BACKWARD, ROWS = "forward", "backward", "rows"  # what a key of the mail names
-FORWARD_VERBS = (Verb.F, Verb.SEND_F, Verb.RECV_F, Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.GATHER)
+FORWARD_KINDS = (
+    OpKind.FORWARD,
+    OpKind.SEND_F,
+    OpKind.RECV_F,
+    OpKind.SEND_SEAM,
+    OpKind.RECV_SEAM,
+    OpKind.UNSHARD,
+)
 
 
 class Batch(Protocol):
@@ -51,7 +58,7 @@ class Action:
     """What a line does, and the ranks that it may wait for."""
 
     line: int
-    verb: Verb
+    kind: OpKind
     run: Run
     waits_for: tuple[int, ...] = ()
 
@@ -86,35 +93,35 @@ class Compiler:
         self.buckets, self._gathered = buckets, set(buckets.rest)
         self.mail, self.side, self.moment, self.finish = mail, side, moment, finish
         # Ops that open beside the program, and the ranks for which what opens them waits.
-        self._beside: dict[tuple[str, Verb, int, int], list[int]] = {}
+        self._beside: dict[tuple[str, OpKind, int, int], list[int]] = {}
         self.device = plan.ranks.class_of(groups.rank)
         self.program = plan.programs[self.device]
         self._counts_loss = plan.ranks.place(LLM, groups.rank).tp == 0  # all of a group make the same
         self.senders: dict[Key, tuple[int, ...]] = {}  # whose message is taken under a key
-        self._placed: dict[tuple[str, Verb, int, int], list[list[ChunkPhase]]] = {}
+        self._placed: dict[tuple[str, OpKind, int, int], list[list[ChunkPhase]]] = {}
 
     def actions(self) -> list[Action]:
         """One per line that does something."""
         found = []
         names = self.plan.names
         rows = self.program.rows.tolist()
-        for line, (module, verb, chunk, microbatch, place) in enumerate(rows):
-            action = self._action(names[module], Verb(verb), chunk, microbatch, place)
+        for line, (module, kind, chunk, microbatch, place) in enumerate(rows):
+            action = self._action(names[module], OpKind(kind), chunk, microbatch, place)
             if action is not None:
-                found.append(Action(line=line, verb=Verb(verb), run=action[0], waits_for=action[1]))
+                found.append(Action(line=line, kind=OpKind(kind), run=action[0], waits_for=action[1]))
         return found
 
     def _action(
-        self, module: str, verb: Verb, chunk: int, microbatch: int, place: int
+        self, module: str, kind: OpKind, chunk: int, microbatch: int, place: int
     ) -> tuple[Run, tuple[int, ...]] | None:
-        if verb in OPS:
-            return self._phase(module, verb, chunk, microbatch, place)
-        if verb in SENDS or verb in RECVS:
-            return self._transfer(module, verb, chunk, microbatch), ()
-        if verb == Verb.FINISH:
+        if kind in COMPUTE_OPS:
+            return self._phase(module, kind, chunk, microbatch, place)
+        if kind in SENDS or kind in RECVS:
+            return self._transfer(module, kind, chunk, microbatch), ()
+        if kind == OpKind.OPTIMIZER:
             return self.finish, self._partners()
         moves = [
-            each.gather if verb == Verb.GATHER else each.reduce for each in self.buckets.at(module, place)
+            each.gather if kind == OpKind.UNSHARD else each.reduce for each in self.buckets.at(module, place)
         ]
         return (_in_turn(moves), ()) if moves else None
 
@@ -125,37 +132,37 @@ class Compiler:
     # ------------------------------------------------------------------------ phases
 
     def _phase(
-        self, module: str, verb: Verb, chunk: int, microbatch: int, place: int
+        self, module: str, kind: OpKind, chunk: int, microbatch: int, place: int
     ) -> tuple[Run, tuple[int, ...]] | None:
         """The phases of the chunk that run at this line, with what comes in before and goes out after."""
-        placed = self._phases_of(module, verb, chunk, microbatch)
+        placed = self._phases_of(module, kind, chunk, microbatch)
         phases, busy = placed[place], [at for at, some in enumerate(placed) if some]
         if not phases:
             return None
         runs: list[Run] = [phase.run for phase in phases]
-        waits, op, members = list[int](), (module, verb, chunk, microbatch), self.groups.members
+        waits, op, members = list[int](), (module, kind, chunk, microbatch), self.groups.members
         if any(phase.waits_for_tp for phase in phases):
             waits += members[f"{module}.tp"]
-        if verb == Verb.F:
+        if kind == OpKind.FORWARD:
             awaited = self._awaited(module, chunk, [phase.layer for phase in phases])
             runs = [*(bucket.wait_gathered for bucket in awaited), *runs]
             if any(bucket.gathers for bucket in awaited):
                 waits += members[f"{module}.dp"]  # last: there may be many
         virtual = chunk * self.plan.modules[module].layout.pp + self.plan.ranks.stage_of(module, self.device)
-        if place == busy[0] and verb != Verb.W:
-            begin, keys = self._begin(module, verb, virtual, microbatch)
+        if place == busy[0] and kind != OpKind.WEIGHT_GRAD:
+            begin, keys = self._begin(module, kind, virtual, microbatch)
             senders = [rank for key in keys for rank in self.senders.get(key, ())]
             waits = senders + waits
             runs.insert(0, begin)
-            if senders and phases[-1].kind == Kind.LAUNCH and op in self._undisturbed:
+            if senders and phases[-1].kind == OpKind.LAUNCH and op in self._undisturbed:
                 # One after another: after all that was begun before and has not ended.
                 self._beside[op] = [*waits, *chain.from_iterable(self._beside.values())]
                 return partial(self.side.begin, op, _in_turn(runs)), self._others(waits)
         if op in self._beside and place == busy[1]:
             runs.insert(0, partial(self.side.end, op))
             waits = self._beside.pop(op) + waits  # what was begun may still wait
-        if place == busy[-1] and verb != Verb.W:
-            runs.append(self._end(module, verb, virtual, microbatch))
+        if place == busy[-1] and kind != OpKind.WEIGHT_GRAD:
+            runs.append(self._end(module, kind, virtual, microbatch))
         return _in_turn(runs), self._others(waits)
 
     def _others(self, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -163,20 +170,20 @@ class Compiler:
         return tuple(rank for rank in dict.fromkeys(ranks) if rank != self.groups.rank)
 
     @cached_property
-    def _undisturbed(self) -> set[tuple[str, Verb, int, int]]:
+    def _undisturbed(self) -> set[tuple[str, OpKind, int, int]]:
         """Ops that open with a launch before whose wait their module launches nothing else.
 
         Only these may open beside the program: all ranks of a group must launch in the same order.
         """
         names, found = self.plan.names, set()
-        open_ops: dict[str, tuple[str, Verb, int, int]] = {}
-        for module, verb, chunk, microbatch, place in self.program.rows.tolist():
-            if verb not in OPS:
+        open_ops: dict[str, tuple[str, OpKind, int, int]] = {}
+        for module, kind, chunk, microbatch, place in self.program.rows.tolist():
+            if kind not in COMPUTE_OPS:
                 continue
             name = names[module]
-            op = name, Verb(verb), chunk, microbatch
+            op = name, OpKind(kind), chunk, microbatch
             stage = self.plan.ranks.stage_of(name, self.device)
-            launches = self.plan.template_of(name, OPS[Verb(verb)], stage, chunk)[place].kind == Kind.LAUNCH
+            launches = self.plan.template_of(name, OpKind(kind), stage, chunk)[place].kind == OpKind.LAUNCH
             if open_ops.get(name) == op:
                 found.add(open_ops.pop(name))
             elif launches:
@@ -192,18 +199,18 @@ class Compiler:
         self._gathered |= set(first)
         return first
 
-    def _phases_of(self, module: str, verb: Verb, chunk: int, microbatch: int) -> list[list[ChunkPhase]]:
-        key = module, verb, chunk, microbatch
+    def _phases_of(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> list[list[ChunkPhase]]:
+        key = module, kind, chunk, microbatch
         if key not in self._placed:
-            kind, stage = OPS[verb], self.plan.ranks.stage_of(module, self.device)
+            stage = self.plan.ranks.stage_of(module, self.device)
             template = self.plan.template_of(module, kind, stage, chunk)
             phases = self.chunks[module][chunk].phases(kind, microbatch)
-            self._placed[key] = place_phases(f"{module}.{kind.name} chunk {chunk}", template, phases)
+            self._placed[key] = place_phases(f"{module}.{kind.word} chunk {chunk}", template, phases)
         return self._placed[key]
 
-    def _begin(self, module: str, verb: Verb, virtual: int, microbatch: int) -> tuple[Run, list[Key]]:
+    def _begin(self, module: str, kind: OpKind, virtual: int, microbatch: int) -> tuple[Run, list[Key]]:
         chunk = self.chunks[module][virtual // self.plan.modules[module].layout.pp]
-        if verb != Verb.F:
+        if kind != OpKind.FORWARD:
             key: Key = (BACKWARD, module, virtual, microbatch)
             if module == LLM and virtual == len(self.plan.modules[LLM].chunks) - 1:
                 return partial(self._begin_at_loss, chunk, microbatch), []
@@ -230,7 +237,7 @@ class Compiler:
         what, module, virtual, _ = key
         chunks = self.plan.modules[module].chunks
         maker = chunks[-1] if what == ROWS else chunks[virtual - 1]
-        return Kind.B in maker.templates or Kind.I in maker.templates
+        return OpKind.BACKWARD in maker.templates or OpKind.INPUT_GRAD in maker.templates
 
     def _begin_forward(
         self,
@@ -261,10 +268,10 @@ class Compiler:
     def _begin_backward(self, chunk: Chunk, key: Key, microbatch: int) -> None:
         chunk.begin_backward(microbatch, self.mail.take(key))
 
-    def _end(self, module: str, verb: Verb, virtual: int, microbatch: int) -> Run:
+    def _end(self, module: str, kind: OpKind, virtual: int, microbatch: int) -> Run:
         chunk = self.chunks[module][virtual // self.plan.modules[module].layout.pp]
         last = len(self.plan.modules[module].chunks) - 1
-        if verb == Verb.F:
+        if kind == OpKind.FORWARD:
             if virtual < last:
                 return partial(self._hand_on, chunk, microbatch, (FORWARD, module, virtual + 1, microbatch))
             if module != LLM:
@@ -314,35 +321,35 @@ class Compiler:
 
     # ------------------------------------------------------------------------ transfers
 
-    def _transfer(self, module: str, verb: Verb, chunk: int, microbatch: int) -> Run:
+    def _transfer(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> Run:
         rank = self.groups.rank
-        if verb in SEAMS:
-            axis, other = seam_edge(self.plan, rank, module, verb, microbatch)
+        if kind in SEAMS:
+            axis, other = seam_edge(self.plan, rank, module, kind, microbatch)
         else:
-            axis, other = stage_edge(self.plan, rank, module, verb)
+            axis, other = stage_edge(self.plan, rank, module, kind)
         group = self.groups.get(axis)
         assert group is not None, axis
-        key = self._key(module, verb, chunk, microbatch)
-        if verb in SENDS:
+        key = self._key(module, kind, chunk, microbatch)
+        if kind in SENDS:
             return partial(self.mail.send, key, other, group)
         self.senders[key] = (other,)
         return partial(self.mail.receive, key, self._specs_of(key), other, group)
 
-    def _key(self, module: str, verb: Verb, chunk: int, microbatch: int) -> Key:
+    def _key(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> Key:
         """What a transfer line sends or receives."""
         layout = self.plan.modules[module].layout
         virtual = chunk * layout.pp + self.plan.ranks.stage_of(module, self.device)
         last = len(self.plan.modules[module].chunks) - 1
         return {
-            Verb.SEND_F: (FORWARD, module, virtual + 1, microbatch),
-            Verb.RECV_F: (FORWARD, module, virtual, microbatch),
-            Verb.SEND_B: (BACKWARD, module, virtual - 1, microbatch),
-            Verb.RECV_B: (BACKWARD, module, virtual, microbatch),
-            Verb.SEND_SEAM: (ROWS, module, 0, microbatch),
-            Verb.RECV_SEAM: (ROWS, module, 0, microbatch),
-            Verb.SEND_SEAM_B: (BACKWARD, module, last, microbatch),
-            Verb.RECV_SEAM_B: (BACKWARD, module, last, microbatch),
-        }[verb]
+            OpKind.SEND_F: (FORWARD, module, virtual + 1, microbatch),
+            OpKind.RECV_F: (FORWARD, module, virtual, microbatch),
+            OpKind.SEND_B: (BACKWARD, module, virtual - 1, microbatch),
+            OpKind.RECV_B: (BACKWARD, module, virtual, microbatch),
+            OpKind.SEND_SEAM: (ROWS, module, 0, microbatch),
+            OpKind.RECV_SEAM: (ROWS, module, 0, microbatch),
+            OpKind.SEND_SEAM_B: (BACKWARD, module, last, microbatch),
+            OpKind.RECV_SEAM_B: (BACKWARD, module, last, microbatch),
+        }[kind]
 
 
 def _in_turn(runs: Sequence[Run]) -> Run:
@@ -364,10 +371,10 @@ def _present(gradients: Gradients, specs: tuple[TensorSpec, ...], device: torch.
 
 def describe(plan: Plan, device: int, line: int) -> str:
     """A line as people read it: `llm.F chunk 0 microbatch 5`."""
-    module, verb, chunk, microbatch, _ = plan.programs[device].rows[line].tolist()
-    return f"{plan.names[module]}.{Verb(verb).word} chunk {chunk} microbatch {microbatch}"
+    module, kind, chunk, microbatch, _ = plan.programs[device].rows[line].tolist()
+    return f"{plan.names[module]}.{OpKind(kind).word} chunk {chunk} microbatch {microbatch}"
 
 
 def forward_actions(actions: list[Action]) -> list[Action]:
     """What is left of a program when nothing is learned."""
-    return [action for action in actions if action.verb in FORWARD_VERBS]
+    return [action for action in actions if action.kind in FORWARD_KINDS]

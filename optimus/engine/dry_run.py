@@ -20,8 +20,8 @@ from optimus.engine.process_groups import ProcessGroups, make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import FakeTensorMode, fake_world
 from optimus.errors import UserError
-from optimus.ir.op import COLLECTIVE, Kind
-from optimus.ir.plan import OPS, RECVS, SEAMS, SENDS, Plan, Verb
+from optimus.ir.op import COLLECTIVE_PHASES, RECVS, SEAMS, SENDS, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, Place
 from optimus.job.job import Job
 from optimus.models.kernels import Kernels
@@ -77,7 +77,7 @@ class DryRun:
     places: Mapping[str, Place]
     communicators: tuple[Communicator, ...]
     groups_made: int  # calls that make them: the same number in every world
-    program: Mapping[str, Mapping[str, int]]  # lines by module and verb
+    program: Mapping[str, Mapping[str, int]]  # lines by module and kind
     actions: int  # lines that do something
     encoder_phases: int  # compute alone
     encoder_phases_in_slots: int
@@ -167,40 +167,40 @@ def _communicators(groups: ProcessGroups) -> Iterator[Communicator]:
 
 
 def _lines(plan: Plan, device: int) -> dict[str, dict[str, int]]:
-    """How often each verb stands in a program, by module."""
+    """How often each kind of line stands in a program, by module."""
     program = plan.programs[device]
-    counted = Counter(zip(program.module.tolist(), program.verb.tolist(), strict=True))
+    counted = Counter(zip(program.module.tolist(), program.kind.tolist(), strict=True))
     found: dict[str, dict[str, int]] = {name: {} for name in plan.names}
-    for (module, verb), times in sorted(counted.items()):
-        found[plan.names[module]][Verb(verb).word] = times
+    for (module, kind), times in sorted(counted.items()):
+        found[plan.names[module]][OpKind(kind).word] = times
     return found
 
 
 def count_slots(plan: Plan, device: int) -> tuple[int, int]:
     """Compute phases of encoders; and those of them between a launch of the LLM and its wait."""
     program, on_their_way, phases, inside = plan.programs[device], 0, 0, 0
-    for module, verb, chunk, _, place in program.rows[program.verb <= Verb.W].tolist():
+    for module, op, chunk, _, place in program.rows[program.kind <= OpKind.WEIGHT_GRAD].tolist():
         name = plan.names[module]
-        template = plan.template_of(name, OPS[Verb(verb)], plan.ranks.stage_of(name, device), chunk)
+        template = plan.template_of(name, OpKind(op), plan.ranks.stage_of(name, device), chunk)
         kind = template[place].kind
         if name == LLM:
-            on_their_way += (kind == Kind.LAUNCH) - (kind == Kind.WAIT)
-        elif kind not in COLLECTIVE:
+            on_their_way += (kind == OpKind.LAUNCH) - (kind == OpKind.WAIT)
+        elif kind not in COLLECTIVE_PHASES:
             phases, inside = phases + 1, inside + (on_their_way > 0)
     return phases, inside
 
 
 def _travels(plan: Plan, device: int, shapes: MessageSpecs) -> Iterator[MessageCount]:
-    for module, verbs in _lines(plan, device).items():
-        for verb in (*SENDS, *RECVS):
-            if verb.word not in verbs:
+    for module, times in _lines(plan, device).items():
+        for kind in (*SENDS, *RECVS):
+            if kind.word not in times:
                 continue
-            specs = shapes.rows[module] if verb in SEAMS else shapes.inputs[module][0]
+            specs = shapes.rows[module] if kind in SEAMS else shapes.inputs[module][0]
             for spec in specs:
                 yield MessageCount(
                     module=module,
-                    verb=verb.word,
-                    times=verbs[verb.word],
+                    verb=kind.word,
+                    times=times[kind.word],
                     shape=spec.shape,
                     dtype=str(spec.dtype).removeprefix("torch."),
                     bytes=torch.Size(spec.shape).numel() * spec.dtype.itemsize,

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimus.engine.executor import Executor, Recorder
 from optimus.engine.optimizer import DistributedOptimizer
 from optimus.engine.torch_private import on_storage_resize
-from optimus.ir.op import Ints
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import Ints, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.verify.memory_replay import ACTIVATIONS
 
@@ -160,8 +160,8 @@ def _key(tensor: Tensor) -> int:
 
 def _components(plan: Plan, rows: Ints) -> Ints:
     """Whose tensors every line makes."""
-    module, verb = rows[:, 0], rows[:, 1]
+    module, kind = rows[:, 0], rows[:, 1]
     encoder = np.array([name != LLM for name in plan.modules] + [False])[module]
     found: Ints = np.where(encoder, ENCODER_ACTIVATIONS, LLM_ACTIVATIONS)
-    found[verb == Verb.RECV_SEAM] = SEAM
+    found[kind == OpKind.RECV_SEAM] = SEAM
     return found

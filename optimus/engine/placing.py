@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from optimus.errors import UserError
-from optimus.ir.op import COLLECTIVE, Kind
+from optimus.ir.op import COLLECTIVE_PHASES, OpKind
 from optimus.ir.plan import Phase as PlannedPhase
 from optimus.ir.plan import Template
 from optimus.models.chunk import ALL_LAYERS, ChunkPhase
@@ -20,7 +20,7 @@ SPARED = "scatter2"  # the last sum of a layer that is made again: plans count i
 
 def place_phases(what: str, template: Template, phases: Sequence[ChunkPhase]) -> list[list[ChunkPhase]]:
     """For every line of an op, the phases of the chunk to run there."""
-    forward = all(phase.kind in (Kind.F, *COLLECTIVE) for phase in phases)
+    forward = all(phase.kind in (OpKind.FORWARD, *COLLECTIVE_PHASES) for phase in phases)
     covered: list[list[int]] = [[] for _ in phases]
     found_at: dict[int, int] = {}  # the phase that stands for a line of the template
     for place, planned in enumerate(template):
@@ -30,7 +30,7 @@ def place_phases(what: str, template: Template, phases: Sequence[ChunkPhase]) ->
             covered[number].append(place)
         elif planned.name == SPARED and not forward:
             continue
-        elif planned.kind in COLLECTIVE or planned.duration_s > 0:
+        elif planned.kind in COLLECTIVE_PHASES or planned.duration_s > 0:
             raise UserError(
                 field=f"{what} layer {planned.layer} {planned.name}",
                 problem="is in the plan, and the chunk that was given has nothing for it",
@@ -56,22 +56,22 @@ def _phase_for(
 ) -> int | None:
     """The number of the phase that stands for a line; a wait is found by its launch."""
     planned = template[place]
-    if planned.kind == Kind.WAIT and planned.after[0] in found_at:
+    if planned.kind == OpKind.WAIT and planned.after[0] in found_at:
         launch = found_at[planned.after[0]]
-        if phases[launch].kind != Kind.LAUNCH:
+        if phases[launch].kind != OpKind.LAUNCH:
             return launch  # a chunk that is one piece
         name = phases[launch].kernels
         rest = range(launch + 1, len(phases))
-        return next(at for at in rest if phases[at].kind == Kind.WAIT and phases[at].kernels == name)
+        return next(at for at in rest if phases[at].kind == OpKind.WAIT and phases[at].kernels == name)
     return next((at for at, phase in enumerate(phases) if _stands_for(phase, planned)), None)
 
 
 def _stands_for(phase: ChunkPhase, planned: PlannedPhase) -> bool:
     if phase.layer == ALL_LAYERS:
         return True
-    if phase.layer != planned.layer or (phase.kind == Kind.R) != (planned.kind == Kind.R):
+    if phase.layer != planned.layer or (phase.kind == OpKind.RECOMPUTE) != (planned.kind == OpKind.RECOMPUTE):
         return False
-    if planned.kind in COLLECTIVE or phase.kind in COLLECTIVE:
+    if planned.kind in COLLECTIVE_PHASES or phase.kind in COLLECTIVE_PHASES:
         return phase.kind == planned.kind and planned.name in phase.kernels
     own = planned.name, planned.name.split(".")[0]
     return not phase.kernels or any(name in phase.kernels for name in own)

@@ -16,8 +16,8 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from optimus.ir.op import Communicator, Kind
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import Communicator, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, Ranks
 from optimus.models.tensor_parallel import TpGroup
 
@@ -71,7 +71,7 @@ def replica_mesh(plan: Plan, module: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device, mesh_dim_names=("replicas",))
 
 
-def stage_edge(plan: Plan, rank: int, module: str, verb: Verb) -> tuple[str, int]:
+def stage_edge(plan: Plan, rank: int, module: str, kind: OpKind) -> tuple[str, int]:
     """The axis that carries a transfer of this rank, and the rank at its other end.
 
     For the seam seen from stage 0 the axis depends on the microbatch: see `seam_edge`.
@@ -79,22 +79,22 @@ def stage_edge(plan: Plan, rank: int, module: str, verb: Verb) -> tuple[str, int
     ranks, pp = plan.ranks, plan.modules[module].layout.pp
     device = ranks.class_of(rank)
     stage = ranks.stage_of(module, device)
-    ahead = verb in (Verb.SEND_F, Verb.RECV_B)  # the edge to the next stage, or from the previous one
+    ahead = kind in (OpKind.SEND_F, OpKind.RECV_B)  # the edge to the next stage, or from the previous one
     source = stage if ahead else (stage - 1) % pp
     other = ranks.next_stage(module, device, 1 if ahead else -1)
-    direction = "forward" if verb in (Verb.SEND_F, Verb.RECV_F) else "backward"
+    direction = "forward" if kind in (OpKind.SEND_F, OpKind.RECV_F) else "backward"
     return f"{module}.{direction}.{_colour(source, pp)}", ranks.member(other, rank)
 
 
-def seam_edge(plan: Plan, rank: int, module: str, verb: Verb, microbatch: int) -> tuple[str, int]:
+def seam_edge(plan: Plan, rank: int, module: str, kind: OpKind, microbatch: int) -> tuple[str, int]:
     """The axis that carries an encoder microbatch's rows, or their gradient, and the other end."""
     ranks = plan.ranks
     pipeline = plan.modules[module].pipelines[microbatch]
-    direction = "seam" if verb in (Verb.SEND_SEAM, Verb.RECV_SEAM) else "seam-back"
+    direction = "seam" if kind in (OpKind.SEND_SEAM, OpKind.RECV_SEAM) else "seam-back"
     ends = _seam_ends(ranks, module, pipeline, rank)
     assert rank in ends, f"rank {rank} is no end of pipeline {pipeline} of {module}"
     entry, last = ends
-    other = entry if verb in (Verb.SEND_SEAM, Verb.RECV_SEAM_B) else last
+    other = entry if kind in (OpKind.SEND_SEAM, OpKind.RECV_SEAM_B) else last
     return f"{module}.{direction}.{pipeline}", other
 
 
@@ -103,7 +103,11 @@ def seam_edge(plan: Plan, rank: int, module: str, verb: Verb, microbatch: int) -
 
 def _learns(plan: Plan, name: str) -> bool:
     """Whether gradients flow between the stages of a module, or back over its seam."""
-    return any(kind in chunk.templates for chunk in plan.modules[name].chunks for kind in (Kind.B, Kind.I))
+    return any(
+        kind in chunk.templates
+        for chunk in plan.modules[name].chunks
+        for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)
+    )
 
 
 def _replicas(ranks: Ranks, module: str) -> Callable[[int], Members]:

@@ -12,26 +12,63 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
-class Kind(IntEnum):
-    """What an op does. Unknown kinds in a file are refused."""
+class OpKind(IntEnum):
+    """Action of an op, of one of its phases, or of a line of a program.
 
-    F = 0  # forward
-    R = 1  # recomputed forward
-    B = 2  # backward, whole
-    I = 3  # noqa: E741  backward, gradient of the input only
-    W = 4  # backward, gradient of the weights only
-    LAUNCH = 5
+    Members have the names of `torch.distributed.pipelining` where it has one.
+    """
+
+    FORWARD = 0
+    RECOMPUTE = 1  # forward again, as a phase of a backward
+    BACKWARD = 2  # gradients of the input and of the weights
+    INPUT_GRAD = 3
+    WEIGHT_GRAD = 4
+    LAUNCH = 5  # of a tensor-, context- or expert-parallel collective
     WAIT = 6
-    SEND = 7
-    RECV = 8
-    GATHER = 9  # data-parallel all-gather of parameters
-    REDUCE = 10  # data-parallel reduce-scatter of gradients
-    FINISH = 11  # tied embeddings, clipping, optimizer
+    SEND_F = 7  # activations to the next virtual stage
+    RECV_F = 8
+    SEND_B = 9  # their gradient to the previous virtual stage
+    RECV_B = 10
+    SEND_SEAM = 11  # encoder outputs to LLM stage 0
+    RECV_SEAM = 12
+    SEND_SEAM_B = 13  # their gradient back
+    RECV_SEAM_B = 14
+    UNSHARD = 15  # data-parallel all-gather of parameters
+    REDUCE_GRAD = 16  # data-parallel reduce-scatter of gradients
+    OPTIMIZER = 17  # tied embeddings, clipping, update
+
+    @property
+    def short(self) -> str:
+        """Name inside an op such as `2F0`."""
+        return _LETTERS.get(self, self.name)
+
+    @property
+    def word(self) -> str:
+        """Name in plan files, profiles and traces."""
+        return _LETTERS.get(self) or _FILE_WORDS.get(self) or self.name.lower().replace("_", "-")
 
 
-COLLECTIVE = (Kind.LAUNCH, Kind.WAIT)  # of one that divided layers have
+_LETTERS = {
+    OpKind.FORWARD: "F",
+    OpKind.RECOMPUTE: "R",
+    OpKind.BACKWARD: "B",
+    OpKind.INPUT_GRAD: "I",
+    OpKind.WEIGHT_GRAD: "W",
+}
+_FILE_WORDS = {OpKind.UNSHARD: "gather", OpKind.REDUCE_GRAD: "reduce", OpKind.OPTIMIZER: "finish"}
+KIND_OF_WORD = {kind.word: kind for kind in OpKind}
+
+COMPUTE_OPS = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)  # these have phases
+COMPUTE_PHASES = (OpKind.FORWARD, OpKind.RECOMPUTE, *COMPUTE_OPS[1:])
+COLLECTIVE_PHASES = (OpKind.LAUNCH, OpKind.WAIT)
+SENDS = (OpKind.SEND_F, OpKind.SEND_B, OpKind.SEND_SEAM, OpKind.SEND_SEAM_B)
+RECVS = (OpKind.RECV_F, OpKind.RECV_B, OpKind.RECV_SEAM, OpKind.RECV_SEAM_B)
+SEAMS = (OpKind.SEND_SEAM, OpKind.RECV_SEAM, OpKind.SEND_SEAM_B, OpKind.RECV_SEAM_B)
+_IS_SEND = np.isin(range(len(OpKind)), SENDS)
+_IS_RECV = np.isin(range(len(OpKind)), RECVS)
 
 
 class Lane(IntEnum):
@@ -63,7 +100,7 @@ class Op:
     """One entry of a schedule, as a reader sees it."""
 
     id: int
-    kind: Kind
+    kind: OpKind
     module: str
     chunk: int
     segment: int
@@ -84,7 +121,7 @@ class Schedule:
     Each lane of a device plays its ops first-in, first-out in that order; an op
     starts when its lane is free and every op in its `deps` has finished.
     `duration_s` is unslowed: whoever replays the schedule applies slow-down.
-    A RECV occupies no lane: its one dependency is its SEND, and it ends with it.
+    A receive occupies no lane: its one dependency is its send, and it ends with it.
     """
 
     modules: tuple[str, ...]  # the last is "all": traffic and updates of several modules at once
@@ -113,13 +150,23 @@ class Schedule:
             return self.device_names[device]
         return "every GPU" if self.num_devices == 1 else f"stage {device}"
 
+    @property
+    def is_send(self) -> Bools:
+        """Mask of the ops that send."""
+        return _IS_SEND[self.kind]
+
+    @property
+    def is_recv(self) -> Bools:
+        """Mask of the ops that receive."""
+        return _IS_RECV[self.kind]
+
     def __len__(self) -> int:
         return len(self.kind)
 
     def __getitem__(self, index: int) -> Op:
         return Op(
             id=index,
-            kind=Kind(self.kind[index]),
+            kind=OpKind(self.kind[index]),
             module=self.modules[self.module[index]],
             chunk=int(self.chunk[index]),
             segment=int(self.segment[index]),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from optimus.ir.op import Communicator, Ints, Kind, Lane
+from optimus.ir.op import Communicator, Ints, Lane, OpKind
 from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
 
@@ -19,37 +18,7 @@ SCHEMA = f"optimus.plan/{FORMAT}"
 WHOLE_STAGE = -1  # `chunk` of a bucket that belongs to all chunks of its stage
 
 
-class Verb(IntEnum):
-    """What a line of a program does; the first four play one phase of an op."""
-
-    F = 0
-    B = 1
-    I = 2  # noqa: E741
-    W = 3
-    SEND_F = 4  # activations to the next virtual stage
-    RECV_F = 5
-    SEND_B = 6  # their gradient to the previous one
-    RECV_B = 7
-    SEND_SEAM = 8  # an encoder's rows to LLM stage 0
-    RECV_SEAM = 9
-    SEND_SEAM_B = 10  # their gradient back
-    RECV_SEAM_B = 11
-    GATHER = 12
-    REDUCE = 13
-    FINISH = 14
-
-    @property
-    def word(self) -> str:
-        """As it is written in a file."""
-        return self.name if self <= Verb.W else self.name.lower().replace("_", "-")
-
-
-OPS = {Verb.F: Kind.F, Verb.B: Kind.B, Verb.I: Kind.I, Verb.W: Kind.W}
-VERB_OF = {kind: verb for verb, kind in OPS.items()}
-SENDS = (Verb.SEND_F, Verb.SEND_B, Verb.SEND_SEAM, Verb.SEND_SEAM_B)
-RECVS = (Verb.RECV_F, Verb.RECV_B, Verb.RECV_SEAM, Verb.RECV_SEAM_B)
-SEAMS = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)
-ALL = "all"  # the module of FINISH
+ALL = "all"  # the module of OPTIMIZER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +29,7 @@ class Phase:
     """
 
     name: str
-    kind: Kind  # F, R, B, I or W for compute; LAUNCH, WAIT
+    kind: OpKind  # F, R, B, I or W for compute; LAUNCH, WAIT
     layer: int  # counted inside the chunk
     duration_s: float = 0.0  # of a launch: how long the collective takes
     bytes: int = 0
@@ -76,7 +45,7 @@ Template = tuple[Phase, ...]
 class PlannedChunk:
     """One virtual stage of a module: which template each kind of op follows, and what it holds and sends."""
 
-    templates: Mapping[Kind, str]  # F and B, or F, I and W; none for a kind that has nothing to do
+    templates: Mapping[OpKind, str]  # F and B, or F, I and W; none for a kind that has nothing to do
     layers: int
     kept_bytes: int = 0  # of a microbatch, from its F to its B (or W)
     made_again_bytes: int = 0  # of a microbatch, from its I to its W
@@ -120,26 +89,26 @@ class Program:
     """What one device class plays, in order, as columns."""
 
     module: Ints  # place in Plan.names; the last is ALL
-    verb: Ints
+    kind: Ints
     chunk: Ints
     microbatch: Ints  # of the LLM, or the encoder's own
     place: Ints  # phase of the op, or number of the bucket in its stage
 
     def __len__(self) -> int:
-        return len(self.verb)
+        return len(self.kind)
 
     @classmethod
     def of(cls, rows: Any) -> Program:
-        """From rows (module, verb, chunk, microbatch, place)."""
+        """From rows (module, kind, chunk, microbatch, place)."""
         columns = np.asarray(rows, np.int32).reshape(-1, 5).T
         return cls(
-            module=columns[0], verb=columns[1], chunk=columns[2], microbatch=columns[3], place=columns[4]
+            module=columns[0], kind=columns[1], chunk=columns[2], microbatch=columns[3], place=columns[4]
         )
 
     @property
     def rows(self) -> Ints:
         """Columns side by side, one row per line."""
-        found: Ints = np.stack([self.module, self.verb, self.chunk, self.microbatch, self.place], axis=1)
+        found: Ints = np.stack([self.module, self.kind, self.chunk, self.microbatch, self.place], axis=1)
         return found
 
 
@@ -209,7 +178,7 @@ class Plan:
     def encoders(self) -> dict[str, PlannedModule]:
         return {name: module for name, module in self.modules.items() if name != LLM}
 
-    def template_of(self, module: str, kind: Kind, stage: int, chunk: int) -> Template:
+    def template_of(self, module: str, kind: OpKind, stage: int, chunk: int) -> Template:
         """Phases of an op; none if there is nothing to do."""
         planned = self.modules[module]
         name = planned.chunks[chunk * planned.layout.pp + stage].templates.get(kind)

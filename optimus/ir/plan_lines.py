@@ -10,21 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.errors import UserError
-from optimus.ir.op import Ints
-from optimus.ir.plan import ALL, OPS, Plan, Program, Verb
+from optimus.ir.op import COMPUTE_OPS, Ints, OpKind
+from optimus.ir.plan import ALL, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.ir.typed_json import INT32, Json, known_names
 
 _LINE = re.compile(r"\S++ \S++ \S++ \S++")
 _LINES = re.compile(f"(?:{_LINE.pattern}\n)*+")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
-_EXAMPLE = "write module and verb, chunk, microbatch and place, such as llm.F 3 12 4"
+_EXAMPLE = "write module and kind, chunk, microbatch and place, such as llm.F 3 12 4"
 _HEADS, _NEITHER = 2**40, 2**50  # numbers of heads start above every number; above them is what is neither
 
 
 def program_lines(program: Program, names: Sequence[str]) -> list[str]:
     """Every line of a program as text: `llm.F 3 12 4`."""
-    heads = [f"{name}.{verb.word}" for name in names for verb in Verb]
+    heads = [f"{name}.{kind.word}" for name in names for kind in OpKind]
     words = map(heads.__getitem__, _heads_of(program).tolist())
     columns = [column.tolist() for column in (program.chunk, program.microbatch, program.place)]
     return list(map("%s %d %d %d".__mod__, zip(words, *columns, strict=True)))
@@ -37,18 +37,18 @@ def opening(plan: Plan, device: int) -> str:
 
 
 def _heads_of(program: Program) -> Ints:
-    """Module and verb of every line as one number."""
-    numbers: Ints = np.asarray(program.module, np.int64) * len(Verb) + program.verb
+    """Module and kind of every line as one number."""
+    numbers: Ints = np.asarray(program.module, np.int64) * len(OpKind) + program.kind
     return numbers
 
 
 def known_heads(names: Sequence[str]) -> dict[str, int]:
-    """Every module and verb that may open a line, and its number."""
+    """Every module and kind that may open a line, and its number."""
     return {
-        f"{name}.{verb.word}": module * len(Verb) + verb
+        f"{name}.{kind.word}": module * len(OpKind) + kind
         for module, name in enumerate(names)
-        for verb in Verb
-        if (name == ALL) == (verb == Verb.FINISH)
+        for kind in OpKind
+        if (name == ALL) == (kind == OpKind.OPTIMIZER)
     }
 
 
@@ -65,8 +65,8 @@ def read_program(given: Json, heads: dict[str, int]) -> Program:
     numbers = {word: _number(word, heads) for word in set(words)}
     cells = np.fromiter(map(numbers.__getitem__, words), np.int64, len(words)).reshape(-1, 4)
     _refuse_unknown(given, cells, heads)
-    module, verb = np.divmod(cells[:, 0] - _HEADS, len(Verb))
-    return Program.of(np.column_stack([module, verb, cells[:, 1:]]))
+    module, kind = np.divmod(cells[:, 0] - _HEADS, len(OpKind))
+    return Program.of(np.column_stack([module, kind, cells[:, 1:]]))
 
 
 def _number(word: str, heads: dict[str, int]) -> int:
@@ -88,7 +88,7 @@ def _refuse_unknown(given: Json, cells: NDArray[Any], heads: dict[str, int]) -> 
         module = head.rpartition(".")[0]
         alike = [known for known in heads if known.rpartition(".")[0] == module] or heads
         raise line_error(given, min(rows), "is of no known kind", known_names(head, alike))
-    raise line_error(given, min(rows), "has something else than whole numbers after its verb", _EXAMPLE)
+    raise line_error(given, min(rows), "has something else than whole numbers after its kind", _EXAMPLE)
 
 
 def line_error(given: Json, place: int, problem: str, hint: str) -> UserError:
@@ -104,7 +104,7 @@ def refuse_out_of_range(plan: Plan, given: Json) -> None:
     """Every line names a chunk, microbatch and place that there is."""
     per_stage = plan.ranks.num_classes // plan.ranks.llm.pp
     limits = {
-        column: np.repeat([_limit(plan, name, column) for name in plan.names], len(Verb))
+        column: np.repeat([_limit(plan, name, column) for name in plan.names], len(OpKind))
         for column in ("chunk", "microbatch")
     }
     for stage in range(plan.ranks.llm.pp):
@@ -141,11 +141,11 @@ def _limit(plan: Plan, name: str, column: str) -> int:
 def _places(plan: Plan, llm_stage: int) -> NDArray[np.int64]:
     """How many places there are for every head (by row) and chunk: phases, or buckets of the stage."""
     most = max(module.layout.chunks for module in plan.modules.values())
-    found = np.ones((len(plan.names), len(Verb), most), np.int64)
+    found = np.ones((len(plan.names), len(OpKind), most), np.int64)
     for number, (name, module) in enumerate(plan.modules.items()):
         stage = llm_stage % module.layout.pp
-        found[number, [Verb.GATHER, Verb.REDUCE]] = len(module.buckets[stage])
-        for verb, kind in OPS.items():
+        found[number, [OpKind.UNSHARD, OpKind.REDUCE_GRAD]] = len(module.buckets[stage])
+        for kind in COMPUTE_OPS:
             for chunk in range(module.layout.chunks):
-                found[number, verb, chunk] = len(plan.template_of(name, kind, stage, chunk))
+                found[number, kind, chunk] = len(plan.template_of(name, kind, stage, chunk))
     return found.reshape(-1, most)

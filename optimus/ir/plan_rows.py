@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optimus.ir.op import Communicator, Kind, Lane
-from optimus.ir.plan import OPS, WHOLE_STAGE, Bucket, ClassMemory, Phase, PlannedChunk, Template
+from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, COMPUTE_PHASES, Communicator, Lane, OpKind
+from optimus.ir.plan import WHOLE_STAGE, Bucket, ClassMemory, Phase, PlannedChunk, Template
 from optimus.ir.typed_json import INT32, Json
 
 Row = list[Any]
 MAX_LAYERS = 100_000
 
-KINDS = {
-    kind.name if kind <= Kind.W else kind.name.lower(): kind
-    for kind in (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.LAUNCH, Kind.WAIT)
-}
+KINDS = {kind.word: kind for kind in (*COMPUTE_PHASES, *COLLECTIVE_PHASES)}
 LANES = {lane.name.lower(): lane for lane in Lane}
 COMMUNICATORS = {communicator.name.lower(): communicator for communicator in Communicator}
-OP_KINDS = {kind.name: kind for kind in OPS.values()}
+OP_KINDS = {kind.word: kind for kind in COMPUTE_OPS}
 
 PHASE = ["name", "kind", "layer", "duration_s", "bytes", "lane", "communicator", "after"]
 CHUNK = ["templates", "layers", "kept_bytes", "made_again_bytes", "output_bytes", "send_s"]
@@ -81,11 +78,11 @@ def _read_phase(given: Json, place: int) -> Phase:
         communicator=row["communicator"].one_of(COMMUNICATORS, "communicator"),
         after=after,
     )
-    if phase.kind != Kind.LAUNCH and phase.lane != Lane.COMPUTE:
+    if phase.kind != OpKind.LAUNCH and phase.lane != Lane.COMPUTE:
         raise row["lane"].error("is not the lane of compute and waits", "use compute")
-    if phase.kind == Kind.LAUNCH and phase.lane not in (Lane.TP, Lane.DP):
+    if phase.kind == OpKind.LAUNCH and phase.lane not in (Lane.TP, Lane.DP):
         raise row["lane"].error("is not a lane of collectives", "use tp or dp")
-    if phase.kind == Kind.LAUNCH and phase.communicator == Communicator.NONE:
+    if phase.kind == OpKind.LAUNCH and phase.communicator == Communicator.NONE:
         raise row["communicator"].error("cannot carry a collective", "use tp, cp, ep or dp")
     return phase
 
@@ -95,7 +92,7 @@ def _read_phase(given: Json, place: int) -> Phase:
 
 def chunk_row(chunk: PlannedChunk) -> Row:
     """What one virtual stage follows, holds and sends."""
-    templates = {kind.name: chunk.templates[kind] for kind in OPS.values() if kind in chunk.templates}
+    templates = {kind.word: chunk.templates[kind] for kind in COMPUTE_OPS if kind in chunk.templates}
     sizes = (chunk.layers, chunk.kept_bytes, chunk.made_again_bytes, chunk.output_bytes)
     return [templates, *map(int, sizes), float(chunk.send_s)]
 
@@ -108,7 +105,7 @@ def read_chunk(given: Json, templates: Mapping[str, Template]) -> PlannedChunk:
     for word, name in row["templates"].entries().items():
         kind = Json(word, word, row["templates"]).one_of(OP_KINDS, "kind of op")
         found[kind] = name.one_of(names, "template")
-    if Kind.B in found and (Kind.I in found or Kind.W in found):
+    if OpKind.BACKWARD in found and (OpKind.INPUT_GRAD in found or OpKind.WEIGHT_GRAD in found):
         problem, hint = "has B together with its halves I and W", "use B, or I and W"
         raise row["templates"].error(problem, hint)
     return PlannedChunk(

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.models.collectives import AsyncCollective
 from optimus.models.phase_order import LayerPhases, PhaseAction, Recompute
 from optimus.models.segment import Gradients, SavedTensors, Segment, State, WeightGradStore
@@ -27,7 +27,7 @@ from optimus.models.tensor_parallel import TpCollective
 class ChunkPhase:
     """One part of an op, ready to run. `kernels` are those of the plan's phases that it stands for."""
 
-    kind: Kind  # F, R, B, I or W for compute; LAUNCH, WAIT
+    kind: OpKind  # F, R, B, I or W for compute; LAUNCH, WAIT
     layer: int  # counted inside the chunk, as the plan counts; ANY for a chunk that is one piece
     kernels: tuple[str, ...]  # none: all of the layer
     run: Callable[[], None]
@@ -47,7 +47,7 @@ class Chunk(Protocol):
     def trainable_parameters(self, first_layer: int, end_layer: int) -> list[Tensor]:
         """Parameters of these layers that get gradients."""
 
-    def phases(self, kind: Kind, microbatch: int) -> Sequence[ChunkPhase]:
+    def phases(self, kind: OpKind, microbatch: int) -> Sequence[ChunkPhase]:
         """What an op (F, B, I or W) consists of; asked once for every microbatch, before the first step."""
 
     def begin_forward(
@@ -131,7 +131,7 @@ class SegmentedChunk:
 
     # ------------------------------------------------------------------------ what an op consists of
 
-    def phases(self, kind: Kind, microbatch: int) -> list[ChunkPhase]:
+    def phases(self, kind: OpKind, microbatch: int) -> list[ChunkPhase]:
         actions: dict[PhaseAction, Callable[[int, int], None]] = {
             "forward": self._forward,
             "recompute": self._recompute,
@@ -152,10 +152,10 @@ class SegmentedChunk:
                 layer=ALL_LAYERS if self.opaque else self._layer_of[step.place],
                 kernels=step.kernels,
                 run=partial(actions[step.action], microbatch, step.place),
-                waits_for_tp=step.kind == Kind.WAIT
-                or (kind == Kind.F and self._segments[step.place].waits_for_tp),
+                waits_for_tp=step.kind == OpKind.WAIT
+                or (kind == OpKind.FORWARD and self._segments[step.place].waits_for_tp),
             )
-            for layer in (self._ordered if kind == Kind.F else reversed(self._ordered))
+            for layer in (self._ordered if kind == OpKind.FORWARD else reversed(self._ordered))
             for step in layer.steps(kind)
         ]
         return found or [ChunkPhase(kind=kind, layer=ALL_LAYERS, kernels=(), run=_pass)]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import AllGather, TpCollective
 
@@ -28,7 +28,7 @@ class PhaseSpec:
     """What a chunk does with the segment at a place; `kernels` are those of the plan that it stands for."""
 
     action: PhaseAction
-    kind: Kind
+    kind: OpKind
     place: int
     kernels: tuple[str, ...]
 
@@ -46,16 +46,18 @@ class LayerPhases:
         spared = 2 if segments and segments[-1].saves_nothing else 0
         self._spared = first + len(segments) - spared
 
-    def steps(self, kind: Kind) -> Iterator[PhaseSpec]:
+    def steps(self, kind: OpKind) -> Iterator[PhaseSpec]:
         """Of an op of this kind."""
-        if kind == Kind.F:
+        if kind == OpKind.FORWARD:
             yield from self._run(self._at, "forward", kind)
-        elif kind == Kind.W:
+        elif kind == OpKind.WEIGHT_GRAD:
             yield from self._weight_grads_phases()
         else:
             if self._recompute == "cheap" and any(segment.has_recomputable for segment in self._at.values()):
-                yield PhaseSpec(action="recompute_freed", kind=Kind.R, place=min(self._at), kernels=CHEAP)
-            yield from self._run(filter(self.is_recomputed, self._at), "recompute", Kind.R)
+                yield PhaseSpec(
+                    action="recompute_freed", kind=OpKind.RECOMPUTE, place=min(self._at), kernels=CHEAP
+                )
+            yield from self._run(filter(self.is_recomputed, self._at), "recompute", OpKind.RECOMPUTE)
             yield from self._backward(kind)
 
     def is_recomputed(self, place: int) -> bool:
@@ -67,7 +69,7 @@ class LayerPhases:
         """Whether what an exchange brings is given up behind the product that it serves."""
         return self._again(place) is not None and (self._regathers or not self._at[place + 1].trainable)
 
-    def _run(self, places: Iterable[int], action: PhaseAction, kind: Kind) -> Iterator[PhaseSpec]:
+    def _run(self, places: Iterable[int], action: PhaseAction, kind: OpKind) -> Iterator[PhaseSpec]:
         for place in places:
             segment = self._at[place]
             if isinstance(segment, TpCollective):
@@ -75,7 +77,7 @@ class LayerPhases:
             else:
                 yield PhaseSpec(action=action, kind=kind, place=place, kernels=segment.kernels)
 
-    def _backward(self, kind: Kind) -> Iterator[PhaseSpec]:
+    def _backward(self, kind: OpKind) -> Iterator[PhaseSpec]:
         """From the last segment to the first; a gather goes with the product that it serves."""
         for place, segment in reversed(self._at.items()):
             if isinstance(segment, AllGather):
@@ -83,19 +85,19 @@ class LayerPhases:
             if isinstance(self._at.get(place - 1), AllGather):
                 yield from self._column(kind, place)
             elif not isinstance(segment, TpCollective):
-                action: PhaseAction = "backward" if kind == Kind.B else "input_grad"
+                action: PhaseAction = "backward" if kind == OpKind.BACKWARD else "input_grad"
                 yield PhaseSpec(action=action, kind=kind, place=place, kernels=segment.kernels)
-            elif not (segment.in_wgrad and kind == Kind.I):
+            elif not (segment.in_wgrad and kind == OpKind.INPUT_GRAD):
                 yield from _flight(place, "launch_backward", "wait_backward", segment.backward_name)
 
-    def _column(self, kind: Kind, place: int) -> Iterator[PhaseSpec]:
+    def _column(self, kind: OpKind, place: int) -> Iterator[PhaseSpec]:
         """A product whose columns are divided, and what travels around it."""
         inputs, weights = (self._half(place, action) for action in ("input_grad", "weight_grad"))
         launch, wait = _flight(
             place - 1, "launch_backward", "wait_backward", self._collective(place - 1).backward_name
         )
         again = self._again(place - 1)
-        if kind == Kind.I:
+        if kind == OpKind.INPUT_GRAD:
             yield from (inputs, launch, wait)
         elif again is None or not self._regathers:
             yield from (inputs, launch, wait, weights)
@@ -116,11 +118,15 @@ class LayerPhases:
                 continue
             if coming is not None and coming[0].place == place - 1:
                 yield coming[1]
-            yield PhaseSpec(action="weight_grad", kind=Kind.W, place=place, kernels=segment.kernels)
+            yield PhaseSpec(
+                action="weight_grad", kind=OpKind.WEIGHT_GRAD, place=place, kernels=segment.kernels
+            )
 
     def _half(self, place: int, action: Literal["input_grad", "weight_grad"]) -> PhaseSpec:
         """One of the two gradients of a segment, where they are made apart."""
-        kind, suffix = (Kind.I, "dgrad") if action == "input_grad" else (Kind.W, "wgrad")
+        kind, suffix = (
+            (OpKind.INPUT_GRAD, "dgrad") if action == "input_grad" else (OpKind.WEIGHT_GRAD, "wgrad")
+        )
         kernels = tuple(f"{kernel}.{suffix}" for kernel in self._at[place].kernels)
         return PhaseSpec(action=action, kind=kind, place=place, kernels=kernels)
 
@@ -144,6 +150,6 @@ class LayerPhases:
 
 def _flight(place: int, launch: PhaseAction, wait: PhaseAction, name: str) -> tuple[PhaseSpec, PhaseSpec]:
     return (
-        PhaseSpec(action=launch, kind=Kind.LAUNCH, place=place, kernels=(name,)),
-        PhaseSpec(action=wait, kind=Kind.WAIT, place=place, kernels=(name,)),
+        PhaseSpec(action=launch, kind=OpKind.LAUNCH, place=place, kernels=(name,)),
+        PhaseSpec(action=wait, kind=OpKind.WAIT, place=place, kernels=(name,)),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.pipeline import InlinePipeline
 from optimus.planner.systems.replicated_encoder import SpreadEncoder, encoder_choices, spread_over_all
@@ -90,17 +90,29 @@ def _llm_work_s(floor: InlinePipeline) -> float:
 
 def _compute_s(layers: Sequence[PricedLayer]) -> float:
     """Forward and backward kernels of one microbatch."""
-    kernels = (kernel for layer in layers for kind in (Kind.F, Kind.B) for kernel in layer.kernels[kind])
+    kernels = (
+        kernel
+        for layer in layers
+        for kind in (OpKind.FORWARD, OpKind.BACKWARD)
+        for kernel in layer.kernels[kind]
+    )
     return sum(kernel.duration_s for kernel in kernels if kernel.lane == Lane.COMPUTE)
 
 
 def _llm_path_s(floor: InlinePipeline) -> float:
     """One microbatch through all stages and back; weight gradients may wait."""
     chunks = [floor.context.chunks.make([layer]).seconds for layer in floor.layers]
-    return sum(seconds[Kind.F] + min(seconds[Kind.I], seconds[Kind.B]) for seconds in chunks)
+    return sum(
+        seconds[OpKind.FORWARD] + min(seconds[OpKind.INPUT_GRAD], seconds[OpKind.BACKWARD])
+        for seconds in chunks
+    )
 
 
 def _path_s(spread: SpreadEncoder) -> float:
     """One piece forward, and the shorter of its backwards."""
     seconds = spread.context.chunks.make(spread.layers).seconds
-    return seconds[Kind.F] + min(seconds[Kind.I], seconds[Kind.B]) if spread.pieces else 0.0
+    return (
+        seconds[OpKind.FORWARD] + min(seconds[OpKind.INPUT_GRAD], seconds[OpKind.BACKWARD])
+        if spread.pieces
+        else 0.0
+    )

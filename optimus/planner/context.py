@@ -12,7 +12,7 @@ from optimus.cost.kernel import Kernel
 from optimus.cost.memory import Memory
 from optimus.cost.module import PricedLayer, price_encoder, price_llm
 from optimus.cost.prices import Prices
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Template
 from optimus.job.job import Job
 from optimus.job.layout import Layout
@@ -81,7 +81,7 @@ class PlanningContext:
     def phases(
         self,
         layers: Sequence[PricedLayer],
-        kind: Kind,
+        kind: OpKind,
         *,
         first: tuple[Kernel, ...] = (),
         last: tuple[Kernel, ...] = (),
@@ -236,4 +236,4 @@ class PlanningContext:
         """Forward and backward of one microbatch, times the GPUs of a TP group."""
         seconds = self.chunks.make(layers).seconds
         layout = layers[0].layout
-        return (seconds[Kind.F] + seconds[Kind.B]) * layout.tp * layout.cp
+        return (seconds[OpKind.FORWARD] + seconds[OpKind.BACKWARD]) * layout.tp * layout.cp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
@@ -38,7 +38,7 @@ def llm_pipeline(
     policy = ((LLM, recompute),)
     layers = context.layers((context.job.model.llm,), sequences, policy)
     sums = context.sums(layers)
-    weights = sums.layer_seconds(Kind.F) + sums.layer_seconds(Kind.B)
+    weights = sums.layer_seconds(OpKind.FORWARD) + sums.layer_seconds(OpKind.BACKWARD)
     return InlinePipeline(
         context=context,
         layers=layers,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.measured import Profile
 from optimus.cost.prices import Prices
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import Made, PlanningContext
@@ -137,7 +137,9 @@ def _quick_s(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> fl
 
 def _work_s(pipeline: InlinePipeline) -> float:
     """Forwards and backwards of all its modules on the mean GPU."""
-    seconds = sum(float(pipeline.sums.layer_seconds(kind).sum()) for kind in (Kind.F, Kind.B))
+    seconds = sum(
+        float(pipeline.sums.layer_seconds(kind).sum()) for kind in (OpKind.FORWARD, OpKind.BACKWARD)
+    )
     return seconds * pipeline.microbatches / pipeline.layout.pp
 
 

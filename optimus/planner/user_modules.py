@@ -10,7 +10,7 @@ from optimus import __version__
 from optimus.errors import UserError, one_of
 from optimus.ir.binding import bind
 from optimus.ir.module_times import EncoderBlocks, Seconds
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Bucket, Claims, Phase, Plan, PlannedChunk, PlannedModule, Template
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
@@ -138,16 +138,16 @@ def _chunk(
 ) -> PlannedChunk:
     """One phase per block and kind; with `split`, backwards are I and W."""
     back = [(at, part) for at, part in reversed(list(enumerate(parts))) if part.backward_s > 0]
-    phases = {Kind.F: [(at, part.forward_s) for at, part in enumerate(parts)]}
+    phases = {OpKind.FORWARD: [(at, part.forward_s) for at, part in enumerate(parts)]}
     if split:
-        phases[Kind.I] = [(at, part.backward_s - part.weight_s) for at, part in back]
-        phases[Kind.W] = [(at, part.weight_s) for at, part in back]
+        phases[OpKind.INPUT_GRAD] = [(at, part.backward_s - part.weight_s) for at, part in back]
+        phases[OpKind.WEIGHT_GRAD] = [(at, part.weight_s) for at, part in back]
     else:
-        phases[Kind.B] = [(at, part.backward_s) for at, part in back]
+        phases[OpKind.BACKWARD] = [(at, part.backward_s) for at, part in back]
     found = {}
     for kind, timed in phases.items():
         if timed:
-            found[kind] = f"{name}.{kind.name}"
+            found[kind] = f"{name}.{kind.word}"
             templates[found[kind]] = tuple(
                 Phase(
                     name="block",

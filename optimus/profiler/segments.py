@@ -19,7 +19,7 @@ from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint, rep
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
 from optimus.models.build import build_layers, layer_count, segment_name, tensor_parallel_layer
@@ -147,11 +147,15 @@ def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
     ShardedBucket(trainable_parameters(built), None).reset()  # accumulates in float32, as in training
     names = _names(load, layer, built)
     parts = built if tp == 1 else tensor_parallel_layer(built)
-    ways = ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)) if tp == 1 else ((Kind.F, Kind.I, Kind.W),)
-    times: dict[tuple[str, Kind], list[float]] = {}
+    ways = (
+        ((OpKind.FORWARD, OpKind.BACKWARD), (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD))
+        if tp == 1
+        else ((OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD),)
+    )
+    times: dict[tuple[str, OpKind], list[float]] = {}
     for repetition in range(WARM_UP + REPETITIONS):
         for kinds in ways:
-            timed: dict[tuple[str, Kind], float] = {}
+            timed: dict[tuple[str, OpKind], float] = {}
             for kind, phase, seconds in _play(SegmentedChunk([parts]), kinds, load, first=layer == 0):
                 key = names[_base(phase)], kind
                 timed[key] = timed.get(key, 0.0) + seconds
@@ -162,7 +166,9 @@ def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
     return [
         _row(load, sort, name, kernels[name], kind, seconds)
         for (name, kind), seconds in times.items()
-        if not (sort == "embedding" and kind == Kind.I)  # a first layer has no input that wants a gradient
+        if not (
+            sort == "embedding" and kind == OpKind.INPUT_GRAD
+        )  # a first layer has no input that wants a gradient
     ]
 
 
@@ -190,25 +196,25 @@ def _trained(module: Encoder | Llm) -> Encoder | Llm:
 
 
 def _play(
-    chunk: SegmentedChunk, kinds: tuple[Kind, ...], load: _Load, *, first: bool
-) -> Iterator[tuple[Kind, ChunkPhase, float]]:
+    chunk: SegmentedChunk, kinds: tuple[OpKind, ...], load: _Load, *, first: bool
+) -> Iterator[tuple[OpKind, ChunkPhase, float]]:
     """One microbatch through one layer: kind of the op, what computes, seconds."""
     rows = load.tokens // load.tp_group.size
     state = load.inputs if first else (torch.randn(rows, load.module.stack.hidden, dtype=load.dtype),)
     chunk.begin_forward(0, state, (not first,) * len(state), load.context)
     for kind in kinds:
-        if kind in (Kind.B, Kind.I):
+        if kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD):
             chunk.begin_backward(0, tuple(torch.ones_like(tensor) for tensor in chunk.output(0)))
         for phase in chunk.phases(kind, 0):
             begin = time.thread_time()
             phase.run()
             seconds = time.thread_time() - begin
-            if phase.kind not in (Kind.LAUNCH, Kind.WAIT):
+            if phase.kind not in (OpKind.LAUNCH, OpKind.WAIT):
                 yield kind, phase, seconds
 
 
 def _row(
-    load: _Load, sort: Layers, name: str, kernels: tuple[str, ...], kind: Kind, seconds: list[float]
+    load: _Load, sort: Layers, name: str, kernels: tuple[str, ...], kind: OpKind, seconds: list[float]
 ) -> SegmentTime:
     p25, middle, p75 = quantiles(seconds, n=4)
     return SegmentTime(

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
 from optimus.schedule.bubbles import CAUSES, Idle, find_idle
 from optimus.schedule.simulate import Timeline
 
@@ -27,18 +27,18 @@ class Fill:
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; within a module dark is late.
 ENCODER = {
-    Kind.F: Fill("encoder forward", "#e69f00"),
-    Kind.R: Fill("encoder recompute", "#f7d68a"),
-    Kind.B: Fill("encoder backward", "#c2500a"),
-    Kind.I: Fill("encoder backward", "#c2500a"),
-    Kind.W: Fill("encoder weight gradient", "#7a2f04"),
+    OpKind.FORWARD: Fill("encoder forward", "#e69f00"),
+    OpKind.RECOMPUTE: Fill("encoder recompute", "#f7d68a"),
+    OpKind.BACKWARD: Fill("encoder backward", "#c2500a"),
+    OpKind.INPUT_GRAD: Fill("encoder backward", "#c2500a"),
+    OpKind.WEIGHT_GRAD: Fill("encoder weight gradient", "#7a2f04"),
 }
 LLM = {
-    Kind.F: Fill("LLM forward", "#56b4e9"),
-    Kind.R: Fill("LLM recompute", "#b5dcf5"),
-    Kind.B: Fill("LLM backward", "#0072b2"),
-    Kind.I: Fill("LLM backward", "#0072b2"),
-    Kind.W: Fill("LLM weight gradient", "#00395c"),
+    OpKind.FORWARD: Fill("LLM forward", "#56b4e9"),
+    OpKind.RECOMPUTE: Fill("LLM recompute", "#b5dcf5"),
+    OpKind.BACKWARD: Fill("LLM backward", "#0072b2"),
+    OpKind.INPUT_GRAD: Fill("LLM backward", "#0072b2"),
+    OpKind.WEIGHT_GRAD: Fill("LLM weight gradient", "#00395c"),
 }
 OPTIMIZER = Fill("optimizer", "#4d4d4d")
 IDLE_TP = Fill("idle: waits for TP", "#e8bcd4")
@@ -47,8 +47,8 @@ IDLE_PP = Fill("idle: waits for the pipeline", "#e3e3e3")
 # From the bottom of a box to its top.
 STACK = tuple(dict.fromkeys([*ENCODER.values(), *LLM.values(), OPTIMIZER, IDLE_TP, IDLE_DP, IDLE_PP]))
 TRAFFIC = {
-    Kind.GATHER: Fill("DP all-gather", "#00b383"),
-    Kind.REDUCE: Fill("DP reduce-scatter", "#00543d"),
+    OpKind.UNSHARD: Fill("DP all-gather", "#00b383"),
+    OpKind.REDUCE_GRAD: Fill("DP reduce-scatter", "#00543d"),
 }
 IDLE_FILLS = np.array(
     [STACK.index({"dp": IDLE_DP, "tp": IDLE_TP, "pp": IDLE_PP}[cause.partition("_")[0]]) for cause in CAUSES]
@@ -72,7 +72,7 @@ class Row:
 
     label: str
     intervals: Intervals
-    traffic: dict[Kind, list[tuple[float, float]]]
+    traffic: dict[OpKind, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -130,21 +130,23 @@ def _fills(system: Played, ops: Ints) -> Ints:
     """Places in STACK of what ops do."""
     schedule = system.schedule
     by_module = [LLM if name == "llm" else ENCODER for name in schedule.modules]
-    table = [[STACK.index(fills.get(kind, OPTIMIZER)) for kind in Kind] for fills in by_module]
+    table = [[STACK.index(fills.get(kind, OPTIMIZER)) for kind in OpKind] for fills in by_module]
     return np.array(table, np.int64)[schedule.module[ops], schedule.kind[ops]]
 
 
 def _owners(system: Played, ops: Ints) -> Ints:
     """A number that changes wherever another op begins: F, backward or W of a chunk and microbatch."""
     schedule = system.schedule
-    part = np.array([{Kind.F: 0, Kind.W: 2, Kind.FINISH: 3}.get(kind, 1) for kind in Kind])
+    part = np.array(
+        [{OpKind.FORWARD: 0, OpKind.WEIGHT_GRAD: 2, OpKind.OPTIMIZER: 3}.get(kind, 1) for kind in OpKind]
+    )
     columns = part[schedule.kind], schedule.module, schedule.chunk, schedule.microbatch
     keys = np.stack([column[ops] for column in columns])
     changes = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
     return np.concatenate([[0], np.cumsum(changes)])[: len(ops)]
 
 
-def _traffic(system: Played, device: int, kind: Kind) -> list[tuple[float, float]]:
+def _traffic(system: Played, device: int, kind: OpKind) -> list[tuple[float, float]]:
     """When a device gathers parameters or reduces gradients, in order."""
     schedule, timeline = system.schedule, system.timeline
     ops = np.flatnonzero((schedule.device == device) & (schedule.kind == kind))

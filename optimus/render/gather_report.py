@@ -12,7 +12,7 @@ from optimus import __version__
 from optimus.cost.measured import ANALYTIC
 from optimus.cost.memory import NOT_MODELLED
 from optimus.errors import UserError
-from optimus.ir.op import Floats, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.ir.plan import Plan
 from optimus.ir.planfile import plan_digest
 from optimus.ir.ranks import LLM
@@ -141,7 +141,7 @@ def _parts(schedule: Schedule, timeline: Timeline, weights: Floats | None = None
     """Seconds of the mean GPU: compute by module, and idle time by cause."""
     compute = np.flatnonzero(schedule.lane == Lane.COMPUTE)
     is_llm = np.array([name == LLM for name in schedule.modules])[schedule.module[compute]]
-    part = np.where(schedule.kind[compute] == Kind.FINISH, 2, np.where(is_llm, 0, 1))
+    part = np.where(schedule.kind[compute] == OpKind.OPTIMIZER, 2, np.where(is_llm, 0, 1))
     place = schedule.device[compute].astype(np.int64) * 3 + part
     spent = (timeline.finish_s - timeline.start_s)[compute]
     by_device = np.bincount(place, weights=spent, minlength=3 * schedule.num_devices).reshape(-1, 3)

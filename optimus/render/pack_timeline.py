@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
 from optimus.render.boxes import ENCODER, LLM, OPTIMIZER, TRAFFIC
 from optimus.render.colours import CAUSE_FILLS, FILLS
 from optimus.render.report_data import Scene
@@ -98,7 +98,7 @@ def _items(scene: Scene) -> Items:
     lane_of: Ints = np.full(len(Lane), -1, np.int64)
     lane_of[list(LANES)] = np.arange(len(LANES))
     shown = (row_of[schedule.device] >= 0) & (lane_of[schedule.lane] >= 0)
-    ops = np.flatnonzero(shown & (schedule.kind != Kind.RECV) & (schedule.kind != Kind.WAIT))
+    ops = np.flatnonzero(shown & ~schedule.is_recv & (schedule.kind != OpKind.WAIT))
     number, names = _names(schedule, ops)
     idle = find_idle(schedule, timeline)
     gaps = np.flatnonzero(row_of[idle.device] >= 0)
@@ -128,7 +128,7 @@ def _ticks(times_s: Floats) -> Ints:
 
 
 def _microbatches(schedule: Schedule, ops: Ints) -> Ints:
-    of_none = np.isin(schedule.kind[ops], (Kind.GATHER, Kind.REDUCE, Kind.FINISH))
+    of_none = np.isin(schedule.kind[ops], (OpKind.UNSHARD, OpKind.REDUCE_GRAD, OpKind.OPTIMIZER))
     return np.where(of_none, -1, schedule.microbatch[ops]).astype(np.int64)
 
 
@@ -144,19 +144,19 @@ def _names(schedule: Schedule, ops: Ints) -> tuple[Ints, list[tuple[str, int]]]:
 
 
 def _name(schedule: Schedule, module: int, kind: int, chunk: int, label: int, lane: int) -> tuple[str, int]:
-    if kind == Kind.FINISH:
+    if kind == OpKind.OPTIMIZER:
         return "optimizer", _FILL[OPTIMIZER.label]
     whose = schedule.modules[module]
     what = schedule.labels[label] if label >= 0 else ""
     if kind in TRAFFIC:
-        return f"{whose} {TRAFFIC[Kind(kind)].label}, chunk {chunk}", _FILL[TRAFFIC[Kind(kind)].label]
+        return f"{whose} {TRAFFIC[OpKind(kind)].label}, chunk {chunk}", _FILL[TRAFFIC[OpKind(kind)].label]
     if lane == Lane.P2P:
         return f"{whose} send, chunk {chunk}", _FILL["messages between stages"]
     if lane != Lane.COMPUTE:
         return f"{whose} collective, {what}, chunk {chunk}", _FILL["TP traffic"]
     fills = LLM if whose == "llm" else ENCODER
-    fill = fills.get(Kind(kind), OPTIMIZER)
-    return f"{whose} {Kind(kind).name} {what}, chunk {chunk}", _FILL[fill.label]
+    fill = fills.get(OpKind(kind), OPTIMIZER)
+    return f"{whose} {OpKind(kind).word} {what}, chunk {chunk}", _FILL[fill.label]
 
 
 def _joined(items: Items) -> Items:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.ir.ranks import LLM
 from optimus.render.colours import FILLS
 from optimus.render.markup import key, note, section
@@ -46,7 +46,7 @@ def _encoder_s(scene: Scene) -> float:
     """Encoder compute of the mean device, as replayed."""
     schedule, timeline = scene.schedule, scene.timeline
     other = np.array([name != LLM for name in schedule.modules])[schedule.module]
-    mine = other & (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.FINISH)
+    mine = other & (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.OPTIMIZER)
     return float((timeline.finish_s - timeline.start_s)[mine].sum()) / schedule.num_devices
 
 
@@ -141,7 +141,10 @@ def slot_window(scene: Scene) -> list[float] | None:
         here = schedule.device == device
         traffic = np.flatnonzero(here & (schedule.lane == Lane.TP) & (schedule.module == llm))
         work = np.flatnonzero(
-            here & (schedule.lane == Lane.COMPUTE) & (schedule.module != llm) & (schedule.kind != Kind.FINISH)
+            here
+            & (schedule.lane == Lane.COMPUTE)
+            & (schedule.module != llm)
+            & (schedule.kind != OpKind.OPTIMIZER)
         )
         work = work[timeline.finish_s[work] > timeline.start_s[work]]
         if not len(traffic) or not len(work):

@@ -19,14 +19,15 @@ from typing import Any, TextIO
 import numpy as np
 
 from optimus.errors import UserError
-from optimus.ir.op import Communicator, Kind, Lane, Op, Schedule
+from optimus.ir.op import SENDS, Communicator, Lane, Op, OpKind, Schedule
 from optimus.schedule.simulate import Timeline
 
 STREAM = {Lane.COMPUTE: 7, Lane.TP: 20, Lane.DP: 24, Lane.P2P: 28, Lane.HOST: 32}
 PIDS_PER_SYSTEM = 1000
 
 # The functions of NCCL's kernels. Which collective a layer's is, a schedule does not say.
-NCCL = {Kind.GATHER: "AllGather", Kind.REDUCE: "ReduceScatter", Kind.SEND: "SendRecv"}
+NCCL = {OpKind.UNSHARD: "AllGather", OpKind.REDUCE_GRAD: "ReduceScatter"}
+NCCL |= dict.fromkeys(SENDS, "SendRecv")
 ANY_COLLECTIVE = "Collective"
 
 # Names of chrome://tracing; as in the pictures, encoders are orange and the LLM is blue.
@@ -139,7 +140,7 @@ def _events(process: _Process) -> Iterator[Event]:
     """
     schedule, timeline = process.schedule, process.timeline
     begin, end = (np.rint(1e9 * times).astype(np.int64) for times in (timeline.start_s, timeline.finish_s))
-    here = (schedule.device == process.device) & (schedule.kind != Kind.RECV)
+    here = (schedule.device == process.device) & ~schedule.is_recv
     shown = np.flatnonzero(here & (end > begin))
     shown = shown[np.argsort(begin[shown], kind="stable")]
     for place, begin_ns, end_ns in zip(
@@ -165,7 +166,7 @@ def _event(pid: int, op: Op, begin_ns: int, end_ns: int) -> Event:
             **args,
             "op": op.id,
             "module": op.module,
-            "kind": op.kind.name,
+            "kind": op.kind.word,
             "chunk": op.chunk,
             "microbatch": op.microbatch,
             "segment": op.segment,
@@ -176,11 +177,11 @@ def _event(pid: int, op: Op, begin_ns: int, end_ns: int) -> Event:
 
 def _name(op: Op) -> str:
     """`vision F layer 3 qkv chunk 0 mb 12`; traffic begins with the name of an NCCL kernel."""
-    if op.kind == Kind.FINISH:
+    if op.kind == OpKind.OPTIMIZER:
         return "optimizer"
     whose = "" if op.module == "all" else f"{op.module} "
     what = op.label or f"segment {op.segment}"
-    name = f"{whose}{op.kind.name} {what} chunk {op.chunk} mb {op.microbatch}"
+    name = f"{whose}{op.kind.word} {what} chunk {op.chunk} mb {op.microbatch}"
     if op.lane in (Lane.COMPUTE, Lane.HOST):
         return name
     # NCCL plays an all-to-all as sends and receives.
@@ -201,4 +202,4 @@ def _colour(op: Op) -> str:
     if op.module == "all":
         return OTHER_COLOUR
     colours = LLM_COLOURS if op.module == "llm" else ENCODER_COLOURS
-    return colours[op.kind not in (Kind.F, Kind.R)]
+    return colours[op.kind not in (OpKind.FORWARD, OpKind.RECOMPUTE)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optimus.cost.prices import Prices
-from optimus.ir.op import Ints, Kind, Lane, Schedule
+from optimus.ir.op import Ints, Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.schedule.build import Builder, Template, single
 from optimus.schedule.chunk_templates import Chunk, Chunks
@@ -43,7 +43,7 @@ class PipelineBlocks:
     `first` and `last` are one op per stage.
     """
 
-    ops: dict[tuple[Kind, int, int], int]  # of stage 0: (kind, chunk, microbatch)
+    ops: dict[tuple[OpKind, int, int], int]  # of stage 0: (kind, chunk, microbatch)
     first: list[int]
     last: list[int]
     reduces: list[int]
@@ -102,7 +102,7 @@ def _add_stage(
     for index, op in _first_of_each_chunk(order):
         waits = traffic.needed_by(op.chunk)
         builder.wait([blocks[index]] * len(waits), waits)
-    forward, backward = kind == Kind.F, (kind == Kind.B) | (kind == Kind.I)
+    forward, backward = kind == OpKind.FORWARD, (kind == OpKind.BACKWARD) | (kind == OpKind.INPUT_GRAD)
     for direction, here, step in ((FORWARD, forward, 1), (BACKWARD, backward, -1)):
         produced[direction, virtual[here], microbatch[here]] = blocks[here]
         follows = here & (virtual - step >= 0) & (virtual - step < len(plan.chunks))
@@ -137,7 +137,7 @@ class _Templates:
     def __init__(self, builder: Builder, plan: PipelinePlan, chunks: Chunks, kernels: bool) -> None:
         self._plan, self._chunks, self._kernels = plan, chunks, kernels
         count = len(plan.chunks)
-        self.ops: Ints = np.full((len(Kind), count), -1, np.int64)
+        self.ops: Ints = np.full((len(OpKind), count), -1, np.int64)
         for kind in {op.kind for op in plan.order[0]}:
             self.ops[kind] = [builder.register(self._op(chunk, kind)) for chunk in plan.chunks]
         outputs = [builder.register(self._send(chunk, FORWARD)) for chunk in plan.chunks]
@@ -145,12 +145,13 @@ class _Templates:
         # Backward, a virtual stage sends the gradient of what the one before it had sent.
         self.sends: Ints = np.array([outputs, gradients[-1:] + gradients[:-1]], np.int64)
 
-    def _op(self, chunk: Chunk, kind: Kind) -> Template:
+    def _op(self, chunk: Chunk, kind: OpKind) -> Template:
         if self._kernels:
             return self._chunks.template(chunk, kind)
         return single(kind, Lane.COMPUTE, chunk.seconds[kind])
 
     def _send(self, chunk: Chunk, direction: int) -> Template:
         prices, size = self._plan.prices, chunk.output_bytes
+        kind = OpKind.SEND_F if direction == FORWARD else OpKind.SEND_B
         seconds = prices.send_s(size, across_nodes=prices.stages_cross_nodes(self._plan.layout))
-        return single(Kind.SEND, Lane.P2P, seconds, segment=direction, size_bytes=size)
+        return single(kind, Lane.P2P, seconds, segment=direction, size_bytes=size)

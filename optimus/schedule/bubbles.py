@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
 from optimus.schedule.simulate import Timeline
 
 Bools = NDArray[np.bool_]
@@ -61,7 +61,7 @@ class Idle:
 def find_idle(schedule: Schedule, timeline: Timeline) -> Idle:
     """Every idle interval and its cause; what a collective waited for, the op behind it waited for too."""
     collective = _last_wait(schedule, timeline, _is_layer_collective(schedule))
-    gather = _last_wait(schedule, timeline, schedule.kind == Kind.GATHER)
+    gather = _last_wait(schedule, timeline, schedule.kind == OpKind.UNSHARD)
     begin, end = np.append(timeline.start_s, 0.0), np.append(timeline.finish_s, 0.0)  # [-1]: no wait
     gathered = np.maximum(end[gather], end[np.append(gather, -1)[collective]])
     waits = _Waits(gathered_s=gathered, begin_s=begin[collective], end_s=end[collective])
@@ -102,7 +102,7 @@ class _Waits:
 
 
 def _is_layer_collective(schedule: Schedule) -> Bools:
-    moves_parameters = (schedule.kind == Kind.GATHER) | (schedule.kind == Kind.REDUCE)
+    moves_parameters = (schedule.kind == OpKind.UNSHARD) | (schedule.kind == OpKind.REDUCE_GRAD)
     found: Bools = ((schedule.lane == Lane.TP) | (schedule.lane == Lane.DP)) & ~moves_parameters
     return found
 
@@ -124,11 +124,11 @@ def _idle_of(
     """Begin, end, cause and op of a device's idle intervals: up to four before every op, two at the end."""
     here = schedule.device == device
     ops = np.flatnonzero(here & (schedule.lane == Lane.COMPUTE))
-    finishes = schedule.kind[ops] == Kind.FINISH
+    finishes = schedule.kind[ops] == OpKind.OPTIMIZER
     begin, end = timeline.start_s[ops], timeline.finish_s[ops]
     left = np.concatenate([[0.0], end[:-1]])[: len(ops)]
     last_work_s = float(end[~finishes].max(initial=0.0))
-    reduces = here & (schedule.kind == Kind.REDUCE)
+    reduces = here & (schedule.kind == OpKind.REDUCE_GRAD)
     reduced_s = float(timeline.finish_s[reduces].max(initial=last_work_s))
     # Before an op: parameters (or, for the optimizer, gradients), the pipeline, a collective, the pipeline.
     first = np.clip(np.where(finishes, reduced_s, waits.gathered_s[ops]), left, begin)

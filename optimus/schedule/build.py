@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.ir.op import Communicator, Ints, Kind, Lane, Schedule
+from optimus.ir.op import Communicator, Ints, Lane, OpKind, Schedule
 
 ROW = np.dtype(
     [
@@ -43,7 +43,9 @@ class Template:
         return len(self.rows)
 
 
-def single(kind: Kind, lane: Lane, duration_s: float, *, segment: int = 0, size_bytes: float = 0) -> Template:
+def single(
+    kind: OpKind, lane: Lane, duration_s: float, *, segment: int = 0, size_bytes: float = 0
+) -> Template:
     """A template of one row that belongs to no single module."""
     communicator = COMMUNICATOR_OF.get(lane, Communicator.NONE)
     rows = np.array([(duration_s, round(size_bytes), segment, kind, NO_MODULE, lane, communicator)], ROW)

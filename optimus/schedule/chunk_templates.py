@@ -9,11 +9,11 @@ import numpy as np
 
 from optimus.cost.kernel import Kernel
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.schedule.build import ROW, Builder, Template, single
 from optimus.schedule.simulate import evaluate
 
-KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+KINDS = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,7 +21,7 @@ class Chunk:
     """What one virtual stage runs and holds."""
 
     layers: tuple[PricedLayer, ...]
-    seconds: dict[Kind, float]  # of a whole op, played alone
+    seconds: dict[OpKind, float]  # of a whole op, played alone
 
     @property
     def output_bytes(self) -> float:
@@ -39,17 +39,17 @@ class Chunks:
     def __init__(self, modules: Sequence[str], slowdown: float) -> None:
         self.modules = tuple(modules)
         self._slowdown = slowdown
-        self._layer_seconds: dict[tuple[int, Kind], float] = {}
-        self._templates: dict[tuple[tuple[int, ...], Kind], Template] = {}
+        self._layer_seconds: dict[tuple[int, OpKind], float] = {}
+        self._templates: dict[tuple[tuple[int, ...], OpKind], Template] = {}
         self._alive: list[object] = []  # keeps layers alive, so that their ids stay theirs
 
     def make(self, layers: Sequence[PricedLayer]) -> Chunk:
         seconds = {kind: sum(self._seconds_of(layer, kind) for layer in layers) for kind in KINDS}
         return Chunk(layers=tuple(layers), seconds=seconds)
 
-    def template(self, chunk: Chunk, kind: Kind) -> Template:
+    def template(self, chunk: Chunk, kind: OpKind) -> Template:
         """The rows of one op: layers in order forward, reversed backward."""
-        layers = chunk.layers if kind == Kind.F else chunk.layers[::-1]
+        layers = chunk.layers if kind == OpKind.FORWARD else chunk.layers[::-1]
         key = tuple(id(layer.kernels[kind]) for layer in layers), kind
         if key not in self._templates:
             lists = [(layer.kernels[kind], self.modules.index(layer.module)) for layer in layers]
@@ -57,7 +57,7 @@ class Chunks:
             self._alive.append(layers)
         return self._templates[key]
 
-    def _seconds_of(self, layer: PricedLayer, kind: Kind) -> float:
+    def _seconds_of(self, layer: PricedLayer, kind: OpKind) -> float:
         """Makespan of a layer's kernels played alone; a chunk's op is its layers one after another."""
         key = id(layer.kernels[kind]), kind
         if key not in self._layer_seconds:
@@ -69,7 +69,7 @@ class Chunks:
         return self._layer_seconds[key]
 
 
-def concatenate(lists: Sequence[tuple[Sequence[Kernel], int]], kind: Kind) -> Template:
+def concatenate(lists: Sequence[tuple[Sequence[Kernel], int]], kind: OpKind) -> Template:
     """Kernel lists (with the module each belongs to) one after another as one template."""
     kernels: list[Kernel] = []
     owners: list[int] = []

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from optimus.ir.op import Communicator, Floats, Ints, Kind, Lane, Schedule
-from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Program, Verb
+from optimus.ir.op import RECVS, Communicator, Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Program
 from optimus.schedule.build import group_by_first
 from optimus.schedule.messages import find_transfers
 from optimus.schedule.program_table import BACKWARDS, Header, Lines
 
 Edges = tuple[Ints, Ints]  # lines, and the line that each of them waits for
-TRAFFIC = (Verb.GATHER, Verb.REDUCE)
+TRAFFIC = (OpKind.UNSHARD, OpKind.REDUCE_GRAD)
 
 
 def couple(
@@ -61,7 +61,7 @@ class _Graph:
         self._lines, self._header = lines, lines.header
         here, phase, header = lines.phases, lines.phase[lines.phases], lines.header
         count = len(lines)
-        self.kind: Ints = np.full(count, Kind.FINISH, np.int8)
+        self.kind: Ints = lines.kind.astype(np.int8)
         self.lane: Ints = np.full(count, Lane.COMPUTE, np.int8)
         self.communicator: Ints = np.full(count, Communicator.NONE, np.int8)
         self.bytes: Ints = np.zeros(count, np.int64)
@@ -79,22 +79,21 @@ class _Graph:
         lines, transfers = self._lines, find_transfers(self._lines)
         self._transfers = transfers
         by_key: Ints = np.full(len(lines.ops.number), -1, np.int64)
-        moves = np.flatnonzero((lines.verb >= Verb.SEND_F) & (lines.verb <= Verb.RECV_SEAM_B))
+        moves = np.flatnonzero((lines.kind >= OpKind.SEND_F) & (lines.kind <= OpKind.RECV_SEAM_B))
         by_key[lines.op_key_of(moves, lines.device[moves])] = moves
-        at, verb = transfers.sender, transfers.verb
-        self._sent = by_key[self._key(at, verb, transfers.sender_chunk)]
-        self._received = by_key[self._key(transfers.receiver, verb + 1, transfers.receiver_chunk)]
-        for rows, kind in ((self._sent, Kind.SEND), (self._received, Kind.RECV)):
+        at, kind = transfers.sender, transfers.kind
+        self._sent = by_key[self._key(at, kind, transfers.sender_chunk)]
+        self._received = by_key[self._key(transfers.receiver, kind + 1, transfers.receiver_chunk)]
+        for rows in (self._sent, self._received):
             there = rows >= 0  # receives are placed last
-            self.kind[rows[there]], self.lane[rows[there]] = kind, Lane.P2P
-            self.communicator[rows[there]] = Communicator.PP
+            self.lane[rows[there]], self.communicator[rows[there]] = Lane.P2P, Communicator.PP
             self.bytes[rows[there]] = transfers.bytes[there]
             self.duration_s[rows[there]] = transfers.duration_s[there]
         assert (self._sent >= 0).all(), "a message is never sent"
 
-    def _key(self, device: Ints, verb: Ints, chunk: Ints) -> Ints:
+    def _key(self, device: Ints, kind: Ints, chunk: Ints) -> Ints:
         transfers = self._transfers
-        return self._lines.op_key(device, transfers.module, verb, chunk, transfers.microbatch)
+        return self._lines.op_key(device, transfers.module, kind, chunk, transfers.microbatch)
 
     def _buckets(self) -> Iterator[tuple[int, int, int, Bucket]]:
         """Module, stage, number, bucket."""
@@ -105,7 +104,7 @@ class _Graph:
 
     def _fill_traffic(self) -> None:
         lines, header = self._lines, self._header
-        moves = np.flatnonzero((lines.verb == Verb.GATHER) | (lines.verb == Verb.REDUCE))
+        moves = np.flatnonzero((lines.kind == OpKind.UNSHARD) | (lines.kind == OpKind.REDUCE_GRAD))
         most = 1 + int(lines.place[moves].max(initial=0))
         shape = len(header.names), int(header.pp.max()), most, len(TRAFFIC)
         seconds, size, lane = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
@@ -115,11 +114,10 @@ class _Graph:
                 size[module, stage, number] = bucket.gather_bytes, bucket.reduce_bytes
                 lane[module, stage, number] = bucket.lane
         at = lines.module[moves], header.stage[lines.module[moves], lines.device[moves]], lines.place[moves]
-        which = (lines.verb[moves] == Verb.REDUCE).astype(np.int64)
-        self.kind[moves] = np.array([Kind.GATHER, Kind.REDUCE])[which]
+        which = (lines.kind[moves] == OpKind.REDUCE_GRAD).astype(np.int64)
         self.lane[moves], self.communicator[moves] = lane[at], Communicator.DP
         self.duration_s[moves], self.bytes[moves] = seconds[(*at, which)], size[(*at, which)]
-        finish = np.flatnonzero(lines.verb == Verb.FINISH)
+        finish = np.flatnonzero(lines.kind == OpKind.OPTIMIZER)
         if len(finish) and header.plan.finish_s:
             stage = header.stage[header.llm, lines.device[finish]]
             self.duration_s[finish] = np.array(header.plan.finish_s)[stage]
@@ -138,9 +136,9 @@ class _Graph:
     def posted(self, *, ordered: bool) -> Edges:
         """Communication behind the compute before it: a stream of a GPU takes both in order."""
         lines, count = self._lines, len(self._lines)
-        of_llm = (lines.module == self._header.llm) & (lines.verb <= Verb.W)
+        of_llm = (lines.module == self._header.llm) & (lines.kind <= OpKind.WEIGHT_GRAD)
         compute = (self.lane == Lane.COMPUTE) & (ordered | of_llm)
-        talks = (self.lane != Lane.COMPUTE) & (self.kind != Kind.RECV) & (ordered | of_llm)
+        talks = (self.lane != Lane.COMPUTE) & ~np.isin(self.kind, RECVS) & (ordered | of_llm)
         before = np.maximum.accumulate(np.where(compute, np.arange(count), -1))
         rows = np.flatnonzero(talks & (before >= 0))
         rows = rows[lines.device[before[rows]] == lines.device[rows]]
@@ -148,7 +146,7 @@ class _Graph:
 
     def _inside_ops(self) -> Iterator[Edges]:
         header, ops = self._header, self._lines.ops
-        template = header.template[ops.module, ops.verb, ops.virtual]
+        template = header.template[ops.module, ops.kind, ops.virtual]
         for number in np.unique(template):
             starts = ops.first[template == number]
             rows = ops.rows[starts[:, None, None] + header.edges[number][None, :, :]].reshape(-1, 2)
@@ -162,7 +160,7 @@ class _Graph:
     def _enter(self, ops: Ints, sources: Ints) -> Iterator[Edges]:
         """Every entry of each op waits for the source at the same place."""
         header, all_ops = self._header, self._lines.ops
-        template = header.template[all_ops.module[ops], all_ops.verb[ops], all_ops.virtual[ops]]
+        template = header.template[all_ops.module[ops], all_ops.kind[ops], all_ops.virtual[ops]]
         for number in np.unique(template):
             mine = template == number
             entries = header.entries[number]
@@ -174,57 +172,57 @@ class _Graph:
         lines, header, ops = self._lines, self._header, self._lines.ops
         transfers = self._transfers
         # What arrives in messages.
-        took = {Verb.SEND_F: (Verb.F,), Verb.SEND_B: BACKWARDS, Verb.SEND_SEAM_B: BACKWARDS}
-        for sent, verbs in took.items():
-            some = np.flatnonzero(transfers.verb == sent)
-            for verb in verbs:
+        took = {OpKind.SEND_F: (OpKind.FORWARD,), OpKind.SEND_B: BACKWARDS, OpKind.SEND_SEAM_B: BACKWARDS}
+        for sent, kinds in took.items():
+            some = np.flatnonzero(transfers.kind == sent)
+            for kind in kinds:
                 key = lines.op_key(
                     transfers.receiver[some],
                     transfers.module[some],
-                    np.full(len(some), verb),
+                    np.full(len(some), kind),
                     transfers.receiver_chunk[some],
                     transfers.microbatch[some],
                 )
                 op = ops.number[key]
                 yield op[op >= 0], self._sent[some[op >= 0]]
-        some = np.flatnonzero(transfers.verb == Verb.SEND_SEAM)
+        some = np.flatnonzero(transfers.kind == OpKind.SEND_SEAM)
         zeros = np.zeros(len(some), np.int64)
         fed = transfers.microbatch[some] // header.pieces[transfers.module[some]]
-        key = lines.op_key(transfers.receiver[some], zeros + header.llm, zeros + Verb.F, zeros, fed)
+        key = lines.op_key(transfers.receiver[some], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
         yield ops.number[key], self._sent[some]
         # What is made on the same class.
         yield from self._local_inputs()
 
     def _local_inputs(self) -> Iterator[Edges]:
         lines, header, ops = self._lines, self._header, self._lines.ops
-        backward = (ops.verb == Verb.B) | (ops.verb == Verb.I)
-        for needs, verb in ((backward, Verb.F), (ops.verb == Verb.W, Verb.I)):
+        backward = (ops.kind == OpKind.BACKWARD) | (ops.kind == OpKind.INPUT_GRAD)
+        for needs, kind in ((backward, OpKind.FORWARD), (ops.kind == OpKind.WEIGHT_GRAD, OpKind.INPUT_GRAD)):
             some = np.flatnonzero(needs)
-            yield some, lines.end_of(*self._same(some, verb))
+            yield some, lines.end_of(*self._same(some, kind))
         alone = header.pp[ops.module] == 1
-        some = np.flatnonzero(alone & (ops.verb == Verb.F) & (ops.virtual > 0))
-        yield some, lines.end_of(*self._same(some, Verb.F, chunk=-1))
+        some = np.flatnonzero(alone & (ops.kind == OpKind.FORWARD) & (ops.virtual > 0))
+        yield some, lines.end_of(*self._same(some, OpKind.FORWARD, chunk=-1))
         some = np.flatnonzero(alone & backward & (ops.virtual < header.virtual_stages[ops.module] - 1))
-        device, module, _, chunk, microbatch = self._same(some, Verb.B, chunk=1)
+        device, module, _, chunk, microbatch = self._same(some, OpKind.BACKWARD, chunk=1)
         yield some, lines.backward_end(device, module, chunk, microbatch)
         # The seam, where both sides are on one class.
         local = (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
         local &= header.entry[ops.device] == ops.device
-        some = np.flatnonzero(local & (ops.verb == Verb.F))
+        some = np.flatnonzero(local & (ops.kind == OpKind.FORWARD))
         zeros, fed = np.zeros(len(some), np.int64), ops.microbatch[some] // header.pieces[ops.module[some]]
-        key = lines.op_key(ops.device[some], zeros + header.llm, zeros + Verb.F, zeros, fed)
+        key = lines.op_key(ops.device[some], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
         yield ops.number[key], ops.last[some]
         some = np.flatnonzero(local & backward)
         zeros, fed = np.zeros(len(some), np.int64), ops.microbatch[some] // header.pieces[ops.module[some]]
         yield some, lines.backward_end(ops.device[some], zeros + header.llm, zeros, fed)
 
-    def _same(self, ops: Ints, verb: Verb, chunk: int = 0) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    def _same(self, ops: Ints, kind: OpKind, chunk: int = 0) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Another op of the same module, microbatch and class."""
         all_ops = self._lines.ops
         return (
             all_ops.device[ops],
             all_ops.module[ops],
-            np.full(len(ops), verb),
+            np.full(len(ops), kind),
             all_ops.chunk[ops] + chunk,
             all_ops.microbatch[ops],
         )
@@ -234,8 +232,8 @@ class _Graph:
         lines, header = self._lines, self._header
         rows = self._traffic_rows()
         phase = lines.phase[lines.phases]
-        opens = lines.phases[(lines.verb[lines.phases] == Verb.F) & header.opens_layer[phase]]
-        made = lines.phases[lines.verb[lines.phases] != Verb.F]
+        opens = lines.phases[(lines.kind[lines.phases] == OpKind.FORWARD) & header.opens_layer[phase]]
+        made = lines.phases[lines.kind[lines.phases] != OpKind.FORWARD]
         for whole in (False, True):
             gates = self._bucket_of(opens, whole=whole, gating=True)
             gather = rows[lines.device[opens], lines.module[opens], gates, 0]
@@ -244,9 +242,9 @@ class _Graph:
             reduce = rows[lines.device[made], lines.module[made], numbers, 1]
             yield self._last_of_each_lane(reduce[reduce >= 0], made[reduce >= 0])
         finish = np.full(header.devices, -1, np.int64)
-        ends = np.flatnonzero(lines.verb == Verb.FINISH)
+        ends = np.flatnonzero(lines.kind == OpKind.OPTIMIZER)
         finish[lines.device[ends]] = ends
-        reduces = np.flatnonzero(lines.verb == Verb.REDUCE)
+        reduces = np.flatnonzero(lines.kind == OpKind.REDUCE_GRAD)
         reduces = reduces[finish[lines.device[reduces]] >= 0]
         yield finish[lines.device[reduces]], reduces
 
@@ -263,8 +261,8 @@ class _Graph:
         lines, header = self._lines, self._header
         most = 1 + max((number for _, _, number, _ in self._buckets()), default=0)
         rows = np.full((header.devices, len(header.names), most + 1, len(TRAFFIC)), -1, np.int64)
-        for which, verb in enumerate(TRAFFIC):
-            some = np.flatnonzero(lines.verb == verb)
+        for which, kind in enumerate(TRAFFIC):
+            some = np.flatnonzero(lines.kind == kind)
             rows[lines.device[some], lines.module[some], lines.place[some], which] = some
         return rows
 
@@ -291,7 +289,7 @@ class _Graph:
         lines, header = self._lines, self._header
         found = np.full(len(lines), -1, np.int64)
         comm = (self.communicator >= Communicator.TP) & (self.communicator <= Communicator.DP)
-        some = np.flatnonzero(comm & (self.kind != Kind.WAIT))
+        some = np.flatnonzero(comm & (self.kind != OpKind.WAIT))
         at = lines.module[some], self.communicator[some].astype(np.int64), lines.device[some]
         several = header.group_size[at] > 1
         some, group = some[several], header.group[at][several]
@@ -299,5 +297,5 @@ class _Graph:
         key = lines.op_key_of(some, group)
         _, number = np.unique(key * most + lines.place[some], return_inverse=True)
         found[some] = number
-        found[lines.verb == Verb.FINISH] = 1 + int(found.max(initial=-1))
+        found[lines.kind == OpKind.OPTIMIZER] = 1 + int(found.max(initial=-1))
         return found

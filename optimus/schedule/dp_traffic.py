@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.module import PricedLayer
 from optimus.cost.prices import Prices
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.job.model import FP32_BYTES, Precision
 from optimus.schedule.build import Builder, Template, single
 
@@ -72,7 +72,7 @@ def parameter_traffic(
 
 def update(chunks: Iterable[ParameterTraffic]) -> Template:
     """The optimizer's pass over a rank's shard."""
-    return single(Kind.FINISH, Lane.COMPUTE, sum(chunk.update_s for chunk in chunks))
+    return single(OpKind.OPTIMIZER, Lane.COMPUTE, sum(chunk.update_s for chunk in chunks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +116,10 @@ class StageTraffic:
     def gather(self) -> None:
         """What runs before the stage's first op."""
         if self._exposure.mode != "chunks":
-            self._exposed = self._builder.add(self._exposed_op(Kind.GATHER), device=self._device)
+            self._exposed = self._builder.add(self._exposed_op(OpKind.UNSHARD), device=self._device)
         if self._exposure.mode != "all":
             for chunk in range(len(self._exposure.chunks)):
-                op = self._hidden_op(Kind.GATHER, chunk)
+                op = self._hidden_op(OpKind.UNSHARD, chunk)
                 self._gathers[chunk] = self._builder.add(op, device=self._device, chunk=chunk)
 
     def needed_by(self, chunk: int) -> list[int]:
@@ -132,7 +132,7 @@ class StageTraffic:
     def chunk_done(self, chunk: int, last: int) -> None:
         """The chunk's last backward was `last`: reduce its gradients under what follows."""
         if self._exposure.mode != "all":
-            op = self._hidden_op(Kind.REDUCE, chunk)
+            op = self._hidden_op(OpKind.REDUCE_GRAD, chunk)
             self.reduces.append(
                 self._builder.add(op, device=self._device, chunk=chunk, after=[last], right_after=last)
             )
@@ -140,16 +140,16 @@ class StageTraffic:
     def stage_done(self, last: int) -> None:
         """All compute of the stage is done: what the assumptions leave exposed."""
         if self._exposure.mode != "chunks":
-            op = self._exposed_op(Kind.REDUCE)
+            op = self._exposed_op(OpKind.REDUCE_GRAD)
             self.reduces.append(self._builder.add(op, device=self._device, after=[last]))
 
-    def _exposed_op(self, kind: Kind) -> Template:
-        name = kind.name.lower()
+    def _exposed_op(self, kind: OpKind) -> Template:
+        name = kind.word
         size = 0.0 if self._exposed_lane == Lane.HOST else self._exposure.exposed(f"{name}_bytes")
         seconds = self._exposure.exposed(f"{name}_s")
         return single(kind, self._exposed_lane, seconds, segment=EXPOSED, size_bytes=size)
 
-    def _hidden_op(self, kind: Kind, chunk: int) -> Template:
-        name = kind.name.lower()
+    def _hidden_op(self, kind: OpKind, chunk: int) -> Template:
+        name = kind.word
         seconds, size = (self._exposure.hidden(f"{name}_{unit}", chunk) for unit in ("s", "bytes"))
         return single(kind, Lane.DP, seconds, segment=HIDDEN, size_bytes=size)

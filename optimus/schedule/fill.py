@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
-from optimus.ir.plan import VERB_OF, Plan, Program, Verb
+from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.schedule.build import group_by_first
 from optimus.schedule.llm_timeline import LlmTimeline
@@ -26,7 +26,9 @@ from optimus.schedule.simulate import Timeline, evaluate, list_schedule
 from optimus.schedule.tighten import in_turn, tighten
 
 PATIENCE = 1e-5  # of the LLM's own step: an op that is late by no more is waited for
-URGENCY = {Verb.F: 0, Verb.B: 1, Verb.I: 1, Verb.W: 2}
+URGENCY = np.zeros(len(OpKind), np.int64)  # of an encoder's ops: smaller is sooner
+URGENCY[[OpKind.BACKWARD, OpKind.INPUT_GRAD]] = 1
+URGENCY[OpKind.WEIGHT_GRAD] = 2
 TIGHTENED_LINES, MOST_ROUNDS = 100_000, 300  # the budget of looking ahead: lines of all rounds, and rounds
 MANY = float(1 << 40)  # more than there are microbatches, or lines of a program
 
@@ -62,7 +64,7 @@ class Fill:
         self.schedule = _in_order(made.schedule, made.lines, header.launch_s, held_back)
         self._lines = made.lines
         llm = header.names.index(LLM)
-        self._phases = self._lines.verb <= Verb.W
+        self._phases = self._lines.kind <= OpKind.WEIGHT_GRAD
         self._of_llm = self._phases & (self._lines.module == llm)
         self._encoders = np.flatnonzero(self._lines.module < llm)
         self._rank = self._ranks(windows or {})
@@ -112,7 +114,7 @@ class Fill:
         then the one for which its reduce waits.
         """
         lines = self._lines
-        same = np.where(self._of_llm, -1, lines.place), np.where(self._of_llm, self.schedule.lane, lines.verb)
+        same = np.where(self._of_llm, -1, lines.place), np.where(self._of_llm, self.schedule.lane, lines.kind)
         rows = np.flatnonzero(self._phases)
         columns = [column[rows] for column in (*same, lines.module, lines.device)]
         order = np.lexsort((rows, np.where(self._of_llm, 0, lines.microbatch)[rows], *columns))
@@ -129,14 +131,14 @@ class Fill:
         """
         lines, pieces = self._lines, self._lines.header.pieces
         rank = np.full(len(lines), -1.0)
-        rank[self.schedule.kind == Kind.SEND] = 0.0
+        rank[self.schedule.is_send] = 0.0
         free = np.flatnonzero(self._phases & ~self._of_llm)
-        urgency = np.array([URGENCY[Verb(verb)] for verb in range(len(URGENCY))])[lines.verb[free]]
+        urgency = URGENCY[lines.kind[free]]
         rank[free] = urgency * MANY + lines.microbatch[free] / pieces[lines.module[free]]
         for name, window in windows.items():
             number, module = lines.header.names.index(name), self.header.modules[name]
             ahead = window * (1 + max(module.pipelines))  # microbatches of all pipelines
-            mine = free[(lines.module[free] == number) & (lines.verb[free] != Verb.F)]
+            mine = free[(lines.module[free] == number) & (lines.kind[free] != OpKind.FORWARD)]
             held = mine[lines.microbatch[mine] + ahead < len(module.pipelines)]
             rank[held] = (lines.microbatch[held] + ahead - 0.5) / pieces[number]
         return rank
@@ -159,10 +161,10 @@ class Fill:
         """
         when, kind, device = turn.astype(np.float64), self.schedule.kind, self._lines.device
         llm = np.flatnonzero(self._of_llm)
-        glued = (kind[llm] == Kind.LAUNCH) & (self._lines.place[llm] > 0)
+        glued = (kind[llm] == OpKind.LAUNCH) & (self._lines.place[llm] > 0)
         behind = np.maximum.accumulate(np.where(glued, 0, np.arange(len(llm))))  # launch behind launch, too
         launches, senders = llm[glued], llm[behind[glued]]
-        others = np.setdiff1d(np.flatnonzero(self._phases & (kind == Kind.LAUNCH)), launches)
+        others = np.setdiff1d(np.flatnonzero(self._phases & (kind == OpKind.LAUNCH)), launches)
         works = np.flatnonzero(self._phases & (self.schedule.lane == Lane.COMPUTE))
         for each in range(self._lines.header.devices):
             some, mine = others[device[others] == each], works[device[works] == each]
@@ -198,8 +200,8 @@ def _window_edges(lines: Lines, windows: Mapping[str, int]) -> Ints:
         mine = ops.module == lines.header.names.index(name)
         for device in np.unique(ops.device[mine]) if most > window else ():
             here = np.flatnonzero(mine & (ops.device == device))  # in the order of their microbatches
-            forwards = here[ops.verb[here] == Verb.F]
-            backwards = here[np.isin(ops.verb[here], (Verb.B, Verb.W))]
+            forwards = here[ops.kind[here] == OpKind.FORWARD]
+            backwards = here[np.isin(ops.kind[here], (OpKind.BACKWARD, OpKind.WEIGHT_GRAD))]
             if len(backwards) == len(forwards) > window:
                 waits = ops.rows[ops.first[forwards[window:]]]
                 found.append(np.stack([waits, ops.last[backwards[:-window]]], axis=1))
@@ -217,12 +219,14 @@ def _in_order(schedule: Schedule, lines: Lines, launch_s: float, held_back: Ints
     same = np.ones(len(ops.rows), np.bool_)
     same[ops.first] = False
     late = same[1:] & (lines.module[before] != lines.header.llm)
-    late &= (schedule.kind[before] != Kind.LAUNCH) | (lines.verb[before] == Verb.W)
+    late &= (schedule.kind[before] != OpKind.LAUNCH) | (lines.kind[before] == OpKind.WEIGHT_GRAD)
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     known = np.stack([np.append(waits, after[late]), np.append(schedule.deps, before[late])], axis=1)
     edges = np.concatenate([known, held_back, _on_one_lane(schedule, lines)])
     dep_offset, deps = group_by_first(edges, len(schedule))
-    computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.WAIT) & (schedule.kind != Kind.FINISH)
+    computes = (
+        (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.WAIT) & (schedule.kind != OpKind.OPTIMIZER)
+    )
     duration_s = np.where(computes, np.maximum(schedule.duration_s, launch_s), schedule.duration_s)
     return replace(schedule, dep_offset=dep_offset, deps=deps, duration_s=duration_s)
 
@@ -243,25 +247,25 @@ def _traffic_order(header: Plan, base: LlmTimeline) -> dict[Traffic, float]:
     """Encoders' gathers first, layer by layer; then the LLM's traffic; then encoders' reduces, backwards."""
     llm = header.names.index(LLM)
     found: dict[Traffic, float] = {
-        (llm, verb, stage, place): line for (verb, stage, place), line in base.traffic_order().items()
+        (llm, kind, stage, place): line for (kind, stage, place), line in base.traffic_order().items()
     }
     for module, (_, planned) in enumerate(header.encoders.items()):
         for stage, buckets in enumerate(planned.buckets):
             for place in range(len(buckets)):
-                found[module, Verb.GATHER, stage, place] = place - len(buckets)
-                found[module, Verb.REDUCE, stage, place] = MANY - place
+                found[module, OpKind.UNSHARD, stage, place] = place - len(buckets)
+                found[module, OpKind.REDUCE_GRAD, stage, place] = MANY - place
     return found
 
 
 def coarse_orders(header: Plan, base: LlmTimeline) -> Iterator[Program]:
     """Of every class: all forwards of encoders, the LLM, all backwards of encoders."""
     for device in range(header.ranks.num_classes):
-        forwards = list(_ops(header, device, (Kind.F,)))
-        backwards = list(_ops(header, device, (Kind.B, Kind.I, Kind.W)))
+        forwards = list(_ops(header, device, (OpKind.FORWARD,)))
+        backwards = list(_ops(header, device, (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)))
         yield Program.of(np.concatenate([*forwards, base.llm_rows(header, device), *backwards]))
 
 
-def _ops(header: Plan, device: int, kinds: tuple[Kind, ...]) -> Iterator[Ints]:
+def _ops(header: Plan, device: int, kinds: tuple[OpKind, ...]) -> Iterator[Ints]:
     """Phases of all ops of these kinds that encoders have on a class, microbatch by microbatch."""
     ranks = header.ranks
     for number, (name, module) in enumerate(header.encoders.items()):
@@ -271,7 +275,7 @@ def _ops(header: Plan, device: int, kinds: tuple[Kind, ...]) -> Iterator[Ints]:
         sizes = [len(header.template_of(name, kind, stage, 0)) for kind in made]
         one = np.array(
             [
-                (number, VERB_OF[kind], 0, 0, place)
+                (number, kind, 0, 0, place)
                 for kind, size in zip(made, sizes, strict=True)
                 for place in range(size)
             ],
@@ -280,6 +284,3 @@ def _ops(header: Plan, device: int, kinds: tuple[Kind, ...]) -> Iterator[Ints]:
         rows = np.tile(one, (len(mine), 1))
         rows[:, 3] = np.repeat(mine, len(one))
         yield rows
-
-
-assert set(URGENCY) == set(VERB_OF.values())

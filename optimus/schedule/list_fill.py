@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from optimus.ir.op import Kind
-from optimus.ir.plan import VERB_OF, Plan, PlannedModule, Program
+from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan, PlannedModule, Program
 from optimus.ir.ranks import LLM
 from optimus.schedule.pipelines import Pipeline
 
@@ -24,7 +24,7 @@ class Op:
     """One op of one module; `stage` is that of its own layout."""
 
     module: str
-    kind: Kind
+    kind: OpKind
     stage: int
     chunk: int
     microbatch: int
@@ -118,8 +118,8 @@ class _ListFill:
         for name, module in self.header.encoders.items():
             if self.header.ranks.stage_of(name, stage) == 0 and -1 in self.state.pipelines[name]:
                 microbatch = self.state.pipelines[name].index(-1)
-                if self._has(module, Kind.F, 0):
-                    yield Op(module=name, kind=Kind.F, stage=0, chunk=0, microbatch=microbatch), 0.0
+                if self._has(module, OpKind.FORWARD, 0):
+                    yield Op(module=name, kind=OpKind.FORWARD, stage=0, chunk=0, microbatch=microbatch), 0.0
 
     # ------------------------------------------------------------------------ what waits for what
 
@@ -127,32 +127,35 @@ class _ListFill:
         template = self.header.template_of(op.module, op.kind, op.stage, op.chunk)
         return sum(phase.duration_s for phase in template)
 
-    def _has(self, module: PlannedModule, kind: Kind, virtual: int) -> bool:
+    def _has(self, module: PlannedModule, kind: OpKind, virtual: int) -> bool:
         return kind in module.chunks[virtual].templates
 
-    def _backward(self, name: str, virtual: int) -> Kind | None:
+    def _backward(self, name: str, virtual: int) -> OpKind | None:
         module = self.header.modules[name]
-        return next((kind for kind in (Kind.B, Kind.I) if self._has(module, kind, virtual)), None)
+        return next(
+            (kind for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) if self._has(module, kind, virtual)), None
+        )
 
     def _ready(self, op: Op) -> float:
         """When an LLM op has its inputs; never, as long as one of them is not decided."""
         pp, chunks = self.header.ranks.llm.pp, self.header.modules[LLM].chunks
         virtual = op.chunk * pp + op.stage
-        if op.kind == Kind.W:
-            return self._end(self._llm(Kind.I, virtual, op.microbatch))
-        if op.kind != Kind.F:
-            own = self._end(self._llm(Kind.F, virtual, op.microbatch))
+        if op.kind == OpKind.WEIGHT_GRAD:
+            return self._end(self._llm(OpKind.INPUT_GRAD, virtual, op.microbatch))
+        if op.kind != OpKind.FORWARD:
+            own = self._end(self._llm(OpKind.FORWARD, virtual, op.microbatch))
             if virtual == len(chunks) - 1:
                 return own
             kind = self._backward(LLM, virtual + 1)
             assert kind is not None
             return max(own, self._end(self._llm(kind, virtual + 1, op.microbatch)) + chunks[virtual].send_s)
         if virtual:
-            before = self._end(self._llm(Kind.F, virtual - 1, op.microbatch))
+            before = self._end(self._llm(OpKind.FORWARD, virtual - 1, op.microbatch))
             return before + (chunks[virtual - 1].send_s if pp > 1 else 0.0)
         return max(
             (
-                self._end(self._last(name, Kind.F, op.microbatch * encoder.pieces + piece)) + encoder.seam_s
+                self._end(self._last(name, OpKind.FORWARD, op.microbatch * encoder.pieces + piece))
+                + encoder.seam_s
                 for name, encoder in self.header.encoders.items()
                 for piece in range(encoder.pieces)
             ),
@@ -162,11 +165,11 @@ class _ListFill:
     def _end(self, op: Op) -> float:
         return self.state.ends_s.get(op, inf)
 
-    def _llm(self, kind: Kind, virtual: int, microbatch: int) -> Op:
+    def _llm(self, kind: OpKind, virtual: int, microbatch: int) -> Op:
         chunk, stage = divmod(virtual, self.header.ranks.llm.pp)
         return Op(module=LLM, kind=kind, stage=stage, chunk=chunk, microbatch=microbatch)
 
-    def _last(self, name: str, kind: Kind, microbatch: int) -> Op:
+    def _last(self, name: str, kind: OpKind, microbatch: int) -> Op:
         stage = self.header.modules[name].layout.pp - 1
         return Op(module=name, kind=kind, stage=stage, chunk=0, microbatch=microbatch)
 
@@ -183,20 +186,20 @@ class _ListFill:
             return
         state.waiting[stage].pop(op, None)
         module = self.header.modules[op.module]
-        if op.kind == Kind.F and op.stage == 0:
+        if op.kind == OpKind.FORWARD and op.stage == 0:
             state.pipelines[op.module][op.microbatch] = self.header.ranks.pipeline_of(op.module, stage)
-        step = 1 if op.kind == Kind.F else -1
+        step = 1 if op.kind == OpKind.FORWARD else -1
         there = op.stage + step
-        if op.kind == Kind.I:
-            self._wait(stage, replace(op, kind=Kind.W), end)
-        if op.kind == Kind.F and 0 <= there < module.layout.pp:
+        if op.kind == OpKind.INPUT_GRAD:
+            self._wait(stage, replace(op, kind=OpKind.WEIGHT_GRAD), end)
+        if op.kind == OpKind.FORWARD and 0 <= there < module.layout.pp:
             self._wait(stage + 1, replace(op, stage=there), end + module.chunks[op.stage].send_s)
-        elif op.kind in (Kind.B, Kind.I) and there >= 0:
+        elif op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and there >= 0:
             self._wait_backward(op.module, there, op.microbatch, end + module.chunks[there].send_s)
 
     def _return_rows(self, op: Op, end: float) -> None:
         """Encoder backwards become ready when the LLM's first virtual stage has gone back."""
-        if op.stage or op.chunk or op.kind not in (Kind.B, Kind.I):
+        if op.stage or op.chunk or op.kind not in (OpKind.BACKWARD, OpKind.INPUT_GRAD):
             return
         for name, encoder in self.header.encoders.items():
             for piece in range(encoder.pieces):
@@ -229,11 +232,11 @@ class _ListFill:
     def _program(self, order: list[Op]) -> Program:
         return Program.of(
             [
-                (self._place(op), VERB_OF[op.kind], op.chunk, op.microbatch, place)
+                (self._place(op), op.kind, op.chunk, op.microbatch, place)
                 for op in order
                 for place in range(len(self.header.template_of(op.module, op.kind, op.stage, op.chunk)))
             ]
         )
 
 
-_RANK = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
+_RANK = {OpKind.FORWARD: 0, OpKind.BACKWARD: 1, OpKind.INPUT_GRAD: 1, OpKind.WEIGHT_GRAD: 2}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.schedule.pipelines import Pipeline, PipelineOp
 
 UNLIMITED = 1 << 30
@@ -24,26 +24,26 @@ class OpTimes:
     """Seconds of the ops of every virtual stage, and of what it sends to the next (and gets back)."""
 
     stages: int
-    seconds: Mapping[Kind, Sequence[float]]  # of F, I, W; or of F, B
+    seconds: Mapping[OpKind, Sequence[float]]  # of F, I, W; or of F, B
     send_s: Sequence[float]
 
     @property
-    def backward(self) -> Kind:
+    def backward(self) -> OpKind:
         """The kind of op that the virtual stage before waits for."""
-        return Kind.I if Kind.I in self.seconds else Kind.B
+        return OpKind.INPUT_GRAD if OpKind.INPUT_GRAD in self.seconds else OpKind.BACKWARD
 
     def followers(self, stage: int, op: PipelineOp) -> Iterator[tuple[float, int, PipelineOp]]:
         """What may run once `op` has ended: after how many seconds, on which stage, which op."""
         _, chunk, microbatch = op
         virtual = chunk * self.stages + stage
-        if op.kind is Kind.F and virtual + 1 < len(self.send_s):
+        if op.kind is OpKind.FORWARD and virtual + 1 < len(self.send_s):
             chunk, stage = divmod(virtual + 1, self.stages)
-            yield self.send_s[virtual], stage, PipelineOp(Kind.F, chunk, microbatch)
-        elif op.kind is Kind.F:
+            yield self.send_s[virtual], stage, PipelineOp(OpKind.FORWARD, chunk, microbatch)
+        elif op.kind is OpKind.FORWARD:
             yield 0.0, stage, PipelineOp(self.backward, chunk, microbatch)
-        elif op.kind is not Kind.W:
-            if op.kind is Kind.I:
-                yield 0.0, stage, PipelineOp(Kind.W, chunk, microbatch)
+        elif op.kind is not OpKind.WEIGHT_GRAD:
+            if op.kind is OpKind.INPUT_GRAD:
+                yield 0.0, stage, PipelineOp(OpKind.WEIGHT_GRAD, chunk, microbatch)
             if virtual:
                 chunk, stage = divmod(virtual - 1, self.stages)
                 yield self.send_s[virtual - 1], stage, PipelineOp(op.kind, chunk, microbatch)
@@ -78,7 +78,7 @@ def greedy(
     cap can deadlock.
     """
     stages = [_Stage(cap=cap, priority=priority, stages=times.stages) for _ in range(times.stages)]
-    events: list[Event] = [(0.0, False, 0, PipelineOp(Kind.F, 0, nth)) for nth in range(microbatches)]
+    events: list[Event] = [(0.0, False, 0, PipelineOp(OpKind.FORWARD, 0, nth)) for nth in range(microbatches)]
     starts: dict[tuple[int, PipelineOp], float] = {}
     now = 0.0
     while events:
@@ -87,7 +87,7 @@ def greedy(
             _, ended, here, op = heappop(events)
             touched.add(here)
             if ended:
-                stages[here].end(op, split=times.backward is Kind.I)
+                stages[here].end(op, split=times.backward is OpKind.INPUT_GRAD)
                 for after_s, there, follower in times.followers(here, op):
                     heappush(events, (now + after_s, False, there, follower))
             else:
@@ -121,19 +121,19 @@ class _Stage:
 
     def add(self, op: PipelineOp) -> None:
         kind, chunk, microbatch = op
-        if kind is Kind.F:
+        if kind is OpKind.FORWARD:
             queue, rank = self.forwards if chunk else self.entering, (microbatch // self.stages, chunk)
         else:
-            queue, rank = self.weights if kind is Kind.W else self.backwards, (microbatch, -chunk)
-        if self.priority == "turns" and kind is not Kind.W:
+            queue, rank = self.weights if kind is OpKind.WEIGHT_GRAD else self.backwards, (microbatch, -chunk)
+        if self.priority == "turns" and kind is not OpKind.WEIGHT_GRAD:
             rank = -chunk, microbatch
-        elif self.priority == "breadth" and kind is Kind.F:
+        elif self.priority == "breadth" and kind is OpKind.FORWARD:
             rank = chunk, microbatch
         heappush(queue, (*rank, op))
 
     def end(self, op: PipelineOp, *, split: bool) -> None:
         self.busy = False
-        if op.kind is (Kind.W if split else Kind.B):
+        if op.kind is (OpKind.WEIGHT_GRAD if split else OpKind.BACKWARD):
             self.alive -= 1
 
     def take(self) -> PipelineOp | None:
@@ -146,7 +146,7 @@ class _Stage:
             return None
         op = heappop(queue)[-1]
         self.busy = True
-        self.alive += op.kind is Kind.F
-        if op.kind is not Kind.W:
-            self.owes_forward = self.priority == "turns" and op.kind is not Kind.F
+        self.alive += op.kind is OpKind.FORWARD
+        if op.kind is not OpKind.WEIGHT_GRAD:
+            self.owes_forward = self.priority == "turns" and op.kind is not OpKind.FORWARD
         return op

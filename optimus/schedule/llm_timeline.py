@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from optimus.ir.op import Floats, Ints, Kind, Lane
-from optimus.ir.plan import OPS, VERB_OF, Plan, Program, Template, Verb
+from optimus.ir.op import COMPUTE_OPS, Floats, Ints, Lane, OpKind
+from optimus.ir.plan import Plan, Program, Template
 from optimus.ir.ranks import LLM
 from optimus.schedule.bubbles import CAUSES, find_idle
 from optimus.schedule.fill_paper import COMPUTE, LAUNCH, WAIT, Bubble, Kernel, Side, without
@@ -24,7 +24,7 @@ class Placed:
     """One op of an encoder microbatch on one class: when each of its phases is to run, in the LLM's time."""
 
     module: str
-    kind: Kind
+    kind: OpKind
     microbatch: int
     times_s: Sequence[float]
 
@@ -39,29 +39,31 @@ class LlmTimeline:
         lowered = lower(alone, orders)
         self._plan, self._orders = alone, orders
         self._schedule, self._timeline, self._programs = lowered.schedule, lowered.timeline, lowered.programs
-        self._verb = np.concatenate([program.verb for program in lowered.programs])
+        self._op_kind = np.concatenate([program.kind for program in lowered.programs])
         self._idle = find_idle(self._schedule, self._timeline)
         self._seen: dict[tuple[int, bool], Side] = {}
         self.step_s = self._timeline.step_s
         # Encoder work must be done when the optimizer begins.
-        self.end_s = float(self._timeline.start_s[self._schedule.kind == Kind.FINISH].min())
+        self.end_s = float(self._timeline.start_s[self._schedule.kind == OpKind.OPTIMIZER].min())
 
     @cached_property
     def forward_points(self) -> list[float]:
         """F_i: when stage 0 begins the forward of microbatch i in its first chunk."""
         start_s = self._timeline.start_s
-        return sorted(float(start_s[rows].min()) for rows in self._entry_ops(Verb.F))
+        return sorted(float(start_s[rows].min()) for rows in self._entry_ops(OpKind.FORWARD))
 
     @cached_property
     def backward_points(self) -> list[float]:
         """B_i: when stage 0 ends the backward of microbatch i in its first chunk."""
         finish_s = self._timeline.finish_s
-        return sorted(float(finish_s[rows].max()) for rows in self._entry_ops(Verb.B, Verb.I))
+        return sorted(
+            float(finish_s[rows].max()) for rows in self._entry_ops(OpKind.BACKWARD, OpKind.INPUT_GRAD)
+        )
 
-    def _entry_ops(self, *verbs: Verb) -> Iterator[Ints]:
+    def _entry_ops(self, *kinds: OpKind) -> Iterator[Ints]:
         """The lines of every microbatch's op on stage 0, chunk 0."""
         schedule = self._schedule
-        rows = np.flatnonzero((schedule.device == 0) & (schedule.chunk == 0) & np.isin(self._verb, verbs))
+        rows = np.flatnonzero((schedule.device == 0) & (schedule.chunk == 0) & np.isin(self._op_kind, kinds))
         for microbatch in range(self._plan.microbatches):
             yield rows[schedule.microbatch[rows] == microbatch]
 
@@ -94,7 +96,7 @@ class LlmTimeline:
         schedule, timeline, idle = self._schedule, self._timeline, self._idle
         device = self._plan.ranks.class_at(stage, 0, 0)
         here = np.flatnonzero(schedule.device == device)
-        works = here[(schedule.lane[here] == Lane.COMPUTE) & (schedule.kind[here] != Kind.FINISH)]
+        works = here[(schedule.lane[here] == Lane.COMPUTE) & (schedule.kind[here] != OpKind.OPTIMIZER)]
         takes = timeline.finish_s[works] > timeline.start_s[works]
         works = works[takes] if takes.any() else works  # a stage without layers only passes on
         first, last = float(timeline.start_s[works[0]]), float(timeline.finish_s[works[-1]])
@@ -125,7 +127,9 @@ class LlmTimeline:
         """When the LLM's phases begin, class after class of `plan`."""
         found = []
         for device in range(plan.ranks.num_classes):
-            here = (self._schedule.device == self._alone(plan, device)) & (self._verb <= Verb.W)
+            here = (self._schedule.device == self._alone(plan, device)) & (
+                self._op_kind <= OpKind.WEIGHT_GRAD
+            )
             found.append(self._timeline.start_s[here])
         return np.concatenate(found)
 
@@ -139,18 +143,20 @@ class LlmTimeline:
         for each in range(stage, self._plan.ranks.llm.pp, every):
             begins.append(self._sides[each][2][0] - first)
             here = self._schedule.device == self._plan.ranks.class_at(each, 0, 0)
-            ends.append(float(self._timeline.finish_s[here & (self._schedule.kind != Kind.FINISH)].max()))
+            ends.append(
+                float(self._timeline.finish_s[here & (self._schedule.kind != OpKind.OPTIMIZER)].max())
+            )
         return min(begins), max(ends)
 
-    def traffic_order(self) -> dict[tuple[Verb, int, int], int]:
-        """By verb, stage and place of the bucket: where in a program each gather and reduce stands."""
+    def traffic_order(self) -> dict[tuple[OpKind, int, int], int]:
+        """By kind, stage and place of the bucket: where in a program each gather and reduce stands."""
         found = {}
         for stage in range(self._plan.ranks.llm.pp):
             program = self._programs[self._plan.ranks.class_at(stage, 0, 0)]
             for line in np.flatnonzero(
-                (program.verb == Verb.GATHER) | (program.verb == Verb.REDUCE)
+                (program.kind == OpKind.UNSHARD) | (program.kind == OpKind.REDUCE_GRAD)
             ).tolist():
-                found[Verb(program.verb[line]), stage, int(program.place[line])] = line
+                found[OpKind(program.kind[line]), stage, int(program.place[line])] = line
         return found
 
     def arrange(self, plan: Plan, fillers: Sequence[Sequence[Placed]]) -> list[Program]:
@@ -164,7 +170,7 @@ class LlmTimeline:
         alone = self._alone(plan, device)
         keys = self._keys[alone]
         lines = [
-            (names.index(op.module), VERB_OF[op.kind], 0, op.microbatch, phase)
+            (names.index(op.module), op.kind, 0, op.microbatch, phase)
             for op in placed
             for phase in range(len(op.times_s))
         ]
@@ -181,7 +187,7 @@ class LlmTimeline:
         """
         times: Floats = np.array(op.times_s, np.float64)
         template = plan.template_of(op.module, op.kind, plan.ranks.stage_of(op.module, device), 0)
-        launches = np.array([phase.kind == Kind.LAUNCH for phase in template])
+        launches = np.array([phase.kind == OpKind.LAUNCH for phase in template])
         starts, ends = self._computes[alone]
         under = np.searchsorted(starts, times, side="right") - 1
         inside = np.flatnonzero(launches & (under >= 0))
@@ -193,7 +199,11 @@ class LlmTimeline:
     def _computes(self) -> list[tuple[Floats, Floats]]:
         """Begin and end of every class's LLM compute, phase by phase."""
         schedule, timeline = self._schedule, self._timeline
-        works = (schedule.lane == Lane.COMPUTE) & (self._verb <= Verb.W) & (schedule.duration_s > 0)
+        works = (
+            (schedule.lane == Lane.COMPUTE)
+            & (self._op_kind <= OpKind.WEIGHT_GRAD)
+            & (schedule.duration_s > 0)
+        )
         rows = [np.flatnonzero(works & (schedule.device == device)) for device in range(schedule.num_devices)]
         return [(timeline.start_s[mine], timeline.finish_s[mine]) for mine in rows]
 
@@ -204,10 +214,10 @@ class LlmTimeline:
         A launch stands right behind the phase before it: nothing may come between them.
         """
         found = []
-        rows = np.flatnonzero(self._verb <= Verb.W)
+        rows = np.flatnonzero(self._op_kind <= OpKind.WEIGHT_GRAD)
         for device, program in enumerate(self._orders):
             kinds = self._schedule.kind[rows[self._schedule.device[rows] == device]]
-            free = np.append((kinds != Kind.LAUNCH) | (program.place == 0), True)
+            free = np.append((kinds != OpKind.LAUNCH) | (program.place == 0), True)
             places = np.where(free, np.arange(len(free)), len(free))
             found.append(np.minimum.accumulate(places[::-1])[::-1])
         return found
@@ -218,8 +228,8 @@ class LlmTimeline:
         schedule, start_s = self._schedule, self._timeline.start_s
         found = []
         for device in range(schedule.num_devices):
-            rows = np.flatnonzero((schedule.device == device) & (self._verb <= Verb.W))
-            compute = (schedule.lane[rows] == Lane.COMPUTE) & (schedule.kind[rows] != Kind.WAIT)
+            rows = np.flatnonzero((schedule.device == device) & (self._op_kind <= OpKind.WEIGHT_GRAD))
+            compute = (schedule.lane[rows] == Lane.COMPUTE) & (schedule.kind[rows] != OpKind.WAIT)
             times = np.where(compute, start_s[rows], np.nextafter(start_s[rows], -np.inf))
             found.append(np.maximum.accumulate(times))
         return found
@@ -230,10 +240,10 @@ def _llm_phases(plan: Plan, order: Order, stage: int) -> Program:
     number = plan.names.index(LLM)
     sizes = {
         (kind, chunk): len(plan.template_of(LLM, kind, stage, chunk))
-        for kind in OPS.values()
+        for kind in COMPUTE_OPS
         for chunk in range(plan.modules[LLM].layout.chunks)
     }
-    ops = np.array([(number, VERB_OF[op.kind], op.chunk, op.microbatch) for op in order[stage]], np.int32)
+    ops = np.array([(number, op.kind, op.chunk, op.microbatch) for op in order[stage]], np.int32)
     counts = np.array([sizes[op.kind, op.chunk] for op in order[stage]])
     place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return Program.of(np.column_stack([np.repeat(ops, counts, axis=0), place]))
@@ -243,9 +253,9 @@ def kernels_of(template: Template, *, mirrored: bool, stretch: float) -> list[Ke
     """A template as the packer sees it; in the mirror a wait begins communication and a launch ends it."""
     found: list[Kernel] = []
     for phase in template:
-        if phase.kind == Kind.LAUNCH:
+        if phase.kind == OpKind.LAUNCH:
             found.append((WAIT, 0.0) if mirrored else (LAUNCH, phase.duration_s))
-        elif phase.kind == Kind.WAIT:
+        elif phase.kind == OpKind.WAIT:
             seconds = template[phase.after[0]].duration_s
             found.append((LAUNCH, seconds) if mirrored else (WAIT, 0.0))
         else:

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from optimus.ir.op import Communicator, Floats, Ints, Kind, Lane, Schedule
-from optimus.ir.plan import WHOLE_STAGE, Plan, Program, Verb
+from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.plan import WHOLE_STAGE, Plan, Program
 from optimus.schedule.dependencies import couple, couple_lines
 from optimus.schedule.messages import Transfers, find_transfers
 from optimus.schedule.program_table import Header, Lines
@@ -60,16 +60,16 @@ def unplaced(plan: Plan, orders: Sequence[Program], traffic: Mapping[Traffic, fl
     first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
     count = len(transfers)
     extras = [_sends(transfers, np.zeros(count), np.arange(count)), _finish(header, first)]
-    for (module, verb, stage, place), turn in traffic.items():
+    for (module, kind, stage, place), turn in traffic.items():
         devices = np.flatnonzero(header.stage[module] == stage)
         chunk = max(plan.modules[header.names[module]].buckets[stage][place].chunk, 0)
         extras.append(
             _Extra(
                 device=devices,
-                before=first[devices if verb == Verb.GATHER else devices + 1],
+                before=first[devices if kind == OpKind.UNSHARD else devices + 1],
                 time_s=np.full(len(devices), turn),
                 number=np.zeros(len(devices), np.int64),
-                rows=np.tile([module, verb, chunk, 0, place], (len(devices), 1)),
+                rows=np.tile([module, kind, chunk, 0, place], (len(devices), 1)),
             )
         )
     programs = _merge(header, lines, extras)
@@ -82,7 +82,7 @@ def play(plan: Plan, schedule: Schedule) -> Timeline:
     return evaluate(schedule, slowdown=plan.slowdown, launch_s=plan.launch_s)
 
 
-Traffic = tuple[int, Verb, int, int]  # module, GATHER or REDUCE, stage, place of the bucket in it
+Traffic = tuple[int, OpKind, int, int]  # module, GATHER or REDUCE, stage, place of the bucket in it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,7 +104,7 @@ class _Extra:
     before: Ints  # counted over the phase lines of all classes
     time_s: Floats
     number: Ints
-    rows: Ints  # (module, verb, chunk, microbatch, place)
+    rows: Ints  # (module, kind, chunk, microbatch, place)
 
 
 class _Clock:
@@ -122,7 +122,7 @@ class _Clock:
         programs = _merge(header, lines, [_sends(transfers, np.zeros(count), np.arange(count))])
         schedule = couple(plan, programs, header)
         timeline = play(plan, schedule)
-        phases = np.concatenate([program.verb for program in programs]) <= Verb.W
+        phases = np.concatenate([program.kind for program in programs]) <= OpKind.WEIGHT_GRAD
         self.start_s = timeline.start_s[phases]
         self.time_s, self.turn = _times(schedule, timeline)[phases], _turns(schedule)[phases]
         self.end_s: Floats = np.maximum(timeline.finish_s[phases], self.time_s)
@@ -172,7 +172,7 @@ def _times(schedule: Schedule, timeline: Timeline) -> Floats:
     assert schedule.meeting is not None
     ends = np.flatnonzero(np.diff(schedule.device, prepend=-1, append=-1))
     compute_s = np.where(schedule.lane == Lane.COMPUTE, timeline.finish_s, 0.0)
-    found = np.where(schedule.kind == Kind.SEND, 0.0, timeline.start_s)
+    found = np.where(schedule.is_send, 0.0, timeline.start_s)
     for first, end in pairwise(ends):
         found[first + 1 : end] = np.maximum(found[first + 1 : end], compute_s[first : end - 1])
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
@@ -214,14 +214,14 @@ def _finish(header: Header, first: Ints) -> _Extra:
         before=first[1:],
         time_s=np.full(len(devices), np.inf),
         number=devices,
-        rows=np.tile([len(header.names), Verb.FINISH, 0, 0, 0], (len(devices), 1)),
+        rows=np.tile([len(header.names), OpKind.OPTIMIZER, 0, 0, 0], (len(devices), 1)),
     )
 
 
 def _sends(transfers: Transfers, ready_s: Floats, number: Ints) -> _Extra:
     """Right behind what makes their data, before any filler."""
     zeros = np.zeros(len(transfers), np.int64)
-    rows = [transfers.module, transfers.verb, transfers.sender_chunk, transfers.microbatch, zeros]
+    rows = [transfers.module, transfers.kind, transfers.sender_chunk, transfers.microbatch, zeros]
     return _Extra(
         device=transfers.sender,
         before=transfers.produced + 1,
@@ -239,9 +239,9 @@ def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _Extra:
     behind = np.searchsorted(rows_of_llm, before) - 1  # the last LLM phase before
     last = np.where(behind >= 0, rows_of_llm[np.maximum(behind, 0)] + 1 if len(rows_of_llm) else 0, 0)
     first = clock.first[transfers.receiver]
-    for_llm = (transfers.module == header.llm) | (transfers.verb == Verb.SEND_SEAM)
+    for_llm = (transfers.module == header.llm) | (transfers.kind == OpKind.SEND_SEAM)
     zeros = np.zeros(len(transfers), np.int64)
-    rows = [transfers.module, transfers.verb + 1, transfers.receiver_chunk, transfers.microbatch, zeros]
+    rows = [transfers.module, transfers.kind + 1, transfers.receiver_chunk, transfers.microbatch, zeros]
     return _Extra(
         device=transfers.receiver,
         before=np.where(for_llm, np.maximum(last, first), before),
@@ -266,16 +266,16 @@ def _traffic(clock: _Clock) -> Iterator[_Extra]:
                 if bucket.chunk != WHOLE_STAGE:
                     inside = (layer >= bucket.first_layer) & (layer < bucket.end_layer)
                     mine = here[inside & (chunk == bucket.chunk)]
-                forward = lines.verb[mine] == Verb.F
+                forward = lines.kind[mine] == OpKind.FORWARD
                 number += 1
                 yield _Extra(
                     device=devices,
                     before=clock.first[devices],
                     time_s=np.full(len(devices), clock.start_s[mine[forward]].min(initial=np.inf)),
                     number=np.full(len(devices), number),
-                    rows=np.tile([module, Verb.GATHER, max(bucket.chunk, 0), 0, place], (len(devices), 1)),
+                    rows=np.tile([module, OpKind.UNSHARD, max(bucket.chunk, 0), 0, place], (len(devices), 1)),
                 )
-                row = [module, Verb.REDUCE, max(bucket.chunk, 0), 0, place]
+                row = [module, OpKind.REDUCE_GRAD, max(bucket.chunk, 0), 0, place]
                 yield _reduce(clock, devices, mine[~forward], number, row)
 
 
@@ -304,12 +304,12 @@ def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int
 
 def _merge(header: Header, lines: Lines, extras: list[_Extra]) -> tuple[Program, ...]:
     """Phase lines with everything inserted, class by class."""
-    phases = np.stack([lines.module, lines.verb, lines.chunk, lines.microbatch, lines.place], axis=1)
+    phases = np.stack([lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place], axis=1)
     rows = np.concatenate([phases, *(extra.rows for extra in extras)])
     device = np.concatenate([lines.device, *(extra.device for extra in extras)])
     own = np.arange(len(phases))
     before = np.concatenate([own, *(extra.before for extra in extras)])
-    last = np.where(np.arange(len(rows)) < len(phases), 2, rows[:, 1] != Verb.GATHER)
+    last = np.where(np.arange(len(rows)) < len(phases), 2, rows[:, 1] != OpKind.UNSHARD)
     time_s = np.concatenate([np.zeros(len(phases)), *(extra.time_s for extra in extras)])
     number = np.concatenate([own, *(extra.number for extra in extras)])
     order = np.lexsort((number, time_s, last, before, device))

@@ -6,19 +6,18 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from optimus.ir.op import Floats, Ints
-from optimus.ir.plan import Verb
+from optimus.ir.op import Floats, Ints, OpKind
 from optimus.schedule.program_table import Lines
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """Messages as columns. The receive's verb is the send's, plus one."""
+    """Messages as columns. The receive's kind is the send's, plus one."""
 
     sender: Ints
     receiver: Ints
     module: Ints
-    verb: Ints  # of the send
+    kind: Ints  # of the send
     sender_chunk: Ints
     receiver_chunk: Ints
     microbatch: Ints
@@ -59,10 +58,12 @@ def _between_stages(lines: Lines, module: int, mine: Ints) -> list[Transfers]:
     seconds = np.array([chunk.send_s for chunk in chunks])
     learns = np.array([header.learns(module, virtual) for virtual in range(len(chunks))])
     found = []
-    for step, verb in ((1, Verb.SEND_F), (-1, Verb.SEND_B)):
-        forward = verb == Verb.SEND_F
+    for step, kind in ((1, OpKind.SEND_F), (-1, OpKind.SEND_B)):
+        forward = kind == OpKind.SEND_F
         made = (
-            ops.verb[mine] == Verb.F if forward else (ops.verb[mine] == Verb.B) | (ops.verb[mine] == Verb.I)
+            ops.kind[mine] == OpKind.FORWARD
+            if forward
+            else (ops.kind[mine] == OpKind.BACKWARD) | (ops.kind[mine] == OpKind.INPUT_GRAD)
         )
         there = ops.virtual[mine] + step
         sent = made & (there >= 0) & (there < len(chunks))
@@ -76,7 +77,7 @@ def _between_stages(lines: Lines, module: int, mine: Ints) -> list[Transfers]:
                 sender=ops.device[op],
                 receiver=peers[module, ops.device[op]],
                 module=ops.module[op],
-                verb=np.full(len(op), verb, np.int64),
+                kind=np.full(len(op), kind, np.int64),
                 sender_chunk=ops.chunk[op],
                 receiver_chunk=there // header.pp[module],
                 microbatch=ops.microbatch[op],
@@ -92,7 +93,7 @@ def _over_seam(lines: Lines, module: int, mine: Ints) -> list[Transfers]:
     """An encoder's rows to LLM stage 0, and their gradient back; none where both are on one class."""
     header, ops = lines.header, lines.ops
     planned = header.plan.modules[header.names[module]]
-    last = (ops.verb[mine] == Verb.F) & (ops.virtual[mine] == header.pp[module] - 1)
+    last = (ops.kind[mine] == OpKind.FORWARD) & (ops.virtual[mine] == header.pp[module] - 1)
     op = mine[last & (header.entry[ops.device[mine]] != ops.device[mine])]
     source, entry, zeros = ops.device[op], header.entry[ops.device[op]], np.zeros(len(op), np.int64)
     shared = {
@@ -104,13 +105,13 @@ def _over_seam(lines: Lines, module: int, mine: Ints) -> list[Transfers]:
         "bytes": np.full(len(op), planned.seam_bytes, np.int64),
     }
     forward = Transfers(
-        sender=source, receiver=entry, verb=zeros + Verb.SEND_SEAM, produced=ops.last[op], **shared
+        sender=source, receiver=entry, kind=zeros + OpKind.SEND_SEAM, produced=ops.last[op], **shared
     )
     if not header.learns(module, int(header.pp[module]) - 1):
         return [forward]
     fed = ops.microbatch[op] // planned.pieces
     made = lines.backward_end(entry, zeros + header.llm, zeros, fed)
     backward = Transfers(
-        sender=entry, receiver=source, verb=zeros + Verb.SEND_SEAM_B, produced=made, **shared
+        sender=entry, receiver=source, kind=zeros + OpKind.SEND_SEAM_B, produced=made, **shared
     )
     return [forward, backward]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.ir.op import Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 
@@ -25,6 +25,8 @@ class Noise:
     hiccups_per_s: float = 0.0  # of compute
     hiccup_s: float = 0.0  # which the kernel takes longer
 
+
+OPTIMIZER_KEY = 11  # in draws, which the numbers of OpKind must not change
 
 QUIET = Noise(name="none")
 JITTER = Noise(name="10 % jitter", jitter=0.1)
@@ -126,7 +128,7 @@ def _keys(schedule: Schedule, rows: Ints, places: Places) -> Hashes:
     kind, microbatch = schedule.kind[rows], schedule.microbatch[rows]
     stages = 1 + int(places.stage.max())
     virtual = schedule.chunk[rows] * stages + places.stage[module, device]
-    virtual = np.where(kind == Kind.F, virtual, -virtual)  # backward, the last layers come first
+    virtual = np.where(kind == OpKind.FORWARD, virtual, -virtual)  # backward, the last layers come first
     twin = places.twin[module, device]
     order = np.lexsort((rows, virtual, twin, microbatch, kind, module))
     begins = np.zeros(len(rows), np.bool_)
@@ -138,6 +140,7 @@ def _keys(schedule: Schedule, rows: Ints, places: Places) -> Hashes:
     number[order] = at - np.maximum.accumulate(np.where(begins, at, 0))
     names = np.array([_hash(*name.encode()) for name in schedule.modules], np.uint64)
     key: Hashes = names[module]
+    kind = np.where(kind == OpKind.OPTIMIZER, OPTIMIZER_KEY, kind)
     for column in (kind, microbatch, number):
         key = _mixed(key ^ column.astype(np.uint64))
     return key

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from optimus.cost.kernel import Kernel
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import Phase, Template
 
 DIGITS = 12  # of a second: durations are whole picoseconds, the same on every machine
@@ -14,7 +14,7 @@ DIGITS = 12  # of a second: durations are whole picoseconds, the same on every m
 
 def chunk_phases(
     layers: Sequence[PricedLayer],
-    kind: Kind,
+    kind: OpKind,
     *,
     first: Sequence[Kernel] = (),
     last: Sequence[Kernel] = (),
@@ -24,7 +24,7 @@ def chunk_phases(
     A collective is launched where its kernel stands and waited for before the first compute that needs
     it, at the latest at the end of the op: what follows finds all of its results.
     """
-    numbers = range(len(layers)) if kind == Kind.F else range(len(layers))[::-1]
+    numbers = range(len(layers)) if kind == OpKind.FORWARD else range(len(layers))[::-1]
     outer = (numbers[0], numbers[-1]) if layers else (0, 0)
     parts = [(first, outer[0])]
     parts += [(layers[number].kernels[kind], number) for number in numbers]
@@ -36,9 +36,9 @@ def chunk_phases(
 
 
 # An op of a chunk with nothing to compute: it hands on what it gets, and makes no weight gradient.
-PASSING: dict[Kind, Template] = {
-    kind: (Phase(name="pass", kind=Kind.F if kind == Kind.F else Kind.I, layer=0),)
-    for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+PASSING: dict[OpKind, Template] = {
+    kind: (Phase(name="pass", kind=OpKind.FORWARD if kind == OpKind.FORWARD else OpKind.INPUT_GRAD, layer=0),)
+    for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
 }
 
 
@@ -64,7 +64,7 @@ class _Phases:
             self._phases.append(
                 Phase(
                     name=kernel.name,
-                    kind=kernel.kind if compute else Kind.LAUNCH,
+                    kind=kernel.kind if compute else OpKind.LAUNCH,
                     layer=layer,
                     duration_s=round(kernel.duration_s, DIGITS),
                     bytes=round(kernel.size_bytes),
@@ -83,12 +83,12 @@ class _Phases:
         return tuple(self._phases)
 
     def _launches(self) -> Iterator[int]:
-        return (place for place, phase in enumerate(self._phases) if phase.kind == Kind.LAUNCH)
+        return (place for place, phase in enumerate(self._phases) if phase.kind == OpKind.LAUNCH)
 
     def _waited(self, place: int, layer: int) -> int:
         """The phase after which `place` has ended, seen from the compute lane."""
         launch = self._phases[place]
-        if launch.kind != Kind.LAUNCH:
+        if launch.kind != OpKind.LAUNCH:
             return place
         if place not in self._waits:
             for other in launch.after:
@@ -97,7 +97,7 @@ class _Phases:
             self._phases.append(
                 Phase(
                     name=launch.name,
-                    kind=Kind.WAIT,
+                    kind=OpKind.WAIT,
                     layer=layer,
                     communicator=launch.communicator,
                     after=(place,),
@@ -112,7 +112,7 @@ def collective(
     """A collective that belongs to no layer, such as the seam's."""
     return Kernel(
         name=name,
-        kind=Kind.F,
+        kind=OpKind.FORWARD,
         lane=lane,
         duration_s=seconds,
         size_bytes=size_bytes,

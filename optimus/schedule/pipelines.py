@@ -7,13 +7,13 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from optimus.errors import UserError, one_of
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 
 
 class PipelineOp(NamedTuple):
     """One forward or backward of one chunk; its virtual stage is `chunk * stages + stage`."""
 
-    kind: Kind
+    kind: OpKind
     chunk: int
     microbatch: int
 
@@ -45,7 +45,7 @@ def interleaved(
     """
     _check_counts(stages=stages, chunks=chunks, microbatches=microbatches)
     forwards = _forwards(stages, chunks, microbatches)
-    backwards = _backwards(Kind.B, stages, chunks, microbatches)
+    backwards = _backwards(OpKind.BACKWARD, stages, chunks, microbatches)
     wanted = megatron_warmup(stages, chunks) if warmup is None else warmup
     counts = [min(count, len(forwards)) for count in wanted]
     _check_warmup(counts, stages=stages, chunks=chunks)
@@ -61,8 +61,8 @@ def zero_bubble(*, stages: int, chunks: int, microbatches: int) -> Pipeline:
     """ZB-H1 (arXiv 2401.10241), interleaved: stage r runs every W r backwards late, to fill its drain."""
     _check_counts(stages=stages, chunks=chunks, microbatches=microbatches)
     forwards = _forwards(stages, chunks, microbatches)
-    inputs = _backwards(Kind.I, stages, chunks, microbatches)
-    weights = _backwards(Kind.W, stages, chunks, microbatches)
+    inputs = _backwards(OpKind.INPUT_GRAD, stages, chunks, microbatches)
+    weights = _backwards(OpKind.WEIGHT_GRAD, stages, chunks, microbatches)
 
     def order(delay: int, count: int) -> tuple[PipelineOp, ...]:
         ops = forwards[:count]
@@ -79,14 +79,14 @@ def zero_bubble(*, stages: int, chunks: int, microbatches: int) -> Pipeline:
 def _forwards(stages: int, chunks: int, microbatches: int) -> list[PipelineOp]:
     """Depth first: `stages` microbatches through one chunk, then the same ones through the next."""
     return [
-        PipelineOp(Kind.F, chunk, microbatch)
+        PipelineOp(OpKind.FORWARD, chunk, microbatch)
         for first in range(0, microbatches, stages)
         for chunk in range(chunks)
         for microbatch in range(first, min(first + stages, microbatches))
     ]
 
 
-def _backwards(kind: Kind, stages: int, chunks: int, microbatches: int) -> list[PipelineOp]:
+def _backwards(kind: OpKind, stages: int, chunks: int, microbatches: int) -> list[PipelineOp]:
     """The order of the forwards, last chunk first."""
     return [
         PipelineOp(kind, chunks - 1 - chunk, microbatch)
@@ -128,7 +128,7 @@ def most_in_flight(order: Pipeline) -> int:
     """Microbatches between their first forward and their last backward on the first stage."""
     count = most = 0
     for op in order[0]:
-        count += op.chunk == 0 and op.kind == Kind.F
-        count -= op.chunk == 0 and op.kind in (Kind.B, Kind.I)
+        count += op.chunk == 0 and op.kind == OpKind.FORWARD
+        count -= op.chunk == 0 and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)
         most = max(most, count)
     return most

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from optimus.ir.op import Ints, Kind, Lane
-from optimus.ir.plan import REGIONS, ClassMemory, Plan, Program, Verb
+from optimus.ir.op import Ints, Lane, OpKind
+from optimus.ir.plan import REGIONS, ClassMemory, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.schedule.lower import Lowered
 from optimus.schedule.program_table import Header, Lines
@@ -50,16 +50,19 @@ def _changes(lines: Lines) -> tuple[Ints, Ints]:
     component = np.where(ops.module == header.llm, LLM_ACTIVATIONS, ENCODER_ACTIVATIONS)
     begin, end = ops.rows[ops.first], ops.last
     kept, again = _held(header)
-    has = {verb: header.template[ops.module, verb, ops.virtual] >= 0 for verb in (Verb.B, Verb.I, Verb.W)}
+    has = {
+        kind: header.template[ops.module, kind, ops.virtual] >= 0
+        for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+    }
     held, made = kept[ops.module, ops.virtual], again[ops.module, ops.virtual]
-    forward = ops.verb == Verb.F
-    frees = (ops.verb == Verb.W) | ((ops.verb == Verb.B) & ~has[Verb.W])
-    frees |= (ops.verb == Verb.I) & ~has[Verb.W]
-    frees |= forward & ~(has[Verb.B] | has[Verb.I])
-    split = has[Verb.W]
+    forward = ops.kind == OpKind.FORWARD
+    frees = (ops.kind == OpKind.WEIGHT_GRAD) | ((ops.kind == OpKind.BACKWARD) & ~has[OpKind.WEIGHT_GRAD])
+    frees |= (ops.kind == OpKind.INPUT_GRAD) & ~has[OpKind.WEIGHT_GRAD]
+    frees |= forward & ~(has[OpKind.BACKWARD] | has[OpKind.INPUT_GRAD])
+    split = has[OpKind.WEIGHT_GRAD]
     np.add.at(comes, (begin[forward], component[forward]), held[forward])
     np.add.at(goes, (end[frees], component[frees]), held[frees])
-    inputs, weights = (ops.verb == Verb.I) & split, (ops.verb == Verb.W) & split
+    inputs, weights = (ops.kind == OpKind.INPUT_GRAD) & split, (ops.kind == OpKind.WEIGHT_GRAD) & split
     np.add.at(comes, (begin[inputs], component[inputs]), made[inputs])
     np.add.at(goes, (end[weights], component[weights]), made[weights])
     _add_seam(lines, comes, goes)
@@ -80,8 +83,10 @@ def _add_seam(lines: Lines, comes: Ints, goes: Ints) -> None:
     """Rows wait at LLM stage 0 from their receive to the end of the forward that they feed."""
     header, ops = lines.header, lines.ops
     size = np.array([header.plan.modules[name].seam_bytes for name in header.names], np.int64)
-    received = np.flatnonzero(lines.verb == Verb.RECV_SEAM)
-    last = (ops.verb == Verb.F) & (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
+    received = np.flatnonzero(lines.kind == OpKind.RECV_SEAM)
+    last = (
+        (ops.kind == OpKind.FORWARD) & (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
+    )
     local = np.flatnonzero(last & (header.entry[ops.device] == ops.device))
     module = np.append(lines.module[received], ops.module[local])
     device = np.append(lines.device[received], ops.device[local])
@@ -89,7 +94,7 @@ def _add_seam(lines: Lines, comes: Ints, goes: Ints) -> None:
     begin = np.append(received, ops.last[local])
     zeros = np.zeros(len(begin), np.int64)
     fed = microbatch // header.pieces[module]
-    end = lines.end_of(device, zeros + header.llm, zeros + Verb.F, zeros, fed)
+    end = lines.end_of(device, zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
     np.add.at(comes[:, SEAM], begin, size[module])
     np.add.at(goes[:, SEAM], end, size[module])
 
@@ -98,10 +103,25 @@ def claim_encoder_s(plan: Plan, lowered: Lowered) -> dict[str, float]:
     """Seconds of encoder compute before, in slots of, between and after a class's LLM phases."""
     schedule, timeline = lowered.schedule, lowered.timeline
     llm = plan.names.index(LLM)
-    phase = np.isin(schedule.kind, (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.LAUNCH, Kind.WAIT))
+    phase = np.isin(
+        schedule.kind,
+        (
+            OpKind.FORWARD,
+            OpKind.RECOMPUTE,
+            OpKind.BACKWARD,
+            OpKind.INPUT_GRAD,
+            OpKind.WEIGHT_GRAD,
+            OpKind.LAUNCH,
+            OpKind.WAIT,
+        ),
+    )
     own = phase & (schedule.module == llm)
-    filler = phase & (schedule.module != llm) & (schedule.lane == Lane.COMPUTE) & (schedule.kind != Kind.WAIT)
-    opened = np.cumsum(own & (schedule.kind == Kind.LAUNCH)) - np.cumsum(own & (schedule.kind == Kind.WAIT))
+    filler = (
+        phase & (schedule.module != llm) & (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.WAIT)
+    )
+    opened = np.cumsum(own & (schedule.kind == OpKind.LAUNCH)) - np.cumsum(
+        own & (schedule.kind == OpKind.WAIT)
+    )
     spent = timeline.finish_s - timeline.start_s
     found = dict.fromkeys(REGIONS, 0.0)
     for device in range(schedule.num_devices):

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optimus.ir.op import NUM_LANES, Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import ALL
 from optimus.ir.ranks import LLM
 from optimus.schedule.build import group_by_first
@@ -39,7 +39,7 @@ class TwoStreams:
         )
         self._rank = _ranks(schedule, filler)
         self._schedule = _with_streams(schedule, filler, self._rank)
-        launches = schedule.kind != Kind.WAIT
+        launches = schedule.kind != OpKind.WAIT
         self._held_s = launch_s * issues_before(schedule.device, launches, schedule.num_devices)
 
     def play(self, duration_s: Floats) -> Timeline:
@@ -63,8 +63,8 @@ def _ranks(schedule: Schedule, filler: Bools) -> Floats:
     shared = np.zeros(schedule.num_devices * NUM_LANES, np.bool_)
     if schedule.meeting is not None:
         shared[lane[(schedule.meeting >= 0) & ~compute]] = True
-    fixed = np.where(compute, ~filler & (schedule.kind != Kind.WAIT), shared[lane])
-    fixed |= schedule.kind == Kind.RECV
+    fixed = np.where(compute, ~filler & (schedule.kind != OpKind.WAIT), shared[lane])
+    fixed |= schedule.is_recv
     return np.where(fixed, IN_ORDER, np.arange(len(schedule), dtype=np.float64))
 
 
@@ -77,7 +77,7 @@ def _with_streams(schedule: Schedule, filler: Bools, rank: Floats) -> Schedule:
         _ends(schedule, filler),
     ]
     dep_offset, deps = group_by_first(np.concatenate(edges), len(schedule))
-    wait = schedule.kind == Kind.WAIT
+    wait = schedule.kind == OpKind.WAIT
     return replace(
         schedule,
         num_devices=2 * schedule.num_devices,
@@ -105,7 +105,7 @@ def _chains(schedule: Schedule, filler: Bools, rank: Floats) -> Ints:
 
 def _ends(schedule: Schedule, filler: Bools) -> Ints:
     """The optimizer of every device behind the last op of the encoders' stream."""
-    finish = np.flatnonzero(schedule.kind == Kind.FINISH)
+    finish = np.flatnonzero(schedule.kind == OpKind.OPTIMIZER)
     last = np.full(schedule.num_devices, -1, np.int64)
     rows = np.flatnonzero(filler & (schedule.lane == Lane.COMPUTE))
     last[schedule.device[rows]] = rows  # ascending: the last one stays

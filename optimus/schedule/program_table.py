@@ -9,12 +9,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.ir.op import Communicator, Floats, Ints
-from optimus.ir.plan import OPS, Plan, Program, Verb
+from optimus.ir.op import COMPUTE_OPS, Communicator, Floats, Ints, OpKind
+from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
 
 Bools = NDArray[np.bool_]
-BACKWARDS = (Verb.B, Verb.I)
+BACKWARDS = (OpKind.BACKWARD, OpKind.INPUT_GRAD)
 
 
 class Header:
@@ -59,13 +59,13 @@ class Header:
         ]
         opens = [not any(t[a].layer == phase.layer for a in phase.after) for t in templates for phase in t]
         self.opens_layer: Bools = np.array(opens, np.bool_)
-        shape = len(self.names), len(OPS), int(self.virtual_stages.max())
-        self.template: Ints = np.full(shape, -1, np.int64)  # by module, verb, virtual stage
+        shape = len(self.names), 1 + max(COMPUTE_OPS), int(self.virtual_stages.max())
+        self.template: Ints = np.full(shape, -1, np.int64)  # by module, kind, virtual stage
         for number, name in enumerate(self.names):
             for virtual, chunk in enumerate(self.plan.modules[name].chunks):
-                for verb, kind in OPS.items():
+                for kind in COMPUTE_OPS:
                     if kind in chunk.templates:
-                        self.template[number, verb, virtual] = numbers[chunk.templates[kind]]
+                        self.template[number, kind, virtual] = numbers[chunk.templates[kind]]
 
     def _place_modules(self) -> None:
         ranks, everywhere = self.ranks, range(self.devices)
@@ -105,7 +105,7 @@ class Lines:
     header: Header
     device: Ints
     module: Ints
-    verb: Ints
+    kind: Ints
     chunk: Ints
     microbatch: Ints
     place: Ints
@@ -117,17 +117,17 @@ class Lines:
         return cls(header, device, *rows.T)
 
     def __len__(self) -> int:
-        return len(self.verb)
+        return len(self.kind)
 
     def program(self, lines: Ints) -> Program:
         """Some of them, as one class plays them."""
-        columns = [self.module, self.verb, self.chunk, self.microbatch, self.place]
+        columns = [self.module, self.kind, self.chunk, self.microbatch, self.place]
         return Program.of(np.stack([column[lines] for column in columns], axis=1))
 
     @cached_property
     def phases(self) -> Ints:
         """Lines that play a phase."""
-        return np.flatnonzero(self.verb <= Verb.W)
+        return np.flatnonzero(self.kind <= OpKind.WEIGHT_GRAD)
 
     @cached_property
     def virtual(self) -> Ints:
@@ -140,7 +140,7 @@ class Lines:
     def phase(self) -> Ints:
         """Place of every phase line in the header's columns (-1 for other lines)."""
         header, here = self.header, self.phases
-        template = header.template[self.module[here], self.verb[here], self.virtual[here]]
+        template = header.template[self.module[here], self.kind[here], self.virtual[here]]
         found = np.full(len(self), -1, np.int64)
         found[here] = header.first[template] + self.place[here]
         return found
@@ -152,17 +152,17 @@ class Lines:
         found[self.phases] = self.header.lane[self.phase[self.phases]]
         return found
 
-    def op_key(self, device: Ints, module: Ints, verb: Ints, chunk: Ints, microbatch: Ints) -> Ints:
+    def op_key(self, device: Ints, module: Ints, kind: Ints, chunk: Ints, microbatch: Ints) -> Ints:
         """A number for one op of one class."""
         header = self.header
-        key = (device * len(header.names) + module) * len(Verb) + verb
+        key = (device * len(header.names) + module) * len(OpKind) + kind
         found: Ints = (key * header.chunks + chunk) * header.microbatches + microbatch
         return found
 
     def op_key_of(self, rows: Ints, device: Ints) -> Ints:
         """The number of the op that lines belong to, as if they stood on another class."""
         return self.op_key(
-            device, self.module[rows], self.verb[rows], self.chunk[rows], self.microbatch[rows]
+            device, self.module[rows], self.kind[rows], self.chunk[rows], self.microbatch[rows]
         )
 
     @cached_property
@@ -175,7 +175,7 @@ class Lines:
         first = np.flatnonzero(np.append(True, key[1:] != key[:-1])) if len(key) else np.zeros(0, np.int64)
         count = np.diff(np.append(first, len(key)))
         header = self.header
-        size = len(header.names) * len(Verb) * header.chunks * header.microbatches * header.devices
+        size = len(header.names) * len(OpKind) * header.chunks * header.microbatches * header.devices
         number = np.full(size, -1, np.int64)
         number[key[first]] = np.arange(len(first))
         head = rows[first]
@@ -186,15 +186,15 @@ class Lines:
             number=number,
             device=self.device[head],
             module=self.module[head],
-            verb=self.verb[head],
+            kind=self.kind[head],
             chunk=self.chunk[head],
             microbatch=self.microbatch[head],
             virtual=self.virtual[head],
         )
 
-    def end_of(self, device: Ints, module: Ints, verb: Ints, chunk: Ints, microbatch: Ints) -> Ints:
+    def end_of(self, device: Ints, module: Ints, kind: Ints, chunk: Ints, microbatch: Ints) -> Ints:
         """The line with which an op ends; its phases stand in order and every launch is waited for."""
-        number = self.ops.number[self.op_key(device, module, verb, chunk, microbatch)]
+        number = self.ops.number[self.op_key(device, module, kind, chunk, microbatch)]
         assert (number >= 0).all(), "an op is missing"
         found: Ints = self.ops.last[number]
         return found
@@ -202,8 +202,8 @@ class Lines:
     def backward_end(self, device: Ints, module: Ints, chunk: Ints, microbatch: Ints) -> Ints:
         """The line with which the op that makes a gradient of the input ends: B, or I."""
         numbers = [
-            self.ops.number[self.op_key(device, module, np.full_like(device, verb), chunk, microbatch)]
-            for verb in BACKWARDS
+            self.ops.number[self.op_key(device, module, np.full_like(device, kind), chunk, microbatch)]
+            for kind in BACKWARDS
         ]
         number = np.maximum(*numbers)
         assert (number >= 0).all(), "a backward is missing"
@@ -221,7 +221,7 @@ class Ops:
     number: Ints  # of an op by its key, -1: none
     device: Ints
     module: Ints
-    verb: Ints
+    kind: Ints
     chunk: Ints
     microbatch: Ints
     virtual: Ints

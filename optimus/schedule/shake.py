@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.schedule.list_pipeline import Draft
 from optimus.schedule.pipelines import PipelineOp
 
@@ -44,7 +44,7 @@ class _Net:
     def __init__(self, draft: Draft) -> None:
         self._times = times = draft.times
         self.ops: list[tuple[int, PipelineOp]] = [
-            (stage, op) for stage, op in draft.starts if (stage, op.kind, op.chunk) == (0, Kind.F, 0)
+            (stage, op) for stage, op in draft.starts if (stage, op.kind, op.chunk) == (0, OpKind.FORWARD, 0)
         ]
         self._before: list[list[tuple[int, float]]] = [[] for _ in self.ops]
         self._after: list[list[tuple[int, float]]] = []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.ir.op import NUM_LANES, Floats, Ints, Kind, Lane, Schedule
+from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
 from optimus.schedule._numba import compiled
 
 _COMPUTE, _TP, _DP = int(Lane.COMPUTE), int(Lane.TP), int(Lane.DP)
@@ -35,7 +35,7 @@ def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0
     The host of a device issues its ops in program order, one per `launch_s`, and never waits; a WAIT
     costs it nothing. An op starts no earlier than it was issued, and a SEND no earlier than its RECV.
     """
-    issued = launch_s * issues_before(schedule.device, schedule.kind != Kind.WAIT, schedule.num_devices)
+    issued = launch_s * issues_before(schedule.device, schedule.kind != OpKind.WAIT, schedule.num_devices)
     nothing = np.zeros(0)
     return _played(schedule, slowdown, issued, rank=nothing, due_s=nothing, patience_s=0.0)[0]
 
@@ -71,7 +71,7 @@ def _played(
     """Changes `issued`: when the host has issued every op, or until when it is held."""
     lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
     deps, dep_offset = schedule.deps.astype(np.int32), schedule.dep_offset.astype(np.int64)
-    received = np.flatnonzero(schedule.kind == Kind.RECV)
+    received = np.flatnonzero(schedule.is_recv)
     sent = deps[dep_offset[received]]
     if len(received):  # whoever waits for a RECV waits for its SEND; a SEND is issued when both are
         lane[received] = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optimus.ir.op import NUM_LANES, Floats, Ints, Kind, Schedule
+from optimus.ir.op import NUM_LANES, Floats, Ints, Schedule
 from optimus.schedule.simulate import Timeline
 
 
@@ -19,7 +19,7 @@ def find_slack(schedule: Schedule, timeline: Timeline) -> Floats:
     before = sources[order].tolist()
     first = np.searchsorted(group[targets][order], np.arange(count + 1)).tolist()
     left = np.bincount(group[sources], minlength=count).tolist()  # followers that are not settled
-    spent = np.where(schedule.kind == Kind.RECV, 0.0, timeline.finish_s - timeline.start_s).tolist()
+    spent = np.where(schedule.is_recv, 0.0, timeline.finish_s - timeline.start_s).tolist()
     group_of, ends = group.tolist(), [timeline.step_s] * len(schedule)  # at the latest
     begins = [timeline.step_s] * count
     for op, seconds in enumerate(spent):
@@ -53,7 +53,7 @@ def _edges(schedule: Schedule) -> tuple[Ints, Ints]:
     """Every op, and one that begins after it: what waits for it, and what comes next on its lane."""
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
-    queued = np.flatnonzero(schedule.kind != Kind.RECV)
+    queued = np.flatnonzero(~schedule.is_recv)
     queued = queued[np.argsort(lane[queued], kind="stable")]
     same = lane[queued][1:] == lane[queued][:-1]
     sources = np.concatenate([schedule.deps.astype(np.int64), queued[:-1][same]])

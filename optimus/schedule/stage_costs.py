@@ -11,7 +11,7 @@ import numpy as np
 from optimus.cost.memory import Memory, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.cost.prices import Prices
-from optimus.ir.op import Floats, Kind
+from optimus.ir.op import Floats, OpKind
 from optimus.job.model import Precision
 from optimus.schedule.chunk_templates import KINDS, Chunks
 from optimus.schedule.dp_traffic import Group, ParameterTraffic, groups_of
@@ -72,11 +72,11 @@ class LayerSums:
             moved = running(lambda x, g=group: x.trained * sum(n for at, n in groups_of(x) if at == g))  # type: ignore[misc]
             self._groups[group] = moved * precision.parameter_bytes, moved * precision.gradient_bytes
 
-    def layer_seconds(self, kind: Kind) -> Floats:
+    def layer_seconds(self, kind: OpKind) -> Floats:
         """Of every layer by itself."""
         return np.diff(self._seconds[kind])
 
-    def seconds(self, kind: Kind, cut: Cut) -> Floats:
+    def seconds(self, kind: OpKind, cut: Cut) -> Floats:
         """Of one op of every virtual stage."""
         return np.diff(self._seconds[kind][list(cut)])
 

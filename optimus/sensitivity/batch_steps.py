@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from optimus.errors import UserError, nearest
-from optimus.ir.op import Communicator, Floats, Ints, Kind, Lane
+from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind
 from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import SimulatedSystem
@@ -77,7 +77,7 @@ class BatchSimulator:
         schedule = self._schedule
         of_encoder = schedule.module == schedule.modules.index(encoder)
         moves = of_encoder & (schedule.lane != Lane.COMPUTE) & (schedule.communicator != Communicator.DP)
-        moves &= (schedule.kind != Kind.GATHER) & (schedule.kind != Kind.REDUCE)
+        moves &= (schedule.kind != OpKind.UNSHARD) & (schedule.kind != OpKind.REDUCE_GRAD)
         return np.flatnonzero(of_encoder & (schedule.lane == Lane.COMPUTE)), np.flatnonzero(moves)
 
     def step_s(self, loads: Mapping[str, Floats]) -> float:

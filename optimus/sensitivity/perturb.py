@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optimus.ir.op import Communicator, Floats, Kind, Lane, Schedule
+from optimus.ir.op import Communicator, Floats, Lane, OpKind, Schedule
 from optimus.schedule.simulate import evaluate
 
 DRAWS = 200
@@ -147,8 +147,8 @@ class Perturbable:
         self._schedule, self._base = schedule, base
         numbers = [schedule.modules.index(name) for name in encoders if name in schedule.modules]
         is_encoder = np.isin(schedule.module, numbers)
-        computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind <= Kind.W)
-        moves = (schedule.kind != Kind.GATHER) & (schedule.kind != Kind.REDUCE)
+        computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind <= OpKind.WEIGHT_GRAD)
+        moves = (schedule.kind != OpKind.UNSHARD) & (schedule.kind != OpKind.REDUCE_GRAD)
         self._llm, self._encoders = computes & ~is_encoder, computes & is_encoder
         self._lanes = {lane: schedule.lane == lane for lane in (Lane.TP, Lane.DP, Lane.P2P)}
         self._images = is_encoder & moves & (schedule.communicator != Communicator.DP)

@@ -7,7 +7,7 @@ from math import floor, log10
 
 import numpy as np
 
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.ir.ranks import LLM
 from optimus.planner.replaying import Replayed
 
@@ -48,11 +48,11 @@ def break_down(replayed: Replayed) -> dict[str, float]:
     compute = np.flatnonzero(schedule.lane == Lane.COMPUTE)
     kind = schedule.kind[compute]
     is_llm = np.array([name == LLM for name in schedule.modules])[schedule.module[compute]]
-    recompute = kind == Kind.R
+    recompute = kind == OpKind.RECOMPUTE
     part = np.where(
         is_llm, np.where(recompute, _LLM_RECOMPUTE, _LLM), np.where(recompute, _ENCODER_RECOMPUTE, _ENCODER)
     )
-    part = np.where(kind == Kind.FINISH, _OPTIMIZER, part)
+    part = np.where(kind == OpKind.OPTIMIZER, _OPTIMIZER, part)
     spent = (timeline.finish_s - timeline.start_s)[compute]
     sums = np.bincount(part, weights=spent, minlength=len(BUSY)) / schedule.num_devices
     busy = dict(zip(BUSY, sums.tolist(), strict=True))

@@ -7,14 +7,14 @@ from math import isfinite
 
 import numpy as np
 
-from optimus.ir.op import Ints, Kind
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import Ints, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import Asked, Block, Lines, backward_verb
+from optimus.verify.expected_lines import Asked, Block, Lines, backward_kind
 
 SearchResult = Iterator[tuple[str, str]]  # where, problem
 _LARGEST = 2**53  # of a number of bytes: sums stay exact
-_NUM_VERBS = len(Verb)
+_NUM_VERBS = len(OpKind)
 
 
 def check_header(plan: Plan) -> SearchResult:
@@ -66,15 +66,17 @@ def _module_problems(plan: Plan, name: str) -> SearchResult:
     asked = False  # whether the gradient of the stage before is needed
     for virtual, chunk in enumerate(module.chunks):
         kinds = {kind for kind, template in chunk.templates.items() if plan.templates[template]}
-        if Kind.F not in kinds or len(kinds) != len(chunk.templates):
+        if OpKind.FORWARD not in kinds or len(kinds) != len(chunk.templates):
             yield f"{name} virtual stage {virtual}", "has no forward or a template without phases"
-        if (Kind.B in kinds and len(kinds) > 2) or (Kind.W in kinds and Kind.I not in kinds):
+        if (OpKind.BACKWARD in kinds and len(kinds) > 2) or (
+            OpKind.WEIGHT_GRAD in kinds and OpKind.INPUT_GRAD not in kinds
+        ):
             yield f"{name} virtual stage {virtual}", "has another backward than B, I, or I and W"
-        backward = backward_verb(plan, name, virtual) is not None
+        backward = backward_kind(plan, name, virtual) is not None
         if asked and not backward:
             yield f"{name} virtual stage {virtual}", "has no backward, but one before it needs its gradient"
         asked = asked or backward
-    if name != LLM and asked and backward_verb(plan, LLM, 0) is None:
+    if name != LLM and asked and backward_kind(plan, LLM, 0) is None:
         yield name, "needs a gradient, but the LLM's first virtual stage has no backward"
 
 
@@ -109,7 +111,7 @@ def check_coverage(lines: Lines, asked: Asked) -> SearchResult:
         yield "programs", f"{len(lines)} lines where the header asks for {wanted}"
         return
     size = _sizes(plan, blocks)
-    columns = (lines.module, lines.verb, lines.chunk, lines.microbatch, lines.place)
+    columns = (lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place)
     known = np.ones(len(lines), bool)
     for column, limit in zip(columns, size, strict=True):
         known &= (column >= 0) & (column < limit)
@@ -134,7 +136,7 @@ def check_coverage(lines: Lines, asked: Asked) -> SearchResult:
 
 
 def _sizes(plan: Plan, blocks: list[Block]) -> tuple[int, ...]:
-    """What module, verb, chunk, microbatch and place stay below."""
+    """What module, kind, chunk, microbatch and place stay below."""
     return (
         len(plan.names),
         _NUM_VERBS,
@@ -146,11 +148,11 @@ def _sizes(plan: Plan, blocks: list[Block]) -> tuple[int, ...]:
 
 def _keys(plan: Plan, blocks: list[Block], size: tuple[int, ...]) -> Ints:
     """Every line asked for as one number; ascending, because blocks come in this order."""
-    modules, verbs, chunks, microbatches, places = size
+    modules, kinds, chunks, microbatches, places = size
     number = {name: index for index, name in enumerate(plan.names)}
     parts = []
-    for (device, name, verb, chunk), rows, columns in blocks:
-        first = ((device * modules + number[name]) * verbs + verb) * chunks + chunk
+    for (device, name, kind, chunk), rows, columns in blocks:
+        first = ((device * modules + number[name]) * kinds + kind) * chunks + chunk
         parts.append((((first * microbatches + rows) * places)[:, None] + columns).ravel())
     keys: Ints = np.concatenate(parts)
     return keys
@@ -162,5 +164,5 @@ def _name(plan: Plan, key: int, size: tuple[int, ...]) -> str:
     for limit in reversed(size):
         key, value = divmod(key, limit)
         words.append(value)
-    place, microbatch, chunk, verb, module = words
-    return f"class {key}: {plan.names[module]}.{Verb(verb).word} {chunk} {microbatch} {place}"
+    place, microbatch, chunk, kind, module = words
+    return f"class {key}: {plan.names[module]}.{OpKind(kind).word} {chunk} {microbatch} {place}"

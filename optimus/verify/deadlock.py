@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus.ir.op import Ints, Kind, Lane
-from optimus.ir.plan import RECVS, Verb
+from optimus.ir.op import RECVS, Ints, Lane, OpKind
 from optimus.verify.time_replay import followers
 from optimus.verify.waits import Waits, chained
 
@@ -40,10 +39,12 @@ def check_hosts(waits: Waits) -> Circle | None:
     sends, consumers = send_of[waits.before[consumes]], waits.after[consumes]
     reached = not_first[sends]
     # A meeting is an extra node: complete once all its lines are posted.
-    finish = np.flatnonzero(lines.verb == Verb.FINISH)
-    meets = (waits.meeting >= 0) & (lines.verb != Verb.FINISH)
+    finish = np.flatnonzero(lines.kind == OpKind.OPTIMIZER)
+    meets = (waits.meeting >= 0) & (lines.kind != OpKind.OPTIMIZER)
     posts = np.flatnonzero(meets)
-    blocks = ~np.isin(waits.kind[waits.after], (-1, Kind.LAUNCH)) | (lines.verb[waits.after] == Verb.FINISH)
+    blocks = ~np.isin(waits.phase_kind[waits.after], (-1, OpKind.LAUNCH)) | (
+        lines.kind[waits.after] == OpKind.OPTIMIZER
+    )
     needs = meets[waits.before] & blocks
     meetings = len(waits.meeting_size)
     there = np.bincount(waits.meeting[posts], minlength=meetings)
@@ -73,7 +74,7 @@ def check_streams(waits: Waits, *, one_queue: bool) -> Circle | None:
     talks = ~compute
     latest = np.maximum.accumulate(np.where(compute, np.arange(count), -1))
     behind = talks & (latest >= lines.first[lines.device])
-    data = ~np.isin(lines.verb[waits.after], RECVS)  # a receive and its send are one node
+    data = ~np.isin(lines.kind[waits.after], RECVS)  # a receive and its send are one node
     there = np.bincount(waits.meeting[meets], minlength=len(waits.meeting_size))
     never = np.flatnonzero(meets)[(there < waits.meeting_size)[waits.meeting[meets]]]
     edges = [
@@ -93,7 +94,7 @@ def _communicators(waits: Waits) -> Ints:
     peer = np.full(count, -1)
     peer[waits.send], peer[waits.recv] = lines.device[waits.recv], lines.device[waits.send]
     size = len(lines.plan.programs)
-    edge = ((lines.module * len(Verb) + lines.verb) * size + peer) + len(waits.group_members)
+    edge = ((lines.module * len(OpKind) + lines.kind) * size + peer) + len(waits.group_members)
     queues: Ints = np.where(waits.group >= 0, waits.group, edge) * size + lines.device
     return queues
 

@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optimus.ir.op import Ints, Kind
-from optimus.ir.plan import OPS, Bucket, Plan, Program, Verb
+from optimus.ir.op import COMPUTE_OPS, Ints, OpKind
+from optimus.ir.plan import Bucket, Plan, Program
 from optimus.ir.ranks import LLM
 
 _ONE = np.zeros(1, np.int64)
 
 
 class Where(NamedTuple):
-    """The lines of one verb of one chunk of a module on a device class."""
+    """The lines of one kind of one chunk of a module on a device class."""
 
     device: int
     module: str
-    verb: Verb
+    kind: OpKind
     chunk: int
 
 
@@ -32,10 +32,16 @@ class Block(NamedTuple):
     places: Ints
 
 
-def backward_verb(plan: Plan, module: str, virtual: int) -> Verb | None:
+def backward_kind(plan: Plan, module: str, virtual: int) -> OpKind | None:
     """The op of a virtual stage that makes the gradient for the one before it."""
     kinds = plan.modules[module].chunks[virtual].templates
-    return Verb.B if Kind.B in kinds else Verb.I if Kind.I in kinds else None
+    return (
+        OpKind.BACKWARD
+        if OpKind.BACKWARD in kinds
+        else OpKind.INPUT_GRAD
+        if OpKind.INPUT_GRAD in kinds
+        else None
+    )
 
 
 def bucket_chunk(bucket: Bucket) -> int:
@@ -60,7 +66,7 @@ class Asked:
         """Whether the gradient of each virtual stage's output is asked for."""
         wanted: list[bool] = []
         for virtual in range(len(self.plan.modules[name].chunks)):
-            here = backward_verb(self.plan, name, virtual) is not None
+            here = backward_kind(self.plan, name, virtual) is not None
             wanted.append(here or bool(wanted and wanted[-1]))
         return wanted
 
@@ -81,23 +87,23 @@ class Asked:
         return [(sender, self.microbatches(name, sender)) for sender in senders]
 
     def blocks(self) -> Iterator[Block]:
-        """All of them, by device class, module, verb and chunk."""
+        """All of them, by device class, module, kind and chunk."""
         for device in range(self.ranks.num_classes):
             for name in self.plan.modules:
                 yield from self._ops(device, name)
                 yield from self._transfers(device, name)
                 yield from self._seam(device, name)
                 yield from self._buckets(device, name)
-            yield Block(Where(device, self.plan.names[-1], Verb.FINISH, 0), _ONE, _ONE)
+            yield Block(Where(device, self.plan.names[-1], OpKind.OPTIMIZER, 0), _ONE, _ONE)
 
     def _ops(self, device: int, name: str) -> Iterator[Block]:
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
         mine = self.microbatches(name, device)
-        for verb, kind in OPS.items():
+        for kind in COMPUTE_OPS:
             for chunk in range(module.layout.chunks):
                 phases = len(self.plan.template_of(name, kind, stage, chunk))
                 if phases:
-                    yield Block(Where(device, name, verb, chunk), mine, np.arange(phases))
+                    yield Block(Where(device, name, kind, chunk), mine, np.arange(phases))
 
     def _transfers(self, device: int, name: str) -> Iterator[Block]:
         """Between virtual stages: none where the next one is on the same class."""
@@ -107,15 +113,15 @@ class Asked:
         wanted, mine = self._wanted[name], self.microbatches(name, device)
         virtual = [chunk * layout.pp + stage for chunk in range(layout.chunks)]
         last = layout.virtual_stages - 1
-        for verb, needed in (
-            (Verb.SEND_F, [v < last for v in virtual]),
-            (Verb.RECV_F, [v > 0 for v in virtual]),
-            (Verb.SEND_B, [v > 0 and wanted[v - 1] for v in virtual]),
-            (Verb.RECV_B, [v < last and wanted[v] for v in virtual]),
+        for kind, needed in (
+            (OpKind.SEND_F, [v < last for v in virtual]),
+            (OpKind.RECV_F, [v > 0 for v in virtual]),
+            (OpKind.SEND_B, [v > 0 and wanted[v - 1] for v in virtual]),
+            (OpKind.RECV_B, [v < last and wanted[v] for v in virtual]),
         ):
             for chunk in range(layout.chunks):
                 if needed[chunk]:
-                    yield Block(Where(device, name, verb, chunk), mine, _ONE)
+                    yield Block(Where(device, name, kind, chunk), mine, _ONE)
 
     def _seam(self, device: int, name: str) -> Iterator[Block]:
         """Between an encoder's last stage and LLM stage 0."""
@@ -126,21 +132,21 @@ class Asked:
         others = [rows for sender, rows in self.arriving(name, device) if sender != device]
         received = np.sort(np.concatenate(others)) if others else None
         back = self._wanted[name][-1]
-        for verb, rows in (
-            (Verb.SEND_SEAM, sent),
-            (Verb.RECV_SEAM, received),
-            (Verb.SEND_SEAM_B, received if back else None),
-            (Verb.RECV_SEAM_B, sent if back else None),
+        for kind, rows in (
+            (OpKind.SEND_SEAM, sent),
+            (OpKind.RECV_SEAM, received),
+            (OpKind.SEND_SEAM_B, received if back else None),
+            (OpKind.RECV_SEAM_B, sent if back else None),
         ):
             if rows is not None:
-                yield Block(Where(device, name, verb, 0), rows, _ONE)
+                yield Block(Where(device, name, kind, 0), rows, _ONE)
 
     def _buckets(self, device: int, name: str) -> Iterator[Block]:
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
         chunk_of = np.array([bucket_chunk(bucket) for bucket in module.buckets[stage]], np.int64)
-        for verb in (Verb.GATHER, Verb.REDUCE):
+        for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
             for chunk in sorted(set(chunk_of.tolist())):
-                yield Block(Where(device, name, verb, chunk), _ONE, np.flatnonzero(chunk_of == chunk))
+                yield Block(Where(device, name, kind, chunk), _ONE, np.flatnonzero(chunk_of == chunk))
 
 
 class Lines:
@@ -153,7 +159,7 @@ class Lines:
         self.first = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
         self.device: Ints = np.repeat(np.arange(len(sizes)), sizes)
         rows = np.concatenate([program.rows for program in programs]).astype(np.int64)
-        self.module, self.verb, self.chunk, self.microbatch, self.place = rows.T
+        self.module, self.kind, self.chunk, self.microbatch, self.place = rows.T
         self._found: dict[Where, tuple[Ints, Ints]] = {}
 
     def __len__(self) -> int:
@@ -167,13 +173,13 @@ class Lines:
         columns = self.chunk, self.microbatch, self.place
         what = " ".join(str(column[line]) for column in columns)
         row = line - int(self.first[device]) + 1
-        return f"class {device} line {row}: {name}.{Verb(int(self.verb[line])).word} {what}"
+        return f"class {device} line {row}: {name}.{OpKind(int(self.kind[line])).word} {what}"
 
     @cached_property
     def identity(self) -> Ints:
-        """A number per line that is the same on every device class: its module, verb, chunk and so on."""
+        """A number per line that is the same on every device class: its module, kind, chunk and so on."""
         found: Ints = np.zeros(len(self), np.int64)
-        for column in (self.module, self.verb, self.chunk, self.microbatch, self.place):
+        for column in (self.module, self.kind, self.chunk, self.microbatch, self.place):
             found = found * (1 + column.max(initial=0)) + column
         return found
 
@@ -186,9 +192,9 @@ class Lines:
             self._found[key] = (microbatches, rows)
             at += size
 
-    def at(self, device: int, module: str, verb: Verb, chunk: int = 0) -> Ints:
+    def at(self, device: int, module: str, kind: OpKind, chunk: int = 0) -> Ints:
         """Rows of a block: one row per microbatch, one column per place; empty if there is none."""
-        found = self._found.get(Where(device, module, verb, chunk))
+        found = self._found.get(Where(device, module, kind, chunk))
         return np.zeros((0, 0), np.int64) if found is None else found[1]
 
     def all_blocks(self) -> Iterator[tuple[Where, Ints, Ints]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from optimus.ir.op import Communicator, Kind
+from optimus.ir.op import Communicator, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Template
 from optimus.ir.ranks import LLM
 
@@ -19,7 +19,7 @@ def check_layers(plan: Plan) -> SearchResult:
             for kind, template in chunk.templates.items():
                 layers = {phase.layer for phase in plan.templates[template]}
                 if not layers <= set(range(max(chunk.layers, 1))):
-                    yield where, f"{kind.name} names a layer that is none of its {chunk.layers}"
+                    yield where, f"{kind.word} names a layer that is none of its {chunk.layers}"
 
 
 def check_parameters(plan: Plan) -> SearchResult:
@@ -29,12 +29,12 @@ def check_parameters(plan: Plan) -> SearchResult:
             continue
         for virtual, chunk in enumerate(module.chunks):
             number, stage = divmod(virtual, module.layout.pp)
-            kinds = [kind for kind in (Kind.B, Kind.W) if kind in chunk.templates]
+            kinds = [kind for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD) if kind in chunk.templates]
             trained = {
                 phase.layer
                 for kind in kinds
                 for phase in plan.templates[chunk.templates[kind]]
-                if phase.kind in (Kind.B, Kind.W)
+                if phase.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD)
             }
             for layer in sorted(trained) if chunk.layers else ():
                 mine = [bucket for bucket in module.buckets[stage] if _holds(bucket, number, layer)]
@@ -54,7 +54,7 @@ def check_seam(plan: Plan) -> SearchResult:
     needed |= {Communicator.CP} if plan.ranks.llm.cp > 1 else set()
     if not needed or not any(module.seam_bytes for module in plan.encoders.values()):
         return
-    leading = _leading_launches(plan.template_of(LLM, Kind.F, 0, 0))
+    leading = _leading_launches(plan.template_of(LLM, OpKind.FORWARD, 0, 0))
     for communicator in sorted(needed - leading):
         word = communicator.name.lower()
         yield "llm virtual stage 0", f"F does not begin with a gather of the seam's rows over {word}"
@@ -64,12 +64,12 @@ def _leading_launches(template: Template) -> set[Communicator]:
     """Groups whose collectives come before all compute."""
     found = set()
     for phase in template:
-        if phase.kind not in (Kind.LAUNCH, Kind.WAIT):
+        if phase.kind not in (OpKind.LAUNCH, OpKind.WAIT):
             break
-        if phase.kind == Kind.LAUNCH:
+        if phase.kind == OpKind.LAUNCH:
             found.add(Communicator(phase.communicator))
     entries = [phase for phase in template if not phase.after]
-    return found if all(phase.kind == Kind.LAUNCH for phase in entries) else set()
+    return found if all(phase.kind == OpKind.LAUNCH for phase in entries) else set()
 
 
 def check_capacity(plan: Plan) -> SearchResult:

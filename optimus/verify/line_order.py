@@ -6,21 +6,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from optimus.ir.op import Ints
-from optimus.ir.plan import Verb
+from optimus.ir.op import Ints, OpKind
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import Lines, backward_verb
+from optimus.verify.expected_lines import Lines, backward_kind
 from optimus.verify.waits import Derivation, Waits
 
 SearchResult = Iterator[tuple[str, str]]  # where, problem
-_SEAM = (Verb.SEND_SEAM, Verb.RECV_SEAM, Verb.SEND_SEAM_B, Verb.RECV_SEAM_B)
+_SEAM = (OpKind.SEND_SEAM, OpKind.RECV_SEAM, OpKind.SEND_SEAM_B, OpKind.RECV_SEAM_B)
 
 
 def check_data(derived: Derivation, waits: Waits) -> SearchResult:
     """Everything stands after what it needs on its class, and where the rules of order want it."""
     lines = waits.lines
     for where, _, rows in lines.all_blocks():
-        if where.verb <= Verb.W and rows.shape[1] > 1 and (np.diff(rows, axis=1) <= 0).any():
+        if where.kind <= OpKind.WEIGHT_GRAD and rows.shape[1] > 1 and (np.diff(rows, axis=1) <= 0).any():
             early = rows[:, 1:][np.diff(rows, axis=1) <= 0]
             for line in early.tolist():
                 yield lines.text(line), "stands before the previous phase of its op"
@@ -28,7 +27,7 @@ def check_data(derived: Derivation, waits: Waits) -> SearchResult:
     for before, after in zip(waits.before[wrong].tolist(), waits.after[wrong].tolist(), strict=True):
         yield lines.text(after), f"stands before what it waits for: {lines.text(before)}"
     for device, end in enumerate(lines.first[1:].tolist()):
-        if end == lines.first[device] or lines.verb[end - 1] != Verb.FINISH:
+        if end == lines.first[device] or lines.kind[end - 1] != OpKind.OPTIMIZER:
             yield f"class {device}", "its last line is not finish"
     for name, shape in derived.phases.items():
         for launch, wait in shape.wait_of.items():
@@ -41,15 +40,15 @@ def _neighbours(derived: Derivation, waits: Waits) -> SearchResult:
     """What must stand right after a certain phase, or after any phase of the LLM."""
     lines = waits.lines
     rows = np.arange(len(lines))
-    latest = np.maximum.accumulate(np.where(lines.verb <= Verb.W, rows, -1))
+    latest = np.maximum.accumulate(np.where(lines.kind <= OpKind.WEIGHT_GRAD, rows, -1))
     previous = np.concatenate([[-1], latest[:-1]])  # the last phase before each line, on its class
     previous[previous < lines.first[:-1][lines.device]] = -1
     follows = _predecessors(derived, lines)
     for line in rows[(follows >= 0) & (previous != follows)].tolist():
         yield lines.text(line), f"does not stand right after {lines.text(int(follows[line]))}"
     llm = list(lines.plan.modules).index(LLM)
-    receives = (lines.module == llm) & np.isin(lines.verb, (Verb.RECV_F, Verb.RECV_B))
-    receives |= lines.verb == Verb.RECV_SEAM
+    receives = (lines.module == llm) & np.isin(lines.kind, (OpKind.RECV_F, OpKind.RECV_B))
+    receives |= lines.kind == OpKind.RECV_SEAM
     for line in rows[receives & (previous >= 0) & (lines.module[previous] != llm)].tolist():
         yield lines.text(line), f"is posted behind filler, {lines.text(int(previous[line]))}"
 
@@ -58,17 +57,19 @@ def _predecessors(derived: Derivation, lines: Lines) -> Ints:
     """The phase right after which a line must stand: of the LLM's launches and all sends; -1 for others."""
     plan = lines.plan
     follows = np.full(len(lines), -1)
-    for (device, name, verb, chunk), microbatches, rows in lines.all_blocks():
+    for (device, name, kind, chunk), microbatches, rows in lines.all_blocks():
         virtual = derived.virtual(device, name, chunk) if name in plan.modules else 0
-        if verb <= Verb.W and name == LLM:
-            launches = [place for place, _ in derived.shape(name, verb, virtual).launches if place]
+        if kind <= OpKind.WEIGHT_GRAD and name == LLM:
+            launches = [place for place, _ in derived.shape(name, kind, virtual).launches if place]
             follows[rows[:, launches]] = rows[:, [place - 1 for place in launches]]
-        elif verb in (Verb.SEND_F, Verb.SEND_SEAM):
-            follows[rows] = lines.at(device, name, Verb.F, chunk)[:, -1:]
-        elif verb in (Verb.SEND_B, Verb.SEND_SEAM_B):
-            seam = verb == Verb.SEND_SEAM_B
+        elif kind in (OpKind.SEND_F, OpKind.SEND_SEAM):
+            follows[rows] = lines.at(device, name, OpKind.FORWARD, chunk)[:, -1:]
+        elif kind in (OpKind.SEND_B, OpKind.SEND_SEAM_B):
+            seam = kind == OpKind.SEND_SEAM_B
             maker, at = (LLM, 0) if seam else (name, virtual)
-            made = lines.at(device, maker, backward_verb(plan, maker, at) or Verb.B, 0 if seam else chunk)
+            made = lines.at(
+                device, maker, backward_kind(plan, maker, at) or OpKind.BACKWARD, 0 if seam else chunk
+            )
             of = microbatches // plan.modules[name].pieces if seam else slice(None)
             follows[rows] = made[of, -1:]
     return follows
@@ -81,7 +82,7 @@ def check_pairs(waits: Waits) -> SearchResult:
     low, high = np.minimum(here, there), np.maximum(here, there)
     at_low = np.where(here < there, waits.send, waits.recv)
     at_high = np.where(here < there, waits.recv, waits.send)
-    seam = np.isin(lines.verb[waits.send], _SEAM)
+    seam = np.isin(lines.kind[waits.send], _SEAM)
     order_low = np.lexsort((at_low, seam, lines.module[waits.send], high, low))
     order_high = np.lexsort((at_high, seam, lines.module[waits.send], high, low))
     for at in np.flatnonzero(order_low != order_high).tolist():

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus.ir.op import Ints
-from optimus.ir.plan import Plan, Verb
+from optimus.ir.op import Ints, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.verify.coverage import check_coverage
 from optimus.verify.expected_lines import Asked, Lines
@@ -50,11 +50,14 @@ def _changes(derived: Derivation) -> tuple[Ints, Ints]:
     comes = np.zeros((len(ACTIVATIONS), len(lines)), np.int64)
     goes = np.zeros_like(comes)
     for where, _, rows in lines.all_blocks():
-        if where.verb == Verb.F:
+        if where.kind == OpKind.FORWARD:
             device, name, _, chunk = where
             planned = lines.plan.modules[name].chunks[derived.virtual(device, name, chunk)]
             component = 0 if name == LLM else 1
-            ends = [lines.at(device, name, verb, chunk) for verb in (Verb.W, Verb.B, Verb.I)]
+            ends = [
+                lines.at(device, name, kind, chunk)
+                for kind in (OpKind.WEIGHT_GRAD, OpKind.BACKWARD, OpKind.INPUT_GRAD)
+            ]
             last = next((block for block in ends if block.size), rows)
             comes[component, rows[:, 0]] += planned.kept_bytes
             goes[component, last[:, -1]] += planned.kept_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optimus.ir.op import Ints, Kind, Lane
+from optimus.ir.op import Ints, Lane, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Template
 
 
@@ -20,13 +20,13 @@ class Phases:
         self.exits = [place for place in range(len(template)) if place not in waited]
         self.kind = np.array([phase.kind for phase in template], np.int64)
         self.duration_s = np.array([phase.duration_s for phase in template], np.float64)
-        named = [phase.lane if phase.kind == Kind.LAUNCH else Lane.COMPUTE for phase in template]
+        named = [phase.lane if phase.kind == OpKind.LAUNCH else Lane.COMPUTE for phase in template]
         self.lane = np.array(named, np.int64)
         self.layer = np.array([phase.layer for phase in template], np.int64)
         self.launches = [
-            (place, phase.communicator) for place, phase in enumerate(template) if phase.kind == Kind.LAUNCH
+            (place, phase.communicator) for place, phase in enumerate(template) if phase.kind == OpKind.LAUNCH
         ]
-        waits = [place for place, phase in enumerate(template) if phase.kind == Kind.WAIT]
+        waits = [place for place, phase in enumerate(template) if phase.kind == OpKind.WAIT]
         self.wait_of = {  # the first wait for each launch
             launch: next((place for place in waits if launch in template[place].after), -1)
             for launch, _ in self.launches

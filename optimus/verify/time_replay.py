@@ -7,8 +7,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from optimus.ir.op import Floats, Ints
-from optimus.verify.waits import COMPUTE_KINDS, Waits
+from optimus.ir.op import COMPUTE_PHASES, Floats, Ints
+from optimus.verify.waits import Waits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +55,7 @@ class _Player:
         self.slowed = 1.0 + plan.slowdown
         slows, nothing = plan.slowdown > 0, [False] * count
         self.resident: list[bool] = waits.resident.tolist() if slows else nothing
-        self.compute: list[bool] = np.isin(waits.kind, COMPUTE_KINDS).tolist() if slows else nothing
+        self.compute: list[bool] = np.isin(waits.phase_kind, COMPUTE_PHASES).tolist() if slows else nothing
         self.start = [-1.0] * count
         self.end = [-1.0] * count
         self.heap: list[tuple[float, int]] = []

@@ -12,8 +12,8 @@ import numpy as np
 
 from optimus.errors import UserError
 from optimus.ir.binding import Measured, bound_parts, check_binding
-from optimus.ir.op import NUM_LANES, Floats
-from optimus.ir.plan import REGIONS, Plan, Verb
+from optimus.ir.op import COMPUTE_PHASES, NUM_LANES, Floats, OpKind
+from optimus.ir.plan import REGIONS, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.verify.coverage import check_coverage, check_header
@@ -23,7 +23,7 @@ from optimus.verify.header_contents import check_capacity, check_layers, check_p
 from optimus.verify.line_order import check_data, check_groups, check_pairs
 from optimus.verify.memory_replay import ACTIVATIONS, replay_bytes
 from optimus.verify.time_replay import Replay, replay
-from optimus.verify.waits import COMPUTE_KINDS, NO_LANE, Derivation, Waits
+from optimus.verify.waits import NO_LANE, Derivation, Waits
 
 RULES = ("coverage", "data", "pairs", "deadlock", "groups", "memory", "lanes", "claim", "binding")
 BOUND_PARTS = ("model", "cluster", "workload", "profile")
@@ -194,11 +194,11 @@ def encoder_seconds(derived: Derivation, waits: Waits, played: Replay) -> Floats
     """Encoder compute in each of REGIONS, summed over device classes, as replayed."""
     lines = waits.lines
     llm = list(lines.plan.modules).index(LLM)
-    ours = (lines.module == llm) & (lines.verb <= Verb.W)
+    ours = (lines.module == llm) & (lines.kind <= OpKind.WEIGHT_GRAD)
     opened = np.zeros(len(lines), np.int64)  # LLM launches whose wait is yet to come
-    for (device, name, verb, chunk), _, block in lines.all_blocks():
-        if name == LLM and verb <= Verb.W:
-            shape = derived.shape(name, verb, derived.virtual(device, name, chunk))
+    for (device, name, kind, chunk), _, block in lines.all_blocks():
+        if name == LLM and kind <= OpKind.WEIGHT_GRAD:
+            shape = derived.shape(name, kind, derived.virtual(device, name, chunk))
             for launch, wait in shape.wait_of.items():
                 opened[block[:, launch]] += wait >= 0
                 opened[block[:, wait]] -= wait >= 0
@@ -207,7 +207,7 @@ def encoder_seconds(derived: Derivation, waits: Waits, played: Replay) -> Floats
     first, end = seen[lines.first[:-1]][lines.device], seen[lines.first[1:]][lines.device]
     before, after = seen[:-1] == first, seen[:-1] == end
     region = np.select([before, after, slot], [0, 3, 1], 2)
-    compute = (lines.module < llm) & np.isin(waits.kind, COMPUTE_KINDS)
+    compute = (lines.module < llm) & np.isin(waits.phase_kind, COMPUTE_PHASES)
     spent = (played.end_s - played.start_s)[compute]
     return np.bincount(region[compute], weights=spent, minlength=len(REGIONS)).astype(np.float64)
 

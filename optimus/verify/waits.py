@@ -6,15 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus.ir.op import NUM_LANES, Communicator, Floats, Ints, Kind, Lane
-from optimus.ir.plan import OPS, SENDS, WHOLE_STAGE, Verb
+from optimus.ir.op import (
+    COMPUTE_OPS,
+    NUM_LANES,
+    SENDS,
+    Communicator,
+    Floats,
+    Ints,
+    Lane,
+    OpKind,
+)
+from optimus.ir.plan import WHOLE_STAGE
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import Asked, Lines, Where, backward_verb
+from optimus.verify.expected_lines import Asked, Lines, Where, backward_kind
 from optimus.verify.template_columns import Phases
 
-COMPUTE_KINDS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
 NO_LANE = -1  # of receives
-RECV_OF = {Verb.SEND_F: Verb.RECV_F, Verb.SEND_B: Verb.RECV_B}
+RECV_OF = {OpKind.SEND_F: OpKind.RECV_F, OpKind.SEND_B: OpKind.RECV_B}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +36,7 @@ class Waits:
     recv: Ints  # per transfer
     duration_s: Floats
     lane: Ints
-    kind: Ints  # of the phase; -1 for other verbs
+    phase_kind: Ints  # -1 for lines that are no phase
     issue_s: Floats  # when the host has issued it
     group: Ints  # the communicator of a collective; -1 for other lines
     group_members: list[tuple[int, ...]]  # device classes, per group
@@ -68,20 +76,20 @@ class Derivation:
         self._recvs: list[Ints] = []
         self._duration = np.zeros(count)
         self._lane = np.full(count, NO_LANE)
-        self._kind = np.full(count, -1)
+        self._phase_kind = np.full(count, -1)
         self._group = np.full(count, -1)
         self._groups: dict[tuple[str, int, tuple[int, ...]], int] = {}
         self._group_at: dict[tuple[str, int, int], int] = {}
 
     def derive(self) -> Waits:
         for where, microbatches, rows in self.lines.all_blocks():
-            if where.verb in OPS:
+            if where.kind in COMPUTE_OPS:
                 self._op(where, rows)
-            elif where.verb in SENDS:
+            elif where.kind in SENDS:
                 self._send(where, microbatches, rows)
-            elif where.verb in (Verb.GATHER, Verb.REDUCE):
+            elif where.kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
                 self._buckets(where, rows[0])
-            elif where.verb == Verb.FINISH:
+            elif where.kind == OpKind.OPTIMIZER:
                 self._finish(where, rows)
         none = [np.zeros(0, np.int64)]
         send, recv = np.concatenate(none + self._sends), np.concatenate(none + self._recvs)
@@ -96,7 +104,7 @@ class Derivation:
             recv=recv,
             duration_s=self._duration,
             lane=self._lane,
-            kind=self._kind,
+            phase_kind=self._phase_kind,
             issue_s=self._issues(send, recv),
             group=self._group,
             group_members=[members for _, _, members in self._groups],
@@ -106,36 +114,40 @@ class Derivation:
 
     # ------------------------------------------------------------------------ ops
 
-    def shape(self, name: str, verb: Verb, virtual: int) -> Phases:
+    def shape(self, name: str, kind: OpKind, virtual: int) -> Phases:
         """The phases of an op."""
-        return self.phases[self.plan.modules[name].chunks[virtual].templates[OPS[verb]]]
+        return self.phases[self.plan.modules[name].chunks[virtual].templates[kind]]
 
     def virtual(self, device: int, name: str, chunk: int) -> int:
         return chunk * self.plan.modules[name].layout.pp + self.ranks.stage_of(name, device)
 
     def _op(self, where: Where, rows: Ints) -> None:
-        device, name, verb, chunk = where
+        device, name, kind, chunk = where
         virtual = self.virtual(device, name, chunk)
-        shape = self.shape(name, verb, virtual)
-        self._duration[rows], self._lane[rows], self._kind[rows] = shape.duration_s, shape.lane, shape.kind
+        shape = self.shape(name, kind, virtual)
+        self._duration[rows], self._lane[rows], self._phase_kind[rows] = (
+            shape.duration_s,
+            shape.lane,
+            shape.kind,
+        )
         for place, communicator in shape.launches:
             self._group[rows[:, place]] = self._group_of(name, communicator, device)
         self._wait(rows[:, shape.deps].ravel(), rows[:, shape.places].ravel())
         entries = rows[:, shape.entries]
-        if verb == Verb.F:
+        if kind == OpKind.FORWARD:
             self._forward_inputs(device, name, chunk, virtual, entries)
-        elif verb == Verb.W:
-            self._wait_all(self._ends(device, name, Verb.I, chunk), entries)
+        elif kind == OpKind.WEIGHT_GRAD:
+            self._wait_all(self._ends(device, name, OpKind.INPUT_GRAD, chunk), entries)
         else:
-            self._wait_all(self._ends(device, name, Verb.F, chunk), entries)
+            self._wait_all(self._ends(device, name, OpKind.FORWARD, chunk), entries)
             self._backward_inputs(device, name, chunk, virtual, entries)
 
     def _forward_inputs(self, device: int, name: str, chunk: int, virtual: int, entries: Ints) -> None:
         if virtual > 0:
             if self.plan.modules[name].layout.pp > 1:
-                self._wait_all(self.lines.at(device, name, Verb.RECV_F, chunk), entries)
+                self._wait_all(self.lines.at(device, name, OpKind.RECV_F, chunk), entries)
             else:
-                self._wait_all(self._ends(device, name, Verb.F, chunk - 1), entries)
+                self._wait_all(self._ends(device, name, OpKind.FORWARD, chunk - 1), entries)
         elif name == LLM:
             for encoder, module in self.plan.encoders.items():
                 for rows, fed in self.arrivals(encoder, device):
@@ -149,8 +161,10 @@ class Derivation:
         found = []
         for sender, microbatches in self.asked.arriving(encoder, device):
             if sender == device:
-                forward = self.lines.at(device, encoder, Verb.F)
-                found.append((forward if last else self._ends(device, encoder, Verb.F, 0), microbatches))
+                forward = self.lines.at(device, encoder, OpKind.FORWARD)
+                found.append(
+                    (forward if last else self._ends(device, encoder, OpKind.FORWARD, 0), microbatches)
+                )
             else:
                 found.append((self._received(device, encoder, microbatches), microbatches))
         return found
@@ -159,58 +173,58 @@ class Derivation:
         """Receives at LLM stage 0, where those from several classes are in one block."""
         others = [rows for sender, rows in self.asked.arriving(encoder, device) if sender != device]
         places = np.searchsorted(np.sort(np.concatenate(others)), microbatches)
-        return self.lines.at(device, encoder, Verb.RECV_SEAM)[places]
+        return self.lines.at(device, encoder, OpKind.RECV_SEAM)[places]
 
     def _backward_inputs(self, device: int, name: str, chunk: int, virtual: int, entries: Ints) -> None:
         module = self.plan.modules[name]
         if virtual < module.layout.virtual_stages - 1:
             if module.layout.pp > 1:
-                self._wait_all(self.lines.at(device, name, Verb.RECV_B, chunk), entries)
+                self._wait_all(self.lines.at(device, name, OpKind.RECV_B, chunk), entries)
             else:
                 self._wait_all(self._backward_ends(device, name, chunk + 1), entries)
         elif name != LLM:
             if self.ranks.coordinates(device)[0] > 0:
-                self._wait_all(self.lines.at(device, name, Verb.RECV_SEAM_B), entries)
+                self._wait_all(self.lines.at(device, name, OpKind.RECV_SEAM_B), entries)
             else:
                 mine = self.asked.microbatches(name, device)
                 self._wait_all(self._backward_ends(device, LLM, 0)[mine // module.pieces], entries)
 
-    def _ends(self, device: int, name: str, verb: Verb, chunk: int) -> Ints:
+    def _ends(self, device: int, name: str, kind: OpKind, chunk: int) -> Ints:
         """Phases with which an op ends, per microbatch."""
-        shape = self.shape(name, verb, self.virtual(device, name, chunk))
-        return self.lines.at(device, name, verb, chunk)[:, shape.exits]
+        shape = self.shape(name, kind, self.virtual(device, name, chunk))
+        return self.lines.at(device, name, kind, chunk)[:, shape.exits]
 
     def _backward_ends(self, device: int, name: str, chunk: int) -> Ints:
-        verb = backward_verb(self.plan, name, self.virtual(device, name, chunk))
-        assert verb is not None, "the header was checked"
-        return self._ends(device, name, verb, chunk)
+        kind = backward_kind(self.plan, name, self.virtual(device, name, chunk))
+        assert kind is not None, "the header was checked"
+        return self._ends(device, name, kind, chunk)
 
     # ------------------------------------------------------------------------ communication
 
     def _send(self, where: Where, microbatches: Ints, rows: Ints) -> None:
-        device, name, verb, chunk = where
+        device, name, kind, chunk = where
         module, virtual = self.plan.modules[name], self.virtual(device, name, chunk)
         self._lane[rows] = Lane.P2P
-        if verb in RECV_OF:
-            step = 1 if verb == Verb.SEND_F else -1
+        if kind in RECV_OF:
+            step = 1 if kind == OpKind.SEND_F else -1
             peer = self.ranks.next_stage(name, device, step)
-            there = self.lines.at(peer, name, RECV_OF[verb], (virtual + step) // module.layout.pp)
+            there = self.lines.at(peer, name, RECV_OF[kind], (virtual + step) // module.layout.pp)
             # A gradient is as large as the activations it belongs to: those of the stage before.
             self._duration[rows] = module.chunks[virtual if step > 0 else virtual - 1].send_s
-            ends = self._ends(device, name, Verb.F, chunk) if step > 0 else None
+            ends = self._ends(device, name, OpKind.FORWARD, chunk) if step > 0 else None
             self._wait_all(self._backward_ends(device, name, chunk) if ends is None else ends, rows)
             self._transfer(rows, there)
             return
         self._duration[rows] = module.seam_s
-        if verb == Verb.SEND_SEAM:
-            self._wait_all(self._ends(device, name, Verb.F, 0), rows)
+        if kind == OpKind.SEND_SEAM:
+            self._wait_all(self._ends(device, name, OpKind.FORWARD, 0), rows)
             entry = self.ranks.entry_of(device)
             self._transfer(rows, self._received(entry, name, microbatches))
             return
         self._wait_all(self._backward_ends(device, LLM, 0)[microbatches // module.pieces], rows)
         for sender, theirs in self.asked.arriving(name, device):
             if sender != device:
-                there = self.lines.at(sender, name, Verb.RECV_SEAM_B)
+                there = self.lines.at(sender, name, OpKind.RECV_SEAM_B)
                 self._transfer(rows[np.searchsorted(microbatches, theirs)], there)
 
     def _transfer(self, send: Ints, recv: Ints) -> None:
@@ -218,18 +232,20 @@ class Derivation:
         self._recvs.append(recv.ravel())
 
     def _buckets(self, where: Where, rows: Ints) -> None:
-        device, name, verb, _ = where
+        device, name, kind, _ = where
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
         for row in rows.tolist():
             bucket = module.buckets[stage][int(self.lines.place[row])]
-            gathers = verb == Verb.GATHER
+            gathers = kind == OpKind.UNSHARD
             self._duration[row] = bucket.gather_s if gathers else bucket.reduce_s
             self._lane[row] = bucket.lane
             self._group[row] = self._group_of(name, Communicator.DP, device)
             if gathers and not bucket.gates:
                 continue
             for chunk in range(module.layout.chunks) if bucket.chunk == WHOLE_STAGE else (bucket.chunk,):
-                for op in (Verb.F,) if gathers else (Verb.B, Verb.I, Verb.W):
+                for op in (
+                    (OpKind.FORWARD,) if gathers else (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+                ):
                     lines = self.lines.at(device, name, op, chunk)
                     if lines.size == 0:
                         continue
@@ -243,7 +259,7 @@ class Derivation:
         self._duration[rows] = self.plan.finish_s[stage] if self.plan.finish_s else 0.0
         self._lane[rows] = Lane.COMPUTE
         first, end = self.lines.first[where.device], self.lines.first[where.device + 1]
-        reduces = first + np.flatnonzero(self.lines.verb[first:end] == Verb.REDUCE)
+        reduces = first + np.flatnonzero(self.lines.kind[first:end] == OpKind.REDUCE_GRAD)
         self._wait(reduces, np.full(len(reduces), rows[0, 0]))
 
     def _posted(self) -> tuple[Ints, Ints]:
@@ -268,7 +284,7 @@ class Derivation:
         """Numbers of meetings: the k-th op of a group on one class meets the k-th on the others."""
         count = len(self.lines)
         sizes = np.array([len(members) for *_, members in self._groups] + [self.ranks.num_classes])
-        group = np.where(self.lines.verb == Verb.FINISH, len(sizes) - 1, self._group)
+        group = np.where(self.lines.kind == OpKind.OPTIMIZER, len(sizes) - 1, self._group)
         rows = np.flatnonzero((group >= 0) & (sizes[group] > 1))
         queue = group[rows] * self.ranks.num_classes + self.lines.device[rows]
         order = np.argsort(queue, kind="stable")
@@ -282,7 +298,7 @@ class Derivation:
 
     def _issues(self, send: Ints, recv: Ints) -> Floats:
         """The host issues one line per `launch_s`; waits are free, and a send needs its receive's issue."""
-        costs = np.cumsum(self._kind != Kind.WAIT)
+        costs = np.cumsum(self._phase_kind != OpKind.WAIT)
         costs = np.concatenate([[0], costs])
         first = self.lines.first[:-1][self.lines.device]
         issue: Floats = (costs[:-1] - costs[first]) * self.plan.launch_s

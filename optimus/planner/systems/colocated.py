@@ -13,7 +13,7 @@ from optimus.cost.kernel import Kernel
 from optimus.cost.memory import communicator_bytes, states, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.cost.network import Collective
-from optimus.ir.op import Communicator, Kind, Lane
+from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Claims, Plan, PlannedChunk, PlannedModule, Template
 from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
@@ -39,9 +39,13 @@ class ColocatedEncoder:
     split: bool = False  # gradients of weights are made apart from those of inputs
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[OpKind, ...]:
         """What an encoder microbatch is cut into on every stage."""
-        return (Kind.F, Kind.I, Kind.W) if self.split else (Kind.F, Kind.B)
+        return (
+            (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+            if self.split
+            else (OpKind.FORWARD, OpKind.BACKWARD)
+        )
 
     @cached_property
     def stages(self) -> list[tuple[PricedLayer, ...]]:
@@ -122,10 +126,10 @@ class Colocated:
             recompute=dict(self.llm.policy)[LLM],
         )
 
-    def _llm_template(self, chunk: Chunk, kind: Kind, *, first: bool) -> str:
+    def _llm_template(self, chunk: Chunk, kind: OpKind, *, first: bool) -> str:
         """The name of a chunk's template; most chunks are made of the same kernels."""
         seam = self._seam_collectives.get(kind, ()) if first else ()
-        before, after = (seam, ()) if kind == Kind.F else ((), seam)
+        before, after = (seam, ()) if kind == OpKind.FORWARD else ((), seam)
         phases = self.context.phases(chunk.layers, kind, first=before, last=after) or PASSING[kind]
         return self._name(LLM, kind, phases)
 
@@ -174,18 +178,18 @@ class Colocated:
         needed = workload.bin_tokens(encoder.name, merge, sequences, choice.pieces)
         return ceil(needed / (merge * choice.layout.tp)) * merge * choice.layout.tp
 
-    def _name(self, module: str, kind: Kind, phases: Template) -> str:
+    def _name(self, module: str, kind: OpKind, phases: Template) -> str:
         """Equal templates are written once."""
         if id(phases) not in self._names:
-            number = sum(known.startswith(f"{module}.{kind.name}.") for known in self._templates)
-            self._names[id(phases)] = f"{module}.{kind.name}.{number}"
+            number = sum(known.startswith(f"{module}.{kind.word}.") for known in self._templates)
+            self._names[id(phases)] = f"{module}.{kind.word}.{number}"
             self._templates[self._names[id(phases)]] = phases
         return self._names[id(phases)]
 
     # ------------------------------------------------------------------------ seam
 
     @cached_property
-    def _seam_collectives(self) -> dict[Kind, tuple[Kernel, ...]]:
+    def _seam_collectives(self) -> dict[OpKind, tuple[Kernel, ...]]:
         """Rows that reach single ranks of stage 0 are gathered for all, tp first; backward is the adjoint."""
         layout, prices = self.llm.layout, self.context.prices
         size = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
@@ -204,9 +208,9 @@ class Colocated:
 
         backward = around(Collective.REDUCE_SCATTER, "seam.scatter") if self._learns else ()
         return {
-            Kind.F: around(Collective.ALL_GATHER, "seam.gather"),
-            Kind.B: backward,
-            Kind.I: backward,
+            OpKind.FORWARD: around(Collective.ALL_GATHER, "seam.gather"),
+            OpKind.BACKWARD: backward,
+            OpKind.INPUT_GRAD: backward,
         }
 
     @property

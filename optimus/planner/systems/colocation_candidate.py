@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
@@ -236,7 +236,7 @@ class Trial:
             found += max(self._stage_s(layers, each.kinds, share) for layers in each.stages)
         return found
 
-    def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[Kind], microbatches: float) -> float:
+    def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[OpKind], microbatches: float) -> float:
         """Seconds of these layers for their microbatches, and of their traffic."""
         seconds = self.context.chunks.make(layers).seconds
         traffic = parameter_traffic(layers, self.context.prices, self.context.job.model.precision)

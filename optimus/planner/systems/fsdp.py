@@ -9,7 +9,7 @@ from itertools import product
 
 from optimus.cost.memory import Memory, communicator_bytes, working_bytes
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Kind, Lane, Schedule
+from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, bins_on_llm_ranks
 from optimus.planner.context import PlanningContext, Policy, describe_recompute
@@ -46,8 +46,8 @@ class FsdpCandidate(BaseCandidate):
         """Layer by layer; the next layer's gather is issued before a layer runs, and runs under it."""
         context, builder = self.context, Builder(self.context.chunks.modules, 1)
         count = len(self.layers)
-        order = [(Kind.F, place) for place in range(count)]
-        order += [(Kind.B, place) for place in reversed(range(count))]
+        order = [(OpKind.FORWARD, place) for place in range(count)]
+        order += [(OpKind.BACKWARD, place) for place in reversed(range(count))]
         steps = [(microbatch, *step) for microbatch in range(self.accumulate) for step in order]
         templates = {step: self._compute(step) for step in order}
         ran: list[int] = []
@@ -60,23 +60,25 @@ class FsdpCandidate(BaseCandidate):
             block = builder.add(templates[kind, layer], device=0, microbatch=microbatch, after=waits)
             ran.append(block)
             traffic = self._traffic[layer]
-            if kind == Kind.B and traffic.reduce_s > 0:
-                reduce = single(Kind.REDUCE, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
+            if kind == OpKind.BACKWARD and traffic.reduce_s > 0:
+                reduce = single(
+                    OpKind.REDUCE_GRAD, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes
+                )
                 reduces.append(builder.add(reduce, device=0, microbatch=microbatch, after=[block]))
         if context.prices.assumptions.optimizer_time:
             builder.add(update(self._traffic), device=0, after=reduces)
         return builder.build()
 
-    def _gather(self, builder: Builder, step: tuple[int, Kind, int], ran: list[int]) -> list[int]:
+    def _gather(self, builder: Builder, step: tuple[int, OpKind, int], ran: list[int]) -> list[int]:
         """The gather of one layer, when the layer before the running one has left room for it."""
         microbatch, kind, layer = step
-        if self.keeps_gathered and (kind != Kind.F or microbatch > 0):
+        if self.keeps_gathered and (kind != OpKind.FORWARD or microbatch > 0):
             return []
         traffic = self._traffic[layer]
-        op = single(Kind.GATHER, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
+        op = single(OpKind.UNSHARD, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
         return [builder.add(op, device=0, microbatch=microbatch, after=ran[-1:])]
 
-    def _compute(self, step: tuple[Kind, int]) -> Template:
+    def _compute(self, step: tuple[OpKind, int]) -> Template:
         chunks = self.context.chunks
         return chunks.template(chunks.make([self.layers[step[1]]]), step[0])
 
@@ -93,7 +95,7 @@ class FsdpCandidate(BaseCandidate):
         reduce_s = sum(part.reduce_s for part in self._traffic)
         traffic_s = self.accumulate * ((0 if self.keeps_gathered else 2 * gather_s) + reduce_s)
         traffic_s += gather_s if self.keeps_gathered else 0.0
-        return max(self.accumulate * (seconds[Kind.F] + seconds[Kind.B]), traffic_s)
+        return max(self.accumulate * (seconds[OpKind.FORWARD] + seconds[OpKind.BACKWARD]), traffic_s)
 
     @cached_property
     def _memory(self) -> Memory:

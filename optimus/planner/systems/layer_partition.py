@@ -9,7 +9,7 @@ from itertools import chain, product
 import numpy as np
 
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Floats, Kind
+from optimus.ir.op import Floats, OpKind
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext, Policy
 from optimus.planner.systems.pipeline import (
@@ -167,11 +167,11 @@ def _specs(
             )
 
 
-def _bound_s(name: str, cut: Cut, seconds: dict[Kind, Floats], stages: int, microbatches: int) -> float:
+def _bound_s(name: str, cut: Cut, seconds: dict[OpKind, Floats], stages: int, microbatches: int) -> float:
     """No stage ends before its own work and what must pass the stages ahead of it, before or after."""
-    forward, whole = seconds[Kind.F], seconds[Kind.F] + seconds[Kind.B]
+    forward, whole = seconds[OpKind.FORWARD], seconds[OpKind.FORWARD] + seconds[OpKind.BACKWARD]
     # With weight gradients split off, a stage may end after the drain has passed it.
-    split = forward + seconds[Kind.I] + seconds[Kind.W], forward
+    split = forward + seconds[OpKind.INPUT_GRAD] + seconds[OpKind.WEIGHT_GRAD], forward
     ways = {"zero-bubble": [split], GREEDY: [split, (whole, whole)]}.get(name, [(whole, whole)])
     bounds = []
     for weights, passes in ways:
@@ -186,7 +186,7 @@ def _cuts(context: PlanningContext, layers: tuple[PricedLayer, ...], parts: int)
     known, key = context.made.cuts, (id(layers), parts)
     if key not in known:
         sums = context.sums(layers)
-        weights = sums.layer_seconds(Kind.F) + sums.layer_seconds(Kind.B)
+        weights = sums.layer_seconds(OpKind.FORWARD) + sums.layer_seconds(OpKind.BACKWARD)
         known[key] = sorted({smallest_maximum_cut(weights, parts), proportional_cut(weights, parts)})
     return known[key]
 
@@ -240,7 +240,7 @@ def improve(start: InlinePipeline, evaluations: int) -> InlinePipeline:
 def _moves(pipeline: InlinePipeline) -> Iterator[Cut]:
     """From the busiest stages to the idlest, then over every single boundary."""
     sums, cut = pipeline.sums, pipeline.cut
-    seconds = sums.seconds(Kind.F, cut) + sums.seconds(Kind.B, cut)
+    seconds = sums.seconds(OpKind.FORWARD, cut) + sums.seconds(OpKind.BACKWARD, cut)
     seen = {cut}
     for other in chain(transfers(cut, seconds, pipeline.layout.pp), neighbours(cut)):
         if other not in seen:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations, pairwise
 from math import comb
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
@@ -164,7 +164,9 @@ class Filling:
     def _forward(self) -> list[Pipeline]:
         """Pipelines on the same LLM stages are alike."""
         alike = {
-            first: self._pipeline(Kind.F, [self.base.side(first + s, mirrored=False) for s in self._stages])
+            first: self._pipeline(
+                OpKind.FORWARD, [self.base.side(first + s, mirrored=False) for s in self._stages]
+            )
             for first in set(self.first_stages)
         }
         return [alike[first] for first in self.first_stages]
@@ -183,7 +185,7 @@ class Filling:
         for number, (first, count) in enumerate(zip(self.first_stages, moved, strict=True)):
             if (first, count) not in self._mirrored:
                 sides = [self._left(number, first, stage, count) for stage in self._stages]
-                self._mirrored[first, count] = self._pipeline(Kind.B, sides)
+                self._mirrored[first, count] = self._pipeline(OpKind.BACKWARD, sides)
             found.append(self._mirrored[first, count])
         return found
 
@@ -206,7 +208,7 @@ class Filling:
             found[pipeline].append(self.base.end_s - point)
         return Assigned(found)
 
-    def _pipeline(self, kind: Kind, sides: Sequence[Side]) -> Pipeline:
+    def _pipeline(self, kind: OpKind, sides: Sequence[Side]) -> Pipeline:
         """Data flows from the first encoder stage to the last, backward in the mirror too."""
         make = self.context.chunks.make
         encoders = self.encoders([0] * self.llm.microbatches)
@@ -216,9 +218,9 @@ class Filling:
             seconds=[sum(make(e.stages[stage]).seconds[kind] for e in encoders) for stage in self._stages],
         )
 
-    def kernels(self, kind: Kind, stage: int) -> list[Kernel]:
+    def kernels(self, kind: OpKind, stage: int) -> list[Kernel]:
         """Of all encoders, as if they were one: beside LLM communication each takes longer."""
-        mirrored, stretch = kind != Kind.F, 1.0 + self.header.slowdown
+        mirrored, stretch = kind != OpKind.FORWARD, 1.0 + self.header.slowdown
         names = [name for name in self.header.modules if name != LLM]
         parts = [
             kernels_of(self.header.template_of(name, kind, stage, 0), mirrored=mirrored, stretch=stretch)
@@ -323,12 +325,12 @@ class Filling:
         stay = len(mine) - filled.moved[pipeline]
         for place, microbatch in enumerate(mine):
             times = filled.begins_s(pipeline, place - stay, stage) if place >= stay else None
-            yield from self._ops(Kind.F, stage, microbatch, times, FIRST)
+            yield from self._ops(OpKind.FORWARD, stage, microbatch, times, FIRST)
 
     def _backwards(self, filled: Filled, pipeline: int, stage: int, mine: list[int]) -> Iterator[Placed]:
         """What was moved first, the deepest first, then what stays behind the LLM."""
         moved = filled.moved[pipeline]
-        kernels = self.kernels(Kind.B, stage)
+        kernels = self.kernels(OpKind.BACKWARD, stage)
         for place, microbatch in enumerate(mine):
             times = None
             if place < moved:
@@ -336,10 +338,10 @@ class Filling:
                 spent = [seconds if what == COMPUTE else 0.0 for what, seconds in kernels]
                 ends = [self.base.end_s - begin - s for begin, s in zip(begins, spent, strict=True)]
                 times = tuple(reversed(ends))
-            yield from self._ops(Kind.B, stage, microbatch, times, LAST)
+            yield from self._ops(OpKind.BACKWARD, stage, microbatch, times, LAST)
 
     def _ops(
-        self, kind: Kind, stage: int, microbatch: int, times: tuple[float, ...] | None, otherwise: float
+        self, kind: OpKind, stage: int, microbatch: int, times: tuple[float, ...] | None, otherwise: float
     ) -> Iterator[Placed]:
         """The op of every encoder for one microbatch."""
         at = 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from optimus.cost.memory import Memory, communicator_bytes, high_water
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Floats, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, bins_on_llm_ranks
 from optimus.planner.context import PipelineKey, PlanningContext, Policy, describe_recompute
@@ -124,8 +124,8 @@ class InlinePipeline(BaseCandidate):
         timeline = evaluate(schedule, slowdown=self.context.prices.assumptions.residence_slowdown)
         entry = (schedule.device == 0) & (schedule.chunk == 0) & (schedule.lane == Lane.COMPUTE)
         starts, ends = np.zeros(self.microbatches), np.zeros(self.microbatches)
-        forward = entry & (schedule.kind == Kind.F)
-        backward = entry & ((schedule.kind == Kind.B) | (schedule.kind == Kind.I))
+        forward = entry & (schedule.kind == OpKind.FORWARD)
+        backward = entry & ((schedule.kind == OpKind.BACKWARD) | (schedule.kind == OpKind.INPUT_GRAD))
         starts[schedule.microbatch[forward]] = timeline.start_s[forward]
         ends[schedule.microbatch[backward]] = timeline.finish_s[backward]
         return starts, ends, timeline.step_s

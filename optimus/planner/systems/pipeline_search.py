@@ -10,7 +10,7 @@ from itertools import combinations
 from math import inf
 from random import Random
 
-from optimus.ir.op import Kind
+from optimus.ir.op import OpKind
 from optimus.planner.systems.pipeline import GREEDY, LONG_STEP, InlinePipeline
 from optimus.schedule.list_pipeline import PRIORITIES, Draft, OpTimes, greedy
 from optimus.schedule.shake import shake
@@ -23,7 +23,7 @@ NEAR = 1.05  # and if their step is at most this times the best
 # The budgets of that search are counts of ops placed, not seconds, so that results repeat.
 EXPLORED_OPS = 60_000  # by list scheduling, cut after cut
 SHAKEN_OPS = ((40, 2_000), (10, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
-SPLIT, WHOLE = (Kind.F, Kind.I, Kind.W), (Kind.F, Kind.B)
+SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.FORWARD, OpKind.BACKWARD)
 Drafts = list[tuple[Draft, Cut]]
 
 
@@ -54,7 +54,7 @@ def list_schedule(start: InlinePipeline) -> Iterator[InlinePipeline]:
             yield found[1]
 
 
-def op_times(pipeline: InlinePipeline, cut: Cut, kinds: Sequence[Kind]) -> OpTimes:
+def op_times(pipeline: InlinePipeline, cut: Cut, kinds: Sequence[OpKind]) -> OpTimes:
     """Seconds of the pipeline's ops and sends, were its layers cut so."""
     across = pipeline.context.prices.stages_cross_nodes(pipeline.layout)
     return OpTimes(
@@ -64,23 +64,25 @@ def op_times(pipeline: InlinePipeline, cut: Cut, kinds: Sequence[Kind]) -> OpTim
     )
 
 
-def ways(pipeline: InlinePipeline) -> list[tuple[Kind, ...]]:
+def ways(pipeline: InlinePipeline) -> list[tuple[OpKind, ...]]:
     """Kinds of ops: weight gradients split off; or backwards whole, unless the parts never take longer."""
-    inputs, weights, whole = (pipeline.sums.layer_seconds(kind) for kind in (Kind.I, Kind.W, Kind.B))
+    inputs, weights, whole = (
+        pipeline.sums.layer_seconds(kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD, OpKind.BACKWARD)
+    )
     costs = bool((inputs + weights > whole * (1 + 1e-9)).any())
     return [SPLIT, WHOLE] if costs else [SPLIT]
 
 
 def least_s(times: OpTimes, microbatches: int) -> float:
     """No order is shorter: a stage waits for its first forward, works, and its last backward goes on."""
-    forward, backward = times.seconds[Kind.F], times.seconds[times.backward]
-    last = times.seconds[Kind.W][0] if Kind.W in times.seconds else 0.0
+    forward, backward = times.seconds[OpKind.FORWARD], times.seconds[times.backward]
+    last = times.seconds[OpKind.WEIGHT_GRAD][0] if OpKind.WEIGHT_GRAD in times.seconds else 0.0
     least = sum(forward) + sum(backward) + 2 * sum(times.send_s[:-1]) + last
     for stage in range(times.stages):
         sent = sum(times.send_s[:stage])
         before, after = sum(forward[:stage]) + sent, sum(backward[:stage]) + sent
         own = {kind: microbatches * sum(times.seconds[kind][stage :: times.stages]) for kind in times.seconds}
-        passing = own[Kind.F] + own[times.backward] + after + last
+        passing = own[OpKind.FORWARD] + own[times.backward] + after + last
         least = max(least, before + sum(own.values()), before + passing)
     return least
 
@@ -94,7 +96,7 @@ def slides(cut: Cut) -> Iterator[Cut]:
                 yield moved
 
 
-def _most_alive(start: InlinePipeline, kinds: Sequence[Kind]) -> tuple[int, InlinePipeline] | None:
+def _most_alive(start: InlinePipeline, kinds: Sequence[OpKind]) -> tuple[int, InlinePipeline] | None:
     """The largest cap, from none at all downwards, with which a greedy order fits; and the best such."""
     cap, times = start.layout.chunks * start.microbatches, op_times(start, start.cut, kinds)
     for _ in range(CAPS):
@@ -118,7 +120,7 @@ def _drafts(times: OpTimes, microbatches: int, cap: int) -> list[Draft]:
     return sorted(drafts, key=lambda draft: draft.step_s)
 
 
-def _search(start: InlinePipeline, kinds: Sequence[Kind]) -> Iterator[InlinePipeline]:
+def _search(start: InlinePipeline, kinds: Sequence[OpKind]) -> Iterator[InlinePipeline]:
     """The best cuts found, their greedy orders shaken: many a little, then few a lot."""
     found = _most_alive(start, kinds)
     if found is None:
@@ -146,7 +148,7 @@ def _search(start: InlinePipeline, kinds: Sequence[Kind]) -> Iterator[InlinePipe
             yield _ordered(start, cut, draft)
 
 
-def _explore(start: InlinePipeline, kinds: Sequence[Kind], cap: int) -> Drafts:
+def _explore(start: InlinePipeline, kinds: Sequence[OpKind], cap: int) -> Drafts:
     """Cuts around that of `start` in greedy order, from the best on to its neighbours; the best first."""
     drafts: dict[Cut, Draft] = {}
     waiting: list[tuple[float, Cut]] = []

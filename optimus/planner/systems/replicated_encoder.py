@@ -9,7 +9,7 @@ from functools import cached_property
 
 from optimus.cost.memory import Memory, states, working_bytes
 from optimus.cost.module import PricedLayer
-from optimus.ir.op import Kind, Lane
+from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
@@ -30,7 +30,7 @@ class SpreadEncoder:
     pieces: int  # of a group: in a step, or in one microbatch of the LLM
     recompute: str
 
-    def template(self, kind: Kind) -> Template:
+    def template(self, kind: OpKind) -> Template:
         """The rows of one piece."""
         return self._part(self.layers, kind)
 
@@ -51,13 +51,17 @@ class SpreadEncoder:
     ) -> int:
         """One piece's forward; the first of a step waits for each bucket's parameters."""
         if not first:
-            return builder.add(self.template(Kind.F), device=device, microbatch=microbatch, after=after)
+            return builder.add(
+                self.template(OpKind.FORWARD), device=device, microbatch=microbatch, after=after
+            )
         for bucket, traffic in zip(self.buckets, self.traffic, strict=True):
-            gather = single(Kind.GATHER, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
+            gather = single(OpKind.UNSHARD, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
             gathered = builder.add(gather, device=device)
             waits = [*after, gathered]
             after = [
-                builder.add(self._part(bucket, Kind.F), device=device, microbatch=microbatch, after=waits)
+                builder.add(
+                    self._part(bucket, OpKind.FORWARD), device=device, microbatch=microbatch, after=waits
+                )
             ]
         return after[0]
 
@@ -66,18 +70,22 @@ class SpreadEncoder:
     ) -> tuple[int, list[int]]:
         """One piece's backward, and the reduces: the last of a step sends each bucket's gradients."""
         if not last:
-            block = builder.add(self.template(Kind.B), device=device, microbatch=microbatch, after=after)
+            block = builder.add(
+                self.template(OpKind.BACKWARD), device=device, microbatch=microbatch, after=after
+            )
             return block, []
         reduces = []
         for bucket, traffic in zip(self.buckets[::-1], self.traffic[::-1], strict=True):
             after = [
-                builder.add(self._part(bucket, Kind.B), device=device, microbatch=microbatch, after=after)
+                builder.add(
+                    self._part(bucket, OpKind.BACKWARD), device=device, microbatch=microbatch, after=after
+                )
             ]
-            reduce = single(Kind.REDUCE, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
+            reduce = single(OpKind.REDUCE_GRAD, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
             reduces.append(builder.add(reduce, device=device, after=after))
         return after[0], reduces
 
-    def _part(self, layers: tuple[PricedLayer, ...], kind: Kind) -> Template:
+    def _part(self, layers: tuple[PricedLayer, ...], kind: OpKind) -> Template:
         chunks = self.context.chunks
         return chunks.template(chunks.make(layers), kind)
 
@@ -98,7 +106,7 @@ class SpreadEncoder:
     def seconds(self) -> float:
         """Forward and backward of all pieces."""
         found = self.context.chunks.make(self.layers).seconds
-        return self.pieces * (found[Kind.F] + found[Kind.B])
+        return self.pieces * (found[OpKind.FORWARD] + found[OpKind.BACKWARD])
 
     @cached_property
     def held_bytes(self) -> float:

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 
 from optimus.cost.memory import Memory, communicator_bytes, high_water
-from optimus.ir.op import Floats, Kind, Lane, Schedule
+from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
@@ -57,12 +57,13 @@ class SeparateGpusCandidate(BaseCandidate):
         names = [*(f"stage {stage}" for stage in range(self.stages)), "encoders"]
         builder = Builder(context.chunks.modules, self.stages + 1, names)
         blocks = add_pipeline(builder, plan, context.chunks, kernels=kernels)
-        send, order = self._send(), self._order
+        send, send_back = self._send(OpKind.SEND_SEAM), self._send(OpKind.SEND_SEAM_B)
+        order = self._order
         reduces = list(blocks.reduces)
         previous: list[int] = []
-        last_backward = max(place for place, (kind, _) in enumerate(order) if kind == Kind.B)
+        last_backward = max(place for place, (kind, _) in enumerate(order) if kind == OpKind.BACKWARD)
         for place, (kind, microbatch) in enumerate(order):
-            if kind == Kind.F:
+            if kind == OpKind.FORWARD:
                 for spread in self.encoders:
                     previous = [
                         spread.forwards(builder, device, microbatch, first=place == 0, after=previous)
@@ -70,10 +71,10 @@ class SeparateGpusCandidate(BaseCandidate):
                         else builder.add(self._whole(spread, kind), device=device, after=previous)
                     ]
                 sent = builder.add(send, device=device, microbatch=microbatch, after=previous)
-                builder.wait([self._entry(blocks, Kind.F, microbatch)], [sent])
+                builder.wait([self._entry(blocks, OpKind.FORWARD, microbatch)], [sent])
                 continue
-            source = self._entry(blocks, Kind.B, microbatch)
-            back = builder.add(send, device=0, microbatch=microbatch, after=[source], right_after=source)
+            source = self._entry(blocks, OpKind.BACKWARD, microbatch)
+            back = builder.add(send_back, device=0, microbatch=microbatch, after=[source], right_after=source)
             previous = [*previous, back]
             for spread in reversed(self.encoders):
                 if kernels:
@@ -100,7 +101,7 @@ class SeparateGpusCandidate(BaseCandidate):
     @property
     def rough_s(self) -> float:
         """Rank of this choice: the busier of LLM and encoders, and one encoder microbatch at either end."""
-        once_s = self._seconds(Kind.F) + self._seconds(Kind.B)
+        once_s = self._seconds(OpKind.FORWARD) + self._seconds(OpKind.BACKWARD)
         return max(self.llm.estimate_s, len(self._order) / 2 * once_s) + once_s
 
     @cached_property
@@ -134,30 +135,32 @@ class SeparateGpusCandidate(BaseCandidate):
         return f"{gpus - self.encoder_gpus}+{self.encoder_gpus} GPUs; {encoders}; {self.llm.describe()}"
 
     @cached_property
-    def _order(self) -> list[tuple[Kind, int]]:
+    def _order(self) -> list[tuple[OpKind, int]]:
         """Encoder ops as the LLM alone would need and release them, forwards earlier by `lead` steps."""
         starts, ends, step_s = self.llm.seam_times
-        when = [(float(start) - self.lead * step_s, Kind.F, place) for place, start in enumerate(starts)]
-        when += [(float(end), Kind.B, place) for place, end in enumerate(ends)]
+        when = [
+            (float(start) - self.lead * step_s, OpKind.FORWARD, place) for place, start in enumerate(starts)
+        ]
+        when += [(float(end), OpKind.BACKWARD, place) for place, end in enumerate(ends)]
         return [(kind, microbatch) for _, kind, microbatch in sorted(when)]
 
-    def _entry(self, blocks: PipelineBlocks, kind: Kind, microbatch: int) -> int:
+    def _entry(self, blocks: PipelineBlocks, kind: OpKind, microbatch: int) -> int:
         """Stage 0's own op on this microbatch."""
-        kinds = (Kind.F,) if kind == Kind.F else (Kind.B, Kind.I)
+        kinds = (OpKind.FORWARD,) if kind == OpKind.FORWARD else (OpKind.BACKWARD, OpKind.INPUT_GRAD)
         return next(blocks.ops[k, 0, microbatch] for k in kinds if (k, 0, microbatch) in blocks.ops)
 
-    def _seconds(self, kind: Kind) -> float:
+    def _seconds(self, kind: OpKind) -> float:
         return sum(self.context.chunks.make(spread.layers).seconds[kind] for spread in self.encoders)
 
-    def _whole(self, spread: SpreadEncoder, kind: Kind) -> Template:
+    def _whole(self, spread: SpreadEncoder, kind: OpKind) -> Template:
         """An encoder's op as one piece."""
         return single(kind, Lane.COMPUTE, self.context.chunks.make(spread.layers).seconds[kind])
 
-    def _send(self) -> Template:
+    def _send(self, kind: OpKind) -> Template:
         """A group's part of one microbatch; groups send side by side, each on its own NICs."""
         size = sum(spread.output_bytes for spread in self.encoders)
         seconds = self.context.prices.send_s(size, across_nodes=True)
-        return single(Kind.SEND, Lane.P2P, seconds, size_bytes=size)
+        return single(kind, Lane.P2P, seconds, size_bytes=size)
 
     def _encoder_memory(self) -> Memory:
         memory = Memory(reserve=self.context.job.cluster.reserve_bytes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from optimus.ir.op import Communicator, Kind, Lane
-from optimus.ir.plan import OPS, Phase, Plan, Program, Verb
+from optimus.ir.op import Communicator, Lane, OpKind
+from optimus.ir.plan import Phase, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.systems.colocation_candidate import Trial
@@ -31,9 +31,9 @@ class SlotlessTrial(Trial):
 
 def _blocking(phase: Phase) -> Phase:
     """A collective as compute of the same length."""
-    if phase.kind not in (Kind.LAUNCH, Kind.WAIT):
+    if phase.kind not in (OpKind.LAUNCH, OpKind.WAIT):
         return phase
-    return replace(phase, kind=Kind.F, lane=Lane.COMPUTE, communicator=Communicator.NONE)
+    return replace(phase, kind=OpKind.FORWARD, lane=Lane.COMPUTE, communicator=Communicator.NONE)
 
 
 def without_slots(plan: Plan) -> FilledPlan:
@@ -52,17 +52,17 @@ def _waited(plan: Plan, device: int, program: Program) -> Program:
     held: list[list[int]] = []
     on_their_way, launches = 0, False
     llm, stage = plan.names.index(LLM), plan.ranks.stage_of(LLM, device)
-    for row in program.rows[program.verb <= Verb.W].tolist():
-        module, verb, chunk, _, place = row
+    for row in program.rows[program.kind <= OpKind.WEIGHT_GRAD].tolist():
+        module, kind, chunk, _, place = row
         if module < llm and (on_their_way or launches):
             held.append(row)
             continue
         found.append(row)
         if module == llm:
-            phases = plan.template_of(LLM, OPS[Verb(verb)], stage, chunk)
-            kind = phases[place].kind
-            on_their_way += (kind == Kind.LAUNCH) - (kind == Kind.WAIT)
-            launches = place + 1 < len(phases) and phases[place + 1].kind == Kind.LAUNCH
+            phases = plan.template_of(LLM, OpKind(kind), stage, chunk)
+            phase = phases[place].kind
+            on_their_way += (phase == OpKind.LAUNCH) - (phase == OpKind.WAIT)
+            launches = place + 1 < len(phases) and phases[place + 1].kind == OpKind.LAUNCH
         if not (on_their_way or launches):
             found += held
             held = []

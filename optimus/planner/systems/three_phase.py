@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from optimus.cost.memory import Memory, communicator_bytes
-from optimus.ir.op import Kind, Lane, Schedule
+from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.job.model import BF16_BYTES
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
@@ -39,7 +39,7 @@ class ThreePhaseCandidate(BaseCandidate):
         sends = [self._forwards(builder, stage) for stage in range(plan.stages)]
         blocks = add_pipeline(builder, plan, context.chunks, kernels=True)
         builder.wait([blocks.first[0]] * len(sends), sends)
-        back = self._seam(builder, 0, [blocks.last[0]])
+        back = self._seam(builder, OpKind.SEND_SEAM_B, 0, [blocks.last[0]])
         reduces = list(blocks.reduces)
         for stage in range(plan.stages):
             reduces += self._backwards(builder, stage, back)
@@ -88,7 +88,7 @@ class ThreePhaseCandidate(BaseCandidate):
             for piece in range(spread.pieces):
                 previous = [spread.forwards(builder, stage, piece, first=piece == 0, after=previous)]
             last += previous
-        return self._seam(builder, stage, last)
+        return self._seam(builder, OpKind.SEND_SEAM, stage, last)
 
     def _backwards(self, builder: Builder, stage: int, back: int) -> list[int]:
         """All encoder backwards of a group; returns the reduces."""
@@ -100,11 +100,11 @@ class ThreePhaseCandidate(BaseCandidate):
                 reduces += sent
         return reduces
 
-    def _seam(self, builder: Builder, stage: int, after: Sequence[int]) -> int:
+    def _seam(self, builder: Builder, kind: OpKind, stage: int, after: Sequence[int]) -> int:
         """Encoder outputs of one group travel to stage 0, or their gradients back."""
         size = sum(spread.pieces * spread.output_bytes for spread in self.encoders)
         seconds = self.context.prices.send_s(size, across_nodes=True)
-        return builder.add(single(Kind.SEND, Lane.P2P, seconds, size_bytes=size), device=stage, after=after)
+        return builder.add(single(kind, Lane.P2P, seconds, size_bytes=size), device=stage, after=after)
 
     def _with_encoders(self, memory: Memory, stage: int) -> Memory:
         for spread in self.encoders:
