@@ -1,1 +1,1 @@
-"""Side by side with the bare engine: real, paced."""
+"""Benchmarks of the engine, side by side with torch's own pipeline schedules."""

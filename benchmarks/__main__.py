@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: runs our schedule side by side with torch's own."""
+"""Command line of the benchmarks: `python -m benchmarks real|paced|shaped|gpu`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from benchmarks.gpu_report import gpu_json, gpu_text
-from benchmarks.report import bench_json, bench_text
+from benchmarks.report import to_json, to_text
 from optimus.cli import exit_code_of
 from optimus.cli.console import announced_compilation, progress_bar, show
 from optimus.cli.flags import NO, OK, JsonFlag, import_trainer
@@ -41,7 +40,7 @@ class Bench:
     ] = None
     tp: Annotated[
         bool,
-        tyro.conf.arg(help="`paced` with every layer divided over two ranks; what each idea is worth"),
+        tyro.conf.arg(help="`paced` with tensor-parallel layers (tp 2); what each idea is worth"),
     ] = False
     rounds: Annotated[
         int | None,
@@ -54,13 +53,13 @@ class Bench:
         tuple[str, ...],
         tyro.conf.arg(
             metavar="NAME",
-            help="variants of `real` or `paced --tp` to time beside ours; default all",
+            help="variants of `real` or `paced --tp` to compare ours with; default all",
         ),
     ] = ()
     link: Annotated[
         Literal["dp", "tp"] | None,
         tyro.conf.arg(
-            help="what goes over the link of `shaped`: traffic of replicas (dp, default) or of divided layers"
+            help="traffic over the link of `shaped`: data-parallel (dp, default) or tensor-parallel (tp)"
         ),
     ] = None
     mbit: Annotated[
@@ -78,29 +77,25 @@ class Bench:
     json: JsonFlag = False
 
     def __call__(self) -> int:
-        given: dict[str, Any] = {} if self.rounds is None else {"rounds": _positive("--rounds", self.rounds)}
-        self._refuse_what_is_for_another()
-        if self.layout:
-            given["layout"] = self.layout
-        if self.ranks is not None:
-            given["ranks"] = self.ranks
-        if self.dp is not None:
-            given["dp"] = _positive("--dp", self.dp)
-        if self.against:
-            given["against"] = self.against
-        name = "paced_divided" if self.tp else self.kind
-        if self.link is not None:
-            given["axis"] = self.link
-        if self.mbit is not None:
-            given["mbit_per_s"] = _positive("--mbit", self.mbit)
+        options: dict[str, Any] = {
+            "rounds": _positive("--rounds", self.rounds),
+            "layout": self.layout or None,
+            "ranks": self.ranks,
+            "dp": _positive("--dp", self.dp),
+            "against": self.against or None,
+            "axis": self.link,
+            "mbit_per_s": _positive("--mbit", self.mbit),
+        }
+        self._refuse_options_of_other_kinds()
+        name = "paced_tp" if self.tp else self.kind
         bench = getattr(import_trainer(f"benchmarks.{name}"), f"bench_{name}")
         with progress_bar() as progress, announced_compilation():
-            result = bench(progress=progress, **given)
-        found, lines = (gpu_json, gpu_text) if self.kind == "gpu" else (bench_json, bench_text)
-        show(found(result), lines(result), as_json=self.json)
+            stated = {option: value for option, value in options.items() if value is not None}
+            result = bench(progress=progress, **stated)
+        show(to_json(result), to_text(result), as_json=self.json)
         return OK if result.ok else NO
 
-    def _refuse_what_is_for_another(self) -> None:
+    def _refuse_options_of_other_kinds(self) -> None:
         has = "one on each GPU" if self.kind == "gpu" else "2"
         for field, value, kind, hint in (
             ("--ranks", self.ranks, "paced", f"leave it out: `{self.kind}` has {has}"),
@@ -115,8 +110,8 @@ class Bench:
                 raise UserError(field=field, value=value, problem=f"is for `{kind}`", hint=hint)
 
 
-def _positive(field: str, value: float) -> float:
-    if not value >= 1:  # nor what is no number
+def _positive(field: str, value: float | None) -> float | None:
+    if value is not None and not value >= 1:  # nan is refused too
         raise UserError(field=field, value=value, problem="is too few", hint="use 1 or more")
     return value
 

@@ -1,6 +1,6 @@
-"""What plans assume of NCCL and of CUDA streams, and what our engine makes of it, on the GPUs of one node.
+"""Measures what plans assume of NCCL and CUDA streams, and steps of our engine, on the GPUs of one node.
 
-Without GPUs the same sections run on two cores over gloo: that shows that they run, and no more.
+Without GPUs the same sections run on two cores over gloo, as a smoke test.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,25 +17,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.alternating import unequal_losses
-from benchmarks.gpu_job import cluster_name, cluster_of, divided_layout, prepare_step, step_job
-from benchmarks.gpu_links import collectives
 from benchmarks.gpu_order import FAIL, communicator_order
-from benchmarks.gpu_overlap import reduce_scatter_under_compute
-from benchmarks.gpu_ranks import Progress, Section, failure, run_sections
-from benchmarks.gpu_slots import compute_slowdown, slot_entry_delay
-from benchmarks.gpu_step import step, train
-from benchmarks.ranks import Tell, run_processes
-from benchmarks.result import EVENLY, VariantTime
+from benchmarks.gpu_overlap import compute_slowdown, reduce_scatter_under_compute, slot_entry_delay
+from benchmarks.gpu_ranks import Section, failure, run_sections
+from benchmarks.gpu_step import cluster_name, cluster_of, prepare_step, step, step_job, tp_layout, train
+from benchmarks.gpu_streams import collectives
+from benchmarks.ranks import Progress, Report, run_processes
+from benchmarks.report import BenchResult, Figures, VariantTime
+from benchmarks.timing import unequal_losses
 from benchmarks.variants import OURS
 from optimus import __version__
 from optimus.environment import tuning
 from optimus.errors import OptimusError, UserError
 from optimus.job.job import Job
 
-WORLDS = (8, 4, 2)  # ranks; as many as there are GPUs for
+WORLDS = (8, 4, 2)  # ranks: the most for which there are GPUs
 CPU_RANKS = 2
-DESCRIBED_S = 60.0
+DESCRIBE_TIMEOUT_S = 60.0
 TRAINED = {"train": f"{OURS} with AdamW", "train_tp": f"{OURS} with AdamW, divided"}
 STREAMS: dict[str, Section] = {
     "communicator_order": communicator_order,
@@ -46,47 +43,28 @@ STREAMS: dict[str, Section] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuResult:
-    """Sections by name, each with what it found or its `error`; variants and bound are those of `step`."""
-
-    environment: Mapping[str, Any]
-    sections: Mapping[str, Mapping[str, Any]]
-    variants: Mapping[str, VariantTime]
-    bound_s: float | None
-    ours_over_bound: float | None
-    notes: tuple[str, ...]
-    problems: tuple[str, ...]
-    bench: str = "gpu"
-    bound: str = EVENLY
-    ours: str = OURS
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-
 def bench_gpu(
     *,
     rounds: int | None = None,
     layout: Sequence[str] = (),
     progress: Progress = lambda name, done, total: None,
-) -> GpuResult:
-    """Every section, whatever becomes of the others; `layout` states that of the job of `step`."""
+) -> BenchResult:
+    """Runs every section, also if others fail; `layout` states layouts of the job of `step`."""
     count = torch.cuda.device_count()
     world = _world(count)
     progress("environment", 0, 1)
     environment = _environment(count > 0, world)
-    gpu = environment.get("gpu")
-    memory_bytes = environment.get("memory_bytes")
+    gpu, memory_bytes = environment.get("gpu"), environment.get("memory_bytes")
     job = step_job(world, gpu, memory_bytes, layout)
-    divided = step_job(world, gpu, memory_bytes, divided_layout(world))
+    tp_job = step_job(world, gpu, memory_bytes, tp_layout(world))
     progress("plan", 0, 1)
-    sections, unplanned = _sections(job, divided, world, gpu, rounds)
-    apart = tuple(TRAINED) if count else ()  # torch names split groups by how many a rank has: make them once
-    found = run_sections(sections, world, on_gpu=count > 0, apart=apart, progress=progress)
-    every = {**found, **unplanned}
-    return conclude(environment, {name: every[name] for name in (*STREAMS, "collectives", "step", *TRAINED)})
+    sections, failures = _sections(job, tp_job, world, gpu, rounds)
+    # torch names a split group by the number of groups on a rank: a process makes those of one plan only.
+    in_new_ranks = tuple(TRAINED) if count else ()
+    figures = run_sections(sections, world, on_gpu=count > 0, in_new_ranks=in_new_ranks, progress=progress)
+    figures |= failures
+    names = (*STREAMS, "collectives", "step", *TRAINED)
+    return conclude(environment, {name: figures[name] for name in names})
 
 
 def _world(gpus: int) -> int:
@@ -100,33 +78,32 @@ def _world(gpus: int) -> int:
 
 
 def _sections(
-    job: Job, divided: Job, world: int, gpu: str | None, rounds: int | None
+    job: Job, tp_job: Job, world: int, gpu: str | None, rounds: int | None
 ) -> tuple[dict[str, Section], dict[str, dict[str, Any]]]:
-    """What ranks are to play, and what cannot be played because there is no plan."""
-    links = partial(collectives, cluster=None if gpu is None else cluster_of(gpu, world))
-    sections: dict[str, Section] = {**STREAMS, "collectives": links}
-    unplanned: dict[str, dict[str, Any]] = {}
-    on_gpu = gpu is not None
+    """Returns the sections for ranks, and the failures of those without a plan."""
+    cluster = None if gpu is None else cluster_of(gpu, world)
+    sections: dict[str, Section] = {**STREAMS, "collectives": partial(collectives, cluster=cluster)}
+    failures: dict[str, dict[str, Any]] = {}
     try:
-        prepared = prepare_step(job, on_gpu=on_gpu)
-        sections["step"] = partial(step, prepared=prepared, rounds=rounds)
-        sections["train"] = partial(train, prepared=prepared)
+        setup = prepare_step(job, on_gpu=gpu is not None)
+        sections["step"] = partial(step, setup=setup, rounds=rounds)
+        sections["train"] = partial(train, setup=setup)
     except OptimusError as error:
-        unplanned |= dict.fromkeys(("step", "train"), failure(str(error).splitlines()[0]))
+        failures |= dict.fromkeys(("step", "train"), failure(str(error).splitlines()[0]))
     try:
-        shared = prepare_step(divided, on_gpu=on_gpu, against_torch=False)
-        sections["train_tp"] = partial(train, prepared=shared)
+        setup = prepare_step(tp_job, on_gpu=gpu is not None, against_torch=False)
+        sections["train_tp"] = partial(train, setup=setup)
     except OptimusError as error:
-        unplanned["train_tp"] = failure(str(error).splitlines()[0])
-    return sections, unplanned
+        failures["train_tp"] = failure(str(error).splitlines()[0])
+    return sections, failures
 
 
-# ---------------------------------------------------------------------------- where
+# ---------------------------------------------------------------------------- environment
 
 
 def _environment(on_gpu: bool, world: int) -> dict[str, Any]:
-    """Versions, devices, and variables that matter; a GPU is looked at by a process that ends again."""
-    found = {
+    """Returns versions, devices and tuning variables; a process of its own looks at the GPUs, and ends."""
+    environment = {
         "optimus": __version__,
         "date": datetime.now(UTC).date().isoformat(),
         "torch": str(torch.__version__),
@@ -139,13 +116,13 @@ def _environment(on_gpu: bool, world: int) -> dict[str, Any]:
     if on_gpu:
         context = multiprocessing.get_context("spawn")
         try:
-            found |= run_processes(context, _describe_gpus, 1, world, timeout_s=DESCRIBED_S)[0]
+            environment |= run_processes(context, _describe_gpus, 1, world, timeout_s=DESCRIBE_TIMEOUT_S)[0]
         except (RuntimeError, TimeoutError) as error:
-            found |= {"gpu": "unknown GPU", **failure(str(error))}
-    return found
+            environment |= {"gpu": "unknown GPU", **failure(str(error))}
+    return environment
 
 
-def _describe_gpus(rank: int, ranks: int, store: str, tell: Tell, world: int) -> dict[str, Any]:
+def _describe_gpus(rank: int, ranks: int, store: str, report: Report, world: int) -> dict[str, Any]:
     first = torch.cuda.get_device_properties(0)
     names = sorted({torch.cuda.get_device_name(number) for number in range(world)})
     pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
@@ -163,83 +140,85 @@ def _describe_gpus(rank: int, ranks: int, store: str, tell: Tell, world: int) ->
 
 
 def _driver() -> str | None:
-    """As the kernel tells it."""
+    """Returns the version that the kernel module states."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    found = re.search(r"\d{3,}\.\d+(?:\.\d+)?", text)
-    return found.group() if found else None
+    match = re.search(r"\d{3,}\.\d+(?:\.\d+)?", text)
+    return match.group() if match else None
 
 
 # ---------------------------------------------------------------------------- results
 
 
-def conclude(environment: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> GpuResult:
-    """Variants with their bound, what is wrong, and what to know beside the figures."""
-    stepped = sections["step"]
-    return GpuResult(
+def conclude(environment: Figures, sections: Mapping[str, Figures]) -> BenchResult:
+    """Returns the variants with their bound, problems and notes."""
+    step_figures = sections["step"]
+    return BenchResult(
+        bench="gpu",
+        ours=OURS,
         environment=environment,
         sections=sections,
         variants=_variants(sections),
-        bound_s=stepped.get("bound_s"),
-        ours_over_bound=stepped.get("ours_over_bound"),
-        notes=tuple(_notes(environment, stepped)),
+        bound_s=step_figures.get("bound_s"),
+        ours_over_bound=step_figures.get("ours_over_bound"),
+        notes=tuple(_notes(environment, step_figures)),
         problems=tuple(_problems(environment, sections)),
     )
 
 
-def _variants(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, VariantTime]:
-    """With an optimizer it is what was planned; without, what torch's schedules do."""
-    found = {name: VariantTime(**times) for name, times in sections["step"].get("variants", {}).items()}
+def _variants(sections: Mapping[str, Figures]) -> dict[str, VariantTime]:
+    """Returns the times of `step`, where no variant has an optimizer, and of our plans with AdamW."""
+    variants = {name: VariantTime(**times) for name, times in sections["step"].get("variants", {}).items()}
     for section, name in TRAINED.items():
         trained = sections[section]
-        if OURS in found and "step_s" in trained:
+        if OURS in variants and "step_s" in trained:
             step_s, planned_s = trained["step_s"], trained["planned_step_s"]
-            found[name] = VariantTime(
+            variants[name] = VariantTime(
                 step_s=step_s,
-                over_ours=step_s / found[OURS].step_s,
+                over_ours=step_s / variants[OURS].step_s,
                 predicted_s=planned_s,
                 error=step_s / planned_s - 1,
             )
-    return found
+    return variants
 
 
-def _problems(environment: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Errors everywhere; rules of NCCL where there is NCCL."""
-    found = [f"{name}: {section['error']}" for name, section in sections.items() if "error" in section]
+def _problems(environment: Figures, sections: Mapping[str, Figures]) -> list[str]:
+    """Returns errors of sections, broken rules of NCCL, and unequal losses."""
+    problems = [f"{name}: {section['error']}" for name, section in sections.items() if "error" in section]
     checks = sections["communicator_order"].get("checks", {})
     if environment["backend"] == "nccl":
-        found += [f"not so: {check['rule']}" for check in checks.values() if check["verdict"] == FAIL]
+        problems += [f"not so: {check['rule']}" for check in checks.values() if check["verdict"] == FAIL]
     for section, name in TRAINED.items():
-        found += _unequal(sections["step"], sections[section], name)
-    return found + list(sections["step"].get("unequal", ()))
+        problems += _unequal(sections["step"], sections[section], name)
+    return problems + list(sections["step"].get("unequal", ()))
 
 
-def _unequal(stepped: Mapping[str, Any], trained: Mapping[str, Any], name: str) -> list[str]:
-    """What is computed otherwise with an optimizer, in the first step or the last."""
-    if "losses" not in stepped or "loss" not in trained:
+def _unequal(step_figures: Figures, trained: Figures, name: str) -> list[str]:
+    """Describes losses and gradients that differ with an optimizer, in the first step or the last."""
+    if "losses" not in step_figures or "loss" not in trained:
         return []
-    ours = stepped["losses"][OURS]
+    ours = step_figures["losses"][OURS]
     losses = {
         OURS: (ours["loss"], ours["squares"]),
         name: (trained["loss"], trained["squares"]),
         f"{name}, last step": (trained["last_loss"], trained["squares"]),
     }
-    return unequal_losses(losses, OURS, tolerance=stepped["tolerance"])
+    return unequal_losses(losses, OURS, tolerance=step_figures["tolerance"])
 
 
-def _notes(environment: Mapping[str, Any], stepped: Mapping[str, Any]) -> list[str]:
-    found = []
+def _notes(environment: Figures, step_figures: Figures) -> list[str]:
+    notes = []
     gpu = environment.get("gpu")
     if gpu is None:
-        found.append(
+        notes.append(
             "no GPUs here: a smoke test on gloo and two cores; its figures mean nothing, only that it runs"
         )
     elif cluster_name(gpu) not in gpu.lower():
-        found.append(f"the catalog does not know {gpu}: planned as if it were {cluster_name(gpu)}")
-    if "rounds" in stepped:
-        layouts = "; ".join(f"{name} {layout}" for name, layout in stepped["layouts"].items())
-        found.append(f"{stepped['job']}: {layouts}; {stepped['microbatches']} microbatches")
-        found.append(f"{stepped['rounds']} rounds; {stepped['quiet']}")
-    return found
+        notes.append(f"the catalog does not know {gpu}: planned as if it were {cluster_name(gpu)}")
+    if "rounds" in step_figures:
+        layouts = "; ".join(f"{name} {layout}" for name, layout in step_figures["layouts"].items())
+        notes.append(f"{step_figures['job']}: {layouts}; {step_figures['microbatches']} microbatches")
+        notes.append(f"{step_figures['rounds']} rounds; {step_figures['quiet']}")
+    return notes

@@ -1,4 +1,4 @@
-"""The rules of NCCL that plans and engine are built on, tried out: what a communicator waits for."""
+"""Tests the ordering rules of NCCL communicators that plans and engine rely on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from benchmarks.communicators import group_among
-from benchmarks.gpu_ranks import NOT_MEASURED, Place
-from benchmarks.gpu_streams import Series, Traffic, Watch, gemm, scale_of, watch_of
+from benchmarks.gpu_ranks import NOT_MEASURED, Worker
+from benchmarks.gpu_streams import KernelSeries, RepeatedCollective, StreamTimer, gemm, scale_of, timer_of
+from benchmarks.ranks import new_subgroup
 from optimus.cost.network import Collective
 
 MESSAGE_BYTES = 2**18
@@ -21,190 +21,190 @@ PASS, FAIL = "pass", "fail"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bench:
+class _RuleContext:
     """Tensors and communicators of one rank."""
 
-    place: Place
-    watch: Watch
-    series: Series
-    first: Traffic
-    again: Traffic  # on the communicator of `first`
-    other: Traffic  # on another
+    worker: Worker
+    timer: StreamTimer
+    series: KernelSeries
+    first: RepeatedCollective
+    same_group: RepeatedCollective  # on the communicator of `first`
+    other_group: RepeatedCollective
     pair: dist.ProcessGroup
     message: torch.Tensor
 
     def compute(self) -> Any:
-        """Enqueues it; when it is over."""
+        """Enqueues compute and returns the event of its end."""
         self.series.run_for(self.compute_s)
-        return self.watch.mark()
+        return self.timer.record()
 
     @property
     def compute_s(self) -> float:
-        return scale_of(self.place).compute_s
+        return scale_of(self.worker).compute_s
 
     @property
     def partner(self) -> int:
-        return self.place.rank ^ 1
+        return self.worker.rank ^ 1
 
 
-Margin = Callable[[], float | None]  # in seconds, asked for when all is over; None on ranks that only help
+Margin = Callable[[], float | None]  # in seconds, called when the device is idle; None on senders
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """`least`: of the compute beside it, the margin by which the rule holds; halfway to a broken one."""
+    """An ordering rule; it holds if its margin exceeds `min_share` of the compute time."""
 
-    words: str
-    play: Callable[[_Bench], Margin]
-    least: float
-    on_cpu: bool = False  # most are about work that is enqueued, and on a CPU none is
+    description: str
+    run: Callable[[_RuleContext], Margin]
+    min_share: float
+    on_cpu: bool = False  # most rules concern enqueued work, which CPUs do not have
 
 
-def communicator_order(place: Place) -> dict[str, Any]:
-    """Every rule, on every rank; a rule is broken if it is so on one of them, in the median of its turns.
+def communicator_order(worker: Worker) -> dict[str, Any]:
+    """Tests every rule on every rank; a rule is broken if it is on one of them, in the median of its turns.
 
-    A margin is how much later something was over than the compute it must wait for, or how much earlier than
-    the compute it must not wait for; that compute takes `compute_s`.
+    A margin is how much later an op ended than the compute it must wait for, or how much earlier than the
+    compute it must not wait for; that compute takes `compute_s`.
     """
-    bench = _bench(place)
-    checks = {name: _try(rule, bench) for name, rule in RULES.items()}
+    context = _rule_context(worker)
+    checks = {name: _check(rule, context) for name, rule in RULES.items()}
     verdicts = {check["verdict"] for check in checks.values()}
     return {
         "verdict": FAIL if FAIL in verdicts else PASS if PASS in verdicts else NOT_MEASURED,
-        "compute_s": bench.compute_s,
+        "compute_s": context.compute_s,
         "checks": checks,
     }
 
 
-def _bench(place: Place) -> _Bench:
-    watch, dtype, everybody = watch_of(place), scale_of(place).dtype, list(range(place.world))
-    group, another = group_among([everybody]), group_among([everybody])
+def _rule_context(worker: Worker) -> _RuleContext:
+    timer, dtype, ranks = timer_of(worker), scale_of(worker).dtype, list(range(worker.world))
+    group, another = new_subgroup([ranks]), new_subgroup([ranks])
 
-    def traffic(group: dist.ProcessGroup) -> Traffic:
-        return Traffic(Collective.ALL_GATHER, MESSAGE_BYTES, place, dtype=dtype, group=group)
+    def all_gather(group: dist.ProcessGroup) -> RepeatedCollective:
+        return RepeatedCollective(Collective.ALL_GATHER, MESSAGE_BYTES, worker, dtype=dtype, group=group)
 
-    return _Bench(
-        place=place,
-        watch=watch,
-        series=gemm(place, watch),
-        first=traffic(group),
-        again=traffic(group),
-        other=traffic(another),
-        pair=group_among([[rank, rank + 1] for rank in range(0, place.world, 2)]),
-        message=torch.zeros(MESSAGE_BYTES // dtype.itemsize, dtype=dtype, device=place.device),
+    return _RuleContext(
+        worker=worker,
+        timer=timer,
+        series=gemm(worker, timer),
+        first=all_gather(group),
+        same_group=all_gather(group),
+        other_group=all_gather(another),
+        pair=new_subgroup([[rank, rank + 1] for rank in range(0, worker.world, 2)]),
+        message=torch.zeros(MESSAGE_BYTES // dtype.itemsize, dtype=dtype, device=worker.device),
     )
 
 
-def _try(rule: _Rule, bench: _Bench) -> dict[str, Any]:
-    if not (bench.place.on_gpu or rule.on_cpu):
-        return {"rule": rule.words, "verdict": NOT_MEASURED}
+def _check(rule: _Rule, context: _RuleContext) -> dict[str, Any]:
+    if not (context.worker.on_gpu or rule.on_cpu):
+        return {"rule": rule.description, "verdict": NOT_MEASURED}
     margins = []
     for turn in range(TURNS + 1):
-        bench.place.settle()
-        margin = rule.play(bench)
-        bench.place.idle()
-        found = margin()
-        if turn and found is not None:  # in the first, communicators are made
-            margins.append(found)
-    mine = median(margins) if margins else None
-    told = [each for each in bench.place.gathered(mine) if each is not None]
-    holds = min(told) > rule.least * bench.compute_s
+        context.worker.barrier()
+        margin = rule.run(context)
+        context.worker.synchronize()
+        margin_s = margin()
+        if turn and margin_s is not None:  # the first turn makes communicators
+            margins.append(margin_s)
+    own = median(margins) if margins else None
+    measured = [margin_s for margin_s in context.worker.all_gather(own) if margin_s is not None]
+    holds = min(measured) > rule.min_share * context.compute_s
     return {
-        "rule": rule.words,
+        "rule": rule.description,
         "verdict": PASS if holds else FAIL,
-        "margin_s": min(told),
-        "margin_most_s": max(told),
+        "margin_s": min(measured),
+        "margin_most_s": max(measured),
     }
 
 
 # ---------------------------------------------------------------------------- rules
 
 
-def _after_earlier(bench: _Bench) -> Margin:
-    earlier = bench.compute()
-    over = bench.watch.over(bench.first.launch())
-    return lambda: bench.watch.seconds(earlier, over)
+def _after_earlier(context: _RuleContext) -> Margin:
+    earlier = context.compute()
+    over = context.timer.record_end(context.first.launch())
+    return lambda: context.timer.elapsed_s(earlier, over)
 
 
-def _not_after_later(bench: _Bench) -> Margin:
-    bench.compute()
-    over = bench.watch.over(bench.first.launch())
-    later = bench.compute()
-    return lambda: bench.watch.seconds(over, later)
+def _not_after_later(context: _RuleContext) -> Margin:
+    context.compute()
+    over = context.timer.record_end(context.first.launch())
+    later = context.compute()
+    return lambda: context.timer.elapsed_s(over, later)
 
 
-def _in_order(bench: _Bench) -> Margin:
-    """The second op is posted from a stream that has nothing to do."""
-    earlier = bench.compute()
-    work = bench.first.launch()
-    with bench.watch.side():
-        over = bench.watch.over(bench.again.launch())
+def _in_order(context: _RuleContext) -> Margin:
+    """Posts the second op from a stream without work."""
+    earlier = context.compute()
+    work = context.first.launch()
+    with context.timer.side_stream():
+        over = context.timer.record_end(context.same_group.launch())
     work.wait()
-    return lambda: bench.watch.seconds(earlier, over)
+    return lambda: context.timer.elapsed_s(earlier, over)
 
 
-def _independent(bench: _Bench) -> Margin:
-    earlier = bench.compute()
-    work = bench.first.launch()
-    with bench.watch.side():
-        over = bench.watch.over(bench.other.launch())
+def _independent(context: _RuleContext) -> Margin:
+    earlier = context.compute()
+    work = context.first.launch()
+    with context.timer.side_stream():
+        over = context.timer.record_end(context.other_group.launch())
     work.wait()
-    return lambda: bench.watch.seconds(over, earlier)
+    return lambda: context.timer.elapsed_s(over, earlier)
 
 
-def _receive(bench: _Bench, *, aside: bool) -> Margin:
-    """Ranks of even numbers send at once; the others receive, with compute on their stream."""
-    if bench.place.rank % 2 == 0:
-        dist.isend(bench.message, bench.partner, bench.pair).wait()
+def _receive(context: _RuleContext, *, on_side_stream: bool) -> Margin:
+    """Sends from even ranks at once; odd ranks receive, with compute on their stream."""
+    if context.worker.rank % 2 == 0:
+        dist.isend(context.message, context.partner, context.pair).wait()
         return lambda: None
-    earlier = bench.compute()
-    if not aside:
-        over = bench.watch.over(dist.irecv(bench.message, bench.partner, bench.pair))
-        return lambda: bench.watch.seconds(earlier, over)
-    with bench.watch.side():
-        over = bench.watch.over(dist.irecv(bench.message, bench.partner, bench.pair))
-    return lambda: bench.watch.seconds(over, earlier)
+    earlier = context.compute()
+    if not on_side_stream:
+        over = context.timer.record_end(dist.irecv(context.message, context.partner, context.pair))
+        return lambda: context.timer.elapsed_s(earlier, over)
+    with context.timer.side_stream():
+        over = context.timer.record_end(dist.irecv(context.message, context.partner, context.pair))
+    return lambda: context.timer.elapsed_s(over, earlier)
 
 
-def _receive_aside(bench: _Bench) -> Margin:
-    return _receive(bench, aside=True)
+def _receive_on_side_stream(context: _RuleContext) -> Margin:
+    return _receive(context, on_side_stream=True)
 
 
-def _receive_behind(bench: _Bench) -> Margin:
-    return _receive(bench, aside=False)
+def _receive_behind_compute(context: _RuleContext) -> Margin:
+    return _receive(context, on_side_stream=False)
 
 
 WAITS, DOES_NOT_WAIT = -0.5, 0.5
 RULES = {
     "after_earlier_compute": _Rule(
-        words="a collective begins only behind compute enqueued before it was posted",
-        play=_after_earlier,
-        least=WAITS,
+        description="a collective begins only behind compute enqueued before it was posted",
+        run=_after_earlier,
+        min_share=WAITS,
     ),
     "not_after_later_compute": _Rule(
-        words="a collective does not wait for compute enqueued after it was posted",
-        play=_not_after_later,
-        least=DOES_NOT_WAIT,
+        description="a collective does not wait for compute enqueued after it was posted",
+        run=_not_after_later,
+        min_share=DOES_NOT_WAIT,
         on_cpu=True,
     ),
     "one_communicator_in_order": _Rule(
-        words="an op waits for the one before it on its communicator",
-        play=_in_order,
-        least=WAITS,
+        description="an op waits for the one before it on its communicator",
+        run=_in_order,
+        min_share=WAITS,
     ),
     "communicators_independent": _Rule(
-        words="an op does not wait for an op that waits on another communicator",
-        play=_independent,
-        least=DOES_NOT_WAIT,
+        description="an op does not wait for an op that waits on another communicator",
+        run=_independent,
+        min_share=DOES_NOT_WAIT,
     ),
     "receive_on_side_stream": _Rule(
-        words="a receive posted from a side stream does not wait for compute",
-        play=_receive_aside,
-        least=DOES_NOT_WAIT,
+        description="a receive posted from a side stream does not wait for compute",
+        run=_receive_on_side_stream,
+        min_share=DOES_NOT_WAIT,
     ),
     "receive_on_main_stream": _Rule(
-        words="a receive posted behind compute waits for it",
-        play=_receive_behind,
-        least=WAITS,
+        description="a receive posted behind compute waits for it",
+        run=_receive_behind_compute,
+        min_share=WAITS,
     ),
 }

@@ -1,7 +1,7 @@
-"""Ranks that play the sections of a bench one after another; a section that fails takes no other with it.
+"""Runs the sections of the GPU benchmark on ranks, so that the failure of one affects no other.
 
 Ranks are processes, one on each GPU, or on a core where there are no GPUs. When one of them fails, hangs or
-dies, all are ended, and new ones play the sections that are left.
+dies, all are ended, and new ones run the remaining sections.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import takewhile
 from multiprocessing.context import BaseContext
@@ -20,84 +20,81 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from benchmarks.communicators import TIMEOUT_S, meet
-from benchmarks.ranks import Tell, run_processes
+from benchmarks.ranks import (
+    GROUP_TIMEOUT_S,
+    Progress,
+    Report,
+    drop_report,
+    host_barrier,
+    pin_to_core,
+    run_processes,
+)
 from optimus.environment import keep_gloo_on_loopback
 
-PRELOADED = ["benchmarks.gpu_step", "benchmarks.gpu_slots"]
+PRELOADED = ["benchmarks.gpu_step", "benchmarks.gpu_overlap"]
 TRACE_LINES = 30  # of a failure
-Progress = Callable[[str, int, int], None]
 NOT_MEASURED = "not measured on cpu"
-TOO_LATE = "not begun: what came before it took too long"
+TOO_LATE = "not started: the sections before it took too long"
+SECTION_LIMIT_S = 120.0  # without a report of a section
+TOTAL_LIMIT_S = 420.0  # after which no further section starts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long a section may say nothing, and after how long no further one begins."""
-
-    section_s: float = 120.0
-    total_s: float = 420.0
-
-
-LIMITS = Limits()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """This process among the ranks; `host` is a group for tensors of the CPU."""
+class Worker:
+    """This process among the ranks; `host_group` is a group for CPU tensors."""
 
     rank: int
     world: int
     device: torch.device
-    host: dist.ProcessGroup
-    tell: Tell  # (done, of how many): only rank 0 is heard
+    host_group: dist.ProcessGroup
+    report: Report  # of (done, total); only reports of rank 0 are shown
 
     @property
     def on_gpu(self) -> bool:
         return bool(self.device.type == "cuda")
 
-    def idle(self) -> None:
-        """Returns when the device has done what it was given."""
+    def synchronize(self) -> None:
+        """Waits for all work enqueued on the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def settle(self) -> None:
-        """Nobody goes on before the devices of all are idle."""
-        self.idle()
-        meet(self.host)
+    def barrier(self) -> None:
+        """Waits until the devices of all ranks are idle."""
+        self.synchronize()
+        host_barrier(self.host_group)
 
-    def gathered(self, mine: Any) -> list[Any]:
-        """What every rank has to say, in their order."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, mine, group=self.host)
-        return found
-
-
-Section = Callable[[Place], dict[str, Any]]
+    def all_gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in their order."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
 
 
-# ---------------------------------------------------------------------------- in the process that asks
+Section = Callable[[Worker], dict[str, Any]]  # returns figures that JSON can hold
+
+
+# ---------------------------------------------------------------------------- in the parent process
 
 
 @dataclass
-class _Heard:
-    """What rank 0 told: the section that runs, and what was found."""
+class _Progress:
+    """Figures that rank 0 reported, and the section that runs."""
 
     progress: Progress
     names: list[str]
-    found: dict[str, dict[str, Any]]
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     running: str | None = None
 
-    def hear(self, told: tuple[str, Any]) -> None:
-        word, what = told
-        if word == "begin":
-            self.running = what
-            self.progress(what, self.names.index(what), len(self.names))
-        elif word == "found":
+    def on_report(self, message: tuple[str, Any]) -> None:
+        kind, content = message
+        if kind == "begin":
+            self.running = content
+            self.progress(content, self.names.index(content), len(self.names))
+        elif kind == "figures":
             assert self.running is not None
-            self.found[self.running], self.running = what, None
+            self.figures[self.running], self.running = content, None
         else:
-            self.progress(f"{self.running} {what[0]}/{what[1]}", *what)
+            self.progress(f"{self.running} {content[0]}/{content[1]}", *content)
 
 
 def run_sections(
@@ -105,53 +102,55 @@ def run_sections(
     world: int,
     *,
     on_gpu: bool,
-    apart: Collection[str] = (),
-    limits: Limits = LIMITS,
+    in_new_ranks: Collection[str] = (),
+    section_limit_s: float = SECTION_LIMIT_S,
+    total_limit_s: float = TOTAL_LIMIT_S,
     progress: Progress = lambda name, done, total: None,
 ) -> dict[str, dict[str, Any]]:
-    """What every section found, on rank 0; `error` instead, if it failed. Sections are pickled.
+    """Returns rank 0's figures of every section, or `error` where it failed. Sections are pickled.
 
-    New ranks begin with those that are to stand `apart` from what ran before.
+    Sections named in `in_new_ranks` start with new ranks.
     """
-    begin, left = time.monotonic(), dict(sections)
-    heard = _Heard(progress, list(sections), {})
-    while left:
-        remaining_s = limits.total_s - (time.monotonic() - begin)
+    begin, waiting = time.monotonic(), dict(sections)
+    state = _Progress(progress, list(sections))
+    while waiting:
+        remaining_s = total_limit_s - (time.monotonic() - begin)
         if remaining_s <= 0:
-            heard.found |= {name: {"error": TOO_LATE} for name in left}
+            state.figures |= {name: {"error": TOO_LATE} for name in waiting}
             break
-        first, *others = left
-        together = [first, *takewhile(lambda name: name not in apart, others)]
-        playing = {name: left.pop(name) for name in together}
-        failed = _play(playing, world, on_gpu, min(limits.section_s, remaining_s), remaining_s, heard)
-        again = [name for name in playing if name not in heard.found]
+        first, *later = waiting
+        names = [first, *takewhile(lambda name: name not in in_new_ranks, later)]
+        batch = {name: waiting.pop(name) for name in names}
+        failed = _run_ranks(batch, world, on_gpu, min(section_limit_s, remaining_s), remaining_s, state)
+        unfinished = [name for name in batch if name not in state.figures]
         if failed is not None:
-            blamed = heard.running or again[0]
-            heard.found[blamed], heard.running = failed, None
-            again.remove(blamed)
-        left = {name: playing[name] for name in again} | left
-    return {name: heard.found[name] for name in sections}
+            culprit = state.running or unfinished[0]
+            state.figures[culprit], state.running = failed, None
+            unfinished.remove(culprit)
+        waiting = {name: batch[name] for name in unfinished} | waiting
+    return {name: state.figures[name] for name in sections}
 
 
-def _play(
+def _run_ranks(
     sections: Mapping[str, Section],
     world: int,
     on_gpu: bool,
     limit_s: float,
     remaining_s: float,
-    heard: _Heard,
+    state: _Progress,
 ) -> dict[str, Any] | None:
-    """Starts ranks for these sections; how they failed, if before the last one was over."""
-    given = dict(sections), on_gpu, remaining_s
+    """Starts ranks for these sections; returns the failure if one came before the last section's figures."""
+    rank_args = dict(sections), on_gpu, remaining_s
+    context = _context(on_gpu)
     try:
-        run_processes(_context(on_gpu), _rank_main, world, *given, timeout_s=limit_s, hear=heard.hear)
+        run_processes(context, _rank_main, world, *rank_args, timeout_s=limit_s, on_report=state.on_report)
     except (RuntimeError, TimeoutError) as error:
-        return None if sections.keys() <= heard.found.keys() else failure(str(error))
+        return None if sections.keys() <= state.figures.keys() else failure(str(error))
     return None
 
 
 def _context(on_gpu: bool) -> BaseContext:
-    """Where there is CUDA, which survives no fork, anew; else from a process that has imported torch."""
+    """Returns `spawn` where there is CUDA, which does not survive a fork, else a server that has torch."""
     if on_gpu:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -160,22 +159,22 @@ def _context(on_gpu: bool) -> BaseContext:
 
 
 def failure(text: str) -> dict[str, Any]:
-    """A traceback as a result: its last line, which says what happened, and where."""
+    """Returns the last line of a traceback as `error`, and its last lines as `trace`."""
     lines = [line for line in text.splitlines() if line.strip()]
-    found: dict[str, Any] = {"error": lines[-1].strip() if lines else "failed without a word"}
+    figures: dict[str, Any] = {"error": lines[-1].strip() if lines else "failed without a word"}
     if len(lines) > 1:
-        found["trace"] = lines[-TRACE_LINES:]
-    return found
+        figures["trace"] = lines[-TRACE_LINES:]
+    return figures
 
 
-# ---------------------------------------------------------------------------- in the ranks
+# ---------------------------------------------------------------------------- on every rank
 
 
 def _rank_main(
     rank: int,
     world: int,
     store: str,
-    tell: Tell,
+    report: Report,
     sections: dict[str, Section],
     on_gpu: bool,
     remaining_s: float,
@@ -186,42 +185,31 @@ def _rank_main(
     if on_gpu:
         torch.cuda.set_device(device)
     else:
-        _take_core(rank)
+        pin_to_core(rank)
     keep_gloo_on_loopback()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=dist.FileStore(store, world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         device_id=device if on_gpu else None,
     )
-    host = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    speak = tell if rank == 0 else _quiet
+    host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    send = report if rank == 0 else drop_report
 
-    def done(step: tuple[int, int]) -> None:
-        speak(("done", step))
+    def report_done(done: tuple[int, int]) -> None:
+        send(("done", done))
 
-    place = Place(rank=rank, world=world, device=device, host=host, tell=done)
+    worker = Worker(rank=rank, world=world, device=device, host_group=host_group, report=report_done)
     for name, section in sections.items():
-        late = place.gathered(time.monotonic() - begin > remaining_s)[0]  # as rank 0 says
-        speak(("begin", name))
-        meet(host)  # nobody fails in a section of which the bench has not heard
-        found = {"error": TOO_LATE} if late else section(place)
-        place.settle()
+        is_late = worker.all_gather(time.monotonic() - begin > remaining_s)[0]  # as rank 0 says
+        send(("begin", name))
+        host_barrier(host_group)  # no rank fails in a section before the parent knows that it runs
+        figures = {"error": TOO_LATE} if is_late else section(worker)
+        worker.barrier()
         if on_gpu:
             torch.cuda.empty_cache()
-        speak(("found", json.loads(json.dumps(found, allow_nan=False))))
-    meet(host)
+        send(("figures", json.loads(json.dumps(figures, allow_nan=False))))
+    host_barrier(host_group)
     dist.destroy_process_group()
-
-
-def _take_core(rank: int) -> None:
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
-def _quiet(told: Any) -> None:
-    """Rank 0 speaks for all."""

@@ -1,4 +1,4 @@
-"""What is timed on a device and how: marks on streams or on the clock, kernels, and collectives."""
+"""Times kernels and collectives on streams, and fits latency and bandwidth of collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from threading import Thread
 from typing import Any, Protocol
@@ -16,17 +16,20 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks.gpu_ranks import Place
+from benchmarks.gpu_ranks import Worker
 from optimus.cost.network import Collective
+from optimus.cost.network import collective_s as assumed_s
+from optimus.job.cluster import Cluster
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
+from optimus.profiler.links import summarize
 
-WARM_UP = 3
-CALIBRATION = 5  # times a kernel is timed before it is repeated for as long as is wanted
+WARM_UP_CALLS = 3
+CALIBRATION_RUNS = 5  # to find the seconds of one kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Sizes and times of what is measured."""
+    """Sizes and durations of the measured kernels and collectives."""
 
     dtype: torch.dtype
     rows: int  # tokens of a TP group
@@ -34,10 +37,10 @@ class Scale:
     product: tuple[int, int, int]  # rows, inputs and outputs of one GEMM
     elements: int  # of an elementwise kernel
     reduced_bytes: int  # of a data-parallel reduce-scatter
-    sizes_bytes: tuple[int, ...]  # of the curve of collectives
-    chain: int  # messages of one size between two marks, at most
-    compute_s: float  # long beside a message, a launch, and how unequally ranks begin
-    series_s: float  # of kernels one after another, long beside what the host needs to launch them
+    sizes_bytes: tuple[int, ...]  # of collectives of the curve
+    chain: int  # collectives of one size between two events, at most
+    compute_s: float  # much longer than a message, a launch, and the skew of ranks
+    series_s: float  # of kernels in sequence, much longer than the host takes to launch them
     repetitions: int
 
 
@@ -69,107 +72,107 @@ CPU = Scale(
 )
 
 
-def scale_of(place: Place) -> Scale:
-    """Large enough to mean something, or small enough for a smoke test."""
-    return GPU if place.on_gpu else CPU
+def scale_of(worker: Worker) -> Scale:
+    """Returns sizes for a measurement on GPUs, or for a smoke test on CPUs."""
+    return GPU if worker.on_gpu else CPU
 
 
-# ---------------------------------------------------------------------------- marks
+# ---------------------------------------------------------------------------- timers
 
 
-class Watch(Protocol):
-    """Marks moments: on a GPU those at which a stream comes to them, on a CPU those of the call."""
+class StreamTimer(Protocol):
+    """Records events: on a GPU in stream order, on a CPU at the time of the call."""
 
-    def mark(self) -> Any:
-        """The moment at which all is over that the current stream was given before."""
+    def record(self) -> Any:
+        """Records the end of all work enqueued on the current stream."""
 
-    def over(self, work: dist.Work) -> Any:
-        """The moment at which a collective or receive is over, whatever else runs."""
+    def record_end(self, work: dist.Work) -> Any:
+        """Records the end of a collective or receive, whatever else runs."""
 
-    def side(self) -> AbstractContextManager[Any]:
-        """A stream that nothing was given to."""
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Enters a stream without work."""
 
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks, once the device is idle."""
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        """Returns the seconds between two events; the device must be idle."""
 
 
-class CudaWatch:
-    """By CUDA events. Its observer is a stream of high priority: NCCL draws its own from another pool."""
+class CudaTimer:
+    """Timer by CUDA events. Its observer has high priority: NCCL draws its streams from another pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)
         self._observer = torch.cuda.Stream(device, priority=-1)
 
-    def mark(self) -> Any:
+    def record(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def over(self, work: dist.Work) -> Any:
+    def record_end(self, work: dist.Work) -> Any:
         with torch.cuda.stream(self._observer):
-            work.wait()  # of this stream, not of the host
-            return self.mark()
+            work.wait()  # blocks this stream, not the host
+            return self.record()
 
-    def side(self) -> AbstractContextManager[Any]:
-        found: AbstractContextManager[Any] = torch.cuda.stream(self._side)
-        return found
+    def side_stream(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._side)
+        return context
 
-    def seconds(self, begin: Any, end: Any) -> float:
+    def elapsed_s(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1000
 
 
-class HostWatch:
-    """By the clock; who waits for a collective is a thread."""
+class HostTimer:
+    """Timer by the host's clock; a thread waits for the end of a collective."""
 
-    def mark(self) -> float:
+    def record(self) -> float:
         return time.perf_counter()
 
-    def over(self, work: dist.Work) -> Future[float]:
-        moment: Future[float] = Future()
-        Thread(target=_note_end, args=(work, moment), daemon=True).start()
-        return moment
+    def record_end(self, work: dist.Work) -> Future[float]:
+        end: Future[float] = Future()
+        Thread(target=_wait_for_end, args=(work, end), daemon=True).start()
+        return end
 
-    def side(self) -> AbstractContextManager[Any]:
+    def side_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def seconds(self, begin: Any, end: Any) -> float:
-        return _at(end) - _at(begin)
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        return _time_of(end) - _time_of(begin)
 
 
-def _note_end(work: dist.Work, moment: Future[float]) -> None:
+def _wait_for_end(work: dist.Work, end: Future[float]) -> None:
     work.wait()
-    del work  # first: one that outlives its group ends the process badly
-    moment.set_result(time.perf_counter())
+    del work  # first: a Work that outlives its group crashes the process
+    end.set_result(time.perf_counter())
 
 
-def _at(mark: float | Future[float]) -> float:
-    return mark.result() if isinstance(mark, Future) else mark
+def _time_of(event: float | Future[float]) -> float:
+    return event.result() if isinstance(event, Future) else event
 
 
-def watch_of(place: Place) -> Watch:
-    """What can be timed here."""
-    return CudaWatch(place.device) if place.on_gpu else HostWatch()
+def timer_of(worker: Worker) -> StreamTimer:
+    """Returns the timer of this rank's device."""
+    return CudaTimer(worker.device) if worker.on_gpu else HostTimer()
 
 
 # ---------------------------------------------------------------------------- kernels
 
 
-class Series:
-    """One kernel again and again, on tensors of its own; as often as takes the seconds that are asked for."""
+class KernelSeries:
+    """One kernel on its own tensors, repeated a number of times or for a number of seconds."""
 
-    def __init__(self, kernel: Callable[[], object], place: Place, watch: Watch) -> None:
-        self._kernel, self._watch = kernel, watch
-        for _ in range(WARM_UP):
+    def __init__(self, kernel: Callable[[], object], worker: Worker, timer: StreamTimer) -> None:
+        self._kernel, self._watch = kernel, timer
+        for _ in range(WARM_UP_CALLS):
             kernel()
-        found = []
-        for _ in range(CALIBRATION):
-            place.idle()
-            begin = watch.mark()
+        seconds = []
+        for _ in range(CALIBRATION_RUNS):
+            worker.synchronize()
+            begin = timer.record()
             self.run(8)
-            end = watch.mark()
-            place.idle()
-            found.append(watch.seconds(begin, end) / 8)
-        self.kernel_s: float = max(median(place.gathered(median(found))), 1e-7)  # the same on all ranks
+            end = timer.record()
+            worker.synchronize()
+            seconds.append(timer.elapsed_s(begin, end) / 8)
+        self.kernel_s: float = max(median(worker.all_gather(median(seconds))), 1e-7)  # the same on all ranks
 
     def run(self, times: int) -> None:
         for _ in range(times):
@@ -182,79 +185,157 @@ class Series:
         self.run(self.times_for(seconds))
 
 
-def gemm(place: Place, watch: Watch, *, parts: int = 1) -> Series:
-    """A product as tensor parallelism leaves it to one rank, or of one part of its rows."""
-    scale = scale_of(place)
+def gemm(worker: Worker, timer: StreamTimer, *, parts: int = 1) -> KernelSeries:
+    """Returns the GEMM of one tensor-parallel rank, or of a part of its rows."""
+    scale = scale_of(worker)
     rows, inputs, outputs = scale.product[0] // parts, *scale.product[1:]
-    like: dict[str, Any] = {"dtype": scale.dtype, "device": place.device}
-    left, right = torch.randn(rows, inputs, **like), torch.randn(inputs, outputs, **like)
-    out = torch.empty(rows, outputs, **like)
-    return Series(lambda: torch.mm(left, right, out=out), place, watch)
+    options: dict[str, Any] = {"dtype": scale.dtype, "device": worker.device}
+    left, right = torch.randn(rows, inputs, **options), torch.randn(inputs, outputs, **options)
+    out = torch.empty(rows, outputs, **options)
+    return KernelSeries(lambda: torch.mm(left, right, out=out), worker, timer)
 
 
-def elementwise(place: Place, watch: Watch) -> Series:
-    """A sum that waits for memory and nothing else."""
-    scale = scale_of(place)
-    a, b, out = (torch.zeros(scale.elements, dtype=scale.dtype, device=place.device) for _ in range(3))
-    return Series(lambda: torch.add(a, b, out=out), place, watch)
+def elementwise(worker: Worker, timer: StreamTimer) -> KernelSeries:
+    """Returns a memory-bound addition."""
+    scale = scale_of(worker)
+    a, b, out = (torch.zeros(scale.elements, dtype=scale.dtype, device=worker.device) for _ in range(3))
+    return KernelSeries(lambda: torch.add(a, b, out=out), worker, timer)
 
 
-def probe(place: Place) -> Callable[[], Tensor]:
-    """A kernel that is over as soon as it has begun."""
-    one = torch.zeros(1, device=place.device)
+def probe(worker: Worker) -> Callable[[], Tensor]:
+    """Returns a kernel of negligible duration."""
+    one = torch.zeros(1, device=worker.device)
     return lambda: one.add_(1.0)
 
 
 # ---------------------------------------------------------------------------- collectives
 
 
-class Traffic:
-    """One collective of all ranks again and again on the same tensors; `size_bytes` are of the whole."""
+class RepeatedCollective:
+    """One collective of all ranks, repeated on the same tensors; `size_bytes` is that of the full tensor."""
 
     def __init__(
         self,
         collective: Collective,
         size_bytes: int,
-        place: Place,
+        worker: Worker,
         *,
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.collective, self._group = collective, group
-        count = max(1, size_bytes // dtype.itemsize // place.world)
-        self._part = torch.zeros(count, dtype=dtype, device=place.device)
-        self._whole = torch.zeros(count * place.world, dtype=dtype, device=place.device)
-        self.size_bytes = self._whole.numel() * dtype.itemsize
+        count = max(1, size_bytes // dtype.itemsize // worker.world)
+        self._shard = torch.zeros(count, dtype=dtype, device=worker.device)
+        self._full = torch.zeros(count * worker.world, dtype=dtype, device=worker.device)
+        self.size_bytes = self._full.numel() * dtype.itemsize
 
     def launch(self) -> dist.Work:
-        """On a stream of the communicator's own, behind what the current one was given."""
-        return self._play(async_op=True)
+        """Launches it on the communicator's stream, behind work enqueued on the current stream."""
+        return self._issue(async_op=True)
 
     def run(self) -> None:
-        """In turn with what else the current stream does."""
-        self._play(async_op=False)
+        """Runs it in order with the work of the current stream."""
+        self._issue(async_op=False)
 
-    def _play(self, *, async_op: bool) -> Any:
+    def _issue(self, *, async_op: bool) -> Any:
         if self.collective is Collective.ALL_GATHER:
-            return all_gather_single(self._whole, self._part, self._group, async_op=async_op)
+            return all_gather_single(self._full, self._shard, self._group, async_op=async_op)
         return reduce_scatter_single(
-            self._part, self._whole, dist.ReduceOp.SUM, self._group, async_op=async_op
+            self._shard, self._full, dist.ReduceOp.SUM, self._group, async_op=async_op
         )
 
 
-def collective_s(traffic: Traffic, place: Place, watch: Watch, *, times: int = 5) -> float:
-    """Seconds of one, among several one after another: the first makes ranks equally late."""
-    place.settle()
+def collective_s(traffic: RepeatedCollective, worker: Worker, timer: StreamTimer, *, times: int = 5) -> float:
+    """Returns the seconds of one of several in sequence; an untimed one before them aligns ranks."""
+    worker.barrier()
     traffic.run()
-    begin = watch.mark()
+    begin = timer.record()
     for _ in range(times):
         traffic.run()
-    end = watch.mark()
-    place.idle()
-    return float(median(place.gathered(watch.seconds(begin, end) / times)))
+    end = timer.record()
+    worker.synchronize()
+    return float(median(worker.all_gather(timer.elapsed_s(begin, end) / times)))
 
 
 def spread(values: Sequence[float], unit: str = "_s") -> dict[str, float]:
-    """Median and quartiles."""
+    """Returns median and quartiles."""
     p25, middle, p75 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return {f"median{unit}": middle, f"p25{unit}": p25, f"p75{unit}": p75}
+
+
+CHAIN_BYTES = 2**28  # of collectives between two events
+
+
+def collectives(worker: Worker, cluster: Cluster | None) -> dict[str, Any]:
+    """Returns curves of all-gather and reduce-scatter over all ranks, and what plans for `cluster` assume."""
+    timer = timer_of(worker)
+    return {
+        str(collective): _curve(worker, timer, collective, cluster)
+        for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    }
+
+
+def _curve(
+    worker: Worker, timer: StreamTimer, collective: Collective, cluster: Cluster | None
+) -> dict[str, Any]:
+    scale = scale_of(worker)
+    dtype = scale.dtype if collective is Collective.ALL_GATHER else torch.float32
+    lead, rows = gemm(worker, timer), []
+    for size_bytes in scale.sizes_bytes:
+        traffic = RepeatedCollective(collective, size_bytes, worker, dtype=dtype)
+        seconds = []
+        for turn in range(scale.repetitions + 1):
+            worker.barrier()
+            lead.run_for(scale.series_s / 2)  # the host enqueues the rest while this runs
+            traffic.run()  # aligns ranks
+            times = max(2, min(scale.chain, CHAIN_BYTES // traffic.size_bytes))
+            begin = timer.record()
+            for _ in range(times):
+                traffic.run()
+            end = timer.record()
+            worker.synchronize()
+            if turn:
+                seconds.append(timer.elapsed_s(begin, end) / times)
+        row: dict[str, Any] = asdict(summarize(traffic.size_bytes, seconds))
+        if cluster is not None:
+            row["assumed_s"] = assumed_s(
+                cluster, collective, traffic.size_bytes, ranks=worker.world, stride=1
+            )
+        rows.append(row)
+    latency_s, bandwidth = fit_line([(row["size_bytes"], row["median_s"]) for row in rows])
+    return {
+        "latency_s": latency_s,
+        "bandwidth_bytes_per_s": bandwidth,  # of the full tensor
+        "link": ring_link(latency_s, bandwidth, worker.world),
+        "sizes": rows,
+    }
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
+    """Fits `seconds = latency + bytes / bandwidth` by least squares of relative errors.
+
+    Small messages then weigh as much as large ones. The bandwidth is None where larger ones are not slower.
+    """
+    weights = [seconds**-2 for _, seconds in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    moved = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    joint = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    slope = joint / moved
+    if slope <= 0:
+        return mean_y, None
+    latency = mean_y - slope * mean_x
+    if latency < 0:  # no message has negative latency: the best line through 0
+        squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
+        slope = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares
+        latency = 0.0
+    return latency, 1 / slope
+
+
+def ring_link(latency_s: float, bandwidth: float | None, ranks: int) -> dict[str, float | None]:
+    """Returns the link, as a cluster file states it, over which a ring of `ranks - 1` steps takes so long."""
+    return {
+        "latency_s": latency_s / (ranks - 1),
+        "bandwidth_bytes_per_s": None if bandwidth is None else bandwidth * (ranks - 1) / ranks,
+    }

@@ -24,7 +24,7 @@ from benchmarks.paced_replays import (
 from benchmarks.paced_steps import DISTURBED_SHARE, Playable, Step, is_disturbed, play_rounds, step_s
 from benchmarks.paced_torch import PacedPipeline
 from benchmarks.pacing import Link
-from benchmarks.result import BenchResult, VariantTime
+from benchmarks.report import BenchResult, VariantTime
 from benchmarks.torch_cuts import Chosen, choose
 from optimus.ir.plan import Plan
 
@@ -89,7 +89,7 @@ def bench_paced(
         progress(name, min(done, total), total)
 
     progress("starting ranks", 0, total)
-    answers = run_paced_ranks(play_task, ranks, job.link, task, timeout_s=TIMEOUT_S, hear=hear)
+    answers = run_paced_ranks(play_task, ranks, job.link, task, timeout_s=TIMEOUT_S, on_report=hear)
     return compare(job, task, answers)
 
 

@@ -18,7 +18,7 @@ from benchmarks.draws import Draws
 from benchmarks.paced_backend import PacedNetwork
 from benchmarks.paced_plan import Journal, drawn_s
 from benchmarks.paced_replays import PlanReplay
-from benchmarks.waiting import Waiting
+from benchmarks.shaped import BlockingBucket
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import ProcessGroups
@@ -134,7 +134,7 @@ class PacedModel:
             dtype=DTYPE,
             device=torch.device("cpu"),
             recorder=self._pacer,
-            bucket_type=Waiting if waits else ShardedBucket,
+            bucket_type=BlockingBucket if waits else ShardedBucket,
         )
         self.executor, self._batch = trainer.executor, trainer.batch(0)
         self.executor.optimizer = None  # a replay knows neither norm nor AdamW

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from benchmarks.paced_backend import PacedNetwork
 from benchmarks.pacing import Link, PacedClock
-from benchmarks.ranks import Tell, run_processes
+from benchmarks.ranks import Report, run_processes
 
 _PRELOADED = ["torch.distributed.pipelining", "torch.distributed.tensor", "benchmarks.paced"]
 
@@ -24,7 +24,7 @@ def run_paced_ranks(
     *args: Any,
     slow: float = 1.0,
     timeout_s: float = 60.0,
-    hear: Tell = lambda told: None,
+    on_report: Report = lambda message: None,
 ) -> list[Any]:
     """What `function(rank, network, *args)` returns on every rank; its default group is a paced one.
 
@@ -34,14 +34,14 @@ def run_paced_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     given = (function, link, slow, timeout_s, args)
-    return run_processes(context, _rank_main, world, *given, timeout_s=timeout_s, hear=hear)
+    return run_processes(context, _rank_main, world, *given, timeout_s=timeout_s, on_report=on_report)
 
 
 def _rank_main(
     rank: int,
     world: int,
     store: str,
-    tell: Tell,
+    tell: Report,
     function: Callable[..., Any],
     link: Link,
     slow: float,

@@ -1,33 +1,33 @@
-"""Two ranks on two cores and a link that is really slow, timed: bubbles filled and not.
+"""Times one plan with bubbles filled and not, with two ranks on two cores over a link that is really slow.
 
-All variants play one plan. Either there are two replicas of everything: encoders run while the LLM's
-parameters are gathered and while its gradients are reduced, or every rank waits for both. Or the two ranks
-divide the LLM's layers: encoders run between the launch of a collective and its wait, or after the wait. A
-third variant sends nothing, which bounds the others.
+All variants run one plan. Over the link go either gathers and reduces of two replicas, with encoders running
+under them or every rank waiting for both; or collectives of tensor-parallel layers, with encoders between
+launch and wait or after the wait. A third variant sends nothing, which bounds the others.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from statistics import median
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks.alternating import Timed, alternate, check_losses, total_loss, variant_times
-from benchmarks.contests import CONTESTS, RANKS, Axis, Contest, Way
-from benchmarks.real_ranks import TIMEOUT_S, put_communication_first, run_pinned_ranks
-from benchmarks.result import BenchResult
+from benchmarks.ranks import PINNED_TIMEOUT_S, Progress, Report, prioritize_gloo_threads, run_pinned_ranks
+from benchmarks.report import BenchResult
 from benchmarks.shaped_net import INTERFACE, enter_namespace, shaped_links
+from benchmarks.timing import Timings, alternate, check_losses, total_loss, variant_times
+from optimus.cost.measured import Profile
 from optimus.engine.config import TrainingConfig
-from optimus.engine.process_groups import make_groups
+from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.process_groups import ProcessGroups, make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
@@ -41,71 +41,180 @@ from optimus.models.tensor_parallel import TpGroup
 from optimus.planner.planning import make_plan
 from optimus.planner.replaying import replay_plan
 from optimus.planner.systems.slots import without_slots
+from optimus.profiler.at_home import LocalTpGroup
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import profile_job
 
 JOB = "cpu/bench-vl"
-SEED, WARM_UP, ROUNDS = 0, 2, 14
-EXCHANGES = 30  # to know how long one takes
-Progress = Callable[[str, int, int], None]
+RANKS = 2
+SEED, WARM_UP_STEPS, ROUNDS = 0, 2, 14
+TIMED_COLLECTIVES = 30
+Axis = Literal["dp", "tp"]  # whose traffic goes over the slow link
+
+
+# ---------------------------------------------------------------------------- variants
+
+
+class BlockingBucket(ShardedBucket):
+    """Sharded bucket without overlap: gathers block, and reduces start when all compute is over."""
+
+    def gather(self) -> None:
+        super().gather()
+        super().wait_gathered()
+
+    def reduce(self) -> None:
+        """Starts nothing: `wait_reduced` does."""
+
+    def wait_reduced(self) -> None:
+        super().reduce()
+        super().wait_reduced()
+
+
+class LocalBucket(ShardedBucket):
+    """Sharded bucket that sends nothing: every replica keeps its own parameters and gradients."""
+
+    def gather(self) -> None:
+        """Sends nothing."""
+
+    def reduce(self) -> None:
+        """Sends nothing."""
+
+
+class LocalTpGroups(ProcessGroups):
+    """Process groups whose tensor-parallel collectives send nothing; values are meaningless."""
+
+    def tp_group(self, plan: Plan, module: str) -> TpGroup:
+        group = super().tp_group(plan, module)
+        return LocalTpGroup(rank=group.rank, size=group.size)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What is measured and decided before any rank starts."""
+class ShapedVariant:
+    """One way to run the plan."""
 
-    contest: Contest
-    job: Job
-    plans: dict[str, Plan]
-    predicted_s: dict[str, float]
+    bucket: type[ShardedBucket] = ShardedBucket
+    has_slots: bool = True
+    groups: type[ProcessGroups] = ProcessGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkComparison:
+    """Variants to compare over the link: ours, the same unfilled, and one without traffic, in this order."""
+
+    variants: dict[str, ShapedVariant]
+    layout: LayoutChoice  # of the LLM
+    dtype: torch.dtype
+    mbit_per_s: float
+    sequences: int  # of a step
+    images: int  # of a sequence, which share its image tokens
+    ranks: str  # description of the two ranks
+    traffic: str
+
+    @property
+    def ours(self) -> str:
+        return next(iter(self.variants))
+
+    @property
+    def unfilled(self) -> str:
+        return list(self.variants)[1]
+
+    @property
+    def no_traffic(self) -> str:
+        return list(self.variants)[2]
+
+
+COMPARISONS: dict[Axis, LinkComparison] = {
+    "dp": LinkComparison(
+        variants={
+            "DP bubbles filled": ShapedVariant(),
+            "DP bubbles not filled": ShapedVariant(bucket=BlockingBucket),
+            "no DP traffic": ShapedVariant(bucket=LocalBucket),
+        },
+        layout=LayoutChoice(dp=RANKS, pp=1, tp=1),
+        dtype=torch.bfloat16,
+        mbit_per_s=400.0,
+        sequences=8,
+        images=1,
+        ranks="two replicas",
+        traffic="data-parallel",
+    ),
+    "tp": LinkComparison(
+        variants={
+            "TP slots filled": ShapedVariant(),
+            "TP slots not filled": ShapedVariant(has_slots=False),
+            "no TP traffic": ShapedVariant(groups=LocalTpGroups),
+        },
+        layout=LayoutChoice(dp=1, pp=1, tp=RANKS),
+        dtype=torch.float32,  # faster than bf16 on CPUs, so that traffic weighs as it does on GPUs
+        mbit_per_s=600.0,
+        sequences=8,
+        images=2,  # one for each rank, whose kernels then fit into slots
+        ranks="one tensor-parallel group of two ranks",
+        traffic="tensor-parallel",
+    ),
+}
 
 
 # ---------------------------------------------------------------------------- on every rank
 
 
-class _Variant:
-    """One way to play the plan on this rank, with parameters of its own."""
+@dataclass(frozen=True, kw_only=True)
+class ShapedSetup:
+    """Decisions that precede the start of ranks."""
 
-    def __init__(self, job: Job, plan: Plan, way: Way, dtype: torch.dtype) -> None:
-        rank, device = dist.get_rank(), torch.device("cpu")
-        made = make_groups(plan, rank, timeout_s=TIMEOUT_S)
-        groups = way.groups(rank=rank, members=made.members, groups=made.groups)
-        self.one = RankTrainer(
-            job, plan, TrainingConfig(seed=SEED), groups, dtype=dtype, device=device, bucket_type=way.buckets
+    comparison: LinkComparison
+    job: Job
+    plans: dict[str, Plan]
+    predicted_s: dict[str, float]
+
+
+class VariantRank:
+    """One variant on this rank, with parameters of its own."""
+
+    def __init__(self, setup: ShapedSetup, name: str) -> None:
+        rank, plan, variant = dist.get_rank(), setup.plans[name], setup.comparison.variants[name]
+        groups = make_groups(plan, rank, timeout_s=PINNED_TIMEOUT_S)
+        self._trainer = RankTrainer(
+            setup.job,
+            plan,
+            TrainingConfig(seed=SEED),
+            variant.groups(rank=rank, members=groups.members, groups=groups.groups),
+            dtype=setup.comparison.dtype,
+            device=torch.device("cpu"),
+            bucket_type=variant.bucket,
         )
-        self._batch = self.one.batch(0, self.one.table(0))
+        self.executor, self._batch = self._trainer.executor, self._trainer.batch(0)
 
     def step(self) -> Tensor | None:
-        return self.one.executor.step(self._batch)
+        return self.executor.step(self._batch)
 
-    def seen(self) -> tuple[float, float]:
-        """Loss and gradient norm of a step."""
+    def loss_and_norm(self) -> tuple[float, float]:
+        """Runs a step and returns its loss and gradient norm."""
         loss = total_loss(self.step())
-        optimizer = self.one.optimizer
+        optimizer = self._trainer.optimizer
         assert optimizer is not None and optimizer.norm is not None
         return loss, float(optimizer.norm)
 
 
-def time_ways(rank: int, prepared: Prepared, rounds: int, tell: Callable[[int], None]) -> Timed:
-    """Every way once a round."""
-    contest, job, plans = prepared.contest, prepared.job, prepared.plans
-    variants = {name: _Variant(job, plans[name], way, contest.dtype) for name, way in contest.ways.items()}
+def time_variants(rank: int, setup: ShapedSetup, rounds: int, report: Report) -> Timings:
+    """Times every variant once a round, on every rank."""
+    variants = {name: VariantRank(setup, name) for name in setup.comparison.variants}
     losses: dict[str, tuple[float, float]] = {}
-    for _ in range(WARM_UP):
-        losses = {name: variant.seen() for name, variant in variants.items()}
-    put_communication_first()
+    for _ in range(WARM_UP_STEPS):
+        losses = {name: variant.loss_and_norm() for name, variant in variants.items()}
+    prioritize_gloo_threads()
     steps = {name: variant.step for name, variant in variants.items()}
-    return alternate(steps, rounds, tell, losses)
+    return alternate(steps, rounds, report, losses)
 
 
-def _enter(rank: int, namespaces: Sequence[str]) -> None:
-    """Before gloo looks for an interface."""
+def enter_link(rank: int, namespaces: Sequence[str]) -> None:
+    """Puts this rank behind its shaped link, before gloo looks for an interface."""
     enter_namespace(namespaces[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
-# ---------------------------------------------------------------------------- results
+# ---------------------------------------------------------------------------- before any rank is timed
 
 
 def bench_shaped(
@@ -115,122 +224,120 @@ def bench_shaped(
     mbit_per_s: float | None = None,
     progress: Progress = lambda name, done, total: None,
 ) -> BenchResult:
-    """Profiles, plans for the link, runs all ways over it, and compares."""
-    contest = CONTESTS[axis]
-    contest = contest if mbit_per_s is None else replace(contest, mbit_per_s=mbit_per_s)
-    with shaped_links(RANKS, mbit_per_s=contest.mbit_per_s) as names:
-        prepared = prepare(contest, names, progress)
+    """Profiles, plans for the link, times all variants over it, and compares."""
+    comparison = COMPARISONS[axis]
+    if mbit_per_s is not None:
+        comparison = replace(comparison, mbit_per_s=mbit_per_s)
+    with shaped_links(RANKS, mbit_per_s=comparison.mbit_per_s) as namespaces:
+        setup = prepare(comparison, namespaces, progress)
         progress("starting ranks", 0, rounds)
-        timed = run_pinned_ranks(
-            time_ways,
+        timings = run_pinned_ranks(
+            time_variants,
             RANKS,
-            prepared,
+            setup,
             rounds,
-            hear=lambda done: progress("timing", done, rounds),
-            before=partial(_enter, namespaces=names),
+            on_report=lambda done: progress("timing", done, rounds),
+            before=partial(enter_link, namespaces=namespaces),
         )[0]
-    equal = {name: found for name, found in timed.losses.items() if name != contest.silent}
-    check_losses(equal, contest.ours)
-    return compare(prepared, timed, rounds)
+    equal = {name: values for name, values in timings.losses.items() if name != comparison.no_traffic}
+    check_losses(equal, comparison.ours)
+    return compare(setup, timings, rounds)
 
 
-def prepare(contest: Contest, namespaces: Sequence[str], progress: Progress) -> Prepared:
-    """A plan for two ranks over this link, with segments and link measured in the type that will run."""
-    job, tp = _job(contest), contest.layout.tp or 1
+def prepare(comparison: LinkComparison, namespaces: Sequence[str], progress: Progress) -> ShapedSetup:
+    """Plans for two ranks over this link, with segments and link measured in the dtype of the variants."""
+    job, tp = _job(comparison), comparison.layout.tp or 1
     progress("profile", 0, 1)
-    # At the same time, as they will run.
-    profile, _ = run_pinned_ranks(partial(_profile, job, contest), RANKS)
+    # Both ranks profile at the same time, as they will run.
+    profile, _ = run_pinned_ranks(partial(_profile, job, comparison), RANKS)
     machine = describe_machine(measure_links(), ranks=RANKS)
     link = Link(
-        bandwidth_bytes_per_s=contest.mbit_per_s * 1e6 / 8,
+        bandwidth_bytes_per_s=comparison.mbit_per_s * 1e6 / 8,
         latency_s=machine.within_node.latency_s,
-        source=f"{contest.mbit_per_s:g} Mbit/s by tbf",
+        source=f"{comparison.mbit_per_s:g} Mbit/s by tbf",
     )
-    if tp > 1:  # small messages take longer than their bytes: measured
+    if tp > 1:  # small messages take longer than their bytes say: measured
         shape = (job.workload.sequence_tokens, job.model.llm.stack.hidden)
-        enter = partial(_enter, namespaces=namespaces)
-        seconds = run_pinned_ranks(partial(_exchange_s, shape, contest.dtype), RANKS, before=enter)[0]
-        moved = prod(shape) * BF16_BYTES / RANKS  # as plans count activations
-        link = replace(link, bandwidth_bytes_per_s=moved / seconds, latency_s=0.0)
+        before = partial(enter_link, namespaces=namespaces)
+        measure = partial(_collective_s, shape, comparison.dtype)
+        seconds = run_pinned_ranks(measure, RANKS, before=before)[0]
+        moved_bytes = prod(shape) * BF16_BYTES / RANKS  # as plans count activations
+        link = replace(link, bandwidth_bytes_per_s=moved_bytes / seconds, latency_s=0.0)
     cluster = replace(machine, gpus_per_node=tp, within_node=link, between_nodes=link)
-    whole = LayoutChoice(pp=1, tp=1)  # encoders send nothing but gradients
-    layout = replace(job.layout, modules={LLM: contest.layout, **dict.fromkeys(_encoders(job), whole)})
+    replicated = {encoder.name: LayoutChoice(pp=1, tp=1) for encoder in job.model.encoders}
+    layout = replace(job.layout, modules={LLM: comparison.layout, **replicated})
     job = replace(job, cluster=cluster, layout=layout)
     plan = make_plan(job, profile=replace(profile, name="of this machine"), systems=()).plan
     slotless = plan if tp == 1 else without_slots(plan).plan
-    plans = {name: plan if way.slots else slotless for name, way in contest.ways.items()}
-    return Prepared(contest=contest, job=job, plans=plans, predicted_s=predict(contest, plans))
+    plans = {name: plan if each.has_slots else slotless for name, each in comparison.variants.items()}
+    return ShapedSetup(comparison=comparison, job=job, plans=plans, predicted_s=predict(comparison, plans))
 
 
-def _job(contest: Contest) -> Job:
-    """The images of every sequence in as many parts as ranks can take."""
-    job = find_job(JOB)
+def _job(comparison: LinkComparison) -> Job:
+    """Returns the job with every image cut into as many as the comparison has in a sequence."""
+    job, images = find_job(JOB), comparison.images
     sequences = [
-        replace(each, items=tuple((name, _cut(lengths, contest.images)) for name, lengths in each.items))
-        for each in job.workload.sequences
+        replace(
+            sequence,
+            items=tuple(
+                (name, tuple(length // images for length in lengths for _ in range(images)))
+                for name, lengths in sequence.items
+            ),
+        )
+        for sequence in job.workload.sequences
     ]
-    workload = replace(job.workload, sequences_per_step=contest.sequences, sequences=tuple(sequences))
+    workload = replace(job.workload, sequences_per_step=comparison.sequences, sequences=tuple(sequences))
     return replace(job, workload=workload)
 
 
-def _cut(lengths: Sequence[int], parts: int) -> tuple[int, ...]:
-    return tuple(length // parts for length in lengths for _ in range(parts))
+def _profile(job: Job, comparison: LinkComparison, rank: int, report: Report) -> Profile:
+    tps = tuple(sorted({1, comparison.layout.tp or 1}))
+    return profile_job(job, dtype=comparison.dtype, tps=tps)
 
 
-def _exchange_s(shape: tuple[int, int], dtype: torch.dtype, rank: int, tell: Any) -> float:
-    """Of rows of all ranks, half of them gathered and half of them summed: the median."""
-    whole, tp_group, found = (
-        torch.zeros(shape, dtype=dtype),
-        TpGroup(rank=rank, size=RANKS, group=dist.group.WORLD),
-        [],
-    )
-    part = whole[: shape[0] // RANKS].clone()
+def _collective_s(shape: tuple[int, int], dtype: torch.dtype, rank: int, report: Report) -> float:
+    """Returns the median seconds of an all-gather or reduce-scatter of the rows of all ranks."""
+    rows = torch.zeros(shape, dtype=dtype)
+    shard = rows[: shape[0] // RANKS].clone()
+    group = TpGroup(rank=rank, size=RANKS, group=dist.group.WORLD)
     dist.barrier()
-    put_communication_first()
-    for number in range(EXCHANGES):
+    prioritize_gloo_threads()
+    seconds = []
+    for number in range(TIMED_COLLECTIVES):
         dist.barrier()
         begin = time.perf_counter()
-        (tp_group.reduce_scatter(whole) if number % 2 else tp_group.all_gather(part)).wait()
-        found.append(time.perf_counter() - begin)
-    return median(found)
+        (group.reduce_scatter(rows) if number % 2 else group.all_gather(shard)).wait()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)
 
 
-def _encoders(job: Job) -> list[str]:
-    return [encoder.name for encoder in job.model.encoders]
+# ---------------------------------------------------------------------------- results
 
 
-def _profile(job: Job, contest: Contest, rank: int, tell: Any) -> Any:
-    return profile_job(job, dtype=contest.dtype, tps=contest.widths)
-
-
-def predict(contest: Contest, plans: dict[str, Plan]) -> dict[str, float]:
-    """Replayed steps: as planned, not filled, and without traffic."""
-    plan = plans[contest.ours]
-    silent_s = replay_plan(_without_traffic(plan)).timeline.step_s
-    if contest.layout.tp != 1:
-        unfilled_s = plans[contest.unfilled].claims.step_s
-        return {
-            contest.ours: plan.claims.step_s,
-            contest.unfilled: unfilled_s,
-            contest.silent: silent_s,
-        }
-    exposed_s = max(
-        sum(
-            bucket.gather_s + bucket.reduce_s
-            for name, module in plan.modules.items()
-            for bucket in module.buckets[plan.ranks.stage_of(name, device)]
+def predict(comparison: LinkComparison, plans: dict[str, Plan]) -> dict[str, float]:
+    """Returns replayed steps of all variants."""
+    plan = plans[comparison.ours]
+    no_traffic_s = replay_plan(_without_traffic(plan)).timeline.step_s
+    if comparison.layout.tp != 1:
+        unfilled_s = plans[comparison.unfilled].claims.step_s
+    else:
+        unfilled_s = no_traffic_s + max(
+            sum(
+                bucket.gather_s + bucket.reduce_s
+                for name, module in plan.modules.items()
+                for bucket in module.buckets[plan.ranks.stage_of(name, device)]
+            )
+            for device in range(plan.ranks.num_classes)
         )
-        for device in range(plan.ranks.num_classes)
-    )
     return {
-        contest.ours: plan.claims.step_s,
-        contest.unfilled: silent_s + exposed_s,
-        contest.silent: silent_s,
+        comparison.ours: plan.claims.step_s,
+        comparison.unfilled: unfilled_s,
+        comparison.no_traffic: no_traffic_s,
     }
 
 
 def _without_traffic(plan: Plan) -> Plan:
-    """Gathers, reduces and the collectives of divided layers take no time."""
+    """Returns the plan with gathers, reduces and tensor-parallel collectives that take no time."""
     templates = {
         name: tuple(
             replace(phase, duration_s=0.0) if phase.kind == OpKind.LAUNCH else phase for phase in phases
@@ -250,34 +357,34 @@ def _without_traffic(plan: Plan) -> Plan:
     return replace(plan, modules=modules, templates=templates)
 
 
-def compare(prepared: Prepared, timed: Timed, rounds: int) -> BenchResult:
-    """Medians, predictions beside them, and the share of traffic that compute hides."""
-    contest, planned = prepared.contest, prepared.predicted_s
+def compare(setup: ShapedSetup, timings: Timings, rounds: int) -> BenchResult:
+    """Returns medians with their predictions, and the share of traffic that compute hides."""
+    comparison, planned = setup.comparison, setup.predicted_s
     variants = {
-        name: replace(found, predicted_s=planned[name])
-        for name, found in variant_times(timed.seconds, contest.ours).items()
+        name: replace(time, predicted_s=planned[name])
+        for name, time in variant_times(timings.seconds, comparison.ours).items()
     }
     measured = {name: variant.step_s for name, variant in variants.items()}
-    count, dtype = prepared.plans[contest.ours].microbatches, str(contest.dtype).removeprefix("torch.")
-    link = f"{contest.mbit_per_s:g} Mbit/s both ways"
-    hidden = f"{_hidden(contest, measured):.0%} are hidden, {_hidden(contest, planned):.0%} as planned"
+    count, dtype = setup.plans[comparison.ours].microbatches, str(comparison.dtype).removeprefix("torch.")
+    link = f"{comparison.mbit_per_s:g} Mbit/s both ways"
+    shares = _hidden_share(comparison, measured), _hidden_share(comparison, planned)
     notes = (
-        f"{contest.words}, one core each, {link}; {count} microbatches; {dtype}",
-        f"of the {contest.traffic} traffic {hidden}",
-        f"{rounds} rounds; {timed.words}",
+        f"{comparison.ranks}, one core each, {link}; {count} microbatches; {dtype}",
+        f"of the {comparison.traffic} traffic {shares[0]:.0%} are hidden, {shares[1]:.0%} as planned",
+        f"{rounds} rounds; {timings.describe()}",
     )
     return BenchResult(
         bench="shaped",
         variants=variants,
-        ours=contest.ours,
-        bound=contest.silent,
-        bound_s=measured[contest.silent],
-        ours_over_bound=measured[contest.ours] / measured[contest.silent],
+        ours=comparison.ours,
+        bound=comparison.no_traffic,
+        bound_s=measured[comparison.no_traffic],
+        ours_over_bound=measured[comparison.ours] / measured[comparison.no_traffic],
         notes=notes,
     )
 
 
-def _hidden(contest: Contest, seconds: dict[str, float]) -> float:
-    """What filling saves, of all that traffic costs."""
-    unfilled_s, silent_s = seconds[contest.unfilled], seconds[contest.silent]
-    return (unfilled_s - seconds[contest.ours]) / (unfilled_s - silent_s)
+def _hidden_share(comparison: LinkComparison, seconds: dict[str, float]) -> float:
+    """Returns the seconds that filling saves over the seconds that traffic costs."""
+    unfilled_s, no_traffic_s = seconds[comparison.unfilled], seconds[comparison.no_traffic]
+    return (unfilled_s - seconds[comparison.ours]) / (unfilled_s - no_traffic_s)

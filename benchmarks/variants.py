@@ -1,26 +1,37 @@
-"""Our step and those of torch's schedules on one rank, over the same layers and the same batch."""
+"""Our step and the steps of torch's schedules on one rank, over the same layers and the same batch.
+
+For torch's schedules the layers of a model are in model order, encoder first, and any range of them is a
+stage, with plain autograd. All microbatches have the same shape, so contexts are part of a stage; token ids
+go to every stage as a keyword argument of the schedule, and the stage with the embedding uses them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional
 
-from benchmarks.communicators import TIMEOUT_S, group_among
-from benchmarks.torch_stages import Prepared, TorchRun
+from benchmarks.ranks import GROUP_TIMEOUT_S, new_subgroup
 from optimus.engine.config import TrainingConfig
 from optimus.engine.process_groups import make_groups, replica_ranks
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
+from optimus.engine.torch_private import is_view
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.job.model import Encoder
+from optimus.job.model import Encoder, Llm, Model
+from optimus.models.build import build_layers, layer_count
+from optimus.models.llm_ends import Embedding, Head
 from optimus.models.microbatch_inputs import (
     EncoderContext,
     LlmContext,
@@ -29,50 +40,44 @@ from optimus.models.microbatch_inputs import (
     llm_inputs,
 )
 from optimus.models.sample import Sample, placed_items
+from optimus.models.segment import Segment
 
 OURS = "optimus"
 SEED = 0
 
+Cut = tuple[int, ...]  # of all layers in model order: 0, ..., their number
+Contexts = dict[str, EncoderContext | LlmContext]  # by module
 
-class Load:
-    """The batch of this rank's replica, for our engine and for torch's schedules."""
 
-    def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.job, self.plan, self.device, self.dtype = job, plan, device, dtype
-        self.rank, self.data = dist.get_rank(), SyntheticDataset(job=job, seed=SEED)
-        count = job.workload.sequences_per_step
-        own = count // plan.ranks.llm.dp
-        first = plan.ranks.place(LLM, self.rank).dp * own
-        self.numbers = range(first, first + own)
-        self.scale = 1.0 / max(1, sum(self.data.labels(number) for number in range(count)))
+@dataclass(frozen=True, kw_only=True)
+class TorchVariant:
+    """A schedule of torch over one cut of the layers."""
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
+    name: str
+    schedule: str  # torch's name of it
+    cut: Cut
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pixels, ids and labels of all samples, as torch's schedules read them."""
-        samples = [self.data.sample(number) for number in self.numbers]
-        (encoder,) = self.job.model.encoders
-        pixels = torch.cat([_encoder_inputs(encoder, sample, self.dtype)[0] for sample in samples])
-        ids = torch.cat([sample.tokens for sample in samples])
-        labels = torch.cat([sample.labels for sample in samples])
-        return pixels.to(self.device), ids.to(self.device), labels.to(self.device)
+    @property
+    def virtual_stages(self) -> int:
+        return len(self.cut) - 1
 
-    def contexts(self) -> dict[str, EncoderContext | LlmContext]:
-        """Of every module; all samples have one shape."""
-        sample = self.data.sample(self.numbers[0])
-        (encoder,) = self.job.model.encoders
-        return {
-            encoder.name: _encoder_inputs(encoder, sample, self.dtype)[1].map(self._moved),
-            LLM: _llm_context(self.job, sample, self.scale, self.dtype).map(self._moved),
-        }
+    def stages_of(self, rank: int, ranks: int) -> list[int]:
+        """Returns the virtual stages of a rank: round-robin, or in V shape for ZBV."""
+        if self.schedule == "ZBVZeroBubble":
+            return [rank, self.virtual_stages - 1 - rank]
+        return list(range(rank, self.virtual_stages, ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSetup:
+    """Decisions that precede the start of ranks."""
+
+    job: Job
+    plan: Plan
+    variants: tuple[TorchVariant, ...]
+    bound_s: float
+    encoder_share: float  # work of the encoders over that of the LLM
+    how: str  # description of our plan
 
 
 class Variants:
@@ -80,99 +85,254 @@ class Variants:
 
     def __init__(
         self,
-        prepared: Prepared,
+        setup: StepSetup,
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        built: Callable[[str], None] = lambda name: None,
+        on_built: Callable[[str], None] = lambda name: None,
     ) -> None:
-        job, plan = prepared.job, prepared.plan
-        load = Load(job, plan, device=device, dtype=dtype)
+        job, plan = setup.job, setup.plan
+        batch = TorchBatch(job, plan, device=device, dtype=dtype)
         self.device = device
-        pipeline, replicas = _torch_groups(plan)  # first: ours are unequal in number on ranks
-        ours, mine = _ours(load)
-        self.steps: dict[str, Callable[[], Tensor | None]] = {OURS: ours}
-        self.parameters: dict[str, list[Tensor]] = {OURS: mine}
-        built(OURS)
-        tensors, contexts = load.tensors(), load.contexts()
-        counts = plan.ranks.place(LLM, load.rank).dp == 0
-        for variant in prepared.variants:
-            run = TorchRun(
+        pipeline, replicas = _torch_groups(plan)  # first: ranks make different numbers of our groups
+        trainer = RankTrainer(
+            job,
+            plan,
+            TrainingConfig(seed=SEED),
+            make_groups(plan, dist.get_rank(), timeout_s=GROUP_TIMEOUT_S),
+            dtype=dtype,
+            device=torch.device(device),
+            bucket_type=ReplicatedBucket,
+        )
+        self.steps: dict[str, Callable[[], Tensor | None]] = {
+            OURS: partial(trainer.executor.step, trainer.batch(0))
+        }
+        self._parameters: dict[str, list[Tensor]] = {OURS: _counted_parameters(trainer)}
+        on_built(OURS)
+        tensors, contexts = batch.tensors(), batch.contexts()
+        is_first_replica = plan.ranks.place(LLM, dist.get_rank()).dp == 0
+        for variant in setup.variants:
+            step = TorchStep(
                 job.model,
                 variant,
                 contexts,
                 microbatches=plan.microbatches,
-                scale=load.scale,
-                seed=SEED,
+                scale=batch.scale,
                 dtype=dtype,
                 device=device,
                 pipeline=pipeline,
                 replicas=replicas,
             )
-            self.steps[variant.name] = partial(run.step, *tensors)
-            self.parameters[variant.name] = run.parameters if counts else []
-            built(variant.name)
+            self.steps[variant.name] = partial(step.run, *tensors)
+            self._parameters[variant.name] = step.parameters if is_first_replica else []
+            on_built(variant.name)
 
-    def squares(self, name: str) -> float:
-        """Sum of squares of all gradients of the model after a step."""
+    def grad_squares(self, name: str) -> float:
+        """Returns the sum of squares of all gradients of the model after a step."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for parameter in self.parameters[name]:
+        for parameter in self._parameters[name]:
             if parameter.grad is not None:
                 total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square()
         dist.all_reduce(total)
         return float(total)
 
 
-def _ours(load: Load) -> tuple[Callable[[], Tensor | None], list[Tensor]]:
-    """Our step, and parameters of this rank, so that each of the model is on one of them."""
-    plan, rank = load.plan, load.rank
-    trainer = RankTrainer(
-        load.job,
-        plan,
-        TrainingConfig(seed=SEED),
-        make_groups(plan, rank, timeout_s=TIMEOUT_S),
-        dtype=load.dtype,
-        device=torch.device(load.device),
-        bucket_type=ReplicatedBucket,
-    )
-    model = trainer.model
-    held = {id(parameter) for parameter in model.partial}  # by every rank that shares a layer
+def _counted_parameters(trainer: RankTrainer) -> list[Tensor]:
+    """Returns parameters of this rank such that every element of the model is counted on one rank."""
+    plan, rank, model = trainer.plan, dist.get_rank(), trainer.model
+    replicated = {id(parameter) for parameter in model.partial}  # on every rank of a TP group
     first = {name for name in plan.modules if rank == min(replica_ranks(plan, name, rank))}
-    mine = []
+    parameters = []
     for name, parameter in model.parameters.items():
         module = name.partition(".")[0]
-        counts = id(parameter) not in held or plan.ranks.place(module, rank).tp == 0
-        mine += [parameter] if module in first and counts else []
-    return partial(trainer.executor.step, trainer.batch(0)), mine
+        is_counted = id(parameter) not in replicated or plan.ranks.place(module, rank).tp == 0
+        parameters += [parameter] if module in first and is_counted else []
+    return parameters
 
 
 def _torch_groups(plan: Plan) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The pipeline of this rank for torch's schedules, and who holds the same stages; none if all, or none.
+    """Returns this rank's pipeline for torch's schedules and the replicas of its stages.
 
-    Their pipelines have a stage or more on every rank of a replica, since their layers are whole.
+    Both are None without replicas. A pipeline has a stage on every rank of a replica, since torch's layers
+    are not tensor-parallel.
     """
-    world, replicas = plan.ranks.world, plan.ranks.llm.dp
+    replicas = plan.ranks.llm.dp
     if replicas == 1:
         return None, None
     pipelines: list[list[int]] = [[] for _ in range(replicas)]
-    for rank in range(world):
+    for rank in range(plan.ranks.world):
         pipelines[plan.ranks.place(LLM, rank).dp].append(rank)
-    alike = [list(ranks) for ranks in zip(*pipelines, strict=True)]
-    return group_among(pipelines), group_among(alike)
+    stages = [list(ranks) for ranks in zip(*pipelines, strict=True)]
+    return new_subgroup(pipelines), new_subgroup(stages)
 
 
-def _encoder_inputs(
+# ---------------------------------------------------------------------------- torch's schedules
+
+
+class TorchStep:
+    """One of torch's schedules on this rank.
+
+    `pipeline` is the group of its stages, by default all ranks. `replicas` is the group of ranks with the
+    same stages: it sums gradients after the schedule.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        variant: TorchVariant,
+        contexts: Contexts,
+        *,
+        microbatches: int,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        pipeline: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+    ) -> None:
+        rank, ranks = dist.get_rank(pipeline), dist.get_world_size(pipeline)
+        layers, numbers = layers_in_order(model), variant.stages_of(rank, ranks)
+        self._is_first, self._is_last = 0 in numbers, variant.virtual_stages - 1 in numbers
+        self._replicas = replicas
+        modules = [
+            stage_of_layers(
+                layers[variant.cut[number] : variant.cut[number + 1]], contexts, dtype=dtype, device=device
+            )
+            for number in numbers
+        ]
+        self.parameters = [parameter for module in modules for parameter in module.parameters()]
+        stages = [
+            PipelineStage(module, number, variant.virtual_stages, torch.device(device), group=pipeline)
+            for number, module in zip(numbers, modules, strict=True)
+        ]
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return summed_loss(logits, labels) * scale
+
+        schedule = get_schedule_class(variant.schedule)
+        is_single = len(stages) == 1 and variant.schedule in ("1F1B", "GPipe")
+        self._schedule = schedule(
+            stages[0] if is_single else stages, microbatches, loss_fn=loss, scale_grads=False
+        )
+
+    def run(self, pixels: Tensor, ids: Tensor, labels: Tensor) -> Tensor | None:
+        """Runs one step of the whole batch, one sample a microbatch; returns the loss on the last stage."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        losses: list[Tensor] = []
+        args = (pixels,) if self._is_first else ()
+        if self._is_last:
+            self._schedule.step(*args, ids=ids, target=labels, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(*args, ids=ids, return_outputs=False)
+        self._sum_over_replicas()
+        return torch.stack(losses).sum().detach() if losses else None
+
+    def _sum_over_replicas(self) -> None:
+        if self._replicas is not None:
+            grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            works = [dist.all_reduce(grad, group=self._replicas, async_op=True) for grad in grads]
+            for work in works:
+                work.wait()
+
+
+class LayersStage(nn.Module):
+    """Layers in model order as one module; its input is pixels or hidden states, by its first layer."""
+
+    def __init__(
+        self, layers: Sequence[tuple[Encoder | Llm, Sequence[Segment]]], contexts: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(segments) for _, segments in layers)
+        self._modules_of_layers = [module.name for module, _ in layers]
+        self._contexts = contexts
+
+    def forward(self, x: Tensor, *, ids: Tensor | None = None) -> Tensor:
+        state: tuple[Tensor, ...] = (x,)
+        for name, segments in zip(self._modules_of_layers, self.layers, strict=True):
+            context = self._contexts[name]
+            for segment in segments:
+                if isinstance(segment, Head):
+                    return segment.logits(state)
+                if isinstance(segment, Embedding):
+                    state = (ids, *state)
+                state = segment.forward(state, context)
+        return state[0].clone() if is_view(state[0]) else state[0]  # torch detaches it in place
+
+
+def layers_in_order(model: Model) -> list[tuple[Encoder | Llm, int]]:
+    """Returns module and number of every layer, encoders first."""
+    return [(module, layer) for module in model.modules for layer in range(layer_count(module))]
+
+
+def stage_of_layers(
+    layers: Sequence[tuple[Encoder | Llm, int]],
+    contexts: dict[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> LayersStage:
+    """Builds layers, named by module and number, as one module."""
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": SEED}
+    built = [(module, build_layers(module, first=at, end=at + 1, **options)[0]) for module, at in layers]
+    return LayersStage(built, contexts)
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the cross entropy summed over all rows with a label."""
+    return functional.cross_entropy(logits.float(), labels.flatten(), reduction="sum")
+
+
+# ---------------------------------------------------------------------------- the batch
+
+
+class TorchBatch:
+    """The batch of this rank's replica as torch's schedules read it."""
+
+    def __init__(self, job: Job, plan: Plan, *, device: torch.device | str, dtype: torch.dtype) -> None:
+        self._job, self._device, self._dtype = job, device, dtype
+        self._data = SyntheticDataset(job=job, seed=SEED)
+        sequences = job.workload.sequences_per_step
+        per_replica = sequences // plan.ranks.llm.dp
+        first = plan.ranks.place(LLM, dist.get_rank()).dp * per_replica
+        self.samples = range(first, first + per_replica)
+        self.scale = 1.0 / max(1, sum(self._data.labels(number) for number in range(sequences)))
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns pixels, ids and labels of all samples."""
+        samples = [self._data.sample(number) for number in self.samples]
+        (encoder,) = self._job.model.encoders
+        pixels = torch.cat([pixels_of(encoder, sample, self._dtype)[0] for sample in samples])
+        ids = torch.cat([sample.tokens for sample in samples])
+        labels = torch.cat([sample.labels for sample in samples])
+        return self._to_device(pixels), self._to_device(ids), self._to_device(labels)
+
+    def contexts(self) -> Contexts:
+        """Returns the context of every module; all samples have one shape."""
+        sample = self._data.sample(self.samples[0])
+        (encoder,) = self._job.model.encoders
+        return {
+            encoder.name: pixels_of(encoder, sample, self._dtype)[1].map(self._to_device),
+            LLM: llm_context(self._job, sample, self.scale, self._dtype).map(self._to_device),
+        }
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def pixels_of(
     encoder: Encoder, sample: Sample, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, EncoderContext]:
+    """Returns the encoder's input and context for one sample."""
     items = placed_items(sample, encoder.name)
     tokens = sum(item.tokens for _, _, item in items)
     return encoder_inputs(encoder, items, tokens, seed=SEED, step=0, dtype=dtype)
 
 
-def _llm_context(job: Job, sample: Sample, scale: float, dtype: torch.dtype = torch.float32) -> LlmContext:
+def llm_context(job: Job, sample: Sample, scale: float, dtype: torch.dtype = torch.float32) -> LlmContext:
+    """Returns the LLM's context for one sample."""
     (encoder,) = job.model.encoders
     items = placed_items(sample, encoder.name)
     tokens = sum(item.tokens for _, _, item in items)
     target = bin_targets(encoder, items, tokens, {sample.number: 0}, sample.length)
-    how: dict[str, Any] = {"seed": SEED, "step": 0, "dtype": dtype}
-    return llm_inputs(job.model.llm, [sample], [target], scale, **how)[1]
+    options: dict[str, Any] = {"seed": SEED, "step": 0, "dtype": dtype}
+    return llm_inputs(job.model.llm, [sample], [target], scale, **options)[1]

@@ -1,4 +1,4 @@
-"""Sections for the ranks of `bench gpu` that fail in several ways, or do not."""
+"""Sections of `benchmarks gpu` that fail in several ways, or do not."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import os
 import time
 from typing import Any
 
-from benchmarks.gpu_ranks import Place
+from benchmarks.gpu_ranks import Worker
 
 
-def works(place: Place) -> dict[str, Any]:
-    place.tell((1, 1))
-    return {"ranks": place.gathered(place.rank)}
+def works(worker: Worker) -> dict[str, Any]:
+    worker.report((1, 1))
+    return {"ranks": worker.all_gather(worker.rank)}
 
 
-def fails(place: Place) -> dict[str, Any]:
-    """On one rank; the others wait for it."""
-    if place.rank == 1:
+def fails(worker: Worker) -> dict[str, Any]:
+    """Fails on one rank while the others wait for it."""
+    if worker.rank == 1:
         raise ZeroDivisionError("no such kernel")
-    place.settle()
+    worker.barrier()
     return {}
 
 
-def dies(place: Place) -> dict[str, Any]:
-    """Without a word, as after an abort of NCCL."""
-    if place.rank == 1:
+def dies(worker: Worker) -> dict[str, Any]:
+    """Ends one rank without a traceback, as an abort of NCCL does."""
+    if worker.rank == 1:
         os._exit(3)
-    place.settle()
+    worker.barrier()
     return {}
 
 
-def hangs(place: Place) -> dict[str, Any]:
+def hangs(worker: Worker) -> dict[str, Any]:
     time.sleep(600)
     return {}
 
 
-def finds_nothing(place: Place) -> dict[str, Any]:
-    """Nothing that JSON could hold."""
+def returns_nan(worker: Worker) -> dict[str, Any]:
+    """Returns a value that JSON cannot hold."""
     return {"share": float("nan")}

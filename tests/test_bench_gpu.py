@@ -1,4 +1,4 @@
-"""`benchmarks gpu` without a GPU: its arithmetic, sections that fail alone, and a smoke test on gloo."""
+"""`benchmarks gpu` without a GPU: its arithmetic, failing sections, and a smoke test on gloo."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import gpu_sections
 
 from benchmarks import gpu
 from benchmarks.__main__ import run
-from benchmarks.gpu import TRAINED, GpuResult, bench_gpu, conclude
-from benchmarks.gpu_job import cluster_name, cluster_of, step_job
-from benchmarks.gpu_links import fit_line, ring_link
+from benchmarks.gpu import TRAINED, bench_gpu, conclude
 from benchmarks.gpu_overlap import hidden_in, overlap, union
-from benchmarks.gpu_ranks import TOO_LATE, Limits, failure, run_sections
-from benchmarks.gpu_report import gpu_json, gpu_text
+from benchmarks.gpu_ranks import TOO_LATE, failure, run_sections
+from benchmarks.gpu_step import cluster_name, cluster_of, step_job
+from benchmarks.gpu_streams import fit_line, ring_link
+from benchmarks.report import BenchResult, to_json, to_text
 from benchmarks.variants import OURS
 from optimus.cost.network import Collective, collective_s
 from optimus.environment import tuning
@@ -127,7 +127,7 @@ def test_gpus_are_found_in_the_catalog_by_their_names() -> None:
     assert step_job(8, "NVIDIA H100", None, ["llm=pp4,tp1"]).layout.of("llm").pp == 4
 
 
-def test_only_variables_that_matter_are_told() -> None:
+def test_only_tuning_variables_are_reported() -> None:
     assert tuning({"NCCL_ALGO": "Ring", "NCCL_HOSTID": "secret", "HOME": "/"}) == {"NCCL_ALGO": "Ring"}
 
 
@@ -192,7 +192,9 @@ def test_one_gpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         (["gpu", "--layout", "llm=pp3,tp1"], "llm.pp = 3 does not divide"),
     ],
 )
-def test_what_cannot_be_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_options_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run([*words]) == 2
     assert said in capsys.readouterr().err
 
@@ -202,18 +204,22 @@ def test_what_cannot_be_is_refused(words: list[str], said: str, capsys: pytest.C
 
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(120)
-def test_a_section_that_fails_takes_no_other_with_it() -> None:
+def test_a_section_that_fails_affects_no_other() -> None:
     heard: list[str] = []
     sections = {
         "first": gpu_sections.works,
         "fails": gpu_sections.fails,
         "dies": gpu_sections.dies,
         "second": gpu_sections.works,
-        "nothing": gpu_sections.finds_nothing,
+        "nothing": gpu_sections.returns_nan,
         "apart": gpu_sections.works,
     }
     found = run_sections(
-        sections, 2, on_gpu=False, apart=("apart",), progress=lambda name, done, total: heard.append(name)
+        sections,
+        2,
+        on_gpu=False,
+        in_new_ranks=("apart",),
+        progress=lambda name, done, total: heard.append(name),
     )
     assert list(found) == list(sections)
     assert found["first"] == found["second"] == found["apart"] == {"ranks": [0, 1]}
@@ -225,14 +231,14 @@ def test_a_section_that_fails_takes_no_other_with_it() -> None:
 
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(120)
-def test_a_section_that_hangs_is_given_up_and_what_comes_too_late_is_not_begun() -> None:
+def test_a_section_that_hangs_is_ended_and_later_ones_do_not_start() -> None:
     sections = {"hangs": gpu_sections.hangs, "late": gpu_sections.works}
-    found = run_sections(sections, 2, on_gpu=False, limits=Limits(section_s=4.0, total_s=4.0))
+    found = run_sections(sections, 2, on_gpu=False, section_limit_s=4.0, total_limit_s=4.0)
     assert "no answer after" in found["hangs"]["error"]
     assert found["late"] == {"error": TOO_LATE}
 
 
-def test_failures_are_told_by_their_last_line() -> None:
+def test_a_failure_is_described_by_the_last_line_of_its_traceback() -> None:
     assert failure("") == {"error": "failed without a word"}
     assert failure("no plan") == {"error": "no plan"}
     assert failure("a\nb\n\nOSError: c\n") == {"error": "OSError: c", "trace": ["a", "b", "OSError: c"]}
@@ -242,14 +248,14 @@ def test_failures_are_told_by_their_last_line() -> None:
 
 
 @pytest.fixture(scope="module")
-def smoke() -> GpuResult:
+def smoke() -> BenchResult:
     return bench_gpu()
 
 
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(300)
-def test_all_sections_run_on_gloo_and_keep_the_contract(smoke: GpuResult) -> None:
-    found = json.loads(json.dumps(gpu_json(smoke), allow_nan=False))
+def test_all_sections_run_on_gloo_and_keep_the_contract(smoke: BenchResult) -> None:
+    found = json.loads(json.dumps(to_json(smoke), allow_nan=False))
     assert found["ok"], found["problems"]
     assert found["schema"] == "optimus.bench/1" and found["bench"] == "gpu"
     assert tuple(found["sections"]) == SECTIONS
@@ -272,10 +278,10 @@ def test_all_sections_run_on_gloo_and_keep_the_contract(smoke: GpuResult) -> Non
 
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(300)
-def test_it_is_told_in_words_and_as_one_object(
-    smoke: GpuResult, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_result_is_printed_as_text_and_as_one_object(
+    smoke: BenchResult, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "\n".join(gpu_text(smoke))
+    text = "\n".join(to_text(smoke))
     assert all(f"\n{name}\n" in text for name in SECTIONS)
     assert "its figures mean nothing" in text and "into an issue" in text and "FAILED" not in text
     monkeypatch.setattr(gpu, "bench_gpu", lambda **given: smoke)
@@ -285,14 +291,14 @@ def test_it_is_told_in_words_and_as_one_object(
 
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(300)
-def test_without_a_section_and_without_a_plan_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_are_reported_also_if_another_fails_or_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_plan(*args: Any, **given: Any) -> None:
         raise DoesNotFit("nothing fits", "use more GPUs")
 
     monkeypatch.setattr(gpu, "prepare_step", no_plan)
     monkeypatch.setitem(gpu.STREAMS, "compute_slowdown", gpu_sections.fails)
     found = bench_gpu()
-    assert tuple(found.sections) == SECTIONS
+    assert found.sections is not None and tuple(found.sections) == SECTIONS
     failed = {name: section["error"] for name, section in found.sections.items() if "error" in section}
     assert failed == {
         "compute_slowdown": "ZeroDivisionError: no such kernel",
@@ -301,5 +307,5 @@ def test_without_a_section_and_without_a_plan_the_others_are_told(monkeypatch: p
         "train_tp": "no: nothing fits",
     }
     assert (found.ok, found.variants, found.bound_s) == (False, {}, None)
-    assert json.dumps(gpu_json(found), allow_nan=False)
-    assert "FAILED: no: nothing fits" in "\n".join(gpu_text(found))
+    assert json.dumps(to_json(found), allow_nan=False)
+    assert "FAILED: no: nothing fits" in "\n".join(to_text(found))

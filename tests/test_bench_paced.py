@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,7 @@ from benchmarks.paced_plan import PacedPlan, Played, TinyBatch, TinyStage
 from benchmarks.paced_ranks import run_paced_ranks
 from benchmarks.paced_replays import compare_step, replay_plan
 from benchmarks.paced_steps import play_rounds
-from benchmarks.report import bench_json, bench_text
-from benchmarks.result import EVENLY, BenchResult, VariantTime
+from benchmarks.report import EVENLY, BenchResult, VariantTime, to_json, to_text
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.p2p import Pending
 from optimus.ir.op import OpKind
@@ -253,8 +253,9 @@ def test_a_link_slower_than_told_is_noticed(plan: Plan) -> None:
 @pytest.mark.alone
 @pytest.mark.ci("engine")
 def test_the_command_prints_one_object() -> None:
-    command = [sys.executable, "-m", "optimus", "bench", "paced", "--ranks", "4", "--rounds", "1", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    command = [sys.executable, "-m", "benchmarks", "paced", "--ranks", "4", "--rounds", "1", "--json"]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110, check=False)
     found = json.loads(done.stdout)
     assert done.stderr == ""
     assert (done.returncode == 0) == found["ok"]
@@ -293,7 +294,7 @@ def _result(**changes: Any) -> BenchResult:
 
 
 def test_a_result_reads_well() -> None:
-    lines = bench_text(_result(problems=("it is wrong",), bound="nothing sent"))
+    lines = to_text(_result(problems=("it is wrong",), bound="nothing sent"))
     assert lines[0].split() == [
         "variant",
         "step",
@@ -316,12 +317,12 @@ def test_a_result_reads_well() -> None:
 
 
 def test_a_result_for_tools() -> None:
-    found = bench_json(_result())
+    found = to_json(_result())
     assert found["variants"]["slow"]["over_ours"] == 2.0
     assert "over_ours_low" not in found["variants"]["slow"]
     assert (found["bound_s"], found["ours_over_bound"], found["ok"]) == (0.8, 1.25, True)
     assert found["bound"] == EVENLY
-    assert not bench_json(_result(problems=("no",)))["ok"]
+    assert not to_json(_result(problems=("no",)))["ok"]
 
 
 @pytest.mark.parametrize(

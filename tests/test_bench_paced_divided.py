@@ -19,8 +19,8 @@ from benchmarks.divided_plans import (
     variants_of,
 )
 from benchmarks.divided_torch import EXCHANGES, half_s, torch_variants
-from benchmarks.paced_divided import bench_paced_divided, bound_of
-from benchmarks.result import EVENLY
+from benchmarks.paced_tp import bench_paced_tp, bound_of
+from benchmarks.report import EVENLY
 from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.verify.validator import check_plan
@@ -109,7 +109,7 @@ def test_every_size_has_a_number_of_replicas() -> None:
 @pytest.mark.timeout(240)
 def test_eight_ranks_play_every_line_when_its_replay_says() -> None:
     """In order, and off by no more than hosts were late; how late that is, a quiet one shows (heavy)."""
-    result = bench_paced_divided(ranks=8, rounds=1, against=(TP_SLOTS,))
+    result = bench_paced_tp(ranks=8, rounds=1, against=(TP_SLOTS,))
     assert not [problem for problem in result.problems if ":" in problem], result.problems
 
 
@@ -118,5 +118,5 @@ def test_eight_ranks_play_every_line_when_its_replay_says() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [16, 32])
 def test_steps_take_what_replays_say(ranks: int) -> None:
-    result = bench_paced_divided(ranks=ranks)
+    result = bench_paced_tp(ranks=ranks)
     assert result.ok, result.problems

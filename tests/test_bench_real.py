@@ -10,12 +10,17 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import torch_stages, variants
-from benchmarks.alternating import Timed, bootstrap, busy_s
-from benchmarks.real import bench_real, compare
-from benchmarks.real_job import VARIANTS, chosen_variants, even_cut, stage0_cut
-from benchmarks.torch_stages import Prepared, Variant, layers_in_order
-from benchmarks.variants import OURS
+from benchmarks.real import VARIANTS, bench_real, chosen_variants, compare, even_cut, stage0_cut
+from benchmarks.timing import Timings, bootstrap, machine_cpu_s
+from benchmarks.variants import (
+    OURS,
+    StepSetup,
+    TorchVariant,
+    layers_in_order,
+    llm_context,
+    pixels_of,
+    stage_of_layers,
+)  # fmt: skip
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
 from optimus.ir.module_times import Seconds
@@ -24,8 +29,8 @@ from optimus.planner.user_modules import plan_modules
 
 
 def test_stage_0_holds_the_whole_encoder_and_the_llm_is_cut_evenly() -> None:
-    assert stage0_cut([1, 1, 1, 2, 2, 2, 2], encoder=3, parts=2) == (0, 5, 7)
-    assert stage0_cut([1, 1, 1, 2, 2, 2, 2], encoder=3, parts=4) == (0, 4, 5, 6, 7)
+    assert stage0_cut([1, 1, 1, 2, 2, 2, 2], encoder_layers=3, parts=2) == (0, 5, 7)
+    assert stage0_cut([1, 1, 1, 2, 2, 2, 2], encoder_layers=3, parts=4) == (0, 4, 5, 6, 7)
 
 
 def test_a_stage_may_end_after_any_layer() -> None:
@@ -33,10 +38,10 @@ def test_a_stage_may_end_after_any_layer() -> None:
     job = find_job("cpu/bench-vl")
     (encoder,) = job.model.encoders
     sample = SyntheticDataset(job=job, seed=0).sample(0)
-    x, context = variants._encoder_inputs(encoder, sample)
-    contexts = {encoder.name: context, "llm": variants._llm_context(job, sample, 1.0)}
+    x, context = pixels_of(encoder, sample)
+    contexts = {encoder.name: context, "llm": llm_context(job, sample, 1.0)}
     for layer in layers_in_order(job.model):
-        x = torch_stages.stage_of_layers([layer], contexts, seed=0)(x, ids=sample.tokens).detach_()
+        x = stage_of_layers([layer], contexts)(x, ids=sample.tokens).detach_()
     assert x.shape == (job.workload.sequence_tokens, job.model.llm.vocab)
 
 
@@ -49,8 +54,8 @@ def test_the_even_cut_is_that_of_the_busiest_rank() -> None:
 
 
 def test_virtual_stages_go_round_and_for_zbv_there_and_back() -> None:
-    interleaved = Variant(name="a", schedule="Interleaved1F1B", cut=(0, 1, 2, 3, 4))
-    zbv = Variant(name="b", schedule="ZBVZeroBubble", cut=(0, 1, 2, 3, 4))
+    interleaved = TorchVariant(name="a", schedule="Interleaved1F1B", cut=(0, 1, 2, 3, 4))
+    zbv = TorchVariant(name="b", schedule="ZBVZeroBubble", cut=(0, 1, 2, 3, 4))
     assert [interleaved.stages_of(rank, 2) for rank in (0, 1)] == [[0, 2], [1, 3]]
     assert [zbv.stages_of(rank, 2) for rank in (0, 1)] == [[0, 3], [1, 2]]
 
@@ -69,10 +74,10 @@ def test_the_interval_covers_the_true_ratio_and_shrinks_with_rounds() -> None:
 
 
 def test_the_machine_is_busy_while_we_are() -> None:
-    before, begin = busy_s(), time.process_time()
+    before, begin = machine_cpu_s(), time.process_time()
     while time.process_time() - begin < 0.2:
         pass
-    assert busy_s() - before >= 0.15
+    assert machine_cpu_s() - before >= 0.15
 
 
 def test_medians_and_the_best_balanced_variant_are_told() -> None:
@@ -80,15 +85,15 @@ def test_medians_and_the_best_balanced_variant_are_told() -> None:
     assert len(layers_in_order(job.model)) == 23
     seconds = {OURS: [1.0, 1.0, 3.0], "stage0 1F1B": [1.3] * 3}
     seconds |= {"balanced ZBV": [1.1] * 3, "balanced 1F1B": [1.2] * 3}
-    timed = Timed(seconds=seconds, losses={}, dropped=2, kept=0, foreign=0.01)
+    timings = Timings(seconds=seconds, losses={}, dropped=2, kept=0, foreign_share=0.01)
     plan = plan_modules(
         stages=[Seconds(forward_s=0.1, backward_s=0.2)] * 2, encoders={}, microbatches=8, ranks=2, pp=2
     )
-    made = Prepared(job=job, plan=plan, variants=(), bound_s=0.9, encoder_share=0.5, how="1f1b")
-    found = compare(made, timed, rounds=3)
-    assert found.variants["stage0 1F1B"].over_ours == pytest.approx(1.3)
-    assert found.ours_over_bound == pytest.approx(1 / 0.9)
-    assert any("best balanced variant: balanced ZBV, 1.100" in note for note in found.notes)
+    setup = StepSetup(job=job, plan=plan, variants=(), bound_s=0.9, encoder_share=0.5, how="1f1b")
+    result = compare(setup, timings, rounds=3)
+    assert result.variants["stage0 1F1B"].over_ours == pytest.approx(1.3)
+    assert result.ours_over_bound == pytest.approx(1 / 0.9)
+    assert any("best balanced variant: balanced ZBV, 1.100" in note for note in result.notes)
 
 
 def test_variants_are_chosen_by_name() -> None:
@@ -102,10 +107,10 @@ def test_variants_are_chosen_by_name() -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_filled_is_faster_than_torch_s_schedules_on_this_machine() -> None:
-    found = bench_real(rounds=14)
-    stage0 = min(v.over_ours for name, v in found.variants.items() if name.startswith("stage0"))
+    result = bench_real(rounds=14)
+    stage0 = min(v.over_ours for name, v in result.variants.items() if name.startswith("stage0"))
     balanced = min(
-        (v for name, v in found.variants.items() if name.startswith("balanced")), key=lambda v: v.step_s
+        (v for name, v in result.variants.items() if name.startswith("balanced")), key=lambda v: v.step_s
     )
     assert balanced.over_ours_low is not None
-    assert stage0 >= 1.15 and balanced.over_ours_low > 1.0, found
+    assert stage0 >= 1.15 and balanced.over_ours_low > 1.0, result

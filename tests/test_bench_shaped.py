@@ -15,10 +15,9 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks.__main__ import run
-from benchmarks.alternating import Timed
-from benchmarks.contests import CONTESTS, Axis
-from benchmarks.shaped import JOB, Prepared, bench_shaped, compare, predict
+from benchmarks.shaped import COMPARISONS, JOB, Axis, ShapedSetup, bench_shaped, compare, predict
 from benchmarks.shaped_net import enter_namespace, shaped_links
+from benchmarks.timing import Timings
 from optimus.errors import UserError
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
@@ -101,7 +100,7 @@ def test_namespaces_are_gone_also_after_an_error() -> None:
     assert not namespaces_and_links()
 
 
-def test_who_may_not_make_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_rights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UserError, match="may not"), shaped_links(2, mbit_per_s=1):
         pass
@@ -117,7 +116,7 @@ def test_who_may_not_make_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) ->
         (["real", "--link", "tp"], "--link"),
     ],
 )
-def test_what_is_for_another_bench_is_refused(
+def test_options_of_other_benchmarks_are_refused(
     words: list[str], field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*words]) == 2
@@ -126,18 +125,20 @@ def test_what_is_for_another_bench_is_refused(
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_prediction_fills_some_of_what_is_exposed(axis: Axis) -> None:
-    job, contest = find_job(JOB), CONTESTS[axis]
-    job = replace(job, layout=replace(job.layout, modules={LLM: contest.layout}))
+    job, comparison = find_job(JOB), COMPARISONS[axis]
+    job = replace(job, layout=replace(job.layout, modules={LLM: comparison.layout}))
     plan = make_plan(job, systems=()).plan
-    empty = without_slots(plan).plan
-    plans = {name: plan if way.slots else empty for name, way in contest.ways.items()}
-    found = predict(contest, plans)
-    assert found[contest.silent] <= found[contest.ours] < found[contest.unfilled]
-    seconds = dict(zip(contest.ways, ([2.0] * 3, [3.0] * 3, [1.0] * 3), strict=True))
-    timed = Timed(seconds=seconds, losses={}, dropped=0, kept=0, foreign=0.0)
-    result = compare(Prepared(contest=contest, job=job, plans=plans, predicted_s=found), timed, rounds=3)
-    assert (result.bound, result.bound_s, result.ours_over_bound) == (contest.silent, 1.0, 2.0)
-    assert result.variants[contest.unfilled].over_ours == 1.5
+    slotless = without_slots(plan).plan
+    plans = {name: plan if each.has_slots else slotless for name, each in comparison.variants.items()}
+    predicted_s = predict(comparison, plans)
+    assert predicted_s[comparison.no_traffic] <= predicted_s[comparison.ours]
+    assert predicted_s[comparison.ours] < predicted_s[comparison.unfilled]
+    seconds = dict(zip(comparison.variants, ([2.0] * 3, [3.0] * 3, [1.0] * 3), strict=True))
+    timings = Timings(seconds=seconds, losses={}, dropped=0, kept=0, foreign_share=0.0)
+    setup = ShapedSetup(comparison=comparison, job=job, plans=plans, predicted_s=predicted_s)
+    result = compare(setup, timings, rounds=3)
+    assert (result.bound, result.bound_s, result.ours_over_bound) == (comparison.no_traffic, 1.0, 2.0)
+    assert result.variants[comparison.unfilled].over_ours == 1.5
     assert any("50% are hidden" in note for note in result.notes)
 
 
@@ -147,6 +148,6 @@ def test_prediction_fills_some_of_what_is_exposed(axis: Axis) -> None:
 @pytest.mark.parametrize(("axis", "least"), [("dp", 1.10), ("tp", 1.12)])
 def test_filled_bubbles_are_faster_over_a_slow_link(axis: Axis, least: float) -> None:
     result = bench_shaped(axis=axis)
-    unfilled = result.variants[CONTESTS[axis].unfilled]
+    unfilled = result.variants[COMPARISONS[axis].unfilled]
     assert unfilled.over_ours >= least, result
     assert unfilled.over_ours_low is not None and unfilled.over_ours_low > 1.05

@@ -22,7 +22,7 @@ from benchmarks.draws import Draws
 from benchmarks.paced_backend import PacedNetwork
 from benchmarks.paced_ranks import run_paced_ranks
 from benchmarks.pacing import Link, PacedClock
-from benchmarks.real_ranks import run_pinned_ranks
+from benchmarks.ranks import run_pinned_ranks
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 LINK = Link(latency_s=0.005, bandwidth_bytes_per_s=1e5, bytes_scale=10.0)

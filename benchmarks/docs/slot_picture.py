@@ -1,4 +1,4 @@
-"""Draws one LLM layer and the encoder kernels in its gaps, from a step that really ran over a slow link.
+"""Draws one LLM layer and the encoder kernels in its slots, from a step that ran over a slow link.
 
 `python -m benchmarks.docs.slot_picture` (as root) writes docs/images/slots.svg.
 """
@@ -6,54 +6,52 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from html import escape
-from typing import Any
 
-from benchmarks.contests import CONTESTS
 from benchmarks.docs.pages import DOCS
-from benchmarks.real_ranks import put_communication_first, run_pinned_ranks
-from benchmarks.shaped import Prepared, _enter, _Variant, prepare
+from benchmarks.ranks import Report, prioritize_gloo_threads, run_pinned_ranks
+from benchmarks.shaped import COMPARISONS, ShapedSetup, VariantRank, enter_link, prepare
 from benchmarks.shaped_net import shaped_links
 from optimus.ir.op import COMPUTE_OPS, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 
 TARGET = DOCS / "images" / "slots.svg"
-WARM_UP, WIDTH, LEFT, LANE, GAP = 3, 1060, 90, 34, 14
-Timed = list[tuple[int, float, float]]  # line, begin, end
+WARM_UP_STEPS = 3
+WIDTH, LEFT, LANE, GAP = 1060, 90, 34, 14  # pixels
+LineTimes = list[tuple[int, float, float]]  # line, begin, end
 
 
-class Watch:
-    """A recorder that looks at the clock."""
+class ClockRecorder:
+    """Recorder of the executor that reads the clock at begin and end of every line."""
 
     def __init__(self) -> None:
-        self.found: Timed = []
+        self.lines: LineTimes = []
         self._began = 0.0
 
     def begin(self, line: int) -> None:
         self._began = time.perf_counter()
 
     def end(self, line: int) -> None:
-        self.found.append((line, self._began, time.perf_counter()))
+        self.lines.append((line, self._began, time.perf_counter()))
 
 
-def record(rank: int, prepared: Prepared, tell: Callable[[Any], None]) -> Timed:
-    """Runs warm steps on one rank, then records begin and end of every line of one step."""
-    contest = prepared.contest
-    variant = _Variant(prepared.job, prepared.plans[contest.ours], contest.ways[contest.ours], contest.dtype)
-    watch = Watch()
-    for _ in range(WARM_UP):
+def record(rank: int, setup: ShapedSetup, report: Report) -> LineTimes:
+    """Runs warm-up steps on one rank, then records begin and end of every line of one step."""
+    variant = VariantRank(setup, setup.comparison.ours)
+    for _ in range(WARM_UP_STEPS):
         variant.step()
-    put_communication_first()
-    variant.one.executor.replace_recorder(watch)
+    prioritize_gloo_threads()
+    recorder = ClockRecorder()
+    variant.executor.replace_recorder(recorder)
     variant.step()
-    return watch.found
+    return recorder.lines
 
 
-class Line:
-    """A line of the program as it ran."""
+class TimedLine:
+    """One line of the program with its begin and end."""
 
     def __init__(self, plan: Plan, line: int, begin: float, end: float) -> None:
         module, kind, chunk, self.microbatch, self.place = plan.programs[0].rows[line].tolist()
@@ -69,9 +67,9 @@ class Line:
         return f"{self.module} {self.kind.word}{self.microbatch} layer {self.layer} {self.name}"
 
 
-def chosen(lines: Sequence[Line]) -> list[Line]:
-    """The forward of one layer of the LLM, in the middle of the step, with most of the encoder inside."""
-    best: list[Line] = []
+def busiest_layer(lines: Sequence[TimedLine]) -> list[TimedLine]:
+    """Returns the forward of the LLM layer with the most encoder seconds inside."""
+    best: list[TimedLine] = []
     most = 0.0
     starts = [
         at
@@ -97,8 +95,8 @@ def chosen(lines: Sequence[Line]) -> list[Line]:
     return best
 
 
-def draw(lines: Sequence[Line], mbit: float) -> str:
-    """Two lanes: what the rank computes, and the link."""
+def draw(lines: Sequence[TimedLine], mbit: float) -> str:
+    """Draws two lanes: the compute of the rank, and the link."""
     start, end = lines[0].begin, lines[-1].end
     scale = (WIDTH - LEFT - 10) / (end - start)
     parts = []
@@ -114,13 +112,13 @@ def draw(lines: Sequence[Line], mbit: float) -> str:
             parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 21}" class="in">{escape(shown)}</text>')
         parts.append("</g>")
 
-    launched: dict[str, Line] = {}
+    launched: dict[str, TimedLine] = {}
     for line in lines:
         if line.phase_kind == OpKind.LAUNCH and line.module == LLM:
             launched[line.name] = line
         elif line.phase_kind == OpKind.WAIT and line.module == LLM:
             begun = launched.pop(line.name, line)
-            box(begun.begin, line.end, 1, "#8a8f98", f"{line.name} on its way", line.name)
+            box(begun.begin, line.end, 1, "#8a8f98", f"{line.name} in flight", line.name)
             box(line.begin, line.end, 0, "#d9dce1", f"waiting for {line.name}", "")
         elif line.module == LLM:
             box(line.begin, line.end, 0, "#2f6db5", line.text, line.name)
@@ -132,7 +130,7 @@ def draw(lines: Sequence[Line], mbit: float) -> str:
         for lane, name in enumerate(("core", "link"))
     )
     title = (
-        f"One LLM layer, forward, and the encoder in its gaps: two ranks, {mbit:g} Mbit/s, "
+        f"One LLM layer, forward, and the encoder in its slots: two ranks, {mbit:g} Mbit/s, "
         f"{1e3 * (end - start):.0f} ms as they ran"
     )
     legend = "blue: the LLM; orange: the encoder; light: waiting; grey: collectives from launch to wait"
@@ -146,12 +144,13 @@ def draw(lines: Sequence[Line], mbit: float) -> str:
 
 def main() -> None:
     """Runs the step over a shaped link and draws it."""
-    contest = CONTESTS["tp"]
-    with shaped_links(2, mbit_per_s=contest.mbit_per_s) as names:
-        prepared = prepare(contest, names, lambda name, done, total: None)
-        found = run_pinned_ranks(record, 2, prepared, before=partial(_enter, namespaces=names))[0]
-    lines = [Line(prepared.plans[contest.ours], *each) for each in found]
-    TARGET.write_text(draw(chosen(lines), contest.mbit_per_s))
+    comparison = COMPARISONS["tp"]
+    with shaped_links(2, mbit_per_s=comparison.mbit_per_s) as namespaces:
+        setup = prepare(comparison, namespaces, lambda name, done, total: None)
+        before = partial(enter_link, namespaces=namespaces)
+        times = run_pinned_ranks(record, 2, setup, before=before)[0]
+    lines = [TimedLine(setup.plans[comparison.ours], *line_times) for line_times in times]
+    TARGET.write_text(draw(busiest_layer(lines), comparison.mbit_per_s))
 
 
 if __name__ == "__main__":

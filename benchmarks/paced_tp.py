@@ -34,7 +34,7 @@ from benchmarks.paced_ranks import run_paced_ranks
 from benchmarks.paced_replays import PlanReplay, compare_step
 from benchmarks.paced_steps import Playable, Step, is_disturbed, play_rounds
 from benchmarks.paced_torch import PacedPipeline
-from benchmarks.result import EVENLY, BenchResult
+from benchmarks.report import EVENLY, BenchResult
 from benchmarks.torch_cuts import Chosen, choose
 from optimus.engine.process_groups import make_groups
 from optimus.errors import UserError, one_of
@@ -67,7 +67,7 @@ class RankAnswer:
     traffic: Mapping[str, Traffic]
 
 
-def bench_paced_divided(
+def bench_paced_tp(
     *,
     ranks: int = 16,
     dp: int | None = None,
@@ -103,7 +103,7 @@ def bench_paced_divided(
     progress("starting ranks", 0, total)
     slow = max(1.0, ranks / RANKS_IN_TIME)
     limit_s = slow * 4 * TIMEOUT_S
-    answers = run_paced_ranks(play_task, ranks, P2P_LINK, task, slow=slow, timeout_s=limit_s, hear=hear)
+    answers = run_paced_ranks(play_task, ranks, P2P_LINK, task, slow=slow, timeout_s=limit_s, on_report=hear)
     return compare(task, answers, slow)
 
 
