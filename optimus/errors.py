@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
+
+MAX_CHOICES = 60  # that a hint looks at and lists
+MAX_SHOWN = 60  # characters of a value
 
 
 class OptimusError(Exception):
@@ -60,8 +64,8 @@ class DoesNotFit(OptimusError):
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """A hint that proposes the closest of `choices` to what was written, then lists them."""
-    known = sorted(choices)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    known = sorted(islice(choices, MAX_CHOICES))
+    close = difflib.get_close_matches(name[:MAX_SHOWN], known, n=1, cutoff=0.5)
     listed = one_of(known)
     return f"did you mean {close[0]}? known: {listed}" if close and len(known) > 1 else f"use {listed}"
 
@@ -78,4 +82,4 @@ def show_value(value: object) -> str:
     """A value as the user would recognise it, never longer than a line."""
     text = value if isinstance(value, str) else repr(value)
     text = " ".join(text.split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -17,7 +17,6 @@ from optimus.job.job import Job
 from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
 from optimus.job.model import Attention, Encoder, Experts, Llm, Mlp, Model, Projector, Recompute, Stack
 from optimus.job.read import load_cluster
-from optimus.job.typed import Places
 from optimus.job.workload import PackedSequence, Workload
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import decide_context
@@ -36,7 +35,7 @@ def random_job(rng: Random) -> Job:
         layers = 2 + sum(module.stack.layers for module in job.model.modules)
         work = layers * microbatches * layout["cp"] * (layout["tp"] if job.model.encoders else 1)
         if work <= MOST_WORK or rng.random() < 0.01:
-            check_job(job, Places())
+            check_job(job)
             return job
 
 

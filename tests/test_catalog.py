@@ -10,10 +10,11 @@ import pytest
 from optimus.cost.flops import step_flops
 from optimus.job import catalog
 from optimus.job.model import Encoder, Llm
+from optimus.job.nodes import Node, argument, merged, parse_yaml
 from optimus.job.read import find_job, load_cluster, load_model
+from optimus.job.read_model import expand_modules
 from optimus.job.schema import ModelFile, ModuleFile
-from optimus.job.typed import Places
-from optimus.job.yaml_nodes import Node, merged, parse_yaml
+from optimus.job.typed import read
 
 JOBS = {  # of the paper: GPUs, batch, (DP, PP, TP), V
     "paper/strong-1536": (1536, 1536, (24, 8, 8), 12),
@@ -35,20 +36,20 @@ MISSES = {"gpt-11b", "moonvit", "siglip-so400m", "vit-11b", "vit-3b"}
 
 
 def module_file(name: str) -> ModuleFile:
-    return Places().read(ModuleFile, catalog.node("modules", name), "")
+    return read(ModuleFile, catalog.node("modules", name))
 
 
 def model_file(name: str) -> ModelFile:
-    return Places().read(ModelFile, catalog.node("models", name), "")
+    return read(ModelFile, expand_modules(catalog.node("models", name)))
 
 
 def module_parameters(file: ModuleFile) -> int:
     """Of an LLM, or of an encoder without its projector."""
     if file.llm is not None:
-        return Places().read(Llm, file.llm, "llm").parameters()
+        return read(Llm, argument("llm", file.llm)).parameters()
     assert file.encoder is not None
     rest = parse_yaml("name: vision\nprojector: {widths: [1]}\n", file="test")
-    encoder = Places().read(Encoder, merged(file.encoder, rest), "encoder")
+    encoder = read(Encoder, argument("encoder", merged(file.encoder, rest.value)))
     return encoder.parameters() - encoder.projector_parameters
 
 
@@ -116,7 +117,7 @@ def test_every_module_of_a_model_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", [*JOBS, "paper/small-a100"])
 def test_every_block_of_a_paper_job_has_a_source(name: str) -> None:
     root, job = catalog.node("jobs", name), find_job(name)
-    assert "2408.03505" in str(root.entries["source"].value)
+    assert "2408.03505" in str(root["source"].value)
     assert job.name == name and job.model.source and job.workload.source
     assert all(module.source for module in job.model.modules)
     assert "ASSUMED" in job.workload.source  # the paper does not state image tokens
@@ -125,10 +126,10 @@ def test_every_block_of_a_paper_job_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_block_of_a_cluster_has_a_source(name: str) -> None:
     def blocks(node: Node) -> list[Node]:
-        inner = [item for item in node.entries.values() if item.entries]
+        inner = [item for item in node.entries().values() if item.entries()]
         return [node, *(block for item in inner for block in blocks(item))]
 
-    assert all(block.entries.get("source") for block in blocks(catalog.node("clusters", name)))
+    assert all(block["source"].value for block in blocks(catalog.node("clusters", name)))
     cluster = load_cluster(f"{name}:16")
     assert cluster.gpu.source and cluster.within_node.source and cluster.between_nodes.source
     assert str(round(cluster.gpu.memory_bytes / 1e9)) in re.findall(r"\d+", name)

@@ -36,8 +36,8 @@ from optimus.ir.op import Lane, OpKind
 from optimus.ir.planfile import plan_text
 from optimus.job import catalog
 from optimus.job.layout import Layout
+from optimus.job.nodes import MAX_BYTES
 from optimus.job.read import find_job
-from optimus.job.yaml_nodes import MAX_BYTES
 from optimus.planner.compare import compare_systems
 from optimus.planner.planning import make_plan
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -15,7 +14,6 @@ from optimus.cli.text import time_gap, wrap
 
 if TYPE_CHECKING:
     from optimus.ir.plan import Plan
-    from optimus.verify.op_grid import Grid
     from optimus.verify.validator import Report
 
 SCHEMA = "optimus.check/1"
@@ -45,10 +43,6 @@ class CheckCommand:
         Path | None,
         tyro.conf.arg(metavar="FILE.yaml", help="with --job: also that it was made with this profile"),
     ] = None
-    grid: Annotated[
-        bool,
-        tyro.conf.arg(help="also show ops as cells, such as 2F0: chunk 2, forward, microbatch 0"),
-    ] = False
     json: JsonFlag = False
 
     def __call__(self) -> int:
@@ -65,14 +59,7 @@ class CheckCommand:
 
             parts = bound_parts(find_job(self.job, self.on), load_profile_of(self.profile))
             report = report_mismatches(report, plan, parts)
-        result, text = check_json(plan, report), check_text(plan, report)
-        if self.grid:
-            from optimus.verify.op_grid import op_grid
-
-            grid = op_grid(plan, aligned=report.rules["coverage"] and report.rules["deadlock"])
-            result["grid"] = [[None if op is None else str(op) for op in row] for row in grid]
-            text = [*grid_text(grid, get_terminal_size(fallback=(100, 24)).columns), "", *text]
-        show(result, text, as_json=self.json)
+        show(check_json(plan, report), check_text(plan, report), as_json=self.json)
         return OK if report.ok else NO
 
 
@@ -117,28 +104,3 @@ def check_text(plan: Plan, report: Report) -> list[str]:
     broken = sum(not holds for holds in report.rules.values())
     text.append("ok" if report.ok else f"{broken} of {len(report.rules)} rules do not hold")
     return text
-
-
-def grid_text(grid: Grid, width: int) -> list[str]:
-    """Returns one line per step and one column per device class, in panels of at most `width` characters."""
-    classes = len(grid[0]) if grid else 0
-    cells = [["." if op is None else str(op) for op in row] for row in grid]
-    header = [f"class {device}" for device in range(classes)]
-    margin = len("step") + max(0, len(str(len(grid))) - len("step"))
-    lines: list[str] = []
-    first = 0
-    while first < classes:
-        widths: list[int] = []
-        for device in range(first, classes):
-            widest = max(len(row[device]) for row in (header, *cells))
-            if widths and margin + sum(widths) + 2 * (len(widths) + 1) + widest > width:
-                break
-            widths.append(widest)
-        end = first + len(widths)
-        table = [("step", header), *((str(step), row) for step, row in enumerate(cells))]
-        lines += [""] if lines else []
-        for label, row in table:
-            shown = (cell.ljust(size) for cell, size in zip(row[first:end], widths, strict=True))
-            lines.append("  ".join([label.rjust(margin), *shown]).rstrip())
-        first = end
-    return lines

@@ -11,6 +11,7 @@ from optimus.errors import UserError, one_of
 from optimus.ir.binding import bind
 from optimus.ir.op import OpKind
 from optimus.job.model import Encoder, Llm, Model, Stack
+from optimus.job.typed import Amount, Count, NonNegative, Whole
 
 # Sorts of layers that the cost model tells apart; all layers of one sort have one price.
 Layers = Literal["embedding", "full", "full-experts", "window", "window-experts", "projector", "head"]
@@ -31,7 +32,7 @@ class Conditions:
     host: str
     date: str  # 2026-05-31
     torch: str
-    threads: int
+    threads: Count
     dtype: str
     note: str = ""
 
@@ -45,23 +46,23 @@ class SegmentTime:
     segment: str
     kernels: tuple[str, ...]  # of the cost model, which the segment covers
     kind: OpKind  # F, I, W or B
-    tokens: int  # rows of one microbatch that a TP group works on
-    tp: int
-    median_s: float
-    p25_s: float
-    p75_s: float
-    repetitions: int
+    tokens: Count  # rows of one microbatch that a TP group works on
+    tp: Count = 1
+    median_s: NonNegative
+    p25_s: NonNegative
+    p75_s: NonNegative
+    repetitions: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeTime:
     """One message size."""
 
-    size_bytes: int
-    median_s: float
-    p25_s: float
-    p75_s: float
-    repetitions: int
+    size_bytes: Whole
+    median_s: NonNegative
+    p25_s: NonNegative
+    p75_s: NonNegative
+    repetitions: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +71,9 @@ class LinkTime:
 
     operation: Literal["send", "all_reduce"]
     backend: str
-    ranks: int
-    latency_s: float
-    bandwidth_bytes_per_s: float  # of a send; of an all-reduce, of its whole tensor
+    ranks: Count
+    latency_s: NonNegative
+    bandwidth_bytes_per_s: Amount  # of a send; of an all-reduce, of its whole tensor
     sizes: tuple[SizeTime, ...] = ()
 
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from optimus.cost.measured import (
     KERNELS,
+    MEASURED_KINDS,
     Conditions,
-    Layers,
     LinkTime,
     Profile,
     SegmentTime,
     SizeTime,
 )
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError, nearest, one_of
 from optimus.ir.files import write_whole
-from optimus.ir.op import KIND_OF_WORD, OpKind
-from optimus.job.model import Count
-from optimus.job.schema import Amount, Rest
-from optimus.job.typed import Places
-from optimus.job.yaml_nodes import Node, load_yaml, parse_yaml
+from optimus.ir.op import OpKind
+from optimus.job.nodes import Node, load_yaml, parse_yaml
+from optimus.job.typed import NonNegative, read
 
 FORMAT = "optimus.profile/1"
 ENDINGS = (".yaml", ".yml", ".json")  # JSON is YAML
@@ -39,64 +38,24 @@ _TAKEN = ("null", "true", "false", "nan", "inf", "infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Segment:
-    module: str
-    layers: Layers
-    segment: str
-    kernels: tuple[str, ...]
-    kind: Literal["F", "I", "W", "B"]
-    tokens: Count
-    tp: Count = 1
-    median_s: Rest
-    p25_s: Rest
-    p75_s: Rest
-    repetitions: Count
+class HostTimes:
+    """`host:` of a profile."""
+
+    issue_s: NonNegative | None = None
+    slowdown: NonNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Size:
-    size_bytes: Annotated[int, "not negative"]
-    median_s: Rest
-    p25_s: Rest
-    p75_s: Rest
-    repetitions: Count
+class ProfileFile:
+    """A profile as it is written."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Link:
-    operation: Literal["send", "all_reduce"]
-    backend: str
-    ranks: Count
-    latency_s: Rest
-    bandwidth_bytes_per_s: Amount
-    sizes: tuple[_Size, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    host: str
-    date: str
-    torch: str
-    threads: Count
-    dtype: str
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Host:
-    issue_s: Rest | None = None
-    slowdown: Rest | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _File:
     format: Literal["optimus.profile/1"]
     name: str | None = None
-    measured: _Measured
+    measured: Conditions
     modules: dict[str, str]
-    segments: tuple[Node, ...]
-    links: tuple[_Link, ...] = ()
-    host: _Host | None = None
+    segments: tuple[SegmentTime, ...]
+    links: tuple[LinkTime, ...] = ()
+    host: HostTimes = HostTimes()
 
 
 # ---------------------------------------------------------------------------- reading
@@ -120,91 +79,82 @@ def read_profile(text: str, file: str) -> Profile:
 
 
 def _read(root: Node, name: str) -> Profile:
-    if "format" not in root.entries:
+    if "format" not in root:
         hint = f"give a file that `optimus profile` wrote: it begins with `format: {FORMAT}`"
-        raise root.error("format", "is missing, so this is not a profile", hint)
-    places = Places()
-    file = places.read(_File, root, "")
-    _refuse_many(root, "segments", len(file.segments), MAX_ROWS)
-    segments = tuple(_segment(places, node, at) for at, node in enumerate(file.segments))
-    _refuse_contradictions(places, segments)
-    for at, row in enumerate(segments):
-        if row.module not in file.modules:
-            hint = nearest(row.module, file.modules) if file.modules else "list it under modules"
-            problem = "is not one of the modules that the file lists"
-            raise places.error(f"segments[{at}].module", problem, hint, row.module)
-    for at, link in enumerate(file.links):
-        _refuse_many(root, f"links[{at}].sizes", len(link.sizes), MAX_SIZES)
+        raise root["format"].error("is missing, so this is not a profile", hint)
+    file = read(ProfileFile, root)
+    _check_count(root["segments"], MAX_ROWS)
+    for place, row in enumerate(file.segments):
+        _check_segment(root["segments"][place], row, file.modules)
+    _refuse_contradictions(root["segments"], file.segments)
+    for link_place, link in enumerate(file.links):
+        sizes = root["links"][link_place]["sizes"]
+        _check_count(sizes, MAX_SIZES)
         for place, size in enumerate(link.sizes):
-            _check_spread(places, f"links[{at}].sizes[{place}]", size)
+            _check_spread(sizes[place], size)
     return Profile(
         name=file.name or name,
-        measured=Conditions(**_values(file.measured)),
+        measured=file.measured,
         modules=tuple(sorted(file.modules.items())),
-        segments=segments,
-        links=tuple(_link(link) for link in file.links),
-        issue_s=None if file.host is None else file.host.issue_s,
-        slowdown=None if file.host is None else file.host.slowdown,
+        segments=file.segments,
+        links=file.links,
+        issue_s=file.host.issue_s,
+        slowdown=file.host.slowdown,
     )
 
 
-def _segment(places: Places, node: Node, at: int) -> SegmentTime:
-    field = f"segments[{at}]"
-    row = places.read(_Segment, node, field)
+def _check_segment(node: Node, row: SegmentTime, modules: Mapping[str, str]) -> None:
+    if row.kind not in MEASURED_KINDS:
+        kinds = one_of(kind.word for kind in MEASURED_KINDS)
+        raise node["kind"].error(f"is not {kinds}", f"use {kinds}")
     if not row.kernels:
         hint = "name the kernels of the cost model that the segment covers"
-        raise places.error(f"{field}.kernels", "is empty", hint)
+        raise node["kernels"].error("is empty", hint)
     for place, kernel in enumerate(row.kernels):
         if kernel not in KERNELS:
-            problem = "is not a kernel of the cost model"
-            raise places.error(f"{field}.kernels[{place}]", problem, nearest(kernel, KERNELS), kernel)
+            raise node["kernels"][place].error("is not a kernel of the cost model", nearest(kernel, KERNELS))
         if kernel in row.kernels[:place]:
-            raise places.error(f"{field}.kernels[{place}]", "is given twice", "keep one", kernel)
-    _check_spread(places, field, row)
-    return SegmentTime(**{**_values(row), "kind": KIND_OF_WORD[row.kind]})
+            raise node["kernels"][place].error("is given twice", "keep one")
+    _check_spread(node, row)
+    if row.module not in modules:
+        hint = nearest(row.module, modules) if modules else "list it under modules"
+        raise node["module"].error("is not one of the modules that the file lists", hint)
 
 
-def _link(link: _Link) -> LinkTime:
-    return LinkTime(**{**_values(link), "sizes": tuple(SizeTime(**_values(size)) for size in link.sizes)})
-
-
-def _check_spread(places: Places, field: str, row: _Segment | _Size) -> None:
-    """Quartiles lie on their sides of the median."""
+def _check_spread(node: Node, row: SegmentTime | SizeTime) -> None:
+    """Refuses quartiles on the wrong side of the median."""
     if row.p25_s > row.median_s:
-        problem = f"is more than median_s = {row.median_s:g}"
-        raise places.error(f"{field}.p25_s", problem, "give the lower quartile", f"{row.p25_s:g}")
+        raise node["p25_s"].error(f"is more than median_s = {row.median_s:g}", "give the lower quartile")
     if row.p75_s < row.median_s:
-        problem = f"is less than median_s = {row.median_s:g}"
-        raise places.error(f"{field}.p75_s", problem, "give the upper quartile", f"{row.p75_s:g}")
+        raise node["p75_s"].error(f"is less than median_s = {row.median_s:g}", "give the upper quartile")
 
 
-def _refuse_contradictions(places: Places, rows: tuple[SegmentTime, ...]) -> None:
-    """No place is measured twice, and no kernel belongs to two segments."""
+def _refuse_contradictions(node: Node, rows: tuple[SegmentTime, ...]) -> None:
+    """Refuses rows that measure one place twice, and kernels that belong to two segments."""
     seen: dict[tuple[Any, ...], int] = {}
     owners: dict[tuple[str, str, str], str] = {}
     covers: dict[tuple[str, str, str], frozenset[str]] = {}
-    for at, row in enumerate(rows):
-        field = f"segments[{at}]"
+    for place, row in enumerate(rows):
         key = row.module, row.layers, row.segment, row.kind, row.tokens, row.tp
         if key in seen:
-            problem = f"is the same place as segments[{seen[key]}]"
-            raise places.error(field, problem, "keep one of them")
-        seen[key] = at
-        own = row.module, row.layers, row.segment
-        if covers.setdefault(own, frozenset(row.kernels)) != frozenset(row.kernels):
+            raise node[place].error(f"is the same place as segments[{seen[key]}]", "keep one of them")
+        seen[key] = place
+        segment = row.module, row.layers, row.segment
+        if covers.setdefault(segment, frozenset(row.kernels)) != frozenset(row.kernels):
             problem = f"differs from what {row.segment} of {row.module} covers above"
-            raise places.error(f"{field}.kernels", problem, f"use {', '.join(sorted(covers[own]))}")
+            raise node[place]["kernels"].error(problem, f"use {', '.join(sorted(covers[segment]))}")
         for kernel in row.kernels:
             owner = owners.setdefault((row.module, row.layers, kernel), row.segment)
             if owner != row.segment:
                 problem = f"names {kernel}, which the segment {owner} covers already"
-                raise places.error(f"{field}.kernels", problem, "give every kernel to one segment")
+                raise node[place]["kernels"].error(problem, "give every kernel to one segment")
 
 
-def _refuse_many(root: Node, field: str, count: int, most: int) -> None:
+def _check_count(node: Node, most: int) -> None:
+    count = len(node.value or ())
     if count > most:
         hint = f"keep it to {most:,}: fewer sizes, for example"
-        raise root.error(field, f"has {count:,} rows, more than {most:,}", hint)
+        raise node.error(f"has {count:,} rows, more than {most:,}", hint)
 
 
 def _values(row: Any) -> dict[str, Any]:

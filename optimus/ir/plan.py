@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from optimus.ir.op import Communicator, Ints, Lane, OpKind
 from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
+from optimus.job.typed import INT32, INT64, NonNegative, Range, Whole
 
 FORMAT = 1
 SCHEMA = f"optimus.plan/{FORMAT}"
 WHOLE_STAGE = -1  # `chunk` of a bucket that belongs to all chunks of its stage
+MAX_LAYERS = 100_000
+Bytes = Annotated[int, Range(least=0, most=INT64)]
+Layers = Annotated[int, Range(least=0, most=MAX_LAYERS)]
 
 
 ALL = "all"  # the module of OPTIMIZER
@@ -30,12 +34,12 @@ class Phase:
 
     name: str
     kind: OpKind  # F, R, B, I or W for compute; LAUNCH, WAIT
-    layer: int  # counted inside the chunk
-    duration_s: float = 0.0  # of a launch: how long the collective takes
-    bytes: int = 0
+    layer: Layers  # counted inside the chunk
+    duration_s: NonNegative = 0.0  # of a launch: how long the collective takes
+    bytes: Bytes = 0
     lane: Lane = Lane.COMPUTE
     communicator: Communicator = Communicator.NONE
-    after: tuple[int, ...] = ()
+    after: tuple[Whole, ...] = ()
 
 
 Template = tuple[Phase, ...]
@@ -46,24 +50,24 @@ class PlannedChunk:
     """One virtual stage of a module: which template each kind of op follows, and what it holds and sends."""
 
     templates: Mapping[OpKind, str]  # F and B, or F, I and W; none for a kind that has nothing to do
-    layers: int
-    kept_bytes: int = 0  # of a microbatch, from its F to its B (or W)
-    made_again_bytes: int = 0  # of a microbatch, from its I to its W
-    output_bytes: int = 0  # what F sends on, and B sends back
-    send_s: float = 0.0
+    layers: Layers
+    kept_bytes: Bytes = 0  # of a microbatch, from its F to its B (or W)
+    made_again_bytes: Bytes = 0  # of a microbatch, from its I to its W
+    output_bytes: Bytes = 0  # what F sends on, and B sends back
+    send_s: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Parameters that are gathered together before the step and whose gradients are reduced together."""
 
-    chunk: int  # or WHOLE_STAGE
-    first_layer: int  # of the chunk
-    end_layer: int
-    gather_s: float
-    gather_bytes: int
-    reduce_s: float
-    reduce_bytes: int
+    chunk: Annotated[int, Range(least=WHOLE_STAGE, most=INT32)]
+    first_layer: Layers  # of the chunk
+    end_layer: Layers
+    gather_s: NonNegative
+    gather_bytes: Bytes
+    reduce_s: NonNegative
+    reduce_bytes: Bytes
     lane: Lane = Lane.DP
     gates: bool = True  # whether forwards of these layers wait for the gather
 
@@ -133,9 +137,9 @@ REGIONS = ("before", "slots", "between", "after")  # where encoder compute lies 
 class Claims:
     """What the planner says of the plan; a check recomputes all but the estimate."""
 
-    step_s: float
-    estimate_s: float  # the scheduling algorithm's own
-    encoder_s: Mapping[str, float]  # encoder compute in each of REGIONS, summed over classes, as replayed
+    step_s: NonNegative
+    estimate_s: NonNegative  # the scheduling algorithm's own
+    encoder_s: Mapping[str, NonNegative]  # compute in each of REGIONS, summed over classes, as replayed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.errors import UserError
+from optimus.errors import nearest
 from optimus.ir.op import COMPUTE_OPS, Ints, OpKind
 from optimus.ir.plan import ALL, Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.ir.typed_json import INT32, Json, known_names
+from optimus.job.nodes import Node
+from optimus.job.typed import INT32, read
 
 _LINE = re.compile(r"\S++ \S++ \S++ \S++")
 _LINES = re.compile(f"(?:{_LINE.pattern}\n)*+")
@@ -52,19 +53,19 @@ def known_heads(names: Sequence[str]) -> dict[str, int]:
     }
 
 
-def read_program(given: Json, heads: dict[str, int]) -> Program:
+def read_program(node: Node, heads: dict[str, int]) -> Program:
     """What follows the opening of one class's program."""
-    lines = given.value[1:]
-    for place, line in enumerate(lines if set(map(type, lines)) - {str} else ()):
-        Json(line, place + 1, given).word()
+    lines = node.value[1:]
+    if set(map(type, lines)) - {str}:
+        read(tuple[str, ...], node)
     text = "\n".join([*lines, ""])
     if not _LINES.fullmatch(text) or text.count("\n") != len(lines):
         bad = next(place for place, line in enumerate(lines) if not _LINE.fullmatch(line))
-        raise line_error(given, bad, "is not a line of a program", _EXAMPLE)
+        raise node[1 + bad].error("is not a line of a program", _EXAMPLE)
     words = text.split()
     numbers = {word: _number(word, heads) for word in set(words)}
     cells = np.fromiter(map(numbers.__getitem__, words), np.int64, len(words)).reshape(-1, 4)
-    _refuse_unknown(given, cells, heads)
+    _refuse_unknown(node, cells, heads)
     module, kind = np.divmod(cells[:, 0] - _HEADS, len(OpKind))
     return Program.of(np.column_stack([module, kind, cells[:, 1:]]))
 
@@ -75,7 +76,7 @@ def _number(word: str, heads: dict[str, int]) -> int:
     return int(word) if _NUMBER.fullmatch(word) and int(word) <= INT32 else _NEITHER
 
 
-def _refuse_unknown(given: Json, cells: NDArray[Any], heads: dict[str, int]) -> None:
+def _refuse_unknown(node: Node, cells: NDArray[Any], heads: dict[str, int]) -> None:
     """Every line is a known head and three numbers."""
     is_head = (cells >= _HEADS) & (cells < _NEITHER)
     wrong = np.argwhere(is_head != [True, False, False, False])
@@ -83,24 +84,19 @@ def _refuse_unknown(given: Json, cells: NDArray[Any], heads: dict[str, int]) -> 
     rows = [int(found[0][0]) for found in (wrong, wrong_numbers) if len(found)]
     if not rows:
         return
-    head = given.value[1 + min(rows)].split()[0]
+    line = node[1 + min(rows)]
+    head = line.value.split()[0]
     if head not in heads:
         module = head.rpartition(".")[0]
         alike = [known for known in heads if known.rpartition(".")[0] == module] or heads
-        raise line_error(given, min(rows), "is of no known kind", known_names(head, alike))
-    raise line_error(given, min(rows), "has something else than whole numbers after its kind", _EXAMPLE)
-
-
-def line_error(given: Json, place: int, problem: str, hint: str) -> UserError:
-    """About one line of a class's program."""
-    line = Json(given.value[1 + place], place + 1, given)
-    return line.error(problem, hint, line=given.line(given.value[0], line.value))
+        raise line.error("is of no known kind", nearest(head, alike))
+    raise line.error("has something else than whole numbers after its kind", _EXAMPLE)
 
 
 # ---------------------------------------------------------------------------- what a line may name
 
 
-def refuse_out_of_range(plan: Plan, given: Json) -> None:
+def refuse_out_of_range(plan: Plan, programs: Node) -> None:
     """Every line names a chunk, microbatch and place that there is."""
     per_stage = plan.ranks.num_classes // plan.ranks.llm.pp
     limits = {
@@ -110,13 +106,11 @@ def refuse_out_of_range(plan: Plan, given: Json) -> None:
     for stage in range(plan.ranks.llm.pp):
         places = _places(plan, stage)
         for device in range(stage * per_stage, (stage + 1) * per_stage):
-            _refuse_in_program(
-                plan.programs[device], limits, places, Json(given.value[device], device, given)
-            )
+            _refuse_in_program(plan.programs[device], limits, places, programs[device])
 
 
 def _refuse_in_program(
-    program: Program, limits: dict[str, Ints], places: NDArray[np.int64], given: Json
+    program: Program, limits: dict[str, Ints], places: NDArray[np.int64], node: Node
 ) -> None:
     heads = _heads_of(program)
     for column in ("chunk", "microbatch", "place"):
@@ -126,7 +120,7 @@ def _refuse_in_program(
         if wrong.any():
             first = int(np.argmax(wrong))
             problem = f"names {column} {values[first]}, and there are {there[first]}, counted from 0"
-            raise line_error(given, first, problem, "correct the line, or plan again")
+            raise node[1 + first].error(problem, "correct the line, or plan again")
 
 
 def _limit(plan: Plan, name: str, column: str) -> int:

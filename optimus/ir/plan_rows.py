@@ -1,36 +1,24 @@
-"""The rows of a plan file's tables: how phases, chunks, buckets and memory are written, and read again."""
+"""The rows of a plan file's tables: how phases, chunks, buckets and memory are written and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optimus.errors import nearest
 from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, COMPUTE_PHASES, Communicator, Lane, OpKind
-from optimus.ir.plan import WHOLE_STAGE, Bucket, ClassMemory, Phase, PlannedChunk, Template
-from optimus.ir.typed_json import INT32, Json
+from optimus.ir.plan import Bucket, Bytes, ClassMemory, Phase, PlannedChunk, Template
+from optimus.job.nodes import Node
+from optimus.job.typed import read
 
 Row = list[Any]
-MAX_LAYERS = 100_000
-
-KINDS = {kind.word: kind for kind in (*COMPUTE_PHASES, *COLLECTIVE_PHASES)}
-LANES = {lane.name.lower(): lane for lane in Lane}
-COMMUNICATORS = {communicator.name.lower(): communicator for communicator in Communicator}
-OP_KINDS = {kind.word: kind for kind in COMPUTE_OPS}
+PHASE_KINDS = (*COMPUTE_PHASES, *COLLECTIVE_PHASES)
 
 PHASE = ["name", "kind", "layer", "duration_s", "bytes", "lane", "communicator", "after"]
 CHUNK = ["templates", "layers", "kept_bytes", "made_again_bytes", "output_bytes", "send_s"]
 BUCKET = ["chunk", "first_layer", "end_layer", "gather_s", "gather_bytes", "reduce_s", "reduce_bytes"]
 BUCKET += ["lane", "gates"]
 ALIVE = ["llm_activations", "encoder_activations", "seam"]  # columns of memory after the fixed components
-
-
-def _word(choices: Mapping[str, Any], value: object) -> str:
-    return next(word for word, choice in choices.items() if choice == value)
-
-
-def _columns(given: Json, names: Sequence[str]) -> dict[str, Json]:
-    """The items of a row under their names in the legend."""
-    return dict(zip(names, given.items(len(names), "columns"), strict=True))
 
 
 # ---------------------------------------------------------------------------- phases
@@ -41,50 +29,41 @@ def template_rows(template: Template) -> list[Row]:
     return [
         [
             phase.name,
-            _word(KINDS, phase.kind),
+            phase.kind.word,
             int(phase.layer),
             float(phase.duration_s),
             int(phase.bytes),
-            _word(LANES, phase.lane),
-            _word(COMMUNICATORS, phase.communicator),
+            phase.lane.name.lower(),
+            phase.communicator.name.lower(),
             [int(other) for other in phase.after],
         ]
         for phase in template
     ]
 
 
-def read_template(given: Json) -> Template:
-    """The phases of an op, each after phases that stand before it."""
-    rows = given.items()
-    if not rows:
-        raise given.error("has no phases", "give it one, or leave the template out of its chunks")
-    return tuple(_read_phase(row, place) for place, row in enumerate(rows))
+def check_template(node: Node, template: Template) -> None:
+    """Refuses a template without phases, and phases on the wrong lane or before their predecessors."""
+    if not template:
+        raise node.error("has no phases", "give it one, or leave the template out of its chunks")
+    for place, phase in enumerate(template):
+        _check_phase(node[place], place, phase)
 
 
-def _read_phase(given: Json, place: int) -> Phase:
-    row = _columns(given, PHASE)
-    after = row["after"].wholes()
-    for other in after:
-        if other >= place:
-            problem = f"names phase {other}, which does not stand before phase {place}"
-            raise row["after"].error(problem, "name earlier phases of the same template")
-    phase = Phase(
-        name=row["name"].word(),
-        kind=row["kind"].one_of(KINDS, "kind of phase"),
-        layer=row["layer"].whole(0, MAX_LAYERS),
-        duration_s=row["duration_s"].number(),
-        bytes=row["bytes"].whole(),
-        lane=row["lane"].one_of(LANES, "lane"),
-        communicator=row["communicator"].one_of(COMMUNICATORS, "communicator"),
-        after=after,
-    )
-    if phase.kind != OpKind.LAUNCH and phase.lane != Lane.COMPUTE:
-        raise row["lane"].error("is not the lane of compute and waits", "use compute")
-    if phase.kind == OpKind.LAUNCH and phase.lane not in (Lane.TP, Lane.DP):
-        raise row["lane"].error("is not a lane of collectives", "use tp or dp")
-    if phase.kind == OpKind.LAUNCH and phase.communicator == Communicator.NONE:
-        raise row["communicator"].error("cannot carry a collective", "use tp, cp, ep or dp")
-    return phase
+def _check_phase(node: Node, place: int, phase: Phase) -> None:
+    launch = phase.kind == OpKind.LAUNCH
+    late = [other for other in phase.after if other >= place]
+    if late:
+        problem = f"names phase {late[0]}, which does not stand before phase {place}"
+        raise node[PHASE.index("after")].error(problem, "name earlier phases of the same template")
+    if phase.kind not in PHASE_KINDS:
+        hint = nearest(phase.kind.word, [kind.word for kind in PHASE_KINDS])
+        raise node[PHASE.index("kind")].error("is not a kind of phase", hint)
+    if not launch and phase.lane != Lane.COMPUTE:
+        raise node[PHASE.index("lane")].error("is not the lane of compute and waits", "use compute")
+    if launch and phase.lane not in (Lane.TP, Lane.DP):
+        raise node[PHASE.index("lane")].error("is not a lane of collectives", "use tp or dp")
+    if launch and phase.communicator == Communicator.NONE:
+        raise node[PHASE.index("communicator")].error("cannot carry a collective", "use tp, cp, ep or dp")
 
 
 # ---------------------------------------------------------------------------- chunks
@@ -97,25 +76,19 @@ def chunk_row(chunk: PlannedChunk) -> Row:
     return [templates, *map(int, sizes), float(chunk.send_s)]
 
 
-def read_chunk(given: Json, templates: Mapping[str, Template]) -> PlannedChunk:
-    """A chunk whose templates are known."""
-    row = _columns(given, CHUNK)
-    names = dict(zip(templates, templates, strict=True))
-    found = {}
-    for word, name in row["templates"].entries().items():
-        kind = Json(word, word, row["templates"]).one_of(OP_KINDS, "kind of op")
-        found[kind] = name.one_of(names, "template")
-    if OpKind.BACKWARD in found and (OpKind.INPUT_GRAD in found or OpKind.WEIGHT_GRAD in found):
-        problem, hint = "has B together with its halves I and W", "use B, or I and W"
-        raise row["templates"].error(problem, hint)
-    return PlannedChunk(
-        templates=found,
-        layers=row["layers"].whole(0, MAX_LAYERS),
-        kept_bytes=row["kept_bytes"].whole(),
-        made_again_bytes=row["made_again_bytes"].whole(),
-        output_bytes=row["output_bytes"].whole(),
-        send_s=row["send_s"].number(),
-    )
+def check_chunk(node: Node, chunk: PlannedChunk, templates: Mapping[str, Template]) -> None:
+    """Refuses a chunk whose templates are unknown, or that has a backward together with its halves."""
+    named = node[CHUNK.index("templates")]
+    for kind, name in chunk.templates.items():
+        if kind not in COMPUTE_OPS:
+            words = [known.word for known in COMPUTE_OPS]
+            raise named[kind.word].error("is not a kind of op", nearest(kind.word, words), shown=False)
+        if name not in templates:
+            raise named[kind.word].error("is not a known template", nearest(name, templates))
+    if OpKind.BACKWARD in chunk.templates and (
+        OpKind.INPUT_GRAD in chunk.templates or OpKind.WEIGHT_GRAD in chunk.templates
+    ):
+        raise named.error("has B together with its halves I and W", "use B, or I and W")
 
 
 # ---------------------------------------------------------------------------- buckets
@@ -126,29 +99,16 @@ def bucket_row(bucket: Bucket) -> Row:
     layers = [int(bucket.chunk), int(bucket.first_layer), int(bucket.end_layer)]
     gather = [float(bucket.gather_s), int(bucket.gather_bytes)]
     reduce = [float(bucket.reduce_s), int(bucket.reduce_bytes)]
-    return [*layers, *gather, *reduce, _word(LANES, bucket.lane), bool(bucket.gates)]
+    return [*layers, *gather, *reduce, bucket.lane.name.lower(), bool(bucket.gates)]
 
 
-def read_bucket(given: Json) -> Bucket:
-    """A bucket of layers that stand in order."""
-    row = _columns(given, BUCKET)
-    bucket = Bucket(
-        chunk=row["chunk"].whole(WHOLE_STAGE, INT32),
-        first_layer=row["first_layer"].whole(0, MAX_LAYERS),
-        end_layer=row["end_layer"].whole(0, MAX_LAYERS),
-        gather_s=row["gather_s"].number(),
-        gather_bytes=row["gather_bytes"].whole(),
-        reduce_s=row["reduce_s"].number(),
-        reduce_bytes=row["reduce_bytes"].whole(),
-        lane=row["lane"].one_of(LANES, "lane"),
-        gates=row["gates"].flag(),
-    )
+def check_bucket(node: Node, bucket: Bucket) -> None:
+    """Refuses a bucket whose layers are out of order, or on a lane that carries none."""
     if bucket.end_layer < bucket.first_layer:
         problem = f"is before first_layer = {bucket.first_layer}"
-        raise row["end_layer"].error(problem, f"use {bucket.first_layer} or more")
+        raise node[BUCKET.index("end_layer")].error(problem, f"use {bucket.first_layer} or more")
     if bucket.lane not in (Lane.TP, Lane.DP, Lane.HOST):
-        raise row["lane"].error("is not a lane of buckets", "use tp, dp or host")
-    return bucket
+        raise node[BUCKET.index("lane")].error("is not a lane of buckets", "use tp, dp or host")
 
 
 # ---------------------------------------------------------------------------- memory
@@ -165,16 +125,26 @@ def memory_rows(memory: Sequence[ClassMemory]) -> list[Row]:
     return [[*components, *ALIVE], *rows]
 
 
-def read_memory(given: Json, classes: int) -> tuple[ClassMemory, ...]:
+def read_memory(node: Node, classes: int) -> tuple[ClassMemory, ...]:
     """The memory of every device class."""
-    head, *rows = given.items(classes + 1, "rows, the names included")
-    columns = [name.word() for name in head.items()]
-    components = columns[: -len(ALIVE)]
-    if columns[-len(ALIVE) :] != ALIVE or len(set(columns)) < len(columns):
-        raise head.error(f"does not end with {', '.join(ALIVE)}, or has a name twice", "plan again")
-    found = []
-    for row in rows:
-        cells = _columns(row, columns)
-        fixed = {name: cells[name].whole() for name in components if cells[name].value is not None}
-        found.append(ClassMemory(fixed=fixed, **{name: cells[name].whole() for name in ALIVE}))
-    return tuple(found)
+    check_length(node, classes + 1, "rows, the names included")
+    columns = read(tuple[str, ...], node[0])
+    if list(columns[-len(ALIVE) :]) != ALIVE or len(set(columns)) < len(columns):
+        raise node[0].error(f"does not end with {', '.join(ALIVE)}, or has a name twice", "plan again")
+    memory = []
+    for row in range(1, classes + 1):
+        check_length(node[row], len(columns), "columns")
+        cells = {name: node[row][column] for column, name in enumerate(columns)}
+        sizes = {
+            name: read(Bytes, cell) for name, cell in cells.items() if name in ALIVE or cell.value is not None
+        }
+        alive = {name: sizes.pop(name) for name in ALIVE}
+        memory.append(ClassMemory(fixed=sizes, **alive))
+    return tuple(memory)
+
+
+def check_length(node: Node, length: int, unit: str) -> None:
+    """Refuses a list that does not have `length` items."""
+    items = read(tuple[object, ...], node)
+    if len(items) != length:
+        raise node.error(f"has {len(items):,} {unit}, not {length:,}", f"give {length:,} {unit}")

@@ -16,8 +16,8 @@ from optimus.ir.plan import FORMAT, SCHEMA, Plan, PlannedModule
 from optimus.ir.plan_lines import opening, program_lines
 from optimus.ir.plan_reader import LEGEND, read_document
 from optimus.ir.plan_rows import Row, bucket_row, chunk_row, memory_rows, template_rows
-from optimus.ir.typed_json import Json, read_json
-from optimus.job.yaml_nodes import read_text
+from optimus.job.nodes import Node, parse_json, read_text
+from optimus.job.typed import read
 
 ENDING = ".plan.json"
 MAX_BYTES = 200_000_000
@@ -150,13 +150,13 @@ def load_plan(path: Path) -> Plan:
 
 def read_plan(text: str, file: str) -> Plan:
     """The plan in a text; `file` is what errors call it."""
-    root = read_json(text, file)
-    entries = root.entries()
-    if "schema" not in entries:
+    root = parse_json(text, file=file, name="plan", hint="undo the last edit, or plan again")
+    if "schema" not in root:
         raise root.error("has no schema, so it is not a plan", "give a file that `optimus plan` wrote")
-    migrate = _migration(entries["schema"])
+    migrate = _migration(root["schema"])
     migrate(root.value)
-    _refuse_features(root.entries().get("requires"))
+    if "requires" in root:
+        _refuse_features(root["requires"])
     return read_document(root)
 
 
@@ -173,7 +173,7 @@ def _from_0(document: dict[str, Any]) -> None:
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {0: _from_0}  # in place; of the format before
 
 
-def _migration(schema: Json) -> Callable[[dict[str, Any]], None]:
+def _migration(schema: Node) -> Callable[[dict[str, Any]], None]:
     """What makes a document of this schema one of the current format."""
     found = re.fullmatch(r"optimus\.plan/(0|[1-9][0-9]{0,5})", str(schema.value))
     if found is None:
@@ -190,9 +190,9 @@ def _migration(schema: Json) -> Callable[[dict[str, Any]], None]:
     return MIGRATIONS[number]
 
 
-def _refuse_features(requires: Json | None) -> None:
+def _refuse_features(requires: Node) -> None:
     """A feature that is not known here is refused by its name, before anything else is looked at."""
-    for feature in [] if requires is None else requires.items():
-        if feature.word() not in FEATURES:
+    for place, feature in enumerate(read(tuple[str, ...], requires)):
+        if feature not in FEATURES:
             problem = f"is a feature that the plan needs and Optimus {__version__} does not know"
-            raise feature.error(problem, "update Optimus, or plan again with this version")
+            raise requires[place].error(problem, "update Optimus, or plan again with this version")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-import types
-from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from optimus.errors import UserError
-from optimus.ir.binding import bind, bound_parts
+from optimus.ir.binding import bind, bound_parts, hash_of
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.checks import check_job
@@ -17,12 +13,12 @@ from optimus.job.cluster import Cluster
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, Limits
 from optimus.job.model import Model
-from optimus.job.typed import Places
+from optimus.job.nodes import Node, argument, parse_field
+from optimus.job.typed import read
 from optimus.job.workload import Workload
 
 PARTS = {"model": Model, "cluster": Cluster, "workload": Workload}
 HASHED = "sha256:"  # what stands in the place of a value too long for the file
-_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _MISSING = "name the job that the plan was made for with --job"
 
 
@@ -39,60 +35,44 @@ def rebuild_job(plan: Plan) -> Job:
                 problem = "is too long for the plan file, which holds its hash only"
                 raise UserError(field=f"{part}.{field}", problem=problem, hint=_MISSING)
     try:
-        parts = {name: _made(kind, _tree(plan.bound_to[name])) for name, kind in PARTS.items()}
+        parts: dict[str, Any] = {name: read(kind, _node(plan, name)) for name, kind in PARTS.items()}
         job = Job(name=plan.name, layout=Constraints(limits=_limits(plan, parts["workload"])), **parts)
-        _, hashes = bind(bound_parts(job))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        problem = f"does not describe a job: {error}"
+        bound_to, _ = bind(bound_parts(job))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, UserError, ValueError) as error:
+        problem = f"does not describe a job: {error.problem if isinstance(error, UserError) else error}"
         raise UserError(field="bound_to", problem=problem, hint=_MISSING) from None
     for name in PARTS:
-        if hashes[name] != plan.hashes.get(name):
+        if bound_to[name] != plan.bound_to[name] or hash_of(plan.bound_to[name]) != plan.hashes.get(name):
             problem = f"holds a {name} that is not the one of the plan's hash"
             raise UserError(field="bound_to", problem=problem, hint=_MISSING)
-    check_job(job, Places())
+    check_job(job)
     return job
 
 
 def _limits(plan: Plan, workload: Workload) -> Limits:
     """As noted; in a file of before they were, the usual ones, after the plan's own microbatch."""
     if "limits" in plan.notes:
-        noted: Limits = _made(Limits, plan.notes["limits"])
-        return noted
+        return read(Limits, argument("notes.limits", plan.notes["limits"]))
     own = max(1, workload.sequences_per_step // (plan.modules[LLM].layout.dp * plan.microbatches))
     sizes = dict.fromkeys((own, *Limits().microbatch_sequences))
     return Limits(microbatch_sequences=tuple(sizes))
 
 
-def _tree(fields: Mapping[str, Any]) -> Any:
-    """Flat fields such as `encoders[0].stack.hidden` as the tree they were made from; lists are by number."""
+def _node(plan: Plan, part: str) -> Node:
+    """Flat fields such as `encoders[0].stack.hidden` as the tree they were made from."""
     root: dict[Any, Any] = {}
-    for field, value in fields.items():
-        steps = [int(number) if number else name for name, number in _STEP.findall(field)]
-        at = root
-        for step in steps[:-1]:
-            at = at.setdefault(step, {})
-        at[steps[-1]] = value
-    return root
+    for field, value in plan.bound_to[part].items():
+        *blocks, last = parse_field(field)
+        block = root
+        for step in blocks:
+            block = block.setdefault(step, {})
+        block[last] = value
+    return argument(f"bound_to.{part}", _with_lists(root))
 
 
-def _made(kind: Any, value: Any) -> Any:
-    """A value of the plan file as what `kind` says; TypeError if it cannot be."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: _made(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
-    if origin in (Union, types.UnionType):
-        inner = next(argument for argument in arguments if argument is not type(None))
-        return None if value is None else _made(inner, value)
-    if origin is tuple:
-        items = [value[place] for place in range(len(value))]  # a list, or entries by number
-        kinds = [arguments[0]] * len(items) if arguments[-1] is ... else arguments
-        return tuple(_made(each, item) for each, item in zip(kinds, items, strict=True))
-    holds = (
-        value in arguments
-        if origin is Literal
-        else type(value) in ((int, float) if kind is float else (kind,))
-    )
-    if not holds:
-        raise TypeError(f"{value!r} for {kind}")
-    return value
+def _with_lists(tree: Any) -> Any:
+    """The tree with lists in place of mappings whose keys are indices."""
+    if not isinstance(tree, dict):
+        return tree
+    values = {step: _with_lists(value) for step, value in tree.items()}
+    return [values[index] for index in range(len(values))] if 0 in values else values

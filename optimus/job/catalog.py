@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 import optimus.catalog
-from optimus.errors import UserError, nearest
+from optimus.errors import nearest
 from optimus.job.cluster import FLAT
-from optimus.job.yaml_nodes import Node, parse_yaml, read_text
+from optimus.job.nodes import Node, parse_yaml, read_text
+from optimus.job.typed import read
 
 Kind = Literal["models", "modules", "clusters", "jobs"]
 
@@ -34,12 +35,11 @@ def curves() -> tuple[str, ...]:
 @cache
 def aliases() -> dict[str, str]:
     """Short names of clusters: `h100` is `h100-sxm-80gb`."""
-    found = {}
-    for name in names("clusters"):
-        listed = node("clusters", name).entries.get("aliases")
-        for alias in listed.value if listed and isinstance(listed.value, list) else ():
-            found[str(alias.value)] = name
-    return found
+    return {
+        alias: name
+        for name in names("clusters")
+        for alias in read(tuple[str, ...], node("clusters", name)["aliases"])
+    }
 
 
 @cache
@@ -49,15 +49,11 @@ def node(kind: Kind, name: str) -> Node:
     return parse_yaml(read_text(path), file=f"catalog/{kind}/{name}.yaml")
 
 
-def find(kind: Kind, name: str, *, field: str, where: Node | None = None) -> Node:
-    """The root of a catalog file, by name or alias; else an error at `field` that proposes the nearest."""
+def find(kind: Kind, name: str, *, where: Node) -> Node:
+    """The root of a catalog file, by name or alias; else an error at `where` that proposes the nearest."""
     known = names(kind)
     short = aliases() if kind == "clusters" else {}
     full = short.get(name, name)
     if full in known:
         return node(kind, full)
-    hint = nearest(name, (*known, *short))
-    problem = f"is not in the catalog of {kind}"
-    if where is None:
-        raise UserError(field=field, value=name, problem=problem, hint=hint)
-    raise where.error(field, problem, hint, name)
+    raise where.error(f"is not in the catalog of {kind}", nearest(name, (*known, *short)), name)

@@ -9,17 +9,17 @@ from optimus.errors import UserError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.model import Encoder, Llm
-from optimus.job.typed import Places
+from optimus.job.nodes import Node
 
 RANK_AXES = ("dp", "pp", "cp", "tp")
 CHOICES_SHOWN = 6
 
 
-def check_layouts(job: Job, places: Places) -> None:
+def check_layouts(job: Job, root: Node) -> None:
     """Every stated layout can run; what is left out is not checked."""
     llm = job.model.llm
     for module in job.model.modules:
-        stated = Stated(job=job, places=places, module=module, choice=job.layout.of(module.name))
+        stated = Stated(job=job, root=root, module=module, choice=job.layout.of(module.name))
         stated.check()
         if module is not llm:
             stated.check_divides(job.layout.of(llm.name))
@@ -27,14 +27,14 @@ def check_layouts(job: Job, places: Places) -> None:
     pp = job.layout.of(llm.name).pp
     if most is not None and pp is not None and pp > most:
         problem, hint = f"is less than layout.llm.pp = {pp}", f"use {pp} or more, or a smaller pp"
-        raise places.error("layout.limits.max_pp", problem, hint, most)
+        raise root.at("layout.limits.max_pp").error(problem, hint, most)
     if job.today is not None:
-        Stated(job=job, places=places, module=llm, choice=job.today.llm, prefix="today.layout").check()
+        Stated(job=job, root=root, module=llm, choice=job.today.llm, prefix="today.layout").check()
         memory, peak = job.cluster.gpu.memory_bytes, job.today.measured_memory_bytes
         if peak is not None and peak > memory:
             problem = f"is more than cluster.gpu.memory_gb = {memory / 1e9:g}"
             field, hint = "today.measured.peak_memory_gb", "measure the peak of one GPU"
-            raise places.error(field, problem, hint, f"{peak / 1e9:g}")
+            raise root.at(field).error(problem, hint, f"{peak / 1e9:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Stated:
     """A layout as far as it is stated, and where it is stated."""
 
     job: Job
-    places: Places
+    root: Node
     module: Encoder | Llm
     choice: LayoutChoice
     prefix: str = "layout"
@@ -57,8 +57,8 @@ class Stated:
         return f"model.encoders[{self.job.model.encoders.index(self.module)}].stack"
 
     def error(self, axis: str, problem: str, hint: str) -> UserError:
-        return self.places.error(
-            self.field(axis), problem, hint, getattr(self.choice, axis) if axis else None
+        return self.root.at(self.field(axis)).error(
+            problem, hint, getattr(self.choice, axis) if axis else None
         )
 
     def check(self) -> None:
@@ -151,7 +151,7 @@ class Stated:
         sizes_field = "layout.limits.microbatch_sequences"
         if not fitting:
             problem = f"= {list(sizes)}: none divides the {share} sequences of a replica"
-            raise self.places.error(sizes_field, problem, f"use {choices(share, sizes[0])}")
+            raise self.root.at(sizes_field).error(problem, f"use {choices(share, sizes[0])}")
         pp, chunks = self.choice.pp, self.choice.chunks
         if chunks is not None and chunks > 1 and pp is not None and all(count % pp for count in fitting):
             problem = f"> 1 needs a multiple of pp = {pp} microbatches, not {one_of(fitting)}"

@@ -39,13 +39,13 @@ FLAT = ("qwen2_vl", "qwen2_5_vl")  # their language model may stand at the top o
 def read_hf_config(path: Path) -> Model:
     """The model of a released config.json; what the file leaves out is an error, not a class default."""
     config = load_config(path)
-    kind = config.word("model_type")
+    kind = config.read(str, "model_type")
     if kind in TEXT_TYPES and kind not in FAMILIES:
         hint = "write a job file with model: {encoders: ..., llm: ...}, or use a multimodal config.json"
-        raise config.error("model_type", "is a language model without an encoder", hint, kind)
+        raise config["model_type"].error("is a language model without an encoder", hint)
     if kind not in FAMILIES:
         hint = f"supported: {one_of(sorted(FAMILIES))}; or write dimensions by hand in a job file"
-        raise config.error("model_type", "is not a supported model", hint, kind)
+        raise config["model_type"].error("is not a supported model", hint)
     family = FAMILIES[kind]
     text = config if kind in FLAT and not config.has(family.text) else config.inner(family.text)
     llm = read_llm(text, config)

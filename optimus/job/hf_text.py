@@ -5,6 +5,7 @@ from __future__ import annotations
 from optimus.errors import one_of
 from optimus.job.hf_json import HfConfig
 from optimus.job.model import Attention, Experts, LatentAttention, Llm, Mlp, Stack
+from optimus.job.typed import Whole
 
 QKV_BIAS = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # by their architecture
 QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3_text")
@@ -15,10 +16,10 @@ TEXT_TYPES = ("llama", "mistral", "internlm2", *QKV_BIAS, *QK_NORM, *LATENT)
 
 def read_llm(text: HfConfig, tied: HfConfig) -> Llm:
     """The LLM of the object `text`; `tied` is the object that states tie_word_embeddings."""
-    kind = text.word("model_type")
+    kind = text.read(str, "model_type")
     if kind not in TEXT_TYPES:
         hint = f"supported: {one_of(sorted(TEXT_TYPES))}; or write dimensions by hand in a job file"
-        raise text.error("model_type", "is not a supported language model", hint, kind)
+        raise text["model_type"].error("is not a supported language model", hint)
     hidden = text.count("hidden_size")
     layers = text.count("num_hidden_layers")
     stack = Stack(
@@ -30,9 +31,9 @@ def read_llm(text: HfConfig, tied: HfConfig) -> Llm:
         ),
         experts=_experts(text, kind),
     )
-    if text.values.get("num_nextn_predict_layers"):
+    if text["num_nextn_predict_layers"].value:
         text.derived.append("multi-token-prediction layers are left out")
-    tied_flag = (text if text.has("tie_word_embeddings") else tied).flag("tie_word_embeddings")
+    tied_flag = (text if text.has("tie_word_embeddings") else tied).read(bool, "tie_word_embeddings")
     source = f"{text.file} ({kind})"
     return Llm(stack=stack, vocab=text.count("vocab_size"), tied=tied_flag, source=source)
 
@@ -40,8 +41,8 @@ def read_llm(text: HfConfig, tied: HfConfig) -> Llm:
 def _optional_flag(text: HfConfig, key: str, expected: bool) -> bool:
     """A flag that older files leave out because it did not exist: then false, and said so."""
     if text.has(key):
-        return text.flag(key)
-    return bool(text.derive(key, False, "left out")) if expected else False
+        return text.read(bool, key)
+    return text.derive(key, False, "left out") if expected else False
 
 
 def _head_dim(text: HfConfig, hidden: int, heads: int) -> int:
@@ -49,8 +50,8 @@ def _head_dim(text: HfConfig, hidden: int, heads: int) -> int:
         return text.count("head_dim")
     if hidden % heads:
         hint = "add head_dim to a copy of the file"
-        raise text.error("num_attention_heads", f"does not divide hidden_size = {hidden}", hint, heads)
-    return int(text.derive("head_dim", hidden // heads, "hidden_size / num_attention_heads"))
+        raise text["num_attention_heads"].error(f"does not divide hidden_size = {hidden}", hint)
+    return text.derive("head_dim", hidden // heads, "hidden_size / num_attention_heads")
 
 
 def _attention(text: HfConfig, kind: str, hidden: int, layers: int) -> Attention:
@@ -77,15 +78,15 @@ def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[i
     if kind == "gemma3_text":
         window = text.count("sliding_window")
         if text.has("layer_types"):
-            names = text.get("layer_types")
-            if isinstance(names, list) and len(names) == layers:
+            names = text.read(tuple[str, ...], "layer_types")
+            if len(names) == layers:
                 return window, tuple(i for i, name in enumerate(names) if name == "full_attention")
-            raise text.error("layer_types", f"does not name {layers} layers", "correct the file")
+            raise text["layer_types"].error(f"does not name {layers} layers", "correct the file")
         pattern = text.count("sliding_window_pattern")
         return window, tuple(i for i in range(min(layers, 10_000)) if (i + 1) % pattern == 0)
-    if text.values.get("use_sliding_window"):
+    if text["use_sliding_window"].value:
         hint = "write dimensions by hand in a job file (attention.window_tokens and full_layers)"
-        raise text.error("use_sliding_window", "is not supported", hint, "true")
+        raise text["use_sliding_window"].error("is not supported", hint)
     return None, ()
 
 
@@ -122,15 +123,14 @@ def _experts(text: HfConfig, kind: str) -> Experts | None:
             count=text.count("n_routed_experts"),
             active=text.count("num_experts_per_tok"),
             width=width,
-            shared_width=width * text.count("n_shared_experts", least=0),
-            leading_dense_layers=text.count("first_k_dense_replace", least=0),
+            shared_width=width * text.read(Whole, "n_shared_experts"),
+            leading_dense_layers=text.read(Whole, "first_k_dense_replace"),
         )
     return None
 
 
 def _only(text: HfConfig, key: str, value: object) -> None:
     """Mixtures with other patterns of dense layers are not modelled."""
-    found = text.values.get(key, value)
-    if found != value:
+    if key in text.node and text[key].value != value:
         hint = "write dimensions by hand in a job file (experts.leading_dense_layers)"
-        raise text.error(key, f"is not {value}, the only pattern supported", hint, found)
+        raise text[key].error(f"is not {value}, the only pattern supported", hint)

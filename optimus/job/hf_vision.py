@@ -7,6 +7,7 @@ from typing import Literal
 from optimus.errors import one_of
 from optimus.job.hf_json import HfConfig
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Projector, Stack
+from optimus.job.typed import Amount, Whole
 
 RGB = 3
 SIGLIP, CLIP = "siglip_vision_model", "clip_vision_model"
@@ -29,7 +30,7 @@ def _stack(
     """A bidirectional transformer whose head width is hidden / heads."""
     if hidden % heads:
         problem = f"is not a divisor of the hidden size {hidden}"
-        raise vision.error("num_heads", problem, "correct the file", heads)
+        raise vision["num_heads"].error(problem, "correct the file", heads)
     attention = Attention(
         heads=heads,
         kv_heads=heads,
@@ -49,7 +50,7 @@ def _channels(vision: HfConfig) -> int:
     for key in ("in_channels", "in_chans", "num_channels"):
         if vision.has(key):
             return vision.count(key)
-    return int(vision.derive("in_channels", RGB, "images are RGB"))
+    return vision.derive("in_channels", RGB, "images are RGB")
 
 
 def _qwen_encoder(
@@ -77,7 +78,7 @@ def qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
         hidden=hidden,
         layers=vision.count("depth"),
         heads=vision.count("num_heads"),
-        width=round(vision.number("mlp_ratio") * hidden),
+        width=round(vision.read(Amount, "mlp_ratio") * hidden),
     )
     return _qwen_encoder(vision, stack, llm, outputs=vision.count("hidden_size"))
 
@@ -95,7 +96,7 @@ def qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
         gated=True,
         norm="rmsnorm",
         window_tokens=max(1, side**2),
-        full_layers=vision.counts("fullatt_block_indexes"),
+        full_layers=vision.read(tuple[Whole, ...], "fullatt_block_indexes"),
     )
     return _qwen_encoder(vision, stack, llm, outputs=vision.count("out_hidden_size"))
 
@@ -116,7 +117,7 @@ def qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
         llm,
         outputs=vision.count("out_hidden_size"),
         positions=vision.count("num_position_embeddings"),
-        feeds=1 + len(vision.counts("deepstack_visual_indexes")),
+        feeds=1 + len(vision.read(tuple[Whole, ...], "deepstack_visual_indexes")),
     )
 
 
@@ -124,21 +125,19 @@ def internvl(config: HfConfig, llm: Llm) -> Encoder:
     """InternVL: InternViT, pixel shuffle, two linear layers."""
     vision = config.inner("vision_config")
     layers = vision.count("num_hidden_layers")
-    norm = vision.word("norm_type")
-    if norm not in ("rms_norm", "layer_norm"):
-        raise vision.error("norm_type", "is not known", "use rms_norm or layer_norm", norm)
+    norm = vision.read(Literal["rms_norm", "layer_norm"], "norm_type")
     stack = _stack(
         vision,
         hidden=vision.count("hidden_size"),
         layers=_layers_used(config, "select_layer", layers),
         heads=vision.count("num_attention_heads"),
         width=vision.count("intermediate_size"),
-        bias=vision.flag("qkv_bias"),
-        qk_norm=vision.flag("qk_normalization"),
+        bias=vision.read(bool, "qkv_bias"),
+        qk_norm=vision.read(bool, "qk_normalization"),
         norm="rmsnorm" if norm == "rms_norm" else "layernorm",
     )
     patch = vision.count("patch_size")
-    merge = round(1 / config.number("downsample_ratio") ** 2)
+    merge = round(1 / config.read(Amount, "downsample_ratio") ** 2)
     return Encoder(
         name="vision",
         stack=stack,
@@ -160,7 +159,7 @@ def kimi(config: HfConfig, llm: Llm) -> Encoder:
         width=vision.count("vt_intermediate_size"),
     )
     merge = 1
-    for side in vision.counts("merge_kernel_size"):
+    for side in vision.read(tuple[Whole, ...], "merge_kernel_size"):
         merge *= side
     outputs = vision.count("text_hidden_size")
     return Encoder(
@@ -190,10 +189,10 @@ def gemma3(config: HfConfig, llm: Llm) -> Encoder:
 
 def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encoder:
     vision = config.inner("vision_config")
-    kind = vision.word("model_type")
+    kind = vision.read(str, "model_type")
     if kind not in (SIGLIP, CLIP):
         hint = f"supported: {one_of((CLIP, SIGLIP))}; or write dimensions by hand in a job file"
-        raise vision.error("model_type", "is not a supported vision tower", hint, kind)
+        raise vision["model_type"].error("is not a supported vision tower", hint)
     layers = vision.count("num_hidden_layers")
     stack = _stack(
         vision,
@@ -215,8 +214,7 @@ def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encode
 
 def _layers_used(config: HfConfig, key: str, layers: int) -> int:
     """-1 is the output of the last layer, -2 of the one before it."""
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not -layers <= value <= -1:
-        problem = f"is not one of -{layers} to -1"
-        raise config.error(key, problem, "write dimensions by hand in a job file", value)
-    return layers + value + 1
+    layer = config.read(int, key)
+    if not -layers <= layer <= -1:
+        raise config[key].error(f"is not one of -{layers} to -1", "write dimensions by hand in a job file")
+    return layers + layer + 1

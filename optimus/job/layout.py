@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from optimus.errors import UserError, one_of
-from optimus.job.model import Count
+from optimus.job.typed import INT32, Count, Range
 
 Way = Literal["fill", "three-phase", "balanced", "fsdp", "separate-gpus"]
+Axis = Annotated[int, Range(least=1, most=INT32)]
 AXES = ("dp", "pp", "cp", "ep", "tp", "chunks")
 
 
@@ -17,12 +18,12 @@ AXES = ("dp", "pp", "cp", "ep", "tp", "chunks")
 class Layout:
     """dp x pp x cp x tp ranks; experts are spread over `ep` of the dp x cp x tp ranks of a stage."""
 
-    dp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    tp: int = 1
-    chunks: int = 1
+    dp: Axis = 1
+    pp: Axis = 1
+    cp: Axis = 1
+    ep: Axis = 1
+    tp: Axis = 1
+    chunks: Axis = 1
 
     @property
     def gpus(self) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
+
+from optimus.job.typed import Count, Whole
 
 Recompute = Literal["none", "selective", "full", "auto"]
 Modality = Literal["vision", "audio", "video"]
-Count = Annotated[int, "positive"]  # readers of files refuse less than 1
-Whole = Annotated[int, "not negative"]
 BF16_BYTES = 2
 FP32_BYTES = 4
 

@@ -14,13 +14,13 @@ from optimus.job.hf_config import read_hf_config
 from optimus.job.job import Job, Today, elsewhere
 from optimus.job.layout import Constraints, LayoutChoice, Limits, parse_layout
 from optimus.job.model import Model
-from optimus.job.read_cluster import cluster_node, read_cluster
-from optimus.job.read_model import catalog_model, read_model
+from optimus.job.nodes import NO_FILE, Node, load_yaml
+from optimus.job.read_cluster import expand_cluster, place_on, read_cluster
+from optimus.job.read_model import catalog_model, expand_modules, read_model
 from optimus.job.read_workload import default_workload, read_workload
 from optimus.job.run import Run
 from optimus.job.schema import JobFile, Placement, TodayBlock
-from optimus.job.typed import Places
-from optimus.job.yaml_nodes import Node, load_yaml
+from optimus.job.typed import read, refuse_unknown
 
 JOB_ENDINGS = (".yaml", ".yml")
 
@@ -52,12 +52,12 @@ def make_job(*, model: str | Path | Model, on: str | None, layouts: Iterable[str
         raise UserError(
             field="--on", problem=f"is missing: the model {found.name} needs a cluster", hint=hint
         )
-    places = Places()
-    cluster = read_cluster(places, cluster_node(on))
+    node = place_on(NO_FILE, on)
+    cluster = read_cluster(node)
     workload, notes = default_workload(found, cluster.gpus)
     layout = stated_on_top(Constraints(), layouts, found)
     job = Job(name=found.name, model=found, cluster=cluster, workload=workload, layout=layout, notes=notes)
-    check_job(job, places)
+    check_job(job, node.root)
     return job
 
 
@@ -66,12 +66,12 @@ def load_model(name_or_path: str | Path) -> Model:
     path = Path(name_or_path)
     if str(name_or_path) not in catalog.names("models") and _is_config(path):
         return read_hf_config(path / "config.json" if path.is_dir() else path)
-    return catalog_model(str(name_or_path), field="model")
+    return catalog_model(str(name_or_path))
 
 
 def load_cluster(on: str) -> Cluster:
     """`h100:512`: a catalog cluster by name or alias, and its GPUs."""
-    return read_cluster(Places(), cluster_node(on))
+    return read_cluster(place_on(NO_FILE, on))
 
 
 def load_job(path: str | Path, *, on: str | None = None, layouts: Iterable[str] = ()) -> Job:
@@ -103,19 +103,17 @@ def _is_config(path: Path) -> bool:
 
 
 def _assemble(root: Node, name: str, folder: Path, on: str | None, layouts: Iterable[str]) -> Job:
-    places = Places()
-    file = places.read(JobFile, root, "")
-    model = read_model(places, file.model, folder)
-    if on is None:
-        cluster = read_cluster(places, file.cluster, folder)
-    else:
-        cluster = read_cluster(places, cluster_node(on))
+    file = read(JobFile, root)
+    root = expand_modules(root, "model")
+    model = read_model(root["model"], folder)
+    root = (expand_cluster(root["cluster"], folder) if on is None else place_on(root, on)).root
+    cluster = read_cluster(root["cluster"])
     if file.workload is None:
         workload, notes = default_workload(model, cluster.gpus)
     else:
-        workload, notes = read_workload(places, file.workload, model, folder)
-    layout = _constraints(places, file.layout, model)
-    today = None if file.today is None else _today(places, file.today, model)
+        workload, notes = read_workload(root["workload"], model, folder)
+    layout = Constraints() if file.layout is None else _constraints(root["layout"], model)
+    today = None if file.today is None else _today(root["today"], file.today, model)
     if on is not None:
         layout, today = elsewhere(layout, today)
     job = Job(
@@ -128,44 +126,34 @@ def _assemble(root: Node, name: str, folder: Path, on: str | None, layouts: Iter
         run=Run(settings=file.run),
         notes=notes,
     )
-    check_job(job, places)
+    check_job(job, root)
     return job
 
 
-def _constraints(places: Places, node: Node | None, model: Model) -> Constraints:
-    if node is None:
-        return Constraints()
+def _constraints(node: Node, model: Model) -> Constraints:
     names = [module.name for module in model.modules]
-    blocks = places.read(dict[str, Node], node, "layout")
-    places.refuse_unknown(node, "layout", (*names, "limits"))
-    limits = Limits()
-    if "limits" in blocks:
-        limits = places.read(Limits, blocks["limits"], "layout.limits")
-    choices = {
-        name: places.read(LayoutChoice, blocks[name], f"layout.{name}") for name in names if name in blocks
-    }
+    read(dict[str, object], node)
+    refuse_unknown(node, (*names, "limits"))
+    limits = read(Limits, node["limits"]) if "limits" in node else Limits()
+    choices = {name: read(LayoutChoice, node[name]) for name in names if name in node}
     stated = {name: choice for name, choice in choices.items() if choice.stated()}
     return Constraints(modules=stated, limits=limits)
 
 
-def _today(places: Places, block: TodayBlock, model: Model) -> Today:
+def _today(node: Node, block: TodayBlock, model: Model) -> Today:
     llm, placement = LayoutChoice(), "stage0"
     if block.layout is not None:
-        blocks = places.read(dict[str, Node], block.layout, "today.layout")
-        places.refuse_unknown(block.layout, "today.layout", [module.name for module in model.modules])
-        if "llm" in blocks:
-            llm = places.read(LayoutChoice, blocks["llm"], "today.layout.llm")
-        placements = {
-            name: str(places.read_as(Placement, node, f"today.layout.{name}"))
-            for name, node in blocks.items()
-            if name != "llm"
-        }
-        for name, found in placements.items():
-            first = next(iter(placements))
-            if found != placements[first]:
-                problem = f"differs from today.layout.{first} = {placements[first]}"
-                raise places.error(f"today.layout.{name}", problem, "place all encoders alike", found)
-            placement = found
+        layout = node["layout"]
+        read(dict[str, object], layout)
+        refuse_unknown(layout, [module.name for module in model.modules])
+        if "llm" in layout:
+            llm = read(LayoutChoice, layout["llm"])
+        encoders = [name for name in layout.entries() if name != "llm"]
+        for name in encoders:
+            placement = str(read(Placement, layout[name]))
+            if placement != layout[encoders[0]].value:
+                problem = f"differs from {layout[encoders[0]].field} = {layout[encoders[0]].value}"
+                raise layout[name].error(problem, "place all encoders alike")
     measured = block.measured
     peak = measured.peak_memory_gb
     return Today(

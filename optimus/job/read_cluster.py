@@ -7,25 +7,28 @@ from pathlib import Path
 from optimus.errors import UserError
 from optimus.job import catalog
 from optimus.job.cluster import GB, Cluster, Gpu, Link
+from optimus.job.nodes import Node, Position, YamlMapping, argument, load_yaml, merged
 from optimus.job.schema import ClusterBlock, LinkBlock
-from optimus.job.typed import Places
-from optimus.job.yaml_nodes import Node, load_yaml, merged
+from optimus.job.typed import read
 
 ENDINGS = (".yaml", ".yml")  # of a cluster's own file
 
 
-def read_cluster(places: Places, node: Node, folder: Path = Path()) -> Cluster:
-    """The cluster of a job file in `folder`: what it states, over the file it uses if it uses one."""
-    use = node.entries.get("use")
-    if use is not None:
-        places.note("cluster.use", use)
-        name = use.value if isinstance(use.value, str) else str(use.value)
-        if name.endswith(ENDINGS):
-            base = load_yaml(folder / name)
-        else:
-            base = catalog.find("clusters", name, field="cluster.use", where=use).without("aliases")
-        node = merged(base, node.without("use"))
-    block = places.read(ClusterBlock, node, "cluster")
+def expand_cluster(node: Node, folder: Path = Path()) -> Node:
+    """The block `cluster:` over the file that its `use` names, a path below `folder` or a catalog name."""
+    if "use" not in node:
+        return node
+    name = str(node["use"].value)
+    if name.endswith(ENDINGS):
+        base = load_yaml(folder / name)
+    else:
+        base = catalog.find("clusters", name, where=node["use"]).without("aliases")
+    return node.replaced(merged(base.value, node.without("use").value))
+
+
+def read_cluster(node: Node) -> Cluster:
+    """The cluster of an expanded block `cluster:`."""
+    block = read(ClusterBlock, node)
     return Cluster(
         name=block.name,
         gpu=Gpu(
@@ -52,8 +55,8 @@ def _link(block: LinkBlock) -> Link:
     )
 
 
-def cluster_node(on: str) -> Node:
-    """`h100:512` (or `machine.yaml:2`) as the block a job file would hold."""
+def place_on(root: Node, on: str) -> Node:
+    """The block `cluster:` of a job file that is placed on `h100:512` or `machine.yaml:2`."""
     name, _, count = on.rpartition(":")
     if not (count.isascii() and count.isdigit() and 0 < len(count) < 10 and int(count) > 0):
         raise UserError(
@@ -63,7 +66,7 @@ def cluster_node(on: str) -> Node:
             hint="write for example --on h100:512",
         )
     if not name.endswith(ENDINGS):
-        catalog.find("clusters", name, field="--on")
-    entries: dict[str, str | int] = {"use": name, "gpus": int(count)}
-    nodes = {key: Node(value=value, file="--on", line=None) for key, value in entries.items()}
-    return Node(value=nodes, file="--on", line=None)
+        catalog.find("clusters", name, where=argument("--on", name))
+    position: Position = ("--on", None)
+    block = YamlMapping({"use": name, "gpus": int(count)}, {"use": position, "gpus": position})
+    return expand_cluster(root["cluster"].replaced(block, position))

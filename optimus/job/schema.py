@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from optimus.job.model import Count, Precision, Recompute
-from optimus.job.yaml_nodes import Node
+from optimus.job.model import Encoder, Llm, Precision, Recompute
+from optimus.job.typed import Amount, Count, NonNegative
 
-Amount = Annotated[float, "positive"]
-Rest = Annotated[float, "not negative"]
 Placement = Literal["stage0", "balanced", "three-phase", "separate-gpus", "fsdp"]
 
 
@@ -20,10 +18,10 @@ class JobFile:
     format: Literal["optimus.job/1"]
     name: str | None = None
     source: str = ""
-    model: Node
-    cluster: Node
-    workload: Node | None = None
-    layout: Node | None = None
+    model: object
+    cluster: object
+    workload: object = None
+    layout: object = None
     today: TodayBlock | None = None
     run: dict[str, Any] = field(default_factory=dict)
 
@@ -44,9 +42,9 @@ class ModelBlock:
     hf: str | None = None
     use: str | None = None
     name: str | None = None
-    encoders: tuple[Node, ...] | None = None
-    llm: Node | None = None
-    modules: Node | None = None
+    encoders: tuple[Encoder, ...] | None = None
+    llm: Llm | None = None
+    modules: dict[str, ModuleSwitches] = field(default_factory=dict)
     precision: Precision | None = None
     source: str = ""
 
@@ -57,8 +55,8 @@ class ModelFile:
 
     format: Literal["optimus.model/1"]
     name: str
-    encoders: tuple[Node, ...]
-    llm: Node
+    encoders: tuple[Encoder, ...]
+    llm: Llm
     source: str
     stated_parameters_b: Amount
     stated_active_b: Amount | None = None  # of the LLM
@@ -73,8 +71,8 @@ class ModuleFile:
 
     format: Literal["optimus.module/1"]
     name: str
-    encoder: Node | None = None
-    llm: Node | None = None
+    encoder: object = None
+    llm: object = None
     stated_parameters_b: Amount | None = None
     stated_source: str = ""
     stated_note: str = ""
@@ -98,7 +96,7 @@ class LinkBlock:
     """A link per GPU and direction in the units people use."""
 
     gb_per_s_per_gpu: Amount
-    latency_us: Rest
+    latency_us: NonNegative
     source: str = ""
 
 
@@ -112,7 +110,7 @@ class ClusterBlock:
     gpu: GpuBlock
     within_node: LinkBlock
     between_nodes: LinkBlock
-    reserve_gb_per_gpu: Rest
+    reserve_gb_per_gpu: NonNegative
     source: str = ""
 
 
@@ -139,5 +137,5 @@ class TodayBlock:
     """`today:` of a job file."""
 
     framework: str = ""
-    layout: Node | None = None
+    layout: object = None
     measured: Measured = field(default_factory=Measured)

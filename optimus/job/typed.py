@@ -1,166 +1,318 @@
-"""Turns YAML nodes into typed dataclasses and remembers on which line every field stands."""
+"""Reads typed dataclasses from nodes; a value that does not fit is an error with its file, line and field."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 import types
-from collections.abc import Callable
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import cache, partial
+from math import isfinite
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-from optimus.errors import UserError, nearest, one_of
-from optimus.job.yaml_nodes import Node
+from optimus.errors import nearest, one_of, show_value
+from optimus.job.nodes import Node
 
-MAX_COUNT = 1_000_000_000_000
+MAX_NUMBER = 1_000_000_000_000  # of a range without an upper end
+MAX_FLOAT = sys.float_info.max
+MAX_PLAIN_DEPTH = 20
+INT32, INT64 = 2**31 - 1, 2**63 - 1
 T = TypeVar("T")
-
-_RULES: dict[
-    str, tuple[Callable[[float], bool], str]
-] = {  # the words that Annotated[...] carries in the dataclasses
-    "positive": (lambda number: number > 0, "more than 0"),
-    "not negative": (lambda number: number >= 0, "0 or more"),
-    "share": (lambda number: 0 <= number <= 1, "from 0 to 1"),
-}
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
+Reader = Callable[[Any], Any]
 
 
-class Places:
-    """Where every field stands, so that later checks can point to file and line."""
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that an annotated field takes."""
 
-    def __init__(self) -> None:
-        self._nodes: dict[str, Node] = {}
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None  # exclusive
 
-    def note(self, field: str, node: Node) -> None:
-        self._nodes[field] = node
-
-    def find(self, field: str) -> Node | None:
-        """The place of a field, or of the nearest block around it."""
-        while field and field not in self._nodes:
-            field = field.rpartition("[" if field.endswith("]") else ".")[0]
-        return self._nodes.get(field)
-
-    def error(self, field: str, problem: str, hint: str, value: object = None) -> UserError:
-        node = self.find(field)
-        file, line = (None, None) if node is None else (node.file, node.line)
-        return UserError(field=field, value=value, problem=problem, hint=hint, file=file, line=line)
-
-    # Typed reading ---------------------------------------------------------------------
-
-    def read(self, kind: type[T], node: Node, field: str) -> T:
-        """`node` as a value of type `kind`; every field below is noted."""
-        return cast(T, self.read_as(kind, node, field))
-
-    def read_as(self, kind: Any, node: Node, field: str) -> Any:
-        self.note(field, node)
-        if kind is Node:
-            return node
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return self._dataclass(kind, node, field)
-        if kind is Any:
-            return self._plain(node, field)
-        origin, arguments = get_origin(kind), get_args(kind)
-        if origin is Annotated:
-            number = self._scalar(arguments[0], node, field, shown=kind)
-            holds, words = _RULES[arguments[1]]
-            if not holds(number):
-                raise node.error(field, f"is not {words}", f"use {describe(kind)}", node.value)
-            return number
-        if origin is Literal:
-            if node.value not in arguments or isinstance(node.value, bool):
-                raise self._refuse(kind, node, field)
-            return node.value
-        if origin in (Union, types.UnionType):
-            inner = next(argument for argument in arguments if argument is not type(None))
-            return None if node.value is None else self.read_as(inner, node, field)
-        if origin is tuple:
-            if not isinstance(node.value, list):
-                raise self._refuse(kind, node, field)
-            return tuple(
-                self.read_as(arguments[0], item, f"{field}[{i}]") for i, item in enumerate(node.value)
-            )
-        if origin is dict:
-            if not isinstance(node.value, dict):
-                raise self._refuse(kind, node, field)
-            return {
-                key: self.read_as(arguments[1], item, join(field, key)) for key, item in node.value.items()
-            }
-        return self._scalar(kind, node, field)
-
-    def _scalar(self, kind: Any, node: Node, field: str, *, shown: Any = None) -> Any:
-        value = node.value
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self._refuse(shown or kind, node, field)
-        if kind in (int, float) and abs(value) > MAX_COUNT:
-            raise node.error(field, f"is more than {MAX_COUNT:,}", "use a smaller number", value)
-        if kind is str and not value.isprintable():
-            raise node.error(field, "has unprintable characters", "use printable characters", repr(value))
-        return value
-
-    def _refuse(self, kind: Any, node: Node, field: str) -> UserError:
-        if node.value is None:
-            return node.error(field, "has no value", f"use {describe(kind)}")
-        shown = (
-            "a list" if isinstance(node.value, list) else "a mapping" if isinstance(node.value, dict) else ""
-        )
-        if shown:
-            return node.error(field, f"is {shown}, not {describe(kind)}", f"use {describe(kind)}")
-        value = str(node.value).lower() if isinstance(node.value, bool) else node.value
-        hint = f"use {describe(kind)}"
-        if get_origin(kind) is Literal and isinstance(node.value, str):
-            hint = nearest(node.value, [str(choice) for choice in get_args(kind)])
-        return node.error(field, f"is not {describe(kind)}", hint, value)
-
-    def _dataclass(self, kind: Any, node: Node, field: str) -> Any:
-        if not isinstance(node.value, dict):
-            raise self._refuse(kind, node, field)
-        known, hints = {f.name: f for f in dataclasses.fields(kind)}, type_hints(kind)
-        self.refuse_unknown(node, field, known)
-        given = {}
-        for name, part in known.items():
-            if name in node.value:
-                given[name] = self.read_as(hints[name], node.value[name], join(field, name))
-            elif part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING:
-                hint = f"add {name}: {describe(hints[name])}"
-                raise node.error(join(field, name), "is missing", hint)
-        return kind(**given)
-
-    def refuse_unknown(self, node: Node, field: str, known: Any) -> None:
-        """Every key of a mapping is one of `known`."""
-        for name, item in node.entries.items():
-            if name not in known:
-                shown = name if name.isprintable() else repr(name)
-                raise item.error(join(field, shown), "is not known here", nearest(name, known))
-
-    def _plain(self, node: Node, field: str) -> Any:
-        if isinstance(node.value, dict):
-            return {key: self._plain(item, join(field, key)) for key, item in node.value.items()}
-        if isinstance(node.value, list):
-            return [self._plain(item, f"{field}[{i}]") for i, item in enumerate(node.value)]
-        return node.value
+    def describe(self) -> str:
+        if self.most is not None:
+            return f"from {self.least} to {self.most}"
+        return f"{self.least} or more" if self.above is None else f"more than {self.above}"
 
 
-def join(field: str, name: str) -> str:
-    """`layout` and `llm` are `layout.llm`."""
-    return f"{field}.{name}" if field else name
+ROW = "row"  # annotates a dataclass that is written as a list: its fields in order
+Count = Annotated[int, Range(above=0)]
+Whole = Annotated[int, Range(least=0)]
+Amount = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(least=0)]
+Share = Annotated[float, Range(least=0, most=1)]
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+@overload
+def read(kind: type[T], node: Node, *, complete: bool = False) -> T: ...
+
+
+@overload
+def read(kind: Any, node: Node, *, complete: bool = False) -> Any: ...
+
+
+def read(kind: Any, node: Node, *, complete: bool = False) -> Any:
+    """The value of a node as `kind`: a dataclass, scalar, `Annotated` number, `Literal`, enum or container.
+
+    A field of type `object` is left as it is, for the caller to read; one of type `Any` takes plain data.
+    `complete`: dataclasses must have every field, also those that have defaults.
+    """
+    try:
+        return _reader(kind, complete)(node.value)
+    except _Mismatch as mismatch:
+        for step in mismatch.path:
+            node = node[step]
+        raise node.error(mismatch.problem, mismatch.hint, shown=mismatch.shown) from None
+
+
+def refuse_unknown(node: Node, known: Collection[str], problem: str = "is not known here") -> None:
+    """Raises an error at the first entry of a mapping that is not `known`."""
+    for name in node.entries():
+        if name not in known:
+            raise node[name].error(problem, nearest(name, known), shown=False)
+
+
+class _Mismatch(Exception):
+    """A value that does not fit its type, at `path` below the value being read."""
+
+    def __init__(self, problem: str, hint: str, *, path: tuple[str | int, ...] = (), shown: bool = True):
+        super().__init__(problem)
+        self.problem, self.hint, self.path, self.shown = problem, hint, path, shown
+
+    def below(self, step: str | int) -> _Mismatch:
+        """The same mismatch, seen from the container that has the value at `step`."""
+        self.path = (step, *self.path)
+        return self
 
 
 @cache
-def type_hints(kind: Any) -> dict[str, Any]:
-    """The resolved annotations of a dataclass."""
-    return get_type_hints(kind, include_extras=True)
+def _reader(kind: Any, complete: bool) -> Reader:
+    """The function that reads one kind of value; made once per kind, as plan files have many rows."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is object:
+        return lambda value: value
+    if kind is Any:
+        return _plain
+    if origin is Annotated and arguments[1] == ROW:
+        return _dataclass_reader(arguments[0], complete, row=kind)
+    if origin is Annotated:
+        return _number_reader(kind, arguments[0], arguments[1])
+    if kind in (int, float):
+        return _number_reader(kind, kind, Range())
+    if kind in (str, bool):
+        return _text if kind is str else _flag
+    if origin is Literal:
+        return _choice_reader(kind, {choice: choice for choice in arguments})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _choice_reader(kind, _words(kind))
+    if origin in (Union, types.UnionType):
+        inner = _reader(_not_none(arguments), complete)
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        return _tuple_reader(kind, arguments, complete)
+    if origin in (dict, Mapping):
+        return _mapping_reader(kind, *(_reader(argument, complete) for argument in arguments))
+    return _dataclass_reader(kind, complete)
+
+
+def _mismatch(kind: Any, value: Any) -> _Mismatch:
+    """The mismatch of a value of another type."""
+    wanted = describe(kind)
+    if value is None:
+        return _Mismatch("has no value", f"use {wanted}")
+    if isinstance(value, list | dict):
+        shape = "a list" if isinstance(value, list) else "a mapping"
+        return _Mismatch(f"is {shape}, not {wanted}", f"use {wanted}")
+    example = f", for example [{show_value(value)}]" if get_origin(kind) is tuple else ""
+    return _Mismatch(f"is not {wanted}", f"use {wanted}{example}")
+
+
+def _number_reader(kind: Any, number: type, allowed: Range) -> Reader:
+    types_allowed = (int,) if number is int else (int, float)
+    least = next((end for end in (allowed.least, allowed.above) if end is not None), -MAX_FLOAT)
+    limit = MAX_FLOAT if allowed == Range() else MAX_NUMBER
+    most = limit if allowed.most is None else allowed.most
+
+    def read_number(value: Any) -> Any:
+        if type(value) not in types_allowed:
+            raise _mismatch(kind, value)
+        if least <= value <= most and value != allowed.above:
+            return number(value)
+        if isinstance(value, float) and not isfinite(value):
+            raise _Mismatch("is not a finite number", "write a finite number")
+        if allowed.most is None and value > most:
+            raise _Mismatch(f"is more than {most:,}", "use a smaller number")
+        words = allowed.describe() if allowed.most is None else describe(kind)
+        raise _Mismatch(f"is not {words}", f"use {describe(kind)}")
+
+    return read_number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _mismatch(str, value)
+    if not value.isprintable():
+        raise _Mismatch("has unprintable characters", "use printable characters")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _mismatch(bool, value)
+    return value
+
+
+def _choice_reader(kind: Any, choices: Mapping[str, Any]) -> Reader:
+    def read_choice(value: Any) -> Any:
+        if not isinstance(value, str):
+            raise _mismatch(kind, value)
+        if value not in choices:
+            raise _Mismatch(f"is not {describe(kind)}", nearest(value, choices))
+        return choices[value]
+
+    return read_choice
+
+
+def _read_items(items: Iterable[tuple[Any, Reader, Any]]) -> dict[Any, Any]:
+    """Reads the values of a container, each given with its key or index and its reader."""
+    values, step = {}, ""
+    try:
+        for step, read_item, value in items:
+            values[step] = read_item(value)
+    except _Mismatch as mismatch:
+        raise mismatch.below(step) from None
+    return values
+
+
+def _tuple_reader(kind: Any, arguments: tuple[Any, ...], complete: bool) -> Reader:
+    """`tuple[X, ...]` takes a list of any length, `tuple[X, Y]` one of two items."""
+    readers = [_reader(argument, complete) for argument in arguments if argument is not ...]
+
+    def read_tuple(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise _mismatch(kind, value)
+        item_readers = readers if arguments[-1] is not ... else readers * len(value)
+        _check_length(value, len(item_readers), "items")
+        return tuple(_read_items(zip(range(len(value)), item_readers, value, strict=True)).values())
+
+    return read_tuple
+
+
+def _mapping_reader(kind: Any, read_key: Reader, read_value: Reader) -> Reader:
+    def read_mapping(value: Any) -> dict[Any, Any]:
+        if not isinstance(value, dict):
+            raise _mismatch(kind, value)
+        keys = []
+        for name in value:
+            try:
+                keys.append(read_key(name))
+            except _Mismatch as mismatch:
+                raise _Mismatch(mismatch.problem, mismatch.hint, path=(name,), shown=False) from None
+        items = _read_items((name, read_value, item) for name, item in value.items())
+        return dict(zip(keys, items.values(), strict=True))
+
+    return read_mapping
+
+
+def _dataclass_reader(kind: Any, complete: bool, row: Any = None) -> Reader:
+    """Reads a mapping, or a list with one item per field if the annotated type `row` is given."""
+    hints, fields = get_type_hints(kind, include_extras=True), dataclasses.fields(kind)
+    readers = {field.name: _reader(hints[field.name], complete) for field in fields}
+    required = [
+        field.name
+        for field in fields
+        if complete or (field.default is field.default_factory is dataclasses.MISSING)
+    ]
+
+    def read_dataclass(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _mismatch(kind, value)
+        for name in value:
+            if name not in readers:
+                hint = nearest(name, readers)
+                raise _Mismatch("is not known here", hint, path=(name,), shown=False)
+        for name in required:
+            if name not in value:
+                raise _Mismatch("is missing", f"add {name}: {describe(hints[name])}", path=(name,))
+        return kind(**_read_items((name, readers[name], item) for name, item in value.items()))
+
+    def read_row(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise _mismatch(row, value)
+        _check_length(value, len(readers), "columns")
+        items = _read_items(zip(range(len(value)), readers.values(), value, strict=True))
+        return kind(**dict(zip(readers, items.values(), strict=True)))
+
+    return read_dataclass if row is None else read_row
+
+
+def _check_length(value: Sequence[Any], length: int, unit: str) -> None:
+    if len(value) != length:
+        raise _Mismatch(f"has {len(value):,} {unit}, not {length:,}", f"give {length:,} {unit}")
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A copy of plain data that can be written again: finite numbers, whole characters, few levels."""
+    if depth > MAX_PLAIN_DEPTH:
+        raise _Mismatch(f"is nested more than {MAX_PLAIN_DEPTH} deep", "make it flatter")
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        inner = partial(_plain, depth=depth + 1)
+        copies = _read_items((_plain(step), inner, item) for step, item in items)
+        return copies if isinstance(value, dict) else list(copies.values())
+    if (
+        isinstance(value, str)
+        and not value.isascii()
+        and any("\ud800" <= letter <= "\udfff" for letter in value)
+    ):
+        raise _Mismatch("has half a character", "write it as UTF-8")
+    if isinstance(value, float) and not isfinite(value):
+        raise _Mismatch("is not a finite number", "write a finite number")
+    if isinstance(value, int) and abs(value) > INT64:
+        raise _Mismatch(f"is more than {INT64}", "use a smaller number")
+    return value
+
+
+# ---------------------------------------------------------------------------- types in words
 
 
 def describe(kind: Any) -> str:
-    """What a field takes, in words."""
+    """What a field takes: `a whole number, more than 0`."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated and arguments[1] == ROW:
+        return "a list"
     if origin is Annotated:
-        return f"{describe(arguments[0])}, {_RULES[arguments[1]][1]}"
+        comma = "," if arguments[1].most is None else ""
+        return f"{describe(arguments[0])}{comma} {arguments[1].describe()}"
     if origin is Literal:
         return one_of(arguments)
     if origin in (Union, types.UnionType):
-        return describe(next(argument for argument in arguments if argument is not type(None)))
+        return describe(_not_none(arguments))
     if origin is tuple:
-        return "a list"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(kind, "a mapping")
+        item = describe(arguments[0]).removeprefix("a ")
+        return (
+            f"a list of {item.partition(',')[0]}s"
+            if item.startswith(("whole number", "number"))
+            else "a list"
+        )
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"a known {_CAPITAL.sub(' ', kind.__name__).lower()}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
+        kind, "a mapping"
+    )
+
+
+def _not_none(arguments: tuple[Any, ...]) -> Any:
+    return next(argument for argument in arguments if argument is not type(None))
+
+
+def _words(kind: type[Enum]) -> dict[str, Enum]:
+    """The members of an enum as files name them: by `word` where it has one, else in small letters."""
+    return {getattr(member, "word", member.name.lower()): member for member in kind}

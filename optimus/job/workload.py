@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Annotated
 
-from optimus.job.model import Count
+from optimus.job.typed import Amount, Count, Share
 
 DRAWS = 256  # sequences that stand for a distribution given by percentiles
 DEFAULT_ITEM_TOKENS = 1024  # LLM tokens of one image or clip when only totals are given
@@ -98,10 +97,10 @@ def deal(sizes: list[int], bins: int) -> tuple[list[int], list[int]]:
 class TokenPercentiles:
     """LLM tokens per sequence of one encoder, log-normal through p50 and p95, cut at `max`."""
 
-    p50: Annotated[float, "positive"]
-    p95: Annotated[float, "positive"]
-    max: Annotated[float, "positive"]
-    text_only_share: Annotated[float, "share"] = 0.0
+    p50: Amount
+    p95: Amount
+    max: Amount
+    text_only_share: Share = 0.0
     item: Count = DEFAULT_ITEM_TOKENS
 
     def draws(self) -> list[int]:

@@ -13,7 +13,6 @@ from optimus.ir.ranks import LLM
 from optimus.job.checks import check_job
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutChoice
-from optimus.job.typed import Places
 from optimus.planner.planning import Planned, make_plan
 
 PROGRESS_STEPS = 100  # per point of the sweep
@@ -140,7 +139,7 @@ def _point(value: int, job: Job, plan: Callable[[], Planned]) -> SweepPoint:
     tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
     point = SweepPoint(value=value, gpus=job.cluster.gpus, tokens=tokens)
     try:
-        check_job(job, Places())
+        check_job(job)
         return replace(point, plan=_figures(plan()))
     except UserError as error:
         if error.field.startswith("--"):

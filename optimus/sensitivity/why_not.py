@@ -19,7 +19,6 @@ from optimus.job.checks import check_job
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, Layout, LayoutChoice, parse_layout
 from optimus.job.read import stated_on_top
-from optimus.job.typed import Places
 from optimus.planner.planning import Planned, make_plan
 from optimus.planner.replaying import Replayed, replay_llm_alone, replay_plan
 from optimus.sensitivity.time_breakdown import break_down, describe_difference, differences
@@ -191,7 +190,7 @@ class _Explainer:
     def if_invalid(self) -> Reason | None:
         """Returns the reason if model, GPUs or batch are not divisible by the layout."""
         try:
-            check_job(self.job, Places())
+            check_job(self.job)
         except UserError as error:
             return self._invalid(error)
         return None

@@ -1,7 +1,8 @@
-"""YAML in, typed dataclasses out: strict, with lines, and never more than plain data."""
+"""YAML or JSON in, typed dataclasses out: strict, with lines, and never more than plain data."""
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +14,14 @@ from hypothesis import strategies as st
 from machine import allowed_s
 
 from optimus.errors import UserError
-from optimus.job.typed import Places, describe
-from optimus.job.yaml_nodes import MAX_BYTES, load_yaml, merged, parse_yaml
+from optimus.job.nodes import MAX_BYTES, Node, load_yaml, merged, parse_json, parse_yaml
+from optimus.job.typed import ROW, Count, Range, Share, describe, read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    count: Annotated[int, "positive"]
-    share: Annotated[float, "share"] = 0.5
+    count: Count
+    share: Share = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +37,18 @@ class Outer:
     anything: Any = None
 
 
-def read(text: str) -> Outer:
-    return Places().read(Outer, parse_yaml(text, file="x.yaml"), "")
+def outer(text: str) -> Outer:
+    return read(Outer, parse_yaml(text, file="x.yaml"))
 
 
 def refused(text: str) -> UserError:
     with pytest.raises(UserError) as caught:
-        read(text)
+        outer(text)
     return caught.value
 
 
 def test_every_kind_of_field_is_read() -> None:
-    found = read(
+    found = outer(
         "name: n\nkind: b\nflag: true\nrate: 2\nmaybe: null\ninner: {count: 3}\n"
         "many: [{count: 1}, {count: 2, share: 0}]\nby_name: {x: {count: 9}}\nanything: {a: [1, two, 3.5]}\n"
     )
@@ -82,7 +83,7 @@ def test_every_kind_of_field_is_read() -> None:
     ],
 )
 def test_plain_words_follow_yaml_1_2(text: str, value: object) -> None:
-    assert read(f"name: n\nanything: {text}\n").anything == value
+    assert outer(f"name: n\nanything: {text}\n").anything == value
 
 
 @pytest.mark.parametrize(
@@ -112,30 +113,29 @@ def test_what_does_not_fit_is_refused_at_its_line(text: str, field_: str, line: 
 
 
 def test_later_checks_find_the_line_of_a_field_or_of_the_block_around_it() -> None:
-    places = Places()
-    places.read(Outer, parse_yaml("name: n\nmany:\n  - count: 1\n  - count: 2\n", file="x.yaml"), "")
-    assert places.error("many[1].count", "is odd", "use 4", 2).line == 4
-    assert places.error("many[1].share", "is odd", "use 1").line == 4
-    assert places.error("many[7]", "is odd", "use 1").line == 2
-    assert places.error("unheard.of", "is odd", "use 1").file == "x.yaml"
+    root = parse_yaml("name: n\nmany:\n  - count: 1\n  - count: 2\n", file="x.yaml")
+    assert root.at("many[1].count").error("is odd", "use 4", 2).line == 4
+    assert root.at("many[1].share").error("is odd", "use 1").line == 4
+    assert root.at("many[7]").error("is odd", "use 1").line == 2
+    assert root.at("unheard.of").error("is odd", "use 1").file == "x.yaml"
 
 
 def test_merging_keeps_what_is_not_stated_and_points_to_the_file_that_states() -> None:
     base = parse_yaml("name: base\ninner: {count: 1, share: 0.2}\n", file="base.yaml")
     over = parse_yaml("inner: {count: -5}\n", file="over.yaml")
-    both = merged(base, over)
+    both = over.replaced(merged(base.value, over.value))
     with pytest.raises(UserError) as caught:
-        Places().read(Outer, both, "")
+        read(Outer, both)
     assert caught.value.file == "over.yaml"
-    share = both.entries["inner"].entries["share"]
-    assert (share.value, share.file) == (0.2, "base.yaml")
+    share = both["inner"]["share"]
+    assert share.value == 0.2 and share.error("is odd", "use 1").file == "base.yaml"
 
 
 def test_aliases_are_shared_and_point_to_where_they_are_used() -> None:
     node = parse_yaml("name: n\ninner: &i {count: 2}\nmany: [*i, *i]\nby_name:\n  x: *i\n", file="x.yaml")
-    found = Places().read(Outer, node, "")
+    found = read(Outer, node)
     assert found.many == (Inner(count=2), Inner(count=2))
-    assert node.entries["by_name"].entries["x"].line == 5
+    assert node.at("by_name.x").error("is odd", "use 1").line == 5
 
 
 def test_alias_bombs_cost_nothing() -> None:
@@ -169,8 +169,90 @@ def test_a_full_mebibyte_is_read_in_time(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("run:\n" + "".join(f"  k{n}: {n}\n" for n in range(65_000)), encoding="utf-8")
     begin = time.perf_counter()
-    assert len(load_yaml(path).entries["run"].entries) == 65_000
+    assert len(load_yaml(path)["run"].value) == 65_000
     assert time.perf_counter() - begin < allowed_s(10)
+
+
+# JSON ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    name: str
+    size: Annotated[int, Range(least=0, most=9)] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    rows: tuple[Annotated[Cell, ROW], ...]
+    pairs: tuple[tuple[str, int], ...] = ()
+    left: object = None
+
+
+def table(text: str, **options: Any) -> Table:
+    return read(Table, parse_json(text, file="x.json", line=7, hint="write JSON"), **options)
+
+
+def test_rows_are_lists_with_an_item_per_field() -> None:
+    assert table(
+        '{"rows": [["a", 3]], "pairs": [["b", 1]], "left": {"c": NULL}}'.replace("NULL", "null")
+    ) == (Table(rows=(Cell(name="a", size=3),), pairs=(("b", 1),), left={"c": None}))
+
+
+@pytest.mark.parametrize(
+    ("text", "field_", "line", "problem"),
+    [
+        ('{"rows": [["a"]]}', "rows[0]", 7, "has 1 columns, not 2"),
+        ('{"rows": [["a", 1],\n["b", 10]]}', "rows[1][1]", 8, "is not a whole number from 0 to 9"),
+        ('{"rows": [\n\n["a", 1.0]]}', "rows[0][1]", 9, "is not a whole number from 0 to 9"),
+        ('{"rows": [],\n "pairs": [["\\"}", 1],\n["b"]]}', "pairs[1]", 9, "has 1 items, not 2"),
+        ('{"left": {"rows": 1},\n\n"row": []}', "row", 9, "is not known here"),
+        ('{"left": {"rows": 1},\n\n"pairs": []}', "rows", 7, "is missing"),
+        ('{"rows": [],\n"rows": []}', "rows", None, "is given twice"),
+        ('{"rows": [],\n,}', "JSON", 8, "is not valid: Expecting property name enclosed in double quotes"),
+        ('{"rows": [["a", NaN]]}', "JSON", None, "has NaN, which is not a finite number"),
+        ("[" * 100_000, "JSON", None, "is nested too deeply, or has too long a number"),
+        ("[]", "JSON", 7, "is not an object"),
+    ],
+)
+def test_json_is_refused_at_its_line(text: str, field_: str, line: int | None, problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        table(text)
+    error = caught.value
+    assert (error.file, error.field, error.line, error.problem) == ("x.json", field_, line, problem)
+
+
+def test_complete_documents_have_every_field() -> None:
+    assert table('{"rows": []}').pairs == ()
+    with pytest.raises(UserError, match=r"pairs is missing\nhint: add pairs: a list"):
+        table('{"rows": []}', complete=True)
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
+
+
+@given(VALUES)
+def test_every_value_of_a_json_document_is_found_on_its_line(value: object) -> None:
+    """Written with one value per line, values are found in the order of their lines."""
+    text = json.dumps({"root": value}, indent=1)
+    lines = text.split("\n")
+
+    def check(node: Node, above: int) -> int:
+        line = node.error("is odd", "use 1").line
+        assert line is not None and line > above
+        if isinstance(node.path[-1], str):
+            assert lines[line - 1].strip().startswith(json.dumps(node.path[-1]))
+        steps = range(len(node.value)) if isinstance(node.value, list) else node.entries()
+        for step in steps:
+            line = check(node[step], line)
+        return line
+
+    check(parse_json(text, file="x.json", hint="")["root"], above=1)
+
+
+# Fuzz ----------------------------------------------------------------------------------
 
 
 @given(st.text(max_size=200))
@@ -184,7 +266,9 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 def test_kinds_are_described_in_words() -> None:
-    assert describe(Annotated[int, "positive"]) == "a whole number, more than 0"
+    assert describe(Count) == "a whole number, more than 0"
     assert describe(Literal["a", "b"]) == "a or b"
     assert describe(int | None) == "a whole number"
     assert describe(Inner) == "a mapping"
+    assert describe(tuple[Count, ...]) == "a list of whole numbers"
+    assert describe(Share) == "a number from 0 to 1"
