@@ -1,13 +1,14 @@
-"""A c10d backend with links of a given speed, so that every engine on torch meets the same network.
+"""A c10d backend with links of a given speed, and ranks that run on it.
 
-gloo carries the bytes; a transfer is over when the link says so, in ideal time (see pacing.py). A message
-brings its ideal arrival along. A collective starts, in ideal time, when its last member has launched it, and
-is over on all of them when it is where it takes longest.
-As in plans, a send does not wait for the receive; whoever waits for a send waits until it has arrived.
+gloo carries the bytes; a transfer ends, in ideal time (see paced_clock.py), when its link says so. A message
+carries its ideal arrival. A collective starts when its last member has launched it, and ends on all members
+when it does on the slowest. As in plans, a send does not wait for its receive; waiting for a send waits until
+the message has arrived.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,19 +20,18 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks.pacing import Link, PacedClock
+from benchmarks.paced_clock import PacedClock, PacedLink
+from benchmarks.ranks import Report, run_processes
 from optimus.engine.torch_private import PythonGroup, PythonWork, loopback_device, make_gloo_backend
 
 _HEADER_BYTES = 8  # one float64: when the message arrives
 
 
 class PacedNetwork:
-    """All links of one rank, its clock, and the lanes that groups share; `tell` reaches who started it."""
+    """Links of one rank, its clock, and the lanes that groups share; `report` sends to the parent process."""
 
-    def __init__(
-        self, clock: PacedClock, link: Link, *, tell: Callable[[Any], None] = lambda told: None
-    ) -> None:
-        self.clock, self.link, self.tell = clock, link, tell
+    def __init__(self, clock: PacedClock, link: PacedLink, *, report: Report = lambda message: None) -> None:
+        self.clock, self.link, self.report = clock, link, report
         self.sends_free_s: dict[object, float] = {}
         self._lanes: dict[object, _Lane] = {}
         self._groups: list[PacedGroup] = []
@@ -41,7 +41,7 @@ class PacedNetwork:
         return loopback_device()
 
     def register(self, name: str = "paced") -> None:
-        """Makes `backend=name` mean these links; `pg_options=Link(...)` gives one group a link of its own."""
+        """Registers the backend `name`; `pg_options=PacedLink(...)` gives a group its own link."""
         dist.Backend.register_backend(name, self._make_group, extended_api=True, devices=["cpu"])
 
     def lane(self, key: object) -> _Lane:
@@ -50,7 +50,7 @@ class PacedNetwork:
         return self._lanes[key]
 
     def close(self) -> None:
-        """Waits for everything that was launched, and ends the threads of all lanes."""
+        """Waits for all launched transfers, and ends the threads of all lanes."""
         for group in self._groups:
             group.shutdown()
         for lane in self._lanes.values():
@@ -58,44 +58,46 @@ class PacedNetwork:
         self._groups.clear()
         self._lanes.clear()
 
-    def _make_group(self, options: Any, link: Link | None) -> PacedGroup:
+    def _make_group(self, options: Any, link: PacedLink | None) -> PacedGroup:
         rank, size = options.group_rank, options.group_size
-        made = partial(make_gloo_backend, self._device, options.store, rank, size, options.timeout)
-        group = PacedGroup(rank, size, made, self, link or self.link)
+        make_carrier = partial(make_gloo_backend, self._device, options.store, rank, size, options.timeout)
+        group = PacedGroup(rank, size, make_carrier, self, link or self.link)
         self._groups.append(group)
         return group
 
 
 class _Lane:
-    """Plays collectives one after the other, in the order in which this rank launched them."""
+    """Runs collectives in the order in which this rank launched them."""
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paced-lane")
-        self.free_s = 0.0  # ideal; touched by the thread only
+        self.free_s = 0.0  # ideal; used by the thread only
 
 
 class PacedWork(PythonWork):
-    """A transfer. What it brings may be read after `wait`, which moves the rank's clock to its end."""
+    """A transfer. Its data may be read after `wait`, which advances the rank's clock to its end."""
 
-    def __init__(self, clock: PacedClock, is_here: Callable[[], bool], end_s: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: PacedClock, has_arrived: Callable[[], bool], end_s: Callable[[], float]
+    ) -> None:
         super().__init__()
-        self._clock, self._is_here, self._find_end_s = clock, is_here, end_s
+        self._clock, self._has_arrived, self._find_end_s = clock, has_arrived, end_s
         self._end_s: float | None = None
 
     def end_s(self) -> float:
-        """Ideal time at which it is over; blocks until that is known."""
+        """Returns the ideal time of its end; blocks until that is known."""
         if self._end_s is None:
             self._end_s = self._find_end_s()
         return self._end_s
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._clock.reach(self.end_s())
+        self._clock.wait_until(self.end_s())
         return True
 
     def is_completed(self) -> bool:
-        if self._end_s is None and not self._is_here():
+        if self._end_s is None and not self._has_arrived():
             return False
-        return self._clock.is_over(self.end_s())
+        return self._clock.has_passed(self.end_s())
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -108,14 +110,14 @@ class PacedGroup(PythonGroup):
     """A process group whose transfers take the time of its link."""
 
     def __init__(
-        self, rank: int, size: int, make_carrier: Callable[[], Any], network: PacedNetwork, link: Link
+        self, rank: int, size: int, make_carrier: Callable[[], Any], network: PacedNetwork, link: PacedLink
     ) -> None:
         super().__init__(rank, size)
         self._make_carrier, self._network, self._link, self._size = make_carrier, network, link, size
-        if size > 1:  # a carrier costs threads, and groups of one rank are many and hardly used
+        if size > 1:  # a carrier costs threads, and most groups of one rank are never used
             self._carrier.rank()
         self._name, self._description = "", ""
-        self._on_its_way: deque[tuple[Any, Tensor]] = deque()
+        self._in_flight: deque[tuple[Any, Tensor]] = deque()
 
     @cached_property
     def _carrier(self) -> Any:
@@ -137,18 +139,18 @@ class PacedGroup(PythonGroup):
         self._description = description
 
     def shutdown(self) -> None:
-        """Waits for what was sent."""
-        while self._on_its_way:
-            self._on_its_way.popleft()[0].wait()
+        """Waits for all sends."""
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()
 
     # ------------------------------------------------------------------ messages
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> PacedWork:
-        """A copy leaves at once; in ideal time, when those before it are through."""
+        """Sends a copy at once; its ideal start follows the end of earlier sends."""
         (tensor,) = tensors
         network, link = self._network, self._link
-        while self._on_its_way and self._on_its_way[0][0].is_completed():
-            self._on_its_way.popleft()[0].wait()  # raises if it failed
+        while self._in_flight and self._in_flight[0][0].is_completed():
+            self._in_flight.popleft()[0].wait()  # raises if it failed
         key = link.lane or (self, to)
         start_s = max(network.clock.ideal_s, network.sends_free_s.get(key, 0.0))
         end_s = start_s + link.message_s(tensor)
@@ -156,7 +158,7 @@ class PacedGroup(PythonGroup):
         packed = torch.empty(_HEADER_BYTES + tensor.nbytes, dtype=torch.uint8)
         packed[:_HEADER_BYTES].view(torch.float64)[0] = end_s
         packed[_HEADER_BYTES:].copy_(_bytes_of(tensor.detach().contiguous()))
-        self._on_its_way.append((self._carrier.send([packed], to, tag), packed))
+        self._in_flight.append((self._carrier.send([packed], to, tag), packed))
         return PacedWork(network.clock, lambda: True, lambda: end_s)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> PacedWork:
@@ -204,18 +206,18 @@ class PacedGroup(PythonGroup):
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> PacedWork:
         duration_s = self._link.collective_s([part for parts in inputs for part in parts], ranks=self._size)
-        given = () if opts is None else (opts,)
-        return self._collective(duration_s, lambda: [self._carrier.reduce_scatter(outputs, inputs, *given)])
+        options = () if opts is None else (opts,)
+        return self._collective(duration_s, lambda: [self._carrier.reduce_scatter(outputs, inputs, *options)])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> PacedWork:
         duration_s = self._link.collective_s(inputs, ranks=self._size)
-        given = () if opts is None else (opts,)
+        options = () if opts is None else (opts,)
         pairs = list(zip(outputs, inputs, strict=True))
         return self._collective(
             duration_s,
-            lambda: [self._carrier._reduce_scatter_base(part, whole, *given) for part, whole in pairs],
+            lambda: [self._carrier._reduce_scatter_base(part, whole, *options) for part, whole in pairs],
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PacedWork:
@@ -255,22 +257,77 @@ class PacedGroup(PythonGroup):
     alltoall_base = all_to_all_single
 
     def _collective(self, duration_s: float, carry: Callable[[], Sequence[Any]]) -> PacedWork:
-        """Runs on the lane's thread, after those launched before; gloo matches calls by their order."""
+        """Runs on the lane's thread, after earlier ones; gloo matches calls by their order."""
         clock, lane = self._network.clock, self._network.lane(self._link.lane or self)
         launched_s = clock.ideal_s
 
-        def play() -> float:
-            told = torch.tensor([max(launched_s, lane.free_s), duration_s], dtype=torch.float64)
-            carried = [self._carrier.allreduce([told], dist.ReduceOp.MAX), *carry()]
+        def run() -> float:
+            times = torch.tensor([max(launched_s, lane.free_s), duration_s], dtype=torch.float64)
+            carried = [self._carrier.allreduce([times], dist.ReduceOp.MAX), *carry()]
             for work in carried:
                 work.wait()
-            lane.free_s = float(told.sum())
+            lane.free_s = float(times.sum())
             return lane.free_s
 
-        played: Future[float] = lane.thread.submit(play)
-        return PacedWork(clock, played.done, played.result)
+        end: Future[float] = lane.thread.submit(run)
+        return PacedWork(clock, end.done, end.result)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The same memory as bytes; a number becomes a row first."""
+    """Returns a view of the same memory as bytes."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+_PRELOADED = [
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "benchmarks.paced",
+]  # by the fork server
+
+
+def run_paced_ranks(
+    function: Callable[..., Any],
+    world: int,
+    link: PacedLink,
+    *args: Any,
+    time_scale: float = 1.0,
+    timeout_s: float = 60.0,
+    on_report: Report = lambda message: None,
+) -> list[Any]:
+    """Returns what `function(rank, network, *args)` returns on every rank; the default group is paced.
+
+    Messages that a rank passes to `network.report` reach `on_report`. With `time_scale`, a second of a rank
+    takes so many of the host's.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    rank_args = (function, link, time_scale, timeout_s, args)
+    return run_processes(context, _rank_main, world, *rank_args, timeout_s=timeout_s, on_report=on_report)
+
+
+def _rank_main(
+    rank: int,
+    world: int,
+    store: str,
+    report: Report,
+    function: Callable[..., Any],
+    link: PacedLink,
+    time_scale: float,
+    timeout_s: float,
+    args: tuple[Any, ...],
+) -> Any:
+    torch.set_num_threads(1)
+    network = PacedNetwork(PacedClock(time_scale=time_scale), link, report=report)
+    network.register()
+    dist.init_process_group(
+        "paced",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    result = function(rank, network, *args)
+    dist.barrier()
+    network.close()
+    dist.destroy_process_group()
+    return result

@@ -1,7 +1,7 @@
-"""A job of given times for paced ranks: what the planner is told, and how torch's schedules cut the model.
+"""The job of paced ranks with given durations: its plan, and the cuts of torch's schedules.
 
 The LLM has 4 layers per rank of 10 ms forward, the encoder 3 per rank of 6.7 ms, half of the LLM's work; a
-backward takes twice as long, half of that for weight gradients. So that host overhead hides, no op is shorter
+backward takes twice as long, half of that for weight gradients. To hide host overhead, no op is shorter
 than 20 ms: an LLM chunk is 2 layers or more, and encoder layers run as blocks on a part of a microbatch.
 With replicas, parameters are sharded over them, and gathers and reduces take a tenth of a step or more.
 """
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.paced_torch import TorchPipeline
-from benchmarks.pacing import Link
-from benchmarks.torch_cuts import Cuts, balanced
+from benchmarks.paced_clock import PacedLink
+from benchmarks.paced_torch import CutSearch, PacedTorchVariant, Programs, TorchPipeline, balanced_cuts
 from optimus.errors import UserError, one_of
 from optimus.ir.module_times import EncoderBlocks, Seconds
 from optimus.ir.plan import Plan
@@ -29,55 +28,33 @@ ENCODER = "vision"
 LLM_LAYERS, ENCODER_LAYERS = 4, 3  # per rank
 LAYER_S = 0.010
 ENCODER_LAYER_S = LAYER_S * LLM_LAYERS / ENCODER_LAYERS / 2
-SHORTEST_S = 0.020
+MIN_OP_S = 0.020
 CHUNKS = 2  # per rank, where there is a choice
 ROWS, WIDTH = 4, 4  # of the tensor that stands for an activation
-WHOLE_STEP = 3  # forward, and a backward twice as long
+STEP_OVER_FORWARD = 3  # forward, and a backward twice as long
 SIZES = (4, 8, 16, 32, 64)
 
 # An activation stands for 4096 tokens of width 2048 in bf16, on a link of 16.8 GB/s: 2 ms with latency. All
 # sends of a rank follow each other, as in plans, and so do all its collectives.
-LINK = Link(latency_s=0.001, bandwidth_bytes_per_s=2.0**24 * 1000, bytes_scale=2.0**18, lane="p2p")
-BUCKET_SCALE = 64.0  # with replicas, a matrix of parameters stands for so many times an activation
+LINK = PacedLink(latency_s=0.001, bandwidth_bytes_per_s=2.0**24 * 1000, bytes_scale=2.0**18, lane="p2p")
+BUCKET_SCALE = 64.0  # bytes of a parameter over those of an activation, with replicas
 
 
-def _bytes_meant(tensor: Any) -> float:
-    """Activations are rows; what is flat are parameters, or gradients, that travel together."""
+def _scaled_bytes(tensor: Any) -> float:
+    """Scales flat tensors, which are parameters or gradients; activations are rows."""
     return float(tensor.nbytes) * (BUCKET_SCALE if tensor.dim() == 1 else 1.0)
 
 
-LINK_OF_REPLICAS = replace(LINK, size_of=_bytes_meant)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchVariant:
-    """A schedule of torch and the mean forward seconds of its virtual stages."""
-
-    pipeline: TorchPipeline
-    forward_s: tuple[float, ...]
-
-    def mean_s(self, kind: str, stage: int) -> float:
-        return self.forward_s[stage] * (2 if kind == "B" else 1)
-
-    @property
-    def least_s(self) -> float:
-        """What the longest rank computes; no step is shorter."""
-        ranks = len(self.forward_s) // self.pipeline.chunks
-        return max(
-            self.pipeline.num_microbatches
-            * WHOLE_STEP
-            * sum(self.forward_s[stage] for stage in self.pipeline.stages_of(rank, ranks))
-            for rank in range(ranks)
-        )
+REPLICAS_LINK = replace(LINK, size_of=_scaled_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PacedJob:
-    """The model on so many ranks: `dp` pipelines of the LLM, each with a replica of its own of everything."""
+    """The model on `ranks` ranks: `dp` pipelines of the LLM, with sharded parameters if more than one."""
 
     ranks: int
     dp: int = 1
-    link: Link = LINK
+    link: PacedLink = LINK
 
     def __post_init__(self) -> None:
         if self.ranks not in SIZES:
@@ -105,22 +82,22 @@ class PacedJob:
 
     @property
     def pieces(self) -> int:
-        """Encoder microbatches in one of the LLM's."""
+        """Encoder microbatches per LLM microbatch."""
         return min(4, self.pp // 2)
 
     @property
     def bound_s(self) -> float:
-        """All work, by its means, evenly on all ranks."""
+        """Mean seconds of all work, spread evenly over all ranks."""
         forward_s = LLM_LAYERS * LAYER_S + ENCODER_LAYERS * ENCODER_LAYER_S
-        return self.microbatches * WHOLE_STEP * forward_s
+        return self.microbatches * STEP_OVER_FORWARD * forward_s
 
     def plan(self) -> Plan:
-        """Made from means: draws are unknown here. The order with the shortest claim, at 16 ranks."""
+        """Returns the plan from mean durations, with the order of the shortest claim at 16 ranks."""
         rows = torch.zeros(ROWS, WIDTH)
         stage_s = LLM_LAYERS // CHUNKS * LAYER_S
         stage = self._seconds(stage_s, rows, replicas=self.dp)
         piece_s = self.pp * ENCODER_LAYERS * ENCODER_LAYER_S / self.pieces
-        count = round(piece_s / SHORTEST_S)
+        count = round(piece_s / MIN_OP_S)
         block = self._seconds(piece_s / count, rows[: ROWS // self.pieces], replicas=self.ranks)
         return plan_modules(
             stages=[stage] * (self.pp * CHUNKS),
@@ -142,8 +119,8 @@ class PacedJob:
             reduce_s=moves_s,
         )
 
-    def torch_variants(self) -> dict[str, Cuts[TorchVariant]]:
-        """The encoder in stage 0, or all layers in model order: each with cuts to choose from."""
+    def torch_variants(self) -> dict[str, CutSearch]:
+        """Returns schedules with the encoder in stage 0, and with all layers in model order."""
         once = TorchPipeline(schedule="1F1B", num_microbatches=self.microbatches, rows=ROWS, width=WIDTH)
         twice = replace(once, schedule="Interleaved1F1B", chunks=CHUNKS)
         zbv = replace(twice, schedule="ZBVZeroBubble")
@@ -157,16 +134,23 @@ class PacedJob:
 
     @property
     def _layers_s(self) -> list[float]:
-        """Forwards of the encoder's, then of the LLM's."""
+        """Forward seconds of the encoder's layers, then of the LLM's."""
         encoder, llm = self.ranks * ENCODER_LAYERS, self.ranks * LLM_LAYERS
         return [ENCODER_LAYER_S] * encoder + [LAYER_S] * llm
 
-    def _variant(self, pipeline: TorchPipeline, cut: Cut) -> TorchVariant:
+    def _variant(self, pipeline: TorchPipeline, cut: Cut, programs: Programs) -> PacedTorchVariant:
         forward_s = tuple(sum(self._layers_s[a:b]) for a, b in pairwise(cut))
-        return TorchVariant(pipeline=pipeline, forward_s=forward_s)
+        backward_s = tuple(2 * seconds for seconds in forward_s)
+        return PacedTorchVariant(
+            pipeline=pipeline,
+            programs=programs,
+            link=self.link,
+            layers=tuple(range(a, b) for a, b in pairwise(cut)),
+            compute_s={"F": forward_s, "I": forward_s, "W": forward_s, "B": backward_s},
+        )
 
-    def _stage0(self, pipeline: TorchPipeline) -> Cuts[TorchVariant]:
-        """The encoder as stage 0, and the LLM's layers evenly behind it; or few of them on its rank."""
+    def _stage0(self, pipeline: TorchPipeline) -> CutSearch:
+        """Puts the encoder in stage 0, and the LLM's layers evenly behind it, or few of them on its rank."""
         first, stages = self.ranks * ENCODER_LAYERS, self.ranks * pipeline.chunks
         layers = [1.0] * (self.ranks * LLM_LAYERS)
         sizes = [[b - a for a, b in pairwise(smallest_maximum_cut(layers, stages - 1))]]
@@ -177,13 +161,14 @@ class PacedJob:
                 spread.insert(chunk * self.ranks - 1, 1)
             sizes.append(spread)
         starts = tuple((0, *accumulate([first, *each])) for each in sizes)
-        return Cuts(pipeline=pipeline, starts=starts, variant=partial(self._variant, pipeline), is_fixed=True)
+        make = partial(self._variant, pipeline)
+        return CutSearch(pipeline=pipeline, starts=starts, make=make, is_fixed=True)
 
-    def _balanced(self, pipeline: TorchPipeline) -> Cuts[TorchVariant]:
-        starts = balanced(self._layers_s, self.ranks * pipeline.chunks)
-        return Cuts(pipeline=pipeline, starts=starts, variant=partial(self._variant, pipeline))
+    def _balanced(self, pipeline: TorchPipeline) -> CutSearch:
+        starts = balanced_cuts(self._layers_s, self.ranks * pipeline.chunks)
+        return CutSearch(pipeline=pipeline, starts=starts, make=partial(self._variant, pipeline))
 
 
 def bucket(layers: int, replicas: int) -> torch.Tensor:
-    """As large as the parameters of some layers, each a matrix, in equal parts on all replicas."""
+    """Returns a flat tensor of the parameters of `layers` layers, padded to equal shards on all replicas."""
     return torch.zeros(-(-layers * WIDTH * WIDTH // replicas) * replicas)

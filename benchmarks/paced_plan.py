@@ -1,31 +1,38 @@
-"""A plan on paced ranks: the engine's own executor, groups and messages, over chunks that sleep."""
+"""Runs a plan on paced ranks over chunks that sleep, and replays it.
+
+The executor, groups and messages are the engine's own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from benchmarks.draws import Draws
-from benchmarks.paced_job import ROWS, WIDTH
-from benchmarks.pacing import PacedClock
+from benchmarks.paced_backend import PacedNetwork
+from benchmarks.paced_clock import Draws, PacedClock, PacedLink
+from benchmarks.paced_job import ROWS, WIDTH, bucket
 from optimus.engine.compile import MessageSpecs
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import TensorSpec
 from optimus.engine.process_groups import make_groups
 from optimus.engine.replicated_buckets import ReplicatedBucket
-from optimus.ir.op import OpKind
+from optimus.ir.op import COMPUTE_OPS, Floats, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import ChunkPhase, SegmentedChunk
 from optimus.models.segment import Segment, State, WeightGradStore
+from optimus.schedule.dependencies import couple
+from optimus.schedule.simulate import evaluate
 
 Row = tuple[int, int, int, int, int]  # module, kind, chunk, microbatch, place: as a line of a program
 
@@ -33,7 +40,7 @@ Row = tuple[int, int, int, int, int]  # module, kind, chunk, microbatch, place: 
 def drawn_s(
     plan: Plan, draws: Draws, *, module: str, kind: OpKind, virtual: int, microbatch: int, place: int
 ) -> float:
-    """What one phase of one microbatch takes: its mean, which the plan knows, times a draw."""
+    """Returns the seconds of one phase: its mean, which the plan knows, times a draw."""
     template = plan.templates[plan.modules[module].chunks[virtual].templates[kind]]
     factor = draws.factor(
         module=module, kind=kind.word, virtual_stage=virtual, microbatch=microbatch, phase=place
@@ -42,42 +49,42 @@ def drawn_s(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
-    """One phase that really ran: the line that the executor was at, what it was, when it was over (ideal)."""
+class PhaseEnd:
+    """One phase that ran: the executor's line, the row of the phase, and its ideal end."""
 
     line: int
     row: Row
     end_s: float
 
 
-class Journal:
-    """What a rank played in one step, in the order in which it did; a recorder of the executor."""
+class PhaseRecorder:
+    """Recorder of the executor: lines begun and phases run in one step, in their order."""
 
     def __init__(self, clock: PacedClock) -> None:
         self._clock, self._line = clock, -1
         self.begun: list[int] = []
-        self.played: list[Played] = []
+        self.phase_ends: list[PhaseEnd] = []
 
     def reset(self) -> None:
-        self.begun, self.played = [], []
+        self.begun, self.phase_ends = [], []
 
     def begin(self, line: int) -> None:
         self._line = line
         self.begun.append(line)
 
     def end(self, line: int) -> None:
-        """Ends are written down by those who spend time."""
+        """Records nothing: phases record their own end."""
 
     def spent(self, row: Row) -> None:
-        self.played.append(Played(line=self._line, row=row, end_s=self._clock.ideal_s))
+        self.phase_ends.append(PhaseEnd(line=self._line, row=row, end_s=self._clock.ideal_s))
 
     def passed(self, row: Row) -> None:
-        """Of a line at which nothing runs nobody can tell when it was over."""
-        self.played.append(Played(line=self._line, row=row, end_s=math.nan))
+        """Records a line at which nothing runs, and whose end is unknown."""
+        self.phase_ends.append(PhaseEnd(line=self._line, row=row, end_s=math.nan))
 
 
 class PacedChunk(SegmentedChunk):
-    """Every phase does its tiny math and then takes the time that `seconds` says."""
+    """Chunk whose phases compute something tiny and then take the time that `seconds` returns."""
 
     def __init__(
         self,
@@ -103,7 +110,7 @@ class PacedChunk(SegmentedChunk):
 
 
 class TinyStage(Segment):
-    """Adds up what it gets, from the encoder too, and multiplies it by a matrix."""
+    """Adds its input and the encoder's output, and multiplies the sum by a matrix."""
 
     def __init__(self, number: int, *, makes_loss: bool = False) -> None:
         super().__init__()
@@ -111,13 +118,13 @@ class TinyStage(Segment):
         self.makes_loss = makes_loss
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
-        own, *pieces = state
-        found = torch.tanh((own + torch.cat(pieces) if pieces else own) @ self.weight)
-        return (((found - context) ** 2).sum(),) if self.makes_loss else (found,)
+        hidden, *pieces = state
+        output = torch.tanh((hidden + torch.cat(pieces) if pieces else hidden) @ self.weight)
+        return (((output - context) ** 2).sum(),) if self.makes_loss else (output,)
 
 
 class TinyBatch:
-    """Data that differ between microbatches, so that gradients tell if one took the place of another."""
+    """Batch whose microbatches differ, so that gradients reveal swapped ones."""
 
     def __init__(self, plan: Plan) -> None:
         self._pieces = {name: module.pieces for name, module in plan.modules.items()}
@@ -135,14 +142,14 @@ class TinyBatch:
 
 
 class PacedPlan:
-    """This rank's part of a plan: made once, then played step by step."""
+    """One rank of a plan over chunks that sleep."""
 
     def __init__(
-        self, plan: Plan, draws: Draws, clock: PacedClock, *, timeout_s: float, sharded: bool = False
+        self, plan: Plan, draws: Draws, network: PacedNetwork, *, timeout_s: float, sharded: bool = False
     ) -> None:
-        self.plan, self._draws, self._clock = plan, draws, clock
-        self._free = False  # nothing takes time: for the step in which ranks connect
-        self.rank, self.journal = dist.get_rank(), Journal(clock)
+        self.plan, self._draws, self._clock = plan, draws, network.clock
+        self._is_free = False  # phases take no time: for the step in which ranks connect
+        self.rank, self.recorder = dist.get_rank(), PhaseRecorder(network.clock)
         self.chunks = {
             name: tuple(self._chunk(name, chunk) for chunk in range(module.layout.chunks))
             for name, module in plan.modules.items()
@@ -156,18 +163,21 @@ class PacedPlan:
             _shapes(plan),
             device=torch.device("cpu"),
             bucket_type=ShardedBucket if sharded else ReplicatedBucket,
-            recorder=self.journal,
+            recorder=self.recorder,
         )
 
     def prepare(self) -> None:
-        """One step in which only messages take time."""
-        self._free = True
-        self.play()
-        self._free = False
+        """Runs a step in which only transfers take time."""
+        self._is_free = True
+        self.step()
+        self._is_free = False
 
-    def play(self) -> None:
-        self.journal.reset()
+    def step(self) -> None:
+        self.recorder.reset()
         self.executor.step(self._batch)
+
+    def traffic(self) -> None:
+        """Returns nothing: plans know the transfers of tiny tensors."""
 
     def _chunk(self, name: str, chunk: int) -> PacedChunk:
         module, ranks = self.plan.modules[name], self.plan.ranks
@@ -177,7 +187,7 @@ class PacedPlan:
         segments = [TinyStage(virtual * layers + number, makes_loss=ends) for number in range(layers)]
 
         def seconds(kind: OpKind, microbatch: int, place: int) -> float:
-            if self._free:
+            if self._is_free:
                 return 0.0
             return drawn_s(
                 self.plan, self._draws, module=name, kind=kind, virtual=virtual, microbatch=microbatch,
@@ -185,7 +195,7 @@ class PacedPlan:
             )  # fmt: skip
 
         def spent(kind: OpKind, microbatch: int, place: int) -> None:
-            self.journal.spent((at, kind, chunk, microbatch, place))
+            self.recorder.spent((at, kind, chunk, microbatch, place))
 
         return PacedChunk([[part] for part in segments], clock=self._clock, seconds=seconds, spent=spent)
 
@@ -198,3 +208,114 @@ def _shapes(plan: Plan) -> MessageSpecs:
         inputs={name: [rows(name)] * len(module.chunks) for name, module in plan.modules.items()},
         rows={name: rows(name) for name in plan.encoders},
     )
+
+
+# ---------------------------------------------------------------------------- replay
+
+BucketTraffic = Literal["sharded", "replicated", "none"]
+# Passes around the ring, by op.
+PASSES: Mapping[BucketTraffic, Mapping[int, int]] = {
+    "sharded": {OpKind.UNSHARD: 1, OpKind.REDUCE_GRAD: 1},
+    "replicated": {OpKind.UNSHARD: 0, OpKind.REDUCE_GRAD: 2},
+    "none": {OpKind.UNSHARD: 0, OpKind.REDUCE_GRAD: 0},
+}
+TOLERANCE_S = 1e-6  # ideal times are exact up to sums of floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReplay:
+    """Ends of the step and of every line, by device class; gathers and reduces of the busiest class."""
+
+    step_s: float
+    ends_s: tuple[Floats, ...]
+    traffic_s: float
+
+
+def replay_plan(
+    plan: Plan, draws: Draws, link: PacedLink, *, traffic: BucketTraffic = "replicated"
+) -> PlanReplay:
+    """Simulates the coupled graph of the programs with drawn durations and the links' times."""
+    schedule = couple(plan, plan.programs)
+    device = schedule.device
+    seconds = schedule.duration_s.copy()  # of sends, as the planner knows the links
+    moves_s = np.zeros(len(plan.programs))
+    rows = np.concatenate([program.rows for program in plan.programs]).tolist()
+    for at, (number, kind, chunk, microbatch, place) in enumerate(rows):
+        if kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
+            name, passes = plan.names[number], PASSES[traffic][kind]
+            moved = _bucket_at(plan, name, int(device[at]), place)
+            replicas = plan.modules[name].layout.dp
+            seconds[at] = link.collective_s([moved], ranks=replicas, passes=passes) if passes else 0.0
+            moves_s[device[at]] += seconds[at]
+        elif kind in COMPUTE_OPS:
+            name = plan.names[number]
+            virtual = chunk * plan.modules[name].layout.pp + plan.ranks.stage_of(name, int(device[at]))
+            seconds[at] = drawn_s(
+                plan, draws, module=name, kind=OpKind(kind), virtual=virtual, microbatch=microbatch,
+                place=place,
+            )  # fmt: skip
+    timeline = evaluate(replace(schedule, duration_s=seconds))
+    ends = np.flatnonzero(np.diff(device, prepend=-1, append=-1))
+    return PlanReplay(
+        step_s=timeline.step_s,
+        ends_s=tuple(timeline.finish_s[a:b] for a, b in pairwise(ends.tolist())),
+        traffic_s=float(moves_s.max()),
+    )
+
+
+def _bucket_at(plan: Plan, name: str, device: int, place: int) -> torch.Tensor:
+    """Returns the bucket that one line gathers or reduces."""
+    module = plan.modules[name]
+    planned = module.buckets[plan.ranks.stage_of(name, device)][place]
+    return bucket(planned.end_layer - planned.first_layer, module.layout.dp)
+
+
+def find_faults(
+    plan: Plan,
+    replay: PlanReplay,
+    begun: Sequence[Sequence[int]],
+    phase_ends: Sequence[Sequence[PhaseEnd]],
+    *,
+    start_s: float,
+    lost_s: float,
+) -> tuple[str, ...]:
+    """Describes how a step differs from its program and its replay; lists have one entry per rank.
+
+    `lost_s`, summed over all hosts, explains late phases, and early ones too: where one rank is late on a
+    shared lane, transfers of others come earlier.
+    """
+    out_of_order, early_s, late_s = 0, 0.0, 0.0
+    for rank, (lines, phases) in enumerate(zip(begun, phase_ends, strict=True)):
+        device = plan.ranks.class_of(rank)
+        program, ends_s = plan.programs[device].rows, replay.ends_s[device]
+        out_of_order += _differences(range(len(program)), list(lines))
+        recorded = [
+            tuple(row)
+            for row in program.tolist()
+            if row[1] <= OpKind.WEIGHT_GRAD and not _is_launch(plan, device, row)
+        ]
+        out_of_order += _differences(recorded, [phase.row for phase in phases])
+        out_of_order += sum(tuple(program[phase.line].tolist()) != phase.row for phase in phases)
+        for phase in phases:
+            gap_s = phase.end_s - start_s - float(ends_s[phase.line])
+            early_s, late_s = max(early_s, -gap_s - lost_s), max(late_s, gap_s - lost_s)
+    faults = []
+    if out_of_order:
+        faults.append(f"{out_of_order} lines ran out of program order")
+    if early_s > TOLERANCE_S:
+        faults.append(f"an op ended {early_s:.4f} s before everything it waits for allows")
+    if late_s > TOLERANCE_S:
+        faults.append(f"an op was {late_s:.4f} s late, which no lateness of the host explains")
+    return tuple(faults)
+
+
+def _is_launch(plan: Plan, device: int, row: Sequence[int]) -> bool:
+    """Tells if a line only launches a collective."""
+    module, kind, chunk, _, place = row
+    name = plan.names[module]
+    template = plan.template_of(name, OpKind(kind), plan.ranks.stage_of(name, device), chunk)
+    return template[place].kind == OpKind.LAUNCH
+
+
+def _differences(expected: Sequence[object], actual: Sequence[object]) -> int:
+    return abs(len(expected) - len(actual)) + sum(a != b for a, b in zip(expected, actual, strict=False))

@@ -49,6 +49,13 @@ Cut = tuple[int, ...]  # of all layers in model order: 0, ..., their number
 Contexts = dict[str, EncoderContext | LlmContext]  # by module
 
 
+def stages_of(schedule: str, rank: int, ranks: int, virtual_stages: int) -> list[int]:
+    """Returns the virtual stages of a rank: round-robin, or a V for schedules of that shape."""
+    if "ZBV" in schedule or "DualPipe" in schedule:
+        return [rank, virtual_stages - 1 - rank]
+    return list(range(rank, virtual_stages, ranks))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchVariant:
     """A schedule of torch over one cut of the layers."""
@@ -62,10 +69,8 @@ class TorchVariant:
         return len(self.cut) - 1
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
-        """Returns the virtual stages of a rank: round-robin, or in V shape for ZBV."""
-        if self.schedule == "ZBVZeroBubble":
-            return [rank, self.virtual_stages - 1 - rank]
-        return list(range(rank, self.virtual_stages, ranks))
+        """Returns the virtual stages of a rank."""
+        return stages_of(self.schedule, rank, ranks, self.virtual_stages)
 
 
 @dataclass(frozen=True, kw_only=True)

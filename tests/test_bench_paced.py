@@ -15,14 +15,13 @@ import torch
 from paced_replay import replay_lines
 
 from benchmarks.__main__ import run
-from benchmarks.draws import Draws
-from benchmarks.paced import OURS, RankAnswer, Task, bench_paced, our_faults
-from benchmarks.paced_backend import PacedNetwork, PacedWork
+from benchmarks.paced import OURS, RankResult, bench_paced, faults_of
+from benchmarks.paced_backend import PacedNetwork, PacedWork, run_paced_ranks
+from benchmarks.paced_clock import Draws
 from benchmarks.paced_job import ENCODER, LINK, ROWS, WIDTH, PacedJob
-from benchmarks.paced_plan import PacedPlan, Played, TinyBatch, TinyStage
-from benchmarks.paced_ranks import run_paced_ranks
-from benchmarks.paced_replays import compare_step, replay_plan
-from benchmarks.paced_steps import play_rounds
+from benchmarks.paced_plan import PacedPlan, PhaseEnd, TinyBatch, TinyStage, find_faults, replay_plan
+from benchmarks.paced_steps import run_rounds
+from benchmarks.paced_torch import list_programs
 from benchmarks.report import EVENLY, BenchResult, VariantTime, to_json, to_text
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.p2p import Pending
@@ -66,38 +65,39 @@ def test_two_replays_agree(plan: Plan, seed: int) -> None:
 @pytest.mark.parametrize("moved_s", [-0.004, 0.004])
 def test_an_op_that_is_off_its_replay_is_noticed_unless_hosts_were_late(plan: Plan, moved_s: float) -> None:
     replayed = replay_plan(plan, DRAWS, SLOW)
-    begun, played = [], []
+    begun, phase_ends = [], []
     for rank in range(JOB.ranks):
         device = plan.ranks.class_of(rank)
         rows = [tuple(row) for row in plan.programs[device].rows.tolist()]
         begun.append(list(range(len(rows))))
-        played.append(
+        phase_ends.append(
             [
-                Played(line=line, row=row, end_s=7.0 + float(replayed.ends_s[device][line]))
+                PhaseEnd(line=line, row=row, end_s=7.0 + float(replayed.ends_s[device][line]))
                 for line, row in enumerate(rows)
                 if row[1] <= OpKind.WEIGHT_GRAD
             ]
         )
 
-    def words(given_up_s: float) -> tuple[str, ...]:
-        return compare_step(plan, replayed, begun, played, start_s=7.0, given_up_s=given_up_s).words()
+    def faults(lost_s: float) -> tuple[str, ...]:
+        return find_faults(plan, replayed, begun, phase_ends, start_s=7.0, lost_s=lost_s)
 
-    assert words(0.0) == ()
-    played[2][5] = replace(played[2][5], end_s=played[2][5].end_s + moved_s)
-    (said,) = words(0.003)
-    assert ("before everything it waits for" if moved_s < 0 else "late") in said and "0.0010 s" in said
-    assert words(0.0045) == ()
+    assert faults(0.0) == ()
+    phase_ends[2][5] = replace(phase_ends[2][5], end_s=phase_ends[2][5].end_s + moved_s)
+    (fault,) = faults(0.003)
+    assert ("before everything it waits for" if moved_s < 0 else "late") in fault and "0.0010 s" in fault
+    assert faults(0.0045) == ()
 
 
 def test_the_job_is_as_it_is_described() -> None:
     for ranks in (4, 16):
         job = PacedJob(ranks=ranks)
-        variants = job.torch_variants()
-        starts = [cuts.variant(cut) for cuts in variants.values() for cut in cuts.starts]
-        for variant in starts:
-            assert sum(variant.forward_s) == pytest.approx(ranks * job.bound_s / job.microbatches / 3)
-            assert len(variant.forward_s) == ranks * variant.pipeline.chunks
-            assert variant.least_s >= job.bound_s * (1 - 1e-9)
+        for search in job.torch_variants().values():
+            programs = list_programs(search.pipeline, ranks)
+            for variant in (search.make(cut, programs) for cut in search.starts):
+                forward_s = variant.compute_s["F"]
+                assert sum(forward_s) == pytest.approx(ranks * job.bound_s / job.microbatches / 3)
+                assert len(forward_s) == ranks * variant.pipeline.chunks
+                assert variant.least_s >= job.bound_s * (1 - 1e-9)
 
 
 def test_no_op_of_ours_is_shorter_than_20_ms(plan: Plan) -> None:
@@ -139,24 +139,24 @@ def _drop(rank: int, ours: PacedPlan) -> None:
         mail.take = hurried  # type: ignore[method-assign]
 
 
-def play_spoiled(
+def run_spoiled(
     rank: int, network: PacedNetwork, plan: Plan, spoils: list[Spoil], rounds: int, sharded: bool = False
-) -> list[tuple[RankAnswer, list[list[float]]]]:
-    """Steps of ours for each fault, and the gradients of this rank."""
-    found = []
+) -> list[tuple[RankResult, list[list[float]]]]:
+    """Runs steps of ours with each fault; also returns the gradients of this rank."""
+    cases = []
     for spoil in spoils:
-        ours = PacedPlan(plan, DRAWS, network.clock, timeout_s=60, sharded=sharded)
+        ours = PacedPlan(plan, DRAWS, network, timeout_s=60, sharded=sharded)
         ours.prepare()
         spoil(rank, ours)
         begun: list[list[int]] = []
-        played: list[Any] = []
+        ends: list[Any] = []
 
-        def after(name: str, ours: PacedPlan = ours, begun: Any = begun, played: Any = played) -> None:
-            begun.append(ours.journal.begun)
-            played.append(ours.journal.played)
+        def after(name: str, ours: PacedPlan = ours, begun: Any = begun, ends: Any = ends) -> None:
+            begun.append(ours.recorder.begun)
+            ends.append(ours.recorder.phase_ends)
 
         ours.prepare = lambda: None  # type: ignore[method-assign]  # done before it was spoiled
-        steps = play_rounds(network, {OURS: ours}, {OURS: rounds}, after)
+        steps = run_rounds(network, {OURS: ours}, {OURS: rounds}, after)
         for bucket in ours.executor.buckets:
             if isinstance(bucket, ShardedBucket) and bucket.group is not None:
                 all_gather_single(bucket.gradients, bucket.summed, bucket.group)
@@ -167,18 +167,18 @@ def play_spoiled(
             for parameter in chunk.trainable_parameters(0, 99)
             if parameter.grad is not None
         ]
-        answer = RankAnswer(steps=steps, begun=begun, played=played)
-        found.append((answer, gradients))
-    return found
+        result = RankResult(steps=steps, begun={OURS: begun}, phase_ends={OURS: ends})
+        cases.append((result, gradients))
+    return cases
 
 
-def _faults(plan: Plan, answers: list[RankAnswer]) -> tuple[str, ...]:
-    return our_faults(JOB, Task(plan=plan, draws=DRAWS, torch_variants={}, rounds={}), answers)
+def _faults(plan: Plan, results: list[RankResult]) -> tuple[str, ...]:
+    return faults_of(plan, replay_plan(plan, DRAWS, SLOW), results)
 
 
 @pytest.fixture(scope="module")
-def spoiled(plan: Plan) -> list[list[tuple[RankAnswer, list[list[float]]]]]:
-    return run_paced_ranks(play_spoiled, 4, SLOW, plan, [leave, _swap, _drop], 1)
+def spoiled(plan: Plan) -> list[list[tuple[RankResult, list[list[float]]]]]:
+    return run_paced_ranks(run_spoiled, 4, SLOW, plan, [leave, _swap, _drop], 1)
 
 
 def one_process(plan: Plan) -> dict[str, list[torch.Tensor]]:
@@ -212,7 +212,7 @@ def one_process(plan: Plan) -> dict[str, list[torch.Tensor]]:
 @pytest.mark.alone
 @pytest.mark.ci("engine")
 def test_a_sound_run_has_no_fault_and_the_gradients_of_one_process(
-    plan: Plan, spoiled: list[list[tuple[RankAnswer, list[list[float]]]]]
+    plan: Plan, spoiled: list[list[tuple[RankResult, list[list[float]]]]]
 ) -> None:
     assert _faults(plan, [cases[0][0] for cases in spoiled]) == ()
     wanted = one_process(plan)
@@ -245,7 +245,7 @@ def test_a_link_slower_than_told_is_noticed(plan: Plan) -> None:
     slower = replace(
         SLOW, latency_s=1.25 * SLOW.latency_s, bandwidth_bytes_per_s=SLOW.bandwidth_bytes_per_s / 1.25
     )
-    answers = run_paced_ranks(play_spoiled, 4, slower, plan, [leave], 1)
+    answers = run_paced_ranks(run_spoiled, 4, slower, plan, [leave], 1)
     words = _faults(plan, [cases[0][0] for cases in answers])
     assert any("late, which no lateness of the host explains" in word for word in words)
 
@@ -286,7 +286,9 @@ def test_many_ranks(ranks: int) -> None:
 
 def _result(**changes: Any) -> BenchResult:
     variants = {
-        "slow": VariantTime(step_s=2.0, over_ours=2.0, predicted_s=1.99, error=0.005, steps=3, disturbed=1),
+        "time_scale": VariantTime(
+            step_s=2.0, over_ours=2.0, predicted_s=1.99, error=0.005, steps=3, disturbed=1
+        ),
         OURS: VariantTime(step_s=1.0, over_ours=1.0, predicted_s=1.0, error=0.0, steps=3, disturbed=0),
     }
     given: dict[str, Any] = {"bench": "paced", "variants": variants, "ours": OURS, "bound_s": 0.8}
@@ -318,21 +320,21 @@ def test_a_result_reads_well() -> None:
 
 def test_a_result_for_tools() -> None:
     found = to_json(_result())
-    assert found["variants"]["slow"]["over_ours"] == 2.0
-    assert "over_ours_low" not in found["variants"]["slow"]
+    assert found["variants"]["time_scale"]["over_ours"] == 2.0
+    assert "over_ours_low" not in found["variants"]["time_scale"]
     assert (found["bound_s"], found["ours_over_bound"], found["ok"]) == (0.8, 1.25, True)
     assert found["bound"] == EVENLY
     assert not to_json(_result(problems=("no",)))["ok"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["paced", "--ranks", "5"], "use 4, 8, 16, 32 or 64"),
         (["paced", "--rounds", "0"], "use 1 or more"),
         (["real", "--ranks", "4"], "`real` has 2"),
     ],
 )
-def test_mistakes_are_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

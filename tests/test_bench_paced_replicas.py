@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench_paced import DRAWS, leave, one_process, play_spoiled
+from test_bench_paced import DRAWS, leave, one_process, run_spoiled
 
 from benchmarks.__main__ import run
-from benchmarks.paced import OURS, RankAnswer, Task, bench_paced, our_faults
-from benchmarks.paced_backend import PacedWork
-from benchmarks.paced_job import ENCODER, LINK_OF_REPLICAS, WIDTH, PacedJob
-from benchmarks.paced_plan import PacedPlan
-from benchmarks.paced_ranks import run_paced_ranks
-from benchmarks.paced_replays import replay_plan
+from benchmarks.paced import OURS, RankResult, bench_paced, faults_of
+from benchmarks.paced_backend import PacedWork, run_paced_ranks
+from benchmarks.paced_job import ENCODER, REPLICAS_LINK, WIDTH, PacedJob
+from benchmarks.paced_plan import PacedPlan, PlanReplay, replay_plan
 from benchmarks.paced_steps import is_disturbed, step_s
 from optimus.engine import distributed_optimizer
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 
-JOB = PacedJob(ranks=4, dp=2, link=LINK_OF_REPLICAS)
-Answers = list[list[tuple[RankAnswer, list[list[float]]]]]
+JOB = PacedJob(ranks=4, dp=2, link=REPLICAS_LINK)
+Answers = list[list[tuple[RankResult, list[list[float]]]]]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +29,8 @@ def plan() -> Plan:
     return JOB.plan()
 
 
-def task(plan: Plan) -> Task:
-    return Task(plan=plan, draws=DRAWS, torch_variants={}, rounds={}, sharded=True)
+def replay(plan: Plan) -> PlanReplay:
+    return replay_plan(plan, DRAWS, JOB.link, traffic="sharded")
 
 
 # ---------------------------------------------------------------- without processes
@@ -52,11 +50,11 @@ def test_every_stage_and_block_has_a_bucket_of_known_seconds(plan: Plan) -> None
 
 
 def test_traffic_costs_some_of_what_it_takes(plan: Plan) -> None:
-    played = task(plan).replay(JOB.link)
-    silent = replay_plan(plan, DRAWS, JOB.link, traffic="none")
+    sharded = replay(plan)
+    without = replay_plan(plan, DRAWS, JOB.link, traffic="none")
     buckets = [each for module in plan.modules.values() for each in module.buckets[0]]
-    assert played.traffic_s == pytest.approx(sum(each.gather_s + each.reduce_s for each in buckets))
-    assert 0 < played.step_s - silent.step_s < played.traffic_s
+    assert sharded.traffic_s == pytest.approx(sum(each.gather_s + each.reduce_s for each in buckets))
+    assert 0 < sharded.step_s - without.step_s < sharded.traffic_s
 
 
 # ---------------------------------------------------------------- four ranks
@@ -82,7 +80,7 @@ def hurry(rank: int, ours: PacedPlan) -> None:
 
 @pytest.fixture(scope="module")
 def answers(plan: Plan) -> Answers:
-    return run_paced_ranks(play_spoiled, 4, JOB.link, plan, [leave, hurry], 2, True)
+    return run_paced_ranks(run_spoiled, 4, JOB.link, plan, [leave, hurry], 2, True)
 
 
 @pytest.mark.alone
@@ -91,10 +89,10 @@ def test_a_sound_run_takes_what_its_replay_says_and_has_the_gradients_of_one_pro
     plan: Plan, answers: Answers
 ) -> None:
     sound = [cases[0][0] for cases in answers]
-    assert our_faults(JOB, task(plan), sound) == ()
+    assert faults_of(plan, replay(plan), sound) == ()
     steps = [list(step) for step in zip(*(answer.steps[OURS] for answer in sound), strict=True)]
     calm = [step_s(step) for step in steps if not is_disturbed(step)]
-    replayed_s = task(plan).replay(JOB.link).step_s
+    replayed_s = replay(plan).step_s
     assert all(-0.001 < found_s / replayed_s - 1 < 0.03 for found_s in calm)
     wanted = one_process(plan)  # both replicas have the same data
     for rank, cases in enumerate(answers):
@@ -108,7 +106,7 @@ def test_a_sound_run_takes_what_its_replay_says_and_has_the_gradients_of_one_pro
 @pytest.mark.alone
 @pytest.mark.ci("engine")
 def test_a_gather_that_nobody_waits_for_is_noticed(plan: Plan, answers: Answers) -> None:
-    words = our_faults(JOB, task(plan), [cases[1][0] for cases in answers])
+    words = faults_of(plan, replay(plan), [cases[1][0] for cases in answers])
     assert any("before everything it waits for allows" in word for word in words)
 
 
@@ -127,16 +125,16 @@ def test_sixteen_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["paced", "--dp", "3"], "use 1, 2, 4 or 8"),
         (["paced", "--dp", "0"], "use 1 or more"),
         (["real", "--dp", "2"], "is for `paced`"),
     ],
 )
-def test_mistakes_are_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.alone

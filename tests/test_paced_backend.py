@@ -18,14 +18,12 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks.draws import Draws
-from benchmarks.paced_backend import PacedNetwork
-from benchmarks.paced_ranks import run_paced_ranks
-from benchmarks.pacing import Link, PacedClock
+from benchmarks.paced_backend import PacedNetwork, run_paced_ranks
+from benchmarks.paced_clock import Draws, PacedClock, PacedLink
 from benchmarks.ranks import run_pinned_ranks
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
-LINK = Link(latency_s=0.005, bandwidth_bytes_per_s=1e5, bytes_scale=10.0)
+LINK = PacedLink(latency_s=0.005, bandwidth_bytes_per_s=1e5, bytes_scale=10.0)
 MESSAGE = torch.arange(50, dtype=torch.float32)  # 200 bytes that stand for 2000
 MESSAGE_S = 0.005 + 2000 / 1e5
 NEAR_S = 0.003
@@ -44,8 +42,8 @@ class Host:
     def work(self, duration_s: float) -> None:
         self.now_s += duration_s
 
-    def clock(self, slow: float = 1.0) -> PacedClock:
-        return PacedClock(slow=slow, catch_up_s=0.03, now=lambda: self.now_s, sleep=self.work)
+    def clock(self, time_scale: float = 1.0) -> PacedClock:
+        return PacedClock(time_scale=time_scale, catch_up_s=0.03, now=lambda: self.now_s, sleep=self.work)
 
 
 def test_overhead_is_caught_up() -> None:
@@ -55,7 +53,7 @@ def test_overhead_is_caught_up() -> None:
         host.work(0.012)  # math, and what the host adds to it
         clock.compute(0.01 if host.now_s < 100.05 else 0.02)
     assert host.now_s - 100 == pytest.approx(clock.ideal_s - 100)
-    assert clock.given_up_s == 0
+    assert clock.lost_s == 0
 
 
 def test_only_so_much_is_caught_up() -> None:
@@ -63,32 +61,32 @@ def test_only_so_much_is_caught_up() -> None:
     clock = host.clock()
     host.work(0.1)
     clock.compute(0.02)  # 80 ms late, of which 30 may be made up for
-    assert (clock.ideal_s - 100, clock.given_up_s) == pytest.approx((0.07, 0.05))
+    assert (clock.ideal_s - 100, clock.lost_s) == pytest.approx((0.07, 0.05))
     clock.compute(0.05)
     assert host.now_s - 100 == pytest.approx(0.12)
 
 
 def test_in_slow_motion_a_second_takes_several_and_lateness_of_the_host_counts_as_less() -> None:
     host = Host()
-    clock = host.clock(slow=4.0)
+    clock = host.clock(time_scale=4.0)
     begin_s = clock.ideal_s
     clock.compute(0.5)
     assert (host.now_s - 100, clock.ideal_s - begin_s) == pytest.approx((2.0, 0.5))
     host.work(0.07)
     clock.compute(0.01)  # as long as 40 ms of the host, which is 30 late: just what it may make up for
-    assert clock.given_up_s == pytest.approx(0, abs=1e-12)
+    assert clock.lost_s == pytest.approx(0, abs=1e-12)
     host.work(0.09)
     clock.compute(0.01)  # 80 ms late, 50 for good
-    assert clock.given_up_s == pytest.approx(0.05 / 4)
+    assert clock.lost_s == pytest.approx(0.05 / 4)
 
 
 def test_an_event_in_the_past_costs_nothing() -> None:
     host = Host()
     clock = host.clock()
     clock.compute(1.0)
-    clock.reach(100.5)
+    clock.wait_until(100.5)
     assert clock.ideal_s == host.now_s == 101.0
-    clock.reach(101.25)
+    clock.wait_until(101.25)
     assert clock.ideal_s == host.now_s == 101.25
 
 
@@ -189,11 +187,11 @@ def _collectives(rank: int, network: PacedNetwork) -> Callable[[], dict[str, flo
     first = rank // 2 * 2
     ranks = [first, first + 1]
     pair = dist.new_group(ranks, backend="paced", use_local_synchronization=True)
-    slow = dist.new_group(
+    time_scale = dist.new_group(
         ranks,
         backend="paced",
         use_local_synchronization=True,
-        pg_options=Link(latency_s=0.02, bandwidth_bytes_per_s=1e9),
+        pg_options=PacedLink(latency_s=0.02, bandwidth_bytes_per_s=1e9),
     )
 
     def run() -> dict[str, float]:
@@ -212,7 +210,7 @@ def _collectives(rank: int, network: PacedNetwork) -> Callable[[], dict[str, flo
         assert part.tolist() == [2.0 * first + 1] * 25
         timed("broadcast", lambda: dist.broadcast(mine, first, group=pair))
         assert mine.tolist() == [float(first)] * 50
-        timed("barrier", lambda: dist.barrier(slow))
+        timed("barrier", lambda: dist.barrier(time_scale))
         works = [dist.all_reduce(torch.zeros(50), group=pair, async_op=True) for _ in range(2)]
         timed("two all_reduces", works[1].wait)
         assert works[0].wait() and works[0].is_completed()
@@ -238,7 +236,7 @@ def _dtensor(rank: int, network: PacedNetwork) -> Callable[[], float]:
 
 def _lanes(rank: int, network: PacedNetwork) -> tuple[Callable[[], float], Callable[[], float]]:
     """Two groups that share a lane: what is launched on both at once follows each other."""
-    link = Link(latency_s=0.03, bandwidth_bytes_per_s=1e9, lane="p2p")
+    link = PacedLink(latency_s=0.03, bandwidth_bytes_per_s=1e9, lane="p2p")
     groups = [dist.new_group([0, 1, 2, 3], backend="paced", pg_options=link) for _ in range(2)]
 
     def messages() -> float:
@@ -278,7 +276,7 @@ def _everything(rank: int, network: PacedNetwork) -> dict[str, Rounds]:
     for name, run in experiments.items():
         for _ in range(ROUNDS):
             read = run()
-            found[name].append((network.clock.given_up_s, read))
+            found[name].append((network.clock.lost_s, read))
     return found
 
 
@@ -290,7 +288,7 @@ def ranks() -> list[dict[str, Rounds]]:
 def _calm(ranks: list[dict[str, Rounds]], name: str) -> list[list[Any]]:
     """What every rank read, in rounds in which the hosts of all of them kept up."""
     rounds = list(zip(*(found[name] for found in ranks), strict=True))
-    calm = [one for one in rounds if not any(given_up_s for given_up_s, _ in one)]
+    calm = [one for one in rounds if not any(lost_s for lost_s, _ in one)]
     assert calm, f"the host was too late in all of {ROUNDS} rounds: nothing was measured"
     return [[read for _, read in reads] for reads in zip(*calm, strict=True)]
 
@@ -369,7 +367,7 @@ def _third_fails(rank: int, network: PacedNetwork) -> None:
         raise ValueError("no third rank")
 
 
-def _dies(rank: int, tell: object) -> None:
+def _dies(rank: int, report: object) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()

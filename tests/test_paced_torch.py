@@ -8,16 +8,21 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from benchmarks.draws import Draws
-from benchmarks.paced_backend import PacedNetwork
-from benchmarks.paced_ranks import run_paced_ranks
-from benchmarks.paced_steps import Step, play_step, step_s
-from benchmarks.paced_torch import PacedPipeline, PacedStage, TorchPipeline, loss
-from benchmarks.pacing import Link, PacedClock
-from benchmarks.torch_replay import from_torch, one_f_one_b, replay
+from benchmarks.paced_backend import PacedNetwork, run_paced_ranks
+from benchmarks.paced_clock import Draws, PacedClock, PacedLink
+from benchmarks.paced_steps import StepTime, run_step, step_s
+from benchmarks.paced_torch import (
+    PacedPipeline,
+    PacedStage,
+    TorchPipeline,
+    from_torch,
+    loss,
+    one_f_one_b,
+    replay,
+)
 
 MEAN_S = {"F": 0.025, "B": 0.05, "I": 0.025, "W": 0.025}
-LINK = Link(latency_s=0.002, bandwidth_bytes_per_s=1e6, bytes_scale=250.0)
+LINK = PacedLink(latency_s=0.002, bandwidth_bytes_per_s=1e6, bytes_scale=250.0)
 MESSAGE_S = 0.002 + 250 * 32 / 1e6  # 2 rows of 4 floats: 10 ms
 PIPELINES = {
     "1f1b": TorchPipeline(schedule="1F1B", num_microbatches=8),
@@ -42,15 +47,15 @@ def one_process(pipeline: TorchPipeline, num_stages: int) -> list[torch.Tensor]:
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
-def play(rank: int, network: PacedNetwork, name: str, steps: int) -> dict[str, Any]:
+def run_pipeline(rank: int, network: PacedNetwork, name: str, steps: int) -> dict[str, Any]:
     """Steps of one pipeline on this rank, and the program that torch made for it."""
     pipeline = PacedPipeline(PIPELINES[name], clock=network.clock, seconds=seconds)
     pipeline.prepare()
-    found = [play_step(network.clock, pipeline.play) for _ in range(steps)]
+    times = [run_step(network.clock, pipeline.step) for _ in range(steps)]
     return {
-        "steps": found,
+        "steps": times,
         "actions": pipeline.actions()[rank],
-        "gradients": [g.tolist() for g in pipeline.gradients()],
+        "gradients": [g.tolist() for g in pipeline.grads()],
     }
 
 
@@ -68,7 +73,7 @@ def expected_s(name: str, ranks: list[dict[str, Any]]) -> float:
 
 def measured_s(ranks: list[dict[str, Any]]) -> list[float]:
     """Every step: from the common start until the last rank is done."""
-    steps: list[tuple[Step, ...]] = list(zip(*(found["steps"] for found in ranks), strict=True))
+    steps: list[tuple[StepTime, ...]] = list(zip(*(found["steps"] for found in ranks), strict=True))
     return [step_s(list(step)) for step in steps]
 
 
@@ -112,7 +117,7 @@ def test_each_part_of_a_split_backward_takes_its_own_time() -> None:
 @pytest.mark.ci("engine")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_schedule_of_torch_takes_what_the_replay_says(name: str) -> None:
-    ranks = run_paced_ranks(play, 4, LINK, name, 4)
+    ranks = run_paced_ranks(run_pipeline, 4, LINK, name, 4)
     expected, measured = expected_s(name, ranks), measured_s(ranks)
     assert min(measured) > 0.999 * expected  # nothing is faster than the rules
     assert min(measured) < 1.03 * expected  # other work on the host can only make a step longer

@@ -1,6 +1,7 @@
-"""The engine's own layers on paced ranks: real numbers and collectives, and the time that plans give them.
+"""Runs the engine's own layers on paced ranks, and replays their plans.
 
-Nothing in the engine knows of it: whoever is told which line runs lets its time pass.
+Values and collectives are real. A recorder of the executor spends the time of each line: the engine is
+unchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from benchmarks.divided_job import DP_LINK, TP, TP_LINK, WIDTH
-from benchmarks.draws import Draws
 from benchmarks.paced_backend import PacedNetwork
-from benchmarks.paced_plan import Journal, drawn_s
-from benchmarks.paced_replays import PlanReplay
+from benchmarks.paced_clock import Draws
+from benchmarks.paced_plan import PhaseRecorder, PlanReplay, drawn_s
+from benchmarks.paced_tp_job import DP_LINK, TP, TP_LINK, WIDTH
 from benchmarks.shaped import BlockingBucket
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
@@ -34,18 +34,18 @@ DTYPE = torch.bfloat16
 
 
 def line_seconds(plan: Plan, device: int, draws: Draws) -> list[float]:
-    """What every line of a device class takes by itself; what travels takes what its link says."""
-    found = []
+    """Returns the seconds of every line of a device class; transfers take the time of their link."""
+    seconds = []
     for module, kind, chunk, microbatch, place in plan.programs[device].rows.tolist():
         name = plan.names[module]
         if (
             kind not in COMPUTE_OPS
             or phase_of(plan, device, module, kind, chunk, place).kind in COLLECTIVE_PHASES
         ):
-            found.append(0.0)
+            seconds.append(0.0)
             continue
         virtual = chunk * plan.modules[name].layout.pp + plan.ranks.stage_of(name, device)
-        found.append(
+        seconds.append(
             drawn_s(
                 plan,
                 draws,
@@ -56,62 +56,62 @@ def line_seconds(plan: Plan, device: int, draws: Draws) -> list[float]:
                 place=place,
             )
         )
-    return found
+    return seconds
 
 
 def phase_of(plan: Plan, device: int, module: int, kind: int, chunk: int, place: int) -> Phase:
-    """What a line plays."""
+    """Returns the phase of a line."""
     name = plan.names[module]
     return plan.template_of(name, OpKind(kind), plan.ranks.stage_of(name, device), chunk)[place]
 
 
-class Pacer:
-    """A recorder of the executor: a line is over when its time has passed, also one that runs nothing."""
+class PacingRecorder:
+    """Recorder of the executor that spends the time of every line, also of those that run nothing."""
 
     def __init__(
-        self, journal: Journal, network: PacedNetwork, plan: Plan, device: int, draws: Draws
+        self, recorder: PhaseRecorder, network: PacedNetwork, plan: Plan, device: int, draws: Draws
     ) -> None:
-        self._journal, self._clock, self._rows = journal, network.clock, plan.programs[device].rows.tolist()
-        self._seconds, self._next, self.free = line_seconds(plan, device, draws), 0, False
-        # Whose end is written down: all phases but launches, which go on beside the rank.
-        self._told = [
+        self._recorder, self._clock, self._rows = recorder, network.clock, plan.programs[device].rows.tolist()
+        self._seconds, self._next, self.is_free = line_seconds(plan, device, draws), 0, False
+        # Ends of all phases but launches, whose collectives run on.
+        self._is_recorded = [
             kind in COMPUTE_OPS and phase_of(plan, device, module, kind, chunk, place).kind != OpKind.LAUNCH
             for module, kind, chunk, _, place in self._rows
         ]
 
     def reset(self) -> None:
-        self._journal.reset()
+        self._recorder.reset()
         self._next = 0
 
     def begin(self, line: int) -> None:
         self._pass(line)
-        self._journal.begin(line)
+        self._recorder.begin(line)
 
     def end(self, line: int) -> None:
         self._spend(line)
-        if self._told[line]:
-            self._journal.spent(tuple(self._rows[line]))
+        if self._is_recorded[line]:
+            self._recorder.spent(tuple(self._rows[line]))
         self._next = line + 1
 
     def finish(self) -> None:
         self._pass(len(self._rows))
 
     def _pass(self, end: int) -> None:
-        """Lines at which a rank has nothing to do but let time go by."""
+        """Spends the time of lines at which nothing runs."""
         for line in range(self._next, end):
-            self._journal.begin(line)
+            self._recorder.begin(line)
             self._spend(line)
-            if self._told[line]:
-                self._journal.passed(tuple(self._rows[line]))
+            if self._is_recorded[line]:
+                self._recorder.passed(tuple(self._rows[line]))
         self._next = end
 
     def _spend(self, line: int) -> None:
-        if self._seconds[line] and not self.free:
+        if self._seconds[line] and not self.is_free:
             self._clock.compute(self._seconds[line])
 
 
 class PacedModel:
-    """This rank's part of a plan: made once, then played step by step."""
+    """One rank of a plan over the engine's own layers."""
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class PacedModel:
         network: PacedNetwork,
         groups: ProcessGroups,
         *,
-        waits: bool = False,
+        blocking: bool = False,
     ) -> None:
         rank, self.plan = dist.get_rank(), plan
-        self.journal = Journal(network.clock)
-        self._pacer = Pacer(self.journal, network, plan, plan.ranks.class_of(rank), draws)
+        self.recorder = PhaseRecorder(network.clock)
+        self._pacing = PacingRecorder(self.recorder, network, plan, plan.ranks.class_of(rank), draws)
         trainer = RankTrainer(
             job,
             plan,
@@ -133,65 +133,67 @@ class PacedModel:
             groups,
             dtype=DTYPE,
             device=torch.device("cpu"),
-            recorder=self._pacer,
-            bucket_type=BlockingBucket if waits else ShardedBucket,
+            recorder=self._pacing,
+            bucket_type=BlockingBucket if blocking else ShardedBucket,
         )
         self.executor, self._batch = trainer.executor, trainer.batch(0)
-        self.executor.optimizer = None  # a replay knows neither norm nor AdamW
+        self.executor.optimizer = None  # replays include neither norm nor AdamW
 
     def prepare(self) -> None:
-        """One step in which only what travels takes time."""
-        self._pacer.free = True
-        self.play()
-        self._pacer.free = False
+        """Runs a step in which only transfers take time."""
+        self._pacing.is_free = True
+        self.step()
+        self._pacing.is_free = False
 
-    def play(self) -> None:
-        self._pacer.reset()
+    def step(self) -> None:
+        self._pacing.reset()
         self.executor.step(self._batch)
-        self._pacer.finish()
+        self._pacing.finish()
 
-    def traffic(self) -> Traffic:
-        """What this rank's travels take that a plan does not know to the byte."""
-        moved = {}
+    def traffic(self) -> RankTraffic:
+        """Returns the seconds of this rank's transfers whose bytes a plan does not know exactly."""
+        bucket_s = {}
         for name, module in self.plan.modules.items():
             stage = self.plan.ranks.stage_of(name, self.plan.ranks.class_of(dist.get_rank()))
             for place in range(len(module.buckets[stage])):
                 buckets = self.executor.buckets.at(name, place)
                 sizes = [len(bucket.gradients) for bucket in buckets if isinstance(bucket, ShardedBucket)]
-                moved[name, place] = _move_s(sizes, module.layout.dp)
+                bucket_s[name, place] = _bucket_s(sizes, module.layout.dp)
         seam = getattr(self._batch.context(LLM, 0), "seam", None)
         rows = (0, 0) if seam is None else (sum(seam.sent), sum(seam.received))
-        there_s, back_s = (
+        gather_s, scatter_s = (
             TP_LINK.collective_s([torch.empty(count, WIDTH, dtype=DTYPE)], ranks=TP) for count in rows
         )
-        return Traffic(buckets=moved, seam_s={"seam.gather.tp": there_s, "seam.scatter.tp": back_s})
+        return RankTraffic(
+            bucket_s=bucket_s, seam_s={"seam.gather.tp": gather_s, "seam.scatter.tp": scatter_s}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Of one rank: seconds to gather and to reduce each bucket, and of encoder rows there and back."""
+class RankTraffic:
+    """Seconds of one rank to gather and to reduce each bucket, and of the seam's collectives."""
 
-    buckets: Mapping[tuple[str, int], tuple[float, ...]]
+    bucket_s: Mapping[tuple[str, int], tuple[float, ...]]
     seam_s: Mapping[str, float]
 
 
-def _move_s(sizes: Sequence[int], ranks: int) -> tuple[float, float]:
-    """To gather some buckets in the type they compute in, and to reduce them in a wider one."""
-    found = [
+def _bucket_s(sizes: Sequence[int], ranks: int) -> tuple[float, float]:
+    """Returns the seconds to gather buckets in the compute dtype, and to reduce them in float32."""
+    gather_s, reduce_s = (
         sum(DP_LINK.collective_s([torch.empty(size, dtype=dtype)], ranks=ranks) for size in sizes)
         for dtype in (DTYPE, torch.float32)
-    ]
-    return found[0], found[1]
+    )
+    return gather_s, reduce_s
 
 
-def replay_model(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> PlanReplay:
-    """The coupled graph of the programs, played with drawn durations and the links' times."""
+def replay_model(plan: Plan, draws: Draws, traffic: Sequence[RankTraffic]) -> PlanReplay:
+    """Simulates the coupled graph of the programs with drawn durations and the links' times."""
     schedule = _coupled(plan)
-    return _played(plan, schedule, _seconds(plan, schedule, draws, traffic))
+    return _simulated(plan, schedule, _seconds(plan, schedule, draws, traffic))
 
 
 def _coupled(plan: Plan) -> Schedule:
-    """As plans know it, and ranks that share a head meet there: their loss needs a small gather."""
+    """Returns the coupled graph; ranks of a tensor-parallel head meet in the small gather of their loss."""
     schedule = couple(plan, plan.programs)
     meeting = np.full(len(schedule), -1) if schedule.meeting is None else schedule.meeting.copy()
     first, at = meeting.max() + 1, 0
@@ -203,10 +205,10 @@ def _coupled(plan: Plan) -> Schedule:
     return replace(schedule, meeting=meeting)
 
 
-def replay_waiting(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> PlanReplay:
-    """The same with all parameter traffic apart: gathers before anything computes, reduces after everything.
+def replay_blocking(plan: Plan, draws: Draws, traffic: Sequence[RankTraffic]) -> PlanReplay:
+    """Replays with gathers before all compute and reduces after it.
 
-    All ranks hold the encoder, so that its reduces begin when the last rank has computed.
+    All ranks hold the encoder, so its reduces start when the last rank has computed.
     """
     schedule = _coupled(plan)
     seconds = _seconds(plan, schedule, draws, traffic)
@@ -229,21 +231,21 @@ def replay_waiting(plan: Plan, draws: Draws, traffic: Sequence[Traffic]) -> Plan
                 for device, at in first.items():
                     seconds[at] += sums[device]
         seconds[moves] = 0.0
-    found = _played(plan, schedule, seconds)
-    return replace(found, step_s=found.step_s + sum(ends.values()))
+    replay = _simulated(plan, schedule, seconds)
+    return replace(replay, step_s=replay.step_s + sum(ends.values()))
 
 
-def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[Traffic]) -> Floats:
-    """Of every line of all device classes."""
+def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[RankTraffic]) -> Floats:
+    """Returns the seconds of every line of all device classes."""
     seconds = schedule.duration_s.copy()
-    seam_s = {name: max(own.seam_s[name] for own in traffic) for name in traffic[0].seam_s}
-    of_class = {plan.ranks.class_of(rank): own for rank, own in enumerate(traffic)}
+    seam_s = {name: max(rank.seam_s[name] for rank in traffic) for name in traffic[0].seam_s}
+    of_class = {plan.ranks.class_of(rank): of_rank for rank, of_rank in enumerate(traffic)}
     at = 0
     for device, program in enumerate(plan.programs):
         drawn = line_seconds(plan, device, draws)
         for line, (module, kind, chunk, _, place) in enumerate(program.rows.tolist()):
             if kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
-                seconds[at] = of_class[device].buckets[plan.names[module], place][kind == OpKind.REDUCE_GRAD]
+                seconds[at] = of_class[device].bucket_s[plan.names[module], place][kind == OpKind.REDUCE_GRAD]
             elif kind in COMPUTE_OPS:
                 phase = phase_of(plan, device, module, kind, chunk, place)
                 seconds[at] = (
@@ -253,7 +255,7 @@ def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[Tra
     return seconds
 
 
-def _played(plan: Plan, schedule: Schedule, seconds: Floats) -> PlanReplay:
+def _simulated(plan: Plan, schedule: Schedule, seconds: Floats) -> PlanReplay:
     timeline = evaluate(replace(schedule, duration_s=seconds))
     ends = np.flatnonzero(np.diff(schedule.device, prepend=-1, append=-1))
     moves = np.isin(schedule.kind, (OpKind.UNSHARD, OpKind.REDUCE_GRAD))

@@ -1,7 +1,7 @@
-"""The job of `benchmarks paced --tp`: a tiny model in the engine's own layers, which stand for long ones.
+"""The job of `benchmarks paced --tp`: a tiny model in the engine's own layers, with given durations.
 
-What a kernel takes is told to the planner by a profile, and to ranks by the plan. Links are slow enough that
-tiny tensors take as long as those of a large model: a collective of a layer a little longer than a kernel.
+A profile tells the planner the seconds of kernels, and the plan tells ranks. Links are so slow that tiny
+tensors take as long as those of a large model: a collective of a layer a little longer than a kernel.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.pacing import Link
+from benchmarks.paced_clock import PacedLink
 from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint
 from optimus.errors import UserError, one_of
 from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
-from optimus.job.cluster import FLAT, Cluster, Gpu
-from optimus.job.cluster import Link as PlannedLink
+from optimus.job.cluster import FLAT, Cluster, Gpu, Link
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, LayoutChoice, Limits
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
@@ -33,11 +32,11 @@ TOKENS, WIDTH, IMAGES, MERGE = 64, 32, (8, 8), 4
 KERNEL_S, SMALL_S = 0.015, 0.002  # a product or attention; an embedding, a projector
 COLLECTIVE_S = 0.020  # of a layer's rows, by two ranks
 MESSAGE_S = 0.005  # of a rank's rows to the next stage
-TP, MOST_STAGES = 2, 4
+TP, MAX_STAGES = 2, 4
 REPLICAS, SIZES = (1, 2, 4, 8, 16), (4, 8, 16, 32, 64)
 
-# By kind: seconds of every kernel of a layer, and of the ends. Norms take none: where layers are not divided,
-# the engine plays one together with the product behind it, and the plan knows two lines.
+# Seconds of every kernel of a layer, and of the ends, by kind. Norms take none: without tensor parallelism
+# the engine runs a norm together with the GEMM behind it, and the plan has two lines.
 LAYER_S: dict[OpKind, dict[str, float]] = {
     OpKind.FORWARD: {"norm1": 0.0, "qkv": KERNEL_S, "attention": KERNEL_S, "out": KERNEL_S,
              "norm2": 0.0, "up": KERNEL_S, "down": KERNEL_S},
@@ -61,44 +60,48 @@ def _stack(layers: int, *, causal: bool) -> Stack:
     return Stack(hidden=WIDTH, layers=layers, attention=attention, mlp=mlp, norm="rmsnorm")
 
 
-def _rows_of(tensor: Any) -> float:
-    """Bytes of rows that travel; single numbers, and sums that end a step, are nothing beside them."""
+def _activation_bytes(tensor: Any) -> float:
+    """Returns the bytes of activations; scalars and reductions at the end of a step take no time."""
     return float(tensor.nbytes) if tensor.dtype == torch.bfloat16 and tensor.dim() > 1 else 0.0
 
 
 def _flat_bytes(tensor: Any) -> float:
-    """Bytes of parameters and gradients that travel together."""
+    """Returns the bytes of flat parameters and gradients."""
     return float(tensor.nbytes) if tensor.dim() == 1 else 0.0
 
 
 _TP_BYTES_PER_S = TOKENS * WIDTH * 2 * (TP - 1) / TP / COLLECTIVE_S
 _NIC_BYTES_PER_S = TOKENS * WIDTH * 2 / TP / MESSAGE_S
-TP_LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=_TP_BYTES_PER_S, size_of=_rows_of, lane="tp")
-DP_LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, size_of=_flat_bytes, lane="dp")
-P2P_LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, size_of=_rows_of, lane="p2p")
+TP_LINK = PacedLink(
+    latency_s=0.0, bandwidth_bytes_per_s=_TP_BYTES_PER_S, size_of=_activation_bytes, lane="tp"
+)
+DP_LINK = PacedLink(latency_s=0.0, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, size_of=_flat_bytes, lane="dp")
+P2P_LINK = PacedLink(
+    latency_s=0.0, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, size_of=_activation_bytes, lane="p2p"
+)
 
 
-def link_of(axis: str) -> Link:
-    """Of the groups of an axis."""
+def link_of(axis: str) -> PacedLink:
+    """Returns the link of the groups of an axis."""
     return {"tp": TP_LINK, "dp": DP_LINK}.get(axis.split(".")[-1], P2P_LINK)
 
 
 def replicas_on(ranks: int) -> list[int]:
-    """Numbers of replicas that fit."""
-    found = [dp for dp in REPLICAS if ranks % (TP * dp) == 0 and 2 <= ranks // (TP * dp) <= MOST_STAGES]
-    if not found:
+    """Returns the numbers of replicas that fit."""
+    counts = [dp for dp in REPLICAS if ranks % (TP * dp) == 0 and 2 <= ranks // (TP * dp) <= MAX_STAGES]
+    if not counts:
         raise UserError(
             field="--ranks",
             value=ranks,
             problem="is not a size of this bench",
             hint=f"with --tp use {one_of(map(str, SIZES))}",
         )
-    return found
+    return counts
 
 
 @dataclass(frozen=True, kw_only=True)
-class DividedJob:
-    """The LLM in `dp` replicas of pipelines whose stages are two ranks each, an encoder on every rank."""
+class TpJob:
+    """`dp` replicas of LLM pipelines whose stages are tensor-parallel over two ranks; an encoder per rank."""
 
     ranks: int
     dp: int = 2
@@ -108,7 +111,7 @@ class DividedJob:
             raise UserError(
                 field="--dp",
                 value=self.dp,
-                problem=f"replicas of 2 to {MOST_STAGES} stages of {TP} do not fit on {self.ranks} ranks",
+                problem=f"replicas of 2 to {MAX_STAGES} stages of {TP} do not fit on {self.ranks} ranks",
                 hint=f"use {one_of(map(str, fits))}",
             )
 
@@ -122,7 +125,7 @@ class DividedJob:
 
     @property
     def encoder_layers(self) -> int:
-        """As many as the LLM has, one on every stage; a layer of either takes as long."""
+        """The LLM's number of layers, one a stage; a layer of either takes as long."""
         return self.pp
 
     @property
@@ -132,7 +135,7 @@ class DividedJob:
 
     @property
     def bound_s(self) -> float:
-        """Compute of encoder and LLM, by its means, evenly on all ranks."""
+        """Mean compute of encoder and LLM, spread evenly over all ranks."""
         layer_s = sum(sum(kernels.values()) for kernels in LAYER_S.values())
         return self.microbatches * layer_s * (1 + self.encoder_layers / self.pp)
 
@@ -162,16 +165,16 @@ class DividedJob:
         )
 
     @cached_property
-    def alone(self) -> Job:
-        """The LLM without what feeds it: its step is the floor."""
+    def llm_only(self) -> Job:
+        """The LLM without encoders: its step is the floor."""
         model = replace(self.job.model, encoders=())
         sequence = PackedSequence(text=TOKENS, items=())
         return replace(self.job, model=model, workload=replace(self.job.workload, sequences=(sequence,)))
 
     @property
     def _cluster(self) -> Cluster:
-        def link(bytes_per_s: float) -> PlannedLink:
-            return PlannedLink(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0, source="paced")
+        def link(bytes_per_s: float) -> Link:
+            return Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0, source="paced")
 
         return Cluster(
             name="paced",
@@ -191,18 +194,18 @@ class DividedJob:
         )
 
     def context(self, job: Job) -> PlanningContext:
-        found, _ = decide_context(job, ASSUMPTIONS, profile_of(job))
-        return found
+        context, _ = decide_context(job, ASSUMPTIONS, profile_of(job))
+        return context
 
 
-# Nobody computes more slowly while a collective is on its way, nor waits for a host or an optimizer.
+# No slow-down under collectives, no launch cost, no optimizer.
 ASSUMPTIONS: Assumptions = replace(
     preset("default"), residence_slowdown=0.0, launch_s=0.0, optimizer_time=False
 )
 
 
 def profile_of(job: Job) -> Profile:
-    """What every kernel takes, as planners read it: the LLM on `TP` ranks, an image of the encoder on one."""
+    """Returns the seconds of every kernel as planners read them: the LLM at tp 2, an image at tp 1."""
     rows: list[SegmentTime] = []
     for module in job.model.modules:
         tp = TP if module.name == LLM else 1

@@ -1,4 +1,4 @@
-"""`python -m benchmarks paced --tp`: divided layers on paced ranks take what replays say, line by line."""
+"""`benchmarks paced --tp`: tensor-parallel layers on paced ranks take what replays say, line by line."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks.__main__ import run
-from benchmarks.divided_job import COLLECTIVE_S, MESSAGE_S, SIZES, TP, DividedJob, replicas_on
-from benchmarks.divided_plans import (
+from benchmarks.paced_torch import list_programs
+from benchmarks.paced_tp import bench_paced_tp, bound_of
+from benchmarks.paced_tp_job import COLLECTIVE_S, MESSAGE_S, SIZES, TP, TpJob, replicas_on
+from benchmarks.paced_tp_plans import (
     COARSE,
     DP_BUBBLES,
     FLOOR,
     NOTHING,
     OURS,
     TP_SLOTS,
-    Variant,
+    PlanVariant,
     variants_of,
 )
-from benchmarks.divided_torch import EXCHANGES, half_s, torch_variants
-from benchmarks.paced_tp import bench_paced_tp, bound_of
+from benchmarks.paced_tp_torch import COLLECTIVES, half_s, torch_variants
 from benchmarks.report import EVENLY
 from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.verify.validator import check_plan
 
-EIGHT = DividedJob(ranks=8)
+EIGHT = TpJob(ranks=8)
 
 
 @pytest.fixture(scope="module")
-def variants() -> dict[str, Variant]:
+def variants() -> dict[str, PlanVariant]:
     return dict(variants_of(EIGHT))
 
 
@@ -39,7 +40,7 @@ def test_the_bound_is_the_llm_alone_if_that_was_played() -> None:
     assert bound_of({OURS: 2.0}, {OURS: 2.1}, 0.5) == (EVENLY, 0.5)
 
 
-def test_plans_know_kernels_and_links_as_ranks_do(variants: dict[str, Variant]) -> None:
+def test_plans_know_kernels_and_links_as_ranks_do(variants: dict[str, PlanVariant]) -> None:
     plan = variants[OURS].plan
     phases = [phase for template in plan.templates.values() for phase in template]
     launched = {
@@ -50,7 +51,7 @@ def test_plans_know_kernels_and_links_as_ranks_do(variants: dict[str, Variant]) 
     assert plan.slowdown == plan.launch_s == 0.0 and plan.ranks.llm.tp == TP
 
 
-def test_every_idea_makes_the_step_shorter_and_passes_the_proof(variants: dict[str, Variant]) -> None:
+def test_every_idea_makes_the_step_shorter_and_passes_the_proof(variants: dict[str, PlanVariant]) -> None:
     steps = {name: variant.plan.claims.step_s for name, variant in variants.items()}
     order = [FLOOR, OURS, TP_SLOTS, DP_BUBBLES, COARSE, NOTHING]
     assert [steps[name] for name in order] == sorted(steps[name] for name in order)
@@ -64,14 +65,13 @@ def test_every_idea_makes_the_step_shorter_and_passes_the_proof(variants: dict[s
 def test_torchs_schedules_hold_every_layer_once() -> None:
     halves = 2 * (EIGHT.encoder_layers + EIGHT.pp)
     alone_s = sum(half_s(half, kind) for half in range(halves) for kind in "FB")
-    for name, cuts in torch_variants(EIGHT).items():
-        for variant in map(cuts.variant, cuts.starts):
-            stages = range(len(variant.stages))
-            assert [half for own in variant.stages for half in own] == list(range(halves)), name
-            compute_s = sum(variant.compute_s(kind, stage) for stage in stages for kind in "FB")
-            assert compute_s == pytest.approx(alone_s)
-            exchanged_s = sum(variant.exchange_s("F", stage) for stage in stages)
-            assert exchanged_s == pytest.approx(EXCHANGES * 2 * EIGHT.pp * COLLECTIVE_S), "of the LLM alone"
+    for name, search in torch_variants(EIGHT).items():
+        programs = list_programs(search.pipeline, EIGHT.pp)
+        for variant in (search.make(cut, programs) for cut in search.starts):
+            assert [half for stage in variant.layers for half in stage] == list(range(halves)), name
+            assert sum(sum(variant.compute_s[kind]) for kind in "FB") == pytest.approx(alone_s)
+            collective_s = sum(variant.collective_s["F"])
+            assert collective_s == pytest.approx(COLLECTIVES * 2 * EIGHT.pp * COLLECTIVE_S), "of the LLM"
 
 
 def test_what_is_no_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def test_what_is_no_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("ranks", ["0", "-8", "7"])
-def test_a_number_of_ranks_that_cannot_be_divided_is_refused(
+def test_a_number_of_ranks_without_a_layout_is_refused(
     ranks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["paced", "--tp", "--ranks", ranks]) == 2
@@ -107,7 +107,7 @@ def test_every_size_has_a_number_of_replicas() -> None:
 @pytest.mark.alone
 @pytest.mark.ci("tensor parallelism")
 @pytest.mark.timeout(240)
-def test_eight_ranks_play_every_line_when_its_replay_says() -> None:
+def test_eight_ranks_run_every_line_when_its_replay_says() -> None:
     """In order, and off by no more than hosts were late; how late that is, a quiet one shows (heavy)."""
     result = bench_paced_tp(ranks=8, rounds=1, against=(TP_SLOTS,))
     assert not [problem for problem in result.problems if ":" in problem], result.problems

@@ -1,4 +1,4 @@
-"""What each idea is worth: plans of one job that fill more and more of the LLM's idle time."""
+"""Makes plans of one job that fill more and more of the LLM's idle time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from benchmarks.divided_job import TP, VISION, DividedJob
+from benchmarks.paced_tp_job import TP, VISION, TpJob
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.layout import Layout
@@ -30,24 +30,24 @@ NOTHING, COARSE, GAPS, DP_BUBBLES, TP_SLOTS = (
     "+ TP slots",
 )
 VARIANTS = (OURS, TP_SLOTS, DP_BUBBLES, GAPS, COARSE, NOTHING, FLOOR)
-WAITING = (GAPS, COARSE, NOTHING)
-SHIFTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)  # of the LLM, as shares of its own step: the best is taken
+BLOCKING = (GAPS, COARSE, NOTHING)
+SHIFTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)  # of the LLM, as shares of its own step
 ORDERS = ("1f1b", "zero-bubble")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One way to play the job; one that `waits` moves parameters before and gradients after all compute."""
+class PlanVariant:
+    """A plan of the job; a `blocking` one moves parameters before and gradients after all compute."""
 
     job: Job
     plan: Plan
-    waits: bool = False
+    blocking: bool = False
 
 
-def variants_of(job: DividedJob, wanted: Collection[str] = VARIANTS) -> dict[str, Variant]:
-    """Ours, what it is made of step by step, and the LLM without encoders: those that are wanted."""
+def variants_of(job: TpJob, wanted: Collection[str] = VARIANTS) -> dict[str, PlanVariant]:
+    """Returns the wanted plans: ours, those that fill less, and the LLM without encoders."""
     plans = _Plans(job)
-    found: dict[str, Callable[[], FilledPlan]] = {
+    makers: dict[str, Callable[[], FilledPlan]] = {
         OURS: lambda: min(plans.slots, plans.split, key=_step_s),
         TP_SLOTS: lambda: plans.slots,
         DP_BUBBLES: lambda: plans.gaps,
@@ -57,8 +57,10 @@ def variants_of(job: DividedJob, wanted: Collection[str] = VARIANTS) -> dict[str
         FLOOR: plans.floor,
     }
     return {
-        name: Variant(
-            job=job.alone if name == FLOOR else job.job, plan=found[name]().plan, waits=name in WAITING
+        name: PlanVariant(
+            job=job.llm_only if name == FLOOR else job.job,
+            plan=makers[name]().plan,
+            blocking=name in BLOCKING,
         )
         for name in VARIANTS
         if name in wanted
@@ -66,50 +68,50 @@ def variants_of(job: DividedJob, wanted: Collection[str] = VARIANTS) -> dict[str
 
 
 class _Plans:
-    """Made when they are asked for."""
+    """Plans, each made on first use."""
 
-    def __init__(self, job: DividedJob) -> None:
-        self._job, self._setting = job, job.context(job.job)
-        self._plain = llm_pipeline(self._setting, order_name="1f1b")
+    def __init__(self, job: TpJob) -> None:
+        self._job, self._context = job, job.context(job.job)
+        self._plain = llm_pipeline(self._context, order_name="1f1b")
 
     @cached_property
     def coarse(self) -> tuple[FilledPlan, FilledPlan]:
-        return _coarse_plans(self._job, self._setting, self._plain)
+        return _coarse_plans(self._job, self._context, self._plain)
 
     @cached_property
     def gaps(self) -> FilledPlan:
-        return _best(SlotlessTrial(self._setting, self._plain, _beside(self._job)))
+        return _best(SlotlessTrial(self._context, self._plain, _placement(self._job)))
 
     @cached_property
     def slots(self) -> FilledPlan:
-        return _best(Trial(self._setting, self._plain, _beside(self._job)))
+        return _best(Trial(self._context, self._plain, _placement(self._job)))
 
     @cached_property
     def split(self) -> FilledPlan:
-        return min((_best(trial) for trial in _split_trials(self._job, self._setting)), key=_step_s)
+        return min((_best(trial) for trial in _split_trials(self._job, self._context)), key=_step_s)
 
     def floor(self) -> FilledPlan:
-        context = self._job.context(self._job.alone)
+        context = self._job.context(self._job.llm_only)
         plans = (list_plan(context, llm_pipeline(context, order_name=order), {}) for order in ORDERS)
         return min(plans, key=_step_s)
 
 
-def _beside(job: DividedJob, *, split: bool = False) -> dict[str, Beside]:
-    """An encoder whole on every rank, each TP block with a piece of every microbatch."""
+def _placement(job: TpJob, *, split: bool = False) -> dict[str, Beside]:
+    """Returns an encoder replicated on every rank, with a piece of every microbatch per TP block."""
     layout = Layout(dp=job.ranks, pp=1, tp=1)
     return {VISION: Beside(layout=layout, recompute="none", pieces=TP, split=split)}
 
 
-def _split_trials(job: DividedJob, context: PlanningContext) -> Iterator[Trial]:
-    """Gradients of weights apart: the LLM's, the encoder's, or both."""
+def _split_trials(job: TpJob, context: PlanningContext) -> Iterator[Trial]:
+    """Yields candidates with separate weight gradients: of the LLM, the encoder, or both."""
     for order in ORDERS:
         for split in (False, True):
             if split or order != "1f1b":
-                yield Trial(context, llm_pipeline(context, order_name=order), _beside(job, split=split))
+                yield Trial(context, llm_pipeline(context, order_name=order), _placement(job, split=split))
 
 
 def _best(trial: Trial) -> FilledPlan:
-    """Over shifts of the LLM."""
+    """Returns the best plan over shifts of the LLM."""
     step_s = trial.base.step_s
     return min((trial.plan(trial.fill.arrange(share * step_s)) for share in SHIFTS), key=_step_s)
 
@@ -122,13 +124,13 @@ def _step_s(plan: FilledPlan) -> float:
 
 
 class _Dealt(Trial):
-    """Encoder microbatches dealt in given numbers to pipelines."""
+    """Candidate with a given number of encoder microbatches per pipeline."""
 
     counts: tuple[int, ...] = ()
 
     def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
-        found = super()._encoder(encoder, folded=folded)
-        return replace(found, pipelines=_deal(self.counts)) if folded else found
+        placed = super()._encoder(encoder, folded=folded)
+        return replace(placed, pipelines=_deal(self.counts)) if folded else placed
 
     def coarse(self) -> FilledPlan:
         orders = list(coarse_orders(self.header, self.base))
@@ -136,21 +138,19 @@ class _Dealt(Trial):
         return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=0.0)
 
 
-def _coarse_plans(
-    job: DividedJob, context: PlanningContext, llm: InlinePipeline
-) -> tuple[FilledPlan, FilledPlan]:
-    """All forwards of encoders before the LLM and all backwards after it: dealt evenly, and at best."""
-    found = {}
+def _coarse_plans(job: TpJob, context: PlanningContext, llm: InlinePipeline) -> tuple[FilledPlan, FilledPlan]:
+    """Returns plans with encoders before and after the LLM: dealt evenly, and at best."""
+    plans = {}
     for counts in _counts(job.microbatches, job.pp):
-        trial = _Dealt(context, llm, _beside(job))
+        trial = _Dealt(context, llm, _placement(job))
         trial.counts = counts
-        found[counts] = trial.coarse()
-    even = found[(job.microbatches // job.pp,) * job.pp]
-    return even, min(found.values(), key=_step_s)
+        plans[counts] = trial.coarse()
+    even = plans[(job.microbatches // job.pp,) * job.pp]
+    return even, min(plans.values(), key=_step_s)
 
 
 def _counts(total: int, parts: int, least: int = 1) -> Iterator[tuple[int, ...]]:
-    """All ways to deal so many; later stages, which wait longer for the LLM, never get less."""
+    """Yields all ways to deal microbatches; later stages, which wait longer for the LLM, never get fewer."""
     if parts == 1:
         yield (total,)
         return
@@ -159,11 +159,11 @@ def _counts(total: int, parts: int, least: int = 1) -> Iterator[tuple[int, ...]]
 
 
 def _deal(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Who gets each microbatch: all have as much of their own as far as the batch has come."""
-    given = [0] * len(counts)
-    found = []
+    """Returns the pipeline of each microbatch, at equal progress of all pipelines."""
+    dealt = [0] * len(counts)
+    pipelines = []
     for _ in range(sum(counts)):
-        at = min(range(len(counts)), key=lambda pipeline: (given[pipeline] + 1) / counts[pipeline])
-        given[at] += 1
-        found.append(at)
-    return tuple(found)
+        at = min(range(len(counts)), key=lambda pipeline: (dealt[pipeline] + 1) / counts[pipeline])
+        dealt[at] += 1
+        pipelines.append(at)
+    return tuple(pipelines)
