@@ -202,7 +202,7 @@ def test_impossible_options_are_refused(
 # ---------------------------------------------------------------- ranks
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 @pytest.mark.timeout(120)
 def test_a_section_that_fails_affects_no_other() -> None:
     heard: list[str] = []
@@ -229,7 +229,7 @@ def test_a_section_that_fails_affects_no_other() -> None:
     assert [name for name in heard if name in sections] == list(sections)
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 @pytest.mark.timeout(120)
 def test_a_section_that_hangs_is_ended_and_later_ones_do_not_start() -> None:
     sections = {"hangs": gpu_sections.hangs, "late": gpu_sections.works}
@@ -289,7 +289,7 @@ def test_the_result_is_printed_as_text_and_as_one_object(
     assert json.loads(capsys.readouterr().out)["sections"]["step"]["unequal"] == []
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 @pytest.mark.timeout(300)
 def test_sections_are_reported_also_if_another_fails_or_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_plan(*args: Any, **given: Any) -> None:

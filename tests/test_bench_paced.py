@@ -240,7 +240,7 @@ def test_a_dropped_dependency_is_noticed(plan: Plan, spoiled: Any) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_a_link_slower_than_told_is_noticed(plan: Plan) -> None:
     slower = replace(
         SLOW, latency_s=1.25 * SLOW.latency_s, bandwidth_bytes_per_s=SLOW.bandwidth_bytes_per_s / 1.25
@@ -251,7 +251,7 @@ def test_a_link_slower_than_told_is_noticed(plan: Plan) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_the_command_prints_one_object() -> None:
     command = [sys.executable, "-m", "benchmarks", "paced", "--ranks", "4", "--rounds", "1", "--json"]
     root = Path(__file__).parents[1]

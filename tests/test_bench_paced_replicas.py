@@ -138,7 +138,7 @@ def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.Captur
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_the_command_says_what_traffic_costs(capsys: pytest.CaptureFixture[str]) -> None:
     run(["paced", "--ranks", "4", "--dp", "2", "--rounds", "1", "--json"])
     found = json.loads(capsys.readouterr().out)

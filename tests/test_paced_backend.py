@@ -301,14 +301,14 @@ def _near(reads: list[tuple[float, float]], wanted_s: float) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_a_message_takes_latency_plus_bytes_over_bandwidth(ranks: list[dict[str, Rounds]]) -> None:
     for reads, wanted_s in zip(_calm(ranks, "message"), [MESSAGE_S, MESSAGE_S, 0.0, 0.0], strict=True):
         _near(reads, wanted_s)
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_messages_queue(ranks: list[dict[str, Rounds]]) -> None:
     sender, receiver, *_ = _calm(ranks, "queue")
     _near([first for first, _ in sender], MESSAGE_S)
@@ -317,21 +317,21 @@ def test_messages_queue(ranks: list[dict[str, Rounds]]) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_directions_do_not_disturb_each_other(ranks: list[dict[str, Rounds]]) -> None:
     for reads in _calm(ranks, "both ways"):
         _near(reads, 0.005 + 40 / 1e5)
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_an_all_reduce_starts_with_the_last_and_hides_behind_compute(ranks: list[dict[str, Rounds]]) -> None:
     for reads in _calm(ranks, "all_reduce"):
         _near(reads, 0.03 + max(0.02, 0.005 + 2 * 3 / 4 * 2000 / 1e5))
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_collectives_of_a_pair(ranks: list[dict[str, Rounds]]) -> None:
     wanted = {
         "all_gather": 0.005 + 4000 / 2 / 1e5,
@@ -346,7 +346,7 @@ def test_collectives_of_a_pair(ranks: list[dict[str, Rounds]]) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "wanted_s"),
     [
@@ -373,7 +373,7 @@ def _dies(rank: int, report: object) -> None:
     dist.barrier()
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_a_rank_that_is_killed_is_named_at_once() -> None:
     start_s = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank [01]: "):
@@ -381,7 +381,7 @@ def test_a_rank_that_is_killed_is_named_at_once() -> None:
     assert time.monotonic() - start_s < 60
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 def test_a_failure_is_told_at_once_and_leaves_nobody_behind() -> None:
     start_s = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 2: (?s:.)*no third rank"):

@@ -20,7 +20,7 @@ SCHEDULES = ("balanced 1F1B", "balanced Interleaved", "balanced ZBV")
 
 @pytest.mark.parametrize(
     "name",
-    ["balanced 1F1B", *(pytest.param(name, marks=pytest.mark.ci("engine")) for name in SCHEDULES[1:])],
+    ["balanced 1F1B", *(pytest.param(name, marks=pytest.mark.heavy) for name in SCHEDULES[1:])],
 )
 def test_no_other_cut_is_faster(name: str) -> None:
     search = torch_variants(JOB)[name]

@@ -114,7 +114,7 @@ def test_each_part_of_a_split_backward_takes_its_own_time() -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.ci("engine")
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_schedule_of_torch_takes_what_the_replay_says(name: str) -> None:
     ranks = run_paced_ranks(run_pipeline, 4, LINK, name, 4)
