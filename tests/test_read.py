@@ -134,6 +134,17 @@ def test_a_model_and_a_cluster_make_a_job(on: str) -> None:
     )
 
 
+def test_names_of_the_catalog_are_read_in_any_letter_case(tmp_path: Path) -> None:
+    job = find_job("qwen2.5-vl-72b", on="h100:64")
+    for model, on in (("Qwen2.5-VL-72B", "H100:64"), ("QWEN2.5-vl-72b", "H100-SXM-80GB:64")):
+        assert find_job(model, on=on) == make_job(model=model, on=on) == job
+        assert load_model(model) == job.model and load_cluster(on) == job.cluster
+        assert load_job(saved(tmp_path, write_job_yaml(model, on))) == job
+    assert find_job("Paper/d") == find_job("paper/D") and find_job("PAPER/D").name == find_job("paper/D").name
+    text = JOB.replace("use: qwen2.5-vl-72b", "use: Qwen2.5-VL-72B").replace("use: h100", "use: H100")
+    assert load_job(saved(tmp_path, text)) == load_job(saved(tmp_path, JOB))
+
+
 def test_a_job_file_moves_to_another_cluster(tmp_path: Path) -> None:
     text = JOB.replace("  llm: {dp: 16, pp: 4, tp: 8}\n", "  llm: {tp: 8}\n")
     text = text[: text.index("today:")]

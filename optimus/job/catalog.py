@@ -49,11 +49,18 @@ def node(kind: Kind, name: str) -> Node:
     return parse_yaml(read_text(path), file=f"catalog/{kind}/{name}.yaml")
 
 
+@cache
+def full_name(kind: Kind, name: str) -> str | None:
+    """The catalog's own spelling of a name or alias in any letter case; None if it has no such name."""
+    short = aliases() if kind == "clusters" else {}
+    spelled = {known.lower(): known for known in names(kind)} | {a.lower(): full for a, full in short.items()}
+    return spelled.get(name.lower())
+
+
 def find(kind: Kind, name: str, *, where: Node) -> Node:
     """The root of a catalog file, by name or alias; else an error at `where` that proposes the nearest."""
-    known = names(kind)
-    short = aliases() if kind == "clusters" else {}
-    full = short.get(name, name)
-    if full in known:
+    full = full_name(kind, name)
+    if full is not None:
         return node(kind, full)
-    raise where.error(f"is not in the catalog of {kind}", nearest(name, (*known, *short)), name)
+    short = aliases() if kind == "clusters" else {}
+    raise where.error(f"is not in the catalog of {kind}", nearest(name, (*names(kind), *short)), name)

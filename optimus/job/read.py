@@ -31,11 +31,11 @@ def find_job(name_or_path: str | Path, on: str | None = None, layouts: Iterable[
     `layouts` such as `llm=pp8,tp4` are stated on top of the job's own.
     """
     name, path = str(name_or_path), Path(name_or_path)
-    if name in catalog.names("jobs"):
-        return _assemble(catalog.node("jobs", name), name, Path(), on, layouts)
+    if job_name := catalog.full_name("jobs", name):
+        return _assemble(catalog.node("jobs", job_name), job_name, Path(), on, layouts)
     if path.suffix in JOB_ENDINGS:
         return load_job(path, on=on, layouts=layouts)
-    if name in catalog.names("models") or _is_config(path):
+    if catalog.full_name("models", name) or _is_config(path):
         return make_job(model=name, on=on, layouts=layouts)
     known = (*catalog.names("jobs"), *catalog.names("models"))
     hint = f"{nearest(name, known)}; or the path of a job.yaml or config.json"
@@ -64,7 +64,7 @@ def make_job(*, model: str | Path | Model, on: str | None, layouts: Iterable[str
 def load_model(name_or_path: str | Path) -> Model:
     """A catalog model by name, or a released config.json (or the folder that holds one)."""
     path = Path(name_or_path)
-    if str(name_or_path) not in catalog.names("models") and _is_config(path):
+    if catalog.full_name("models", str(name_or_path)) is None and _is_config(path):
         return read_hf_config(path / "config.json" if path.is_dir() else path)
     return catalog_model(str(name_or_path))
 

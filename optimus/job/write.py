@@ -53,8 +53,8 @@ def write_job_yaml(model: str | Path, on: str, *, folder: Path | None = None) ->
 
 
 def _origin(model: str | Path, folder: Path) -> str:
-    if str(model) in catalog.names("models"):
-        return f"use: {model}"
+    if name := catalog.full_name("models", str(model)):
+        return f"use: {name}"
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     shown = str(path) if path.is_absolute() else os.path.relpath(path, folder)
     return f"hf: {_quoted(shown)}"
