@@ -24,8 +24,7 @@ from optimus.job.job import Job
 from optimus.job.model import Model, Stack
 from optimus.job.read import find_job
 from optimus.job.workload import PackedSequence
-from optimus.models.collectives import AsyncCollective
-from optimus.models.tensor_parallel import TpGroup
+from optimus.models.collectives import AsyncCollective, TpGroup
 from optimus.planner.planning import make_plan
 
 STEPS, BARE_CALLS = 5, 20_000

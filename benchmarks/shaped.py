@@ -37,7 +37,7 @@ from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.model import BF16_BYTES
 from optimus.job.read import find_job
-from optimus.models.tensor_parallel import TpGroup
+from optimus.models.collectives import TpGroup
 from optimus.planner.planning import make_plan
 from optimus.planner.replaying import replay_plan
 from optimus.planner.systems.slots import without_slots

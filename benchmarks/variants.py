@@ -31,7 +31,7 @@ from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, layer_count
-from optimus.models.llm_ends import Embedding, Head
+from optimus.models.end_layers import LossHead, TokenEmbedding
 from optimus.models.microbatch_inputs import (
     EncoderContext,
     LlmContext,
@@ -256,9 +256,9 @@ class LayersStage(nn.Module):
         for name, segments in zip(self._modules_of_layers, self.layers, strict=True):
             context = self._contexts[name]
             for segment in segments:
-                if isinstance(segment, Head):
+                if isinstance(segment, LossHead):
                     return segment.logits(state)
-                if isinstance(segment, Embedding):
+                if isinstance(segment, TokenEmbedding):
                     state = (ids, *state)
                 state = segment.forward(state, context)
         return state[0].clone() if is_view(state[0]) else state[0]  # torch detaches it in place

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from optimus.engine import batches
 from optimus.engine.buckets import RankBuckets
-from optimus.models import linear, loss
+from optimus.models import end_layers, kernels
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.collectives import AsyncCollective
-from optimus.models.layer_ops import Join
+from optimus.models.collectives import AsyncCollective, ParamSplit, TpGroup
+from optimus.models.layer_ops import ResidualAdd
 from optimus.models.microbatch_inputs import LlmContext
-from optimus.models.param_split import ParamSplit
 from optimus.models.segment import Segment
-from optimus.models.tensor_parallel import AllGather, SeamExchange, TpGroup
-from optimus.models.transformer_layer import Joining
+from optimus.models.tensor_parallel import AllGather, SeamExchange
+from optimus.models.transformer_layer import ResidualProjection
 
 DIVIDED_BUGS: Bugs = {}
 PLAIN, SHARDED = "tp: two stages", "sharded tp: two stages"
@@ -95,64 +94,64 @@ def _() -> AbstractContextManager[Any]:
 @bug("every rank of a group begins with the same part of a matrix", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
     return wrapped(
-        ParamSplit, "part", lambda original, self, whole, rank, size: original(self, whole, 0, size)
+        ParamSplit, "shard", lambda original, self, whole, rank, size: original(self, whole, 0, size)
     )
 
 
 @bug("a part of a fused matrix is cut without looking at its blocks", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def part(original: Any, self: ParamSplit, whole: Tensor, rank: int, size: int) -> Tensor:
+    def shard(original: Any, self: ParamSplit, whole: Tensor, rank: int, size: int) -> Tensor:
         return whole.chunk(size, self.dim)[rank]
 
-    return wrapped(ParamSplit, "part", part)
+    return wrapped(ParamSplit, "shard", shard)
 
 
 @bug("ids of another part of the vocabulary are looked up too", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def own(original: Any, table: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def shard_index(original: Any, table: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
         here, mine = original(table, ids, first)
         return torch.ones_like(here), mine
 
-    return wrapped(linear, "_own", own)
+    return wrapped(kernels, "_shard_index", shard_index)
 
 
 @bug("columns that stand for nothing take part in the loss", "tp: odd numbers", DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def entropy(original: Any, logits: Tensor, *args: Any, first: int, count: int) -> Tensor:
-        return original(logits, *args, first=first, count=logits.shape[1])
+    def entropy(original: Any, logits: Tensor, *args: Any, first_id: int, count: int) -> Tensor:
+        return original(logits, *args, first_id=first_id, count=logits.shape[1])
 
     return patch(
-        "optimus.models.llm_ends.vocab_parallel_cross_entropy", lambda *a, **k: entropy(_ENTROPY, *a, **k)
+        "optimus.models.end_layers.vocab_parallel_cross_entropy", lambda *a, **k: entropy(_ENTROPY, *a, **k)
     )
 
 
-_ENTROPY = loss.vocab_parallel_cross_entropy
+_ENTROPY = end_layers.vocab_parallel_cross_entropy
 
 
 @bug("a label of another rank counts on all", PLAIN, DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def entropy(logits: Tensor, labels: Tensor, tp_group: TpGroup, *, first: int, count: int) -> Tensor:
-        return _ENTROPY(logits, labels, tp_group, first=0, count=count)
+    def entropy(logits: Tensor, labels: Tensor, tp_group: TpGroup, *, first_id: int, count: int) -> Tensor:
+        return _ENTROPY(logits, labels, tp_group, first_id=0, count=count)
 
-    return patch("optimus.models.llm_ends.vocab_parallel_cross_entropy", entropy)
+    return patch("optimus.models.end_layers.vocab_parallel_cross_entropy", entropy)
 
 
 @bug("dropout of a rank's rows is that of the first rows", "tp: full", DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def of(original: Any, self: LlmContext, rows: slice, seam: Any) -> LlmContext:
+    def shard(original: Any, self: LlmContext, rows: slice, seam: Any) -> LlmContext:
         found: LlmContext = original(self, rows, seam)
-        keys = None if self.keys is None else self.keys[: rows.stop - rows.start]
-        return replace(found, keys=keys)
+        keys = None if self.dropout_keys is None else self.dropout_keys[: rows.stop - rows.start]
+        return replace(found, dropout_keys=keys)
 
-    return wrapped(LlmContext, "of", of)
+    return wrapped(LlmContext, "shard", shard)
 
 
 @bug("the gradient of a join forgets its dropout", "tp: full", DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def back(original: Any, self: Join, values: Any, *given: Any) -> Any:
+    def back(original: Any, self: ResidualAdd, values: Any, *given: Any) -> Any:
         return original(self, None, *given)
 
-    return wrapped(Join, "backward", back)
+    return wrapped(ResidualAdd, "backward", back)
 
 
 @bug("encoder rows are placed where the other rank's belong", PLAIN, DIVIDED_BUGS)
@@ -179,19 +178,19 @@ def _() -> AbstractContextManager[Any]:
     def later(original: Any, self: SegmentedChunk, frame: Any, place: int) -> bool:
         found: bool = original(self, frame, place)
         if found:
-            frame.in_wgrad[place] = tuple(
-                g if g is None else torch.zeros_like(g) for g in frame.in_wgrad[place]
+            frame.deferred_gradients[place] = tuple(
+                g if g is None else torch.zeros_like(g) for g in frame.deferred_gradients[place]
             )
         return found
 
-    return wrapped(SegmentedChunk, "_leave_to_wgrad", later)
+    return wrapped(SegmentedChunk, "_defer_to_wgrad", later)
 
 
 @bug("a bias of the rows is added on every rank before the sum", "tp: zero-bubble", DIVIDED_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def tp_segments(original: Any, self: Joining) -> list[Segment]:
+    def tp_segments(original: Any, self: ResidualProjection) -> list[Segment]:
         product, scatter, join = original(self)
         product.bias = self.bias
         return [product, scatter, join]
 
-    return wrapped(Joining, "tp_segments", tp_segments)
+    return wrapped(ResidualProjection, "tp_segments", tp_segments)

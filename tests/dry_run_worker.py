@@ -17,7 +17,7 @@ from optimus.engine.config import TrainingConfig
 from optimus.engine.memory_use import count_step
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.models.tensor_parallel import TpGroup
+from optimus.models.collectives import TpGroup
 
 TRAINING = TrainingConfig(dtype="bfloat16")
 TIMES = 4  # a thread of gloo may hold a tensor a moment longer than it is needed: seldom in all of them

@@ -16,9 +16,9 @@ from optimus.engine.compile import Compiler
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import P2PMailbox
 from optimus.engine.replicated_buckets import ReplicatedBucket
-from optimus.models import layer_ops, linear
+from optimus.models import kernels, layer_ops
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.layer_ops import Normed
+from optimus.models.layer_ops import PreNorm
 from optimus.models.segment import WeightGradStore
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -200,17 +200,17 @@ def _() -> AbstractContextManager[Any]:
     def add(weight: Any, gradient: Any, inputs: Any) -> None:
         weight.grad = gradient.T @ inputs
 
-    kernels = replace(linear.TORCH, add_weight_gradient=add)
+    wrong = replace(kernels.TORCH_LINEAR, add_weight_gradient=add)
     return wrapped(
         layer_ops,
-        "linear_gradient",
-        lambda original, *args, wanted: original(*args[:-1], kernels, wanted=wanted),
+        "linear_backward",
+        lambda original, *args, **flags: original(*args[:-1], wrong, **flags),
     )
 
 
 @bug("a bias gradient is lost", "plain")
 def _() -> AbstractContextManager[Any]:
-    return patch.object(linear, "add_bias_gradient", lambda bias, gradient: None)
+    return patch.object(kernels, "add_bias_gradient", lambda bias, gradient: None)
 
 
 @bug("a table's gradient is set, not added", "two ranks")
@@ -220,15 +220,15 @@ def _() -> AbstractContextManager[Any]:
             table.grad.zero_()
         original(table, *given)
 
-    return wrapped(linear, "_add_table_gradient", add)
+    return wrapped(kernels, "_add_table_gradient", add)
 
 
 @bug("the residual's gradient is lost", "plain")  # played segment by segment
 def _() -> AbstractContextManager[Any]:
-    def gradient(original: Any, self: Normed, values: Any, given: Any, *rest: Any) -> Any:
+    def gradient(original: Any, self: PreNorm, values: Any, given: Any, *rest: Any) -> Any:
         return original(self, values, (None, given[1]), *rest)
 
-    return wrapped(Normed, "backward", gradient)
+    return wrapped(PreNorm, "backward", gradient)
 
 
 @bug("the loss is averaged over microbatches", "two ranks")
@@ -263,7 +263,7 @@ def _() -> AbstractContextManager[Any]:
 @bug("a layer is made again from the input of another", "recompute")
 def _() -> AbstractContextManager[Any]:
     def again(original: Any, self: SegmentedChunk, microbatch: int, place: int) -> None:
-        kept = self._frames[microbatch].kept
+        kept = self._frames[microbatch].recompute_inputs
         before = [other for other in kept if 0 < other < place]
         if place in kept and before:
             kept[place] = kept[max(before)]

@@ -35,9 +35,8 @@ from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import make_groups, tp_group_of
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.replicated_buckets import ReplicatedBucket
-from optimus.models.build import build_layers, parameters_with_splits
-from optimus.models.collectives import all_gather_single
-from optimus.models.param_split import ParamSplit
+from optimus.models.build import build_layers, named_parameters
+from optimus.models.collectives import ParamSplit, all_gather_single
 
 TIMEOUT_S = 30
 LR, WEIGHT_DECAY = 1e-3, 0.01
@@ -85,7 +84,7 @@ class RankRun:
         return {
             name: split
             for module in self.case.job.model.modules
-            for name, _, split in parameters_with_splits(
+            for name, _, split in named_parameters(
                 module, build_layers(module, dtype=self.dtype, device="meta")
             )
             if split is not None
@@ -179,7 +178,7 @@ def part_of(run: RankRun, rank: int, name: str, whole: dict[str, Tensor]) -> Ten
     """What a rank holds of a parameter."""
     tp_group = tp_group_of(run.plan, name.split(".")[0], rank)
     split = run.splits.get(name)
-    return whole[name] if split is None else split.part(whole[name], tp_group.rank, tp_group.size)
+    return whole[name] if split is None else split.shard(whole[name], tp_group.rank, tp_group.size)
 
 
 def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from host_reads import no_host_reads
 from torch import Tensor
 
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.models.kernels import Kernels
-from optimus.models.layer_ops import Heads, Normed, Widened
-from optimus.models.linear import TORCH, LinearKernels
+from optimus.models.kernels import TORCH_LINEAR, Kernels, LinearKernels
+from optimus.models.layer_ops import MlpUp, PreNorm, QkvLinear
 from optimus.models.segment import State
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -36,7 +35,7 @@ def _changed(owner: type, change: Callable[[State], None]) -> AbstractContextMan
 
 
 def _item() -> AbstractContextManager[Any]:
-    return _changed(Widened, lambda state: print(end="") if state[0].sum().item() > 1e9 else None)  # noqa: T201
+    return _changed(MlpUp, lambda state: print(end="") if state[0].sum().item() > 1e9 else None)  # noqa: T201
 
 
 def _mask() -> AbstractContextManager[Any]:
@@ -44,16 +43,16 @@ def _mask() -> AbstractContextManager[Any]:
         rows = state[0].detach()
         rows[rows > 1e9] = rows.new_zeros(())
 
-    return _changed(Normed, change)
+    return _changed(PreNorm, change)
 
 
 def _list() -> AbstractContextManager[Any]:
-    return _changed(Heads, lambda state: state[0].detach().tolist())
+    return _changed(QkvLinear, lambda state: state[0].detach().tolist())
 
 
 def _backward() -> AbstractContextManager[Any]:
     """In a weight gradient, which runs behind the backward."""
-    original = TORCH.add_weight_gradient
+    original = TORCH_LINEAR.add_weight_gradient
 
     def add(weight: Tensor, gradient: Tensor, rows: Tensor) -> None:
         if bool(gradient.isfinite().all()):

@@ -6,7 +6,7 @@ formulas of layers and positions, which `test_models_reference.py` compares with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.kernels import NUMERICS, Numerics
 from optimus.models.microbatch_inputs import bin_targets, encoder_inputs, llm_inputs
-from optimus.models.sample import Placed, Sample, loss_scale, placed_items
+from optimus.models.sample import PlacedItem, Sample, placed_items
 from optimus.models.segment import Segment
 
 
@@ -28,6 +28,18 @@ def whole(
     for segment in chain.from_iterable(layers):
         state = segment(state, context)
     return state
+
+
+def parameters_by_name(
+    module: Encoder | Llm, layers: Sequence[Sequence[Segment]], *, first: int = 0
+) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a range of layers by their names in checkpoints."""
+    return {name: parameter for name, parameter, _ in named_parameters(module, layers, first=first)}
+
+
+def loss_scale(samples: Iterable[Sample]) -> float:
+    """Returns one over the number of labels of all samples of a step."""
+    return 1.0 / max(1, sum(int((sample.labels >= 0).sum()) for sample in samples))
 
 
 class OneProcess:
@@ -56,10 +68,10 @@ class OneProcess:
         return {
             name: parameter
             for module in self.model.modules
-            for name, parameter in named_parameters(module, self.layers[module.name])
+            for name, parameter in parameters_by_name(module, self.layers[module.name]).items()
         }
 
-    def encode(self, encoder: Encoder, placed: Placed, step: int) -> Tensor:
+    def encode(self, encoder: Encoder, placed: PlacedItem, step: int) -> Tensor:
         """LLM rows of one item."""
         inputs, context = encoder_inputs(
             encoder,

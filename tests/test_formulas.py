@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from optimus.job.model import Attention, Mlp, Stack
+from optimus.models.attention import Rotary, sequence_rotary
+from optimus.models.collectives import NO_TP, TpGroup
 from optimus.models.dropout import Dropout, row_keys
 from optimus.models.kernels import KERNELS, Numerics
-from optimus.models.layer_ops import Join
-from optimus.models.manual_backward import ManualBackwardSegment
-from optimus.models.rotary import Rotary, sequence_table
-from optimus.models.segment import Segment, SequentialSegment, State, WeightGradStore, _SequentialSavedTensors
-from optimus.models.tensor_parallel import TpCollective, TpGroup
-from optimus.models.transformer_layer import Down, Out, Projection, Qkv, Up
+from optimus.models.layer_ops import ResidualAdd
+from optimus.models.segment import (
+    ManualBackwardSegment,
+    Segment,
+    SequentialSegment,
+    State,
+    WeightGradStore,
+)
+from optimus.models.tensor_parallel import TpCollective
+from optimus.models.transformer_layer import Projection, Qkv, Up, attention_out, mlp_down
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 6, 8, 4, 4
 WHERE = {"dtype": torch.float64}
@@ -40,15 +46,15 @@ STACKS = {"rmsnorm, gated": STACK, "layernorm, biases, head norms": PLAIN}
 
 @dataclass
 class Context:
-    keys: Tensor | None
+    dropout_keys: Tensor | None
     rotary: Rotary | None
 
 
 CONTEXTS = {
-    "plain": Context(keys=None, rotary=None),
+    "plain": Context(dropout_keys=None, rotary=None),
     "turned, dropped": Context(
-        keys=row_keys(torch.arange(ROWS), seed=0, step=0, sample=0),
-        rotary=sequence_table(torch.arange(ROWS), HEAD_DIM, 10_000.0, torch.float64),
+        dropout_keys=row_keys(torch.arange(ROWS), seed=0, step=0, sample=0),
+        rotary=sequence_rotary(torch.arange(ROWS), HEAD_DIM, 10_000.0, torch.float64),
     ),
 }
 
@@ -58,9 +64,9 @@ def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
     numerics, tp_group = Numerics(dropout=0.25), TpGroup(rank=0, size=2 if parts else 1)
     made: list[Projection] = [
         Qkv(stack, numerics, KERNELS, tp_group, **WHERE),
-        Out(stack, numerics, KERNELS, "out", tp_group, **WHERE),
+        attention_out(stack, numerics, KERNELS, "out", tp_group, **WHERE),
         Up(stack, numerics, KERNELS, tp_group, **WHERE),
-        Down(stack, numerics, KERNELS, "down", tp_group, **WHERE),
+        mlp_down(stack, numerics, KERNELS, "down", tp_group, **WHERE),
     ]
     for projection in made:
         for parameter in projection.parameters():
@@ -75,7 +81,7 @@ def state_of(segment: Segment, name: str) -> State:
     x = torch.randn(ROWS, WIDTH, **WHERE)
     if name.startswith("norm"):
         return (x,)
-    if name in ("qkv", "up", "join"):
+    if name in ("qkv", "up", "residual_add"):
         return x, torch.randn(ROWS, WIDTH, **WHERE)
     return x, torch.randn(ROWS, next(segment.parameters()).shape[1], **WHERE)
 
@@ -140,11 +146,13 @@ def test_no_part_of_a_layer_makes_a_graph() -> None:
 
 def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
     for stack in STACKS.values():
-        moved = Up(stack, Numerics(), KERNELS, dtype=torch.float64, device="meta").to_empty(device="cpu")
+        moved = Up(stack, Numerics(), KERNELS, NO_TP, dtype=torch.float64, device="meta").to_empty(
+            device="cpu"
+        )
         x = torch.randn(ROWS, WIDTH, **WHERE)
         _, saved = moved.run_forward((x,), (True,), CONTEXTS["plain"], WeightGradStore())
         assert saved is not None
-        found = {id(each) for link in moved.linked for each in link.parameters()}
+        found = {id(each) for op in moved.segments for each in op.parameters()}
         assert found == {id(each) for each in moved.parameters()}
 
 
@@ -158,10 +166,9 @@ def test_a_chain_is_its_links_one_after_another_and_gives_up_what_they_keep() ->
     )
 
     made, saved = chain.run_forward(state, (True,), context, WeightGradStore())
-    assert isinstance(saved, _SequentialSavedTensors)
-    assert len(saved.parts) == len(links)
+    assert saved is not None and len(saved.values) == len(links)
     chain.run_backward(saved, tuple(map(_seed, made)), split=False)
-    assert not saved.parts
+    assert not saved.values
 
 
 def test_a_chain_goes_back_no_further_than_something_learns() -> None:
@@ -174,9 +181,7 @@ def test_a_chain_goes_back_no_further_than_something_learns() -> None:
         CONTEXTS["plain"],
     )
     made, saved = chain.run_forward(state, (False,), context, WeightGradStore())
-    assert (
-        isinstance(saved, _SequentialSavedTensors) and saved.parts[0] is None and saved.parts[1] is not None
-    )
+    assert saved is not None and saved.values[0] is None and saved.values[1] is not None
     assert chain.run_backward(saved, (None, _seed(made[1])), split=False) == (None,)
     assert all(parameter.grad is None for parameter in norm.parameters())
 
@@ -192,7 +197,7 @@ def test_a_bias_that_adds_up_in_float32_gets_sums_in_float32() -> None:
     bias = torch.nn.Parameter(torch.zeros(WIDTH, dtype=torch.bfloat16))
     bias.grad_dtype = torch.float32
     bias.grad = torch.zeros(WIDTH)
-    join = Join(bias, Dropout("join", 0.0))
+    join = ResidualAdd(bias, Dropout("join", 0.0))
     gradient = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     join.backward(None, (gradient,), (True, True), WeightGradStore())
     assert torch.equal(bias.grad, gradient.sum(0, dtype=torch.float32))
@@ -213,12 +218,10 @@ def test_dropout_in_a_graph_keeps_keys_and_drops_gradients_as_it_drops_rows() ->
     assert rows.grad is not None and torch.equal(rows.grad, dropout(seed, keys))
 
 
-SearchResult = tuple[
-    list[Tensor], list[Tensor | None], list[Tensor | None]
-]  # state, its gradients, of parameters
+Outcome = tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]  # state, its gradients, of parameters
 
 
-def _by_autograd(segment: Segment, state: State, context: Context, needs: tuple[bool, ...]) -> SearchResult:
+def _by_autograd(segment: Segment, state: State, context: Context, needs: tuple[bool, ...]) -> Outcome:
     given = [tensor.clone().requires_grad_(need) for tensor, need in zip(state, needs, strict=True)]
     made = segment.forward(tuple(given), context)
     seeds = [_seed(tensor) for tensor in made]
@@ -245,7 +248,7 @@ def _written(
     *,
     split: bool,
     track_recomputable: bool,
-) -> SearchResult:
+) -> Outcome:
     for parameter in segment.parameters():
         parameter.grad = None
     weight_grads = WeightGradStore(track_recomputable=track_recomputable)
@@ -267,7 +270,7 @@ def _seed(tensor: Tensor) -> Tensor:
     return torch.linspace(-1, 2, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
 
 
-def _compare(name: str, expected: SearchResult, found: SearchResult) -> None:
+def _compare(name: str, expected: Outcome, found: Outcome) -> None:
     for what, left, right in zip(("state", "gradients", "parameters"), expected, found, strict=True):
         for place, (one, other) in enumerate(zip(left, right, strict=True)):
             if one is None or other is None:

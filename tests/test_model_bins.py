@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import OneProcess, whole
+from one_process import OneProcess, loss_scale, whole
 from tiny_models import DTYPE, ENCODERS, LLMS, close, images, random_samples, tiny_model
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from optimus.job.model import Model
 from optimus.models.build import build_layers
 from optimus.models.dropout import Dropout, row_keys
 from optimus.models.microbatch_inputs import bin_targets, encoder_inputs, llm_inputs
-from optimus.models.sample import Placed, Sample, loss_scale, placed_items
+from optimus.models.sample import PlacedItem, Sample, placed_items
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_an_item_has_the_same_rows_in_every_bin(name: str) -> None:
     layers = build_layers(encoder, dtype=DTYPE)
     items = images(encoder)
 
-    def rows(members: list[Placed], capacity: int) -> Tensor:
+    def rows(members: list[PlacedItem], capacity: int) -> Tensor:
         inputs, context = encoder_inputs(encoder, members, capacity, seed=1, step=2, dtype=DTYPE)
         return whole(layers, (inputs,), context)[0].detach()
 
@@ -102,18 +102,18 @@ def test_dropout_masks_are_equal_bit_by_bit_in_every_bin() -> None:
     items = images(encoder)
     _, one = encoder_inputs(encoder, [items[1]], 24, seed=1, step=2)
     _, two = encoder_inputs(encoder, [items[0], items[1]], 64, seed=1, step=2)
-    assert one.keys is not None and two.keys is not None
+    assert one.dropout_keys is not None and two.dropout_keys is not None
     drop = Dropout("somewhere", 0.1)
-    assert torch.equal(drop.kept(one.keys, 16), drop.kept(two.keys[16:40], 16))
+    assert torch.equal(drop.keep_mask(one.dropout_keys, 16), drop.keep_mask(two.dropout_keys[16:40], 16))
     sample, number, item = items[1]
     _, other = encoder_inputs(encoder, [(sample, number + 1, item)], 24, seed=1, step=2)
-    assert other.keys is not None and not (other.keys == one.keys).any()
+    assert other.dropout_keys is not None and not (other.dropout_keys == one.dropout_keys).any()
 
 
 def test_dropout_drops_its_share_and_masks_are_independent() -> None:
     rows, width, share = 2_000, 256, 0.1
     masks = [
-        Dropout(site, share).kept(
+        Dropout(site, share).keep_mask(
             row_keys(torch.arange(rows), seed=seed, step=step, sample=sample, item=item), width
         )
         for seed, step, sample, item, site in [

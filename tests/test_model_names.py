@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from one_process import parameters_by_name
 from tiny_models import DTYPE, ENCODERS, LLMS, build, random_samples, tiny_model
 
 from optimus.errors import UserError
 from optimus.job.model import Encoder, Experts, LatentAttention, Llm
-from optimus.models.build import build_layers, layer_count, named_parameters
-from optimus.models.check_sample import check_sample
+from optimus.models.build import build_layers, layer_count
 from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
 from optimus.models.sample import Item
 
@@ -20,17 +19,17 @@ from optimus.models.sample import Item
 @pytest.mark.parametrize("name", [*LLMS, *ENCODERS])
 def test_any_range_of_layers_has_the_parameters_of_the_whole(name: str) -> None:
     module, layers = build(name)
-    parameters = dict(named_parameters(module, layers))
+    parameters = parameters_by_name(module, layers)
     assert sum(parameter.numel() for parameter in parameters.values()) == module.parameters()
     count = layer_count(module)
     for first, end in [(0, 1), (1, count), (2, 3), (count - 1, count), (1, 1)]:
         part = build_layers(module, dtype=DTYPE, first=first, end=end)
         assert len(part) == end - first
-        for parameter, value in named_parameters(module, part, first=first):
+        for parameter, value in parameters_by_name(module, part, first=first).items():
             assert torch.equal(value, parameters[parameter]), parameter
     drawn = [p.flatten()[0].item() for n, p in parameters.items() if not n.endswith("norm.weight")]
     assert len(set(drawn)) == len(drawn)
-    other = dict(named_parameters(module, build_layers(module, dtype=DTYPE, seed=1)))
+    other = parameters_by_name(module, build_layers(module, dtype=DTYPE, seed=1))
     assert not torch.equal(
         other[f"{module.name}.layers.0.qkv.weight"], parameters[f"{module.name}.layers.0.qkv.weight"]
     )
@@ -38,7 +37,7 @@ def test_any_range_of_layers_has_the_parameters_of_the_whole(name: str) -> None:
 
 def test_names_are_those_of_checkpoints() -> None:
     module, layers = build("windows")
-    names = [name for name, _ in named_parameters(module, layers)]
+    names = list(parameters_by_name(module, layers))
     assert names[:2] == ["vision.patches.weight", "vision.patches.bias"]
     assert "vision.layers.1.qkv.weight" in names and "vision.layers.2.up.norm.weight" in names
     assert names[-1] == "vision.projector.linears.1.bias"
@@ -51,7 +50,7 @@ def test_a_tied_head_shares_the_table_or_has_an_equal_one() -> None:
     count = layer_count(llm)
     last = build_layers(llm, dtype=DTYPE, first=count - 1)
     assert torch.equal(last[0][0].weight, layers[0][0].weight)
-    assert "llm.embedding.weight" in dict(named_parameters(llm, last, first=count - 1))
+    assert "llm.embedding.weight" in parameters_by_name(llm, last, first=count - 1)
 
 
 def test_what_the_engine_does_not_run_is_named() -> None:
@@ -118,23 +117,3 @@ def test_a_sample_longer_than_the_learned_positions_is_refused() -> None:
     model = tiny_model("gpt")
     with pytest.raises(UserError, match="use 65 or more"):
         llm_inputs(model.llm, random_samples(model, 1, length=65), [], 1.0, seed=0, step=0)
-
-
-def test_samples_that_do_not_fit_the_model_are_refused() -> None:
-    model = tiny_model()
-    sample = random_samples(model, 2)[1]
-    check_sample(model, sample)
-    image = Item(offset=30, grid=(4, 4), inputs=torch.zeros(16, 6))
-
-    def refused(match: str, **fields: Any) -> None:
-        with pytest.raises(UserError, match=match):
-            check_sample(model, replace(sample, **fields))
-
-    refused("29 is outside the vocabulary", tokens=sample.tokens + 29 - sample.tokens.max())
-    refused("-1 is outside", tokens=sample.tokens - 1 - sample.tokens.min())
-    refused("shape", labels=sample.labels[1:])
-    refused("add up", documents=(20, 21))
-    refused("inside one document", items={"vision": (replace(image, offset=37),)})
-    refused("inside one document", items={"vision": (image,)}, documents=(32, 8))
-    refused("two items", items={"vision": (image, replace(image, offset=33))})
-    refused("did you mean vision", items={"visoin": (image,)})

@@ -8,22 +8,21 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from one_process import OneProcess, whole
+from one_process import OneProcess, parameters_by_name, whole
 from tiny_models import DTYPE, ENCODERS, LLMS, build, close, images, random_samples, tiny_model
 from torch import Tensor
 
 from optimus.ir.op import OpKind
 from optimus.job.model import Encoder, Llm
 from optimus.models.attention import attend_by_spans
-from optimus.models.build import build_layers, named_parameters
+from optimus.models.build import build_layers
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.kernels import Numerics
-from optimus.models.layer_ops import Gated, gated
+from optimus.models.kernels import Norm, Numerics
+from optimus.models.layer_ops import SwiGlu, swiglu
 from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
-from optimus.models.norms import Norm
 from optimus.models.phase_order import Recompute
+from optimus.models.sample import token_order
 from optimus.models.segment import WeightGradStore
-from optimus.models.token_order import arrange
 
 State = tuple[Tensor, ...]
 
@@ -92,14 +91,14 @@ def test_a_segmented_chunk_has_the_gradients_of_one_graph(
         play(chunk, OpKind.INPUT_GRAD if split else OpKind.BACKWARD)
         found = chunk.input_gradients(0)
         play(chunk, OpKind.WEIGHT_GRAD)
-    gradients = {n: p.grad for n, p in named_parameters(module, layers) if p.grad is not None}
+    gradients = {n: p.grad for n, p in parameters_by_name(module, layers).items() if p.grad is not None}
 
     module, layers = build(name)
     leaves = tuple(tensor.clone().requires_grad_(need) for tensor, need in zip(state, needs, strict=True))
     (expected,) = whole(layers, leaves, context)
     expected.backward(gradient_like(expected))
     assert close(output, expected.detach())
-    parameters = dict(named_parameters(module, layers))
+    parameters = parameters_by_name(module, layers)
     assert set(gradients) == {n for n, p in parameters.items() if p.grad is not None}
     assert set(gradients) == {n for n, p in parameters.items() if p.requires_grad}
     assert not any(gradient.requires_grad for gradient in gradients.values())  # or graphs would stay alive
@@ -158,9 +157,9 @@ def test_a_norm_has_the_gradients_of_its_formula(dtype: torch.dtype) -> None:
 
 def test_a_gate_has_the_gradient_of_its_formula() -> None:
     rows = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(Gated.apply, (rows,))
+    assert torch.autograd.gradcheck(SwiGlu.apply, (rows,))
     gate, up = rows.chunk(2, -1)
-    assert torch.equal(gated(rows), torch.nn.functional.silu(gate) * up)
+    assert torch.equal(swiglu(rows), torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("name", ["frozen trunk", "frozen llm"])
@@ -201,21 +200,21 @@ def test_nothing_reads_values_or_sizes_from_a_device(name: str) -> None:
 @pytest.mark.parametrize("grid", [(4, 4), (6, 10), (2, 2), (8, 2), (3, 4, 6)])
 def test_windows_and_merge_groups_stand_together_and_the_llm_gets_raster_order(grid: tuple[int, ...]) -> None:
     encoder = ENCODERS["windows"]
-    found = arrange(encoder, grid)
+    order = token_order(encoder, grid)
     frames, height, width = grid if len(grid) == 3 else (1, *grid)
     tokens = frames * height * width
-    assert sorted(found.order.tolist()) == list(range(tokens))
-    assert sum(found.window_spans) == sum(found.spans) == tokens
-    place = [(i // (height * width), i // width % height, i % width) for i in found.order.tolist()]
-    assert [(y, x) for _, y, x in place] == [tuple(pair) for pair in found.coordinates.tolist()]
+    assert sorted(order.raster_index.tolist()) == list(range(tokens))
+    assert sum(order.window_spans) == sum(order.spans) == tokens
+    place = [(i // (height * width), i // width % height, i % width) for i in order.raster_index.tolist()]
+    assert [(y, x) for _, y, x in place] == [tuple(pair) for pair in order.coordinates.tolist()]
     windows: set[tuple[int, int, int]] = set()
     start = 0
-    for span in found.window_spans:
+    for span in order.window_spans:
         inside = {(t, y // 4, x // 4) for t, y, x in place[start : start + span]}
         assert len(inside) == 1 and not inside & windows
         windows |= inside
         start += span
-    for group, token in enumerate(found.output_tokens.tolist()):
+    for group, token in enumerate(order.output_index.tolist()):
         inside = {(t, y // 2, x // 2) for t, y, x in place[4 * group : 4 * group + 4]}
         t, rest = divmod(token, height * width // 4)
         assert inside == {(t, *divmod(rest, width // 2))}

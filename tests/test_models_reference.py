@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import OneProcess, whole
+from one_process import OneProcess, loss_scale, parameters_by_name, whole
 from torch import Tensor, nn
 
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
-from optimus.models.build import build_layers, named_parameters
+from optimus.models.build import build_layers
 from optimus.models.kernels import Numerics
 from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
-from optimus.models.sample import IGNORED, Item, Sample, loss_scale
-from optimus.models.token_order import arrange
+from optimus.models.sample import IGNORE_INDEX, Item, Sample, token_order
 
 pytestmark = [pytest.mark.ci("engine"), pytest.mark.filterwarnings("ignore")]  # warnings of the reference
 
@@ -213,7 +212,7 @@ def test_language_models_equal_the_reference(name: str) -> None:
     copied(ours.parameters(), names(values, llm.stack.layers, llm))
     lengths = (11, 6)
     ids, labels = drawn(sum(lengths)), drawn(sum(lengths), seed=3)
-    labels[4] = IGNORED
+    labels[4] = IGNORE_INDEX
     sample = Sample(number=0, tokens=ids, labels=labels, documents=lengths)
 
     _, context = llm_inputs(llm, [sample], [], 1.0, seed=0, step=0, dtype=DTYPE, numerics=numerics)
@@ -305,7 +304,7 @@ def test_vision_towers_equal_the_reference(name: str) -> None:
             newer.Qwen2_5_VisionTransformerPretrainedModel(newer.Qwen2_5_VLVisionConfig(**QWEN25_VISION))
         )
     layers = build_layers(encoder, dtype=DTYPE)
-    copied(dict(named_parameters(encoder, layers)), qwen_vision_names(getters(reference)[0], encoder))
+    copied(parameters_by_name(encoder, layers), qwen_vision_names(getters(reference)[0], encoder))
 
     items, theirs, grids = images([(6, 10), (4, 4), (2, 6, 4), (2, 2)])
     expected = reference(theirs, grid_thw=grids).pooler_output
@@ -314,7 +313,7 @@ def test_vision_towers_equal_the_reference(name: str) -> None:
     (rows,) = whole(layers, (inputs,), context)
     start = 0
     for item in items:
-        tokens = arrange(encoder, item.grid).output_tokens
+        tokens = token_order(encoder, item.grid).output_index
         end = start + len(tokens)
         assert_close(rows[start:end], expected[start:end][tokens], str(item.grid))
         start = end
@@ -348,7 +347,7 @@ def test_learned_positions_of_an_image_equal_the_reference() -> None:
         positions=16,
     )
     layers = build_layers(encoder, dtype=DTYPE, numerics=Numerics(gelu="tanh"))
-    parameters = dict(named_parameters(encoder, layers))
+    parameters = parameters_by_name(encoder, layers)
     copied(parameters, siglip_names(getters(reference)[0], encoder))
 
     image = normal(1, 2, 8, 8)
@@ -423,7 +422,7 @@ def test_a_vision_language_model_with_multimodal_rotary_equals_the_reference() -
     items, pixels, grids = images([(6, 10), (4, 4)])
     items = [replace(items[0], offset=3), replace(items[1], offset=22)]
     ids, labels = drawn(30, high=VOCAB - 4), drawn(30, seed=3)
-    labels[[3, 9, 29]] = IGNORED
+    labels[[3, 9, 29]] = IGNORE_INDEX
     sample = Sample(number=0, tokens=ids, labels=labels, items={"vision": tuple(items)})
     theirs = ids.clone()
     for item in items:
@@ -434,7 +433,7 @@ def test_a_vision_language_model_with_multimodal_rotary_equals_the_reference() -
         image_grid_thw=grids,
         mm_token_type_ids=(theirs == image).int()[None],
     ).logits[0]
-    loss = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED)
+    loss = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
     loss.backward()
     found_loss, found = ours.loss_and_gradients([sample])
     assert loss_scale([sample]) == 1 / 27
@@ -483,7 +482,7 @@ def test_a_whisper_encoder_equals_the_reference_behind_its_convolutions(learned:
         positions=frames if learned else 0,
     )
     layers = build_layers(encoder, dtype=DTYPE, numerics=Numerics(norm_eps=1e-5))
-    copied(dict(named_parameters(encoder, layers)), whisper_names(getters(reference)[0], encoder))
+    copied(parameters_by_name(encoder, layers), whisper_names(getters(reference)[0], encoder))
 
     mel = normal(1, 3, 2 * frames)
     stem = nn.functional.gelu(reference.conv2(nn.functional.gelu(reference.conv1(mel))))[0].T

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from divided_bugs import DIVIDED_BUGS
+from engine_bugs import BUGS
 from engine_cases import DIVIDED, DIVIDED_SHARDED, Case
 from hypothesis import given
 from hypothesis import strategies as st
+from sharding_bugs import SHARDING_BUGS
 from test_equality import caught, check, check_cases
 from worker_lines import run_worker
 
@@ -20,10 +22,10 @@ from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
+from optimus.models import phase_order
 from optimus.models.build import build_layers, tensor_parallel_layer
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.param_split import ParamSplit
-from optimus.models.tensor_parallel import TpGroup
+from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.verify.validator import check_plan
 
 QUICK = ("tp: four", "sharded tp: eight: pp 2 x tp 2 x dp 2, two encoders")
@@ -58,6 +60,13 @@ def test_every_planted_bug_is_noticed() -> None:
     missed = [line["name"] for line in lines if not caught(line)]
     assert len(lines) == len(DIVIDED_BUGS) >= 15
     assert not missed
+
+
+def test_every_planted_bug_replaces_something_that_exists() -> None:
+    """Renames reach these bugs only as strings, and the tests that run them are heavy."""
+    for _, plant in (*BUGS.values(), *DIVIDED_BUGS.values(), *SHARDING_BUGS.values()):
+        with plant():
+            pass
 
 
 # ---------------------------------------------------------------------------- plans and phases
@@ -115,6 +124,33 @@ def check_launches(case: Case) -> None:
                         assert here == ([] if spared else [(planned.name,)]), (line, planned, here)
 
 
+def drawn(kind: OpKind) -> list[str]:
+    """Phases of an op as the docstring of `phase_order` draws them: three columns, the third with I and W."""
+    columns = [(0, 30), (30, 60), (60, 90)]
+    column = {OpKind.FORWARD: 0, OpKind.BACKWARD: 1, OpKind.INPUT_GRAD: 2, OpKind.WEIGHT_GRAD: 2}[kind]
+    lines = [line[4:] for line in (phase_order.__doc__ or "").splitlines() if "|- " in line]
+    begin, end = columns[column]
+    cells = [line[begin:end].strip() for line in lines]
+    if kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
+        half = cells.index("weight gradient (W)")
+        cells = cells[:half] if kind == OpKind.INPUT_GRAD else cells[half + 1 :]
+    return [cell.removeprefix("|- ") for cell in cells if cell.startswith("|- ")]
+
+
+@pytest.mark.parametrize("kind", [OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD])
+def test_the_phases_of_a_layer_are_those_of_the_drawing(kind: OpKind) -> None:
+    llm = DIVIDED[0].job.model.llm
+    (layer,) = build_layers(
+        llm, dtype=torch.bfloat16, device="meta", first=1, end=2, tp_group=TpGroup(size=2)
+    )
+    marks = {OpKind.LAUNCH: "< ", OpKind.WAIT: "> "}
+    phases = [
+        marks.get(phase.kind, "") + phase.kernels[0]
+        for phase in SegmentedChunk([tensor_parallel_layer(layer)]).phases(kind, 0)
+    ]
+    assert phases == drawn(kind)
+
+
 # ---------------------------------------------------------------------------- parts of parameters
 
 
@@ -125,11 +161,11 @@ blocks = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), min_size=1, m
 def test_parts_make_up_the_whole(blocks: list[tuple[int, int]], size: int, dim: int) -> None:
     split = ParamSplit(dim=dim, blocks=tuple(blocks))
     shape = [2, 2]
-    shape[dim] = split.length(1)
+    shape[dim] = split.shard_length(1)
     whole = torch.arange(1, 1 + shape[0] * shape[1]).reshape(shape)
-    parts = [split.part(whole, rank, size) for rank in range(size)]
-    assert {part.shape[dim] for part in parts} == {split.length(size)}
-    assert torch.equal(split.whole(parts), whole)
+    parts = [split.shard(whole, rank, size) for rank in range(size)]
+    assert {part.shape[dim] for part in parts} == {split.shard_length(size)}
+    assert torch.equal(split.unshard(parts), whole)
     assert sum(int((part != 0).sum()) for part in parts) == whole.numel()
 
 

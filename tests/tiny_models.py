@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.models.build import build_layers
 from optimus.models.kernels import NUMERICS, Numerics
-from optimus.models.sample import IGNORED, Item, Placed, Sample
+from optimus.models.sample import IGNORE_INDEX, Item, PlacedItem, Sample
 from optimus.models.segment import Segment
-from optimus.models.token_order import output_rows
 
 DTYPE = torch.float64
 Layers = Sequence[Sequence[Segment]]
@@ -122,7 +122,7 @@ def random_samples(
     samples = []
     for number in range(first, first + count):
         labels = draw(VOCAB, (length,))
-        labels[draw(length, (5,))] = IGNORED
+        labels[draw(length, (5,))] = IGNORE_INDEX
         items: dict[str, tuple[Item, ...]] = {}
         at = 1
         for encoder in model.encoders:
@@ -130,13 +130,13 @@ def random_samples(
             for _ in range(0 if number == 0 else int(draw(3))):
                 grids = GRIDS[encoder.name]
                 grid = grids[int(draw(len(grids)))]
-                rows = output_rows(encoder, grid)
+                rows = prod(grid) // encoder.projector.merge
                 if at + rows >= length // 2 + (0 if documents else length // 2):
                     break
                 size = (rows * encoder.projector.merge, encoder.patch_inputs)
                 inputs = torch.randn(size, generator=generator, dtype=torch.float64)
                 mine.append(Item(offset=at, grid=grid, inputs=inputs))
-                labels[at - 1 : at + rows - 1] = IGNORED
+                labels[at - 1 : at + rows - 1] = IGNORE_INDEX
                 at += rows + 1
             items[encoder.name] = tuple(mine)
         spans = (length // 2, length - length // 2) if documents else ()
@@ -162,7 +162,7 @@ def build(name: str, **where: Any) -> tuple[Encoder | Llm, Layers]:
     return module, build_layers(module, dtype=DTYPE, numerics=numerics, **where)
 
 
-def images(encoder: Encoder, count: int = 3) -> list[Placed]:
+def images(encoder: Encoder, count: int = 3) -> list[PlacedItem]:
     generator = torch.Generator().manual_seed(5)
     found = []
     for number, grid in enumerate(GRIDS[encoder.name][:count]):

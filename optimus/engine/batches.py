@@ -17,8 +17,8 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Model
 from optimus.models.kernels import NUMERICS, Numerics
-from optimus.models.microbatch_inputs import Change, SeamRows, bin_targets, encoder_inputs, llm_inputs
-from optimus.models.sample import Placed, Sample
+from optimus.models.microbatch_inputs import SeamRoute, TensorMap, bin_targets, encoder_inputs, llm_inputs
+from optimus.models.sample import PlacedItem, Sample
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class RankBatch:
         seed: int,
         step: int,
         dtype: torch.dtype,
-        placed: Change = _as_it_is,
+        placed: TensorMap = _as_it_is,
         numerics: Mapping[str, Numerics] = MappingProxyType({}),
     ) -> None:
         self.numerics = numerics
@@ -73,7 +73,7 @@ class RankBatch:
             self._samples[number] = self._read(number)
         return self._samples[number]
 
-    def _items(self, name: str, microbatch: int) -> list[Placed]:
+    def _items(self, name: str, microbatch: int) -> list[PlacedItem]:
         found = self.table.bins[name][microbatch]
         return [(sample, item, self._sample(sample).items[name][item]) for sample, item in found]
 
@@ -83,7 +83,7 @@ class RankBatch:
         items, numerics = self._items(name, microbatch), self.numerics.get(name, NUMERICS)
         inputs, context = encoder_inputs(encoder, items, room, numerics=numerics, **self._how)
         rows = self._tp_groups[name].rows(room)
-        return (self._placed(inputs[rows]),), context.of(rows).map(self._placed)
+        return (self._placed(inputs[rows]),), context.shard(rows).map(self._placed)
 
     def _llm(self, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
         samples = [self._sample(number) for number in self.table.samples[microbatch]]
@@ -101,10 +101,10 @@ class RankBatch:
         )
         tp_group = self._tp_groups[LLM]
         if tp_group.size > 1:
-            context = context.of(tp_group.rows(len(ids)), self._seam(pieces, len(ids)))
+            context = context.shard(tp_group.rows(len(ids)), self._seam(pieces, len(ids)))
         return (self._placed(ids),), context.map(self._placed)
 
-    def _seam(self, pieces: list[RoutedRows], length: int) -> SeamRows | None:
+    def _seam(self, pieces: list[RoutedRows], length: int) -> SeamRoute | None:
         """Only the first stage looks at it."""
         return route_rows(pieces, self._tp_groups[LLM], length) if self._begins_llm else None
 

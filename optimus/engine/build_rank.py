@@ -18,10 +18,10 @@ from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm, Model
-from optimus.models.build import build_layers, layer_count, parameters_with_splits, tensor_parallel_layer
+from optimus.models.build import build_layers, layer_count, named_parameters, tensor_parallel_layer
 from optimus.models.chunk import SegmentedChunk
+from optimus.models.collectives import ParamSplit
 from optimus.models.kernels import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.models.param_split import ParamSplit
 from optimus.models.phase_order import Recompute
 from optimus.models.segment import Segment, SequentialSegment
 
@@ -67,7 +67,7 @@ def build_rank(
     """
     refuse_unsupported(plan)
     cut = modules_run_by_segment(plan, groups.rank) if fuse else set(plan.modules)
-    fed = any(encoder.train or encoder.projector.train for encoder in model.encoders)
+    encoders_train = any(encoder.train or encoder.projector.train for encoder in model.encoders)
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
     found = _Found()
     for module in model.modules:
@@ -85,7 +85,7 @@ def build_rank(
                 numerics=numerics.get(module.name, NUMERICS),
                 compute=kernels,
                 tp_group=tp_group,
-                fed=fed,
+                encoders_train=encoders_train,
             )
             parts = [_played(layer, tensor_parallel=tp_group.size > 1, whole=whole) for layer in layers]
             mine.append(SegmentedChunk(parts, recompute=recompute, regather=regathers))
@@ -115,7 +115,7 @@ class _Found:
         tensor_parallel: bool,
     ) -> None:
         """Those of some layers of a module, of which tensor parallelism may divide some."""
-        for name, parameter, split in parameters_with_splits(module, layers, first=first):
+        for name, parameter, split in named_parameters(module, layers, first=first):
             known = self._parameters.setdefault(name, parameter)
             if known is not parameter:  # the other end of a tied parameter
                 self._parameters[f"{name} (head)"] = parameter

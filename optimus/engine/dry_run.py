@@ -24,8 +24,7 @@ from optimus.ir.op import COLLECTIVE_PHASES, RECVS, SEAMS, SENDS, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, Place
 from optimus.job.job import Job
-from optimus.models.kernels import Kernels
-from optimus.models.linear import ON_GPUS
+from optimus.models.kernels import GPU_LINEAR, Kernels
 
 # Tensors without numbers of another device cannot learn where torch has no such device.
 CPU = torch.device("cpu")
@@ -105,7 +104,7 @@ def dry_run(
     check_rank(rank, plan.ranks.world)
     with fake_world(rank, plan.ranks.world):
         groups = make_groups(plan, rank, timeout_s=TIMEOUT_S)
-        one, memory = _step(job, plan, training, groups, kernels or Kernels(linear=ON_GPUS))
+        one, memory = _step(job, plan, training, groups, kernels or Kernels(linear=GPU_LINEAR))
     device = plan.ranks.class_of(rank)
     fixed = plan.memory[device].fixed
     phases, in_slots = count_slots(plan, device)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.models.microbatch_inputs import SeamRows
-from optimus.models.tensor_parallel import TpGroup
+from optimus.models.collectives import TpGroup
+from optimus.models.microbatch_inputs import SeamRoute
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +38,7 @@ def receives_rows(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
     return plan.ranks.place(LLM, rank).tp in holder_tp_ranks(plan, module, microbatch)
 
 
-def route_rows(pieces: Sequence[RoutedRows], tp_group: TpGroup, length: int) -> SeamRows:
+def route_rows(pieces: Sequence[RoutedRows], tp_group: TpGroup, length: int) -> SeamRoute:
     """What one rank sends and gets; `length` is that of the sequence."""
     own = length // tp_group.size
     held = [_held(pieces, rank) for rank in range(tp_group.size)]
@@ -47,7 +47,7 @@ def route_rows(pieces: Sequence[RoutedRows], tp_group: TpGroup, length: int) -> 
     order = torch.argsort(going, stable=True)
     sent = [int((going == rank).sum()) for rank in range(tp_group.size)]
     coming = [targets[(targets // own) == tp_group.rank] for targets in held]
-    return SeamRows(
+    return SeamRoute(
         pieces=tuple(len(part) for part in _parts(pieces, tp_group.rank)),
         leaving=order[: sum(sent)],
         sent=tuple(sent),

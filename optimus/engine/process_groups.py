@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from optimus.ir.op import Communicator, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, Ranks
-from optimus.models.tensor_parallel import TpGroup
+from optimus.models.collectives import TpGroup
 
 Members = tuple[int, ...]
 

@@ -13,8 +13,8 @@ from optimus.engine.batch_plan import SampleSizes
 from optimus.job.job import Job
 from optimus.job.model import Encoder
 from optimus.job.workload import PackedSequence
-from optimus.models.dropout import hashed
-from optimus.models.sample import IGNORED, Item, Sample
+from optimus.models.dropout import hash64
+from optimus.models.sample import IGNORE_INDEX, Item, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class SyntheticDataset:
 
     def _sequence(self, number: int) -> PackedSequence:
         sequences = self.job.workload.sequences
-        return sequences[hashed("sequence", self.seed, number) % len(sequences)]
+        return sequences[hash64("sequence", self.seed, number) % len(sequences)]
 
     def sizes(self, number: int) -> SampleSizes:
         """What a batch table needs, without making the sample."""
@@ -53,7 +53,7 @@ class SyntheticDataset:
     def sample(self, number: int) -> Sample:
         """Text in equal parts around the items, of all encoders in turn."""
         sequence, length = self._sequence(number), self.job.workload.sequence_tokens
-        generator = torch.Generator().manual_seed(hashed("sample", self.seed, number) & (2**63 - 1))
+        generator = torch.Generator().manual_seed(hash64("sample", self.seed, number) & (2**63 - 1))
         vocabulary = self.job.model.llm.vocab
         tokens = torch.randint(vocabulary, (length,), generator=generator)
         labels = torch.randint(vocabulary, (length,), generator=generator)
@@ -62,7 +62,7 @@ class SyntheticDataset:
         for place, (name, count) in enumerate(order):
             at += text * (place + 1) // (len(order) + 1) - text * place // (len(order) + 1)
             items[name].append(self._item(self._encoders[name], count, at, generator))
-            labels[at : at + count] = IGNORED
+            labels[at : at + count] = IGNORE_INDEX
             at += count
         return Sample(
             number=number,

@@ -1,1 +1,1 @@
-"""What runs: encoders and LLMs cut into segments, behind the phases protocol."""
+"""Encoders and LLMs cut into segments, behind the phases protocol of `chunk`."""

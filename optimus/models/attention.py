@@ -1,4 +1,4 @@
-"""Attention over rows: consecutive runs of rows attend to themselves, their lengths known on the host."""
+"""Attention over spans of rows whose lengths the host knows, and rotary positions of query and key heads."""
 
 from __future__ import annotations
 
@@ -10,41 +10,85 @@ from torch.nn import functional
 
 # Queries (n, heads, dim), keys and values (n, kv_heads, dim), spans, causal: the output (n, heads, dim).
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], bool], Tensor]
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, (n, 1, head_dim / 2) each
 
 
 def attend_by_spans(
     queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[int], causal: bool
 ) -> Tensor:
-    """One call for all spans of one length."""
+    """Lets the rows of each span attend to one another, with one call per distinct span length."""
     if len(spans) == 1 and spans[0]:
         assert spans[0] == queries.shape[0], f"a span of {spans[0]} rows for {queries.shape[0]}"
-        alone = (rows.unsqueeze(0) for rows in (queries, keys, values))
-        return _attend(*alone, causal=causal).squeeze(0)
+        batch_of_one = (rows.unsqueeze(0) for rows in (queries, keys, values))
+        return _attend(*batch_of_one, causal=causal).squeeze(0)
     spans = [length for length in spans if length]
     assert sum(spans) == queries.shape[0], f"spans of {sum(spans)} rows for {queries.shape[0]}"
     lengths = sorted(set(spans))
     if not lengths:
         return queries
     if len(lengths) == 1:
-        whole = (rows.unflatten(0, (len(spans), spans[0])) for rows in (queries, keys, values))
-        return _attend(*whole, causal=causal).flatten(0, 1)
-    parts = [rows.split(spans) for rows in (queries, keys, values)]
-    found: list[Tensor] = [queries] * len(spans)
+        batch = (rows.unflatten(0, (len(spans), spans[0])) for rows in (queries, keys, values))
+        return _attend(*batch, causal=causal).flatten(0, 1)
+    split = [rows.split(spans) for rows in (queries, keys, values)]
+    outputs: list[Tensor] = [queries] * len(spans)
     for length in lengths:
-        places = [place for place, span in enumerate(spans) if span == length]
-        stacked = (torch.stack([part[place] for place in places]) for part in parts)
-        for place, rows in zip(places, _attend(*stacked, causal=causal).unbind(), strict=True):
-            found[place] = rows
-    return torch.cat(found)
+        same_length = [index for index, span in enumerate(spans) if span == length]
+        stacked = (torch.stack([rows[index] for index in same_length]) for rows in split)
+        for index, rows in zip(same_length, _attend(*stacked, causal=causal).unbind(), strict=True):
+            outputs[index] = rows
+    return torch.cat(outputs)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> Tensor:
-    """(spans, length, heads, dim), by torch's best kernel."""
-    found: Tensor = functional.scaled_dot_product_attention(
+    """Runs torch's best kernel over (spans, length, heads, dim)."""
+    attended: Tensor = functional.scaled_dot_product_attention(
         queries.transpose(1, 2),
         keys.transpose(1, 2),
         values.transpose(1, 2),
         is_causal=causal,
         enable_gqa=queries.shape[2] != keys.shape[2],
     )
-    return found.transpose(1, 2)
+    return attended.transpose(1, 2)
+
+
+# ---------------------------------------------------------------------------------------- rotary positions
+
+
+def sequence_rotary(
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, sections: Sequence[int] = ()
+) -> Rotary:
+    """Returns the table of positions (n,), or of positions (axes, n) where section i rotates by axis i."""
+    frequencies = _frequencies(head_dim // 2, theta)
+    if not sections:
+        return _table(positions.double()[:, None] * frequencies, dtype)
+    assert sum(sections) == head_dim // 2, f"sections {sections} for {head_dim // 2} frequencies"
+    axes = torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+    return _table(positions.double()[axes].T * frequencies, dtype)
+
+
+def grid_rotary(coordinates: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """Returns the table of coordinates (n, 2): half of the angles rotate by height, half by width."""
+    frequencies = _frequencies(head_dim // 4, theta)
+    angles = coordinates.double()[:, :, None] * frequencies
+    return _table(angles.flatten(1), dtype)
+
+
+def _frequencies(count: int, theta: float) -> Tensor:
+    return theta ** (-torch.arange(count, dtype=torch.float64) / count)
+
+
+def _table(angles: Tensor, dtype: torch.dtype) -> Rotary:
+    return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
+
+
+def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates every pair (i, i + dim / 2) of heads (n, heads, dim) by its angle."""
+    cosines, sines = rotary
+    first, second = heads.chunk(2, -1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+
+
+def rotate_backward(gradient: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates by the opposite angles, which is the gradient of `rotate`."""
+    cosines, sines = rotary
+    return rotate(gradient, (cosines, -sines))

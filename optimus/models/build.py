@@ -1,6 +1,6 @@
-"""Builds any range of a module's layers, with values that depend on the seed and a parameter's name alone.
+"""Builds any range of a module's layers, with values that depend only on the seed and a parameter's name.
 
-Layers are counted as the planner counts them: an embedding, the transformer's layers, a head or projector.
+Layers are numbered as plans number them: an embedding, the transformer layers, a head or projector.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from torch import Tensor, nn
 
 from optimus.errors import UserError, one_of
 from optimus.job.model import Encoder, Llm
-from optimus.models.dropout import hashed
-from optimus.models.encoder_ends import Patches, Project
+from optimus.models.collectives import NO_TP, ParamSplit, TpGroup
+from optimus.models.dropout import hash64
+from optimus.models.end_layers import EncoderProjector, LossHead, PatchEmbedding, TokenEmbedding
 from optimus.models.kernels import KERNELS, NUMERICS, Kernels, Numerics
-from optimus.models.layer_ops import JOIN
-from optimus.models.llm_ends import Embedding, Head
-from optimus.models.param_split import ParamSplit
+from optimus.models.layer_ops import RESIDUAL_ADD
 from optimus.models.segment import Segment, SequentialSegment
-from optimus.models.tensor_parallel import NO_TP, TpCollective, TpGroup
-from optimus.models.transformer_layer import Attend, Down, Out, Qkv, Up
+from optimus.models.tensor_parallel import TpCollective
+from optimus.models.transformer_layer import layer_segments
 
 Module = Encoder | Llm
-SPREAD = 0.02  # standard deviation of weights and biases
-_LAYER = ("qkv", "attention", "out", "up", "down")
+INIT_STD = 0.02  # standard deviation of initial weights and biases
+_SEGMENT_NAMES = ("qkv", "attention", "out", "up", "down")
 
 
 def layer_count(module: Module) -> int:
-    """With both ends."""
+    """Returns the number of layers, with embedding and head or projector."""
     return module.stack.layers + 2
 
 
@@ -44,66 +43,68 @@ def build_layers(
     numerics: Numerics = NUMERICS,
     compute: Kernels = KERNELS,
     tp_group: TpGroup = NO_TP,
-    fed: bool = True,
+    encoders_train: bool = True,
 ) -> list[list[Segment]]:
-    """Layers `first` up to `end` (not included) of a module, each a list of segments.
+    """Builds the layers `first` up to but not including `end` of a module, each as a list of segments.
 
-    `tp_group` says which shard of every layer this rank holds, `fed` whether encoder rows need gradients.
+    The rank in `tp_group` decides which shards of parameters are built. `encoders_train` says whether any
+    encoder of an LLM needs gradients.
     """
-    refuse_unsupported(module, tp_group.size)
+    _refuse_unsupported(module, tp_group.size)
     end = layer_count(module) if end is None else end
     assert 0 <= first <= end <= layer_count(module), f"layers {first}:{end} of {layer_count(module)}"
-    where = {"dtype": dtype, "device": device}
-    layers = [_layer(module, layer, numerics, compute, tp_group, fed, where) for layer in range(first, end)]
+    options: dict[str, Any] = {"numerics": numerics, "tp_group": tp_group, "dtype": dtype, "device": device}
+    layers = [
+        _build_layer(module, layer, compute, encoders_train=encoders_train, **options)
+        for layer in range(first, end)
+    ]
     _tie(module, first, end, layers)
     with torch.no_grad():
-        for name, parameter, split in parameters_with_splits(module, layers, first=first):
-            initialise(parameter, name, seed, split, tp_group)
+        for name, parameter, split in named_parameters(module, layers, first=first):
+            _initialize(parameter, name, seed, split, tp_group)
     _freeze(module, layers)
     return layers
 
 
-def _layer(
+def _build_layer(
     module: Module,
     layer: int,
-    numerics: Numerics,
     compute: Kernels,
+    *,
+    numerics: Numerics,
     tp_group: TpGroup,
-    fed: bool,
-    where: dict[str, Any],
+    encoders_train: bool,
+    **factory_kwargs: Any,
 ) -> list[Segment]:
     last = layer_count(module) - 1
     if layer == 0 and isinstance(module, Llm):
-        return [Embedding(module, numerics, tp_group, fed=fed, **where)]
+        return [TokenEmbedding(module, numerics, tp_group, encoders_train=encoders_train, **factory_kwargs)]
     if layer == last and isinstance(module, Llm):
-        return [Head(module, numerics, compute, tp_group, **where)]
+        return [LossHead(module, numerics, compute, tp_group, **factory_kwargs)]
     if layer in (0, last) and isinstance(module, Encoder):
-        return [(Project if layer else Patches)(module, numerics, compute, **where)]
-    stack, place = module.stack, f"{module.name}.layers.{layer - 1}"
-    return [
-        Qkv(stack, numerics, compute, tp_group, **where),
-        Attend(stack, layer - 1, compute),
-        Out(stack, numerics, compute, f"{place}.out", tp_group, **where),
-        Up(stack, numerics, compute, tp_group, **where),
-        Down(stack, numerics, compute, f"{place}.down", tp_group, **where),
-    ]
+        end_layer = EncoderProjector if layer else PatchEmbedding
+        return [end_layer(module, numerics, compute, **factory_kwargs)]
+    name = f"{module.name}.layers.{layer - 1}"
+    return layer_segments(module.stack, layer - 1, name, numerics, compute, tp_group, **factory_kwargs)
 
 
 def tensor_parallel_layer(layer: Sequence[Segment]) -> list[Segment]:
-    """A layer of which several ranks hold a share, as they play it: parts with exchanges between them."""
-    found: list[Segment] = []
-    for part in (part for segment in layer for part in segment.tp_segments()):
-        if found and found[-1].kernels == JOIN and not isinstance(part, TpCollective):
-            found[-1] = SequentialSegment(
-                (found[-1], part), part.kernels
-            )  # nothing is ever scheduled between them
+    """Returns the segments of a tensor-parallel layer with the collectives between them.
+
+    A residual add runs together with the next segment, since nothing is scheduled between them.
+    """
+    segments: list[Segment] = []
+    for segment in (part for whole in layer for part in whole.tp_segments()):
+        after_add = segments and segments[-1].kernels == RESIDUAL_ADD
+        if after_add and not isinstance(segment, TpCollective):
+            segments[-1] = SequentialSegment((segments[-1], segment), segment.kernels)
         else:
-            found.append(part)
-    return found
+            segments.append(segment)
+    return segments
 
 
 def _tie(module: Module, first: int, end: int, layers: Sequence[Sequence[Segment]]) -> None:
-    """Where a range holds both ends of a tied LLM, they share one parameter."""
+    """Lets embedding and head of a tied LLM share one parameter, if the range has both."""
     if isinstance(module, Llm) and module.tied and first == 0 and end == layer_count(module):
         layers[-1][0].weight = layers[0][0].weight
 
@@ -112,7 +113,7 @@ def _freeze(module: Module, layers: Sequence[Sequence[Segment]]) -> None:
     for layer in layers:
         for segment in layer:
             segment.requires_grad_(module.train)
-            if isinstance(segment, Project):
+            if isinstance(segment, EncoderProjector):
                 segment.linears.requires_grad_(segment.projector.train)
 
 
@@ -120,48 +121,42 @@ def _freeze(module: Module, layers: Sequence[Sequence[Segment]]) -> None:
 
 
 def segment_name(module: Module, layer: int, segment: int = 0) -> str:
-    """`llm.embedding`, `vision.layers.3.qkv`: the same wherever the segment runs."""
+    """Returns a name such as `llm.embedding` or `vision.layers.3.qkv`, the same in every layout."""
     is_llm = isinstance(module, Llm)
     if layer == 0:
         return f"{module.name}.{'embedding' if is_llm else 'patches'}"
     if layer == layer_count(module) - 1:
         return f"{module.name}.{'head' if is_llm else 'projector'}"
-    return f"{module.name}.layers.{layer - 1}.{_LAYER[segment]}"
+    return f"{module.name}.layers.{layer - 1}.{_SEGMENT_NAMES[segment]}"
 
 
-def global_name(module: Module, layer: int, segment: int, parameter: str) -> str:
-    """A parameter's name in checkpoints; a tied head's matrix is the embedding's."""
+def named_parameters(
+    module: Module, layers: Sequence[Sequence[Segment]], *, first: int = 0
+) -> Iterator[tuple[str, nn.Parameter, ParamSplit | None]]:
+    """Yields the parameters of a range of layers by their names in checkpoints, shared ones once.
+
+    The third value is how tensor parallelism shards the parameter; None if it is replicated.
+    """
+    seen: set[int] = set()
+    for layer, segments in enumerate(layers, first):
+        for index, segment in enumerate(segments):
+            for name, parameter in segment.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield _global_name(module, layer, index, name), parameter, segment.splits.get(name)
+
+
+def _global_name(module: Module, layer: int, segment: int, parameter: str) -> str:
+    """Returns a parameter's name in checkpoints; a tied head has the name of the embedding."""
     name = f"{segment_name(module, layer, segment)}.{parameter}"
     tied = isinstance(module, Llm) and module.tied
     return f"{module.name}.embedding.weight" if tied and name == f"{module.name}.head.weight" else name
 
 
-def named_parameters(
-    module: Module, layers: Sequence[Sequence[Segment]], *, first: int = 0
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters of a range of layers, shared ones once."""
-    return ((name, parameter) for name, parameter, _ in parameters_with_splits(module, layers, first=first))
+def _initialize(parameter: Tensor, name: str, seed: int, split: ParamSplit | None, tp_group: TpGroup) -> None:
+    """Sets weights of norms to one, others to normal values drawn in float32, equal for every dtype.
 
-
-def parameters_with_splits(
-    module: Module, layers: Sequence[Sequence[Segment]], *, first: int = 0
-) -> Iterator[tuple[str, nn.Parameter, ParamSplit | None]]:
-    """The same, with how tensor parallelism divides each; None if it is whole on every rank."""
-    seen: set[int] = set()
-    for layer, segments in enumerate(layers, first):
-        for number, segment in enumerate(segments):
-            for name, parameter in segment.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield global_name(module, layer, number, name), parameter, segment.splits.get(name)
-
-
-def initialise(
-    parameter: Tensor, name: str, seed: int, split: ParamSplit | None = None, tp_group: TpGroup = NO_TP
-) -> None:
-    """Ones for norms, else normal numbers drawn on the host in float32, so that every type has the same.
-
-    Of a parameter that is divided, all numbers are drawn, and this rank takes its part of them.
+    All values of a sharded parameter are drawn; this rank takes its shard of them.
     """
     if parameter.is_meta:
         return
@@ -170,15 +165,18 @@ def initialise(
         return
     shape = list(parameter.shape)
     if split is not None:
-        shape[split.dim] = split.length(1)
-    generator = torch.Generator().manual_seed(hashed("parameter", seed, name) & (2**63 - 1))
-    values = torch.empty(shape, dtype=torch.float32).normal_(0.0, SPREAD, generator=generator)
-    parameter.copy_(values if split is None else split.part(values, tp_group.rank, tp_group.size))
+        shape[split.dim] = split.shard_length(1)
+    generator = torch.Generator().manual_seed(hash64("parameter", seed, name) & (2**63 - 1))
+    values = torch.empty(shape, dtype=torch.float32).normal_(0.0, INIT_STD, generator=generator)
+    parameter.copy_(values if split is None else split.shard(values, tp_group.rank, tp_group.size))
 
 
-def refuse_unsupported(module: Module, tp: int = 1) -> None:
-    """Names the first field that the engine cannot run."""
-    refuse_heads(module, tp)
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def _refuse_unsupported(module: Module, tp: int) -> None:
+    """Raises an error that names the first field that the engine cannot run."""
+    _refuse_uneven_heads(module, tp)
     stack, attention = module.stack, module.stack.attention
     problems: list[tuple[str, object, bool]] = [
         ("stack.experts", "given", stack.experts is not None),
@@ -190,8 +188,8 @@ def refuse_unsupported(module: Module, tp: int = 1) -> None:
             isinstance(module, Llm) and attention.window_tokens is not None,
         ),
     ]
-    for field, value, found in problems:
-        if found:
+    for field, value, unsupported in problems:
+        if unsupported:
             raise UserError(
                 field=f"model.{module.name}.{field}",
                 value=value,
@@ -200,8 +198,8 @@ def refuse_unsupported(module: Module, tp: int = 1) -> None:
             )
 
 
-def refuse_heads(module: Module, tp: int) -> None:
-    """Whether every rank gets heads with the keys and values that they attend to."""
+def _refuse_uneven_heads(module: Module, tp: int) -> None:
+    """Raises an error unless every rank gets query heads together with their keys and values."""
     attention = module.stack.attention
     heads, groups = attention.heads, attention.kv_heads
     if heads == groups or (heads % tp == 0 and groups % tp == 0):

@@ -1,8 +1,8 @@
-"""The phases protocol: what a chunk answers when the executor plays one op of one microbatch.
+"""The phases protocol: what a chunk answers when the executor runs one op of one microbatch.
 
-A chunk lists the phases of an op in order: compute, or the launch of a collective, or the wait for it. The
-executor plays them where the program says, with other work between them. Nothing of one chunk runs inside the
-forward or backward of another.
+A chunk lists the phases of an op in order: compute, the launch of a collective, or the wait for it
+(`phase_order` draws those of a transformer layer). The executor runs them where the program says, with other
+work between them. Nothing of one chunk runs inside the forward or backward of another.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from torch import Tensor, nn
 from optimus.ir.op import OpKind
 from optimus.models.collectives import AsyncCollective
 from optimus.models.phase_order import LayerPhases, PhaseAction, Recompute
-from optimus.models.segment import Gradients, SavedTensors, Segment, State, WeightGradStore
+from optimus.models.segment import Gradients, NeedsGrad, SavedTensors, Segment, State, WeightGradStore
 from optimus.models.tensor_parallel import TpCollective
+
+ALL_LAYERS = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkPhase:
-    """One part of an op, ready to run. `kernels` are those of the plan's phases that it stands for."""
+    """One phase of an op, ready to run."""
 
     kind: OpKind  # F, R, B, I or W for compute; LAUNCH, WAIT
-    layer: int  # counted inside the chunk, as the plan counts; ANY for a chunk that is one piece
-    kernels: tuple[str, ...]  # none: all of the layer
+    layer: int  # in the chunk, as the plan numbers them; ALL_LAYERS for an opaque chunk
+    kernels: tuple[str, ...]  # those of the plan that it runs; empty: all of the layer
     run: Callable[[], None]
-    waits_for_tp: bool = False  # it waits for other ranks of its tensor-parallel group
-
-
-ALL_LAYERS = -1
+    waits_for_tp: bool = False  # for other ranks of its tensor-parallel group
 
 
 class Chunk(Protocol):
@@ -42,69 +41,57 @@ class Chunk(Protocol):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """As the plan counts them: an embedding, a projector and a head are layers too."""
+        """Layers as the plan numbers them: an embedding, a projector and a head are layers too."""
 
     def trainable_parameters(self, first_layer: int, end_layer: int) -> list[Tensor]:
-        """Parameters of these layers that get gradients."""
+        """Returns the parameters of these layers that need gradients."""
 
     def phases(self, kind: OpKind, microbatch: int) -> Sequence[ChunkPhase]:
-        """What an op (F, B, I or W) consists of; asked once for every microbatch, before the first step."""
+        """Returns the phases of an op (F, B, I or W); called once per microbatch, before the first step."""
 
     def begin_forward(
-        self, microbatch: int, state: State, needs: tuple[bool, ...] | None, context: Any
+        self, microbatch: int, state: State, needs_grad: NeedsGrad | None, context: Any
     ) -> None:
-        """The inputs of a forward; `needs`: which of them want a gradient, None if no backward comes."""
+        """Sets the inputs of a forward; `needs_grad` is None if no backward follows."""
 
     def output(self, microbatch: int) -> State:
-        """What a forward made, detached."""
+        """Returns the outputs of a forward, detached."""
 
     def begin_backward(self, microbatch: int, gradients: Gradients) -> None:
-        """Gradients of what `output` gave; of the loss, if it was a loss."""
+        """Sets the gradients of the outputs."""
 
     def input_gradients(self, microbatch: int) -> Gradients:
-        """What a backward (B or I) made, one per input."""
+        """Returns the gradients of the inputs after a backward (B or I)."""
 
 
 class _Frame:
-    """What is alive of one microbatch in one chunk."""
+    """Tensors of one microbatch that are alive in one chunk; dictionaries are by index of the segment."""
 
     __slots__ = (
-        "context",
-        "flights",
-        "freed",
-        "freed_gathers",
-        "gradients",
-        "in_wgrad",
-        "kept",
-        "needs",
-        "saved",
-        "state",
-        "wanted",
-        "weight_grads",
+        "collectives", "context", "deferred_gradients", "freed", "freed_gathers", "gradients", "has_backward",
+        "needs_grad", "recompute_inputs", "saved", "state", "weight_grads",
     )  # fmt: skip
 
-    def __init__(self, state: State, needs: tuple[bool, ...] | None, context: Any, segments: int) -> None:
-        self.state, self.needs, self.context = state, needs, context
+    def __init__(self, state: State, needs_grad: NeedsGrad | None, context: Any, segments: int) -> None:
+        self.state, self.needs_grad, self.context = state, needs_grad, context
         self.saved: list[SavedTensors | None] = [None] * segments
         self.weight_grads: list[WeightGradStore | None] = [None] * segments
-        self.kept: dict[int, tuple[State, tuple[bool, ...] | None]] = {}  # what segments are made again from
+        self.recompute_inputs: dict[int, tuple[State, NeedsGrad | None]] = {}
         self.gradients: Gradients = ()
-        # Of exchanges, by place: what is on its way, a rank's part and the whole that was given up for now,
-        # what no backward reads, whether a gradient comes back, and the gradients of one that is late.
-        self.flights: dict[int, AsyncCollective] = {}
-        self.freed_gathers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.freed: dict[int, list[Tensor]] = {}
-        self.wanted: set[int] = set()
-        self.in_wgrad: dict[int, Gradients] = {}
+        self.collectives: dict[int, AsyncCollective] = {}  # in flight; ~index for a regather
+        self.has_backward: set[int] = set()  # collectives whose output needs a gradient
+        self.freed_gathers: dict[int, tuple[Tensor, Tensor]] = {}  # this rank's rows, freed output
+        self.freed: dict[int, list[Tensor]] = {}  # outputs that no backward reads
+        self.deferred_gradients: dict[int, Gradients] = {}  # of collectives whose backward runs in W
 
 
 class SegmentedChunk:
-    """Layers cut into segments; a module that is not cut is one.
+    """Layers cut into segments.
 
-    What is made again before a layer's backward: nothing; what is `cheap` in it, which is emptied behind its
-    forward; its `attention`; or with `full` all of it, so that only its inputs are kept. If a chunk
-    `regather`, what was gathered for a product is given up behind it, and gathered again for the gradient of
-    its weights. One that is `whole` stands for all layers of its stage, however many the plan counts.
+    `recompute` says what a backward recomputes first: nothing; what is `cheap`, which is freed after the
+    forward; the `attention`; or the `full` layer, of which only the inputs are saved. With `regather`, the
+    output of an all-gather is freed after the product that reads it, and gathered again for the gradient of
+    its weights. An `opaque` chunk runs all layers of its stage as one, however many the plan has.
     """
 
     def __init__(
@@ -120,16 +107,16 @@ class SegmentedChunk:
         self._segments = [segment for layer in layers for segment in layer]
         self._layer_of = [number for number, layer in enumerate(layers) for _ in layer]
         firsts = accumulate((len(layer) for layer in layers), initial=0)
-        self._ordered = [
+        self._layer_phases = [
             LayerPhases(layer, first, recompute, regather=regather)
             for layer, first in zip(layers, firsts, strict=False)
         ]
-        places = range(len(self._segments))
-        self._recomputed = [self._ordered[self._layer_of[place]].is_recomputed(place) for place in places]
-        self._regathered = [self._ordered[self._layer_of[place]].regathers_input(place) for place in places]
+        by_index = [(index, self._layer_phases[layer]) for index, layer in enumerate(self._layer_of)]
+        self._recomputed = [layer.is_recomputed(index) for index, layer in by_index]
+        self._frees_gathered = [layer.frees_gathered(index) for index, layer in by_index]
         self._frames: dict[int, _Frame] = {}
 
-    # ------------------------------------------------------------------------ what an op consists of
+    # ------------------------------------------------------------------------ phases
 
     def phases(self, kind: OpKind, microbatch: int) -> list[ChunkPhase]:
         actions: dict[PhaseAction, Callable[[int, int], None]] = {
@@ -146,244 +133,245 @@ class SegmentedChunk:
             "launch_regather": self._launch_regather,
             "wait_regather": self._wait_regather,
         }
-        found = [
-            ChunkPhase(
-                kind=step.kind,
-                layer=ALL_LAYERS if self.opaque else self._layer_of[step.place],
-                kernels=step.kernels,
-                run=partial(actions[step.action], microbatch, step.place),
-                waits_for_tp=step.kind == OpKind.WAIT
-                or (kind == OpKind.FORWARD and self._segments[step.place].waits_for_tp),
-            )
-            for layer in (self._ordered if kind == OpKind.FORWARD else reversed(self._ordered))
-            for step in layer.steps(kind)
-        ]
-        return found or [ChunkPhase(kind=kind, layer=ALL_LAYERS, kernels=(), run=_pass)]
+        phases = []
+        for layer in self._layer_phases if kind == OpKind.FORWARD else reversed(self._layer_phases):
+            for spec in layer.phases(kind):
+                computes_with_tp = kind == OpKind.FORWARD and self._segments[spec.index].waits_for_tp
+                phase = ChunkPhase(
+                    kind=spec.kind,
+                    layer=ALL_LAYERS if self.opaque else self._layer_of[spec.index],
+                    kernels=spec.kernels,
+                    run=partial(actions[spec.action], microbatch, spec.index),
+                    waits_for_tp=spec.kind == OpKind.WAIT or computes_with_tp,
+                )
+                phases.append(phase)
+        return phases or [ChunkPhase(kind=kind, layer=ALL_LAYERS, kernels=(), run=_pass)]
 
-    # ------------------------------------------------------------------------ data in and out
+    # ------------------------------------------------------------------------ inputs and outputs
 
     def trainable_parameters(self, first_layer: int, end_layer: int) -> list[Tensor]:
         return trainable_parameters(self.layers if self.opaque else self.layers[first_layer:end_layer])
 
     def begin_forward(
-        self, microbatch: int, state: State, needs: tuple[bool, ...] | None, context: Any
+        self, microbatch: int, state: State, needs_grad: NeedsGrad | None, context: Any
     ) -> None:
-        self._frames[microbatch] = _Frame(state, needs, context, len(self._segments))
+        self._frames[microbatch] = _Frame(state, needs_grad, context, len(self._segments))
 
     def output(self, microbatch: int) -> State:
         frame = self._frames[microbatch]
-        found = tuple(tensor.detach() for tensor in frame.state)
-        frame.state, last = (), frame.saved[-1] if frame.saved else None
-        if last is not None:
-            last.release_outputs()
-        if not any(frame.saved) and not frame.kept:
-            del self._frames[microbatch]  # no backward will come
-        return found
+        output = tuple(tensor.detach() for tensor in frame.state)
+        frame.state = ()
+        if frame.saved:
+            self._release_outputs(frame, len(frame.saved) - 1)
+        if not any(frame.saved) and not frame.recompute_inputs:
+            del self._frames[microbatch]  # no backward follows
+        return output
 
     def begin_backward(self, microbatch: int, gradients: Gradients) -> None:
         self._frames[microbatch].gradients = gradients
 
     def input_gradients(self, microbatch: int) -> Gradients:
         frame = self._frames[microbatch]
-        found, frame.gradients = frame.gradients, ()
-        self._forget_finished(microbatch)
-        return found
+        gradients, frame.gradients = frame.gradients, ()
+        self._drop_finished(microbatch)
+        return gradients
 
-    def _forget_finished(self, microbatch: int) -> None:
-        """When no op has anything to do any more."""
+    def _drop_finished(self, microbatch: int) -> None:
+        """Drops the frame of a microbatch on which no op has anything left to do."""
         frame = self._frames[microbatch]
-        if not (frame.gradients or frame.in_wgrad or any(frame.saved) or any(frame.weight_grads)):
+        gradients = frame.gradients or frame.deferred_gradients
+        if not (gradients or any(frame.saved) or any(frame.weight_grads)):
             del self._frames[microbatch]
+
+    def _release_outputs(self, frame: _Frame, index: int) -> None:
+        saved = frame.saved[index]
+        if saved is not None:
+            self._segments[index].release_outputs(saved)
 
     # ------------------------------------------------------------------------ forward
 
-    def _forward(self, microbatch: int, place: int) -> None:
-        frame, segment = self._frames[microbatch], self._segments[place]
-        if frame.needs is None:
+    def _forward(self, microbatch: int, index: int) -> None:
+        frame, segment = self._frames[microbatch], self._segments[index]
+        if frame.needs_grad is None:
             with torch.no_grad():
                 frame.state = segment.forward(frame.state, frame.context)
             return
-        remade, track_recomputable = self._recomputed[place], self.recompute == "cheap"
-        if remade and not self._follows(place):
-            self._keep_input(frame, place)
-        weight_grads = WeightGradStore(track_recomputable=track_recomputable)
-        state, saved = segment.run_forward(frame.state, frame.needs, frame.context, weight_grads)
+        recomputed, frees = self._recomputed[index], self.recompute == "cheap"
+        if recomputed and not self._continues_recompute(index):
+            self._save_recompute_input(frame, index)
+        weight_grads = WeightGradStore(track_recomputable=frees)
+        state, saved = segment.run_forward(frame.state, frame.needs_grad, frame.context, weight_grads)
         if saved is None:
-            frame.needs = (False,) * len(state)
+            frame.needs_grad = (False,) * len(state)
         else:
-            frame.needs = tuple([tensor.requires_grad for tensor in state])
-        if remade:
+            frame.needs_grad = tuple([tensor.requires_grad for tensor in state])
+        if recomputed:
             state = tuple([tensor.detach() for tensor in state])
         else:
-            frame.saved[place] = saved
+            frame.saved[index] = saved
         frame.state = state
-        self._free_inputs(frame, place - 1)
-        if remade:
-            frame.freed_gathers.pop(place - 1, None)
-        if track_recomputable and self._is_last(place):
-            for each in self._saved_of(frame, self._layer_of[place]):
-                each.weight_grads.free()
+        self._free_inputs(frame, index - 1)
+        if recomputed:
+            frame.freed_gathers.pop(index - 1, None)
+        if frees and self._is_last_of_layer(index):
+            for layer_saved in self._saved_of(frame, self._layer_of[index]):
+                layer_saved.weight_grads.free()
 
-    def _follows(self, place: int) -> bool:
-        """Whether a segment that is made again is so from the one before it."""
-        same = place > 0 and self._layer_of[place - 1] == self._layer_of[place]
-        return same and self._recomputed[place - 1]
+    def _continues_recompute(self, index: int) -> bool:
+        """Whether a recomputed segment reads the output of a recomputed segment of its layer."""
+        same_layer = index > 0 and self._layer_of[index - 1] == self._layer_of[index]
+        return same_layer and self._recomputed[index - 1]
 
-    def _is_last(self, place: int) -> bool:
-        """Of its layer."""
-        return place + 1 == len(self._segments) or self._layer_of[place + 1] != self._layer_of[place]
+    def _is_last_of_layer(self, index: int) -> bool:
+        return index + 1 == len(self._segments) or self._layer_of[index + 1] != self._layer_of[index]
 
     def _saved_of(self, frame: _Frame, layer: int) -> list[SavedTensors]:
-        found = [frame.saved[place] for place, at in enumerate(self._layer_of) if at == layer]
-        return [saved for saved in found if saved is not None]
+        in_layer = [frame.saved[index] for index, number in enumerate(self._layer_of) if number == layer]
+        return [saved for saved in in_layer if saved is not None]
 
-    def _keep_input(self, frame: _Frame, place: int) -> None:
-        """What a segment, and those of its layer that follow, are made again from."""
-        assert frame.needs is not None
-        if any(frame.needs) or trainable_parameters([self.layers[self._layer_of[place]]]):
-            frame.kept[place] = frame.state, frame.needs
+    def _save_recompute_input(self, frame: _Frame, index: int) -> None:
+        assert frame.needs_grad is not None
+        if any(frame.needs_grad) or trainable_parameters([self.layers[self._layer_of[index]]]):
+            frame.recompute_inputs[index] = frame.state, frame.needs_grad
 
-    def _recompute(self, microbatch: int, place: int) -> None:
-        """One segment of a forward, from what was kept for it or from the segment before it."""
+    def _recompute(self, microbatch: int, index: int) -> None:
+        """Runs one segment of the forward again, from its saved input or after the segment before it."""
         frame = self._frames[microbatch]
-        if not self._follows(place):
-            frame.state, frame.needs = frame.kept.pop(place, ((), None))
-        if frame.needs is None:
-            return  # frozen, with nothing trained before it
-        segment, given = self._segments[place], frame.state
-        frame.state, frame.saved[place] = segment.run_forward(
-            given, frame.needs, frame.context, WeightGradStore()
+        if not self._continues_recompute(index):
+            frame.state, frame.needs_grad = frame.recompute_inputs.pop(index, ((), None))
+        if frame.needs_grad is None:
+            return  # frozen, and nothing before it trains
+        frame.state, frame.saved[index] = self._segments[index].run_forward(
+            frame.state, frame.needs_grad, frame.context, WeightGradStore()
         )
-        frame.needs = tuple(tensor.requires_grad for tensor in frame.state)
-        self._free_inputs(frame, place - 1)
+        frame.needs_grad = tuple(tensor.requires_grad for tensor in frame.state)
+        self._free_inputs(frame, index - 1)
 
-    def _recompute_freed(self, microbatch: int, place: int) -> None:
-        """What was emptied behind the forward of the layer that begins here."""
-        for saved in self._saved_of(self._frames[microbatch], self._layer_of[place]):
+    def _recompute_freed(self, microbatch: int, index: int) -> None:
+        """Recomputes the freed activations of the layer whose first segment has this index."""
+        for saved in self._saved_of(self._frames[microbatch], self._layer_of[index]):
             saved.weight_grads.recompute()
 
     # ------------------------------------------------------------------------ backward
 
-    def _backward(self, microbatch: int, place: int, *, split: bool) -> None:
-        frame, segment = self._frames[microbatch], self._segments[place]
-        saved = frame.saved[place]
+    def _backward(self, microbatch: int, index: int, *, split: bool) -> None:
+        frame, segment = self._frames[microbatch], self._segments[index]
+        saved = frame.saved[index]
         if saved is None:
-            return  # frozen, with nothing trained before it
-        frame.state = ()  # if its layer was made again, nobody needs what that ended with
-        if split and self._leave_to_wgrad(frame, place + 1):
+            return  # frozen, and nothing before it trains
+        frame.state = ()  # no backward reads the output of a recomputed layer
+        if split and self._defer_to_wgrad(frame, index + 1):
             frame.gradients = segment.run_backward(saved, frame.gradients, split=False)
             return
-        frame.saved[place] = None
-        saved.weight_grads.immediate = (
-            not split
-        )  # what they are made from need not wait for the segment's end
+        frame.saved[index] = None
+        saved.weight_grads.immediate = not split  # frees what weight gradients read before the segment ends
         frame.gradients = segment.run_backward(saved, frame.gradients, split=split)
         if split:
-            frame.weight_grads[place] = saved.weight_grads
+            frame.weight_grads[index] = saved.weight_grads
 
-    def _leave_to_wgrad(self, frame: _Frame, place: int) -> bool:
-        """Gradients that only a W needs are exchanged there."""
-        exchange = self._segments[place] if place < len(self._segments) else None
-        if not (isinstance(exchange, TpCollective) and exchange.in_wgrad and place in frame.wanted):
+    def _defer_to_wgrad(self, frame: _Frame, index: int) -> bool:
+        """Defers the gradient of a collective whose backward serves a weight gradient only."""
+        collective = self._segments[index] if index < len(self._segments) else None
+        if not isinstance(collective, TpCollective) or not collective.in_wgrad:
             return False
-        given, at = frame.gradients, exchange.state_index
-        frame.in_wgrad[place], frame.gradients = given, (*given[:at], None, *given[at + 1 :])
+        if index not in frame.has_backward:
+            return False
+        gradients, at = frame.gradients, collective.state_index
+        frame.deferred_gradients[index] = gradients
+        frame.gradients = (*gradients[:at], None, *gradients[at + 1 :])
         return True
 
-    def _weight_grad(self, microbatch: int, place: int) -> None:
+    def _weight_grad(self, microbatch: int, index: int) -> None:
         frame = self._frames.get(microbatch)
         if frame is None:
             return
-        weight_grads, frame.weight_grads[place] = frame.weight_grads[place], None
-        saved = frame.saved[place]
-        if saved is not None and frame.gradients:  # its gradients came late
-            frame.saved[place], saved.weight_grads.immediate = None, True
-            self._segments[place].run_backward(saved, frame.gradients, split=False)
+        weight_grads, frame.weight_grads[index] = frame.weight_grads[index], None
+        saved = frame.saved[index]
+        if saved is not None and frame.gradients:  # those of a collective that ran in this op
+            frame.saved[index], saved.weight_grads.immediate = None, True
+            self._segments[index].run_backward(saved, frame.gradients, split=False)
             frame.gradients = ()
         if weight_grads is not None:
             with torch.no_grad():
-                for work in weight_grads:
-                    work()
+                for add_gradient in weight_grads:
+                    add_gradient()
             weight_grads.clear()
-        self._forget_finished(microbatch)
+        self._drop_finished(microbatch)
 
-    # ------------------------------------------------------------------------ exchanges
+    # ------------------------------------------------------------------------ collectives
 
-    def _collective(self, place: int) -> TpCollective:
-        found = self._segments[place]
-        assert isinstance(found, TpCollective)
-        return found
+    def _collective(self, index: int) -> TpCollective:
+        collective = self._segments[index]
+        assert isinstance(collective, TpCollective)
+        return collective
 
-    def _launch(self, microbatch: int, place: int) -> None:
+    def _launch(self, microbatch: int, index: int) -> None:
         frame = self._frames[microbatch]
-        if frame.state:  # else its layer is to be made again, and has nothing to learn
-            frame.flights[place] = self._collective(place).launch(frame.state, frame.context)
+        if frame.state:  # empty in a recomputation of a layer in which nothing trains
+            frame.collectives[index] = self._collective(index).launch(frame.state, frame.context)
 
-    def _wait(self, microbatch: int, place: int) -> None:
-        frame, exchange = self._frames[microbatch], self._collective(place)
-        if place not in frame.flights:
+    def _wait(self, microbatch: int, index: int) -> None:
+        frame, collective = self._frames[microbatch], self._collective(index)
+        if index not in frame.collectives:
             return
-        before, frame.state = frame.state, frame.flights.pop(place).wait()
-        made = frame.saved[place - 1] if place else None
-        if made is not None:
-            made.release_outputs()  # what was exchanged is large, and on its way it was alive
-        if frame.needs is None:
+        before, frame.state = frame.state, frame.collectives.pop(index).wait()
+        if index:
+            self._release_outputs(frame, index - 1)  # large, and alive while the collective was in flight
+        if frame.needs_grad is None:
             return
-        frame.needs = exchange.output_needs_grad(frame.needs)
-        if frame.needs[exchange.state_index]:
-            frame.wanted.add(place)
-        if self._regathered[place]:
-            frame.freed_gathers[place] = (
-                before[exchange.state_index].detach(),
-                frame.state[exchange.state_index],
-            )
-        elif exchange.freed:
-            frame.freed[place] = [frame.state[at] for at in exchange.freed]
+        frame.needs_grad = collective.output_needs_grad(frame.needs_grad)
+        at = collective.state_index
+        if frame.needs_grad[at]:
+            frame.has_backward.add(index)
+        if self._frees_gathered[index]:
+            frame.freed_gathers[index] = before[at].detach(), frame.state[at]
+        elif collective.freed:
+            frame.freed[index] = [frame.state[position] for position in collective.freed]
 
-    def _free_inputs(self, frame: _Frame, place: int) -> None:
-        """What was gathered for the product that has just been made, or scattered to be added."""
-        if place in frame.freed_gathers:
-            frame.freed_gathers[place][1].untyped_storage().resize_(0)
-        for tensor in frame.freed.pop(place, ()):
+    def _free_inputs(self, frame: _Frame, index: int) -> None:
+        """Frees the output of a collective after the segment that reads it."""
+        if index in frame.freed_gathers:
+            frame.freed_gathers[index][1].untyped_storage().resize_(0)
+        for tensor in frame.freed.pop(index, ()):
             tensor.untyped_storage().resize_(0)
 
-    def _launch_backward(self, microbatch: int, place: int) -> None:
+    def _launch_backward(self, microbatch: int, index: int) -> None:
         frame = self._frames.get(microbatch)
-        if frame is None or place not in frame.wanted:
+        if frame is None or index not in frame.has_backward:
             return
-        frame.wanted.discard(place)
-        given = frame.in_wgrad.pop(place, frame.gradients)
-        frame.flights[place] = self._collective(place).launch_backward(given, frame.context)
+        frame.has_backward.discard(index)
+        gradients = frame.deferred_gradients.pop(index, frame.gradients)
+        frame.collectives[index] = self._collective(index).launch_backward(gradients, frame.context)
 
-    def _wait_backward(self, microbatch: int, place: int) -> None:
+    def _wait_backward(self, microbatch: int, index: int) -> None:
         frame = self._frames.get(microbatch)
-        if frame is not None and place in frame.flights:
-            frame.gradients = frame.flights.pop(place).wait()
+        if frame is not None and index in frame.collectives:
+            frame.gradients = frame.collectives.pop(index).wait()
 
-    def _launch_regather(self, microbatch: int, place: int) -> None:
-        """Into the memory that the gradient of weights will read: what it was given up from."""
+    def _launch_regather(self, microbatch: int, index: int) -> None:
+        """Gathers into the freed output, whose storage the weight gradient reads."""
         frame = self._frames.get(microbatch)
-        if frame is None or place not in frame.freed_gathers:
+        if frame is None or index not in frame.freed_gathers:
             return
-        part, whole = frame.freed_gathers.pop(place)
-        whole.untyped_storage().resize_(whole.nbytes)
-        frame.flights[~place] = self._collective(place).launch_regather(part, whole.data)
+        rows, output = frame.freed_gathers.pop(index)
+        output.untyped_storage().resize_(output.nbytes)
+        frame.collectives[~index] = self._collective(index).launch_regather(rows, output.data)
 
-    def _wait_regather(self, microbatch: int, place: int) -> None:
+    def _wait_regather(self, microbatch: int, index: int) -> None:
         frame = self._frames.get(microbatch)
-        if frame is not None and ~place in frame.flights:
-            frame.flights.pop(~place).wait()
+        if frame is not None and ~index in frame.collectives:
+            frame.collectives.pop(~index).wait()
 
 
 def _pass() -> None:
-    """A chunk without layers hands on what it gets."""
+    """Runs a chunk without layers, whose outputs are its inputs."""
 
 
 def trainable_parameters(layers: Sequence[nn.Module]) -> list[Tensor]:
-    """Trained parameters of some layers, in order, each once."""
-    found: dict[int, Tensor] = {}
+    """Returns the parameters of some layers that need gradients, in order, each once."""
+    parameters: dict[int, Tensor] = {}
     for layer in layers:
         for parameter in layer.parameters():
             if parameter.requires_grad:
-                found.setdefault(id(parameter), parameter)
-    return list(found.values())
+                parameters.setdefault(id(parameter), parameter)
+    return list(parameters.values())

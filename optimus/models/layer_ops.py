@@ -1,4 +1,4 @@
-"""What a transformer layer consists of, each part a formula over its parameters, or its share of them."""
+"""Ops of a transformer layer, each a segment with a hand-written backward over parameters that others own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from optimus.models.attention import rotate, rotate_backward
 from optimus.models.dropout import Dropout
-from optimus.models.linear import LinearKernels, add_bias_gradient, linear_gradient
-from optimus.models.manual_backward import ManualBackwardSegment
-from optimus.models.norms import Norm
-from optimus.models.rotary import rotate, rotate_back
-from optimus.models.segment import Gradients, State, WeightGradStore
+from optimus.models.kernels import LinearKernels, Norm, add_bias_gradient, linear_backward
+from optimus.models.segment import Gradients, ManualBackwardSegment, NeedsGrad, State, WeightGradStore
 
-JOIN = ("join",)  # no kernel of a plan: it runs where the exchange before it has ended
+RESIDUAL_ADD = ("residual_add",)  # no kernel of plans: it runs where the collective before it has ended
 
 
-class Normed(ManualBackwardSegment):
-    """(x) to (x, normed)."""
+class PreNorm(ManualBackwardSegment):
+    """Normalizes the residual stream: (x) to (x, normed)."""
 
     has_recomputable = True
 
@@ -40,17 +38,19 @@ class Normed(ManualBackwardSegment):
         return (x, normed), values
 
     def backward(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
+        self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
-        beside, gradient = given
-        if gradient is None:
-            return (beside,)
-        found = self.norm.backward(values, gradient, wanted=needs[0])
-        return (_sum(found, beside),)
+        residual_grad, normed_grad = gradients
+        if normed_grad is None:
+            return (residual_grad,)
+        x_grad = self.norm.backward(values, normed_grad, needs_input_grad=needs_grad[0])
+        if x_grad is None or residual_grad is None:
+            return (residual_grad if x_grad is None else x_grad,)
+        return (x_grad.add_(residual_grad),)
 
 
-class Product(ManualBackwardSegment):
-    """A formula around one linear map."""
+class LinearOp(ManualBackwardSegment):
+    """Base class of ops around one linear map."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, linear: LinearKernels, kernels: tuple[str, ...]
@@ -59,19 +59,20 @@ class Product(ManualBackwardSegment):
         self.weight, self.bias = weight, bias
         self.linear, self.kernels = linear, kernels
 
-    def product(self, rows: Tensor) -> Tensor:
+    def linear_forward(self, rows: Tensor) -> Tensor:
         return self.linear.forward(rows, self.weight, self.bias)
 
-    def product_gradient(
-        self, gradient: Tensor, rows: Tensor, weight_grads: WeightGradStore, *, wanted: bool
+    def linear_backward(
+        self, gradient: Tensor, rows: Tensor, weight_grads: WeightGradStore, *, needs_input_grad: bool
     ) -> Tensor | None:
-        return linear_gradient(
-            gradient, rows, self.weight, self.bias, weight_grads, self.linear, wanted=wanted
+        weight, bias, kernels = self.weight, self.bias, self.linear
+        return linear_backward(
+            gradient, rows, weight, bias, weight_grads, kernels, needs_input_grad=needs_input_grad
         )
 
 
-class Heads(Product):
-    """(x, normed) to (x, queries, keys, values), heads turned by their positions."""
+class QkvLinear(LinearOp):
+    """Computes attention heads with rotary positions: (x, normed) to (x, queries, keys, values)."""
 
     def __init__(
         self,
@@ -80,77 +81,82 @@ class Heads(Product):
         linear: LinearKernels,
         kernels: tuple[str, ...],
         *,
-        counts: Sequence[int],  # of query, key and value heads
-        norms: tuple[Norm, Norm] | None,  # of queries and keys
+        heads: Sequence[int],  # number of query, key and value heads
+        norms: tuple[Norm, Norm] | None,  # of query and key heads
     ) -> None:
         super().__init__(weight, bias, linear, kernels)
-        self._counts, self._total = list(counts), sum(counts)
+        self._heads, self._total_heads = list(heads), sum(heads)
         self.norms = nn.ModuleList(norms or ())
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, normed = state
-        queries, keys, values = self._cut(self.product(normed))
+        queries, keys, values = self._split_heads(self.linear_forward(normed))
         if self.norms:
             queries, keys = (norm(rows) for norm, rows in zip(self.norms, (queries, keys), strict=True))
-        return x, *_turned(queries, keys, values, context)
+        return x, *_rotated(queries, keys, values, context)
 
     def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         x, normed = state
-        queries, keys, values = self._cut(self.product(normed))
-        of_norms: tuple[Any, ...] = ()
+        queries, keys, values = self._split_heads(self.linear_forward(normed))
+        norm_values: tuple[Any, ...] = ()
         if self.norms:
-            (queries, of_queries), (keys, of_keys) = (
+            (queries, query_values), (keys, key_values) = (
                 norm.forward_saving(rows) for norm, rows in zip(self.norms, (queries, keys), strict=True)
             )
-            of_norms = of_queries, of_keys
-        return (x, *_turned(queries, keys, values, context)), (normed.detach(), of_norms, context.rotary)
+            norm_values = query_values, key_values
+        saved = normed.detach(), norm_values, context.rotary
+        return (x, *_rotated(queries, keys, values, context)), saved
 
     def backward(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
+        self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
-        normed, of_norms, rotary = values
-        beside, *heads = given
-        assert all(rows is not None for rows in heads), "attention reads all heads"
+        normed, norm_values, rotary = values
+        residual_grad, *head_grads = gradients
+        assert all(gradient is not None for gradient in head_grads), "attention reads all heads"
         if rotary is not None:
-            heads[:2] = [rotate_back(rows, rotary) for rows in heads[:2]]
-        for place, (norm, kept) in enumerate(zip(self.norms, of_norms, strict=True)):
-            heads[place] = norm.backward(kept, heads[place], wanted=True)
-        gradient = torch.cat(heads, 1).flatten(1)
-        return beside, self.product_gradient(gradient, normed, weight_grads, wanted=needs[1])
+            head_grads[:2] = [rotate_backward(gradient, rotary) for gradient in head_grads[:2]]
+        for index, (norm, saved) in enumerate(zip(self.norms, norm_values, strict=True)):
+            head_grads[index] = norm.backward(saved, head_grads[index], needs_input_grad=True)
+        gradient = torch.cat(head_grads, 1).flatten(1)
+        normed_grad = self.linear_backward(gradient, normed, weight_grads, needs_input_grad=needs_grad[1])
+        return residual_grad, normed_grad
 
-    def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
-        heads = rows.view(rows.shape[0], self._total, -1)
-        found: tuple[Tensor, ...] = heads.split_with_sizes(self._counts, 1)
-        return found
+    def _split_heads(self, rows: Tensor) -> tuple[Tensor, ...]:
+        heads: tuple[Tensor, ...] = rows.view(rows.shape[0], self._total_heads, -1).split_with_sizes(
+            self._heads, 1
+        )
+        return heads
 
 
-def _turned(queries: Tensor, keys: Tensor, values: Tensor, context: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _rotated(queries: Tensor, keys: Tensor, values: Tensor, context: Any) -> tuple[Tensor, Tensor, Tensor]:
     if context.rotary is None:
         return queries, keys, values
-    # Cloned: or all of the rows would be kept beside what was turned (as they are where heads are normed).
+    # The clone keeps the values alone alive; a view would keep the rows of queries and keys too.
     return rotate(queries, context.rotary), rotate(keys, context.rotary), values.clone()
 
 
-class Multiplied(Product):
-    """(x, rows) to (x, product), of which every rank has a part of the sum."""
+class PartialLinear(LinearOp):
+    """Multiplies by this rank's shard of a row-parallel weight: (x, rows) to (x, partial sum)."""
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, rows = state
-        return x, self.product(rows)
+        return x, self.linear_forward(rows)
 
     def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         return self.forward(state, context), state[1].detach()
 
     def backward(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
+        self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
-        beside, gradient = given
+        residual_grad, gradient = gradients
         assert gradient is not None
-        return beside, self.product_gradient(gradient, values, weight_grads, wanted=needs[1])
+        return residual_grad, self.linear_backward(
+            gradient, values, weight_grads, needs_input_grad=needs_grad[1]
+        )
 
 
-class Widened(Product):
-    """(x, normed) to (x, h): the MLP's first matrix (gate above up when gated), the non-linearity."""
+class MlpUp(LinearOp):
+    """Runs linear (gate and up in one when gated) and activation of an MLP: (x, normed) to (x, h)."""
 
     has_recomputable = True
 
@@ -169,38 +175,40 @@ class Widened(Product):
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, normed = state
-        rows = self.product(normed)
-        return x, Gated.apply(rows) if self._gated else self._nonlinear(rows)
+        rows = self.linear_forward(normed)
+        return x, SwiGlu.apply(rows) if self._gated else self._activation(rows)
 
     def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         x, normed = state
-        rows = self.product(normed)
-        h = self._nonlinear(rows)
-        weight_grads.mark_recomputable(h, self._nonlinear, rows)
+        rows = self.linear_forward(normed)
+        h = self._activation(rows)
+        weight_grads.mark_recomputable(h, self._activation, rows)
         return (x, h), (normed.detach(), rows)
 
     def backward(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
+        self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
-        (normed, rows), (beside, gradient) = values, given
+        (normed, rows), (residual_grad, gradient) = values, gradients
         assert gradient is not None
         if self._gated:
-            inner = gated_gradient(gradient, rows)
+            inner = swiglu_backward(gradient, rows)
         else:
             inner = torch.ops.aten.gelu_backward.default(gradient, rows, approximate=self._gelu)
-        return beside, self.product_gradient(inner, normed, weight_grads, wanted=needs[1])
+        return residual_grad, self.linear_backward(
+            inner, normed, weight_grads, needs_input_grad=needs_grad[1]
+        )
 
-    def _nonlinear(self, rows: Tensor) -> Tensor:
-        return gated(rows) if self._gated else functional.gelu(rows, approximate=self._gelu)
+    def _activation(self, rows: Tensor) -> Tensor:
+        return swiglu(rows) if self._gated else functional.gelu(rows, approximate=self._gelu)
 
 
-class Join(ManualBackwardSegment):
-    """(x, rows) to (x): rows that were summed over ranks are added to the residual stream.
+class ResidualAdd(ManualBackwardSegment):
+    """Adds rows that were summed over ranks, with bias and dropout, to the residual stream: (x, rows) to (x).
 
-    It keeps no rows, and may run wherever they arrive.
+    It saves no rows, so that it may run wherever they arrive.
     """
 
-    kernels = JOIN
+    kernels = RESIDUAL_ADD
     saves_nothing = True
 
     def __init__(self, bias: nn.Parameter | None, dropout: Dropout) -> None:
@@ -210,24 +218,24 @@ class Join(ManualBackwardSegment):
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, rows = state
         rows = rows if self.bias is None else rows + self.bias
-        return (x + self._dropout(rows, context.keys),)
+        return (x + self._dropout(rows, context.dropout_keys),)
 
     def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
-        return self.forward(state, context), context.keys
+        return self.forward(state, context), context.dropout_keys
 
     def backward(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
+        self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
-        (gradient,) = given
+        (gradient,) = gradients
         assert gradient is not None
-        rows = self._dropout(gradient, values)
+        rows_grad = self._dropout(gradient, values)
         if self.bias is not None and self.bias.requires_grad:
-            add_bias_gradient(self.bias, rows)
-        return gradient if needs[0] else None, rows if needs[1] else None
+            add_bias_gradient(self.bias, rows_grad)
+        return gradient if needs_grad[0] else None, rows_grad if needs_grad[1] else None
 
 
-class Joined(Product):
-    """(x, rows) to (x): a product and its join, where nothing comes between them."""
+class LinearResidualAdd(LinearOp):
+    """Adds a product, with dropout, to the residual stream: (x, rows) to (x)."""
 
     def __init__(
         self,
@@ -242,52 +250,46 @@ class Joined(Product):
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, rows = state
-        return (x + self._dropout(self.product(rows), context.keys),)
+        return (x + self._dropout(self.linear_forward(rows), context.dropout_keys),)
 
     def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
-        return self.forward(state, context), (state[1].detach(), context.keys)
+        return self.forward(state, context), (state[1].detach(), context.dropout_keys)
 
     def backward(
-        self, values: Any, given: Gradients, needs: tuple[bool, ...], weight_grads: WeightGradStore
+        self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
-        (rows, keys), (gradient,) = values, given
+        (rows, keys), (gradient,) = values, gradients
         assert gradient is not None
         inner = self._dropout(gradient, keys)
-        beside = gradient if needs[0] else None
-        return beside, self.product_gradient(inner, rows, weight_grads, wanted=needs[1])
+        residual_grad = gradient if needs_grad[0] else None
+        return residual_grad, self.linear_backward(inner, rows, weight_grads, needs_input_grad=needs_grad[1])
 
 
-def gated(rows: Tensor) -> Tensor:
-    """silu(first half) times second half, of rows with the gate above what it opens."""
+def swiglu(rows: Tensor) -> Tensor:
+    """Returns silu(gate) * up of rows whose first half is the gate."""
     gate, up = rows.chunk(2, -1)
     return functional.silu(gate) * up
 
 
-def gated_gradient(gradient: Tensor, rows: Tensor) -> Tensor:
-    """It needs nothing but the rows, and is written in place: they are wide."""
+def swiglu_backward(gradient: Tensor, rows: Tensor) -> Tensor:
+    """Returns the gradient of the rows; it reads nothing else and works in place, since rows are wide."""
     gate, up = rows.chunk(2, -1)
-    found = torch.empty_like(rows)
-    of_gate, of_up = found.chunk(2, -1)
-    torch.mul(gradient, functional.silu(gate), out=of_up)
-    torch.mul(gradient, up, out=of_gate)
-    torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
-    return found
+    rows_grad = torch.empty_like(rows)
+    gate_grad, up_grad = rows_grad.chunk(2, -1)
+    torch.mul(gradient, functional.silu(gate), out=up_grad)
+    torch.mul(gradient, up, out=gate_grad)
+    torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
+    return rows_grad
 
 
-class Gated(torch.autograd.Function):
-    """For those who want a graph."""
+class SwiGlu(torch.autograd.Function):
+    """`swiglu` inside an autograd graph."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor) -> Tensor:
         context.save_for_backward(rows)
-        return gated(rows)
+        return swiglu(rows)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        return gated_gradient(gradient, *context.saved_tensors)
-
-
-def _sum(found: Tensor | None, beside: Tensor | None) -> Tensor | None:
-    if found is None or beside is None:
-        return beside if found is None else found
-    return found.add_(beside)
+        return swiglu_backward(gradient, *context.saved_tensors)

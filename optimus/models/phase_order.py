@@ -1,8 +1,43 @@
-"""Of what an op of a layer consists, in order: which segments compute, which exchanges are launched when.
+"""Expands an op of a layer into ordered phases: compute, collective launch, wait.
 
-Where layers are divided, a backward brings what a product has read a second time while the gradient of that
-is made, and scatters this gradient while that of the weights is made. Whoever plans knows the same order: a
-plan's phases and these steps have the same names.
+A plan's templates list the same phases under the same names. A tensor-parallel layer, whose backward gathers
+the inputs of column-parallel products again, has the phases below; `<` launches a collective, `>` waits for
+it, and the lines between the two are its slot, into which the program may put phases of other chunks.
+
+    forward                       backward                      backward in two halves
+    |- norm1                      |- residual_add               input gradient (I)
+    |- < gather1                  |- < down.gather              |- residual_add
+    |- > gather1                  |- > down.gather              |- < down.gather
+    |- qkv                        |- down                       |- > down.gather
+    |- attention                  |- < up.gather                |- down
+    |- out                        |- up.dgrad                   |- up.dgrad
+    |- < scatter1                 |- < up.scatter               |- < up.scatter
+    |- > scatter1                 |- > up.gather                |- > up.scatter
+    |- norm2                      |- up.wgrad                   |- norm2
+    |- < gather2                  |- > up.scatter               |- < out.gather
+    |- > gather2                  |- norm2                      |- > out.gather
+    |- up                         |- < out.gather               |- out
+    |- down                       |- > out.gather               |- attention
+    |- < scatter2                 |- out                        |- qkv.dgrad
+    |- > scatter2                 |- attention                  |- < qkv.scatter
+    |- residual_add               |- < qkv.gather               |- > qkv.scatter
+                                  |- qkv.dgrad                  |- norm1
+                                  |- < qkv.scatter              weight gradient (W)
+                                  |- > qkv.gather               |- residual_add
+                                  |- qkv.wgrad                  |- < up.gather
+                                  |- > qkv.scatter              |- down
+                                  |- norm1                      |- > up.gather
+                                                                |- up
+                                                                |- norm2
+                                                                |- < qkv.gather
+                                                                |- out
+                                                                |- attention
+                                                                |- > qkv.gather
+                                                                |- qkv
+                                                                |- norm1
+
+`norm2` includes the residual add before it. Without tensor parallelism there are no collectives, and each of
+qkv (with norm1), attention, out, up (with norm2) and down is one phase.
 """
 
 from __future__ import annotations
@@ -16,140 +51,136 @@ from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import AllGather, TpCollective
 
 Recompute = Literal["none", "cheap", "attention", "full"]
-CHEAP, ATTENTION = ("cheap",), ("attention",)  # kernels of what a plan makes again
+CHEAP, ATTENTION = ("cheap",), ("attention",)  # kernels that plans recompute
 PhaseAction = Literal[
     "forward", "recompute", "recompute_freed", "backward", "input_grad", "weight_grad",
     "launch", "wait", "launch_backward", "wait_backward", "launch_regather", "wait_regather",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PhaseSpec:
-    """What a chunk does with the segment at a place; `kernels` are those of the plan that it stands for."""
+    """What a chunk does with the segment at an index, and the kernels of the plan that this runs."""
 
     action: PhaseAction
     kind: OpKind
-    place: int
+    index: int
     kernels: tuple[str, ...]
 
 
 class LayerPhases:
-    """The segments of one layer; the first of them stands at `first` in its chunk."""
+    """Phases of one layer; its first segment has the index `first` in the chunk."""
 
     def __init__(
         self, segments: Sequence[Segment], first: int, recompute: Recompute, *, regather: bool
     ) -> None:
-        self._at = dict(enumerate(segments, first))
-        self._recompute, self._regathers = recompute, regather
+        self._segments = dict(enumerate(segments, first))
+        self._recompute, self._regather = recompute, regather
         self._is_end = any(segment.is_end for segment in segments)
-        # The sum at the end of a divided layer, which no gradient needs, is not made again.
-        spared = 2 if segments and segments[-1].saves_nothing else 0
-        self._spared = first + len(segments) - spared
+        # No gradient reads the sum at the end of a tensor-parallel layer: it is not recomputed.
+        skipped = 2 if segments and segments[-1].saves_nothing else 0
+        self._recompute_end = first + len(segments) - skipped
 
-    def steps(self, kind: OpKind) -> Iterator[PhaseSpec]:
-        """Of an op of this kind."""
+    def phases(self, kind: OpKind) -> Iterator[PhaseSpec]:
+        """Yields the phases of an op of this kind: F, B, I or W."""
         if kind == OpKind.FORWARD:
-            yield from self._run(self._at, "forward", kind)
+            yield from self._run(self._segments, "forward", kind)
         elif kind == OpKind.WEIGHT_GRAD:
-            yield from self._weight_grads_phases()
+            yield from self._weight_grads()
         else:
-            if self._recompute == "cheap" and any(segment.has_recomputable for segment in self._at.values()):
-                yield PhaseSpec(
-                    action="recompute_freed", kind=OpKind.RECOMPUTE, place=min(self._at), kernels=CHEAP
-                )
-            yield from self._run(filter(self.is_recomputed, self._at), "recompute", OpKind.RECOMPUTE)
+            if self._recompute == "cheap" and any(s.has_recomputable for s in self._segments.values()):
+                yield PhaseSpec("recompute_freed", OpKind.RECOMPUTE, min(self._segments), CHEAP)
+            yield from self._run(filter(self.is_recomputed, self._segments), "recompute", OpKind.RECOMPUTE)
             yield from self._backward(kind)
 
-    def is_recomputed(self, place: int) -> bool:
+    def is_recomputed(self, index: int) -> bool:
         """Whether a segment runs a second time before its backward."""
-        wanted = self._recompute == "attention" and self._at[place].kernels == ATTENTION
-        return wanted or (self._recompute == "full" and not self._is_end and place < self._spared)
+        is_attention = self._segments[index].kernels == ATTENTION
+        if self._recompute == "full":
+            return not self._is_end and index < self._recompute_end
+        return self._recompute == "attention" and is_attention
 
-    def regathers_input(self, place: int) -> bool:
-        """Whether what an exchange brings is given up behind the product that it serves."""
-        return self._again(place) is not None and (self._regathers or not self._at[place + 1].trainable)
+    def frees_gathered(self, index: int) -> bool:
+        """Whether the output of a collective is freed after the product that reads it."""
+        if self._regather_phases(index) is None:
+            return False
+        return self._regather or not self._segments[index + 1].trainable
 
-    def _run(self, places: Iterable[int], action: PhaseAction, kind: OpKind) -> Iterator[PhaseSpec]:
-        for place in places:
-            segment = self._at[place]
+    def _run(self, indices: Iterable[int], action: PhaseAction, kind: OpKind) -> Iterator[PhaseSpec]:
+        for index in indices:
+            segment = self._segments[index]
             if isinstance(segment, TpCollective):
-                yield from _flight(place, "launch", "wait", segment.forward_name)
+                yield from _launch_and_wait(index, "launch", "wait", segment.forward_name)
             else:
-                yield PhaseSpec(action=action, kind=kind, place=place, kernels=segment.kernels)
+                yield PhaseSpec(action, kind, index, segment.kernels)
 
     def _backward(self, kind: OpKind) -> Iterator[PhaseSpec]:
-        """From the last segment to the first; a gather goes with the product that it serves."""
-        for place, segment in reversed(self._at.items()):
+        """Yields from the last segment to the first; an all-gather goes with the product that reads it."""
+        for index, segment in reversed(self._segments.items()):
             if isinstance(segment, AllGather):
                 continue
-            if isinstance(self._at.get(place - 1), AllGather):
-                yield from self._column(kind, place)
+            if isinstance(self._segments.get(index - 1), AllGather):
+                yield from self._column_parallel_backward(kind, index)
             elif not isinstance(segment, TpCollective):
                 action: PhaseAction = "backward" if kind == OpKind.BACKWARD else "input_grad"
-                yield PhaseSpec(action=action, kind=kind, place=place, kernels=segment.kernels)
+                yield PhaseSpec(action, kind, index, segment.kernels)
             elif not (segment.in_wgrad and kind == OpKind.INPUT_GRAD):
-                yield from _flight(place, "launch_backward", "wait_backward", segment.backward_name)
+                yield from self._backward_collective(index)
 
-    def _column(self, kind: OpKind, place: int) -> Iterator[PhaseSpec]:
-        """A product whose columns are divided, and what travels around it."""
-        inputs, weights = (self._half(place, action) for action in ("input_grad", "weight_grad"))
-        launch, wait = _flight(
-            place - 1, "launch_backward", "wait_backward", self._collective(place - 1).backward_name
+    def _column_parallel_backward(self, kind: OpKind, index: int) -> Iterator[PhaseSpec]:
+        """Gathers the inputs under the input gradient, scatters that under the weight gradient."""
+        kernels = self._segments[index].kernels
+        input_grad = PhaseSpec(
+            "input_grad", OpKind.INPUT_GRAD, index, tuple(f"{name}.dgrad" for name in kernels)
         )
-        again = self._again(place - 1)
+        weight_grad = PhaseSpec(
+            "weight_grad", OpKind.WEIGHT_GRAD, index, tuple(f"{name}.wgrad" for name in kernels)
+        )
+        launch, wait = self._backward_collective(index - 1)
+        regather = self._regather_phases(index - 1)
         if kind == OpKind.INPUT_GRAD:
-            yield from (inputs, launch, wait)
-        elif again is None or not self._regathers:
-            yield from (inputs, launch, wait, weights)
+            yield from (input_grad, launch, wait)
+        elif regather is None or not self._regather:
+            yield from (input_grad, launch, wait, weight_grad)
         else:
-            begin, end = again
-            yield from (begin, inputs, launch, end, weights, wait)
+            launch_regather, wait_regather = regather
+            yield from (launch_regather, input_grad, launch, wait_regather, weight_grad, wait)
 
-    def _weight_grads_phases(self) -> Iterator[PhaseSpec]:
-        """What is brought again comes while the product before the next scatter has its turn."""
-        coming: tuple[PhaseSpec, PhaseSpec] | None = None
-        for place, segment in reversed(self._at.items()):
+    def _weight_grads(self) -> Iterator[PhaseSpec]:
+        """Gathers under the weight gradient of the product before the next reduce-scatter."""
+        regather: tuple[PhaseSpec, PhaseSpec] | None = None
+        for index, segment in reversed(self._segments.items()):
             if isinstance(segment, TpCollective):
                 if segment.in_wgrad:
-                    yield from _flight(place, "launch_backward", "wait_backward", segment.backward_name)
+                    yield from self._backward_collective(index)
                 elif not isinstance(segment, AllGather):
-                    coming = self._again(self._collective_before(place))
-                    yield from () if coming is None else coming[:1]
+                    regather = self._regather_phases(self._collective_before(index))
+                    yield from () if regather is None else regather[:1]
                 continue
-            if coming is not None and coming[0].place == place - 1:
-                yield coming[1]
-            yield PhaseSpec(
-                action="weight_grad", kind=OpKind.WEIGHT_GRAD, place=place, kernels=segment.kernels
-            )
+            if regather is not None and regather[0].index == index - 1:
+                yield regather[1]
+            yield PhaseSpec("weight_grad", OpKind.WEIGHT_GRAD, index, segment.kernels)
 
-    def _half(self, place: int, action: Literal["input_grad", "weight_grad"]) -> PhaseSpec:
-        """One of the two gradients of a segment, where they are made apart."""
-        kind, suffix = (
-            (OpKind.INPUT_GRAD, "dgrad") if action == "input_grad" else (OpKind.WEIGHT_GRAD, "wgrad")
-        )
-        kernels = tuple(f"{kernel}.{suffix}" for kernel in self._at[place].kernels)
-        return PhaseSpec(action=action, kind=kind, place=place, kernels=kernels)
+    def _backward_collective(self, index: int) -> tuple[PhaseSpec, PhaseSpec]:
+        collective = self._segments[index]
+        assert isinstance(collective, TpCollective)
+        return _launch_and_wait(index, "launch_backward", "wait_backward", collective.backward_name)
 
-    def _collective(self, place: int) -> TpCollective:
-        found = self._at[place]
-        assert isinstance(found, TpCollective)
-        return found
-
-    def _collective_before(self, place: int) -> int:
-        return max(
-            (at for at in self._at if at < place and isinstance(self._at[at], TpCollective)), default=-1
-        )
-
-    def _again(self, place: int) -> tuple[PhaseSpec, PhaseSpec] | None:
-        """How an exchange brings a second time what a gradient of weights needs; if it does."""
-        segment = self._at.get(place)
-        if not isinstance(segment, TpCollective) or segment.regather_name is None:
+    def _regather_phases(self, index: int) -> tuple[PhaseSpec, PhaseSpec] | None:
+        """Returns launch and wait of the second gather for a weight gradient, if there is one."""
+        collective = self._segments.get(index)
+        if not isinstance(collective, TpCollective) or collective.regather_name is None:
             return None
-        return _flight(place, "launch_regather", "wait_regather", segment.regather_name)
+        return _launch_and_wait(index, "launch_regather", "wait_regather", collective.regather_name)
+
+    def _collective_before(self, index: int) -> int:
+        before = (
+            i for i, segment in self._segments.items() if i < index and isinstance(segment, TpCollective)
+        )
+        return max(before, default=-1)
 
 
-def _flight(place: int, launch: PhaseAction, wait: PhaseAction, name: str) -> tuple[PhaseSpec, PhaseSpec]:
-    return (
-        PhaseSpec(action=launch, kind=OpKind.LAUNCH, place=place, kernels=(name,)),
-        PhaseSpec(action=wait, kind=OpKind.WAIT, place=place, kernels=(name,)),
-    )
+def _launch_and_wait(
+    index: int, launch: PhaseAction, wait: PhaseAction, name: str
+) -> tuple[PhaseSpec, PhaseSpec]:
+    return PhaseSpec(launch, OpKind.LAUNCH, index, (name,)), PhaseSpec(wait, OpKind.WAIT, index, (name,))

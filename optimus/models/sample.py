@@ -1,15 +1,25 @@
-"""What a model is trained on: token sequences, and the images and sounds that stand in them."""
+"""Training samples: token sequences with images and sounds, and the order of an item's tokens in an encoder.
+
+Items come in raster order. In an encoder the rows of a merge group are adjacent, the groups of a window are
+adjacent and so are the windows of a frame: windows are spans of attention, and the projector merges by
+reshaping. The LLM reads merged tokens in raster order again: `TokenOrder.output_index` is the way back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from functools import lru_cache
+from math import isqrt, prod
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
-IGNORED = -100  # a label that nothing is asked of; every negative label is taken for it
+from optimus.errors import UserError
+from optimus.job.model import Encoder
+
+IGNORE_INDEX = -100  # label of a row without loss; every negative label counts as this one
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -19,25 +29,25 @@ class Item:
     `grid` is (height, width) in patches, (frames, height, width) for a video, or (frames,) for a sound.
     """
 
-    offset: int  # place of its first LLM token in the sample
+    offset: int  # position of its first LLM token in the sample
     grid: tuple[int, ...]
     inputs: Tensor  # (tokens, patch_inputs), in raster order
 
     @property
     def tokens(self) -> int:
-        """Of the encoder."""
+        """Number of encoder tokens."""
         return prod(self.grid)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One sequence of a batch. Row i is asked for `labels[i]`: labels are already shifted."""
+    """One sequence of a batch. Labels are already shifted: row i predicts `labels[i]`."""
 
-    number: int  # of all samples of the run; dropout masks depend on it
-    tokens: Tensor  # int64 (length,); what stands where an encoder's tokens go is not looked at
-    labels: Tensor  # int64 (length,), IGNORED where nothing is asked
+    number: int  # among all samples of the run; dropout masks depend on it
+    tokens: Tensor  # int64 (length,); ids at the positions of encoder tokens are ignored
+    labels: Tensor  # int64 (length,), IGNORE_INDEX where there is no loss
     items: Mapping[str, tuple[Item, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    documents: tuple[int, ...] = ()  # lengths of packed documents; none: the sample is one
+    documents: tuple[int, ...] = ()  # lengths of packed documents; empty: the sample is one document
 
     @property
     def length(self) -> int:
@@ -45,18 +55,108 @@ class Sample:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Runs of rows that attend to themselves."""
+        """Lengths of the runs of rows that attend to themselves."""
         return self.documents or (self.length,)
 
 
-Placed = tuple[int, int, Item]  # number of its sample, number of the item in it, the item
+PlacedItem = tuple[int, int, Item]  # number of its sample, index of the item in it, the item
 
 
-def placed_items(sample: Sample, encoder: str) -> list[Placed]:
-    """The items of a sample that one encoder works on, as bins hold them."""
-    return [(sample.number, number, item) for number, item in enumerate(sample.items.get(encoder, ()))]
+def placed_items(sample: Sample, encoder: str) -> list[PlacedItem]:
+    """Returns the items of a sample that one encoder reads, as bins hold them."""
+    return [(sample.number, index, item) for index, item in enumerate(sample.items.get(encoder, ()))]
 
 
-def loss_scale(samples: Iterable[Sample]) -> float:
-    """One over the number of labels that are asked for; of all samples of a step."""
-    return 1.0 / max(1, sum(int((sample.labels >= 0).sum()) for sample in samples))
+# ---------------------------------------------------------------------------------------- token order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenOrder:
+    """The rows of one item in a bin."""
+
+    raster_index: Tensor  # of every row
+    coordinates: Tensor  # (rows, 2) height and width of every row; (rows, 1) for a sound
+    spans: tuple[int, ...]  # one per frame
+    window_spans: tuple[int, ...]
+    output_index: Tensor  # of every merged row: its index among the LLM tokens of the item
+    output_grid: tuple[int, ...]  # of the LLM tokens: (frames, height, width), or (tokens,)
+
+
+def token_order(encoder: Encoder, grid: tuple[int, ...]) -> TokenOrder:
+    """Returns the order in which an encoder reads the tokens of an item with this grid."""
+    merge, window_tokens = encoder.projector.merge, encoder.stack.attention.window_tokens
+    if encoder.modality == "audio":
+        return _sound_order(encoder.name, grid, merge, window_tokens)
+    return _image_order(encoder.name, grid, merge, window_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _sound_order(name: str, grid: tuple[int, ...], merge: int, window_tokens: int | None) -> TokenOrder:
+    if len(grid) != 1 or grid[0] % merge:
+        raise _grid_error(name, grid, f"is not (frames,) with a multiple of {merge} frames")
+    (frames,) = grid
+    window = window_tokens or frames
+    order = torch.arange(frames)
+    return TokenOrder(
+        raster_index=order,
+        coordinates=order[:, None],
+        spans=(frames,),
+        window_spans=tuple(min(window, frames - start) for start in range(0, frames, window)),
+        output_index=torch.arange(frames // merge),
+        output_grid=(frames // merge,),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _image_order(name: str, grid: tuple[int, ...], merge: int, window_tokens: int | None) -> TokenOrder:
+    side = _square_side(f"model.{name}.projector.merge", merge, multiple=1)
+    if len(grid) not in (2, 3) or grid[-2] % side or grid[-1] % side:
+        raise _grid_error(name, grid, f"is not (height, width) in multiples of {side}")
+    frames, height, width = grid if len(grid) == 3 else (1, *grid)
+    window = max(height, width)
+    if window_tokens:
+        field_name = f"model.{name}.stack.attention.window_tokens"
+        window = _square_side(field_name, window_tokens, multiple=side)
+    window_spans, order = [], []
+    for top in range(0, height, window):
+        for left in range(0, width, window):
+            rows, columns = min(window, height - top), min(window, width - left)
+            window_spans.append(rows * columns)
+            for group in range(rows * columns // merge):
+                y, x = top + group // (columns // side) * side, left + group % (columns // side) * side
+                order += [(y + down) * width + x + right for down in range(side) for right in range(side)]
+    frame = torch.tensor(order)
+    upper_left = frame[::merge]  # of every merge group
+    merged = upper_left // width // side * (width // side) + upper_left % width // side
+    starts = torch.arange(frames)[:, None]
+    coordinates = torch.stack((frame // width, frame % width), 1)
+    return TokenOrder(
+        raster_index=(starts * height * width + frame).flatten(),
+        coordinates=coordinates.repeat(frames, 1),
+        spans=(height * width,) * frames,
+        window_spans=tuple(window_spans) * frames,
+        output_index=(starts * (height * width // merge) + merged).flatten(),
+        output_grid=(frames, height // side, width // side),
+    )
+
+
+def _square_side(field_name: str, tokens: int, *, multiple: int) -> int:
+    side = isqrt(tokens)
+    if side * side == tokens and side % multiple == 0:
+        return side
+    nearest = max(1, round(tokens**0.5 / multiple)) * multiple
+    raise UserError(
+        field=field_name,
+        value=tokens,
+        problem=f"is not the square of a multiple of {multiple}, and the tokens of an image form a grid",
+        hint=f"use {nearest * nearest}",
+    )
+
+
+def _grid_error(name: str, grid: tuple[int, ...], problem: str) -> UserError:
+    return UserError(
+        field=f"grid of an item of {name}",
+        value=grid,
+        problem=problem,
+        hint="resize or pad the item before it is cut into tokens",
+    )

@@ -1,74 +1,19 @@
-"""Tensor parallelism with sequence parallelism: who shares a layer, and what travels between its segments.
+"""Collectives between the segments of a tensor-parallel layer, with sequence parallelism.
 
-Between segments every rank holds its own rows, a run of the sequence. Before a product whose columns are
-divided, rows of all ranks are gathered; after one whose inner dimension is, sums are scattered over rows. An
-*exchange* stands between two segments of a layer and holds no parameters: it is launched and waited for, and
-anything may run in between. Going back, a gather becomes a scatter of sums, and a scatter a gather.
+Between segments every rank holds its own rows, a run of the sequence. Rows are all-gathered before a
+column-parallel product and reduce-scattered after a row-parallel one; in the backward the two change places.
+A collective holds no parameters. It is launched and waited for, and other work runs in the slot between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from optimus.models.collectives import (
-    AsyncCollective,
-    all_gather_rows,
-    all_gather_rows_into,
-    all_to_all_rows,
-    reduce_scatter_rows,
-)
-from optimus.models.segment import Gradients, Segment, State, WeightGradStore
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TpGroup:
-    """A rank's place among those that divide the layers of a module between them, and how it reaches them."""
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None  # needed to run, not to build
-
-    def rows(self, count: int) -> slice:
-        """Of a sequence: this rank's."""
-        assert count % self.size == 0, f"{count} rows for {self.size} ranks"
-        own = count // self.size
-        return slice(self.rank * own, (self.rank + 1) * own)
-
-    def all_gather(self, part: Tensor) -> AsyncCollective:
-        """Rows of all ranks in order."""
-        return all_gather_rows(part, self._process_group)
-
-    def all_gather_into(self, whole: Tensor, part: Tensor) -> AsyncCollective:
-        """The same, into memory that is there."""
-        return all_gather_rows_into(whole, part, self._process_group)
-
-    def reduce_scatter(self, parts: Tensor) -> AsyncCollective:
-        """This rank's rows of the sum over all ranks."""
-        return reduce_scatter_rows(parts, self._process_group, by_all_to_all=self._uses_all_to_all)
-
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
-        """So many rows to every rank, and so many from every rank."""
-        return all_to_all_rows(rows, sent, received, self._process_group)
-
-    @cached_property
-    def _uses_all_to_all(self) -> bool:
-        """Gloo's own reduce-scatter takes twice as long."""
-        return bool(dist.get_backend(self._process_group) == "gloo")
-
-    @property
-    def _process_group(self) -> dist.ProcessGroup:
-        assert self.group is not None, "built to be looked at, not to run"
-        return self.group
-
-
-NO_TP = TpGroup()
+from optimus.models.collectives import AsyncCollective, TpGroup
+from optimus.models.segment import Gradients, NeedsGrad, Segment, State, WeightGradStore
 
 
 class TpCollective(Segment):
@@ -91,7 +36,7 @@ class TpCollective(Segment):
         super().__init__()
         self.tp_group, self.state_index = tp_group, state_index
 
-    def output_needs_grad(self, needs_grad: tuple[bool, ...]) -> tuple[bool, ...]:
+    def output_needs_grad(self, needs_grad: NeedsGrad) -> NeedsGrad:
         """Returns which tensors of the next state need a gradient."""
         return needs_grad
 
@@ -103,18 +48,18 @@ class TpCollective(Segment):
         """Launches the backward collective; waiting for it returns the gradients of the state before."""
         raise NotImplementedError
 
-    def launch_regather(self, part: Tensor, whole: Tensor) -> AsyncCollective:
-        """Gathers into `whole` a second time, from this rank's rows `part`."""
+    def launch_regather(self, rows: Tensor, output: Tensor) -> AsyncCollective:
+        """Gathers a second time, from this rank's rows into the output of the forward's gather."""
         raise NotImplementedError
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         """Runs the collective without a slot."""
-        found: State = self.launch(state, context).wait()
-        return found
+        output: State = self.launch(state, context).wait()
+        return output
 
 
 class AllGather(TpCollective):
-    """Rows of all ranks, before a product whose columns are divided; going back, sums over the columns."""
+    """Gathers the rows of all ranks before a column-parallel product; reduce-scatters their gradients."""
 
     def __init__(
         self, tp_group: TpGroup, state_index: int, *, forward_name: str, kernel: str, regather: bool
@@ -124,19 +69,19 @@ class AllGather(TpCollective):
         self.regather_name = f"{kernel}.gather" if regather else None
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
-        flight = self.tp_group.all_gather(state[self.state_index])
-        return flight.then(lambda rows: _changed(state, self.state_index, rows))
+        gather = self.tp_group.all_gather(state[self.state_index])
+        return gather.then(lambda rows: _replaced(state, self.state_index, rows))
 
     def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        flight = self.tp_group.reduce_scatter(_present(gradients[self.state_index]))
-        return flight.then(lambda rows: _changed(gradients, self.state_index, rows))
+        scatter = self.tp_group.reduce_scatter(_present(gradients[self.state_index]))
+        return scatter.then(lambda rows: _replaced(gradients, self.state_index, rows))
 
-    def launch_regather(self, part: Tensor, whole: Tensor) -> AsyncCollective:
-        return self.tp_group.all_gather_into(whole, part)
+    def launch_regather(self, rows: Tensor, output: Tensor) -> AsyncCollective:
+        return self.tp_group.all_gather_into(output, rows)
 
 
 class ReduceScatter(TpCollective):
-    """Sums over ranks, of which each keeps its own rows; going back, gradients of all rows to everybody."""
+    """Sums a row-parallel product over ranks, each of which keeps its own rows; all-gathers gradients."""
 
     def __init__(
         self,
@@ -153,16 +98,16 @@ class ReduceScatter(TpCollective):
         self.freed = (*freed, state_index)
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
-        flight = self.tp_group.reduce_scatter(state[self.state_index])
-        return flight.then(lambda rows: _changed(state, self.state_index, rows))
+        scatter = self.tp_group.reduce_scatter(state[self.state_index])
+        return scatter.then(lambda rows: _replaced(state, self.state_index, rows))
 
     def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        flight = self.tp_group.all_gather(_present(gradients[self.state_index]))
-        return flight.then(lambda rows: _changed(gradients, self.state_index, rows))
+        gather = self.tp_group.all_gather(_present(gradients[self.state_index]))
+        return gather.then(lambda rows: _replaced(gradients, self.state_index, rows))
 
 
 class SeamExchange(TpCollective):
-    """(ids, rows of a piece, ...) to (ids, rows): encoder rows go to who holds their places in the sequence.
+    """Sends encoder rows to the ranks that hold their positions: (ids, rows, ...) to (ids, rows).
 
     The context holds the routes. `needs_backward` says whether any encoder needs gradients: all ranks agree,
     also those that hold no rows.
@@ -174,32 +119,33 @@ class SeamExchange(TpCollective):
         super().__init__(tp_group, 1)
         self.width, self.dtype, self.needs_backward = width, dtype, needs_backward
 
-    def output_needs_grad(self, needs_grad: tuple[bool, ...]) -> tuple[bool, ...]:
+    def output_needs_grad(self, needs_grad: NeedsGrad) -> NeedsGrad:
         return (False, self.needs_backward)
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
         ids, *pieces = state
         seam = context.seam
-        nothing = torch.empty(0, self.width, dtype=self.dtype, device=ids.device)
-        rows = torch.cat([piece.detach() for piece in pieces]) if pieces else nothing
-        flight = self.tp_group.all_to_all(rows[seam.leaving], seam.sent, seam.received)
-        return flight.then(lambda came: (ids, came))
+        no_rows = torch.empty(0, self.width, dtype=self.dtype, device=ids.device)
+        rows = torch.cat([piece.detach() for piece in pieces]) if pieces else no_rows
+        exchange = self.tp_group.all_to_all(rows[seam.leaving], seam.sent, seam.received)
+        return exchange.then(lambda received: (ids, received))
 
     def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
         seam = context.seam
-        flight = self.tp_group.all_to_all(_present(gradients[self.state_index]), seam.received, seam.sent)
+        gradient = _present(gradients[self.state_index])
+        exchange = self.tp_group.all_to_all(gradient, seam.received, seam.sent)
 
-        def dealt(came: Tensor) -> Gradients:
-            rows = came.new_zeros(sum(seam.pieces), self.width)
-            return (None, *rows.index_copy_(0, seam.leaving, came).split(seam.pieces))
+        def piece_gradients(received: Tensor) -> Gradients:
+            rows = received.new_zeros(sum(seam.pieces), self.width)
+            return (None, *rows.index_copy_(0, seam.leaving, received).split(seam.pieces))
 
-        return flight.then(dealt)
+        return exchange.then(piece_gradients)
 
 
-def _changed(state: Any, state_index: int, tensor: Tensor) -> Any:
-    return (*state[:state_index], tensor, *state[state_index + 1 :])
+def _replaced(state: Any, index: int, tensor: Tensor) -> Any:
+    return (*state[:index], tensor, *state[index + 1 :])
 
 
 def _present(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None, "nothing depends on what was exchanged"
+    assert gradient is not None, "nothing depends on the output of the collective"
     return gradient

@@ -1,4 +1,4 @@
-"""A transformer layer as five segments; where it is divided, in parts with exchanges between them."""
+"""The five segments of a transformer layer, and their ops and collectives under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,17 +8,42 @@ import torch
 from torch import nn
 
 from optimus.job.model import Stack
+from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout
-from optimus.models.kernels import Kernels, Numerics
-from optimus.models.layer_ops import Heads, Join, Joined, Multiplied, Normed, Widened
-from optimus.models.norms import Norm
-from optimus.models.param_split import ParamSplit
-from optimus.models.segment import Segment, State, WeightGradStore, _ChainedSegment
-from optimus.models.tensor_parallel import NO_TP, AllGather, ReduceScatter, TpGroup
+from optimus.models.kernels import Kernels, Norm, Numerics
+from optimus.models.layer_ops import (
+    LinearResidualAdd,
+    MlpUp,
+    PartialLinear,
+    PreNorm,
+    QkvLinear,
+    ResidualAdd,
+)
+from optimus.models.segment import Segment, SequentialSegment, State, WeightGradStore
+from optimus.models.tensor_parallel import AllGather, ReduceScatter
 
 
-class Projection(_ChainedSegment):
-    """A segment around one linear map, of which it holds the parameters, or this rank's share of them."""
+def layer_segments(
+    stack: Stack,
+    layer: int,
+    name: str,
+    numerics: Numerics,
+    compute: Kernels,
+    tp_group: TpGroup,
+    **factory_kwargs: Any,
+) -> list[Segment]:
+    """Returns the segments of one layer; `name` is the layer's in the model."""
+    return [
+        Qkv(stack, numerics, compute, tp_group, **factory_kwargs),
+        SelfAttention(stack, layer, compute),
+        attention_out(stack, numerics, compute, f"{name}.out", tp_group, **factory_kwargs),
+        Up(stack, numerics, compute, tp_group, **factory_kwargs),
+        mlp_down(stack, numerics, compute, f"{name}.down", tp_group, **factory_kwargs),
+    ]
+
+
+class Projection(SequentialSegment):
+    """Base class of segments around one linear map; it owns the map's parameters, or this rank's shards."""
 
     def __init__(
         self,
@@ -27,73 +52,72 @@ class Projection(_ChainedSegment):
         *,
         bias: bool,
         split: ParamSplit,
-        tp_group: TpGroup = NO_TP,
-        **where: Any,
+        tp_group: TpGroup,
+        **factory_kwargs: Any,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
-        by_rows = split.dim == 0  # of the matrix: then outputs are divided, and with them the bias
-        self.splits = {"weight": split} | ({"bias": split} if bias and by_rows else {})
-        own = split.length(tp_group.size)
-        outputs, inputs = (own, inputs) if by_rows else (outputs, own)
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
-        self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
+        column_parallel = split.dim == 0  # the outputs are sharded, and the bias with them
+        self.splits = {"weight": split} | ({"bias": split} if bias and column_parallel else {})
+        length = split.shard_length(tp_group.size)
+        outputs, inputs = (length, inputs) if column_parallel else (outputs, length)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, **factory_kwargs))
+        self.bias = nn.Parameter(torch.empty(outputs, **factory_kwargs)) if bias else None
 
-    def links(self) -> list[Segment]:
-        """Formulas over its parameters."""
+    def ops(self) -> list[Segment]:
+        """Returns its ops over the parameters that it owns."""
         raise NotImplementedError
 
     def _apply(self, *args: Any, **kwargs: Any) -> Projection:
-        """Torch moves modules by it, and may put other parameters in place of these."""
+        """Moves the module, as torch does; new ops take the place of those over the old parameters."""
         super()._apply(*args, **kwargs)
-        self.link(*self.links())
+        self.set_segments(self.ops())
         return self
 
 
 class Qkv(Projection):
-    """(x) to (x, queries, keys, values), heads turned by their positions."""
+    """Computes attention heads: (x) to (x, queries, keys, values)."""
 
     kernels = ("norm1", "latent", "qkv")
 
     def __init__(
-        self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup = NO_TP, **where: Any
+        self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup, **factory_kwargs: Any
     ) -> None:
         attention = stack.attention
-        heads = ((attention.heads, attention.head_dim), *((attention.kv_heads, attention.head_dim),) * 2)
+        heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
         super().__init__(
             stack.hidden,
             attention.query_width + attention.key_value_width,
             bias=attention.bias,
-            split=ParamSplit(dim=0, blocks=heads),
+            split=ParamSplit(dim=0, blocks=((heads, width), (kv_heads, width), (kv_heads, width))),
             tp_group=tp_group,
-            **where,
+            **factory_kwargs,
         )
-        eps, width = numerics.norm_eps, attention.head_dim
-        self.norm = Norm(stack.norm, stack.hidden, eps, **where)
-        self.query_norm = Norm("rmsnorm", width, eps, **where) if attention.qk_norm else None
-        self.key_norm = Norm("rmsnorm", width, eps, **where) if attention.qk_norm else None
-        self._linear, self._counts = compute.linear, [-(-units // tp_group.size) for units, _ in heads]
-        self.link(*self.links())
+        eps = numerics.norm_eps
+        self.norm = Norm(stack.norm, stack.hidden, eps, **factory_kwargs)
+        self.query_norm = Norm("rmsnorm", width, eps, **factory_kwargs) if attention.qk_norm else None
+        self.key_norm = Norm("rmsnorm", width, eps, **factory_kwargs) if attention.qk_norm else None
+        self._linear = compute.linear
+        self._heads = [-(-count // tp_group.size) for count in (heads, kv_heads, kv_heads)]
+        self.set_segments(self.ops())
 
-    def links(self) -> list[Segment]:
-        both = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        counts = self._counts
+    def ops(self) -> list[Segment]:
+        norms = None
+        if self.query_norm is not None and self.key_norm is not None:
+            norms = self.query_norm, self.key_norm
         return [
-            Normed(self.norm, ("norm1", "latent")),
-            Heads(self.weight, self.bias, self._linear, ("qkv",), counts=counts, norms=both),
+            PreNorm(self.norm, ("norm1", "latent")),
+            QkvLinear(self.weight, self.bias, self._linear, ("qkv",), heads=self._heads, norms=norms),
         ]
 
     def tp_segments(self) -> list[Segment]:
-        normed, heads = self.linked
-        return [
-            normed,
-            AllGather(self.tp_group, 1, forward_name="gather1", kernel="qkv", regather=True),
-            heads,
-        ]
+        norm, linear = self.segments
+        gather = AllGather(self.tp_group, 1, forward_name="gather1", kernel="qkv", regather=True)
+        return [norm, gather, linear]
 
 
-class Attend(Segment):
-    """(x, queries, keys, values) to (x, attended): rows of one span see each other."""
+class SelfAttention(Segment):
+    """Lets the rows of each span attend to one another: (x, queries, keys, values) to (x, attended)."""
 
     kernels = ("attention",)
     defers_weight_grads = True
@@ -109,66 +133,13 @@ class Attend(Segment):
         return x, self.compute.attention(queries, keys, values, spans, self.causal).flatten(1)
 
 
-class Joining(Projection):
-    """(x, rows) to (x): a product that is added to the residual stream, with a bias of its own."""
-
-    forward_name: str  # names of its exchange and of its kernel
-    kernel: str
-
-    def __init__(
-        self, inputs: int, numerics: Numerics, compute: Kernels, site: str, tp_group: TpGroup, **given: Any
-    ) -> None:
-        super().__init__(inputs, tp_group=tp_group, **given)
-        self._linear, self._dropout = compute.linear, Dropout(site, numerics.dropout)
-        self.link(*self.links())
-
-    def links(self) -> list[Segment]:
-        return [Joined(self.weight, self.bias, self._linear, self.kernels, self._dropout)]
-
-    def tp_segments(self) -> list[Segment]:
-        return [
-            Multiplied(self.weight, None, self._linear, self.kernels),
-            ReduceScatter(self.tp_group, 1, forward_name=self.forward_name, kernel=self.kernel),
-            Join(self.bias, self._dropout),
-        ]
-
-
-class Out(Joining):
-    """(x, attended) to (x)."""
-
-    kernels = ("out",)
-    forward_name, kernel = "scatter1", "out"
-
-    def __init__(
-        self,
-        stack: Stack,
-        numerics: Numerics,
-        compute: Kernels,
-        site: str,
-        tp_group: TpGroup = NO_TP,
-        **where: Any,
-    ) -> None:
-        attention = stack.attention
-        super().__init__(
-            attention.output_width,
-            numerics,
-            compute,
-            site,
-            tp_group,
-            outputs=stack.hidden,
-            bias=attention.bias if attention.output_bias is None else attention.output_bias,
-            split=ParamSplit(dim=1, blocks=((attention.heads, attention.output_width // attention.heads),)),
-            **where,
-        )
-
-
 class Up(Projection):
-    """(x) to (x, h): norm, the MLP's first matrix (gate above up when gated), the non-linearity."""
+    """Runs norm and first half of an MLP: (x) to (x, h)."""
 
     kernels = ("norm2", "up")
 
     def __init__(
-        self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup = NO_TP, **where: Any
+        self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup, **factory_kwargs: Any
     ) -> None:
         mlp = stack.mlp
         super().__init__(
@@ -177,33 +148,26 @@ class Up(Projection):
             bias=mlp.bias,
             split=ParamSplit(dim=0, blocks=((mlp.width, 1),) * (2 if mlp.gated else 1)),
             tp_group=tp_group,
-            **where,
+            **factory_kwargs,
         )
-        self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **where)
-        self._linear, self._nonlinear = compute.linear, (mlp.gated, numerics.gelu)
-        self.link(*self.links())
+        self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **factory_kwargs)
+        self._linear, self._gated, self._gelu = compute.linear, mlp.gated, numerics.gelu
+        self.set_segments(self.ops())
 
-    def links(self) -> list[Segment]:
-        gated, gelu = self._nonlinear
+    def ops(self) -> list[Segment]:
         return [
-            Normed(self.norm, ("norm2",)),
-            Widened(self.weight, self.bias, self._linear, ("up",), gated=gated, gelu=gelu),
+            PreNorm(self.norm, ("norm2",)),
+            MlpUp(self.weight, self.bias, self._linear, ("up",), gated=self._gated, gelu=self._gelu),
         ]
 
     def tp_segments(self) -> list[Segment]:
-        normed, widened = self.linked
-        return [
-            normed,
-            AllGather(self.tp_group, 1, forward_name="gather2", kernel="up", regather=True),
-            widened,
-        ]
+        norm, linear = self.segments
+        gather = AllGather(self.tp_group, 1, forward_name="gather2", kernel="up", regather=True)
+        return [norm, gather, linear]
 
 
-class Down(Joining):
-    """(x, h) to (x)."""
-
-    kernels = ("down",)
-    forward_name, kernel = "scatter2", "down"
+class ResidualProjection(Projection):
+    """Adds a product, with bias and dropout, to the residual stream: (x, rows) to (x)."""
 
     def __init__(
         self,
@@ -211,17 +175,71 @@ class Down(Joining):
         numerics: Numerics,
         compute: Kernels,
         site: str,
-        tp_group: TpGroup = NO_TP,
-        **where: Any,
+        tp_group: TpGroup,
+        *,
+        kernel: str,
+        scatter: str,
+        bias: bool,
+        block: tuple[int, int],
+        **factory_kwargs: Any,
     ) -> None:
+        units, length = block
         super().__init__(
-            stack.mlp.width,
-            numerics,
-            compute,
-            site,
-            tp_group,
-            outputs=stack.hidden,
-            bias=stack.mlp.bias,
-            split=ParamSplit(dim=1, blocks=((stack.mlp.width, 1),)),
-            **where,
+            units * length,
+            stack.hidden,
+            bias=bias,
+            split=ParamSplit(dim=1, blocks=(block,)),
+            tp_group=tp_group,
+            **factory_kwargs,
         )
+        self.kernels, self._scatter = (kernel,), scatter
+        self._linear, self._dropout = compute.linear, Dropout(site, numerics.dropout)
+        self.set_segments(self.ops())
+
+    def ops(self) -> list[Segment]:
+        return [LinearResidualAdd(self.weight, self.bias, self._linear, self.kernels, self._dropout)]
+
+    def tp_segments(self) -> list[Segment]:
+        (kernel,) = self.kernels
+        return [
+            PartialLinear(self.weight, None, self._linear, self.kernels),
+            ReduceScatter(self.tp_group, 1, forward_name=self._scatter, kernel=kernel),
+            ResidualAdd(self.bias, self._dropout),
+        ]
+
+
+def attention_out(
+    stack: Stack, numerics: Numerics, compute: Kernels, site: str, tp_group: TpGroup, **factory_kwargs: Any
+) -> ResidualProjection:
+    """Returns the projection of attended rows; `site` names its dropout."""
+    attention = stack.attention
+    return ResidualProjection(
+        stack,
+        numerics,
+        compute,
+        site,
+        tp_group,
+        kernel="out",
+        scatter="scatter1",
+        bias=attention.bias if attention.output_bias is None else attention.output_bias,
+        block=(attention.heads, attention.output_width // attention.heads),
+        **factory_kwargs,
+    )
+
+
+def mlp_down(
+    stack: Stack, numerics: Numerics, compute: Kernels, site: str, tp_group: TpGroup, **factory_kwargs: Any
+) -> ResidualProjection:
+    """Returns the second half of an MLP; `site` names its dropout."""
+    return ResidualProjection(
+        stack,
+        numerics,
+        compute,
+        site,
+        tp_group,
+        kernel="down",
+        scatter="scatter2",
+        bias=stack.mlp.bias,
+        block=(stack.mlp.width, 1),
+        **factory_kwargs,
+    )

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from optimus.models.collectives import AsyncCollective
-from optimus.models.tensor_parallel import TpGroup
+from optimus.models.collectives import AsyncCollective, TpGroup
 
 
 class LocalTpGroup(TpGroup):

@@ -24,10 +24,10 @@ from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
 from optimus.models.build import build_layers, layer_count, segment_name, tensor_parallel_layer
 from optimus.models.chunk import ChunkPhase, SegmentedChunk, trainable_parameters
-from optimus.models.microbatch_inputs import LlmContext, SeamRows, encoder_inputs, llm_inputs
-from optimus.models.sample import Placed, Sample, placed_items
+from optimus.models.collectives import TpGroup
+from optimus.models.microbatch_inputs import LlmContext, SeamRoute, encoder_inputs, llm_inputs
+from optimus.models.sample import PlacedItem, Sample, placed_items
 from optimus.models.segment import Segment
-from optimus.models.tensor_parallel import TpGroup
 from optimus.profiler.at_home import LocalTpGroup
 from optimus.profiler.machine import conditions, one_thread
 
@@ -36,7 +36,7 @@ WARM_UP = 3
 DTYPE = torch.float32
 Progress = Callable[[str, int, int], None]
 # Parts of divided layers that have no kernel of their own in a plan: whose time theirs is.
-BELONGS_TO = {"join": "norm1", "place": "embedding"}
+BELONGS_TO = {"residual_add": "norm1", "place_rows": "embedding"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def _loads(job: Job, dtype: torch.dtype) -> Iterator[_Load]:
         yield _llm_load(job.model.llm, samples[:size], dtype)
 
 
-def _encoder_load(encoder: Encoder, items: list[Placed], dtype: torch.dtype) -> _Load:
+def _encoder_load(encoder: Encoder, items: list[PlacedItem], dtype: torch.dtype) -> _Load:
     tokens = sum(item.tokens for _, _, item in items)
     inputs, context = encoder_inputs(encoder, items, tokens, seed=0, step=0, dtype=dtype)
     return _Load(module=encoder, tokens=tokens, inputs=(inputs,), context=context, dtype=dtype)
@@ -129,10 +129,10 @@ def _shared(load: _Load, tp: int) -> _Load:
     rows = tp_group.rows(load.tokens)
     if isinstance(load.context, LlmContext):
         nothing = torch.empty(0, dtype=torch.int64)
-        seam = SeamRows(pieces=(), leaving=nothing, sent=(0,) * tp, received=(0,) * tp, targets=nothing)
-        return replace(load, context=load.context.of(rows, seam), tp_group=tp_group)
+        seam = SeamRoute(pieces=(), leaving=nothing, sent=(0,) * tp, received=(0,) * tp, targets=nothing)
+        return replace(load, context=load.context.shard(rows, seam), tp_group=tp_group)
     inputs = tuple(tensor[rows] for tensor in load.inputs)
-    return replace(load, inputs=inputs, context=load.context.of(rows), tp_group=tp_group)
+    return replace(load, inputs=inputs, context=load.context.shard(rows), tp_group=tp_group)
 
 
 # ---------------------------------------------------------------------------- measuring

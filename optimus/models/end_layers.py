@@ -1,0 +1,241 @@
+"""First and last layers of modules: patch embedding and projector of encoders, embedding and loss of LLMs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optimus.job.model import Encoder, Llm
+from optimus.models.collectives import ParamSplit, TpGroup
+from optimus.models.dropout import Dropout
+from optimus.models.kernels import Kernels, Linear, Norm, Numerics, embedding, linear
+from optimus.models.sample import IGNORE_INDEX
+from optimus.models.segment import FunctionSegment, Segment, State, WeightGradStore
+from optimus.models.tensor_parallel import AllGather, ReduceScatter, SeamExchange
+
+PLACE_ROWS = ("place_rows",)  # no kernel of plans: it runs where the collective before it has ended
+
+
+# ---------------------------------------------------------------------------------------- encoders
+
+
+class PatchEmbedding(Segment):
+    """Embeds patches or frames (a convolution over unfolded inputs) and their positions: (inputs) to (x)."""
+
+    kernels = ("patches",)
+    defers_weight_grads, is_end = True, True
+
+    def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **factory_kwargs: Any) -> None:
+        super().__init__()
+        hidden = encoder.stack.hidden
+        self.compute = compute
+        self.dropout = Dropout(f"{encoder.name}.patches", numerics.dropout)
+        self.weight = nn.Parameter(torch.empty(hidden, encoder.patch_inputs, **factory_kwargs))
+        self.bias = nn.Parameter(torch.empty(hidden, **factory_kwargs))
+        self.positions = _position_table(encoder.positions, hidden, factory_kwargs)
+
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        (inputs,) = state
+        kernels = self.compute.linear
+        x = linear(inputs, self.weight, self.bias, weight_grads=weight_grads, kernels=kernels)
+        if self.positions is not None:
+            x = x + embedding(context.positions, self.positions, weight_grads=weight_grads)
+        elif context.sinusoids is not None:
+            x = x + context.sinusoids
+        return (self.dropout(x, context.dropout_keys),)
+
+
+class EncoderProjector(Segment):
+    """Normalizes, merges `merge` rows into one and projects them to the LLM: (x) to (rows of the LLM)."""
+
+    kernels = ("projector",)
+    defers_weight_grads, is_end = True, True
+
+    def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **factory_kwargs: Any) -> None:
+        super().__init__()
+        self.projector, self.compute = encoder.projector, compute
+        stack, bias = encoder.stack, encoder.projector.bias
+        self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **factory_kwargs)
+        widths = self.projector.linears(stack.hidden)
+        self.linears = nn.ModuleList(
+            Linear(inputs, outputs, bias=bias, **factory_kwargs) for inputs, outputs in widths
+        )
+
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        (x,) = state
+        merge = self.projector.merge
+        rows = self.norm(x).unflatten(0, (x.shape[0] // merge, merge))
+        rows = rows.flatten(1) if self.projector.concatenates else rows.mean(1)
+        for index, layer in enumerate(self.linears):
+            rows = functional.gelu(rows) if index else rows
+            rows = layer(rows, weight_grads, self.compute.linear)
+        return (rows,)
+
+
+# ---------------------------------------------------------------------------------------- the LLM
+
+
+class TokenEmbedding(Segment):
+    """Embeds tokens and puts encoder rows at their positions: (ids, rows of encoder 0, ...) to (x).
+
+    With tensor parallelism, each rank looks up all ids in its shard of the vocabulary, and encoder rows go to
+    the rank that holds their positions. `encoders_train` says whether any encoder needs gradients.
+    """
+
+    kernels = ("embedding",)
+    defers_weight_grads, is_end = True, True
+
+    def __init__(
+        self, llm: Llm, numerics: Numerics, tp_group: TpGroup, *, encoders_train: bool, **factory_kwargs: Any
+    ) -> None:
+        super().__init__()
+        hidden, split = llm.stack.hidden, ParamSplit(dim=0, blocks=((llm.vocab, 1),))
+        self.splits, self.tp_group, self.encoders_train = {"weight": split}, tp_group, encoders_train
+        self.dropout = Dropout(f"{llm.name}.embedding", numerics.dropout)
+        rows = split.shard_length(tp_group.size)
+        self._first_id = tp_group.rank * rows
+        self.weight = nn.Parameter(torch.empty(rows, hidden, **factory_kwargs))
+        self.positions = _position_table(llm.positions, hidden, factory_kwargs)
+
+    def tp_segments(self) -> list[Segment]:
+        width, dtype = self.weight.shape[1], self.weight.dtype
+        return [
+            SeamExchange(self.tp_group, width=width, dtype=dtype, needs_backward=self.encoders_train),
+            FunctionSegment(self, self._sharded_lookup, self.kernels, [self.weight]),
+            ReduceScatter(
+                self.tp_group,
+                1,
+                forward_name="embedding.scatter",
+                kernel="embedding",
+                in_wgrad=True,
+                freed=(0,),
+            ),
+            FunctionSegment(self, self._place_received, PLACE_ROWS, [self.positions]),
+        ]
+
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        ids, *encoder_rows = state
+        x = embedding(ids, self.weight, weight_grads=weight_grads)
+        return self._add_positions(_place_rows(x, encoder_rows, context.targets), context, weight_grads)
+
+    def _sharded_lookup(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
+        ids, rows = state
+        return rows, embedding(ids, self.weight, first_id=self._first_id, weight_grads=weight_grads)
+
+    def _place_received(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
+        rows, x = state
+        return self._add_positions(_place_rows(x, (rows,), (context.seam.targets,)), context, weight_grads)
+
+    def _add_positions(self, x: Tensor, context: Any, weight_grads: WeightGradStore | None) -> State:
+        if self.positions is not None:
+            x = x + embedding(context.positions, self.positions, weight_grads=weight_grads)
+        return (self.dropout(x, context.dropout_keys),)
+
+
+def _place_rows(x: Tensor, encoder_rows: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+    """Replaces rows of `x` at the targets; rows with a target past the end are dropped."""
+    if not encoder_rows:
+        return x
+    padded = functional.pad(x, (0, 0, 0, 1))
+    for rows, target in zip(encoder_rows, targets, strict=True):
+        padded = padded.index_copy(0, target, rows.to(x.dtype))
+    return padded[: x.shape[0]]
+
+
+def _position_table(count: int, width: int, factory_kwargs: dict[str, Any]) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(count, width, **factory_kwargs)) if count else None
+
+
+class LossHead(Segment):
+    """Computes norm, logits and summed cross entropy times the context's scale: (x) to (loss)."""
+
+    kernels = ("head",)
+    defers_weight_grads, is_end = True, True
+
+    def __init__(
+        self, llm: Llm, numerics: Numerics, compute: Kernels, tp_group: TpGroup, **factory_kwargs: Any
+    ) -> None:
+        super().__init__()
+        split = ParamSplit(dim=0, blocks=((llm.vocab, 1),))
+        self.compute, self.tp_group, self.splits = compute, tp_group, {"weight": split}
+        self.norm = Norm(llm.stack.norm, llm.stack.hidden, numerics.norm_eps, **factory_kwargs)
+        rows = split.shard_length(tp_group.size)
+        self._first_id = tp_group.rank * rows
+        self._count = max(0, min(rows, llm.vocab - self._first_id))
+        self.weight = nn.Parameter(torch.empty(rows, llm.stack.hidden, **factory_kwargs))
+
+    def tp_segments(self) -> list[Segment]:
+        return [
+            FunctionSegment(self, self._norm, ("head.norm",), [self.norm]),
+            AllGather(self.tp_group, 0, forward_name="head.gather", kernel="head", regather=False),
+            FunctionSegment(self, self._sharded_loss, self.kernels, [self.weight], waits_for_tp=True),
+        ]
+
+    def logits(self, state: State, weight_grads: WeightGradStore | None = None) -> Tensor:
+        """Returns the logits of all rows, for callers that compute the loss themselves."""
+        (x,) = state
+        return self._logits(self.norm(x), weight_grads)
+
+    def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        logits = _widened(self.logits(state, weight_grads))
+        loss = functional.cross_entropy(logits, context.labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return (loss.reshape(1) * context.scale,)
+
+    def _norm(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
+        return (self.norm(state[0]),)
+
+    def _sharded_loss(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
+        logits, labels = _widened(self._logits(state[0], weight_grads)), context.labels
+        first_id, count = self._first_id, self._count
+        loss = vocab_parallel_cross_entropy(logits, labels, self.tp_group, first_id=first_id, count=count)
+        return (loss.reshape(1) * context.scale,)
+
+    def _logits(self, normed: Tensor, weight_grads: WeightGradStore | None) -> Tensor:
+        return linear(normed, self.weight, weight_grads=weight_grads, kernels=self.compute.linear)
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, tp_group: TpGroup, *, first_id: int, count: int
+) -> Tensor:
+    """Returns the cross entropy summed over all rows, equal on all ranks of the group.
+
+    This rank holds the logits of `count` ids from `first_id` on. Columns after them are padding and count as
+    minus infinity.
+    """
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, tp_group, first_id, count)
+    return loss
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Gathers each rank's part of every row's normalizer and label logit: one small collective."""
+
+    @staticmethod
+    def forward(
+        context: Any, logits: Tensor, labels: Tensor, tp_group: TpGroup, first_id: int, count: int
+    ) -> Tensor:
+        has_label, index = labels != IGNORE_INDEX, labels - first_id
+        inside = has_label & (index >= 0) & (index < count)
+        column = index.clamp(0, max(0, logits.shape[1] - 1))[:, None]
+        normalizer = torch.logsumexp(logits[:, :count], 1)
+        label_logit = torch.where(inside, logits.gather(1, column)[:, 0], 0.0)
+        parts: Tensor = tp_group.all_gather(torch.stack((normalizer, label_logit))[None]).wait()
+        normalizer = torch.logsumexp(parts[:, 0], 0)
+        context.save_for_backward(logits, normalizer, has_label, inside, column)
+        context.count = count
+        return torch.where(has_label, normalizer - parts[:, 1].sum(0), 0.0).sum()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, normalizer, has_label, inside, column = context.saved_tensors
+        logits_grad = logits.sub_(normalizer[:, None]).exp_()  # in place: logits are large
+        logits_grad[:, context.count :].zero_()
+        logits_grad.scatter_add_(1, column, -inside[:, None].to(logits_grad.dtype))
+        return logits_grad.mul_((has_label * gradient)[:, None]), None, None, None, None
