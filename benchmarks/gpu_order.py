@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.gpu_ranks import NOT_MEASURED, Worker
-from benchmarks.gpu_streams import KernelSeries, RepeatedCollective, StreamTimer, gemm, scale_of, timer_of
+from benchmarks.gpu_streams import KernelSeries, RepeatedCollective, StreamTimer, gemm, sizes_of, timer_of
 from benchmarks.ranks import new_subgroup
 from optimus.cost.network import Collective
 
@@ -40,7 +40,7 @@ class _RuleContext:
 
     @property
     def compute_s(self) -> float:
-        return scale_of(self.worker).compute_s
+        return sizes_of(self.worker).compute_s
 
     @property
     def partner(self) -> int:
@@ -77,7 +77,7 @@ def communicator_order(worker: Worker) -> dict[str, Any]:
 
 
 def _rule_context(worker: Worker) -> _RuleContext:
-    timer, dtype, ranks = timer_of(worker), scale_of(worker).dtype, list(range(worker.world))
+    timer, dtype, ranks = timer_of(worker), sizes_of(worker).dtype, list(range(worker.world))
     group, another = new_subgroup([ranks]), new_subgroup([ranks])
 
     def all_gather(group: dist.ProcessGroup) -> RepeatedCollective:

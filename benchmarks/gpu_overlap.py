@@ -21,7 +21,7 @@ from benchmarks.gpu_streams import (
     elementwise,
     gemm,
     probe,
-    scale_of,
+    sizes_of,
     spread,
     timer_of,
 )
@@ -46,7 +46,7 @@ def slot_entry_delay(worker: Worker) -> dict[str, Any]:
     Both are beyond the time that they take without a collective. A filler of half the collective's length
     runs between them.
     """
-    timer, scale = timer_of(worker), scale_of(worker)
+    timer, scale = timer_of(worker), sizes_of(worker)
     message_bytes = scale.rows * scale.hiddens[-1] * scale.dtype.itemsize
     traffic = RepeatedCollective(Collective.ALL_GATHER, message_bytes, worker, dtype=scale.dtype)
     series = gemm(worker, timer, parts=FILLER_PARTS)
@@ -68,7 +68,7 @@ def _slot(
 ) -> dict[str, float]:
     kernel = probe(worker)
     worker.barrier()
-    series.run_for(scale_of(worker).series_s)  # the host enqueues the rest while this runs
+    series.run_for(sizes_of(worker).series_s)  # the host enqueues the rest while this runs
     plain = timer.record()
     kernel()
     launch = timer.record()
@@ -97,7 +97,7 @@ def _slot(
 
 def compute_slowdown(worker: Worker) -> dict[str, Any]:
     """Measures how much longer kernels take under a resident collective; plans assume one figure for all."""
-    timer, scale = timer_of(worker), scale_of(worker)
+    timer, scale = timer_of(worker), sizes_of(worker)
     kernels = {"gemm": gemm(worker, timer), "elementwise": elementwise(worker, timer)}
     rows = []
     for hidden in scale.hiddens:
@@ -130,7 +130,7 @@ def _slowdown(
     series: KernelSeries,
 ) -> dict[str, Any]:
     """Times kernels alone and under collectives; without `one_s`, under one that waits for a late rank."""
-    scale, times = scale_of(worker), series.times_for(scale_of(worker).series_s / 2)
+    scale, times = sizes_of(worker), series.times_for(sizes_of(worker).series_s / 2)
     launches = min(MAX_LAUNCHES, math.ceil(COVER * times * series.kernel_s / one_s) + 1) if one_s else 1
     waits = not one_s
     alone, under, covered = [], [], []
@@ -167,7 +167,7 @@ def _kernels_under(
 ) -> tuple[float, float]:
     """Returns the seconds of the kernels, and how long after them the last collective was still resident."""
     worker.barrier()
-    series.run_for(scale_of(worker).series_s)  # the host enqueues the rest while this runs
+    series.run_for(sizes_of(worker).series_s)  # the host enqueues the rest while this runs
     if waits and worker.rank == worker.world - 1:
         series.run(4 * times)
     works = [traffic.launch() for _ in range(launches)]
@@ -194,7 +194,7 @@ def reduce_scatter_under_compute(worker: Worker) -> dict[str, Any]:
     `hidden_share_by_time` is 1 less the added duration of the series over the duration of the reduce-scatter
     alone; `hidden_share` is the share of NCCL's kernels, as Kineto records them, with another kernel running.
     """
-    timer, scale = timer_of(worker), scale_of(worker)
+    timer, scale = timer_of(worker), sizes_of(worker)
     traffic = RepeatedCollective(Collective.REDUCE_SCATTER, scale.reduced_bytes, worker, dtype=torch.float32)
     series, alone_s = gemm(worker, timer), collective_s(traffic, worker, timer)
     times = series.times_for(COMPUTE_OVER_REDUCE * alone_s)
@@ -220,7 +220,7 @@ def _timed(
     worker: Worker, timer: StreamTimer, series: KernelSeries, times: int, traffic: RepeatedCollective | None
 ) -> float:
     worker.barrier()
-    series.run_for(scale_of(worker).series_s)
+    series.run_for(sizes_of(worker).series_s)
     begin = timer.record()
     work = None if traffic is None else traffic.launch()
     series.run(times)

@@ -28,7 +28,7 @@ CALIBRATION_RUNS = 5  # to find the seconds of one kernel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class Sizes:
     """Sizes and durations of the measured kernels and collectives."""
 
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class Scale:
     repetitions: int
 
 
-GPU = Scale(
+GPU = Sizes(
     dtype=torch.bfloat16,
     rows=8192,
     hiddens=(4096, 8192),
@@ -57,7 +57,7 @@ GPU = Scale(
     series_s=0.010,
     repetitions=15,
 )
-CPU = Scale(
+CPU = Sizes(
     dtype=torch.float32,
     rows=64,
     hiddens=(64,),
@@ -72,7 +72,7 @@ CPU = Scale(
 )
 
 
-def scale_of(worker: Worker) -> Scale:
+def sizes_of(worker: Worker) -> Sizes:
     """Returns sizes for a measurement on GPUs, or for a smoke test on CPUs."""
     return GPU if worker.on_gpu else CPU
 
@@ -187,7 +187,7 @@ class KernelSeries:
 
 def gemm(worker: Worker, timer: StreamTimer, *, parts: int = 1) -> KernelSeries:
     """Returns the GEMM of one tensor-parallel rank, or of a part of its rows."""
-    scale = scale_of(worker)
+    scale = sizes_of(worker)
     rows, inputs, outputs = scale.product[0] // parts, *scale.product[1:]
     options: dict[str, Any] = {"dtype": scale.dtype, "device": worker.device}
     left, right = torch.randn(rows, inputs, **options), torch.randn(inputs, outputs, **options)
@@ -197,7 +197,7 @@ def gemm(worker: Worker, timer: StreamTimer, *, parts: int = 1) -> KernelSeries:
 
 def elementwise(worker: Worker, timer: StreamTimer) -> KernelSeries:
     """Returns a memory-bound addition."""
-    scale = scale_of(worker)
+    scale = sizes_of(worker)
     a, b, out = (torch.zeros(scale.elements, dtype=scale.dtype, device=worker.device) for _ in range(3))
     return KernelSeries(lambda: torch.add(a, b, out=out), worker, timer)
 
@@ -278,7 +278,7 @@ def collectives(worker: Worker, cluster: Cluster | None) -> dict[str, Any]:
 def _curve(
     worker: Worker, timer: StreamTimer, collective: Collective, cluster: Cluster | None
 ) -> dict[str, Any]:
-    scale = scale_of(worker)
+    scale = sizes_of(worker)
     dtype = scale.dtype if collective is Collective.ALL_GATHER else torch.float32
     lead, rows = gemm(worker, timer), []
     for size_bytes in scale.sizes_bytes:

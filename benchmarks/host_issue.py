@@ -1,4 +1,4 @@
-"""What one rank's host spends on issuing a whole step of a large plan: the engine's own step on tiny tensors.
+"""Measures the CPU time of one rank's host to issue a whole step of a large plan.
 
 Layers, layouts, lines and groups are those of the job; widths and lengths are as small as they can be, and
 collectives of a fake group are over at once. What is left is what a host does: Python, torch, launches.
@@ -36,7 +36,7 @@ def _tiny_stack(stack: Stack, tp: int) -> Stack:
 
 
 def tiny(job: Job, plan: Plan) -> tuple[Job, Plan]:
-    """The same layers and images, each as small as its layout lets it be."""
+    """Returns the job and plan with all widths and lengths as small as their layout allows."""
     tp = plan.ranks.llm.tp
     llm = replace(
         job.model.llm,
@@ -85,24 +85,24 @@ class FakeGroups(ProcessGroups):
     """Process groups whose tensor-parallel exchanges return at once."""
 
     def tp_group(self, plan: Plan, module: str) -> TpGroup:
-        found = super().tp_group(plan, module)
-        return FakeTpGroup(rank=found.rank, size=found.size, group=found.group)
+        tp_group = super().tp_group(plan, module)
+        return FakeTpGroup(rank=tp_group.rank, size=tp_group.size, group=tp_group.group)
 
 
 def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
-    """CPU seconds of a whole step, and of a bare call of torch's: the least of some.
+    """Returns the least CPU seconds of a whole step, and of a bare call of torch.
 
-    The first step, which makes things, is left aside.
+    The first step, which allocates, is left out.
     """
     torch.set_num_threads(1)
     small, small_plan = tiny(job, plan)
     with fake_world(rank, plan.ranks.world):
-        made = make_groups(small_plan, rank, timeout_s=60)
-        groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
+        real = make_groups(small_plan, rank, timeout_s=60)
+        groups = FakeGroups(rank=rank, members=real.members, groups=real.groups)
         one = RankTrainer(
             small, small_plan, TrainingConfig(), groups, dtype=torch.float32, device=torch.device("cpu")
         )
-        batch, found, bare = one.batch(0), [], []
+        batch, steps, bare = one.batch(0), [], []
         # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.
         with one.executor.side.waiting(), torch.backends.mkldnn.flags(enabled=False):
             for _ in range(1 + STEPS):
@@ -110,14 +110,14 @@ def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
                 gc.disable()
                 begin = time.process_time()
                 one.executor.step(batch)
-                found.append(time.process_time() - begin)
+                steps.append(time.process_time() - begin)
                 bare.append(_bare_call_s())
                 gc.enable()
-    return min(found[1:]), min(bare)
+    return min(steps[1:]), min(bare)
 
 
 def _bare_call_s() -> float:
-    """A product of tiny matrices: how fast this host is just now."""
+    """Returns the seconds of a product of tiny matrices: the current speed of this host."""
     matrix = torch.ones(2, 2)
     begin = time.process_time()
     for _ in range(BARE_CALLS):

@@ -18,20 +18,20 @@ PACKAGE = "NVIDIA aiconfigurator-core 0.12.0 (PyPI, Apache-2.0)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class System:
-    """One folder of systems/data: what to divide by, and which NCCL to read."""
+class CurveSource:
+    """One folder of systems/data: its peak FLOPs and its NCCL version."""
 
     name: str
     peak_flops: float  # dense bf16, systems/<name>.yaml: bfloat16_tc_flops
     nccl: str
 
 
-H100 = System(name="h100_sxm", peak_flops=989e12, nccl="2.29.2")
+H100 = CurveSource(name="h100_sxm", peak_flops=989e12, nccl="2.29.2")
 SYSTEMS = (
     H100,
-    System(name="h200_sxm", peak_flops=989e12, nccl="2.29.2"),
-    System(name="b200_sxm", peak_flops=2250e12, nccl="2.29.2"),
-    System(name="a100_sxm", peak_flops=312e12, nccl="2.27.3"),
+    CurveSource(name="h200_sxm", peak_flops=989e12, nccl="2.29.2"),
+    CurveSource(name="b200_sxm", peak_flops=2250e12, nccl="2.29.2"),
+    CurveSource(name="a100_sxm", peak_flops=312e12, nccl="2.27.3"),
 )
 
 TOKENS = tuple(2**i for i in range(6, 15))
@@ -67,7 +67,7 @@ def write(path: Path, notes: list[str], columns: str, rows: list[str]) -> None:
 # ---------------------------------------------------------------- GEMM
 
 
-def make_gemm(data: Path, system: System, out: Path) -> None:
+def make_gemm(data: Path, system: CurveSource, out: Path) -> None:
     """Achieved fraction of peak at measured points of a coarse grid."""
     (source,) = (data / system.name / "gemm/trtllm").glob("*/gemm_perf.parquet")
     table = pd.read_parquet(source)
@@ -92,7 +92,7 @@ def make_gemm(data: Path, system: System, out: Path) -> None:
 # ---------------------------------------------------------------- attention
 
 
-def read_attention(source: Path, system: System, *, causal: bool) -> pd.DataFrame:
+def read_attention(source: Path, system: CurveSource, *, causal: bool) -> pd.DataFrame:
     """bf16 rows without window, with their fraction of peak; a causal square counts half."""
     table = pd.read_parquet(source)
     keep = (table.attn_dtype == "bfloat16") & (table.isl.isin(TOKENS)) & (table.head_dim <= 256)
@@ -109,7 +109,7 @@ def read_attention(source: Path, system: System, *, causal: bool) -> pd.DataFram
     return table
 
 
-def best_attention(data: Path, system: System, *, causal: bool) -> tuple[Fractions, Kernels]:
+def best_attention(data: Path, system: CurveSource, *, causal: bool) -> tuple[Fractions, Kernels]:
     """Medians of the kernel that is best from 1024 tokens on, for every head_dim."""
     kind = "context_attention" if causal else "encoder_attention"
     folder = data / system.name / ("attention" if causal else "encoder_attention")
@@ -149,7 +149,7 @@ def derive_from(other: Fractions, other_causal: Fractions, causal: Fractions) ->
     }
 
 
-def attention_of(data: Path, system: System) -> tuple[Fractions, Fractions, list[str]]:
+def attention_of(data: Path, system: CurveSource) -> tuple[Fractions, Fractions, list[str]]:
     """(causal, not causal, notes), with what is not measured derived and named."""
     causal, kernels = best_attention(data, system, causal=True)
     unmasked, unmasked_kernels = best_attention(data, system, causal=False)
@@ -183,7 +183,7 @@ def padded_fractions(fractions: Fractions) -> Fractions:
     return result
 
 
-def make_attention(data: Path, system: System, out: Path) -> None:
+def make_attention(data: Path, system: CurveSource, out: Path) -> None:
     """Fraction of peak of forward attention by mask, head_dim and tokens."""
     causal, unmasked, choices = attention_of(data, system)
     causal, unmasked = padded_fractions(causal), padded_fractions(unmasked)
@@ -208,7 +208,7 @@ def make_attention(data: Path, system: System, out: Path) -> None:
 # ---------------------------------------------------------------- collectives
 
 
-def make_collectives(data: Path, system: System, out: Path) -> None:
+def make_collectives(data: Path, system: CurveSource, out: Path) -> None:
     """Seconds of collectives inside one node."""
     source = data / system.name / "comm/nccl" / system.nccl / "nccl_perf.parquet"
     table = pd.read_parquet(source)

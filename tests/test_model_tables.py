@@ -20,7 +20,7 @@ from benchmarks.docs.model_tables import (
     SEQUENCES,
     TABLE_CASES,
     TABLES,
-    Case,
+    ModelCase,
     figures,
     fill,
     job_of,
@@ -61,7 +61,7 @@ def test_cases_are_stored_in_their_order_and_the_page_names_the_others() -> None
 
 
 @by_stored_case
-def test_no_figure_is_impossible(case: Case) -> None:
+def test_no_figure_is_impossible(case: ModelCase) -> None:
     """fsdp has no pipeline: the floor, the best pipeline of the LLM alone, does not bind it."""
     found = read_stored()[case.key]
     assert found["proved"]
@@ -79,14 +79,14 @@ def test_no_figure_is_impossible(case: Case) -> None:
 def test_more_images_never_make_a_step_shorter(model: str) -> None:
     stored = read_stored()
     for name in ("optimus", *OTHERS):
-        keys = [Case(model=model, share=share).key for share in sorted(MEDIANS)]
+        keys = [ModelCase(model=model, share=share).key for share in sorted(MEDIANS)]
         rows = [stored[key]["systems"].get(name) for key in keys if key in stored]
         for fewer, more in pairwise([row for row in rows if row is not None and row["fits"]]):
             assert fewer["step_s"] <= (1 + SEARCHED) * more["step_s"], name
 
 
 @pytest.mark.parametrize("case", TABLE_CASES, ids=lambda case: case.key)
-def test_the_mean_share_of_images_is_what_the_row_says(case: Case) -> None:
+def test_the_mean_share_of_images_is_what_the_row_says(case: ModelCase) -> None:
     workload = job_of(case).workload
     encoder_tokens = sum(sum(map(sum, (n for _, n in s.items))) for s in workload.sequences)
     share = encoder_tokens / sum(sequence.tokens for sequence in workload.sequences)
@@ -100,7 +100,7 @@ def test_the_job_file_on_the_page_is_a_row_of_the_table(tmp_path: Path) -> None:
     assert shown is not None
     path = tmp_path / "job.yaml"
     path.write_text(shown[1])
-    written, computed = load_job(path), job_of(Case(model="internvl3-78b", share=40))
+    written, computed = load_job(path), job_of(ModelCase(model="internvl3-78b", share=40))
     assert (written.model, written.cluster, written.workload) == (
         computed.model,
         computed.cluster,
@@ -112,7 +112,7 @@ def test_the_job_file_on_the_page_is_a_row_of_the_table(tmp_path: Path) -> None:
 @pytest.mark.ci("search")
 def test_fewer_images_still_fit() -> None:
     """Weight gradients are put off further than with 40 %, and each keeps what was made again."""
-    job = job_of(Case(model="qwen2.5-vl-72b", share=20))
+    job = job_of(ModelCase(model="qwen2.5-vl-72b", share=20))
     stated = stated_on_top(job.layout, ["llm=dp32,pp4,tp4,chunks7"], job.model)
     found = compare_systems(replace(job, layout=stated), names=["optimus"])
     assert found.missing == {} and found.systems["optimus"].fits
@@ -121,7 +121,7 @@ def test_fewer_images_still_fit() -> None:
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 @by_stored_case
-def test_all_of_it_is_what_is_computed(case: Case) -> None:
+def test_all_of_it_is_what_is_computed(case: ModelCase) -> None:
     recomputed, stored = _flat(figures(case)), _flat(read_stored()[case.key])
     assert recomputed == {
         name: pytest.approx(value, rel=REL, abs=ABS) if isinstance(value, float) else value

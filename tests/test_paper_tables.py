@@ -11,7 +11,7 @@ from benchmarks.docs.paper_tables import (
     TABLE_5,
     TABLE_7,
     TABLES,
-    Case,
+    PaperCase,
     all_cases,
     figures,
     fill,
@@ -21,7 +21,7 @@ from benchmarks.docs.paper_tables import (
 
 CHEAP = (
     *(case for case in all_cases() if case.job == "small-a100"),
-    Case(job="strong-3072", preset="clean", both=True),
+    PaperCase(job="strong-3072", preset="clean", both=True),
 )
 REFRESH = "run python -m benchmarks.docs.paper_tables and read what changed"
 REL, ABS = 1e-4, 2e-6  # figures are stored to a millionth
@@ -60,7 +60,7 @@ def test_the_papers_speedups_follow_from_its_seconds() -> None:
     assert all(coarse < fine for coarse, fine, _ in TABLE_7.values())
 
 
-def compare(case: Case) -> None:
+def compare(case: PaperCase) -> None:
     recomputed, stored = without_seconds(figures(case)), without_seconds(read_stored()[case.key])
     assert flat(recomputed) == {
         name: pytest.approx(value, rel=REL, abs=ABS) if isinstance(value, float) else value
@@ -77,12 +77,12 @@ def flat(found: Figures, path: str = "") -> Figures:
 
 @pytest.mark.ci("plan file")
 @pytest.mark.parametrize("case", CHEAP, ids=lambda case: case.key)
-def test_a_cheap_part_is_what_is_computed(case: Case) -> None:
+def test_a_cheap_part_is_what_is_computed(case: PaperCase) -> None:
     compare(case)
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", [c for c in all_cases() if c not in CHEAP], ids=lambda case: case.key)
-def test_all_of_it_is_what_is_computed(case: Case) -> None:
+def test_all_of_it_is_what_is_computed(case: PaperCase) -> None:
     compare(case)

@@ -14,7 +14,7 @@ from benchmarks.docs.question_figures import (
     ROOMY_GB,
     SWEEP_SEQUENCE,
     TOKENS,
-    Case,
+    QuestionCase,
     all_cases,
     gain,
     simpler,
@@ -133,7 +133,7 @@ def test_three_encoders_share_a_sequence() -> None:
     assert [sum(sequence.lengths(encoder.name)) for encoder in job.model.encoders] == [512] * 3
 
 
-def compare(case: Case) -> None:
+def compare(case: QuestionCase) -> None:
     recomputed, stored = flat(case.make()), flat(read_stored()[case.key])
     assert recomputed == {
         name: pytest.approx(value, rel=REL, abs=ABS) if isinstance(value, float) else value
@@ -150,12 +150,12 @@ def flat(found: Figures, path: str = "") -> Figures:
 
 @pytest.mark.ci("search")
 @pytest.mark.parametrize("case", CHEAP, ids=lambda case: case.key)
-def test_a_cheap_part_is_what_is_computed(case: Case) -> None:
+def test_a_cheap_part_is_what_is_computed(case: QuestionCase) -> None:
     compare(case)
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [c for c in CASES if c not in CHEAP], ids=lambda case: case.key)
-def test_all_of_it_is_what_is_computed(case: Case) -> None:
+def test_all_of_it_is_what_is_computed(case: QuestionCase) -> None:
     compare(case)

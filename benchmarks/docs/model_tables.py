@@ -1,6 +1,6 @@
-"""The tables of docs/models.md: run this file to compute their figures and write all of them anew.
+"""Computes the figures of docs/models.md, stores them, and writes the page's tables.
 
-Cases named as arguments (`"internvl3-78b 40 %"`) are computed alone; the others keep what is stored.
+With cases named as arguments (`"internvl3-78b 40 %"`), only those are computed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STATED = {"qwen3-vl-235b": "pp16,ep8"}  # of the LLM's layout, where an open sea
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ModelCase:
     """One model and one load of images."""
 
     model: str
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def percentiles(self) -> TokenPercentiles:
-        """As a job file states them: p95 is never above the length of a sequence."""
+        """Percentiles as a job file states them; p95 never exceeds the length of a sequence."""
         if self.share is None:
             p50, spread, text_only = LONG_MEDIAN, LONG_SPREAD, TEXT_ONLY
         else:
@@ -72,13 +72,13 @@ class Case:
         )
 
 
-TABLE_CASES = tuple(Case(model=model, share=share) for model in MODELS for share in MEDIANS)
-TAIL_CASES = tuple(Case(model=model, share=None) for model in LONG_TAILED)
+TABLE_CASES = tuple(ModelCase(model=model, share=share) for model in MODELS for share in MEDIANS)
+TAIL_CASES = tuple(ModelCase(model=model, share=None) for model in LONG_TAILED)
 ALL_CASES = (*TABLE_CASES, *TAIL_CASES)
 
 
-def job_of(case: Case) -> Job:
-    """The job of a case, with the LLM's layout stated where `STATED` has one."""
+def job_of(case: ModelCase) -> Job:
+    """Returns the job of a case, with the LLM's layout of `STATED`, if any."""
     stated = STATED.get(case.model)
     job = find_job(case.model, on=ON, layouts=[f"llm={stated}"] if stated else [])
     by_encoder = {encoder.name: case.percentiles for encoder in job.model.encoders}
@@ -90,8 +90,8 @@ def job_of(case: Case) -> Job:
     return replace(job, workload=workload)
 
 
-def figures(case: Case, names: Iterable[str] = OTHERS) -> Figures:
-    """All that the tables show of one case."""
+def figures(case: ModelCase, names: Iterable[str] = OTHERS) -> Figures:
+    """Returns all figures of one case."""
     job, begin = job_of(case), time.process_time()
     planned = make_plan(job, assumptions=PRESET, systems=names)
     seconds = time.process_time() - begin
@@ -134,13 +134,13 @@ def _system(system: SimulatedSystem) -> Figures:
 
 
 def _batches(comparison: Comparison, name: str, dealings: Iterable[str]) -> Figures:
-    """Mean and p95 by dealing; each system is asked alone, so that none is left out for its size."""
-    found = {}
+    """Returns mean and p95 by dealing; a system is simulated alone, so that none is left out for size."""
+    figures = {}
     for dealing in dealings:
         steps = simulate_batches(comparison, [name], dealing=dealing, count=BATCHES)
         if name in steps:
-            found[dealing] = [rounded(steps[name].mean_s), rounded(steps[name].p95_s)]
-    return found
+            figures[dealing] = [rounded(steps[name].mean_s), rounded(steps[name].p95_s)]
+    return figures
 
 
 PAGE = DOCS / "models.md"
@@ -149,98 +149,98 @@ SYSTEMS = ("optimus", *OTHERS)
 
 
 def steps(stored: Figures) -> str:
-    """Every microbatch at the mean: seconds, and over the floor."""
+    """Shows steps with every microbatch at the mean, in seconds and over the floor."""
     header = ["model", "images, mean %", "encoders alone s", "floor s", *SYSTEMS]
     rows = []
-    for case, found in _stored(TABLE_CASES, stored):
-        floor_s, made = found["floor"]["s"], found["systems"]
-        seconds = {name: made[name]["step_s"] for name in SYSTEMS if name in made}
+    for case, row in _stored(TABLE_CASES, stored):
+        floor_s, systems = row["floor"]["s"], row["systems"]
+        seconds = {name: systems[name]["step_s"] for name in SYSTEMS if name in systems}
         cells = {name: f"{value:.2f} ({value / floor_s:.3f})" for name, value in seconds.items()}
-        alone = f"{found['bounds']['encoder_s']:.2f}"
-        rows.append([*_head(case, found), alone, f"{floor_s:.2f}", *_cells(found, cells, seconds)])
+        alone = f"{row['bounds']['encoder_s']:.2f}"
+        rows.append([*_head(case, row), alone, f"{floor_s:.2f}", *_cells(row, cells, seconds)])
     return markdown(header, rows)
 
 
 def batches(stored: Figures) -> str:
-    """Mean and p95 over drawn batches."""
+    """Shows mean and p95 over drawn batches."""
     header = ["model", "images, mean %", *SYSTEMS]
     rows = []
-    for case, found in _stored(TABLE_CASES, stored):
-        drawn = {name: made["batches"]["drawn"] for name, made in found["systems"].items()}
+    for case, row in _stored(TABLE_CASES, stored):
+        drawn = {name: system["batches"]["drawn"] for name, system in row["systems"].items()}
         cells = {name: f"{mean:.2f} ({p95:.2f})" for name, (mean, p95) in drawn.items()}
         means = {name: mean for name, (mean, _) in drawn.items()}
-        rows.append([*_head(case, found), *_cells(found, cells, means)])
+        rows.append([*_head(case, row), *_cells(row, cells, means)])
     return markdown(header, rows)
 
 
 def worth(stored: Figures) -> str:
-    """Which step brings what: out of stage 0, into bubbles, and against the best that fills none."""
+    """Shows the gain of leaving stage 0, of filling bubbles, and over the best system without filling."""
     header = ["model", "images, mean %", "stage0 / balanced-best", "balanced-best / optimus"]
     header += ["best other", "best other / optimus", "best other over batches", "its mean / optimus"]
     header += ["best other, TP overlapped", "its time / optimus"]
     rows = []
-    for case, found in _stored(TABLE_CASES, stored):
-        fitting = {name: made for name, made in found["systems"].items() if made["fits"]}
-        seconds = {name: made["step_s"] for name, made in fitting.items()}
-        means = {name: made["batches"]["drawn"][0] for name, made in fitting.items()}
-        overlapped = {name: made["overlapped_s"] for name, made in fitting.items()}
-        row = _head(case, found)
-        row += [_ratio(seconds, "stage0", "balanced-best"), _ratio(seconds, "balanced-best", "optimus")]
+    for case, row in _stored(TABLE_CASES, stored):
+        fitting = {name: system for name, system in row["systems"].items() if system["fits"]}
+        seconds = {name: system["step_s"] for name, system in fitting.items()}
+        means = {name: system["batches"]["drawn"][0] for name, system in fitting.items()}
+        overlapped = {name: system["overlapped_s"] for name, system in fitting.items()}
+        cells = _head(case, row)
+        cells += [_ratio(seconds, "stage0", "balanced-best"), _ratio(seconds, "balanced-best", "optimus")]
         for figure in (seconds, means, overlapped):
             best = min((name for name in figure if name != "optimus"), key=lambda name: figure[name])
-            row += [best, _ratio(figure, best, "optimus")]
-        rows.append(row)
+            cells += [best, _ratio(figure, best, "optimus")]
+        rows.append(cells)
     return markdown(header, rows)
 
 
 def plans(stored: Figures) -> str:
-    """What was chosen, and what it needs."""
+    """Shows the chosen plans and their memory."""
     header = ["model", "images, mean %", "system", "what was chosen", "GB of the worst rank", "search s"]
     rows = []
-    for case, found in _stored(TABLE_CASES, stored):
-        made = {name: each for name, each in found["systems"].items() if each["fits"]}
-        best = min((name for name in made if name != "optimus"), key=lambda name: made[name]["step_s"])
+    for case, row in _stored(TABLE_CASES, stored):
+        systems = {name: system for name, system in row["systems"].items() if system["fits"]}
+        best = min((name for name in systems if name != "optimus"), key=lambda name: systems[name]["step_s"])
         for name in ("optimus", best):
-            shown = [name, made[name]["how"], f"{made[name]['memory_gb']:.1f}"]
-            rows.append([*_head(case, found), *shown, str(found[SECONDS]) if name == "optimus" else ""])
+            shown = [name, systems[name]["how"], f"{systems[name]['memory_gb']:.1f}"]
+            rows.append([*_head(case, row), *shown, str(row[SECONDS]) if name == "optimus" else ""])
     return markdown(header, rows)
 
 
 def tail(stored: Figures) -> str:
-    """Mean and p95 under every dealing, of batches with a long tail."""
+    """Shows mean and p95 under every dealing, of batches with a long tail."""
     header = ["model", "images, mean %", "system", "mean microbatches s", *(f"`{name}`" for name in DEALINGS)]
     rows = []
-    for case, found in _stored(TAIL_CASES, stored):
+    for case, row in _stored(TAIL_CASES, stored):
         for name in SYSTEMS:
-            if name in found["systems"]:
-                made = found["systems"][name]
-                dealt = [f"{mean:.2f} ({p95:.2f})" for mean, p95 in made["batches"].values()]
-                rows.append([*_head(case, found), name, f"{made['step_s']:.2f}", *dealt])
+            if name in row["systems"]:
+                system = row["systems"][name]
+                dealt = [f"{mean:.2f} ({p95:.2f})" for mean, p95 in system["batches"].values()]
+                rows.append([*_head(case, row), name, f"{system['step_s']:.2f}", *dealt])
     return markdown(header, rows)
 
 
 def missing(stored: Figures) -> str:
-    """The cases that were not computed yet."""
+    """Names the cases that were not computed yet."""
     absent = [f"`{case.key}`" for case in ALL_CASES if case.key not in stored]
     return f"Not computed yet: {', '.join(absent)}." if absent else "All cases were computed."
 
 
-def _stored(cases: Iterable[Case], stored: Figures) -> Iterator[tuple[Case, Figures]]:
+def _stored(cases: Iterable[ModelCase], stored: Figures) -> Iterator[tuple[ModelCase, Figures]]:
     return ((case, stored[case.key]) for case in cases if case.key in stored)
 
 
-def _head(case: Case, found: Figures) -> list[str]:
-    return [case.model, f"{100 * found['mean_share']:.1f}"]
+def _head(case: ModelCase, row: Figures) -> list[str]:
+    return [case.model, f"{100 * row['mean_share']:.1f}"]
 
 
-def _cells(found: Figures, cells: dict[str, str], seconds: dict[str, float]) -> list[str]:
-    """One cell per system: the fastest that fits in bold, a star where it does not fit."""
-    made = found["systems"]
-    fastest = min((name for name in seconds if made[name]["fits"]), key=lambda name: seconds[name])
+def _cells(row: Figures, cells: dict[str, str], seconds: dict[str, float]) -> list[str]:
+    """Formats one cell per system: the fastest that fits in bold, a star where one does not fit."""
+    systems = row["systems"]
+    fastest = min((name for name in seconds if systems[name]["fits"]), key=lambda name: seconds[name])
     shown = []
     for name in SYSTEMS:
         cell = cells.get(name, "no")
-        fits = name not in made or made[name]["fits"]
+        fits = name not in systems or systems[name]["fits"]
         shown.append(f"**{cell}**" if name == fastest else cell + ("" if fits else " *"))
     return shown
 

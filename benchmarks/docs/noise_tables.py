@@ -1,4 +1,4 @@
-"""The table of docs/noise.md, computed: run this file to write it anew (about two minutes)."""
+"""Computes and writes the table of docs/noise.md (about two minutes)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ HEADER += [f"{policy}{word}" for policy in POLICIES for word in (" s", " over fl
 
 
 def rows(job: str, preset: str) -> list[str]:
-    """One case as lines of the table, a line for every noise."""
+    """Returns the lines of one case, one for every noise."""
     planned = make_plan(
         find_job(f"paper/{job}"), strategy="optimus", assumptions=preset, systems=["balanced-best"]
     )
-    found = simulate_noise(planned.plan, planned.comparison)
+    noise = simulate_noise(planned.plan, planned.comparison)
     lines = []
-    for level in found.levels:
+    for level in noise.levels:
         cells = [f"{job}, {preset}", level.noise.name]
         cells += [f"{fmean(steps):.3f}" for steps in (level.floor_s, level.other_s)]
         for policy in POLICIES:
-            speedup, lost = level.speedup(policy), found.lost_points(policy, level)
+            speedup, lost = level.speedup(policy), noise.lost_points(policy, level)
             assert speedup is not None and lost is not None
             over = level.over_floor(policy)
             shown = f"{round(lost, 1) + 0.0:.1f}"  # never -0.0
@@ -36,7 +36,7 @@ def rows(job: str, preset: str) -> list[str]:
 
 
 def table() -> str:
-    """All cases."""
+    """Returns the table of all cases."""
     return "\n".join([markdown(HEADER, []), *(line for case in CASES for line in rows(*case))])
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/paper.md: run this file to compute their figures and write both anew."""
+"""Computes the figures of docs/paper.md, stores them, and writes the page's tables."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MERGE, IMAGE_TOKENS = 4, 2048  # encoder tokens per LLM token, and of the larges
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PaperCase:
     """One job under one set of assumptions."""
 
     job: str
@@ -64,39 +64,39 @@ class Case:
         return " ".join(str(part) for part in parts if part)
 
 
-def all_cases() -> Iterator[Case]:
+def all_cases() -> Iterator[PaperCase]:
     """Yields every case of every table, in the order of the stored figures."""
     for gpus in STRONG:
         for name in ("paper", "clean", "default"):
-            yield Case(job=f"strong-{gpus}", preset=name, both=name != "default")
+            yield PaperCase(job=f"strong-{gpus}", preset=name, both=name != "default")
     for name in ("paper", "default"):
         for job in (*WEAK, *DUAL):
-            yield Case(job=job, preset=name)
+            yield PaperCase(job=job, preset=name)
         for layout in SMALL_LAYOUTS:
-            yield Case(job="small-a100", preset=name, layout=layout)
+            yield PaperCase(job="small-a100", preset=name, layout=layout)
     for tokens in SWEEP_TOKENS:
         for recompute in RECOMPUTATION:
-            yield Case(job="strong-3072", preset="paper", tokens=tokens, recompute=recompute)
+            yield PaperCase(job="strong-3072", preset="paper", tokens=tokens, recompute=recompute)
 
 
-def figures(case: Case) -> Figures:
-    """All that the tables show of one case."""
+def figures(case: PaperCase) -> Figures:
+    """Returns all figures of one case."""
     assumptions = preset(case.preset)
     if case.recompute is not None:
         assumptions = replace(assumptions, recompute=case.recompute)
     pipelines = LlmPipelines(decide_context(_job(case), assumptions)[0])
     names = ["llm-only", "stage0", "balanced", "balanced-best"]
     names += ["fsdp"] if case.job == "small-a100" else []
-    made = {name: load_system(name).simulate(pipelines) for name in names}
+    systems = {name: load_system(name).simulate(pipelines) for name in names}
     begin = time.process_time()
-    (found,) = PaperSystem().candidates(pipelines)
+    (candidate,) = PaperSystem().candidates(pipelines)
     seconds = time.process_time() - begin
-    bounds = find_bounds(pipelines.context, pipelines.floor, made["llm-only"].step_s)
+    bounds = find_bounds(pipelines.context, pipelines.floor, systems["llm-only"].step_s)
     result: Figures = {
-        "systems": {name: _system(system) for name, system in made.items()},
+        "systems": {name: _system(system) for name, system in systems.items()},
         "encoder_s": rounded(bounds.encoder_s),
-        "model_flops_share_s": rounded(made["stage0"].mfu * made["stage0"].step_s),
-        "chosen": _choice(found.choice, found.filled, bounds),
+        "model_flops_share_s": rounded(systems["stage0"].mfu * systems["stage0"].step_s),
+        "chosen": _choice(candidate.choice, candidate.filled, bounds),
         SECONDS: round(seconds),
     }
     if case.both:
@@ -105,7 +105,7 @@ def figures(case: Case) -> Figures:
     return result
 
 
-def _job(case: Case) -> Job:
+def _job(case: PaperCase) -> Job:
     job = find_job(f"paper/{case.job}", layouts=[f"llm={case.layout}"] if case.layout else [])
     if case.tokens is None:
         return job
@@ -117,7 +117,7 @@ def _job(case: Case) -> Job:
 
 
 def best_estimate(pipelines: LlmPipelines) -> Choice:
-    """What the paper's own ranking takes: its model leaves out the encoders' parameter traffic."""
+    """Returns the choice of the paper's own ranking, which leaves out the encoders' parameter traffic."""
     context, llm, bases = pipelines.context, pipelines.floor_1f1b, Bases()
     (policy,) = context.policies(context.job.model.encoders)  # these presets state it
     choices = []
@@ -149,7 +149,7 @@ def _choice(choice: Choice, filled: FilledPlan, bounds: Bounds) -> Figures:
 
 
 def bare_s(plan: Plan) -> float:
-    """The plan's step if all that the estimate leaves out took no time: encoder traffic and messages."""
+    """Returns the plan's step without what the estimate leaves out: encoder traffic and messages."""
     modules = {name: m if name == LLM else _without_traffic(m) for name, m in plan.modules.items()}
     bare = replace(plan, modules=modules)
     return play(bare, couple(bare, bare.programs)).step_s
@@ -167,9 +167,9 @@ def _system(system: SimulatedSystem) -> Figures:
     return {"step_s": rounded(system.step_s), "fits": system.fits}
 
 
-def without_seconds(found: Figures) -> Figures:
-    """What must be the same on every machine."""
-    return {name: value for name, value in found.items() if name != SECONDS}
+def without_seconds(case_figures: Figures) -> Figures:
+    """Returns the figures that are the same on every machine."""
+    return {name: value for name, value in case_figures.items() if name != SECONDS}
 
 
 PAGE = DOCS / "paper.md"
@@ -184,22 +184,22 @@ RECOMPUTED = 4 / 3  # the paper's MFU counts the forward of all layers twice
 
 
 def table_7(stored: Figures) -> str:
-    """Hidden shares by the algorithm's own books, and what the step shows of the encoders."""
+    """Compares hidden shares by the algorithm's own estimate and by the step."""
     header = ["GPUs", "preset", "layout", "encoder", "coarse %", "fine %", "strict %", "estimate s", "step s"]
     rows = []
     for gpus, (coarse, fine, _) in TABLE_7.items():
         rows.append([str(gpus), "**paper's own**", "not stated", "", f"{coarse}", f"{fine}", "", "", ""])
         for name in ("paper", "clean"):
             for which, words in (("chosen", "chosen"), ("best_estimate", "best estimate")):
-                found = stored[f"strong-{gpus} {name}"][which]
-                shares = [f"{100 * found[share]:.1f}" for share in ("coarse", "fine", "strict")]
-                seconds = [f"{found['estimate_s']:.3f}", f"{found['step_s']:.3f}"]
-                rows.append([str(gpus), f"`{name}`", words, _layout(found), *shares, *seconds])
+                row = stored[f"strong-{gpus} {name}"][which]
+                shares = [f"{100 * row[share]:.1f}" for share in ("coarse", "fine", "strict")]
+                seconds = [f"{row['estimate_s']:.3f}", f"{row['step_s']:.3f}"]
+                rows.append([str(gpus), f"`{name}`", words, _layout(row), *shares, *seconds])
     return markdown(header, rows)
 
 
 def search(stored: Figures) -> str:
-    """Seconds of the search."""
+    """Compares the seconds of the search."""
     header = ["GPUs", "paper, one core", "ours, `paper`", "ours, `clean`"]
     rows = [
         [
@@ -213,20 +213,20 @@ def search(stored: Figures) -> str:
 
 
 def estimate(stored: Figures) -> str:
-    """From the algorithm's estimate to the claim."""
+    """Shows the steps from the algorithm's estimate to the claim."""
     header = ["GPUs", "preset", "encoder", "moved", "LLM alone", "estimate", "bare programs", "step"]
     rows = []
     for gpus in TABLE_7:
         for name in ("paper", "clean"):
             for which in ("chosen", "best_estimate"):
-                found = stored[f"strong-{gpus} {name}"][which]
-                seconds = [f"{found[s]:.3f}" for s in ("llm_s", "estimate_s", "bare_s", "step_s")]
-                rows.append([str(gpus), f"`{name}`", _layout(found), str(found["moved"]), *seconds])
+                row = stored[f"strong-{gpus} {name}"][which]
+                seconds = [f"{row[s]:.3f}" for s in ("llm_s", "estimate_s", "bare_s", "step_s")]
+                rows.append([str(gpus), f"`{name}`", _layout(row), str(row["moved"]), *seconds])
     return markdown(header, rows)
 
 
 def table_5(stored: Figures) -> str:
-    """Steps and speed-ups of strong scaling."""
+    """Compares steps and speed-ups of strong scaling."""
     header = ["GPUs", "", "stage0 s", "balanced s", "balanced-best s", "paper's system s"]
     header += ["over stage0", "over balanced", "over balanced-best", "MFU %"]
     rows = []
@@ -235,15 +235,14 @@ def table_5(stored: Figures) -> str:
         model = f"{mfu / RECOMPUTED:.1f}"
         rows.append([f"{gpus}", "paper", f"{stage0}", f"{balanced}", "", f"{optimus:.2f}", *speedups, model])
         for name in ("paper", "default"):
-            found = stored[f"strong-{gpus} {name}"]
-            mfu = 100 * found["model_flops_share_s"] / found["chosen"]["step_s"]
-            row = [f"{gpus}", f"ours, `{name}`", *_steps(found), *_speedups(found), f"{mfu:.1f}"]
-            rows.append(row)
+            row = stored[f"strong-{gpus} {name}"]
+            mfu = 100 * row["model_flops_share_s"] / row["chosen"]["step_s"]
+            rows.append([f"{gpus}", f"ours, `{name}`", *_steps(row), *_speedups(row), f"{mfu:.1f}"])
     return markdown(header, rows)
 
 
 def weak(stored: Figures) -> str:
-    """Weak scaling and two encoders: speed-ups only, for the paper prints no seconds."""
+    """Compares speed-ups of weak scaling and of two encoders; the paper prints no seconds."""
     header = ["job", "paper", "", "preset", "over stage0", "over balanced", "over balanced-best"]
     header += ["coarse %", "fine %", "strict %"]
     rows = []
@@ -251,14 +250,14 @@ def weak(stored: Figures) -> str:
         theirs = f"{DUAL_OVER_MEGATRON[job]}x" if job in DUAL else "up to 1.22x"
         other = "" if job in DUAL else "up to 1.18x"
         for name in ("paper", "default"):
-            found = stored[f"{job} {name}"]
-            shares = [f"{100 * found['chosen'][share]:.1f}" for share in ("coarse", "fine", "strict")]
-            rows.append([f"`{job}`", theirs, other, f"`{name}`", *_speedups(found), *shares])
+            row = stored[f"{job} {name}"]
+            shares = [f"{100 * row['chosen'][share]:.1f}" for share in ("coarse", "fine", "strict")]
+            rows.append([f"`{job}`", theirs, other, f"`{name}`", *_speedups(row), *shares])
     return markdown(header, rows)
 
 
 def small(stored: Figures) -> str:
-    """The small comparison."""
+    """Compares systems on eight GPUs."""
     header = ["", "LLM layout", "Alpa s", "FSDP s", "Megatron-LM s", "balanced s", "Optimus s"]
     header += ["over Megatron-LM", "over balanced"]
     base = SMALL["Optimus"]
@@ -266,45 +265,53 @@ def small(stored: Figures) -> str:
     rows = [["paper", "not stated", *(f"{seconds:.2f}" for seconds in SMALL.values()), *over]]
     for name in ("paper", "default"):
         for layout in SMALL_LAYOUTS:
-            found = stored[Case(job="small-a100", preset=name, layout=layout).key]
-            steps = _steps(found, "fsdp", "stage0", "balanced")
+            row = stored[PaperCase(job="small-a100", preset=name, layout=layout).key]
+            steps = _steps(row, "fsdp", "stage0", "balanced")
             words = layout.replace(",", " ") or "left open"
-            rows.append([f"ours, `{name}`", words, "", *steps, *_speedups(found, "stage0", "balanced")])
+            rows.append([f"ours, `{name}`", words, "", *steps, *_speedups(row, "stage0", "balanced")])
     return markdown(header, rows)
 
 
 def sweep(stored: Figures) -> str:
-    """What the paper leaves unstated, varied."""
+    """Varies the encoder tokens and the recomputation, which the paper does not state."""
     header = ["encoder tokens", "recomputation", "encoder alone s", "coarse %", "fine %", "strict %"]
     header += ["over stage0", "over balanced", "over balanced-best"]
     rows = []
     for tokens in SWEEP_TOKENS:
         for recompute in RECOMPUTATION:
-            case = Case(job="strong-3072", preset="paper", tokens=tokens, recompute=recompute)
-            found = stored[case.key]
-            shares = [f"{100 * found['chosen'][share]:.1f}" for share in ("coarse", "fine", "strict")]
-            rows.append([f"{tokens:,}", recompute, f"{found['encoder_s']:.2f}", *shares, *_speedups(found)])
+            case = PaperCase(job="strong-3072", preset="paper", tokens=tokens, recompute=recompute)
+            row = stored[case.key]
+            shares = [f"{100 * row['chosen'][share]:.1f}" for share in ("coarse", "fine", "strict")]
+            rows.append(
+                [
+                    f"{tokens:,}",
+                    recompute,
+                    f"{row['encoder_s']:.2f}",
+                    *shares,
+                    *_speedups(row),
+                ]
+            )
     return markdown(header, rows)
 
 
-def _layout(found: Figures) -> str:
-    return f"{found['layout']}{', adjusted' if found['adjusted'] else ''}"
+def _layout(row: Figures) -> str:
+    return f"{row['layout']}{', adjusted' if row['adjusted'] else ''}"
 
 
-def _steps(found: Figures, *names: str) -> list[str]:
-    """Seconds of systems, then of the plan; a star where a system does not fit in memory."""
-    made = found["systems"]
-    asked = names or ("stage0", "balanced", "balanced-best")
-    steps = [f"{made[name]['step_s']:.2f}{'' if made[name]['fits'] else ' *'}" for name in asked]
-    return [*steps, f"{found['chosen']['step_s']:.2f}"]
+def _steps(row: Figures, *names: str) -> list[str]:
+    """Formats seconds of systems, then of the plan, with a star where a system does not fit in memory."""
+    systems = row["systems"]
+    shown = names or ("stage0", "balanced", "balanced-best")
+    steps = [f"{systems[name]['step_s']:.2f}{'' if systems[name]['fits'] else ' *'}" for name in shown]
+    return [*steps, f"{row['chosen']['step_s']:.2f}"]
 
 
-def _speedups(found: Figures, *names: str) -> list[str]:
-    made = found["systems"]
-    asked = names or ("stage0", "balanced", "balanced-best")
+def _speedups(row: Figures, *names: str) -> list[str]:
+    systems = row["systems"]
+    shown = names or ("stage0", "balanced", "balanced-best")
     return [
-        f"{made[name]['step_s'] / found['chosen']['step_s']:.2f}x{'' if made[name]['fits'] else ' *'}"
-        for name in asked
+        f"{systems[name]['step_s'] / row['chosen']['step_s']:.2f}x{'' if systems[name]['fits'] else ' *'}"
+        for name in shown
     ]
 
 

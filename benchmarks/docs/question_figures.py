@@ -1,4 +1,4 @@
-"""Plays the jobs behind docs/questions.md: every case is one line of a table, as plain figures."""
+"""Computes the figures of docs/questions.md: every case is one line of a table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HEAD_DIM = 128
 
 
 def triple() -> Job:
-    """Three encoders of the paper's before its LLM: `dual-22-11` and ViT-5B, with an image for each."""
+    """Returns the paper's LLM with three encoders: `dual-22-11` and ViT-5B, with an image for each."""
     job, other = find_job("paper/dual-22-11"), find_job("paper/dual-11-5")
     third = replace(other.model.encoders[1], name="vision3")
     names = [*(encoder.name for encoder in job.model.encoders), third.name]
@@ -54,12 +54,12 @@ def triple() -> Job:
 
 
 def omni() -> Job:
-    """Text, images, sound and video: three small encoders before a 32B LLM."""
+    """Returns a 32B LLM with three small encoders: images, sound and video."""
     return _omni("omni-3", ("vision", "audio", "video"))
 
 
 def image_and_sound() -> Job:
-    """The same without video."""
+    """Returns the omni job without video."""
     return _omni("omni-3 without video", ("vision", "audio"))
 
 
@@ -79,12 +79,12 @@ def _omni(name: str, encoders: tuple[str, ...]) -> Job:
 
 
 def vit_3b_gpt_11b() -> Job:
-    """The paper's small job, with a pipeline."""
+    """Returns the paper's small job, with a pipeline."""
     return replace(find_job("paper/small-a100", layouts=["llm=pp4,tp2"]), name="ViT-3B + GPT-11B")
 
 
 def vit_6b_gpt_11b() -> Job:
-    """InternViT-6B in place of ViT-3B, on twice the GPUs with twice the batch."""
+    """Returns InternViT-6B in place of ViT-3B, on twice the GPUs with twice the batch."""
     job = vit_3b_gpt_11b().replace(gpus=16, sequences_per_step=32)
     projector = job.model.encoders[0].projector
     encoder = replace(
@@ -94,7 +94,7 @@ def vit_6b_gpt_11b() -> Job:
 
 
 def vit_11b_gpt_33b() -> Job:
-    """The paper's job A with a GPT of 33B parameters, made by hand: GPT-11B's shape, wider and less deep."""
+    """Returns the paper's job A with a synthetic GPT of 33B parameters: GPT-11B, wider and less deep."""
     job, gpt = find_job("paper/A"), find_job("paper/small-a100").model.llm
     hidden, layers = 6144, 72
     attention = replace(gpt.stack.attention, heads=hidden // HEAD_DIM, kv_heads=hidden // HEAD_DIM)
@@ -112,7 +112,7 @@ def vit_11b_gpt_33b() -> Job:
 
 
 def swept(ratio: float, tokens: int) -> Job:
-    """GPT-175B on 512 GPUs with an encoder of `ratio` times its parameters and `tokens` tokens a sequence."""
+    """Returns GPT-175B with an encoder of `ratio` times its size and `tokens` tokens a sequence."""
     job = find_job("paper/D")
     encoder = sized(job.model.encoders[0], ratio * job.model.llm.parameters())
     llm = replace(job.model.llm, positions=SWEEP_SEQUENCE)
@@ -125,20 +125,20 @@ def swept(ratio: float, tokens: int) -> Job:
 
 
 def sized(encoder: Encoder, parameters: float) -> Encoder:
-    """The encoder with the width (eight heads at a time) and depth whose parameters come closest."""
-    stack, found = encoder.stack, []
+    """Returns the encoder with the width, in steps of eight heads, and depth closest to `parameters`."""
+    stack, encoders = encoder.stack, []
     for layers in DEPTHS:
         for heads in range(8, 161, 8):
             hidden = heads * HEAD_DIM
             attention = replace(stack.attention, heads=heads, kv_heads=heads)
             mlp = replace(stack.mlp, width=4 * hidden)
-            made = replace(stack, hidden=hidden, layers=layers, attention=attention, mlp=mlp)
-            found.append(replace(encoder, stack=made))
-    return min(found, key=lambda each: abs(each.parameters() / parameters - 1))
+            resized = replace(stack, hidden=hidden, layers=layers, attention=attention, mlp=mlp)
+            encoders.append(replace(encoder, stack=resized))
+    return min(encoders, key=lambda resized: abs(resized.parameters() / parameters - 1))
 
 
 def with_capacity(context: PlanningContext, gigabytes: float) -> PlanningContext:
-    """As if every GPU had so much memory."""
+    """Returns the context with so much memory on every GPU."""
     free = context.job.cluster.gpu.memory_bytes - gigabytes * 1e9
     return replace(context, kept_free_bytes=free)
 
@@ -148,7 +148,7 @@ def _with_modules(job: Job, name: str, encoder: Encoder, llm: Llm) -> Job:
 
 
 def _with_items(job: Job, items: dict[str, tuple[int, ...]]) -> Job:
-    """Every sequence with these images, and text up to its length."""
+    """Fills every sequence with these images, and text up to its length."""
     text = job.workload.sequence_tokens - sum(map(sum, items.values()))
     sequence = PackedSequence(text=text, items=tuple(items.items()))
     return replace(job, workload=replace(job.workload, sequences=(sequence,)))
@@ -179,7 +179,7 @@ WEAK: dict[str, Callable[[], Job]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class QuestionCase:
     """One job under one set of assumptions, for one question."""
 
     part: str
@@ -192,7 +192,7 @@ class Case:
         return f"{self.part} {self.name} {self.preset}"
 
 
-def all_cases() -> Iterator[Case]:
+def all_cases() -> Iterator[QuestionCase]:
     """Yields every case of every table, in the order of the stored figures."""
     for name in MULTI:
         yield _case("encoders", name, "default", several_encoders)
@@ -210,19 +210,19 @@ def all_cases() -> Iterator[Case]:
         yield _case("roomy", name, "default", roomy_point)
 
 
-def _case(part: str, name: str, preset_name: str, make: Callable[[str, str], Figures]) -> Case:
-    return Case(part=part, name=name, preset=preset_name, make=lambda: make(name, preset_name))
+def _case(part: str, name: str, preset_name: str, make: Callable[[str, str], Figures]) -> QuestionCase:
+    return QuestionCase(part=part, name=name, preset=preset_name, make=lambda: make(name, preset_name))
 
 
 # ------------------------------------------------------------------------ several encoders
 
 
 def several_encoders(name: str, assumed: str) -> Figures:
-    """All systems; and ours with one layout for all encoders, where it took several."""
+    """Compares all systems; and ours with one layout for all encoders, where it chose several."""
     job = MULTI[name]()
-    found = compare_systems(job, names=ALL, assumptions=assumed)
-    figures = _systems(found)
-    ours = found.systems.get("optimus")
+    comparison = compare_systems(job, names=ALL, assumptions=assumed)
+    figures = _systems(comparison)
+    ours = comparison.systems.get("optimus")
     if ours is None or ours.search_result is None:
         return figures
     layouts = set(_encoder_layouts(ours).values())
@@ -233,13 +233,13 @@ def several_encoders(name: str, assumed: str) -> Figures:
             for name in sorted(layouts | {str(ours.search_result.tried[0].layout)})
             if name in tried
         ]
-        made = [each.systems["optimus"] for each in alike if "optimus" in each.systems]
-        figures["systems"]["optimus, one layout"] = _system(min(made, key=lambda system: system.step_s))
+        ours_alike = [each.systems["optimus"] for each in alike if "optimus" in each.systems]
+        figures["systems"]["optimus, one layout"] = _system(min(ours_alike, key=lambda system: system.step_s))
     return figures
 
 
 def _alike(job: Job, layout: Layout) -> Job:
-    """With this layout stated for all encoders."""
+    """States this layout for all encoders."""
     stated = LayoutChoice(dp=layout.dp, pp=layout.pp, tp=layout.tp)
     modules = {encoder.name: stated for encoder in job.model.encoders}
     return replace(job, layout=replace(job.layout, modules={**job.layout.modules, **modules}))
@@ -249,58 +249,58 @@ def _alike(job: Job, layout: Layout) -> Job:
 
 
 def peaks(name: str, assumed: str) -> Figures:
-    """Every system as it is planned where a GPU has all its memory."""
+    """Plans every system with all memory of a GPU."""
     return _systems(compare_systems((SIZES | WEAK)[name](), names=ALL, assumptions=assumed))
 
 
 def at_capacities(name: str, assumed: str) -> Figures:
-    """Every system at its best on GPUs with less and less memory."""
+    """Plans every system on GPUs with less and less memory."""
     context, _ = decide_context(SIZES[name](), preset(assumed))
-    found: Figures = {}
+    figures: Figures = {}
     for gigabytes in CAPACITIES:
         pipelines = LlmPipelines(with_capacity(context, gigabytes))
-        made = {}
+        planned = {}
         for system in ("optimus", *SIMPLER, "stage0"):
             try:
-                made[system] = _system(load_system(system).simulate(pipelines))
+                planned[system] = _system(load_system(system).simulate(pipelines))
             except DoesNotFit:
                 continue
-        found[str(gigabytes)] = {system: value for system, value in made.items() if value["fits"]}
-    return found
+        figures[str(gigabytes)] = {system: value for system, value in planned.items() if value["fits"]}
+    return figures
 
 
 # ------------------------------------------------------------------------ bubbles by cause
 
 
 def bubbles(name: str, assumed: str) -> Figures:
-    """Seconds of a mean GPU by what they go to, of the LLM alone and with encoders in its bubbles."""
+    """Breaks down the step of the mean GPU, of the LLM alone and with encoders in its bubbles."""
     job = find_job("paper/strong-3072").replace(gpus=int(name))
-    found = compare_systems(job, names=["optimus", "balanced-best"], assumptions=assumed)
-    ours = found.systems["optimus"]
+    comparison = compare_systems(job, names=["optimus", "balanced-best"], assumptions=assumed)
+    ours = comparison.systems["optimus"]
     assert ours.search_result is not None
     alone = llm_alone(ours.search_result)
-    bounds = find_bounds(found.context, found.floor, found.floor_s)
+    bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
     return {
         "before": _seconds(alone.schedule, alone.timeline),
         "after": _seconds(ours.schedule, ours.timeline),
-        "floor_s": rounded(found.floor_s),
+        "floor_s": rounded(comparison.floor_s),
         "bound_s": rounded(bounds.bound_s),
-        "balanced_best_s": rounded(found.systems["balanced-best"].step_s),
+        "balanced_best_s": rounded(comparison.systems["balanced-best"].step_s),
         "placed": {k: rounded(v) for k, v in ours.search_result.filled.plan.claims.encoder_s.items()},
         "microbatches": ours.search_result.llm.microbatches,
         "how": ours.how,
     }
 
 
-def llm_alone(found: SearchResult) -> Lowered:
-    """The LLM of a plan as the plan plays it, without encoders: the same order, phases and traffic."""
-    plan = found.filled.plan
+def llm_alone(result: SearchResult) -> Lowered:
+    """Returns the LLM of a plan without encoders, with the same order, phases and traffic."""
+    plan = result.filled.plan
     alone = replace(plan, modules={LLM: plan.modules[LLM]})
-    return lower(alone, LlmTimeline(plan, found.llm.order)._orders)
+    return lower(alone, LlmTimeline(plan, result.llm.order)._orders)
 
 
 def _seconds(schedule: Schedule, timeline: Timeline) -> Figures:
-    """The step of the mean GPU: compute of the LLM, of encoders, the optimizer, and bubbles by cause."""
+    """Returns seconds of the mean GPU: compute of the LLM, of encoders, the optimizer, bubbles by cause."""
     spent = timeline.finish_s - timeline.start_s
     compute = schedule.lane == Lane.COMPUTE
     finish = compute & (schedule.kind == OpKind.OPTIMIZER)
@@ -318,21 +318,21 @@ def _seconds(schedule: Schedule, timeline: Timeline) -> Figures:
 
 
 def sweep_point(name: str, assumed: str) -> Figures:
-    """One size of encoder and of images."""
+    """Compares systems at one size of encoder and of images."""
     ratio, tokens = name.split()
     job = swept(float(ratio), int(tokens))
-    found = compare_systems(job, names=("optimus", *SIMPLER), assumptions=assumed)
+    comparison = compare_systems(job, names=("optimus", *SIMPLER), assumptions=assumed)
     encoder = job.model.encoders[0]
-    bounds = find_bounds(found.context, found.floor, found.floor_s)
+    bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
     return {
-        **_systems(found),
+        **_systems(comparison),
         "ratio": rounded(encoder.parameters() / job.model.llm.parameters()),
-        "work_share": rounded(bounds.encoder_s / found.floor_s),
+        "work_share": rounded(bounds.encoder_s / comparison.floor_s),
     }
 
 
 def roomy_point(name: str, assumed: str) -> Figures:
-    """The same point on GPUs that differ in nothing but their memory."""
+    """Compares systems at the same point, on GPUs with more memory."""
     ratio, tokens = name.split()
     job = swept(float(ratio), int(tokens))
     gpu = replace(job.cluster.gpu, memory_bytes=ROOMY_GB * 1e9)
@@ -343,13 +343,13 @@ def roomy_point(name: str, assumed: str) -> Figures:
 # ------------------------------------------------------------------------ shared
 
 
-def _systems(found: Comparison) -> Figures:
-    bounds = find_bounds(found.context, found.floor, found.floor_s)
+def _systems(comparison: Comparison) -> Figures:
+    bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
     return {
-        "floor_s": rounded(found.floor_s),
+        "floor_s": rounded(comparison.floor_s),
         "bound_s": rounded(bounds.bound_s),
-        "systems": {name: _system(system) for name, system in found.systems.items()},
-        "missing": found.missing,
+        "systems": {name: _system(system) for name, system in comparison.systems.items()},
+        "missing": comparison.missing,
     }
 
 
@@ -375,12 +375,12 @@ def _encoder_layouts(system: SimulatedSystem) -> dict[str, str]:
     return {name: str(module.layout) for name, module in system.search_result.filled.plan.encoders.items()}
 
 
-def simpler(found: Figures) -> tuple[str, Figures]:
-    """The fastest that fits and fills no bubbles."""
-    fitting = {name: found["systems"][name] for name in SIMPLER if name in found["systems"]}
+def simpler(point: Figures) -> tuple[str, Figures]:
+    """Returns the fastest system that fits and fills no bubbles."""
+    fitting = {name: point["systems"][name] for name in SIMPLER if name in point["systems"]}
     return min(fitting.items(), key=lambda pair: (not pair[1]["fits"], pair[1]["step_s"]))
 
 
-def gain(found: Figures) -> float:
-    """Time of the best simpler system over ours, less one."""
-    return float(simpler(found)[1]["step_s"] / found["systems"]["optimus"]["step_s"] - 1)
+def gain(point: Figures) -> float:
+    """Returns the step of the best simpler system over ours, less one."""
+    return float(simpler(point)[1]["step_s"] / point["systems"]["optimus"]["step_s"] - 1)

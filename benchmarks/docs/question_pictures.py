@@ -19,21 +19,21 @@ GREY = "#ededed"
 BARS = {"optimus": OURS, "paper": "#56b4e9", "balanced-best": SIMPLER, "three-phase": "#cc79a7"}
 
 
-def regime(found: Figures) -> str:
-    """Where a point of the sweep belongs."""
-    if "optimus" not in found["systems"]:
+def regime(point: Figures) -> str:
+    """Returns the regime of a point of the sweep."""
+    if "optimus" not in point["systems"]:
         return REGIMES[3]
-    gained = round(gain(found), 3)  # as it is shown
+    gained = round(gain(point), 3)  # as it is shown
     if gained >= MATTERS:
         return REGIMES[0]
     return REGIMES[1] if gained > -MATTERS else REGIMES[2]
 
 
 def sweep_map(stored: Figures) -> str:
-    """Gain of filling, and the memory it takes, by size of encoder and of images."""
+    """Draws the gain of filling, and its memory, by size of encoder and of images."""
     points = {(r, t): stored[f"sweep {r:g} {t} default"] for r in RATIOS for t in TOKENS}
-    count = {name: sum(regime(found) == name for found in points.values()) for name in REGIMES}
-    most = max(gain(found) for found in points.values() if "optimus" in found["systems"])
+    count = {name: sum(regime(point) == name for point in points.values()) for name in REGIMES}
+    most = max(gain(point) for point in points.values() if "optimus" in point["systems"])
     title = (
         f"Filling wins at {count[REGIMES[0]]} of {len(points)} points, by up to {100 * most:.0f} %; "
         f"a simpler system at {count[REGIMES[2]]}; at {count[REGIMES[1]]} neither matters"
@@ -56,7 +56,7 @@ SIDE, HIGH = 62, 54
 
 
 def _cells(points: dict[tuple[float, int], Figures], left: int, draw: Cell) -> Iterator[str]:
-    """A map: encoders become larger to the right, images upwards."""
+    """Draws a map: encoders become larger to the right, images upwards."""
     for column, ratio in enumerate(RATIOS):
         for row, tokens in enumerate(reversed(TOKENS)):
             words, below, colour = draw(points[ratio, tokens])
@@ -73,34 +73,34 @@ def _cells(points: dict[tuple[float, int], Figures], left: int, draw: Cell) -> I
     yield svg_text(left - 6, 78, "tokens", size=12, anchor="end", colour=FAINT)
 
 
-def _gain_cell(found: Figures) -> tuple[str, str, str]:
-    name = simpler(found)[0][0]
-    if "optimus" not in found["systems"]:
+def _gain_cell(point: Figures) -> tuple[str, str, str]:
+    name = simpler(point)[0][0]
+    if "optimus" not in point["systems"]:
         return "no room", name, mixed(SIMPLER, 1.0)
-    gained = round(gain(found), 3) + 0.0  # never -0.0
+    gained = round(gain(point), 3) + 0.0  # never -0.0
     strength = min(1.0, abs(gained) / STRONGEST)
     colour = GREY if abs(gained) < MATTERS else mixed(OURS if gained > 0 else SIMPLER, 0.25 + 0.75 * strength)
     return f"{100 * gained:+.1f}", name, colour
 
 
-def _memory_cell(found: Figures) -> tuple[str, str, str]:
-    other = simpler(found)[1]["peak_gb"]
-    if "optimus" not in found["systems"]:
+def _memory_cell(point: Figures) -> tuple[str, str, str]:
+    other = simpler(point)[1]["peak_gb"]
+    if "optimus" not in point["systems"]:
         return "no room", f"{other:.0f}", GREY
-    ours = found["systems"]["optimus"]["peak_gb"]
+    ours = point["systems"]["optimus"]["peak_gb"]
     more = ours - other
     colour = mixed(SIMPLER if more > 0 else OURS, min(1.0, abs(more) / 30))
     return f"{round(more):+d}", f"{ours:.0f} / {other:.0f}", colour
 
 
 def mixed(colour: str, strength: float) -> str:
-    """A colour on white paper; light enough for words on it."""
+    """Returns a colour light enough for text on it."""
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - 0.75 * strength * (255 - part)):02x}" for part in parts)
 
 
 def bubble_bars(stored: Figures) -> str:
-    """Where a step goes before and after filling, at three sizes of cluster."""
+    """Draws the breakdown of a step before and after filling, at three sizes of cluster."""
     cases = {(p, gpus): stored[f"bubbles {gpus} {p}"] for p in ("default", "paper") for gpus in STRONG}
     shares = {p: [_used(cases[p, gpus]) for gpus in STRONG] for p in ("default", "paper")}
     first, second = (f"{100 * min(s):.0f} to {100 * max(s):.0f} %" for s in shares.values())
@@ -124,7 +124,7 @@ def bubble_bars(stored: Figures) -> str:
 
 
 def _used(case: Figures) -> float:
-    """Share of the idle time of the LLM alone that is gone with encoders."""
+    """Returns the share of the LLM's idle time that encoders use."""
     idle = [sum(case[w][part] for part in CAUSES) for w in ("before", "after")]
     return float((idle[0] - idle[1]) / idle[0])
 
@@ -139,9 +139,9 @@ def _bar(seconds: Figures, y: int, longest_s: float) -> Iterator[str]:
 
 
 def encoder_bars(stored: Figures) -> str:
-    """Systems of jobs with several encoders, over the floor."""
+    """Draws systems of jobs with several encoders, over the floor."""
     cases = {name: stored[f"encoders {name} default"] for name in MULTI}
-    over = {name: {s: made["step_s"] / case["floor_s"] for s, made in case["systems"].items()}
+    over = {name: {s: system["step_s"] / case["floor_s"] for s, system in case["systems"].items()}
             for name, case in cases.items()}  # fmt: skip
     first = sum(min(each[s] for s in BARS if s in each) == each.get("optimus") for each in over.values())
     title = f"With several encoders, optimus is the fastest of four systems in {first} of {len(over)} jobs"

@@ -1,7 +1,7 @@
-"""The tables and pictures of docs/questions.md: run this file to compute their figures and write all anew.
+"""Writes the tables and pictures of docs/questions.md, from figures that it computes and stores.
 
-Without words it plays every case (about 20 minutes of one core); with words the cases whose key begins so,
-such as `bubbles` or `sweep 0.5`; with `page` none. What is played is stored at once: it may be stopped.
+Without arguments it computes every case (about 20 minutes of one core); with arguments the cases whose key
+starts with one, such as `bubbles` or `sweep 0.5`; with `page` none. Every case is stored when it is computed.
 """
 
 from __future__ import annotations
@@ -43,38 +43,38 @@ WORK = {"llm": "LLM compute", "encoders": "encoder compute", "optimizer": "optim
 
 
 def encoders(stored: Figures) -> str:
-    """Systems of jobs with two and three encoders."""
+    """Compares systems of jobs with two and three encoders."""
     header = ["job", "system", "step s", "over floor", "peak GB", "layouts of encoders"]
     rows = []
     for name in MULTI:
-        found = stored[f"encoders {name} default"]
-        rows.append([f"`{name}`", "LLM alone (floor)", f"{found['floor_s']:.3f}", "1.000", "", ""])
+        point = stored[f"encoders {name} default"]
+        rows.append([f"`{name}`", "LLM alone (floor)", f"{point['floor_s']:.3f}", "1.000", "", ""])
         for system in ("optimus", "optimus, one layout", "paper", "balanced-best", "three-phase", "fsdp"):
-            if system not in found["systems"]:
-                if system in found["missing"]:
+            if system not in point["systems"]:
+                if system in point["missing"]:
                     rows.append([f"`{name}`", system, "does not fit", "", "", ""])
                 continue
-            made = found["systems"][system]
-            over = f"{made['step_s'] / found['floor_s']:.3f}"
-            row = [f"`{name}`", system, f"{made['step_s']:.3f}", over, _gb(made)]
-            rows.append([*row, _layouts(made)])
+            system_figures = point["systems"][system]
+            over = f"{system_figures['step_s'] / point['floor_s']:.3f}"
+            row = [f"`{name}`", system, f"{system_figures['step_s']:.3f}", over, _gb(system_figures)]
+            rows.append([*row, _layouts(system_figures)])
     return markdown(header, rows)
 
 
-def _layouts(made: Figures) -> str:
-    """Each encoder's, or one for all."""
-    layouts: dict[str, str] = made.get("layouts", {})
+def _layouts(system_figures: Figures) -> str:
+    """Formats the layout of each encoder, or one for all."""
+    layouts: dict[str, str] = system_figures.get("layouts", {})
     if len(set(layouts.values())) == 1:
         return f"all {next(iter(layouts.values()))}"
     return "; ".join(f"{name} {layout}" for name, layout in layouts.items())
 
 
-def _gb(made: Figures) -> str:
-    return f"{made['peak_gb']:.1f}{'' if made['fits'] else ' *'}"
+def _gb(system_figures: Figures) -> str:
+    return f"{system_figures['peak_gb']:.1f}{'' if system_figures['fits'] else ' *'}"
 
 
 def memory(stored: Figures) -> str:
-    """Peaks as planned, and what ours takes over the most frugal baseline that fits."""
+    """Compares planned peaks, and ours with the most frugal baseline that fits."""
     header = ["job", "preset", *(f"{name} GB" for name in ("optimus", "paper", *OTHERS))]
     header += ["optimus over the most frugal", "states", "LLM activations", "encoder activations", "step"]
     rows = []
@@ -94,22 +94,22 @@ def memory(stored: Figures) -> str:
 
 
 def frugal(systems: Figures) -> Figures:
-    """The baseline that fits in least memory."""
+    """Returns the baseline that fits with the least memory."""
     fitting = [systems[name] for name in OTHERS if name in systems and systems[name]["fits"]]
-    found: Figures = min(fitting, key=lambda made: made["peak_gb"])
-    return found
+    least: Figures = min(fitting, key=lambda system: system["peak_gb"])
+    return least
 
 
 def capacity(stored: Figures) -> str:
-    """Steps on GPUs with less memory; the fastest in bold."""
+    """Compares steps on GPUs with less memory; the fastest in bold."""
     systems = ("optimus", *OTHERS)
     rows = []
     for name in SIZES:
-        found = stored[f"capacity {name} default"]
+        point = stored[f"capacity {name} default"]
         for gigabytes in CAPACITIES:
-            made = found[str(gigabytes)]
-            best = min((each["step_s"] for each in made.values()), default=0.0)
-            cells = ["" if s not in made else _bold(made[s]["step_s"], best) for s in systems]
+            planned = point[str(gigabytes)]
+            best = min((system["step_s"] for system in planned.values()), default=0.0)
+            cells = ["" if s not in planned else _bold(planned[s]["step_s"], best) for s in systems]
             rows.append([name, str(gigabytes), *cells])
     return markdown(["job", "GB of a GPU", *(f"{system} s" for system in systems)], rows)
 
@@ -119,7 +119,7 @@ def _bold(step_s: float, best_s: float) -> str:
 
 
 def bubbles(stored: Figures) -> str:
-    """Where the mean GPU's step goes, before and after encoders are put into it."""
+    """Breaks down the step of the mean GPU, without encoders and with them."""
     header = ["preset", "seconds of a GPU"]
     header += [f"{gpus}: {word}" for gpus in STRONG for word in ("LLM alone", "with encoders", "change")]
     rows = []
@@ -140,7 +140,7 @@ def bubbles(stored: Figures) -> str:
 
 
 def used(stored: Figures) -> str:
-    """Of the encoders' compute: what the idle time took in, and what the step shows."""
+    """Shows how much of the encoders' compute idle time takes in, and how much longer the step is."""
     header = ["preset", "GPUs", "microbatches", "idle before", "encoder compute", "less idle", "slower LLM"]
     header += ["step longer by", "idle time used", "over floor", "balanced-best over floor"]
     rows = []
@@ -165,21 +165,21 @@ def used(stored: Figures) -> str:
 
 
 def sweep(stored: Figures) -> str:
-    """Gain of filling, by size of encoder and of images; who is next, and both over the floor."""
+    """Shows the gain of filling by size of encoder and images, and steps over the floor."""
     header = ["encoder tokens", *(f"{ratio:g} of the LLM" for ratio in RATIOS)]
     rows = []
     for tokens in TOKENS:
         cells = []
         for ratio in RATIOS:
-            found = stored[f"sweep {ratio:g} {tokens} default"]
-            name, other = simpler(found)
-            floor_s = found["floor_s"]
+            point = stored[f"sweep {ratio:g} {tokens} default"]
+            name, other = simpler(point)
+            floor_s = point["floor_s"]
             theirs = f"{other['step_s'] / floor_s:.3f} {SHORT[name]}"
-            ours = found["systems"].get("optimus")
+            ours = point["systems"].get("optimus")
             cells.append(
                 f"does not fit (- / {theirs})"
                 if ours is None
-                else f"{round(100 * gain(found), 1) + 0.0:+.1f} % ({ours['step_s'] / floor_s:.3f} / {theirs})"
+                else f"{round(100 * gain(point), 1) + 0.0:+.1f} % ({ours['step_s'] / floor_s:.3f} / {theirs})"
             )
         rows.append([f"{tokens:,}", *cells])
     return markdown(header, rows)
@@ -189,29 +189,29 @@ SHORT = {"balanced-best": "b", "three-phase": "t", "fsdp": "f"}
 
 
 def sweep_memory(stored: Figures) -> str:
-    """Peaks of ours and of the best simpler system."""
+    """Compares peaks of ours and of the best simpler system."""
     rows = []
     for tokens in TOKENS:
         cells = []
         for ratio in RATIOS:
-            found = stored[f"sweep {ratio:g} {tokens} default"]
-            ours = found["systems"].get("optimus")
-            cells.append(f"{'-' if ours is None else _gb(ours)} / {_gb(simpler(found)[1])}")
+            point = stored[f"sweep {ratio:g} {tokens} default"]
+            ours = point["systems"].get("optimus")
+            cells.append(f"{'-' if ours is None else _gb(ours)} / {_gb(simpler(point)[1])}")
         rows.append([f"{tokens:,}", *cells])
     return markdown(["encoder tokens", *(f"{ratio:g} of the LLM" for ratio in RATIOS)], rows)
 
 
 def roomy(stored: Figures) -> str:
-    """Gain at points where memory decides, and with more of it."""
+    """Shows the gain at points where memory decides, and with more memory."""
     header = ["encoder", "encoder tokens", "GB of a GPU", "optimus s", "best simpler s", "gain", "peaks GB"]
     rows = []
     for name in ROOMY:
         for part, gigabytes in (("sweep", CAPACITIES[0]), ("roomy", ROOMY_GB)):
-            found = stored[f"{part} {name} default"]
-            ours, (other, theirs) = found["systems"]["optimus"], simpler(found)
+            point = stored[f"{part} {name} default"]
+            ours, (other, theirs) = point["systems"]["optimus"], simpler(point)
             ratio, tokens = name.split()
             row = [f"{ratio} of the LLM", f"{int(tokens):,}", str(gigabytes), f"{ours['step_s']:.3f}"]
-            row += [f"{theirs['step_s']:.3f} {SHORT[other]}", f"{100 * gain(found):+.1f} %"]
+            row += [f"{theirs['step_s']:.3f} {SHORT[other]}", f"{100 * gain(point):+.1f} %"]
             rows.append([*row, f"{ours['peak_gb']:.1f} / {theirs['peak_gb']:.1f}"])
     return markdown(header, rows)
 
@@ -238,13 +238,12 @@ def read_stored() -> Figures:
     return read_figures(STORED)
 
 
-def _play(asked: list[str]) -> None:
-    """Plays the cases that were asked for, and says how far it is."""
-    cases = [case for case in all_cases() if not asked or any(case.key.startswith(word) for word in asked)]
+def _compute(prefixes: list[str]) -> None:
+    """Computes the cases whose key starts with a prefix, and reports progress."""
+    cases = [case for case in all_cases() if not prefixes or case.key.startswith(tuple(prefixes))]
     for place, case in enumerate(cases):
         begin = time.process_time()
-        played = case.make()
-        stored = {**read_stored(), case.key: played}
+        stored = {**read_stored(), case.key: case.make()}
         known = {each.key: stored[each.key] for each in all_cases() if each.key in stored}
         store_figures(STORED, known)
         seconds = time.process_time() - begin
@@ -253,7 +252,7 @@ def _play(asked: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["page"]:
-        _play(sys.argv[1:])
+        _compute(sys.argv[1:])
     PAGE.write_text(fill(PAGE.read_text(), read_stored()))
     for file, draw in PICTURES.items():
         (DOCS / "images" / file).write_text(draw(read_stored()), encoding="utf-8", newline="\n")

@@ -1,4 +1,4 @@
-"""How long planning takes: the table of docs/scheduler.md and its picture. Run this file to make them anew.
+"""Measures the time of planning, and writes its table and picture of docs/scheduler.md.
 
 Each case is planned in a process of its own, with all systems, by one core with a warm compile cache; the CPU
 seconds of the whole process count, the least of `REPEATS`. On a quiet machine this takes about ten minutes.
@@ -39,7 +39,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 400, 70, 180, 60, 50
 
 
 def job_of(case: str) -> Job:
-    """A case by its name: a catalog job, or one of its size with something changed."""
+    """Returns the job of a case: a catalog job, or one with a size changed."""
     if case.startswith("paper/"):
         return find_job(case)
     if case.startswith("qwen"):
@@ -51,7 +51,7 @@ def job_of(case: str) -> Job:
 
 
 def grown(*, gpus: int = 3072, stages: int = 8, microbatches: int = 16) -> Job:
-    """ViT-22B and GPT-175B, tp 8, two sequences in a microbatch."""
+    """Returns ViT-22B and GPT-175B at tp 8, with two sequences in a microbatch."""
     job = find_job("paper/strong-3072").replace(gpus=gpus)
     sequences = gpus // (8 * stages) * 2 * microbatches
     layout = replace(job.layout, modules={"llm": LayoutChoice(pp=stages, tp=8)})
@@ -59,17 +59,17 @@ def grown(*, gpus: int = 3072, stages: int = 8, microbatches: int = 16) -> Job:
 
 
 def plan_once(case: str) -> None:
-    """In this process: what it took, on standard output."""
+    """Plans in this process, and prints its times."""
     from optimus.planner.planning import make_plan
 
     planned = make_plan(job_of(case))
     used = resource.getrusage(resource.RUSAGE_SELF)
-    found = {"cpu_s": used.ru_utime + used.ru_stime, "wall_s": planned.search_s, "step_s": planned.step_s}
-    sys.stdout.write(json.dumps({**found, "ops": len(planned.system.schedule)}))
+    times = {"cpu_s": used.ru_utime + used.ru_stime, "wall_s": planned.search_s, "step_s": planned.step_s}
+    sys.stdout.write(json.dumps({**times, "ops": len(planned.system.schedule)}))
 
 
 def measured(case: str, repeats: int = REPEATS) -> dict[str, float]:
-    """The least CPU time of several processes."""
+    """Returns the times of the process with the least CPU time."""
     command = [sys.executable, "-m", "benchmarks.docs.search_times", case]
     runs = [
         json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
@@ -89,7 +89,7 @@ def table(times: dict[str, dict[str, float]]) -> str:
 
 
 def picture(times: dict[str, dict[str, float]]) -> str:
-    """CPU seconds against each axis, both logarithmic, every axis from its smallest value to its largest."""
+    """Draws CPU seconds against each axis, both logarithmic."""
     series = {
         name: [(int(case.split()[1]), times[case]["cpu_s"]) for case in cases]
         for name, cases in GROWTH.items()
@@ -117,7 +117,7 @@ def picture(times: dict[str, dict[str, float]]) -> str:
             parts.append(svg_text(LEFT - 8, y(tick) + 4, f"{tick} s", size=12, anchor="end"))
     label_y = -math.inf
     for colour, (name, points) in sorted(
-        zip(COLOURS, series.items(), strict=True), key=lambda each: y(each[1][1][-1][1])
+        zip(COLOURS, series.items(), strict=True), key=lambda axis: y(axis[1][1][-1][1])
     ):
         label_y = max(label_y + LABEL_PITCH, y(points[-1][1]) + 4)
         parts += line(points, colour, y, right)
@@ -126,16 +126,16 @@ def picture(times: dict[str, dict[str, float]]) -> str:
 
 
 def line(points: Sequence[tuple[int, float]], colour: str, y: object, right: int) -> list[str]:
-    """One axis: its points from left to right, each with its value."""
+    """Draws one axis: its points from left to right, each with its value."""
     assert callable(y)
     begin, end = math.log(points[0][0]), math.log(points[-1][0])
     places = [LEFT + 20 + (math.log(v) - begin) / (end - begin) * (right - LEFT - 40) for v, _ in points]
     path = " ".join(f"{x:.1f},{y(seconds):.1f}" for x, (_, seconds) in zip(places, points, strict=True))
-    found = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
+    parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
     for x, (value, seconds) in zip(places, points, strict=True):
-        found.append(f'<circle cx="{x:.1f}" cy="{y(seconds):.1f}" r="3.5" fill="{colour}"/>')
-        found.append(svg_text(x, y(seconds) - 8, f"{value:,}", anchor="middle", size=11, colour=colour))
-    return found
+        parts.append(f'<circle cx="{x:.1f}" cy="{y(seconds):.1f}" r="3.5" fill="{colour}"/>')
+        parts.append(svg_text(x, y(seconds) - 8, f"{value:,}", anchor="middle", size=11, colour=colour))
+    return parts
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/validation.md, computed: run this file to write them anew."""
+"""Computes and writes the tables of docs/validation.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE_1_STEP_S = 5.12
 
 
 def table_1() -> str:
-    """The paper's Table 1 beside ours."""
+    """Compares the paper's Table 1 with ours."""
     header = ["", "step s", "DP gather", "DP reduce", "PP warm-up", "PP cool-down", "PP other", "TP", "sum"]
     rows = [["paper, Table 1", f"{TABLE_1_STEP_S}", *(f"{v:.1f}" for v in TABLE_1.values())]]
     rows[0].append(f"{sum(TABLE_1.values()):.1f}")
@@ -41,18 +41,18 @@ def table_1() -> str:
 
 
 def kernels() -> str:
-    """Times the paper states of single layers and collectives."""
+    """Compares times of single layers and collectives that the paper states."""
     vit, gpt = layer_shape("vision", tokens=4096, span=2048), layer_shape("llm", tokens=4096, span=2048)
     both = [*forward(gpt), *backward(gpt, weights=True)]
     collectives = [kernel.duration_s for kernel in both if kernel.lane == Lane.TP]
-    found = {
+    times = {
         "ViT-22B layer, forward": (1.4, 1e3 * makespan_s(forward(vit)), "ms"),
         "ViT-22B layer, backward": (2.0, 1e3 * makespan_s(backward(vit, weights=True)), "ms"),
         "TP bubble of GPT-175B, mean": (300.0, 1e6 * sum(collectives) / len(collectives), "us"),
     }
     rows = [
         [name, f"{theirs:g} {unit}", f"{ours:.3g} {unit}", f"{100 * (ours / theirs - 1):+.1f} %"]
-        for name, (theirs, ours, unit) in found.items()
+        for name, (theirs, ours, unit) in times.items()
     ]
     return markdown(["", "paper", "ours", "difference"], rows)
 
@@ -60,12 +60,12 @@ def kernels() -> str:
 def layer_shape(
     module: str, *, tokens: float, span: float, tp: int = 8, assumptions: Assumptions | None = None
 ) -> LayerShape:
-    """The first layer of a module of paper/strong-3072, for `tokens` tokens in spans of `span`."""
+    """Returns the first layer of a module of paper/strong-3072, for `tokens` tokens in spans of `span`."""
     job = find_job("paper/strong-3072")
-    found = next(m for m in job.model.modules if m.name == module)
+    chosen = next(m for m in job.model.modules if m.name == module)
     return LayerShape(
         module=module,
-        stack=found.stack,
+        stack=chosen.stack,
         layer=0,
         load=Load(tokens=tokens, squares=tokens * span),
         layout=Layout(dp=48, pp=8, tp=tp),
@@ -74,7 +74,7 @@ def layer_shape(
 
 
 def makespan_s(kernels: list[Kernel]) -> float:
-    """A layer played alone."""
+    """Returns the seconds of a layer simulated alone."""
     builder = Builder(["m"], 1)
     builder.add(concatenate([(kernels, 0)], OpKind.FORWARD), device=0)
     return evaluate(builder.build()).step_s
@@ -84,7 +84,7 @@ TABLES = {"table-1": table_1, "kernels": kernels}
 
 
 def fill(page: str) -> str:
-    """The page with every table between its markers computed."""
+    """Returns the page with every table computed."""
     return fill_tables(page, {name: make() for name, make in TABLES.items()})
 
 
