@@ -327,23 +327,23 @@ WINDOWED = [
 ]
 
 
-def _divided(name: str, **given: Any) -> Case:
+def _tp(name: str, **given: Any) -> Case:
     return Case(name=f"tp: {name}", **given)
 
 
-DIVIDED = [
-    _divided("two", ranks=2, pp=1, tp=2, encoders=((1, 2),)),
-    _divided("two, encoder too", ranks=2, pp=1, tp=2, encoders=((1, 1, 2),), segments=True),
-    _divided("two stages", ranks=4, pp=2, tp=2, encoders=((1, 2),), tied=True),
-    _divided("two stages, no slots", ranks=4, pp=2, tp=2, encoders=((1, 2),), tied=True, slots=False),
-    _divided("two stages, encoder too", ranks=4, pp=2, tp=2, encoders=((2, 1, 2),), dropout=True),
-    _divided("two replicas", ranks=4, pp=1, tp=2, encoders=((1, 2),), images="rare", sequences=2),
-    _divided("one piece for unequal blocks", ranks=4, pp=2, tp=2, encoders=((1, 1),), microbatches=8),
-    _divided("zero-bubble", ranks=4, pp=2, tp=2, encoders=((1, 2),), order="zero-bubble", plain=True),
-    _divided("full", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), recompute="full", dropout=True),
-    _divided("full, split", ranks=4, pp=2, tp=2, recompute="full", order="zero-bubble", encoders=((1, 2),)),
-    _divided("selective", ranks=4, pp=2, tp=2, encoders=((1, 2),), recompute="selective", plain=True),
-    _divided(
+TP = [
+    _tp("two", ranks=2, pp=1, tp=2, encoders=((1, 2),)),
+    _tp("two, encoder too", ranks=2, pp=1, tp=2, encoders=((1, 1, 2),), segments=True),
+    _tp("two stages", ranks=4, pp=2, tp=2, encoders=((1, 2),), tied=True),
+    _tp("two stages, no slots", ranks=4, pp=2, tp=2, encoders=((1, 2),), tied=True, slots=False),
+    _tp("two stages, encoder too", ranks=4, pp=2, tp=2, encoders=((2, 1, 2),), dropout=True),
+    _tp("two replicas", ranks=4, pp=1, tp=2, encoders=((1, 2),), images="rare", sequences=2),
+    _tp("one piece for unequal blocks", ranks=4, pp=2, tp=2, encoders=((1, 1),), microbatches=8),
+    _tp("zero-bubble", ranks=4, pp=2, tp=2, encoders=((1, 2),), order="zero-bubble", plain=True),
+    _tp("full", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), recompute="full", dropout=True),
+    _tp("full, split", ranks=4, pp=2, tp=2, recompute="full", order="zero-bubble", encoders=((1, 2),)),
+    _tp("selective", ranks=4, pp=2, tp=2, encoders=((1, 2),), recompute="selective", plain=True),
+    _tp(
         "selective, split",
         ranks=4,
         pp=2,
@@ -352,20 +352,18 @@ DIVIDED = [
         recompute="selective",
         order="zero-bubble",
     ),
-    _divided(
-        "attention again", ranks=4, pp=2, tp=2, encoders=((1, 2),), recompute="selective", preset="paper"
-    ),
-    _divided("all exposed", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), preset="paper", split=False),
-    _divided("four", ranks=4, pp=1, tp=4, encoders=((1, 2, 2),), tied=True, dropout=True),
-    _divided("four, no slots", ranks=4, pp=1, tp=4, encoders=((1, 4),), slots=False),
-    _divided("odd numbers", ranks=4, pp=1, tp=4, encoders=((1, 2, 2),), odd=True, plain=True),
-    _divided("two encoders", ranks=4, pp=2, tp=2, encoders=((1, 2), (2, 1, 2))),
-    _divided("frozen encoder", ranks=4, pp=2, tp=2, encoders=((1, 2),), frozen=("vision",)),
-    _divided("frozen trunk", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), frozen_trunk=("vision",)),
-    _divided("frozen llm", ranks=4, pp=2, tp=2, encoders=((1, 2),), frozen_llm=True),
-    _divided("interleaved", ranks=4, pp=2, tp=2, encoders=((1, 2),), chunks=2, order="interleaved"),
-    _divided("windows and sections", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), windows=True, sections=True),
-    _divided(
+    _tp("attention again", ranks=4, pp=2, tp=2, encoders=((1, 2),), recompute="selective", preset="paper"),
+    _tp("all exposed", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), preset="paper", split=False),
+    _tp("four", ranks=4, pp=1, tp=4, encoders=((1, 2, 2),), tied=True, dropout=True),
+    _tp("four, no slots", ranks=4, pp=1, tp=4, encoders=((1, 4),), slots=False),
+    _tp("odd numbers", ranks=4, pp=1, tp=4, encoders=((1, 2, 2),), odd=True, plain=True),
+    _tp("two encoders", ranks=4, pp=2, tp=2, encoders=((1, 2), (2, 1, 2))),
+    _tp("frozen encoder", ranks=4, pp=2, tp=2, encoders=((1, 2),), frozen=("vision",)),
+    _tp("frozen trunk", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), frozen_trunk=("vision",)),
+    _tp("frozen llm", ranks=4, pp=2, tp=2, encoders=((1, 2),), frozen_llm=True),
+    _tp("interleaved", ranks=4, pp=2, tp=2, encoders=((1, 2),), chunks=2, order="interleaved"),
+    _tp("windows and sections", ranks=4, pp=2, tp=2, encoders=((1, 1, 2),), windows=True, sections=True),
+    _tp(
         "eight: pp 2 x tp 2 x dp 2, two encoders",
         ranks=8,
         pp=2,
@@ -374,8 +372,8 @@ DIVIDED = [
         images="rare",
         tied=True,
     ),
-    _divided("eight: pp 2 x tp 4", ranks=8, pp=2, tp=4, encoders=((1, 2, 2),), order="zero-bubble", layers=6),
-    _divided(
+    _tp("eight: pp 2 x tp 4", ranks=8, pp=2, tp=4, encoders=((1, 2, 2),), order="zero-bubble", layers=6),
+    _tp(
         "eight: pp 4 x tp 2, interleaved, frozen encoder beside one that learns",
         ranks=8,
         pp=4,
@@ -387,8 +385,8 @@ DIVIDED = [
         encoders=((2, 2), (1, 2)),
         frozen=("audio",),
     ),
-    _divided("eight: tp 4 x dp 2", ranks=8, pp=1, tp=4, encoders=((1, 4),), dropout=True, images="rare"),
-    _divided(
+    _tp("eight: tp 4 x dp 2", ranks=8, pp=1, tp=4, encoders=((1, 4),), dropout=True, images="rare"),
+    _tp(
         "sixteen: pp 4 x tp 2 x dp 2",
         ranks=16,
         pp=4,
@@ -397,7 +395,7 @@ DIVIDED = [
         order="zero-bubble",
         layers=6,
     ),
-    _divided(
+    _tp(
         "sixteen: pp 2 x tp 4 x dp 2",
         ranks=16,
         pp=2,
@@ -406,11 +404,11 @@ DIVIDED = [
         recompute="selective",
         tied=True,
     ),
-    _divided("sixteen: pp 4 x tp 4", ranks=16, pp=4, tp=4, encoders=((1, 4),), recompute="full", slots=False),
+    _tp("sixteen: pp 4 x tp 4", ranks=16, pp=4, tp=4, encoders=((1, 4),), recompute="full", slots=False),
 ]
 # The same with masters in parts on replicas, and gradients clipped: to their norm every number counts once.
-DIVIDED_SHARDED = [
+TP_SHARDED = [
     replace(case, name=f"sharded {case.name}", sharded=True, clip=0.05)
-    for case in DIVIDED
+    for case in TP
     if case.ranks >= 4 and case.slots
 ]

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from divided_bugs import DIVIDED_BUGS
 from engine_bugs import BUGS
-from engine_cases import CASES, DIVIDED, DIVIDED_SHARDED, HALF, SHARDED, Case
+from engine_cases import CASES, HALF, SHARDED, TP, TP_SHARDED, Case
 from one_process import OneProcess
 from sharding_bugs import SHARDING_BUGS
+from tensor_parallel_bugs import TP_BUGS
 from torch import Tensor
 from torch import distributed as dist
 
@@ -80,7 +80,7 @@ class RankRun:
 
     @cached_property
     def splits(self) -> dict[str, ParamSplit]:
-        """How parameters of all ranks are divided, by name."""
+        """Shards of the parameters of all ranks, by name."""
         return {
             name: split
             for module in self.case.job.model.modules
@@ -321,11 +321,11 @@ def play(
 def main(what: str, names: list[str]) -> None:
     """Cases after `what` steps of training; with `bugs` every bug on its case; `bf16` in that type.
 
-    All plain ones if none is named; `sharded` and `divided` are all of those.
+    All plain ones if none is named; `sharded` and `tp` are all of those.
     """
     if what.endswith("bugs"):
-        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *DIVIDED, *DIVIDED_SHARDED)}
-        bugs = {"sharding-bugs": SHARDING_BUGS, "divided-bugs": DIVIDED_BUGS}.get(what, BUGS)
+        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED)}
+        bugs = {"sharding-bugs": SHARDING_BUGS, "tp-bugs": TP_BUGS}.get(what, BUGS)
         for name, (of, plant) in bugs.items():
             if not names or name in names:
                 look = compare_half if by_name[of].dtype != "float64" else compare
@@ -334,7 +334,7 @@ def main(what: str, names: list[str]) -> None:
         return
     look = {"bf16": compare_half, "logs": compare_logs}.get(what, compare)
     steps = {"bf16": 3, "logs": 50}.get(what) or int(what)
-    groups = {"sharded": SHARDED, "divided": DIVIDED, "divided-sharded": DIVIDED_SHARDED}
+    groups = {"sharded": SHARDED, "tp": TP, "tp-sharded": TP_SHARDED}
     if names and names[0] not in groups:
         every = (*CASES, *HALF, *chain.from_iterable(groups.values()))
         cases = [case for case in every if case.name in names]

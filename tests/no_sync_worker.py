@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-from engine_cases import CASES, DIVIDED, SHARDED, Case
+from engine_cases import CASES, SHARDED, TP, Case
 from engine_worker import RankRun, everybody, play
 from host_reads import no_host_reads
 from torch import Tensor
@@ -81,7 +81,7 @@ def work(case: Case, rank: int) -> dict[str, Any]:
 
 def main(what: str, names: list[str]) -> None:
     """The named cases as they are, or with `planted` every plant on the first of them."""
-    cases = [case for case in (*CASES, *SHARDED, *DIVIDED) if case.name in names]
+    cases = [case for case in (*CASES, *SHARDED, *TP) if case.name in names]
     runs: list[tuple[str, Case, Plant]] = [(case.name, case, nullcontext) for case in cases]
     if what == "planted":
         runs = [(name, cases[0], plant) for name, plant in PLANTS.items()]

@@ -1,7 +1,7 @@
-"""The oracle of training: one process, every sample and item for itself, ordinary autograd.
+"""The oracle of training: one process, one sample or item at a time, ordinary autograd.
 
-No bins, no padding, no detached boundaries, no deferred gradients. What it shares with the engine are the
-formulas of layers and positions, which `test_models_reference.py` compares with released implementations.
+No bins, no padding, no detached boundaries, no deferred gradients. It shares with the engine the layers and
+positions, which `test_models_reference.py` compares with released implementations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optimus.models.segment import Segment
 def whole(
     layers: Sequence[Sequence[Segment]], state: tuple[Tensor, ...], context: object
 ) -> tuple[Tensor, ...]:
-    """All layers as one graph."""
+    """Runs all layers as one graph."""
     for segment in chain.from_iterable(layers):
         state = segment(state, context)
     return state
@@ -43,7 +43,7 @@ def loss_scale(samples: Iterable[Sample]) -> float:
 
 
 class OneProcess:
-    """All modules of a model; `numerics` by the module's name."""
+    """All modules of a model in one process; `numerics` are by the module's name."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class OneProcess:
         return self.numerics.get(module.name, NUMERICS)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By global name; also the frozen ones."""
+        """Returns all parameters by global name, frozen ones too."""
         return {
             name: parameter
             for module in self.model.modules
@@ -72,7 +72,7 @@ class OneProcess:
         }
 
     def encode(self, encoder: Encoder, placed: PlacedItem, step: int) -> Tensor:
-        """LLM rows of one item."""
+        """Returns the LLM rows of one item."""
         inputs, context = encoder_inputs(
             encoder,
             [placed],
@@ -86,7 +86,7 @@ class OneProcess:
         return rows
 
     def loss(self, sample: Sample, scale: float, step: int) -> Tensor:
-        """Of one sample; one element."""
+        """Returns the loss of one sample, a tensor of one element."""
         rows, targets = [], []
         for encoder in self.model.encoders:
             items = placed_items(sample, encoder.name)
@@ -109,7 +109,7 @@ class OneProcess:
         return loss
 
     def loss_and_gradients(self, samples: Sequence[Sample], step: int = 0) -> tuple[float, dict[str, Tensor]]:
-        """Of one step over all samples: of every trained parameter, zeros where nothing reached it."""
+        """Returns the loss of a step, and gradients of all trained parameters: zeros where none arrived."""
         parameters = self.parameters()
         for parameter in parameters.values():
             parameter.grad = None
@@ -135,7 +135,7 @@ class OneProcess:
         clip: float = 0.0,
         **adamw: Any,
     ) -> list[float]:
-        """Steps of torch's AdamW over the batches in turn, one each when left out; the losses before each."""
+        """Runs steps of torch's AdamW over the batches in turn, by default one each; returns the losses."""
         trained = [parameter for parameter in self.parameters().values() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, foreach=False, **adamw)
         losses = []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from dry_run_worker import TRAINING
-from engine_cases import DIVIDED, Case
+from engine_cases import TP, Case
 from torch import distributed as dist
 from worker_lines import run_worker
 
@@ -27,7 +27,7 @@ from optimus.models.kernels import KERNELS
 
 ROOT = Path(__file__).parent.parent
 TINY, LARGE = "cpu/tiny-vl", "paper/strong-3072"
-BY_NAME = {case.name: case for case in DIVIDED}
+BY_NAME = {case.name: case for case in TP}
 QUICK = ("tp: selective, split",)
 OTHERS = (
     "tp: two stages", "tp: two stages, encoder too", "tp: two replicas", "tp: zero-bubble", "tp: full",

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from divided_bugs import DIVIDED_BUGS
 from engine_bugs import BUGS
 from engine_cases import CASES
 from sharding_bugs import SHARDING_BUGS
+from tensor_parallel_bugs import TP_BUGS
 from worker_lines import run_worker
 
 LOSS, GRADIENT, LEARNED = 1e-12, 1e-12, 1e-9
@@ -73,7 +73,7 @@ def caught(found: dict[str, Any], check: Callable[[dict[str, Any]], None] = chec
 
 def test_every_bug_finds_what_it_changes() -> None:
     """What was renamed or moved since a bug was written."""
-    for bugs in (BUGS, SHARDING_BUGS, DIVIDED_BUGS):
+    for bugs in (BUGS, SHARDING_BUGS, TP_BUGS):
         for _, plant in bugs.values():
             with plant():
                 pass

@@ -1,4 +1,4 @@
-"""Segmented models against the same as one graph, and the pieces they are made of."""
+"""Segmented chunks against one autograd graph, and the kernels and orders they consist of."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAMES = [*LLMS, *ENCODERS, "frozen trunk", "frozen projector", "frozen llm"]
 
 
 def inputs_of(module: Encoder | Llm, name: str) -> tuple[State, tuple[bool, ...], Any]:
-    """State, needs and context of one microbatch."""
+    """Returns state, which of it needs gradients, and context of one microbatch."""
     if isinstance(module, Encoder):
         inputs, encoder_context = encoder_inputs(module, images(module), 80, seed=1, step=2, dtype=DTYPE)
         return (inputs,), (False,), encoder_context
@@ -65,7 +65,7 @@ def inputs_of(module: Encoder | Llm, name: str) -> tuple[State, tuple[bool, ...]
     return (ids, *rows), (False, True, True), context
 
 
-def play(chunk: SegmentedChunk, kind: OpKind, microbatch: int = 0) -> None:
+def run(chunk: SegmentedChunk, kind: OpKind, microbatch: int = 0) -> None:
     for phase in chunk.phases(kind, microbatch):
         phase.run()
 
@@ -85,12 +85,12 @@ def test_a_segmented_chunk_has_the_gradients_of_one_graph(
     chunk = SegmentedChunk(layers, recompute=recompute)
     for _ in range(2):  # the second adds to the first
         chunk.begin_forward(0, state, needs, context)
-        play(chunk, OpKind.FORWARD)
+        run(chunk, OpKind.FORWARD)
         (output,) = chunk.output(0)
         chunk.begin_backward(0, (gradient_like(output),))
-        play(chunk, OpKind.INPUT_GRAD if split else OpKind.BACKWARD)
+        run(chunk, OpKind.INPUT_GRAD if split else OpKind.BACKWARD)
         found = chunk.input_gradients(0)
-        play(chunk, OpKind.WEIGHT_GRAD)
+        run(chunk, OpKind.WEIGHT_GRAD)
     gradients = {n: p.grad for n, p in parameters_by_name(module, layers).items() if p.grad is not None}
 
     module, layers = build(name)
@@ -110,33 +110,33 @@ def test_a_segmented_chunk_has_the_gradients_of_one_graph(
         assert gradient is None or close(gradient, leaf.grad)
 
 
-def cheap_of(chunk: SegmentedChunk) -> list[Tensor]:
-    """What a chunk has noted to be cheap in the forward of microbatch 0."""
+def recomputable_of(chunk: SegmentedChunk) -> list[Tensor]:
+    """Returns the activations that a chunk marked as recomputable in the forward of microbatch 0."""
     saved = [each for each in chunk._frames[0].saved if each is not None]
     return [tensor for each in saved for tensor, _, _ in each.weight_grads.recomputable]
 
 
-def test_what_is_cheap_is_emptied_behind_a_forward_and_filled_before_the_backward(
+def test_cheap_activations_are_freed_after_a_forward_and_recomputed_before_the_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both norms and the non-linearity of a layer; the numbers are the same bit by bit."""
+    """Both norms and the activation of every layer, recomputed bit for bit."""
     module, layers = build("llama")
     state, needs, context = inputs_of(module, "llama")
     chunk, plain = SegmentedChunk(layers, recompute="cheap"), SegmentedChunk(layers)
     for each in (chunk, plain):
         each.begin_forward(0, state, needs, context)
-        play(each, OpKind.FORWARD)
-    assert not cheap_of(plain)
-    made = cheap_of(chunk)
+        run(each, OpKind.FORWARD)
+    assert not recomputable_of(plain)
+    made = recomputable_of(chunk)
     assert len(made) == 3 * module.stack.layers
     assert not any(tensor.untyped_storage().nbytes() for tensor in made)
     monkeypatch.setattr(WeightGradStore, "free", lambda self: None)
     kept = SegmentedChunk(layers, recompute="cheap")
     kept.begin_forward(0, state, needs, context)
-    play(kept, OpKind.FORWARD)
+    run(kept, OpKind.FORWARD)
     for place in range(len(chunk._segments)):
         chunk._recompute_freed(0, place)
-    assert all(torch.equal(again, first) for again, first in zip(made, cheap_of(kept), strict=True))
+    assert all(torch.equal(again, first) for again, first in zip(made, recomputable_of(kept), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -185,12 +185,12 @@ def test_nothing_reads_values_or_sizes_from_a_device(name: str) -> None:
     chunk.begin_forward(
         0, tuple(tensor.to("meta") for tensor in state), needs, context.map(lambda tensor: tensor.to("meta"))
     )
-    play(chunk, OpKind.FORWARD)
+    run(chunk, OpKind.FORWARD)
     (output,) = chunk.output(0)
     chunk.begin_backward(0, (torch.empty_like(output),))
-    play(chunk, OpKind.INPUT_GRAD)
+    run(chunk, OpKind.INPUT_GRAD)
     chunk.input_gradients(0)
-    play(chunk, OpKind.WEIGHT_GRAD)
+    run(chunk, OpKind.WEIGHT_GRAD)
     assert output.is_meta
 
 

@@ -1,4 +1,4 @@
-"""Layers divided over ranks compute what one process does, with work of encoders in their gaps or without."""
+"""Tensor-parallel plans compute what one process does, with encoder work in their slots or without."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from divided_bugs import DIVIDED_BUGS
 from engine_bugs import BUGS
-from engine_cases import DIVIDED, DIVIDED_SHARDED, Case
+from engine_cases import TP, TP_SHARDED, Case
 from hypothesis import given
 from hypothesis import strategies as st
 from sharding_bugs import SHARDING_BUGS
+from tensor_parallel_bugs import TP_BUGS
 from test_equality import caught, check, check_cases
 from worker_lines import run_worker
 
@@ -33,7 +33,7 @@ QUICK = ("tp: four", "sharded tp: eight: pp 2 x tp 2 x dp 2, two encoders")
 
 @pytest.mark.ci("tensor parallelism")
 @pytest.mark.timeout(240)
-def test_a_few_divided_plans_compute_what_one_process_does() -> None:
+def test_a_few_tensor_parallel_plans_compute_what_one_process_does() -> None:
     assert set(check_cases(2, *QUICK, timeout_s=200)) == set(QUICK)
 
 
@@ -48,23 +48,23 @@ def test_slots_change_no_bit() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize(("group", "cases"), [("divided", DIVIDED), ("divided-sharded", DIVIDED_SHARDED)])
-def test_all_divided_plans_compute_what_one_process_does(group: str, cases: list[Case]) -> None:
+@pytest.mark.parametrize(("group", "cases"), [("tp", TP), ("tp-sharded", TP_SHARDED)])
+def test_all_tensor_parallel_plans_compute_what_one_process_does(group: str, cases: list[Case]) -> None:
     assert len(check_cases(20, group, timeout_s=2300)) == len(cases) >= 16
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_every_planted_bug_is_noticed() -> None:
-    lines = run_worker("engine_worker.py", "divided-bugs", timeout_s=850)
+    lines = run_worker("engine_worker.py", "tp-bugs", timeout_s=850)
     missed = [line["name"] for line in lines if not caught(line)]
-    assert len(lines) == len(DIVIDED_BUGS) >= 15
+    assert len(lines) == len(TP_BUGS) >= 15
     assert not missed
 
 
 def test_every_planted_bug_replaces_something_that_exists() -> None:
     """Renames reach these bugs only as strings, and the tests that run them are heavy."""
-    for _, plant in (*BUGS.values(), *DIVIDED_BUGS.values(), *SHARDING_BUGS.values()):
+    for _, plant in (*BUGS.values(), *TP_BUGS.values(), *SHARDING_BUGS.values()):
         with plant():
             pass
 
@@ -76,19 +76,19 @@ def in_slots(plan: Plan) -> int:
     """Phases of encoders between a launch of the LLM and its wait."""
     found = 0
     for device, program in enumerate(plan.programs):
-        on_their_way = 0
+        in_flight = 0
         for module, kind, chunk, _, place in program.rows[program.kind <= OpKind.WEIGHT_GRAD].tolist():
             name = plan.names[module]
             stage = plan.ranks.stage_of(name, device)
             phase = plan.template_of(name, OpKind(kind), stage, chunk)[place]
             if name == LLM:
-                on_their_way += (phase.kind == OpKind.LAUNCH) - (phase.kind == OpKind.WAIT)
+                in_flight += (phase.kind == OpKind.LAUNCH) - (phase.kind == OpKind.WAIT)
             else:
-                found += on_their_way > 0
+                found += in_flight > 0
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in DIVIDED if case.ranks <= 8], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in TP if case.ranks <= 8], ids=lambda case: case.name)
 def test_plans_fill_slots_unless_told_not_to_and_pass_the_proof(case: Case) -> None:
     assert (in_slots(case.plan) > 0) == case.slots
     assert check_plan(case.plan).ok
@@ -139,7 +139,7 @@ def drawn(kind: OpKind) -> list[str]:
 
 @pytest.mark.parametrize("kind", [OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD])
 def test_the_phases_of_a_layer_are_those_of_the_drawing(kind: OpKind) -> None:
-    llm = DIVIDED[0].job.model.llm
+    llm = TP[0].job.model.llm
     (layer,) = build_layers(
         llm, dtype=torch.bfloat16, device="meta", first=1, end=2, tp_group=TpGroup(size=2)
     )
@@ -170,7 +170,7 @@ def test_parts_make_up_the_whole(blocks: list[tuple[int, int]], size: int, dim: 
 
 
 def test_heads_that_do_not_go_round_are_refused() -> None:
-    case = replace(DIVIDED[0], tp=4)
+    case = replace(TP[0], tp=4)
     llm = case.job.model.llm
     attention = replace(llm.stack.attention, heads=4, kv_heads=2)
     odd = replace(llm, stack=replace(llm.stack, attention=attention))

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_cases import CASES, DIVIDED, Case
+from engine_cases import CASES, TP, Case
 from torch import distributed as dist
 
 from benchmarks.host_issue import FakeGroups
@@ -31,7 +31,7 @@ NAMES = (
     "tp: two stages", "tp: two replicas", "tp: full, split", "tp: zero-bubble",
     "tp: eight: pp 2 x tp 2 x dp 2, two encoders",
 )  # fmt: skip
-BY_NAME = {case.name: case for case in (*CASES, *DIVIDED)}
+BY_NAME = {case.name: case for case in (*CASES, *TP)}
 
 
 class Notes:

@@ -1,4 +1,4 @@
-"""Models of every kind that fit a test, built, and random samples for them."""
+"""Tiny models of every kind, built, and random samples for them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ GRIDS: Mapping[str, tuple[tuple[int, ...], ...]] = {
 def tiny_model(
     llm: str = "llama", encoders: Sequence[str] = ("windows", "sound"), *, trained: bool = True
 ) -> Model:
-    """An LLM of `LLMS` with encoders of `ENCODERS`, their outputs as wide as it; or with frozen trunks."""
+    """Returns an LLM of `LLMS` with encoders of `ENCODERS` that feed it; or with frozen trunks."""
     of_llm = LLMS[llm][0]
     found = []
     for name in encoders:
@@ -113,7 +113,7 @@ def tiny_model(
 def random_samples(
     model: Model, count: int, *, seed: int = 0, length: int = 40, first: int = 0, documents: bool = False
 ) -> list[Sample]:
-    """Samples with zero to two items per encoder; the first sample has none."""
+    """Returns samples with zero to two items per encoder; the first sample has none."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, size: tuple[int, ...] = ()) -> torch.Tensor:
@@ -173,7 +173,7 @@ def images(encoder: Encoder, count: int = 3) -> list[PlacedItem]:
 
 
 def close(first: Tensor, second: Tensor, error: float = 1e-13) -> bool:
-    """Against the second tensor's scale."""
+    """Compares within an error relative to the second tensor's scale."""
     first, second = first.detach(), second.detach()
     assert first.shape == second.shape
     scale = max(float(second.abs().max()), 1e-300) if second.numel() else 1.0

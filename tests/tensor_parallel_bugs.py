@@ -1,4 +1,4 @@
-"""Bugs that divided layers could have, each planted by replacing one piece, with a case that must notice."""
+"""Bugs of tensor-parallel layers, each planted by one replacement, with a case that must notice it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import AllGather, SeamExchange
 from optimus.models.transformer_layer import ResidualProjection
 
-DIVIDED_BUGS: Bugs = {}
+TP_BUGS: Bugs = {}
 PLAIN, SHARDED = "tp: two stages", "sharded tp: two stages"
 
 
-@bug("partial gradients are not summed", PLAIN, DIVIDED_BUGS)
+@bug("partial gradients are not summed", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     return wrapped(RankBuckets, "add_partial_sums", lambda original, self: None)
 
 
-@bug("only the first bucket's partial gradients are summed", PLAIN, DIVIDED_BUGS)
+@bug("only the first bucket's partial gradients are summed", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def partial_sums(original: Any, self: Any, bucket: Any) -> Tensor:
         found: Tensor = original(self, bucket)
@@ -40,12 +40,12 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(RankBuckets, "partial_sums", partial_sums)
 
 
-@bug("the norm counts what all ranks of a group hold on each of them", SHARDED, DIVIDED_BUGS)
+@bug("the norm counts what all ranks of a group hold on each of them", SHARDED, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     return wrapped(RankBuckets, "counted", lambda original, self, bucket: bucket.summed)
 
 
-@bug("sums of another rank's rows are kept", PLAIN, DIVIDED_BUGS)
+@bug("sums of another rank's rows are kept", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def total(original: Any, self: TpGroup, parts: Tensor) -> AsyncCollective:
         return original(self, parts.roll(parts.shape[0] // self.size, 0))  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(TpGroup, "reduce_scatter", total)
 
 
-@bug("gathered rows are in another order", PLAIN, DIVIDED_BUGS)
+@bug("gathered rows are in another order", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def gather(original: Any, self: TpGroup, part: Tensor) -> AsyncCollective:
         flight: AsyncCollective = original(self, part)
@@ -62,7 +62,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(TpGroup, "all_gather", gather)
 
 
-@bug("what was given up is not gathered again", PLAIN, DIVIDED_BUGS)
+@bug("what was given up is not gathered again", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def again(original: Any, self: AllGather, part: Tensor, whole: Tensor) -> AsyncCollective:
         return AsyncCollective(None, whole.zero_)
@@ -70,7 +70,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(AllGather, "launch_regather", again)
 
 
-@bug("what is gathered again comes from this rank alone", PLAIN, DIVIDED_BUGS)
+@bug("what is gathered again comes from this rank alone", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def again(original: Any, self: AllGather, part: Tensor, whole: Tensor) -> AsyncCollective:
         whole.copy_(part.repeat(self.tp_group.size, 1))
@@ -79,7 +79,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(AllGather, "launch_regather", again)
 
 
-@bug("gradients of a divided product's input are not summed", PLAIN, DIVIDED_BUGS)
+@bug("gradients of a divided product's input are not summed", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def back(original: Any, self: AllGather, gradients: Any, context: Any) -> AsyncCollective:
         mine = gradients[self.state_index]
@@ -91,14 +91,14 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(AllGather, "launch_backward", back)
 
 
-@bug("every rank of a group begins with the same part of a matrix", PLAIN, DIVIDED_BUGS)
+@bug("every rank of a group begins with the same part of a matrix", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     return wrapped(
         ParamSplit, "shard", lambda original, self, whole, rank, size: original(self, whole, 0, size)
     )
 
 
-@bug("a part of a fused matrix is cut without looking at its blocks", PLAIN, DIVIDED_BUGS)
+@bug("a part of a fused matrix is cut without looking at its blocks", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def shard(original: Any, self: ParamSplit, whole: Tensor, rank: int, size: int) -> Tensor:
         return whole.chunk(size, self.dim)[rank]
@@ -106,7 +106,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(ParamSplit, "shard", shard)
 
 
-@bug("ids of another part of the vocabulary are looked up too", PLAIN, DIVIDED_BUGS)
+@bug("ids of another part of the vocabulary are looked up too", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def shard_index(original: Any, table: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
         here, mine = original(table, ids, first)
@@ -115,7 +115,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(kernels, "_shard_index", shard_index)
 
 
-@bug("columns that stand for nothing take part in the loss", "tp: odd numbers", DIVIDED_BUGS)
+@bug("columns that stand for nothing take part in the loss", "tp: odd numbers", TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def entropy(original: Any, logits: Tensor, *args: Any, first_id: int, count: int) -> Tensor:
         return original(logits, *args, first_id=first_id, count=logits.shape[1])
@@ -128,7 +128,7 @@ def _() -> AbstractContextManager[Any]:
 _ENTROPY = end_layers.vocab_parallel_cross_entropy
 
 
-@bug("a label of another rank counts on all", PLAIN, DIVIDED_BUGS)
+@bug("a label of another rank counts on all", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def entropy(logits: Tensor, labels: Tensor, tp_group: TpGroup, *, first_id: int, count: int) -> Tensor:
         return _ENTROPY(logits, labels, tp_group, first_id=0, count=count)
@@ -136,7 +136,7 @@ def _() -> AbstractContextManager[Any]:
     return patch("optimus.models.end_layers.vocab_parallel_cross_entropy", entropy)
 
 
-@bug("dropout of a rank's rows is that of the first rows", "tp: full", DIVIDED_BUGS)
+@bug("dropout of a rank's rows is that of the first rows", "tp: full", TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def shard(original: Any, self: LlmContext, rows: slice, seam: Any) -> LlmContext:
         found: LlmContext = original(self, rows, seam)
@@ -146,7 +146,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(LlmContext, "shard", shard)
 
 
-@bug("the gradient of a join forgets its dropout", "tp: full", DIVIDED_BUGS)
+@bug("the gradient of a join forgets its dropout", "tp: full", TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def back(original: Any, self: ResidualAdd, values: Any, *given: Any) -> Any:
         return original(self, None, *given)
@@ -154,7 +154,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(ResidualAdd, "backward", back)
 
 
-@bug("encoder rows are placed where the other rank's belong", PLAIN, DIVIDED_BUGS)
+@bug("encoder rows are placed where the other rank's belong", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def route_rows(original: Any, pieces: Any, tp_group: TpGroup, length: int) -> Any:
         found = original(pieces, tp_group, length)
@@ -164,7 +164,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(batches, "route_rows", route_rows)
 
 
-@bug("gradients of encoder rows stay where they are", PLAIN, DIVIDED_BUGS)
+@bug("gradients of encoder rows stay where they are", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def back(original: Any, self: SeamExchange, gradients: Any, context: Any) -> AsyncCollective:
         flight: AsyncCollective = original(self, gradients, context)
@@ -173,7 +173,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(SeamExchange, "launch_backward", back)
 
 
-@bug("an embedding whose gradient comes late gets none", "tp: zero-bubble", DIVIDED_BUGS)
+@bug("an embedding whose gradient comes late gets none", "tp: zero-bubble", TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def later(original: Any, self: SegmentedChunk, frame: Any, place: int) -> bool:
         found: bool = original(self, frame, place)
@@ -186,7 +186,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(SegmentedChunk, "_defer_to_wgrad", later)
 
 
-@bug("a bias of the rows is added on every rank before the sum", "tp: zero-bubble", DIVIDED_BUGS)
+@bug("a bias of the rows is added on every rank before the sum", "tp: zero-bubble", TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def tp_segments(original: Any, self: ResidualProjection) -> list[Segment]:
         product, scatter, join = original(self)

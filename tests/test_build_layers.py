@@ -1,4 +1,4 @@
-"""Names and values of parameters in any range of layers, and what is refused."""
+"""Names and initial values of parameters in any range of layers, and models that the engine refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are written out, beside those that autograd finds of the same segments."""
+"""Hand-written backwards against those of autograd for the same segments."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ CONTEXTS = {
 
 
 def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
-    """Those of a layer, whole or as its parts are where two ranks share it."""
+    """Yields the segments of a layer, or with `parts` those of a rank of two under tensor parallelism."""
     numerics, tp_group = Numerics(dropout=0.25), TpGroup(rank=0, size=2 if parts else 1)
-    made: list[Projection] = [
+    projections: list[Projection] = [
         Qkv(stack, numerics, KERNELS, tp_group, **WHERE),
         attention_out(stack, numerics, KERNELS, "out", tp_group, **WHERE),
         Up(stack, numerics, KERNELS, tp_group, **WHERE),
         mlp_down(stack, numerics, KERNELS, "down", tp_group, **WHERE),
     ]
-    for projection in made:
+    for projection in projections:
         for parameter in projection.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         for part in projection.tp_segments() if parts else [projection]:
@@ -77,7 +77,7 @@ def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
 
 
 def state_of(segment: Segment, name: str) -> State:
-    """What a segment gets: the residual stream and, but for those that begin with a norm, rows beside it."""
+    """Returns a state that a segment reads: the residual stream and, unless it begins with a norm, rows."""
     x = torch.randn(ROWS, WIDTH, **WHERE)
     if name.startswith("norm"):
         return (x,)
@@ -95,14 +95,14 @@ CASES = [
 @pytest.mark.parametrize(("stack", "context", "parts"), CASES)
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 @pytest.mark.parametrize("track_recomputable", [False, True], ids=["saved", "freed"])
-def test_written_gradients_are_those_of_autograd(
+def test_a_manual_backward_gives_the_gradients_of_autograd(
     stack: str, context: str, parts: bool, split: bool, track_recomputable: bool
 ) -> None:
     torch.manual_seed(0)
     for name, segment in segments(STACKS[stack], parts=parts):
         state = state_of(segment, name)
         expected = _by_autograd(segment, state, CONTEXTS[context], (True,) * len(state))
-        found = _written(
+        found = _manual(
             segment,
             state,
             CONTEXTS[context],
@@ -115,7 +115,7 @@ def test_written_gradients_are_those_of_autograd(
 
 @pytest.mark.parametrize("frozen", ["inputs", "parameters"])
 @pytest.mark.parametrize("stack", STACKS)
-def test_nothing_is_made_for_who_wants_none(stack: str, frozen: str) -> None:
+def test_no_gradient_is_computed_that_is_not_needed(stack: str, frozen: str) -> None:
     torch.manual_seed(0)
     for name, segment in segments(STACKS[stack], parts=True):
         segment.requires_grad_(frozen != "parameters")
@@ -124,11 +124,11 @@ def test_nothing_is_made_for_who_wants_none(stack: str, frozen: str) -> None:
         state = state_of(segment, name)
         needs = (frozen == "parameters",) * len(state)
         expected = _by_autograd(segment, state, CONTEXTS["plain"], needs)
-        found = _written(segment, state, CONTEXTS["plain"], needs, split=False, track_recomputable=False)
+        found = _manual(segment, state, CONTEXTS["plain"], needs, split=False, track_recomputable=False)
         _compare(name, expected, found)
 
 
-def test_a_frozen_formula_keeps_nothing() -> None:
+def test_a_frozen_segment_saves_nothing() -> None:
     for name, segment in segments(STACK, parts=True):
         segment.requires_grad_(False)
         state = state_of(segment, name)
@@ -136,7 +136,7 @@ def test_a_frozen_formula_keeps_nothing() -> None:
         assert saved is None and not any(tensor.requires_grad for tensor in found)
 
 
-def test_no_part_of_a_layer_makes_a_graph() -> None:
+def test_no_op_of_a_layer_builds_a_graph() -> None:
     for name, segment in segments(STACK, parts=True):
         assert isinstance(segment, ManualBackwardSegment), name
         state = state_of(segment, name)
@@ -156,33 +156,35 @@ def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
         assert found == {id(each) for each in moved.parameters()}
 
 
-def test_a_chain_is_its_links_one_after_another_and_gives_up_what_they_keep() -> None:
+def test_a_sequence_runs_its_segments_in_order_and_frees_what_they_save() -> None:
     torch.manual_seed(0)
-    chain = SequentialSegment(links := _norm_and_up())
+    sequence = SequentialSegment(ops := _norm_and_up())
     state, context = (torch.randn(ROWS, WIDTH, **WHERE),), CONTEXTS["plain"]
-    expected = _by_autograd(chain, state, context, (True,))
+    expected = _by_autograd(sequence, state, context, (True,))
     _compare(
-        "chain", expected, _written(chain, state, context, (True,), split=False, track_recomputable=False)
+        "sequence",
+        expected,
+        _manual(sequence, state, context, (True,), split=False, track_recomputable=False),
     )
 
-    made, saved = chain.run_forward(state, (True,), context, WeightGradStore())
-    assert saved is not None and len(saved.values) == len(links)
-    chain.run_backward(saved, tuple(map(_seed, made)), split=False)
+    made, saved = sequence.run_forward(state, (True,), context, WeightGradStore())
+    assert saved is not None and len(saved.values) == len(ops)
+    sequence.run_backward(saved, tuple(map(_seed, made)), split=False)
     assert not saved.values
 
 
-def test_a_chain_goes_back_no_further_than_something_learns() -> None:
+def test_a_sequence_runs_no_backward_before_the_first_segment_that_trains() -> None:
     torch.manual_seed(0)
     norm, up = _norm_and_up()
     norm.requires_grad_(False)
-    chain, state, context = (
+    sequence, state, context = (
         SequentialSegment((norm, up)),
         (torch.randn(ROWS, WIDTH, **WHERE),),
         CONTEXTS["plain"],
     )
-    made, saved = chain.run_forward(state, (False,), context, WeightGradStore())
+    made, saved = sequence.run_forward(state, (False,), context, WeightGradStore())
     assert saved is not None and saved.values[0] is None and saved.values[1] is not None
-    assert chain.run_backward(saved, (None, _seed(made[1])), split=False) == (None,)
+    assert sequence.run_backward(saved, (None, _seed(made[1])), split=False) == (None,)
     assert all(parameter.grad is None for parameter in norm.parameters())
 
     frozen = SequentialSegment(_norm_and_up()).requires_grad_(False)
@@ -240,7 +242,7 @@ def _by_autograd(segment: Segment, state: State, context: Context, needs: tuple[
     )
 
 
-def _written(
+def _manual(
     segment: Segment,
     state: State,
     context: Context,

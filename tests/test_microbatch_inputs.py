@@ -1,4 +1,4 @@
-"""What a model computes depends neither on bins and their padding nor on microbatches."""
+"""A model computes the same with any bins, padding and microbatches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _one_thread() -> None:
 def in_bins(
     model: Model, oracle: OneProcess, samples: list[Sample], bins: list[list[int]], capacity: int
 ) -> Any:
-    """Loss and gradients with items of all samples dealt to bins, and all samples in one microbatch."""
+    """Returns loss and gradients with all items assigned to bins and all samples in one microbatch."""
     starts = [sum(sample.length for sample in samples[:place]) for place in range(len(samples))]
     n = sum(sample.length for sample in samples)
     first_rows = {sample.number: start for sample, start in zip(samples, starts, strict=True)}
