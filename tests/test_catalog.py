@@ -11,8 +11,7 @@ from optimus.cost.flops import step_flops
 from optimus.job import catalog
 from optimus.job.model import Encoder, Llm
 from optimus.job.nodes import Node, argument, merged, parse_yaml
-from optimus.job.read import find_job, load_cluster, load_model
-from optimus.job.read_model import expand_modules
+from optimus.job.read import expand_modules, find_job, load_cluster, load_model
 from optimus.job.schema import ModelFile, ModuleFile
 from optimus.job.typed import read
 

@@ -317,7 +317,7 @@ def test_every_field_of_a_job_file_is_explained() -> None:
     explained = set(re.findall(r"`([\w]+)(?:: [\w-]+)?`", text))
     for block in (
         schema.JobFile, schema.ModuleSwitches, schema.ModelBlock, schema.GpuBlock, schema.LinkBlock,
-        schema.ClusterBlock, schema.WorkloadBlock, schema.Measured, schema.TodayBlock,
+        schema.ClusterBlock, schema.WorkloadBlock, schema.MeasuredBlock, schema.TodayBlock,
         model.Encoder, model.Llm, model.Stack, model.Attention, model.LatentAttention, model.Mlp,
         model.Experts, model.Projector, model.Precision, layout.LayoutChoice, layout.Limits,
         workload.TokenPercentiles,

@@ -33,7 +33,7 @@ from optimus.ir.plan_rows import (
     read_memory,
 )
 from optimus.ir.ranks import LLM
-from optimus.job.check_layout import choices
+from optimus.job.checks import choices
 from optimus.job.layout import Axis, Layout
 from optimus.job.nodes import Node
 from optimus.job.typed import ROW, NonNegative, Whole, read, refuse_unknown

@@ -1,16 +1,226 @@
-"""Turns a released config.json into a model, with json alone (no transformers)."""
+"""Turns a released config.json into a model, family by family, with json alone (no transformers)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from optimus.errors import one_of
-from optimus.job import hf_vision
-from optimus.job.hf_json import HfConfig, load_config
-from optimus.job.hf_text import TEXT_TYPES, read_llm
-from optimus.job.model import Encoder, Llm, Model
+from optimus.job.hf_text import TEXT_TYPES, HfConfig, load_config, read_llm
+from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
+from optimus.job.typed import Amount, Whole
+
+RGB = 3
+SIGLIP, CLIP = "siglip_vision_model", "clip_vision_model"
+
+
+def _stack(
+    vision: HfConfig,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    width: int,
+    gated: bool = False,
+    bias: bool = True,
+    qk_norm: bool = False,
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm",
+    window_tokens: int | None = None,
+    full_layers: tuple[int, ...] = (),
+) -> Stack:
+    """A bidirectional transformer whose head width is hidden / heads."""
+    if hidden % heads:
+        problem = f"is not a divisor of the hidden size {hidden}"
+        raise vision["num_heads"].error(problem, "correct the file", heads)
+    attention = Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        bias=bias,
+        output_bias=None if bias else True,
+        qk_norm=qk_norm,
+        causal=False,
+        window_tokens=window_tokens,
+        full_layers=full_layers,
+    )
+    mlp = Mlp(width=width, gated=gated, bias=True)
+    return Stack(hidden=hidden, layers=layers, attention=attention, mlp=mlp, norm=norm)
+
+
+def _channels(vision: HfConfig) -> int:
+    for key in ("in_channels", "in_chans", "num_channels"):
+        if vision.has(key):
+            return vision.count(key)
+    return vision.derive("in_channels", RGB, "images are RGB")
+
+
+def _qwen_encoder(
+    vision: HfConfig, stack: Stack, llm: Llm, *, outputs: int, positions: int = 0, feeds: int = 1
+) -> Encoder:
+    """Qwen's patch embedding over two frames and its 2x2 merger, one per LLM layer fed."""
+    patch, merge = vision.count("patch_size"), vision.count("spatial_merge_size") ** 2
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(stack.hidden * merge, outputs), merge=merge),
+        patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
+        positions=positions,
+        feeds=tuple(range(feeds)),
+        source=f"{vision.file} (vision_config)",
+    )
+
+
+def qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Qwen2-VL: LayerNorm, plain MLP."""
+    vision = config.inner("vision_config")
+    hidden = vision.count("embed_dim")
+    stack = _stack(
+        vision,
+        hidden=hidden,
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=round(vision.read(Amount, "mlp_ratio") * hidden),
+    )
+    return _qwen_encoder(vision, stack, llm, outputs=vision.count("hidden_size"))
+
+
+def qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Qwen2.5-VL: RMSNorm, gated MLP, windows of `window_size` pixels except in a few layers."""
+    vision = config.inner("vision_config")
+    side = vision.count("window_size") // vision.count("patch_size")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=vision.count("intermediate_size"),
+        gated=True,
+        norm="rmsnorm",
+        window_tokens=max(1, side**2),
+        full_layers=vision.read(tuple[Whole, ...], "fullatt_block_indexes"),
+    )
+    return _qwen_encoder(vision, stack, llm, outputs=vision.count("out_hidden_size"))
+
+
+def qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Qwen3-VL: deepstack features are added to the output of LLM layers 0, 1, ...: inputs of 1, 2, ..."""
+    vision = config.inner("vision_config")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=vision.count("intermediate_size"),
+    )
+    return _qwen_encoder(
+        vision,
+        stack,
+        llm,
+        outputs=vision.count("out_hidden_size"),
+        positions=vision.count("num_position_embeddings"),
+        feeds=1 + len(vision.read(tuple[Whole, ...], "deepstack_visual_indexes")),
+    )
+
+
+def internvl(config: HfConfig, llm: Llm) -> Encoder:
+    """InternVL: InternViT, pixel shuffle, two linear layers."""
+    vision = config.inner("vision_config")
+    layers = vision.count("num_hidden_layers")
+    norm = vision.read(Literal["rms_norm", "layer_norm"], "norm_type")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=_layers_used(config, "select_layer", layers),
+        heads=vision.count("num_attention_heads"),
+        width=vision.count("intermediate_size"),
+        bias=vision.read(bool, "qkv_bias"),
+        qk_norm=vision.read(bool, "qk_normalization"),
+        norm="rmsnorm" if norm == "rms_norm" else "layernorm",
+    )
+    patch = vision.count("patch_size")
+    merge = round(1 / config.read(Amount, "downsample_ratio") ** 2)
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(llm.stack.hidden, llm.stack.hidden), merge=max(1, merge)),
+        patch_inputs=_channels(vision) * patch**2,
+        positions=(vision.count("image_size") // patch) ** 2 + 1,
+        source=f"{vision.file} (vision_config)",
+    )
+
+
+def kimi(config: HfConfig, llm: Llm) -> Encoder:
+    """Kimi-K2.5: MoonViT and a patch merger."""
+    vision = config.inner("vision_config")
+    stack = _stack(
+        vision,
+        hidden=vision.count("vt_hidden_size"),
+        layers=vision.count("vt_num_hidden_layers"),
+        heads=vision.count("vt_num_attention_heads"),
+        width=vision.count("vt_intermediate_size"),
+    )
+    merge = 1
+    for side in vision.read(tuple[Whole, ...], "merge_kernel_size"):
+        merge *= side
+    outputs = vision.count("text_hidden_size")
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(stack.hidden * merge, outputs), merge=max(1, merge)),
+        patch_inputs=_channels(vision) * vision.count("patch_size") ** 2,
+        positions=vision.count("init_pos_emb_height") * vision.count("init_pos_emb_width"),
+        source=f"{vision.file} (vision_config)",
+    )
+
+
+def llava(config: HfConfig, llm: Llm) -> Encoder:
+    """LLaVA and its successors: CLIP or SigLIP up to `vision_feature_layer`, two linear layers."""
+    width = llm.stack.hidden
+    return _tower(config, "vision_feature_layer", Projector(widths=(width, width)))
+
+
+def gemma3(config: HfConfig, llm: Llm) -> Encoder:
+    """Gemma 3: SigLIP, average pooling to a fixed number of tokens, one matrix."""
+    vision = config.inner("vision_config")
+    patches = (vision.count("image_size") // vision.count("patch_size")) ** 2
+    merge = max(1, patches // config.count("mm_tokens_per_image"))
+    projector = Projector(widths=(llm.stack.hidden,), merge=merge, concatenates=False, bias=False)
+    return _tower(config, None, projector)
+
+
+def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encoder:
+    vision = config.inner("vision_config")
+    kind = vision.read(str, "model_type")
+    if kind not in (SIGLIP, CLIP):
+        hint = f"supported: {one_of((CLIP, SIGLIP))}; or write dimensions by hand in a job file"
+        raise vision["model_type"].error("is not a supported vision tower", hint)
+    layers = vision.count("num_hidden_layers")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=layers if select is None else _layers_used(config, select, layers),
+        heads=vision.count("num_attention_heads"),
+        width=vision.count("intermediate_size"),
+    )
+    patch = vision.count("patch_size")
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=projector,
+        patch_inputs=_channels(vision) * patch**2,
+        positions=(vision.count("image_size") // patch) ** 2 + (1 if kind == CLIP else 0),
+        source=f"{vision.file} (vision_config)",
+    )
+
+
+def _layers_used(config: HfConfig, key: str, layers: int) -> int:
+    """-1 is the output of the last layer, -2 of the one before it."""
+    layer = config.read(int, key)
+    if not -layers <= layer <= -1:
+        raise config[key].error(f"is not one of -{layers} to -1", "write dimensions by hand in a job file")
+    return layers + layer + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +232,16 @@ class Family:
 
 
 FAMILIES = {
-    "qwen2_vl": Family(encoder=hf_vision.qwen2_vl),
-    "qwen2_5_vl": Family(encoder=hf_vision.qwen2_5_vl),
-    "qwen3_vl": Family(encoder=hf_vision.qwen3_vl),
-    "qwen3_vl_moe": Family(encoder=hf_vision.qwen3_vl),
-    "internvl_chat": Family(encoder=hf_vision.internvl, text="llm_config"),
-    "kimi_k25": Family(encoder=hf_vision.kimi),
-    "llava": Family(encoder=hf_vision.llava),
-    "llava_next": Family(encoder=hf_vision.llava),
-    "llava_onevision": Family(encoder=hf_vision.llava),
-    "gemma3": Family(encoder=hf_vision.gemma3),
+    "qwen2_vl": Family(encoder=qwen2_vl),
+    "qwen2_5_vl": Family(encoder=qwen2_5_vl),
+    "qwen3_vl": Family(encoder=qwen3_vl),
+    "qwen3_vl_moe": Family(encoder=qwen3_vl),
+    "internvl_chat": Family(encoder=internvl, text="llm_config"),
+    "kimi_k25": Family(encoder=kimi),
+    "llava": Family(encoder=llava),
+    "llava_next": Family(encoder=llava),
+    "llava_onevision": Family(encoder=llava),
+    "gemma3": Family(encoder=gemma3),
 }
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # their language model may stand at the top of the file
 

@@ -1,11 +1,69 @@
-"""The language model of a released config.json: grouped-query or latent attention, dense or experts."""
+"""Reads the language model of a released config.json: grouped-query or latent attention, dense or experts."""
 
 from __future__ import annotations
 
-from optimus.errors import one_of
-from optimus.job.hf_json import HfConfig
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from optimus.errors import one_of, show_value
 from optimus.job.model import Attention, Experts, LatentAttention, Llm, Mlp, Stack
-from optimus.job.typed import Whole
+from optimus.job.nodes import Node, parse_json, read_text
+from optimus.job.typed import Count, Whole, read
+
+COPY_HINT = "released files lean on class defaults here: add the key to a copy, or write dimensions by hand"
+T = TypeVar("T")
+
+
+class HfConfig:
+    """One object of a config.json; `derived` collects values that were computed rather than read."""
+
+    def __init__(self, node: Node, derived: list[str] | None = None) -> None:
+        self.node = node
+        self.derived: list[str] = [] if derived is None else derived
+
+    @property
+    def file(self) -> str | None:
+        return self.node.document.file
+
+    def __getitem__(self, key: str) -> Node:
+        return self.node[key]
+
+    def has(self, key: str) -> bool:
+        return self[key].value is not None
+
+    @overload
+    def read(self, kind: type[T], *keys: str) -> T: ...
+
+    @overload
+    def read(self, kind: Any, *keys: str) -> Any: ...
+
+    def read(self, kind: Any, *keys: str) -> Any:
+        """The value of the first of `keys` that the object has."""
+        for key in keys:
+            if self.has(key):
+                return read(kind, self[key])
+        raise self[keys[0]].error("is missing", COPY_HINT)
+
+    def count(self, *keys: str) -> int:
+        number: int = self.read(Count, *keys)
+        return number
+
+    def inner(self, key: str) -> HfConfig:
+        """A nested object."""
+        self.read(dict[str, object], key)
+        return HfConfig(self[key], self.derived)
+
+    def derive(self, key: str, value: T, how: str) -> T:
+        """Notes a value that the file leaves out; the model's source lists it."""
+        self.derived.append(f"{self[key].field} = {show_value(value)} ({how})")
+        return value
+
+
+def load_config(path: Path) -> HfConfig:
+    """The object of a config.json."""
+    hint = "check the brackets, commas and quotes, or use the config.json of a released model"
+    return HfConfig(parse_json(read_text(path), file=str(path), hint=hint))
+
 
 QKV_BIAS = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # by their architecture
 QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3_text")

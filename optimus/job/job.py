@@ -1,19 +1,26 @@
-"""A job: what to train, on what, with which data, and what is already decided."""
+"""Defines a job: the model, the cluster, the data and the layouts already decided."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from optimus.job.cluster import Cluster
 from optimus.job.layout import Constraints, LayoutChoice
 from optimus.job.model import Model
-from optimus.job.run import Run
 from optimus.job.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
+class Run:
+    """Settings of the trainer (data, optimizer, paths); never part of a plan's hash."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Today:
-    """How the job runs now: becomes the system `today`, and what was measured calibrates the model."""
+    """The job as it runs now: the system `today`; its measurements calibrate the cost model."""
 
     framework: str = ""
     llm: LayoutChoice = field(default_factory=LayoutChoice)
@@ -24,7 +31,7 @@ class Today:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything the planner is told."""
+    """The planner's input."""
 
     name: str
     model: Model
@@ -36,10 +43,10 @@ class Job:
     notes: tuple[str, ...] = field(default=(), compare=False)  # what was assumed because it was left out
 
     def replace(self, *, gpus: int | None = None, sequences_per_step: int | None = None) -> Job:
-        """The same job on other GPUs, where dp follows anew, or with another batch; not checked yet."""
+        """The same job on other GPUs, where dp is searched again, or with another batch; not checked yet."""
         job = self
         if gpus is not None and gpus != self.cluster.gpus:
-            layout, today = elsewhere(self.layout, self.today)
+            layout, today = on_other_cluster(self.layout, self.today)
             job = replace(job, cluster=replace(job.cluster, gpus=gpus), layout=layout, today=today)
         if sequences_per_step is not None and sequences_per_step != self.workload.sequences_per_step:
             workload = replace(job.workload, sequences_per_step=sequences_per_step)
@@ -47,8 +54,8 @@ class Job:
         return job
 
 
-def elsewhere(layout: Constraints, today: Today | None) -> tuple[Constraints, Today | None]:
-    """On another cluster dp follows anew, and what was measured was measured elsewhere."""
+def on_other_cluster(layout: Constraints, today: Today | None) -> tuple[Constraints, Today | None]:
+    """Layouts and today's run for another cluster: dp is searched again, and nothing is measured there."""
     modules = {name: replace(choice, dp=None) for name, choice in layout.modules.items()}
     if today is not None:
         today = replace(today, llm=replace(today.llm, dp=None))

@@ -1,25 +1,33 @@
-"""Turns what a user names (a YAML file, a catalog name, a config.json) into a checked job."""
+"""Turns a YAML file, a catalog name or a config.json into a checked job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 from optimus.errors import UserError, nearest, one_of
 from optimus.job import catalog
 from optimus.job.checks import check_job
-from optimus.job.cluster import GB, Cluster
+from optimus.job.cluster import GB, Cluster, Gpu, Link
 from optimus.job.hf_config import read_hf_config
-from optimus.job.job import Job, Today, elsewhere
+from optimus.job.job import Job, Run, Today, on_other_cluster
 from optimus.job.layout import Constraints, LayoutChoice, Limits, parse_layout
 from optimus.job.model import Model
-from optimus.job.nodes import NO_FILE, Node, load_yaml
-from optimus.job.read_cluster import expand_cluster, place_on, read_cluster
-from optimus.job.read_model import catalog_model, expand_modules, read_model
+from optimus.job.nodes import NO_FILE, Node, Position, YamlMapping, argument, load_yaml, merged
 from optimus.job.read_workload import default_workload, read_workload
-from optimus.job.run import Run
-from optimus.job.schema import JobFile, Placement, TodayBlock
+from optimus.job.schema import (
+    ClusterBlock,
+    JobFile,
+    LinkBlock,
+    ModelBlock,
+    ModelFile,
+    ModuleFile,
+    ModuleSwitches,
+    Placement,
+    TodayBlock,
+)
 from optimus.job.typed import read, refuse_unknown
 
 JOB_ENDINGS = (".yaml", ".yml")
@@ -115,7 +123,7 @@ def _assemble(root: Node, name: str, folder: Path, on: str | None, layouts: Iter
     layout = Constraints() if file.layout is None else _constraints(root["layout"], model)
     today = None if file.today is None else _today(root["today"], file.today, model)
     if on is not None:
-        layout, today = elsewhere(layout, today)
+        layout, today = on_other_cluster(layout, today)
     job = Job(
         name=file.name or name,
         model=model,
@@ -163,3 +171,149 @@ def _today(node: Node, block: TodayBlock, model: Model) -> Today:
         measured_step_s=measured.step_s,
         measured_memory_bytes=None if peak is None else peak * GB,
     )
+
+
+ENDINGS = (".yaml", ".yml")  # of a cluster's own file
+
+
+def expand_cluster(node: Node, folder: Path = Path()) -> Node:
+    """The block `cluster:` over the file that its `use` names, a path below `folder` or a catalog name."""
+    if "use" not in node:
+        return node
+    name = str(node["use"].value)
+    if name.endswith(ENDINGS):
+        base = load_yaml(folder / name)
+    else:
+        base = catalog.find("clusters", name, where=node["use"]).without("aliases")
+    return node.replaced(merged(base.value, node.without("use").value))
+
+
+def read_cluster(node: Node) -> Cluster:
+    """The cluster of an expanded block `cluster:`."""
+    block = read(ClusterBlock, node)
+    return Cluster(
+        name=block.name,
+        gpu=Gpu(
+            name=block.gpu.name or block.name,
+            peak_flops=block.gpu.peak_tflops * 1e12,
+            memory_bytes=block.gpu.memory_gb * GB,
+            memory_bandwidth_bytes_per_s=block.gpu.memory_tb_per_s * 1e12,
+            curves=block.gpu.curves,
+            source=block.gpu.source,
+        ),
+        gpus=block.gpus,
+        gpus_per_node=block.gpus_per_node,
+        within_node=_link(block.within_node),
+        between_nodes=_link(block.between_nodes),
+        reserve_bytes=block.reserve_gb_per_gpu * GB,
+    )
+
+
+def _link(block: LinkBlock) -> Link:
+    return Link(
+        bandwidth_bytes_per_s=block.gb_per_s_per_gpu * GB,
+        latency_s=block.latency_us * 1e-6,
+        source=block.source,
+    )
+
+
+def place_on(root: Node, on: str) -> Node:
+    """The block `cluster:` of a job file that is placed on `h100:512` or `machine.yaml:2`."""
+    name, _, count = on.rpartition(":")
+    if not (count.isascii() and count.isdigit() and 0 < len(count) < 10 and int(count) > 0):
+        raise UserError(
+            field="--on",
+            value=on,
+            problem="is not CLUSTER:GPUS",
+            hint="write for example --on h100:512",
+        )
+    if not name.endswith(ENDINGS):
+        catalog.find("clusters", name, where=argument("--on", name))
+    position: Position = ("--on", None)
+    block = YamlMapping({"use": name, "gpus": int(count)}, {"use": position, "gpus": position})
+    return expand_cluster(root["cluster"].replaced(block, position))
+
+
+ModuleKind = Literal["encoder", "llm"]
+
+
+def read_model(node: Node, folder: Path) -> Model:
+    """The model of a job file whose relative paths start at `folder`; its modules are expanded."""
+    block = read(ModelBlock, node)
+    forms = [name for name in ("hf", "use", "llm") if getattr(block, name) is not None]
+    if len(forms) != 1:
+        problem = f"states {' and '.join(forms)}" if forms else "states neither hf, use nor llm"
+        hint = "state one of: hf (a config.json), use (a catalog name), encoders with llm (dimensions)"
+        raise node.error(problem, hint)
+    if block.encoders is not None and block.llm is None:
+        raise node["encoders"].error(f"stands beside {forms[0]}", "state one of them")
+    if block.hf is not None:
+        model = read_hf_config(folder / block.hf)
+    elif block.use is not None:
+        model = catalog_model(block.use, where=node["use"])
+    else:
+        assert block.llm is not None
+        source = str(node.document.file)
+        model = Model(name="model", encoders=block.encoders or (), llm=block.llm, source=source)
+    if block.precision is not None:
+        model = replace(model, precision=block.precision)
+    named = replace(model, name=block.name or model.name, source=block.source or model.source)
+    refuse_unknown(node["modules"], [module.name for module in model.modules])
+    return _switch(node["modules"], block.modules, named)
+
+
+def catalog_model(name: str, *, where: Node | None = None) -> Model:
+    """A whole model of the catalog; an unknown name is an error at `where`."""
+    root = catalog.find("models", name, where=where or argument("model", name))
+    file = read(ModelFile, expand_modules(root))
+    return Model(name=file.name, encoders=file.encoders, llm=file.llm, source=file.source)
+
+
+def catalog_module(kind: ModuleKind, name: str, *, where: Node) -> Any:
+    """The YAML value of a module of the catalog, of the kind that is needed."""
+    root = catalog.find("modules", name, where=where)
+    read(ModuleFile, root)
+    if kind not in root:
+        fitting = [known for known in catalog.names("modules") if kind in catalog.node("modules", known)]
+        raise where.error(f"is not an {kind}", nearest(name, fitting))
+    return root[kind].value
+
+
+def expand_modules(root: Node, field: str = "") -> Node:
+    """The document whose modules in the block `field` are laid over the catalog modules that they use."""
+    encoders = root.at(field)["encoders"].value
+    count = len(encoders) if isinstance(encoders, list) else 0
+    names = [f"encoders[{index}]" for index in range(count)]
+    for name in (*names, "llm"):
+        root = _expand("llm" if name == "llm" else "encoder", root.at(field).at(name)).root
+    return root
+
+
+def _expand(kind: ModuleKind, node: Node) -> Node:
+    use = node["use"]
+    if "use" not in node:
+        return node
+    if not isinstance(use.value, str):
+        hint = nearest(str(use.value), catalog.names("modules"))
+        raise use.error("is not the name of a catalog module", hint)
+    base = catalog_module(kind, use.value, where=use)
+    return node.replaced(merged(base, node.without("use").value))
+
+
+def _switch(node: Node, switches: dict[str, ModuleSwitches], model: Model) -> Model:
+    """The model with the switches of `modules:`: train and recompute, module by module."""
+    encoders = []
+    for encoder in model.encoders:
+        change = switches.get(encoder.name, ModuleSwitches())
+        projector = encoder.projector
+        if change.train_projector is not None:
+            projector = replace(projector, train=change.train_projector)
+        train = encoder.train if change.train is None else change.train
+        recompute = change.recompute or encoder.recompute
+        encoders.append(replace(encoder, projector=projector, train=train, recompute=recompute))
+    change = switches.get("llm", ModuleSwitches())
+    if change.train_projector is not None:
+        raise node.at("llm.train_projector").error("is not known here", "use it on an encoder", shown=False)
+    train = model.llm.train if change.train is None else change.train
+    llm = replace(model.llm, train=train, recompute=change.recompute or model.llm.recompute)
+    return replace(model, encoders=tuple(encoders), llm=llm)

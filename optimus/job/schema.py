@@ -125,7 +125,7 @@ class WorkloadBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredBlock:
     """What was measured of the job as it runs today."""
 
     step_s: Amount | None = None
@@ -138,4 +138,4 @@ class TodayBlock:
 
     framework: str = ""
     layout: object = None
-    measured: Measured = field(default_factory=Measured)
+    measured: MeasuredBlock = field(default_factory=MeasuredBlock)
