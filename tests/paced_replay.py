@@ -1,6 +1,6 @@
-"""What a plan's step should take, line by line: a third, tiny implementation that knows programs only.
+"""Computes the step of a plan line by line: a third, tiny implementation that reads programs only.
 
-Every rank plays its lines one after the other. Computing waits for what it needs; all messages of a rank
+Every rank runs its lines in order. Computing waits for its inputs; all messages of a rank
 follow each other on one lane; a reduce starts when its last member has come to it.
 """
 
@@ -19,11 +19,11 @@ Key = tuple[str, str, int, int]  # what, module, virtual stage that made it, mic
 def replay_lines(
     plan: Plan, phase_s: PhaseSeconds, message_s: Callable[[str], float], reduce_s: float
 ) -> float:
-    """When the last rank is done. For one LLM pipeline whose encoders have one stage."""
+    """Returns when the last rank is done, of one LLM pipeline whose encoders have one stage."""
     devices = range(len(plan.programs))
     rows = [program.rows.tolist() for program in plan.programs]
     at, now, free = [0 for _ in devices], [0.0 for _ in devices], [0.0 for _ in devices]
-    there: list[dict[Key, float]] = [{} for _ in devices]  # when data is on a rank
+    arrived_s: list[dict[Key, float]] = [{} for _ in devices]  # arrival of data, by rank
     reducing: dict[tuple[str, int], list[float]] = {}
     moved = True
     while moved:
@@ -38,28 +38,28 @@ def replay_lines(
                 if kind <= OpKind.WEIGHT_GRAD:
                     if place == 0:
                         needed = _needed(plan, name, kind, virtual, microbatch)
-                        if any(key not in there[device] for key in needed):
+                        if any(key not in arrived_s[device] for key in needed):
                             break
-                        now[device] = max([now[device], *(there[device][key] for key in needed)])
+                        now[device] = max([now[device], *(arrived_s[device][key] for key in needed)])
                     now[device] += phase_s(name, kind.word, virtual, microbatch, place)
-                    there[device][kind.word, name, virtual, microbatch] = now[device]
+                    arrived_s[device][kind.word, name, virtual, microbatch] = now[device]
                 elif kind in SENDS:
                     made, to = _message(plan, name, kind, virtual, microbatch, device)
                     free[device] = max(free[device], now[device]) + message_s(name if kind in SEAMS else LLM)
                     for key in made:
-                        if key in there[device]:
-                            there[to][key] = free[device]
+                        if key in arrived_s[device]:
+                            arrived_s[to][key] = free[device]
                 elif kind == OpKind.REDUCE_GRAD:
                     reducing.setdefault((name, place), []).append(now[device])
                 at[device] += 1
                 moved = True
-    assert all(at[device] == len(rows[device]) for device in devices), "nobody can go on"
+    assert all(at[device] == len(rows[device]) for device in devices), "deadlock"
     ends = [max(starts) + reduce_s for starts in reducing.values()]
     return max([*now, *free, *ends])
 
 
 def _needed(plan: Plan, name: str, kind: OpKind, virtual: int, microbatch: int) -> list[Key]:
-    """What a phase that opens an op waits for, by who made it."""
+    """Returns the data that the first phase of an op waits for."""
     last = len(plan.modules[name].chunks) - 1
     if kind == OpKind.WEIGHT_GRAD:
         return [("I", name, virtual, microbatch)]
@@ -80,7 +80,7 @@ def _needed(plan: Plan, name: str, kind: OpKind, virtual: int, microbatch: int) 
 def _message(
     plan: Plan, name: str, kind: OpKind, virtual: int, microbatch: int, device: int
 ) -> tuple[list[Key], int]:
-    """What a message brings, and to which rank."""
+    """Returns the data of a message, and its destination."""
     world = len(plan.programs)
     if kind == OpKind.SEND_F:
         return [("F", name, virtual, microbatch)], (device + 1) % world

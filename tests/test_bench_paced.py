@@ -1,4 +1,4 @@
-"""Our plans on paced ranks: as replayed, in program order, and every seeded fault is noticed."""
+"""Plans on paced ranks run as replayed, in program order, and every seeded fault is noticed."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ Spoil = Callable[[int, PacedPlan], None]
 
 
 def leave(rank: int, ours: PacedPlan) -> None:
-    """Nothing is wrong."""
+    """Plants no fault."""
 
 
 def _swap(rank: int, ours: PacedPlan) -> None:
-    """Rank 1 runs its last two weight gradients in the wrong order: nobody waits for either."""
+    """Swaps the last two weight gradients of rank 1, for which no op waits."""
     actions = ours.executor.actions
     *_, first, second = (at for at, action in enumerate(actions) if action.kind == OpKind.WEIGHT_GRAD)
     if rank == 1:
@@ -122,7 +122,7 @@ def _swap(rank: int, ours: PacedPlan) -> None:
 
 
 def _drop(rank: int, ours: PacedPlan) -> None:
-    """Rank 2 takes what is sent to it without waiting for the link."""
+    """Lets rank 2 read messages without waiting for the link."""
     mail = ours.executor._mail
     take = mail.take
 
@@ -182,7 +182,7 @@ def spoiled(plan: Plan) -> list[list[tuple[RankResult, list[list[float]]]]]:
 
 
 def one_process(plan: Plan) -> dict[str, list[torch.Tensor]]:
-    """Gradients of every matrix, by plain autograd, one microbatch after the other."""
+    """Returns the gradient of every matrix, by plain autograd, one microbatch after the other."""
     batch = TinyBatch(plan)
     stages = {
         name: [
@@ -241,7 +241,7 @@ def test_a_dropped_dependency_is_noticed(plan: Plan, spoiled: Any) -> None:
 
 @pytest.mark.alone
 @pytest.mark.heavy
-def test_a_link_slower_than_told_is_noticed(plan: Plan) -> None:
+def test_a_link_slower_than_planned_is_noticed(plan: Plan) -> None:
     slower = replace(
         SLOW, latency_s=1.25 * SLOW.latency_s, bandwidth_bytes_per_s=SLOW.bandwidth_bytes_per_s / 1.25
     )
@@ -295,7 +295,7 @@ def _result(**changes: Any) -> BenchResult:
     return BenchResult(**{**given, "ours_over_bound": 1.25, "notes": ("said",), **changes})
 
 
-def test_a_result_reads_well() -> None:
+def test_the_text_of_a_result() -> None:
     lines = to_text(_result(problems=("it is wrong",), bound="nothing sent"))
     assert lines[0].split() == [
         "variant",
@@ -318,7 +318,7 @@ def test_a_result_reads_well() -> None:
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_a_result_for_tools() -> None:
+def test_the_json_of_a_result() -> None:
     found = to_json(_result())
     assert found["variants"]["time_scale"]["over_ours"] == 2.0
     assert "over_ours_low" not in found["variants"]["time_scale"]
@@ -335,6 +335,8 @@ def test_a_result_for_tools() -> None:
         (["real", "--ranks", "4"], "`real` has 2"),
     ],
 )
-def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run([*words]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sharded replicas on paced ranks: gathers and reduces take their time, where the program has them."""
+"""Sharded replicas on paced ranks: gathers and reduces take their time at their lines of the program."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_traffic_costs_some_of_what_it_takes(plan: Plan) -> None:
 
 
 class _Hurried:
-    """A gather that nobody waits for."""
+    """Work of a gather whose `wait` does not advance the clock."""
 
     def __init__(self, work: PacedWork) -> None:
         self._work = work
@@ -71,7 +71,7 @@ class _Hurried:
 
 
 def hurry(rank: int, ours: PacedPlan) -> None:
-    """Rank 3 computes before its parameters are there."""
+    """Lets rank 3 compute before its parameters have arrived."""
     launch: Callable[..., Any] = distributed_optimizer.all_gather_single  # type: ignore[attr-defined]
     if rank == 3:
         hurried = lambda *given, **named: _Hurried(launch(*given, **named))  # noqa: E731
@@ -132,7 +132,9 @@ def test_sixteen_ranks() -> None:
         (["real", "--dp", "2"], "is for `paced`"),
     ],
 )
-def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run([*words]) == 2
     assert message in capsys.readouterr().err
 

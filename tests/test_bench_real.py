@@ -53,7 +53,7 @@ def test_the_even_cut_is_that_of_the_busiest_rank() -> None:
     assert parts[0] + parts[3] == parts[1] + parts[2] == 6
 
 
-def test_virtual_stages_go_round_and_for_zbv_there_and_back() -> None:
+def test_virtual_stages_are_round_robin_and_a_v_for_zbv() -> None:
     interleaved = TorchVariant(name="a", schedule="Interleaved1F1B", cut=(0, 1, 2, 3, 4))
     zbv = TorchVariant(name="b", schedule="ZBVZeroBubble", cut=(0, 1, 2, 3, 4))
     assert [interleaved.stages_of(rank, 2) for rank in (0, 1)] == [[0, 2], [1, 3]]
@@ -80,7 +80,7 @@ def test_the_machine_is_busy_while_we_are() -> None:
     assert machine_cpu_s() - before >= 0.15
 
 
-def test_medians_and_the_best_balanced_variant_are_told() -> None:
+def test_medians_and_the_best_balanced_variant_are_reported() -> None:
     job = find_job("cpu/bench-vl")
     assert len(layers_in_order(job.model)) == 23
     seconds = {OURS: [1.0, 1.0, 3.0], "stage0 1F1B": [1.3] * 3}

@@ -1,4 +1,4 @@
-"""The paced network: transfers end when latency, bandwidth and what came before say so."""
+"""Transfers of the paced network take latency, bytes over bandwidth, and the queue before them."""
 
 from __future__ import annotations
 
@@ -382,7 +382,7 @@ def test_a_rank_that_is_killed_is_named_at_once() -> None:
 
 
 @pytest.mark.heavy
-def test_a_failure_is_told_at_once_and_leaves_nobody_behind() -> None:
+def test_a_failure_is_raised_at_once_and_ends_all_ranks() -> None:
     start_s = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 2: (?s:.)*no third rank"):
         run_paced_ranks(_third_fails, 3, LINK)
