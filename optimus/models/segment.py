@@ -189,7 +189,7 @@ class ManualBackwardSegment(Segment):
 
     Autograd around so few kernels takes the host several times as long as the kernels themselves. Subclasses
     give `forward_saving` and `backward`, which both run without a graph, and `forward`, the same computation
-    for callers that build one. The first tensor of a state, the residual stream, is passed on or made anew.
+    for callers that build one. The first tensor of a state, the residual stream, is passed on or replaced.
     """
 
     defers_weight_grads = True
