@@ -89,7 +89,6 @@ def plan_by_hand(
         name=name,
         tool="optimus 0.1",
         strategy="fill",
-        seed=0,
         order="gpipe",
         microbatches=microbatches,
         modules=modules,

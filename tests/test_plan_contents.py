@@ -12,7 +12,13 @@ from optimus.ir.plan import Bucket, Plan, PlannedModule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
-from optimus.verify.header_contents import check_capacity, check_layers, check_parameters, check_seam
+from optimus.verify.header_contents import (
+    check_capacity,
+    check_layers,
+    check_parameters,
+    check_recomputation,
+    check_seam,
+)
 from optimus.verify.validator import check_plan
 
 
@@ -36,9 +42,17 @@ def with_buckets(plan: Plan, change: Callable[[Bucket], Bucket | None]) -> Plan:
 
 
 def test_the_plan_itself_holds(plan: Plan) -> None:
-    for check in (check_capacity, check_layers, check_parameters, check_seam):
+    for check in (check_capacity, check_layers, check_parameters, check_recomputation, check_seam):
         assert not list(check(plan))
     assert check_plan(plan).ok
+
+
+def test_recomputation_that_is_not_stated(plan: Plan) -> None:
+    llm = plan.modules[LLM]
+    assert llm.regather
+    for other in (replace(llm, recomputed=(*llm.recomputed, "out")), replace(llm, regather=False)):
+        report = check_plan(replace(plan, modules={**plan.modules, LLM: other}))
+        assert not report.rules["coverage"] and report.violations[0].where == LLM
 
 
 def test_gradients_that_are_never_reduced(plan: Plan) -> None:

@@ -57,8 +57,12 @@ REFUSALS: list[tuple[Callable[[Document], Any], str, str]] = [
     (drop("schema"), "plan", "has no schema"),
     (put("optimus.job/1", "schema"), "schema", "is not the schema of a plan"),
     (put(1, "schema"), "schema", "is not the schema of a plan"),
-    (put("optimus.plan/2", "schema"), "schema", "is newer"),
-    (put(["time-travel"], "requires"), "requires[0]", "feature"),
+    (put("optimus.plan/3", "schema"), "schema", "is newer"),
+    (put([], "requires"), "requires", "is not known here"),
+    (put("attention", "modules", "llm", "recomputed"), "modules.llm.recomputed", "is not a list"),
+    (put([1], "modules", "llm", "recomputed"), "modules.llm.recomputed[0]", "is not text"),
+    (put(0, "modules", "llm", "regather"), "modules.llm.regather", "is not true or false"),
+    (drop("modules", "llm", "regather"), "modules.llm.regather", "is missing"),
     (put(1, "extra"), "extra", "is not known here"),
     (drop("order"), "order", "is missing"),
     (put(3, "name"), "name", "is not text"),
@@ -168,9 +172,9 @@ def test_a_wrong_line_is_found_in_the_file() -> None:
         ("", "is not valid"),
         ("null", "is not an object"),
         ("[]", "is not an object"),
-        ('{"schema": "optimus.plan/1", "schema": "optimus.plan/1"}', "is given twice"),
+        ('{"schema": "optimus.plan/2", "schema": "optimus.plan/2"}', "is given twice"),
         ('{"schema": NaN}', "has NaN"),
-        ('{"schema": "optimus.plan/1", "seed": -Infinity}', "has -Infinity"),
+        ('{"schema": "optimus.plan/2", "slowdown": -Infinity}', "has -Infinity"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"a":' * 100_000, "is nested too deeply"),
         ("9" * 10_000, "is nested too deeply, or has too long a number"),
@@ -212,21 +216,59 @@ def test_what_is_not_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert problem(path) == "is larger than 1,000 bytes"
 
 
-def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def before(document: Document) -> None:
-        document["schema"] = "optimus.plan/0"
-        del document["requires"], document["single_connection"]
+def to_format_1(document: Document) -> None:
+    """Undoes what format 2 changed."""
+    document |= {"schema": "optimus.plan/1", "seed": 0, "requires": [], "single_connection": False}
+    document["legend"]["line"][0] = "module.verb"
+    for module in document["modules"].values():
+        del module["recomputed"], module["regather"]
 
-    old = read_plan(edited(before), "x.json")
-    assert old.requires == () and not old.single_connection
-    assert plan_text(old) == plan_text(two_pipelines())
-    assert "update" in refused(edited(put("optimus.plan/2", "schema"))).hint
-    error = refused(edited(put(["time-travel"], "requires")))
-    assert str(error.value) == '"time-travel"' and "update" in error.hint and "0.1" in error.problem
-    monkeypatch.setattr(planfile, "MIGRATIONS", {})
-    assert refused(edited(before)).hint == "plan again"
-    monkeypatch.setattr(planfile, "FEATURES", frozenset({"time-travel"}))
-    assert read_plan(edited(put(["time-travel"], "requires")), "x").requires == ("time-travel",)
+
+def to_format_0(document: Document) -> None:
+    to_format_1(document)
+    document["schema"] = "optimus.plan/0"
+    del document["requires"], document["single_connection"]
+
+
+@pytest.mark.parametrize("to_old", [to_format_0, to_format_1])
+def test_older_formats_are_read(to_old: Callable[[Document], None]) -> None:
+    assert plan_text(read_plan(edited(to_old), "x.json")) == plan_text(two_pipelines())
+
+    def with_recomputation(document: Document) -> None:
+        document["templates"]["llm-B"][0][:2] = ["attention", "R"]
+        document["templates"]["llm-B"][1][0] = "qkv.gather"
+
+    def both(document: Document) -> None:
+        with_recomputation(document)
+        to_old(document)
+
+    old = read_plan(edited(both), "x.json").modules
+    assert old["llm"].recomputed == ("attention",) and old["llm"].regather
+    assert old["enc0"].recomputed == () and not old["enc0"].regather
+
+
+@pytest.mark.parametrize("path", [("modules",), ("chunks",), ("templates",), ("legend",), ("modules", "llm")])
+@pytest.mark.parametrize("value", [None, 3, "x", [], {}, [[]], [[[]]], {"llm-F": [[]]}, {"a": [["x", 1]]}])
+def test_broken_files_of_format_1_are_refused(path: tuple[str, ...], value: Any) -> None:
+    def broken(document: Document) -> None:
+        to_format_1(document)
+        put(value, *path)(document)
+
+    refused(edited(broken))
+
+
+def test_formats_that_cannot_be_read() -> None:
+    assert "update" in refused(edited(put("optimus.plan/3", "schema"))).hint
+
+    def old(value: Any, field: str) -> UserError:
+        document = json.loads(plan_text(two_pipelines()))
+        to_format_1(document)
+        return refused(json.dumps({**document, field: value}))
+
+    error = old(["time-travel"], "requires")
+    assert error.field == "requires[0]" and str(error.value) == '"time-travel"' and "0.1" in error.problem
+    error = old(True, "single_connection")
+    assert error.field == "single_connection" and "plan again" in error.hint
 
 
 def test_numbers_that_would_cost_minutes() -> None:

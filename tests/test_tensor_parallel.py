@@ -15,7 +15,7 @@ from tensor_parallel_bugs import TP_BUGS
 from test_equality import caught, check, check_cases
 from worker_lines import run_worker
 
-from optimus.engine.build_rank import layer_ranges, recompute_mode, regathers_activations
+from optimus.engine.build_rank import layer_ranges, recompute_mode
 from optimus.engine.encoder_llm_routing import RoutedRows, route_rows
 from optimus.engine.placing import SPARED, place_phases
 from optimus.errors import UserError
@@ -109,7 +109,7 @@ def check_launches(case: Case) -> None:
                 chunk = SegmentedChunk(
                     [tensor_parallel_layer(layer) if tp_group.size > 1 else layer for layer in layers],
                     recompute=recompute_mode(plan, name),
-                    regather=regathers_activations(plan, name),
+                    regather=plan.modules[name].regather,
                 )
                 for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
                     template = plan.template_of(name, kind, stage, number)

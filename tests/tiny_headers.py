@@ -57,7 +57,6 @@ def tiny_header(rng: Random, *, few: bool) -> Plan:
         name="tiny",
         tool="tests",
         strategy="greedy",
-        seed=0,
         order="greedy",
         microbatches=microbatches,
         modules=modules,

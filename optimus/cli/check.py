@@ -95,7 +95,6 @@ def check_text(plan: Plan, report: Report) -> list[str]:
         )
     if report.rules["coverage"]:
         holds = "holds" if report.single_connection_holds else "does not hold"
-        holds += "" if plan.single_connection else " (the plan does not ask for it)"
         text.append(f"one queue for all communication (CUDA_DEVICE_MAX_CONNECTIONS=1): {holds}")
     for violation in report.violations:
         text += wrap(f"  {violation.rule}", f"{violation.where}: {violation.problem}", indent=12)

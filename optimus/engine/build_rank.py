@@ -14,6 +14,7 @@ from optimus.engine.compile import MessageSpecs
 from optimus.engine.p2p import TensorSpec
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
+from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -73,7 +74,7 @@ def build_rank(
     for module in model.modules:
         tp_group, recompute = groups.tp_group(plan, module.name), recompute_mode(plan, module.name)
         whole = module.name not in cut and recompute != "attention"
-        regathers, mine = regathers_activations(plan, module.name), []
+        regathers, mine = plan.modules[module.name].regather, []
         for first, end in layer_ranges(plan, module, groups.rank):
             layers = build_layers(
                 module,
@@ -220,22 +221,20 @@ def refuse_unsupported(plan: Plan) -> None:
 
 
 def recompute_mode(plan: Plan, name: str) -> Recompute:
-    """What a module's chunks make again; what `selective` means, the plan's own kernels say."""
+    """Returns how a module's chunks recompute the kernels that the plan names."""
     module = plan.modules[name]
-    if module.recompute != "selective":
-        return "full" if module.recompute == "full" else "none"
-    templates = {template for chunk in module.chunks for template in chunk.templates.values()}
-    again = {
-        phase.name for each in templates for phase in plan.templates[each] if phase.kind == OpKind.RECOMPUTE
+    if module.recompute == "full":
+        return "full"
+    modes: dict[tuple[str, ...], Recompute] = {
+        (): "none",
+        (KernelName.CHEAP,): "cheap",
+        (KernelName.ATTENTION,): "attention",
     }
-    return "attention" if again == {"attention"} else "cheap"
-
-
-def regathers_activations(plan: Plan, name: str) -> bool:
-    """Whether a plan gathers rows of divided products a second time, for the gradients of weights."""
-    templates = {template for chunk in plan.modules[name].chunks for template in chunk.templates.values()}
-    return any(
-        phase.kind == OpKind.LAUNCH and phase.name in ("qkv.gather", "up.gather")
-        for each in templates
-        for phase in plan.templates[each]
-    )
+    if module.recomputed not in modes:
+        raise UserError(
+            field=f"plan.modules.{name}.recomputed",
+            value=", ".join(module.recomputed),
+            problem="can be planned, but the engine does not run it",
+            hint=f"recompute {KernelName.CHEAP}, {KernelName.ATTENTION}, or full layers",
+        )
+    return modes[module.recomputed]

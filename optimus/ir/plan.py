@@ -14,7 +14,7 @@ from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
 from optimus.job.typed import INT32, INT64, NonNegative, Range, Whole
 
-FORMAT = 1
+FORMAT = 2
 SCHEMA = f"optimus.plan/{FORMAT}"
 WHOLE_STAGE = -1  # `chunk` of a bucket that belongs to all chunks of its stage
 MAX_LAYERS = 100_000
@@ -80,6 +80,8 @@ class PlannedModule:
     chunks: tuple[PlannedChunk, ...]
     buckets: tuple[tuple[Bucket, ...], ...]
     recompute: str = "none"
+    recomputed: tuple[str, ...] = ()  # kernels whose forward runs again in the backward
+    regather: bool = False  # TP gathers of inputs are repeated for weight gradients
     # Encoders only. LLM microbatch i is fed by encoder microbatches `i * pieces` to `(i + 1) * pieces - 1`.
     pieces: int = 1
     pipelines: tuple[int, ...] = ()  # which pipeline runs each encoder microbatch
@@ -149,7 +151,6 @@ class Plan:
     name: str  # of the job
     tool: str
     strategy: str
-    seed: int
     order: str  # of the LLM's pipeline
     microbatches: int  # of the LLM, per step and replica
     modules: Mapping[str, PlannedModule]  # encoders in model order, then the LLM
@@ -165,8 +166,6 @@ class Plan:
     hashes: Mapping[str, str] = field(default_factory=dict)
     # Free text and figures for readers; nothing depends on it.
     notes: Mapping[str, Any] = field(default_factory=dict)
-    requires: tuple[str, ...] = ()  # features without which the plan must not be played
-    single_connection: bool = False  # all communication of a device goes through one launch queue
     finish_s: tuple[float, ...] = ()  # of every LLM stage: the optimizer
 
     @cached_property

@@ -44,7 +44,7 @@ LEGEND = {
     "bucket": BUCKET,
     "memory": ["fixed components, by name ...", *ALIVE],
     "phase": PHASE,
-    "line": ["module.verb", "chunk", "microbatch", "place"],
+    "line": ["module.kind", "chunk", "microbatch", "place"],
 }
 MAX_GPUS, MAX_MODULES = 10_000_000, 100  # beyond them a number is a mistake, and would cost minutes
 
@@ -55,6 +55,8 @@ class ModuleEntry:
 
     layout: Layout
     recompute: str
+    recomputed: tuple[str, ...]
+    regather: bool
     pieces: Axis
     bin_tokens: Bytes
     seam_bytes: Bytes
@@ -72,11 +74,8 @@ class PlanFile:
     name: str
     tool: str
     strategy: str
-    seed: Bytes
     order: str
     microbatches: Axis
-    requires: tuple[str, ...]
-    single_connection: bool
     slowdown: NonNegative
     launch_s: NonNegative
     finish_s: tuple[NonNegative, ...]
@@ -117,7 +116,6 @@ def read_document(root: Node) -> Plan:
         tool=file.tool,
         strategy=file.strategy,
         order=file.order,
-        seed=file.seed,
         microbatches=file.microbatches,
         modules={name: _module(root["modules"][name], name, file) for name in file.modules},
         templates=file.templates,
@@ -130,8 +128,6 @@ def read_document(root: Node) -> Plan:
         bound_to=file.bound_to,
         hashes=file.hashes,
         notes=file.notes,
-        requires=file.requires,
-        single_connection=file.single_connection,
         finish_s=file.finish_s,
     )
     return _with_classes(plan, root["memory"], root["programs"])
@@ -195,6 +191,8 @@ def _module(node: Node, name: str, file: PlanFile) -> PlannedModule:
         chunks=tuple(file.chunks[place] for place in entry.chunks),
         buckets=tuple(tuple(file.buckets[place] for place in stage) for stage in entry.buckets),
         recompute=entry.recompute,
+        recomputed=entry.recomputed,
+        regather=entry.regather,
         pieces=entry.pieces,
         pipelines=entry.pipelines,
         bin_tokens=entry.bin_tokens,

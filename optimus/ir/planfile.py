@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from optimus import __version__
 from optimus.ir.files import write_whole
+from optimus.ir.kernel_names import NamedPhase, recomputed_kernels, repeats_gathers
+from optimus.ir.op import KIND_OF_WORD
 from optimus.ir.plan import FORMAT, SCHEMA, Plan, PlannedModule
 from optimus.ir.plan_lines import opening, program_lines
 from optimus.ir.plan_reader import LEGEND, read_document
@@ -22,7 +24,6 @@ from optimus.job.typed import read
 ENDING = ".plan.json"
 MAX_BYTES = 200_000_000
 TABLE_LINES = 16  # a longer table has several rows on a line, so that the header stays short
-FEATURES: frozenset[str] = frozenset()  # what a plan may require of who plays it
 
 
 # ---------------------------------------------------------------------------- writing
@@ -58,11 +59,8 @@ def header(plan: Plan) -> dict[str, Any]:
         "name": plan.name,
         "tool": plan.tool,
         "strategy": plan.strategy,
-        "seed": int(plan.seed),
         "order": plan.order,
         "microbatches": int(plan.microbatches),
-        "requires": list(plan.requires),
-        "single_connection": bool(plan.single_connection),
         "slowdown": float(plan.slowdown),
         "launch_s": float(plan.launch_s),
         "finish_s": [float(finish_s) for finish_s in plan.finish_s],
@@ -102,6 +100,8 @@ def _module(module: PlannedModule, chunks: _Table, buckets: _Table) -> dict[str,
     return {
         "layout": asdict(module.layout),
         "recompute": module.recompute,
+        "recomputed": list(module.recomputed),
+        "regather": bool(module.regather),
         "pieces": int(module.pieces),
         "bin_tokens": int(module.bin_tokens),
         "seam_bytes": int(module.seam_bytes),
@@ -153,46 +153,65 @@ def read_plan(text: str, file: str) -> Plan:
     root = parse_json(text, file=file, name="plan", hint="undo the last edit, or plan again")
     if "schema" not in root:
         raise root.error("has no schema, so it is not a plan", "give a file that `optimus plan` wrote")
-    migrate = _migration(root["schema"])
-    migrate(root.value)
-    if "requires" in root:
-        _refuse_features(root["requires"])
+    for migrate in _migrations(root["schema"]):
+        migrate(root)
     return read_document(root)
 
 
-def _from_0(document: dict[str, Any]) -> None:
-    """Format 0, of before the first release, had none of these fields."""
-    document.setdefault("requires", [])
-    document.setdefault("single_connection", False)
-    modules = document.get("modules")
-    for module in modules.values() if isinstance(modules, dict) else ():
-        if isinstance(module, dict):
-            module.setdefault("bin_tokens", 0)
+def _migrate_from_0(root: Node) -> None:
+    """Adds the fields that format 0, of before the first release, did not have."""
+    root.value.setdefault("requires", [])
+    root.value.setdefault("single_connection", False)
+    for module in _objects(root.value.get("modules")).values():
+        _objects(module).setdefault("bin_tokens", 0)
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {0: _from_0}  # in place; of the format before
+def _migrate_from_1(root: Node) -> None:
+    """Removes the fields that no plan used, and states recomputation, which names of kernels implied."""
+    document = root.value
+    if "requires" in root and read(tuple[str, ...], root["requires"]):
+        problem = f"is a feature that the plan needs and Optimus {__version__} does not know"
+        raise root["requires"][0].error(problem, "plan again with this version")
+    if document.get("single_connection"):
+        problem = f"is true, which Optimus {__version__} does not enforce any more"
+        raise root["single_connection"].error(problem, "plan again; optimus check says whether it holds")
+    for removed in ("seed", "requires", "single_connection"):
+        document.pop(removed, None)
+    if document.get("legend") == {**LEGEND, "line": ["module.verb", *LEGEND["line"][1:]]}:
+        document["legend"] = LEGEND
+    for module in _objects(document.get("modules")).values():
+        phases = list(_named_phases(document, _objects(module).get("chunks")))
+        _objects(module).setdefault("recomputed", list(recomputed_kernels(phases)))
+        _objects(module).setdefault("regather", repeats_gathers(phases))
 
 
-def _migration(schema: Node) -> Callable[[dict[str, Any]], None]:
-    """What makes a document of this schema one of the current format."""
-    found = re.fullmatch(r"optimus\.plan/(0|[1-9][0-9]{0,5})", str(schema.value))
-    if found is None:
+def _named_phases(document: dict[str, Any], chunks: Any) -> Iterator[NamedPhase]:
+    """Yields the phases of a module's templates; what is malformed is left to the reader."""
+    rows, templates = document.get("chunks"), _objects(document.get("templates"))
+    if not isinstance(rows, list) or not isinstance(chunks, list):
+        return
+    for place in chunks:
+        row = rows[place] if type(place) is int and 0 <= place < len(rows) else None
+        names = _objects(row[0] if isinstance(row, list) and row else None).values()
+        for template in (templates.get(name) for name in names if isinstance(name, str)):
+            for phase in template if isinstance(template, list) else ():
+                if isinstance(phase, list) and len(phase) > 1 and isinstance(phase[1], str):
+                    yield str(phase[0]), KIND_OF_WORD.get(phase[1])
+
+
+def _objects(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+MIGRATIONS: tuple[Callable[[Node], None], ...] = (_migrate_from_0, _migrate_from_1)  # by format, in place
+
+
+def _migrations(schema: Node) -> Sequence[Callable[[Node], None]]:
+    """Returns what turns a document of this schema into one of the current format, step by step."""
+    match = re.fullmatch(r"optimus\.plan/(0|[1-9][0-9]{0,5})", str(schema.value))
+    if match is None:
         raise schema.error("is not the schema of a plan", f'give a file with "schema": "{SCHEMA}"')
-    number = int(found[1])
-    if number == FORMAT:
-        return lambda document: None
-    if number > FORMAT:
+    if int(match[1]) > FORMAT:
         problem = f"is newer than Optimus {__version__}, which reads format {FORMAT}"
         raise schema.error(problem, "update Optimus, or plan again with this version")
-    if number not in MIGRATIONS:
-        problem = f"is older than what Optimus {__version__} reads"
-        raise schema.error(problem, "plan again")
-    return MIGRATIONS[number]
-
-
-def _refuse_features(requires: Node) -> None:
-    """A feature that is not known here is refused by its name, before anything else is looked at."""
-    for place, feature in enumerate(read(tuple[str, ...], requires)):
-        if feature not in FEATURES:
-            problem = f"is a feature that the plan needs and Optimus {__version__} does not know"
-            raise requires[place].error(problem, "update Optimus, or plan again with this version")
+    return MIGRATIONS[int(match[1]) :]

@@ -61,7 +61,6 @@ def plan_modules(
         name="modules",
         tool=f"optimus {__version__}",
         strategy=STRATEGY,
-        seed=0,
         order=order,
         microbatches=microbatches,
         modules=modules,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from optimus.ir.kernel_names import REGATHERS
 from optimus.ir.op import Communicator, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Template
 from optimus.ir.ranks import LLM
@@ -20,6 +21,22 @@ def check_layers(plan: Plan) -> SearchResult:
                 layers = {phase.layer for phase in plan.templates[template]}
                 if not layers <= set(range(max(chunk.layers, 1))):
                     yield where, f"{kind.word} names a layer that is none of its {chunk.layers}"
+
+
+def check_recomputation(plan: Plan) -> SearchResult:
+    """Modules state the kernels that their templates recompute, and whether they gather inputs again."""
+    for name, module in plan.modules.items():
+        templates = {template for chunk in module.chunks for template in chunk.templates.values()}
+        phases = [phase for template in templates for phase in plan.templates[template]]
+        recomputed = {phase.name for phase in phases if phase.kind == OpKind.RECOMPUTE}
+        if sorted(module.recomputed) != sorted(recomputed):
+            stated, needed = (
+                ", ".join(sorted(names)) or "nothing" for names in (module.recomputed, recomputed)
+            )
+            yield name, f"states that it recomputes {stated}; its templates recompute {needed}"
+        gathers = any(phase.kind == OpKind.LAUNCH and phase.name in REGATHERS for phase in phases)
+        if module.regather != gathers:
+            yield name, f"states regather = {module.regather}; its templates say {gathers}"
 
 
 def check_parameters(plan: Plan) -> SearchResult:

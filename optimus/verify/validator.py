@@ -19,7 +19,13 @@ from optimus.job.job import Job
 from optimus.verify.coverage import check_coverage, check_header
 from optimus.verify.deadlock import Circle, check_hosts, check_streams
 from optimus.verify.expected_lines import Asked, Lines
-from optimus.verify.header_contents import check_capacity, check_layers, check_parameters, check_seam
+from optimus.verify.header_contents import (
+    check_capacity,
+    check_layers,
+    check_parameters,
+    check_recomputation,
+    check_seam,
+)
 from optimus.verify.line_order import check_data, check_groups, check_pairs
 from optimus.verify.memory_replay import ACTIVATIONS, replay_bytes
 from optimus.verify.time_replay import Replay, replay
@@ -97,8 +103,8 @@ def check_plan(plan: Plan) -> Report:
     report.add("binding", check_binding_hashes(plan))
     if not report.add("coverage", check_header(plan)):
         return _unseen(report, "the header is not sound")
-    if not report.add("coverage", check_layers(plan)):
-        return _unseen(report, "templates and layers do not agree")
+    if not report.add("coverage", chain(check_layers(plan), check_recomputation(plan))):
+        return _unseen(report, "templates and modules do not agree")
     lines, asked = Lines(plan), Asked(plan)
     if not report.add("coverage", check_coverage(lines, asked)):
         return _unseen(report, "coverage does not hold")
@@ -110,7 +116,7 @@ def check_plan(plan: Plan) -> Report:
     report.add("memory", chain(check_capacity(plan), _memory(derived)))
     single = check_streams(waits, one_queue=True)
     streams = check_streams(waits, one_queue=False) if single else None
-    circles = [check_hosts(waits), streams, single if plan.single_connection else None]
+    circles = [check_hosts(waits), streams]
     found = [_shown(lines, circle) for circle in circles if circle is not None]
     played = replay(waits)
     if not played.complete:

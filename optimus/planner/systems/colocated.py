@@ -13,6 +13,7 @@ from optimus.cost.kernel import Kernel
 from optimus.cost.memory import communicator_bytes, states, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.cost.network import Collective
+from optimus.ir.kernel_names import recomputed_kernels, repeats_gathers
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Claims, Plan, PlannedChunk, PlannedModule, Template
 from optimus.ir.ranks import LLM, Ranks
@@ -81,11 +82,11 @@ class Colocated:
         assumptions = self.context.prices.assumptions
         modules = {choice.encoder.name: self._encoder(choice) for choice in self.encoders}
         modules[LLM] = self._llm()
+        modules = {name: self._with_recomputation(module) for name, module in modules.items()}
         return Plan(
             name=self.context.job.name,
             tool=f"optimus {__version__}",
             strategy=strategy,
-            seed=0,
             order=self.llm.order_name,
             microbatches=self.llm.microbatches,
             modules=modules,
@@ -125,6 +126,12 @@ class Colocated:
             buckets=tuple(self._llm_buckets(stage) for stage in range(plan.stages)),
             recompute=dict(self.llm.policy)[LLM],
         )
+
+    def _with_recomputation(self, module: PlannedModule) -> PlannedModule:
+        """States what the module's templates compute and gather a second time."""
+        names = dict.fromkeys(name for chunk in module.chunks for name in chunk.templates.values())
+        phases = [(phase.name, phase.kind) for name in names for phase in self._templates[name]]
+        return replace(module, recomputed=recomputed_kernels(phases), regather=repeats_gathers(phases))
 
     def _llm_template(self, chunk: Chunk, kind: OpKind, *, first: bool) -> str:
         """The name of a chunk's template; most chunks are made of the same kernels."""
