@@ -13,9 +13,9 @@ from optimus.cost.compute import (
     ATTENTION_BACKWARD_RELATIVE_EFFICIENCY,
     attention_s,
     gemm_s,
+    load_curves,
     memory_bound_s,
 )
-from optimus.cost.curves import load_curves
 from optimus.errors import UserError
 from optimus.job.cluster import Gpu
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from paper_parts import layer_shape, strong_3072, unfused
 
-from optimus.cost.activations import activation_bytes
 from optimus.cost.assumptions import Assumptions, preset
 from optimus.cost.flops import attention_pairs
 from optimus.cost.kernel import Kernel
 from optimus.cost.layer import backward, forward, weight_gradients
 from optimus.cost.module import price_encoder
+from optimus.cost.shape import activation_bytes
 from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Attention, Experts

@@ -1,9 +1,10 @@
-"""Kernels: what the cost model prices, and lists of them in the order in which they run."""
+"""Lists the kernels of a layer in the order in which they run, with modelled or measured seconds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from optimus.cost.measured import KERNELS, Layers, Shortfall
 from optimus.cost.network import Collective
 from optimus.cost.prices import Prices
 from optimus.ir.op import Communicator, Lane, OpKind
@@ -87,3 +88,59 @@ class KernelList:
         place = len(self.kernels) - 1
         self.last = (place,)
         return place
+
+
+KernelsByKind = dict[OpKind, tuple[Kernel, ...]]
+
+
+def spread_profile(
+    kernels: KernelsByKind, prices: Prices, *, module: str, layers: Layers, tokens: float, tp: int
+) -> KernelsByKind:
+    """Replaces modelled seconds of kernels by measured ones; notes in `prices` which were not measured.
+
+    A segment is measured as a whole and a kernel list is finer: a backward of `qkv` is an input gradient, a
+    weight gradient and a norm, and TP collectives overlap with some of them only. The measured sum is divided
+    in proportion to the modelled seconds, so that an op takes as long as measured and overlaps stay.
+    """
+    profile = prices.profile
+    if not profile.segments or tokens <= 0:
+        return kernels
+    missing: set[str] = set()
+    beyond = False
+    result: KernelsByKind = {}
+    for op, listed in kernels.items():
+        changed = list(listed)
+        for kind in dict.fromkeys(kernel.kind for kernel in listed):
+            places = [at for at, k in enumerate(listed) if k.lane == Lane.COMPUTE and k.kind == kind]
+            left = set(places)
+            for estimate in profile.estimates(module, layers, kind, tokens=tokens, tp=tp):
+                mine = [at for at in places if _base(listed[at]) in estimate.kernels]
+                _divide(changed, mine, prices.measured_s(estimate.seconds))
+                left -= set(mine)
+                beyond |= estimate.beyond and bool(mine)
+            missing |= {f"{kind.word} {_base(listed[at])}" for at in left if _counts(listed[at])}
+        result[op] = tuple(changed)
+    if missing or beyond:
+        prices.shortfalls.add(
+            Shortfall(module=module, tp=tp, tokens=tokens, unmeasured=tuple(sorted(missing)), beyond=beyond)
+        )
+    return result
+
+
+def _divide(kernels: list[Kernel], places: list[int], seconds: float) -> None:
+    """Divides an estimate over kernels in proportion to their seconds, or equally if those are 0."""
+    before = [kernels[at].duration_s for at in places]
+    total = sum(before)
+    for at, was in zip(places, before, strict=True):
+        share = was / total if total > 0 else 1 / len(places)
+        kernels[at] = replace(kernels[at], duration_s=share * seconds)
+
+
+def _counts(kernel: Kernel) -> bool:
+    """Returns whether a segment could cover the kernel, which it cannot for selective recomputation."""
+    return kernel.duration_s > 0 and _base(kernel) in KERNELS
+
+
+def _base(kernel: Kernel) -> str:
+    """Returns `qkv` for `qkv.dgrad`."""
+    return kernel.name.partition(".")[0]

@@ -1,20 +1,19 @@
-"""A module at one place of a layout: its layers in order, each with kernels, parameters and bytes."""
+"""Prices the layers of a module at one place of a layout: kernels, parameters and bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from optimus.cost import ends, flops
-from optimus.cost.activations import activation_bytes, gradient_bytes
-from optimus.cost.kernel import Kernel
+from optimus.cost import flops
+from optimus.cost.kernel import Kernel, KernelList, spread_profile
 from optimus.cost.layer import backward, forward, selective_recompute, weight_gradients
 from optimus.cost.measured import Layers, layers_sort
+from optimus.cost.network import Collective
 from optimus.cost.prices import Prices
-from optimus.cost.shape import LayerShape
-from optimus.cost.spread import spread_profile
+from optimus.cost.shape import LayerShape, activation_bytes, gradient_bytes
 from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
-from optimus.job.model import BF16_BYTES, Encoder, Llm, Stack
+from optimus.job.model import BF16_BYTES, FP32_BYTES, Encoder, Llm, Stack
 from optimus.job.workload import Load
 
 
@@ -64,7 +63,7 @@ def price_encoder(
         name=f"{encoder.name}.embedding",
         module=encoder.name,
         layout=layout,
-        kernels=ends.encoder_embedding(encoder, tokens, layout, prices),
+        kernels=_encoder_embedding_kernels(encoder, tokens, layout, prices),
         parameters=encoder.embedding_parameters,
         activation_bytes=kept * tokens / tp * encoder.patch_inputs * BF16_BYTES,
         output_bytes=state_bytes,
@@ -75,7 +74,7 @@ def price_encoder(
         name=f"{encoder.name}.projector",
         module=encoder.name,
         layout=layout,
-        kernels=ends.projector(encoder, tokens, layout, prices),
+        kernels=_projector_kernels(encoder, tokens, layout, prices),
         parameters=encoder.projector_parameters + encoder.stack.norm_parameters,
         activation_bytes=learns
         * (state_bytes + llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES)
@@ -110,13 +109,13 @@ def price_llm(
         name=f"{llm.name}.embedding",
         module=llm.name,
         layout=layout,
-        kernels=ends.llm_embedding(llm, tokens, layout, prices),
+        kernels=_llm_embedding_kernels(llm, tokens, layout, prices),
         parameters=llm.embedding_parameters / tp,
         activation_bytes=0.0,
         output_bytes=state_bytes,
         trained=llm.train,
     )
-    kernels = ends.llm_head(llm, tokens, layout, prices)
+    kernels = _llm_head_kernels(llm, tokens, layout, prices)
     tied = llm.vocab * hidden / tp if llm.tied and layout.pp > 1 else 0.0  # the last stage's own copy
     head = PricedLayer(
         name=f"{llm.name}.head",
@@ -130,7 +129,7 @@ def price_llm(
         output_bytes=0.0,
         trained=llm.train,
         flops=flops.head_flops(llm, load),
-        logits_bytes=tokens * llm.vocab / tp * ends.KEPT_BYTES_PER_LOGIT,
+        logits_bytes=tokens * llm.vocab / tp * KEPT_BYTES_PER_LOGIT,
     )
     layers = _stack_layers(
         llm.name, llm.stack, load, layout, prices, recompute, train=llm.train, passes_gradients=passes
@@ -218,3 +217,94 @@ def _chain(first: tuple[Kernel, ...], second: tuple[Kernel, ...]) -> tuple[Kerne
         for k in second
     )
     return (*first, *moved)
+
+
+KernelsByKind = dict[OpKind, tuple[Kernel, ...]]
+# Loss over fp32 logits: read bf16 logits, write and read fp32 probabilities.
+LOSS_BYTES_PER_LOGIT = BF16_BYTES + 2 * FP32_BYTES
+# What the head keeps per logit from forward to backward: bf16 logits and fp32 probabilities.
+KEPT_BYTES_PER_LOGIT = BF16_BYTES + FP32_BYTES
+
+
+def _kernel_list(prices: Prices, kind: OpKind, tp: int) -> KernelList:
+    return KernelList(prices=prices, kind=kind, tp=tp)
+
+
+def _llm_embedding_kernels(llm: Llm, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
+    """A look-up in a table split over the vocabulary; the sum is scattered over the sequence."""
+    size = tokens * llm.stack.hidden * BF16_BYTES
+    forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
+    forward.compute("embedding", prices.memory_s(2 * size))
+    forward.collective("embedding.scatter", Collective.REDUCE_SCATTER, size)
+    result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels), OpKind.INPUT_GRAD: ()}
+    for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
+        back = _kernel_list(prices, kind, layout.tp)
+        if llm.train:
+            back.collective("embedding.gather", Collective.ALL_GATHER, size)
+            back.compute("embedding.wgrad", prices.memory_s(3 * size))
+        result[kind] = tuple(back.kernels)
+    return result
+
+
+def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
+    """Final norm, logits and loss; the weight gradient stays in kind W when it is split off."""
+    hidden, columns = llm.stack.hidden, llm.vocab / layout.tp
+    size = tokens * hidden * BF16_BYTES
+    norm_s = prices.memory_s(4 * tokens * hidden / layout.tp * BF16_BYTES)
+    loss_s = prices.memory_s(tokens * columns * LOSS_BYTES_PER_LOGIT)
+    forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
+    forward.compute("head.norm", norm_s)
+    forward.collective("head.gather", Collective.ALL_GATHER, size)
+    forward.compute("head", prices.gemm_s(tokens, columns, hidden) + loss_s)
+    result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels)}
+    for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
+        back = _kernel_list(prices, kind, layout.tp)
+        if kind != OpKind.WEIGHT_GRAD:
+            back.compute("head.dgrad", prices.gemm_s(tokens, hidden, columns) + loss_s)
+            back.collective("head.scatter", Collective.REDUCE_SCATTER, size)
+        if kind != OpKind.INPUT_GRAD and llm.train:
+            back.compute("head.wgrad", prices.gemm_s(hidden, columns, tokens))
+        if kind != OpKind.WEIGHT_GRAD:
+            back.compute("head.norm", norm_s)
+        result[kind] = tuple(back.kernels)
+    return result if llm.train else {**result, OpKind.BACKWARD: result[OpKind.INPUT_GRAD]}
+
+
+def _encoder_embedding_kernels(
+    encoder: Encoder, tokens: float, layout: Layout, prices: Prices
+) -> KernelsByKind:
+    """Patches (or mel frames) to hidden states, every rank its own tokens; no input gradient."""
+    shard, hidden, inputs = tokens / layout.tp, encoder.stack.hidden, encoder.patch_inputs
+    forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
+    forward.compute("patches", prices.gemm_s(shard, hidden, inputs))
+    result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels), OpKind.INPUT_GRAD: ()}
+    for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
+        back = _kernel_list(prices, kind, layout.tp)
+        if encoder.train:
+            back.compute("patches.wgrad", prices.gemm_s(inputs, hidden, shard))
+        result[kind] = tuple(back.kernels)
+    return result
+
+
+def _projector_kernels(encoder: Encoder, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
+    """Encoder tokens to LLM tokens, once per LLM layer fed; every rank its own tokens."""
+    rows = tokens / layout.tp / encoder.projector.merge
+    gemms = encoder.projector.linears(encoder.stack.hidden)
+    times = len(encoder.feeds)
+    prices_of = {
+        OpKind.FORWARD: sum(prices.gemm_s(rows, n, k) for k, n in gemms),
+        OpKind.INPUT_GRAD: sum(prices.gemm_s(rows, k, n) for k, n in gemms) if encoder.train else 0.0,
+        OpKind.WEIGHT_GRAD: sum(prices.gemm_s(k, n, rows) for k, n in gemms)
+        if encoder.projector.train
+        else 0.0,
+    }
+    if encoder.projector.train and not encoder.train:  # gradients still pass between its own linears
+        prices_of[OpKind.INPUT_GRAD] = sum(prices.gemm_s(rows, k, n) for k, n in gemms[1:])
+    prices_of[OpKind.BACKWARD] = prices_of[OpKind.INPUT_GRAD] + prices_of[OpKind.WEIGHT_GRAD]
+    result: KernelsByKind = {}
+    for kind, seconds in prices_of.items():
+        kernels = _kernel_list(prices, kind, layout.tp)
+        if seconds > 0:
+            kernels.compute("projector", times * seconds)
+        result[kind] = tuple(kernels.kernels)
+    return result if encoder.projector.train else {**result, OpKind.BACKWARD: result[OpKind.INPUT_GRAD]}

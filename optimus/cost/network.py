@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from optimus.cost.curves import load_curves
+from optimus.cost.compute import load_curves
 from optimus.job.cluster import FLAT, Cluster
 
 
