@@ -1,4 +1,4 @@
-"""Reads what surrounds Optimus, environment variables and cores, so that nothing else has to."""
+"""Reads environment variables and the number of cores, for all other modules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _home(variables: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """What torchrun, or our own launcher in the same words, told this process about its place in the run."""
+    """Rank and rendezvous of this process, as torchrun's environment variables state them."""
 
     rank: int
     world: int
@@ -83,7 +83,7 @@ def launched(variables: Mapping[str, str] = os.environ) -> Launched | None:
 
 def for_rank(place: Launched, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of a rank that we launch: ours, what `launched` reads, and one BLAS thread."""
-    told = {
+    rank_variables = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world,
         "LOCAL_RANK": place.local_rank,
@@ -97,7 +97,7 @@ def for_rank(place: Launched, variables: Mapping[str, str] = os.environ) -> dict
         "MKL_NUM_THREADS": 1,
         "OPENBLAS_NUM_THREADS": 1,
     }
-    return {**variables, **{name: str(value) for name, value in told.items()}}
+    return {**variables, **{name: str(value) for name, value in rank_variables.items()}}
 
 
 def keep_gloo_on_loopback(variables: MutableMapping[str, str] = os.environ) -> None:
@@ -125,7 +125,7 @@ TUNING = (
 
 
 def tuning(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Those of `TUNING` that are set: figures of another setting are other figures."""
+    """Returns the variables of `TUNING` that are set, since measurements depend on them."""
     return {name: variables[name] for name in TUNING if name in variables}
 
 

@@ -47,7 +47,7 @@ class UserError(OptimusError):
 def _user_error(
     field: str, problem: str, hint: str, value: object, file: str | None, line: int | None
 ) -> UserError:
-    """For unpickling, e.g. from a worker process."""
+    """Builds an error from its pickled state, e.g. from a worker process."""
     return UserError(field=field, problem=problem, hint=hint, value=value, file=file, line=line)
 
 

@@ -1,1 +1,1 @@
-"""What a job costs: seconds of every kernel and bytes on every rank, from sourced numbers."""
+"""Computes seconds of every kernel and bytes on every rank, from sourced numbers."""

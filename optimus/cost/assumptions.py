@@ -1,4 +1,4 @@
-"""Named sets of assumptions behind a price, each parameter with a sourced default."""
+"""Defines named sets of assumptions of the cost model, each parameter with a sourced default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What the cost model takes for granted; printed with every result.
+    """Assumptions of the cost model; printed with every result.
 
     `dp_exposure` says which data-parallel traffic nothing can hide:
       chunks  what the data flow exposes: a gather before a chunk's first forward, a reduce
@@ -50,14 +50,14 @@ class Assumptions:
     time_scale: float = 1.0
 
     def describe(self) -> dict[str, object]:
-        """For plan files and tools; a scale of 1 is none."""
-        found = asdict(self)
+        """Returns the fields for plan files and tools; a time scale of 1 is left out."""
+        fields = asdict(self)
         if self.time_scale == 1.0:
-            del found["time_scale"]
-        return found
+            del fields["time_scale"]
+        return fields
 
     def scaled(self, factor: float) -> Assumptions:
-        """The same with every second longer by `factor`."""
+        """Returns a copy whose seconds are multiplied by `factor`."""
         return replace(self, time_scale=self.time_scale * factor, launch_s=self.launch_s * factor)
 
 

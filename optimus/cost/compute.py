@@ -46,7 +46,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curves:
-    """What was measured on one system; the csv files say where, how and in which units."""
+    """Measured efficiency curves of one system; the csv files say where, how and in which units."""
 
     gemm: Grid  # (m, n, k) -> fraction of peak
     attention: Mapping[bool, Grid]  # causal -> (head_dim, tokens) -> fraction of peak, forward

@@ -1,4 +1,4 @@
-"""Model FLOPs of a step: what MFU is measured against (no recomputation, frozen modules forward only)."""
+"""Counts model FLOPs of a step for MFU: no recomputation, frozen modules forward only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from optimus.job.workload import Load, Workload
 
 
 def forward_flops(module: Encoder | Llm, load: Load) -> float:
-    """One forward pass over `load`."""
+    """FLOPs of one forward pass over `load`."""
     stack = module.stack
     layers = sum(layer_flops(stack, layer, load) for layer in range(stack.layers))
     if isinstance(module, Llm):
@@ -49,7 +49,7 @@ def projector_flops(encoder: Encoder, load: Load) -> float:
 
 
 def step_flops(model: Model, workload: Workload) -> float:
-    """One step over the whole batch: three times the forward pass for what is trained."""
+    """FLOPs of one step over the global batch: three times the forward pass of trained modules."""
     total = 0.0
     for encoder in model.encoders:
         load = workload.encoder_load(encoder.name, encoder.projector.merge)

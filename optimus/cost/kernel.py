@@ -12,7 +12,7 @@ from optimus.ir.op import Communicator, Lane, OpKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """What the cost model prices. `after`: places in the list it waits for (none: what came before)."""
+    """A kernel of the cost model; waits for the kernels at `after` in its list."""
 
     name: str
     kind: OpKind

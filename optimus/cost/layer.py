@@ -1,4 +1,4 @@
-"""A layer as an ordered list of compute and communication kernels, in every direction."""
+"""Expands a layer into an ordered list of compute and communication kernels, per kind of op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A measured profile: where it has a number, it beats the formula."""
+"""Holds a measured profile, whose seconds replace those of the cost model's formulas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN = 4  # kernels that a note names
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Where, when and with what a profile was measured."""
+    """Host, date and software of a measurement."""
 
     host: str
     date: str  # 2026-05-31
@@ -39,7 +39,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentTime:
-    """One segment of one sort of layer, in one direction, at one size."""
+    """Measured seconds of a segment of one sort of layer, for one kind of op at one size."""
 
     module: str
     layers: Layers
@@ -56,7 +56,7 @@ class SegmentTime:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeTime:
-    """One message size."""
+    """Measured seconds of one message size."""
 
     size_bytes: Whole
     median_s: NonNegative
@@ -88,7 +88,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """What a profile could not say about some layers that were priced."""
+    """Kernels and sizes of priced layers that a profile does not cover."""
 
     module: str
     tp: int
@@ -99,7 +99,7 @@ class Shortfall:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured; empty for a purely analytic price."""
+    """A measured profile; empty for purely analytic prices."""
 
     name: str = ""
     measured: Conditions | None = None
@@ -111,24 +111,24 @@ class Profile:
 
     @property
     def source(self) -> str:
-        """As results print it."""
+        """Name of the source in printed results."""
         return f"profile {self.name}" if self.segments else ANALYTIC
 
     @cached_property
     def _points(self) -> dict[tuple[str, str, OpKind, int], dict[str, list[SegmentTime]]]:
         """Rows by module, sort of layer, kind and tp; then by segment, smallest first."""
-        found: dict[tuple[str, str, OpKind, int], dict[str, list[SegmentTime]]] = {}
+        points: dict[tuple[str, str, OpKind, int], dict[str, list[SegmentTime]]] = {}
         for row in sorted(self.segments, key=lambda row: row.tokens):
             key = row.module, row.layers, row.kind, row.tp
-            found.setdefault(key, {}).setdefault(row.segment, []).append(row)
-        return found
+            points.setdefault(key, {}).setdefault(row.segment, []).append(row)
+        return points
 
     @cached_property
     def _widths(self) -> dict[str, set[int]]:
-        found: dict[str, set[int]] = {}
+        widths: dict[str, set[int]] = {}
         for row in self.segments:
-            found.setdefault(row.module, set()).add(row.tp)
-        return found
+            widths.setdefault(row.module, set()).add(row.tp)
+        return widths
 
     def estimates(
         self, module: str, layers: Layers, kind: OpKind, *, tokens: float, tp: int
@@ -145,7 +145,7 @@ class Profile:
             return self._points.get((module, layers, kind, width), {})
 
         whole = rows(OpKind.FORWARD if kind == OpKind.RECOMPUTE else kind)
-        found = [_at(points, tokens) for points in whole.values()]
+        estimates = [_at(points, tokens) for points in whole.values()]
         if kind == OpKind.BACKWARD:
             for segment in dict.fromkeys((*rows(OpKind.INPUT_GRAD), *rows(OpKind.WEIGHT_GRAD))):
                 if segment not in whole:
@@ -154,10 +154,12 @@ class Profile:
                         for k in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
                         if segment in rows(k)
                     ]
-                    found.append(_sum(halves))
+                    estimates.append(_sum(halves))
         if width == tp:
-            return tuple(found)
-        return tuple(replace(each, seconds=each.seconds * width / tp, beyond=True) for each in found)
+            return tuple(estimates)
+        return tuple(
+            replace(estimate, seconds=estimate.seconds * width / tp, beyond=True) for estimate in estimates
+        )
 
     def nearest_tp(self, module: str, tp: int) -> int | None:
         """The width that was measured, or the nearest to it; none if nothing of the module was."""
@@ -171,18 +173,18 @@ class Profile:
 
     def check_model(self, model: Model) -> None:
         """Refuses a profile of another model: its seconds would be taken for this one's."""
-        own = {module.name: fingerprint(module) for module in model.modules}
-        known = [name for name, _ in self.modules if name in own]
+        fingerprints = {module.name: fingerprint(module) for module in model.modules}
+        known = [name for name, _ in self.modules if name in fingerprints]
         if self.segments and not known:
             raise UserError(
                 field="--profile",
                 value=self.name,
                 problem=f"measures {one_of(name for name, _ in self.modules) or 'nothing'}, "
-                f"and the modules of {model.name} are {one_of(own)}",
+                f"and the modules of {model.name} are {one_of(fingerprints)}",
                 hint="measure this job: optimus profile JOB -o PROFILE",
             )
         for name, measured in self.modules:
-            if name in own and own[name] != measured:
+            if name in fingerprints and fingerprints[name] != measured:
                 raise UserError(
                     field="--profile",
                     value=self.name,
@@ -191,7 +193,7 @@ class Profile:
                 )
 
     def bound(self) -> list[list[Any]]:
-        """What a plan depends on: medians by place, not how or where they were measured."""
+        """Values that a plan is bound to: the medians, not how or where they were measured."""
         rows = (
             [r.module, r.layers, r.segment, list(r.kernels), r.kind.word, r.tokens, r.tp, r.median_s]
             for r in self.segments
@@ -201,27 +203,27 @@ class Profile:
     def notes(self, shortfalls: Iterable[Shortfall]) -> list[str]:
         """Warnings: what was priced by the formula after all, and sizes outside of those measured."""
         grouped: dict[tuple[str, int], list[Shortfall]] = {}
-        for each in sorted(shortfalls, key=lambda each: (each.module, each.tp, each.tokens)):
-            grouped.setdefault((each.module, each.tp), []).append(each)
-        found = []
+        for gap in sorted(shortfalls, key=lambda gap: (gap.module, gap.tp, gap.tokens)):
+            grouped.setdefault((gap.module, gap.tp), []).append(gap)
+        warnings = []
         for (module, tp), group in grouped.items():
             width = self.nearest_tp(module, tp)
             where, sizes = f"{module} at tp {tp}", self.sizes(module, width)
-            missing = sorted({name for each in group for name in each.unmeasured})
+            missing = sorted({name for gap in group for name in gap.unmeasured})
             if sizes is None:
-                found.append(f"{module} was not measured: priced by the formula")
+                warnings.append(f"{module} was not measured: priced by the formula")
                 continue
             if width != tp:
-                found.append(f"{where} was measured at tp {width} only: extrapolated in proportion")
+                warnings.append(f"{where} was measured at tp {width} only: extrapolated in proportion")
             if missing:
                 more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-                found.append(f"{where}: {', '.join(missing[:SHOWN])}{more} priced by the formula")
-            if far := [each.tokens for each in group if not sizes[0] <= each.tokens <= sizes[1]]:
-                found.append(
+                warnings.append(f"{where}: {', '.join(missing[:SHOWN])}{more} priced by the formula")
+            if far := [gap.tokens for gap in group if not sizes[0] <= gap.tokens <= sizes[1]]:
+                warnings.append(
                     f"{where} is asked for {_range(far)} tokens, measured at {_range(sizes)}: "
                     "extrapolated in proportion"
                 )
-        return found
+        return warnings
 
 
 def layers_sort(stack: Stack, layer: int) -> Layers:
@@ -234,10 +236,10 @@ def layers_sort(stack: Stack, layer: int) -> Layers:
 
 def representative_layers(stack: Stack) -> dict[Layers, int]:
     """The first layer of every sort: what a profiler has to measure."""
-    found: dict[Layers, int] = {}
+    first_layers: dict[Layers, int] = {}
     for layer in range(stack.layers):
-        found.setdefault(layers_sort(stack, layer), layer)
-    return found
+        first_layers.setdefault(layers_sort(stack, layer), layer)
+    return first_layers
 
 
 def fingerprint(module: Encoder | Llm) -> str:

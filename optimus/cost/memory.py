@@ -1,4 +1,4 @@
-"""Bytes on a rank by component, over the ops of its program."""
+"""Computes bytes on a rank by component, over the ops of its program."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def high_water(
 
 @lru_cache(maxsize=4096)  # the same orders are asked about for many cuts
 def _lives(order: tuple[tuple[OpKind, int, int], ...]) -> tuple[Ints, Ints, Ints]:
-    """For every op: its chunk, and where (1 begin, -1 end) what F keeps and what I makes again lives."""
+    """Returns per op its chunk, and where saved and recomputed activations begin (1) and end (-1)."""
     kind, chunk, _ = np.array(order, np.int64).T
     split = kind == OpKind.WEIGHT_GRAD
     ends = split if split.any() else kind == OpKind.BACKWARD

@@ -19,7 +19,7 @@ from optimus.job.workload import Load
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedLayer:
-    """What can be placed on a stage: a transformer layer, an embedding, a projector or a head."""
+    """A layer that a stage can hold: a transformer layer, an embedding, a projector or a head."""
 
     name: str
     module: str
@@ -37,7 +37,7 @@ class PricedLayer:
 
     @property
     def backward_bytes(self) -> float:
-        """What is there only while the layer's own backward runs."""
+        """Bytes that exist only while the layer's own backward runs."""
         return self.made_again_bytes + self.gradient_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Seconds of collectives and sends: measured inside a node, NCCL's own model between nodes."""
+"""Computes seconds of collectives and sends: measured inside a node, NCCL's own model between nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class _Protocol:
-    """One of NCCL's wire protocols: latencies in microseconds, bandwidth as a share of the bus."""
+    """An NCCL wire protocol: latencies in microseconds, bandwidth as a share of the bus."""
 
     ring_base_us: float
     ring_nvlink_us: float
@@ -111,7 +111,7 @@ def collective_s(
 
 
 def send_s(cluster: Cluster, size_bytes: float, *, across_nodes: bool) -> float:
-    """One rank sends `size_bytes` to another."""
+    """Seconds of a send of `size_bytes` from one rank to another."""
     if size_bytes <= 0:
         return 0.0
     link = cluster.between_nodes if across_nodes else cluster.within_node
@@ -126,7 +126,7 @@ def _ring_over_link_s(
     nodes: int,
     nic_bytes_per_s: float | None,
 ) -> float:
-    """Where no library's collectives were measured: steps of `size / ranks` over the slowest link."""
+    """Seconds of a ring over the slowest link, for systems without measured collectives."""
     link = cluster.within_node if nodes == 1 else cluster.between_nodes
     rate = link.bandwidth_bytes_per_s if nodes == 1 else nic_bytes_per_s or link.bandwidth_bytes_per_s
     return _passes(collective) * (ranks - 1) * (link.latency_s + size_bytes / ranks / rate)

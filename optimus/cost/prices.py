@@ -1,4 +1,4 @@
-"""One place to ask what a kernel costs: a profile first, then curves under the chosen assumptions."""
+"""Prices kernels and collectives of a cluster from curves and link models, under named assumptions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Prices:
         return self._scaled(network.send_s(self.cluster, size, across_nodes=across_nodes))
 
     def measured_s(self, seconds: float) -> float:
-        """What a profile says, which a calibration scales too."""
+        """Seconds of a profile, which a calibration scales too."""
         return self._scaled(seconds)
 
     def _scaled(self, seconds: float) -> float:
@@ -84,10 +84,10 @@ class Prices:
         return Lane.TP if self.cluster.nodes_spanned(ranks, stride) == 1 else Lane.DP
 
     def stages_cross_nodes(self, layout: Layout) -> bool:
-        """Whether a pipeline leaves its node (pp is the slowest axis of the rank order)."""
+        """True if a pipeline spans nodes (pp is the slowest axis of the rank order)."""
         return layout.gpus > self.cluster.gpus_per_node
 
     @cached_property
     def shortfalls(self) -> set[Shortfall]:
-        """What the profile could not say about what was priced so far; for warnings, never for a price."""
+        """Gaps of the profile met so far; for warnings, never for a price."""
         return set()

@@ -1,4 +1,4 @@
-"""Profiles on disk: one YAML document with a line per measurement, read as strictly as a job file."""
+"""Reads and writes profiles: one YAML document with a line per measurement."""
 
 from __future__ import annotations
 

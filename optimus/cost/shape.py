@@ -103,7 +103,7 @@ class LayerShape:
 
     @property
     def qkv_input_bytes(self) -> float:
-        """What is gathered before the projections that TP divides: hidden states, or latents."""
+        """Bytes gathered before the tensor-parallel projections: hidden states, or latents."""
         latent = self.stack.attention.latent
         return self.tokens * latent.width * BF16_BYTES if latent else self.hidden_bytes
 
@@ -149,7 +149,7 @@ class LayerShape:
 
 
 def activation_bytes(shape: LayerShape, recompute: str) -> float:
-    """What a layer keeps on a rank from its forward to its backward.
+    """Bytes of activations that a rank saves from a layer's forward to its backward.
 
     Without recomputation a GPT layer keeps sbh(34 + 5as/h)/t bytes when scores are stored,
     and 34 sbh/t with selective recomputation (Korthikanti et al., arXiv 2205.05198, eq. 2-5).

@@ -1,1 +1,1 @@
-"""What the user asks for: model, cluster, workload, layout constraints, and how it runs today."""
+"""Reads and checks a job: model, cluster, workload, layout constraints, and how it runs today."""

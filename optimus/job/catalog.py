@@ -28,7 +28,7 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 @cache
 def curves() -> tuple[str, ...]:
-    """What `gpu.curves` may name: the systems with measured curves, and none of them."""
+    """Valid values of `gpu.curves`: the systems with measured curves, and `flat`."""
     return (*sorted(path.name for path in (_ROOT / "curves").iterdir() if path.is_dir()), FLAT)
 
 

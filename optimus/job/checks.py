@@ -181,7 +181,7 @@ class Stated:
         )
 
     def check(self) -> None:
-        """In the order a reader would: ranks, tensor, pipeline, experts, batch."""
+        """Checks ranks, tensor, pipeline and expert parallelism, then the batch."""
         self._check_ranks()
         self._check_tensor()
         self._check_pipeline()

@@ -1,4 +1,4 @@
-"""The machine: GPUs, nodes, links and what is reserved on every GPU."""
+"""Describes a cluster: GPUs, nodes, links and reserved memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FLAT = "flat"  # curves of what nobody measured: peak_flops everywhere, rings ov
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU (or core): vendor figures, and the name of the measured curves that stand for it."""
+    """A GPU (or CPU core): vendor figures, and the name of its measured curves."""
 
     name: str
     peak_flops: float  # dense bf16

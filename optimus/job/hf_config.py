@@ -225,7 +225,7 @@ def _layers_used(config: HfConfig, key: str, layers: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where a family keeps its language model, and how its encoder is read."""
+    """A model family: the key of its language model, and the reader of its encoder."""
 
     encoder: Callable[[HfConfig, Llm], Encoder]
     text: str = "text_config"  # Qwen2-VL's older files hold it at the top

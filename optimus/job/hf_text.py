@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class HfConfig:
-    """One object of a config.json; `derived` collects values that were computed rather than read."""
+    """An object of a config.json; `derived` collects values that were computed rather than read."""
 
     def __init__(self, node: Node, derived: list[str] | None = None) -> None:
         self.node = node

@@ -43,7 +43,7 @@ class Job:
     notes: tuple[str, ...] = field(default=(), compare=False)  # what was assumed because it was left out
 
     def replace(self, *, gpus: int | None = None, sequences_per_step: int | None = None) -> Job:
-        """The same job on other GPUs, where dp is searched again, or with another batch; not checked yet."""
+        """Returns the job on other GPUs, where dp is searched again, or with another batch; unchecked."""
         job = self
         if gpus is not None and gpus != self.cluster.gpus:
             layout, today = on_other_cluster(self.layout, self.today)

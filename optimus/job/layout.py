@@ -1,4 +1,4 @@
-"""Layouts: how one module is divided over GPUs, whole or only as far as the user states it."""
+"""Defines layouts: the parallelism of one module, complete or as far as the user states it."""
 
 from __future__ import annotations
 
@@ -74,21 +74,21 @@ def parse_layout(text: str, *, field: str) -> tuple[str, LayoutChoice]:
     if not equals:
         module, stated = "", text
     for part in stated.split(","):
-        found = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,5})", part.strip())
-        if not module or found is None or found[1] not in AXES or found[1] in axes:
+        match = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,5})", part.strip())
+        if not module or match is None or match[1] not in AXES or match[1] in axes:
             raise UserError(
                 field=field,
                 value=text,
                 problem="is not a layout" + (f": what is {part.strip()}?" if module and part.strip() else ""),
                 hint=f"write MODULE=AXIS,AXIS such as llm=pp8,tp4; axes: {one_of(AXES)}",
             )
-        axes[found[1]] = int(found[2])
+        axes[match[1]] = int(match[2])
     return module, LayoutChoice(**axes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the search may try."""
+    """Limits of the layout search."""
 
     microbatch_sequences: tuple[Count, ...] = (1, 2)
     max_pp: Count | None = None

@@ -1,4 +1,4 @@
-"""The model: one or more encoders that feed one LLM, as dimensions and flags."""
+"""Describes a model: encoders that feed one LLM, as dimensions and flags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LatentAttention:
 
     @property
     def width(self) -> int:
-        """Of what the down-projections produce."""
+        """Outputs of the down-projections."""
         return self.query_rank + self.key_value_rank + self.rope_head_dim
 
 
@@ -167,7 +167,7 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class Projector:
-    """From encoder width to LLM width: `widths` are the outputs of its linear layers.
+    """Linear layers from encoder width to LLM width; `widths` are their outputs.
 
     `merge` encoder tokens become one LLM token (4 for a 2x2 merger), concatenated
     before the first linear when `concatenates`.

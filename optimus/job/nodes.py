@@ -251,7 +251,7 @@ def _json_line(text: str, path: Steps) -> int:
 
 
 def _json_entry(text: str, at: int, step: str | int) -> tuple[int, int] | None:
-    """Where the entry `step` of the container at `at` begins, and its value."""
+    """Offsets of the entry `step` of the container at `at`, and of its value."""
     if text[at] not in "{[":
         return None
     decoder, index, in_object = json.JSONDecoder(), 0, text[at] == "{"

@@ -53,18 +53,18 @@ def find_job(name_or_path: str | Path, on: str | None = None, layouts: Iterable[
 
 def make_job(*, model: str | Path | Model, on: str | None, layouts: Iterable[str] = ()) -> Job:
     """A job without a file: a catalog model or a config.json, on a cluster such as `h100:512`."""
-    found = model if isinstance(model, Model) else load_model(model)
+    model = model if isinstance(model, Model) else load_model(model)
     if on is None:
         short = sorted(catalog.aliases())
         hint = f"add --on {short[-2]}:512 (clusters: {one_of(short)})"
         raise UserError(
-            field="--on", problem=f"is missing: the model {found.name} needs a cluster", hint=hint
+            field="--on", problem=f"is missing: the model {model.name} needs a cluster", hint=hint
         )
     node = place_on(NO_FILE, on)
     cluster = read_cluster(node)
-    workload, notes = default_workload(found, cluster.gpus)
-    layout = stated_on_top(Constraints(), layouts, found)
-    job = Job(name=found.name, model=found, cluster=cluster, workload=workload, layout=layout, notes=notes)
+    workload, notes = default_workload(model, cluster.gpus)
+    layout = stated_on_top(Constraints(), layouts, model)
+    job = Job(name=model.name, model=model, cluster=cluster, workload=workload, layout=layout, notes=notes)
     check_job(job, node.root)
     return job
 

@@ -65,7 +65,7 @@ def read_workload(node: Node, model: Model, folder: Path) -> tuple[Workload, tup
 
 
 def default_workload(model: Model, gpus: int) -> tuple[Workload, tuple[str, ...]]:
-    """What a job is planned for when nothing is known of its data, and the sentences that say so."""
+    """Returns the assumed workload of a model without data, and notes that say so."""
     percentiles, notes = _default_percentiles(model, DEFAULT_SEQUENCE_TOKENS)
     wanted = max(DEFAULT_LEAST_SEQUENCES, DEFAULT_SEQUENCES_PER_GPU * gpus)
     sequences_per_step = -(-wanted // gpus) * gpus  # a multiple of the GPUs: any dp divides it
@@ -92,11 +92,11 @@ def default_percentiles(encoder_count: int, sequence_tokens: int) -> TokenPercen
 def _default_percentiles(
     model: Model, sequence_tokens: int
 ) -> tuple[dict[str, TokenPercentiles], tuple[str, ...]]:
-    found, notes = {}, []
+    by_encoder, notes = {}, []
     for encoder in model.encoders:
-        found[encoder.name] = default_percentiles(len(model.encoders), sequence_tokens)
-        notes.append(_default_note(encoder, found[encoder.name]))
-    return found, tuple(notes)
+        by_encoder[encoder.name] = default_percentiles(len(model.encoders), sequence_tokens)
+        notes.append(_default_note(encoder, by_encoder[encoder.name]))
+    return by_encoder, tuple(notes)
 
 
 def _default_note(encoder: Encoder, percentiles: TokenPercentiles) -> str:
@@ -113,26 +113,26 @@ def _check_size(node: Node, block: WorkloadBlock) -> None:
             raise node[name].error(f"is more than {most:,}", f"use at most {most:,}")
 
 
-def _check_percentiles(node: Node, found: TokenPercentiles, sequence_tokens: int) -> None:
-    ladder = [("p50", found.p50), ("p95", found.p95), ("max", found.max)]
+def _check_percentiles(node: Node, percentiles: TokenPercentiles, sequence_tokens: int) -> None:
+    ladder = [("p50", percentiles.p50), ("p95", percentiles.p95), ("max", percentiles.max)]
     for (low_name, low), (high_name, high) in pairwise(ladder):
         if low > high:
             problem = f"is less than {node[low_name].field} = {low:g}"
             raise node[high_name].error(problem, f"use {low:g} or more")
-    if found.max > sequence_tokens:
+    if percentiles.max > sequence_tokens:
         problem = f"is more than workload.sequence_tokens = {sequence_tokens}"
         raise node["max"].error(problem, f"use {sequence_tokens} or less")
-    if found.max / found.item > MAX_ITEMS:
-        problem = f"cuts {node['max'].field} = {found.max:g} into more than {MAX_ITEMS:,} items"
-        hint = f"use {math.ceil(found.max / MAX_ITEMS)} or more"
-        raise node["item"].error(problem, hint, found.item)
+    if percentiles.max / percentiles.item > MAX_ITEMS:
+        problem = f"cuts {node['max'].field} = {percentiles.max:g} into more than {MAX_ITEMS:,} items"
+        hint = f"use {math.ceil(percentiles.max / MAX_ITEMS)} or more"
+        raise node["item"].error(problem, hint, percentiles.item)
 
 
 # A JSONL file of packed sequences ------------------------------------------------------
 
 
 def read_lengths(path: Path, sequence_tokens: int, encoders: list[str]) -> tuple[PackedSequence, ...]:
-    """One packed sequence per line: {"text": 4710, "vision": [1024, 1610]}."""
+    """Reads one packed sequence per line: {"text": 4710, "vision": [1024, 1610]}."""
     hint = 'write one packed sequence per line: {"text": 4710, "vision": [1024, 1610]}'
     sequences = []
     for number, line in enumerate(read_text(path, limit=MAX_LENGTHS_BYTES).split("\n"), start=1):

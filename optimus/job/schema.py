@@ -1,4 +1,4 @@
-"""The blocks of job and catalog files as they are written, before they become a job."""
+"""Declares the blocks of job and catalog files as they are written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JobFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSwitches:
-    """What a job changes about a module of its model."""
+    """Changes that a job makes to a module of its model."""
 
     train: bool | None = None
     train_projector: bool | None = None
@@ -126,7 +126,7 @@ class WorkloadBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBlock:
-    """What was measured of the job as it runs today."""
+    """Measurements of the job as it runs today."""
 
     step_s: Amount | None = None
     peak_memory_gb: Amount | None = None

@@ -87,7 +87,7 @@ class _Mismatch(Exception):
         self.problem, self.hint, self.path, self.shown = problem, hint, path, shown
 
     def below(self, step: str | int) -> _Mismatch:
-        """The same mismatch, seen from the container that has the value at `step`."""
+        """Returns the mismatch as seen from the container that has the value at `step`."""
         self.path = (step, *self.path)
         return self
 
@@ -284,7 +284,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """What a field takes: `a whole number, more than 0`."""
+    """Describes what a field takes: `a whole number, more than 0`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated and arguments[1] == ROW:
         return "a list"

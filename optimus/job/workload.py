@@ -1,4 +1,4 @@
-"""The data of a step: how many sequences, how long, and what images or sounds stand in them."""
+"""Describes the data of a step: number and lengths of sequences, and the items in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSequence:
-    """One packed sequence: text tokens, and the LLM tokens of every image, video or sound in it."""
+    """A packed sequence: text tokens, and the LLM tokens of every image, video or sound in it."""
 
     text: int
     items: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -54,11 +54,11 @@ class Workload:
     source: str = field(default="", compare=False)
 
     def llm_load(self) -> Load:
-        """Of one sequence: packed to its full length, attending causally over all of it."""
+        """Load of one sequence, packed to its full length, with causal attention over all of it."""
         return Load(tokens=self.sequence_tokens, squares=float(self.sequence_tokens) ** 2)
 
     def encoder_load(self, encoder: str, merge: int) -> Load:
-        """Of the mean sequence, in the encoder's own tokens (`merge` of them per LLM token)."""
+        """Load of the mean sequence in encoder tokens (`merge` of them per LLM token)."""
         lengths = [n * merge for sequence in self.sequences for n in sequence.lengths(encoder)]
         count = len(self.sequences)
         return Load(tokens=sum(lengths) / count, squares=sum(n * n for n in lengths) / count)

@@ -1,4 +1,4 @@
-"""Writes the commented job file of `optimus init`: every default stands in it, to be corrected."""
+"""Writes the commented job file of `optimus init`, with every default."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def _head(job: Job, origin: str, cluster: str) -> str:
     )
     tokens = ""
     for encoder in encoders:
-        found = default_percentiles(len(encoders), workload.sequence_tokens)
-        numbers = f"p50: {found.p50:.0f}, p95: {found.p95:.0f}, max: {found.max:.0f}, item: {found.item}"
+        percentiles = default_percentiles(len(encoders), workload.sequence_tokens)
+        numbers = ", ".join(
+            f"{name}: {getattr(percentiles, name):.0f}" for name in ("p50", "p95", "max", "item")
+        )
         tokens += f"  {encoder.name}_tokens: {{{numbers}, text_only_share: 0}}\n"
     row = json.dumps({"text": 4710, **{encoder.name: [1024] for encoder in encoders}})
     return HEAD.format(
