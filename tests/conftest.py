@@ -20,6 +20,12 @@ SLOWEST = 4  # tests named of an area that is over its minutes
 SLOW_MACHINE = 3.0  # the same tests take up to three times as long on a busy, slower machine: only more fails
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentences of the output are in one line, whatever terminal runs the tests."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ci-budget", action="store_true", help="complain of areas over their minutes, fail if far over"

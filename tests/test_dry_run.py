@@ -137,9 +137,9 @@ def test_text_and_json_say_the_same() -> None:
     shown = json.loads(json.dumps(dry_run_json(found)))
     check_keys(shown)
     text = "\n".join(dry_run_text(found, case.plan))
-    assert f"{case.name}   rank 3 of 4" in text
-    assert f"{shown['program']['lines']} lines, all played" in text
-    assert f"{shown['groups_made']} calls make them" in text
+    assert f"{case.name}, rank 3 of 4" in text
+    assert f"{shown['program']['lines']} lines; " in text
+    assert f"made by {shown['groups_made']} calls per rank" in text
     for each in shown["communicators"]:
         assert f"  {each['axis']} " in text
     for name in ("planned_bytes", "counted_bytes"):

@@ -251,12 +251,12 @@ def test_plan_prints_what_it_chose_and_why(
         "hidden",
         "bound",
         "claim",
-        "memory, worst rank",
+        "on the worst rank",
         "rejected",
         "not modelled",
     ):
         assert word in text
-    assert "9 of 9 rules" in text and f"wrote {path}" in text and "next   optimus check" in text
+    assert "9 of 9 rules" in text and f"wrote {path}" in text and "next  optimus check" in text
     assert max(map(len, text.splitlines())) <= 160
 
 
@@ -346,7 +346,7 @@ def test_wrong_names_are_answered_before_any_work(capsys: pytest.CaptureFixture[
     assert "hint:" in capsys.readouterr().err
     assert run(["simulate", "missing.plan.json", "--on", "h100:8"]) == USER_ERROR
     assert run(["simulate", "missing.plan.json", "--preset", "paper"]) == USER_ERROR
-    assert "--preset says nothing to a plan file" in capsys.readouterr().err
+    assert "--preset does not apply to a plan file" in capsys.readouterr().err
     assert run(["plan", "missing.plan.json"]) == USER_ERROR
     assert "is a plan already" in capsys.readouterr().err
 

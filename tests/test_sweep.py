@@ -181,7 +181,7 @@ def test_table_page_and_object_hold_every_point() -> None:
     text = "\n".join(sweep_text(sweep))
     assert "not possible: too < small" in text
     assert re.search(
-        r"^ +8 +dp8 pp1 tp1 .* 1\.250 +three-phase .* 1\.010 +3000 +60\.0 +no$", text, re.MULTILINE
+        r"^ +8 +dp8 pp1 tp1 .* 1\.250 +3000 +60\.0 +three-phase .* 1\.010 +no$", text, re.MULTILINE
     )
     page = sweep_page(sweep)
     assert page.count("<tr>") == 3 and "<svg" in page and "too &lt; small" in page and "src=" not in page

@@ -1,10 +1,12 @@
-"""The command line: parse, call, print."""
+"""Command line of Optimus: parses arguments, runs a command and prints its errors."""
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import tyro
@@ -22,10 +24,15 @@ from optimus.cli.profile import ProfileCommand
 from optimus.cli.report import ReportCommand
 from optimus.cli.simulate import SimulateCommand
 from optimus.cli.sweep import SweepCommand
+from optimus.cli.text import wrap, wrap_usage
 from optimus.cli.train import TrainCommand
 from optimus.cli.why import WhyCommand
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
 
+DESCRIPTION = (
+    "Plans the training of multimodal LLMs: where time and memory go, and how encoder work fits into the "
+    "LLM's idle time."
+)
 COMMANDS: dict[str, type[Any]] = {
     "catalog": CatalogCommand,
     "init": InitCommand,
@@ -49,23 +56,43 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs one command and returns its exit code."""
+    if arguments in ([], ["--help"], ["-h"]):
+        print("\n".join(help_text()))
+        return OK
     if arguments in (["--version"], ["-V"]):
         print(__version__)
         return OK
 
     def command() -> int:
-        _check_words(arguments)
-        parsed = tyro.extras.subcommand_cli_from_dict(
-            {**COMMANDS},
-            prog="optimus",
-            args=arguments or ["--help"],
-            description="Plans multimodal LLM training: where its time and memory go, and how encoder work "
-            "fits the LLM's idle time (--version: prints it).",
-            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
-        )
+        name, *flags = arguments
+        _check_words(name, flags)
+        with _plain_help():
+            parsed = tyro.cli(
+                COMMANDS[name], prog=f"optimus {name}", args=flags, config=(tyro.conf.FlagCreatePairsOff,)
+            )
         return int(parsed())
 
     return exit_code_of(command, as_json="--json" in arguments)
+
+
+@contextmanager
+def _plain_help() -> Iterator[None]:
+    """Prints a help text without boxes, and breaks its usage line."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        for line in printed.getvalue().splitlines():
+            print("\n".join(wrap_usage(line)) if line.startswith("usage:") else line.rstrip())
+
+
+def help_text() -> list[str]:
+    """Returns the help of `optimus` itself: every command with its description."""
+    lines = ["usage: optimus COMMAND [OPTIONS]", "", *wrap("", DESCRIPTION, indent=0), "", "commands:"]
+    for name, command in COMMANDS.items():
+        lines += wrap(f"  {name}", command.__doc__ or "", indent=13)
+    return [*lines, "", "optimus COMMAND --help lists options; optimus --version prints the version."]
 
 
 def exit_code_of(command: Callable[[], int], *, as_json: bool) -> int:
@@ -73,7 +100,7 @@ def exit_code_of(command: Callable[[], int], *, as_json: bool) -> int:
     try:
         return command()
     except DoesNotFit as no:
-        print(no, file=sys.stderr)
+        _print_error(no)
         if as_json:
             show(
                 {"schema": "optimus.no/1", "ok": False, "problem": no.problem, "hint": no.hint},
@@ -82,7 +109,7 @@ def exit_code_of(command: Callable[[], int], *, as_json: bool) -> int:
             )
         return NO
     except OptimusError as error:
-        print(error, file=sys.stderr)
+        _print_error(error)
         return USER_ERROR
     except BrokenPipeError:
         return OK
@@ -90,25 +117,25 @@ def exit_code_of(command: Callable[[], int], *, as_json: bool) -> int:
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
-        print(
-            f"This is a bug in Optimus {__version__}, not a mistake of yours. "
-            "Please report it with the lines above.",
-            file=sys.stderr,
-        )
+        words = f"This is a bug in Optimus {__version__}, not a mistake of yours."
+        _print_error(f"{words} Please report it with the lines above.")
         return OUR_BUG
 
 
-def _check_words(arguments: list[str]) -> None:
+def _print_error(error: object) -> None:
+    """Prints an error and its hint on standard error, broken between words."""
+    for line in str(error).splitlines():
+        label = next((label for label in ("error:", "hint:", "no:") if line.startswith(f"{label} ")), "")
+        wrapped = wrap(label, line.removeprefix(label), indent=len(label) + 1 if label else 0)
+        print("\n".join(wrapped), file=sys.stderr)
+
+
+def _check_words(name: str, flags: list[str]) -> None:
     """Raises on mistakes that the parser would misread, or answer at length."""
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        raise UserError(
-            field="command",
-            value=arguments[0],
-            problem="is not a command",
-            hint=nearest(arguments[0], COMMANDS),
-        )
+    if name not in COMMANDS:
+        raise UserError(field="command", value=name, problem="is not a command", hint=nearest(name, COMMANDS))
     for flag in ("--system", "--layout"):
-        if arguments.count(flag) > 1:
+        if flags.count(flag) > 1:
             raise UserError(
                 field=flag, problem="is given twice", hint=f"name all after one {flag}, with spaces"
             )

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from optimus.cli.console import show
 from optimus.cli.flags import OK, JsonFlag
-from optimus.cli.text import columns
-from optimus.render.units import billions
+from optimus.cli.text import columns, next_commands
+from optimus.render.units import parameter_count
 
 SCHEMA = "optimus.catalog/1"
 
 
 @dataclass(frozen=True)
 class CatalogCommand:
-    """List the models, clusters and jobs that come with Optimus."""
+    """List the models, clusters and jobs of the catalog."""
 
     json: JsonFlag = False
 
@@ -60,7 +60,9 @@ def catalog_text() -> list[str]:
     models = []
     for name in catalog.names("models"):
         model = load_model(name)
-        modules = " + ".join(f"{module.name} {billions(module.parameters())}" for module in model.modules)
+        modules = " + ".join(
+            f"{module.name} {parameter_count(module.parameters())}" for module in model.modules
+        )
         models.append([name, modules])
     aliases = {full: alias for alias, full in catalog.aliases().items()}
     clusters = []
@@ -82,5 +84,5 @@ def catalog_text() -> list[str]:
         "Jobs",
         *columns(["name", "model", "on"], jobs, left=3),
         "",
-        "next   optimus simulate paper/strong-3072 | optimus simulate qwen2.5-vl-72b --on h100:512",
+        *next_commands("optimus simulate paper/strong-3072", "optimus simulate qwen2.5-vl-72b --on h100:512"),
     ]

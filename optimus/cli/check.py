@@ -1,4 +1,4 @@
-"""`optimus check`: proves a plan file."""
+"""`optimus check`: verifies a plan file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from optimus.cli.console import show
-from optimus.cli.flags import NO, OK, JsonFlag, OnFlag, PlanArgument, load_profile_of, refuse_without_job
-from optimus.cli.text import time_gap, wrap
+from optimus.cli.flags import (
+    NO,
+    OK,
+    JsonFlag,
+    OnFlag,
+    PlanArgument,
+    load_profile_of,
+    option,
+    refuse_without_job,
+)
+from optimus.cli.text import plan_title, time_gap, wrap
 
 if TYPE_CHECKING:
     from optimus.ir.plan import Plan
@@ -19,29 +26,29 @@ if TYPE_CHECKING:
 SCHEMA = "optimus.check/1"
 RULES = {
     "coverage": "every phase of every op exactly once, on the rank that owns it",
-    "data": "nothing runs before what it needs, nothing after the optimizer",
+    "data": "no op runs before its inputs, none after the optimizer",
     "pairs": "both ends of every pair send and receive in the same order",
-    "deadlock": "no circle of waits, with blocking sends and with one FIFO per communicator",
-    "groups": "collectives in the same order on all ranks that share them",
-    "memory": "within the GPU at every line, and back to nothing at the end",
+    "deadlock": "no cycle of waits, with blocking sends and with one FIFO per communicator",
+    "groups": "collectives run in the same order on all ranks of a group",
+    "memory": "within the GPU's capacity at every line, all freed at the end",
     "lanes": "one op at a time per lane, encoder work where the plan says",
     "claim": "an independent replay takes the claimed time",
-    "binding": "model, cluster, workload and profile are those of the hashes",
+    "binding": "model, cluster, workload and profile match the plan's hashes",
 }
 
 
 @dataclass(frozen=True)
 class CheckCommand:
-    """Prove a plan: nine rules, by code that shares nothing with what made it."""
+    """Verify a plan by nine rules and an independent replay."""
 
     plan: PlanArgument
     job: Annotated[
-        str | None, tyro.conf.arg(metavar="JOB", help="also check that the plan was made for this job")
+        str | None, option(metavar="JOB", help="also check that the plan was made for this job")
     ] = None
     on: OnFlag = None
     profile: Annotated[
         Path | None,
-        tyro.conf.arg(metavar="FILE.yaml", help="with --job: also that it was made with this profile"),
+        option(metavar="FILE.yaml", help="with --job: also that it was made with this profile"),
     ] = None
     json: JsonFlag = False
 
@@ -84,18 +91,19 @@ def check_json(plan: Plan, report: Report) -> dict[str, object]:
 def check_text(plan: Plan, report: Report) -> list[str]:
     """Returns one line per rule, then the violations."""
     lines = sum(len(program) for program in plan.programs)
-    size = f"{plan.ranks.world} GPUs, {len(plan.programs)} device classes, {lines:,} lines"
-    text = [f"{plan.name}   strategy {plan.strategy}   {size}", ""]
-    text += [f"  {'ok ' if holds else 'NO '} {rule:<10}{RULES[rule]}" for rule, holds in report.rules.items()]
+    size = f"{len(plan.programs)} device classes, {lines:,} lines"
+    text = [*plan_title(plan, f"strategy {plan.strategy}", size), ""]
+    for rule, holds in report.rules.items():
+        text += wrap(f"  {'ok ' if holds else 'NO '} {rule}", RULES[rule], indent=16)
     text.append("")
     if report.step_s is not None:
         claimed = plan.claims.step_s
-        text.append(
-            f"replayed {report.step_s:.6f} s, claimed {claimed:.6f} s ({time_gap(report.step_s, claimed)})"
-        )
+        gap = time_gap(report.step_s, claimed)
+        text += wrap("", f"replayed {report.step_s:.6f} s, claimed {claimed:.6f} s ({gap})", indent=0)
     if report.rules["coverage"]:
-        holds = "holds" if report.single_connection_holds else "does not hold"
-        text.append(f"one queue for all communication (CUDA_DEVICE_MAX_CONNECTIONS=1): {holds}")
+        queue = "one queue for all communication (CUDA_DEVICE_MAX_CONNECTIONS=1): "
+        queue += "holds" if report.single_connection_holds else "does not hold"
+        text += wrap("", queue, indent=0)
     for violation in report.violations:
         text += wrap(f"  {violation.rule}", f"{violation.where}: {violation.problem}", indent=12)
     for rule, count in report.more.items():

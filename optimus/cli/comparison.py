@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from optimus.cli.simulate import SCHEMA
-from optimus.cli.text import columns, wrap
+from optimus.cli.simulate import CAUSES_REMARK, SCHEMA, SHORT_CAUSES
+from optimus.cli.text import columns, remark, wrap
 from optimus.cost.memory import NOT_MODELLED, Memory
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import OVERLAPPED_TP_SHARE, SimulatedSystem
-from optimus.render.units import billions, gigabytes, seconds
+from optimus.render.units import gigabytes, parameter_count, seconds
 from optimus.schedule.bubbles import CAUSES
 
-SHORT_CAUSES = {
-    "dp_all_gather": "DP ag",
-    "dp_reduce_scatter": "DP rs",
-    "pp_warmup": "warm",
-    "pp_cooldown": "cool",
-    "pp_other": "other",
-    "tp": "TP",
-}
+MAX_CALIBRATION = 1.5  # measured over computed step, or its inverse; beyond it the job is doubtful
+TP_SHARE = f"{OVERLAPPED_TP_SHARE:.0%}"
+TP_SHARE_REMARK = f"TP {TP_SHARE}: step s if {TP_SHARE} of the TP traffic is already overlapped."
 SHORT_COMPONENTS = {
     "parameters": "params",
     "gradients": "grads",
@@ -96,17 +91,14 @@ def _system_json(comparison: Comparison, system: SimulatedSystem) -> dict[str, o
 
 def comparison_text(comparison: Comparison) -> list[str]:
     """Returns the table of systems, their settings, the worst rank's memory and what is not modelled."""
-    lines = header_text(comparison)
-    lines += ["", *_table(comparison), "", *_verdict(comparison)]
-    share = f"{OVERLAPPED_TP_SHARE:.0%}"
-    lines += [
-        "  Bubbles are shares of the step in which the mean GPU computes nothing, by cause.",
-        f"  TP {share}: step s if the framework already hid {share} of the TP traffic.",
-    ]
+    lines = [*job_text(comparison), *header_text(comparison)]
+    lines += ["", *_table(comparison), "", *_calibration(comparison)]
+    lines += remark(CAUSES_REMARK)
+    lines += remark(TP_SHARE_REMARK)
     if any(comparison.over_floor(name) < 1 for name in comparison.systems):
-        lines.append("  The floor is the LLM alone in a pipeline; a system that is none may be below it.")
+        lines += remark("The floor is the LLM alone in a pipeline; a system without one may be below it.")
     if comparison.is_stated and comparison.context.layout.pp == 1:
-        lines.append("  At pp 1 there is one stage: nothing to balance, and stage0 is balanced.")
+        lines += remark("With pp 1 there is one stage: stage0 and balanced are the same.")
     lines.append("")
     for name, system in comparison.systems.items():
         lines += wrap(f"  {name}", system.how, indent=18)
@@ -117,64 +109,63 @@ def comparison_text(comparison: Comparison) -> list[str]:
     return lines
 
 
-def header_text(comparison: Comparison) -> list[str]:
-    """Returns the lines that open every answer: job, cost model, layout and data."""
+def job_text(comparison: Comparison) -> list[str]:
+    """Returns the job, its cluster and its model."""
     job, model, workload = comparison.job, comparison.job.model, comparison.job.workload
-    parts = " + ".join(f"{module.name} {billions(module.parameters())}" for module in model.modules)
-    lines = [
-        "   ".join(
-            (
-                job.name,
-                f"{model.name} ({parts})",
-                f"{job.cluster.gpus} x {job.cluster.gpu.name}",
-                f"{workload.sequences_per_step} x {workload.sequence_tokens} tokens/step",
-            )
-        )
+    batch = f"{workload.sequences_per_step} sequences of {workload.sequence_tokens} tokens a step"
+    modules = (f"{module.name} {parameter_count(module.parameters())}" for module in model.modules)
+    return [
+        *wrap("job", f"{job.name}: {job.cluster.gpus} x {job.cluster.gpu.name}, {batch}"),
+        *wrap("model", f"{model.name}: {' + '.join(modules)}"),
     ]
-    lines += wrap("cost model", f"{comparison.source}; preset {_preset(comparison)}")
+
+
+def header_text(comparison: Comparison) -> list[str]:
+    """Returns the cost model, the layout of the LLM and the data that an answer is based on."""
+    lines = wrap("cost model", f"{comparison.source}; preset {_preset(comparison)}")
     for note in comparison.profile_notes:
         lines += wrap("profile", note)
-    lines += wrap("llm layout", _layout_words(comparison))
+    lines += wrap("llm layout", _llm_layout(comparison))
     lines += wrap("data", _data(comparison))
-    for note in job.notes:
+    for note in comparison.job.notes:
         lines += wrap("assumed", note)
     return lines
 
 
-def _layout_words(comparison: Comparison) -> str:
-    """Where the LLM's layout comes from."""
+def _llm_layout(comparison: Comparison) -> str:
+    """Names the LLM's layout and the search that it comes from."""
     if comparison.is_stated:
         return f"{comparison.context.layout} (as stated)"
-    slower = sum(each.reason.startswith("slower") for each in comparison.rejected)
+    slower = sum(layout.reason.startswith("slower") for layout in comparison.rejected)
     return (
-        f"{comparison.context.layout}, of {comparison.considered}: "
+        f"{comparison.context.layout}, of {comparison.considered} layouts: "
         f"{slower + comparison.compared} fit, {slower} are slower, "
-        f"in {comparison.compared} all systems were tried"
+        f"{comparison.compared} compared in all systems"
     )
 
 
 def _data(comparison: Comparison) -> str:
-    """What encoders find in a mean sequence."""
+    """Returns the share of encoder tokens in a mean sequence."""
     model, workload = comparison.job.model, comparison.job.workload
     parts = []
     for encoder in model.encoders:
         load = workload.encoder_load(encoder.name, encoder.projector.merge)
         share = workload.share_of_tokens(encoder.name)
         parts.append(
-            f"{encoder.name} {share:.1%} of a sequence ({load.tokens:,.0f} encoder tokens, "
+            f"{encoder.name} {share:.1%} ({load.tokens:,.0f} encoder tokens, "
             f"{load.tokens / encoder.projector.merge:,.0f} LLM tokens)"
         )
-    return "mean " + ", ".join(parts)
+    return f"mean sequence: {', '.join(parts)}"
 
 
-def _verdict(comparison: Comparison) -> list[str]:
-    """How far what was measured lies from what was computed before it calibrated the table."""
+def _calibration(comparison: Comparison) -> list[str]:
+    """Compares the measured step with the one computed before calibration."""
     if comparison.calibration is None:
         return []
     ratio = comparison.calibration.scale
-    words = f"measured step is {abs(ratio - 1):.0%} {'above' if ratio > 1 else 'below'} the computed one; "
-    words += "all seconds here are scaled by that"
-    if not 1 / 1.5 < ratio < 1.5:
+    words = f"the measured step is {abs(ratio - 1):.0%} {'above' if ratio > 1 else 'below'} the computed one"
+    words += "; all times here are scaled by it"
+    if not 1 / MAX_CALIBRATION < ratio < MAX_CALIBRATION:
         words += ": check layout, microbatch, recompute and workload of the job before trusting the table"
     return wrap("today", words)
 
@@ -192,7 +183,7 @@ def _preset(comparison: Comparison) -> str:
 
 
 def _table(comparison: Comparison) -> list[str]:
-    header = ["system", "step s", "/floor", f"TP {OVERLAPPED_TP_SHARE:.0%}", "MFU %", "tok/s/GPU", "peak GB"]
+    header = ["system", "step s", "over floor", f"TP {TP_SHARE}", "MFU %", "tok/s/GPU", "peak GB"]
     header += [f"{SHORT_CAUSES[cause]} %" for cause in CAUSES]
     rows = []
     for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
@@ -210,15 +201,15 @@ def _table(comparison: Comparison) -> list[str]:
         rows.append(row)
         if system.measured_step_s is not None:
             rows.append(_measured_row(comparison, system, len(header)))
-    lines = columns(header, rows)
+    lines = columns(header, rows, breaks=[header.index("peak GB") + 1])
     if any(not system.fits for system in comparison.systems.values()):
         capacity = gigabytes(comparison.context.capacity_bytes)
-        lines.append(f"  ! does not fit in {capacity} GB, even with everything recomputed")
+        lines += remark(f"! does not fit in {capacity} GB, even with full recomputation")
     return lines
 
 
 def _measured_row(comparison: Comparison, system: SimulatedSystem, width: int) -> list[str]:
-    """What the user measured, under what we compute."""
+    """Returns the row of a measured step, shown below the computed one."""
     assert system.measured_step_s is not None
     row = ["  measured", seconds(system.measured_step_s)]
     row.append(f"{system.measured_step_s / comparison.floor_s:.3f}")
@@ -229,21 +220,23 @@ def _measured_row(comparison: Comparison, system: SimulatedSystem, width: int) -
 
 
 def _memory(comparison: Comparison) -> list[str]:
-    """Worst rank of every system, by component."""
+    """Returns the memory of every system's worst rank, by component."""
     names = [
         name for name in asdict(Memory()) if any(_component(s, name) for s in comparison.systems.values())
     ]
-    header = ["GB on the worst rank", *(SHORT_COMPONENTS.get(name, name) for name in names), "total", "rank"]
+    header = ["worst rank, GB", "rank", "total", *(SHORT_COMPONENTS.get(name, name) for name in names)]
     rows = [
         [
             name,
-            *(gigabytes(_component(system, part)) for part in names),
-            gigabytes(system.memory.total),
             system.worst_rank,
+            gigabytes(system.memory.total),
+            *(gigabytes(_component(system, part)) for part in names),
         ]
         for name, system in comparison.systems.items()
     ]
-    return columns(header, rows)
+    states = ("params", "grads", "optim", "llm act", "enc act")
+    minor = next((place for place in range(3, len(header)) if header[place] not in states), 0)
+    return columns(header, rows, left=2, breaks=[minor])
 
 
 def _component(system: SimulatedSystem, name: str) -> float:

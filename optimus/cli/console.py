@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from optimus.cli.text import wrap
 from optimus.errors import UserError
 
-Progress = Callable[[str, int, int], None]
+FIRST_LINE_S = 1.0  # work below a second prints no progress
+BETWEEN_LINES_S = 5.0
+
+Progress = Callable[[str, int, int], None]  # name of the work, parts done, parts in total
+StepReport = Callable[[int, float, float, float], None]  # step, loss, seconds, tokens per second
 
 
 def show(result: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
@@ -51,19 +58,46 @@ def announced_compilation() -> Iterator[None]:
 
     def announce(kept_in: Path | None) -> None:
         where = (
-            f"kept in {kept_in}" if kept_in else "cannot be kept: set OPTIMUS_CACHE_DIR to a folder of yours"
+            f"cached in {kept_in}" if kept_in else "not cached: set OPTIMUS_CACHE_DIR to a folder of yours"
         )
-        print(f"compiling the timeline, about 5 s, once per installation ({where})", file=sys.stderr)
+        words = f"compiling the simulator, about 5 s, once per installation ({where})"
+        print("\n".join(wrap("", words, indent=0)), file=sys.stderr)
 
     with announcing_compilation(announce):
         yield
 
 
+class LineTimer:
+    """Spaces the lines of progress that are printed when standard error is piped."""
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+        self._last_s = -math.inf
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def is_due(self) -> bool:
+        """Tells whether a line may be printed now; if so, the next one waits."""
+        now_s = self.elapsed_s
+        if now_s < FIRST_LINE_S or now_s - self._last_s < BETWEEN_LINES_S:
+            return False
+        self._last_s = now_s
+        return True
+
+
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Shows a progress bar on a terminal, and nothing when standard error is piped."""
+    """Shows a progress bar on a terminal, or a line every few seconds when standard error is piped."""
     if not sys.stderr.isatty():
-        yield lambda name, done, total: None
+        timer = LineTimer()
+
+        def say(name: str, done: int, total: int) -> None:
+            if timer.is_due():
+                print(f"{name}: {done} of {total}, {timer.elapsed_s:.0f} s", file=sys.stderr, flush=True)
+
+        yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -81,18 +115,15 @@ def progress_bar() -> Iterator[Progress]:
         yield report
 
 
-StepReport = Callable[[int, float, float, float], None]  # step, loss, seconds, tokens per second
-MAX_PROGRESS_LINES = 20  # of a training run whose standard error is piped
-
-
 @contextmanager
 def training_progress(steps: int) -> Iterator[StepReport]:
-    """Shows a bar with step time, tokens per second and loss, or a line now and then when piped."""
+    """Shows a bar with loss, step time and tokens per second, or a line every few seconds when piped."""
     if not sys.stderr.isatty():
+        timer = LineTimer()
 
         def say(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
-            if step % max(1, steps // MAX_PROGRESS_LINES) == 0 or step == steps - 1:
-                words = f"step {step:>6}  loss {loss:.4f}  {step_s:.3f} s  {tokens_per_s:,.0f} tokens/s"
+            if timer.is_due():
+                words = f"step {step + 1} of {steps}, {_step_words(loss, step_s, tokens_per_s)}"
                 print(words, file=sys.stderr, flush=True)
 
         yield say
@@ -108,10 +139,14 @@ def training_progress(steps: int) -> Iterator[StepReport]:
         task = bar.add_task("starting ranks", total=steps)
 
         def update(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
-            words = f"loss {loss:.4f}  {step_s:.3f} s  {tokens_per_s:,.0f} tokens/s"
+            words = _step_words(loss, step_s, tokens_per_s)
             bar.update(task, description=words, completed=step + 1)
 
         yield update
+
+
+def _step_words(loss: float, step_s: float, tokens_per_s: float) -> str:
+    return f"loss {loss:.4f}, {step_s:.3f} s, {tokens_per_s:,.0f} tokens/s"
 
 
 @contextmanager

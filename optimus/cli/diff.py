@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from optimus.cli.console import show
-from optimus.cli.flags import NO, OK, JsonFlag
-from optimus.cli.text import columns, wrap
+from optimus.cli.flags import NO, OK, JsonFlag, option
+from optimus.cli.text import columns, remark, wrap
 from optimus.render.units import gigabytes, seconds
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ SCHEMA = "optimus.diff/1"
 class DiffCommand:
     """Compare two plans: layouts, step, memory, and the first op that differs."""
 
-    a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A", help="a plan file")]
-    b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B", help="another")]
+    a: Annotated[tyro.conf.Positional[Path], option(metavar="A", help="a plan file")]
+    b: Annotated[tyro.conf.Positional[Path], option(metavar="B", help="another")]
     json: JsonFlag = False
 
     def __call__(self) -> int:
@@ -75,9 +75,8 @@ def diff_text(difference: Difference) -> list[str]:
     ]
     lines = columns(["", "A", "B", ""], rows)
     if difference.fields:
-        lines += ["", *wrap("  Header fields that differ:", ", ".join(difference.fields), indent=29)]
-    lines += ["", *_lines(difference)]
-    return lines
+        lines += ["", *remark(f"Header fields that differ: {', '.join(difference.fields)}.")]
+    return [*lines, "", *_lines(difference)]
 
 
 def _row(label: str, change: Change) -> list[str]:
@@ -87,12 +86,12 @@ def _row(label: str, change: Change) -> list[str]:
 def _lines(difference: Difference) -> list[str]:
     first = difference.first
     if first is None:
-        return [f"  All {difference.lines[0]:,} lines are the same."]
+        return remark(f"All {difference.lines[0]:,} lines are the same.")
     a, b = difference.lines
     only = f"{difference.only_a:,} only in A, {difference.only_b:,} only in B"
     return [
-        f"  Lines: {a:,} in A, {b:,} in B; {only}, {difference.moved:,} moved.",
-        f"  The first that differs is line {first.line} of class {first.device}:",
-        f"    A  {first.a or '(the program has ended)'}",
-        f"    B  {first.b or '(the program has ended)'}",
+        *remark(f"Lines: {a:,} in A, {b:,} in B; {only}, {difference.moved:,} moved."),
+        *remark(f"The first that differs is line {first.line} of device class {first.device}:"),
+        *wrap("    A", first.a or "(end of the program)", indent=7),
+        *wrap("    B", first.b or "(end of the program)", indent=7),
     ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from optimus.cli.text import columns, wrap
+from optimus.cli.text import closing, columns, wrap
 from optimus.engine.config import MemoryUse
 from optimus.ir.plan import ALL, Plan
 from optimus.render.units import gigabytes
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from optimus.engine.dry_run import DryRun
 
 SCHEMA = "optimus.dry-run/1"
-ALONE = "one step of this rank by itself: shapes without numbers, messages that end at once"
+ALONE = "one step of this rank alone, on fake tensors; communication completes at once"
 MIN_GB_BYTES = 10e9  # a peak from which memory is shown in GB instead of MB
-WIDER = "the run computed in {dtype}, and plans count bfloat16: compare with `dtype: bfloat16` under `run:`"
+DTYPE_NOTE = (
+    "the run computes in {dtype}, and plans assume bfloat16: to compare, set `dtype: bfloat16` under `run:`"
+)
 
 
 def dry_run_json(run: DryRun) -> dict[str, Any]:
@@ -60,17 +62,17 @@ def dry_run_json(run: DryRun) -> dict[str, Any]:
 def dry_run_text(run: DryRun, plan: Plan) -> list[str]:
     """Returns the rank's place, program, communicators, parameters, messages and memory."""
     return [
-        f"{run.job}   rank {run.rank} of {run.world}",
+        *wrap("job", f"{run.job}, rank {run.rank} of {run.world}"),
         *wrap("dry run", ALONE),
         *wrap("place", f"device class {run.device_class} ({run.class_name}); {_places(run, plan)}"),
         *wrap("program", _program(run)),
         *_slots(run, plan),
-        *wrap("communicators", f"{len(run.communicators)} of several ranks; {_calls(run)}"),
+        *wrap("communicators", f"{len(run.communicators)}, made by {run.groups_made} calls per rank"),
         "",
-        *columns(("communicator", "ranks", "first", "last"), list(_communicators(run))),
+        *_communicators(run),
         "",
-        *columns(("module", "parameters", "GB"), list(_parameters(run))),
-        *_travels(run),
+        *_parameters(run),
+        *_messages(run),
         "",
         *_memory(run),
     ]
@@ -94,33 +96,27 @@ def _program(run: DryRun) -> str:
         for name, verbs in run.program.items()
         if name != ALL
     ]
-    return f"{lines:,} lines, all played; {'; '.join(parts)}"
-
-
-def _calls(run: DryRun) -> str:
-    return f"{run.groups_made} calls make them, on every rank and in a world of any size"
+    return f"{lines:,} lines; {'; '.join(parts)}"
 
 
 def _slots(run: DryRun, plan: Plan) -> list[str]:
     if plan.ranks.llm.tp == 1:
         return []
     inside, phases = run.encoder_phases_in_slots, run.encoder_phases
-    return wrap(
-        "slots", f"{inside:,} of {phases:,} compute phases of encoders run inside the LLM's collectives"
-    )
+    return wrap("slots", f"{inside:,} of {phases:,} encoder compute phases run under the LLM's collectives")
 
 
-def _communicators(run: DryRun) -> Iterator[tuple[str, ...]]:
-    for group in run.communicators:
-        yield group.axis, f"{group.size:,}", str(group.first), str(group.last)
+def _communicators(run: DryRun) -> list[str]:
+    rows = [(group.axis, f"{group.size:,}", str(group.first), str(group.last)) for group in run.communicators]
+    return columns(("communicator", "ranks", "first", "last"), rows)
 
 
-def _parameters(run: DryRun) -> Iterator[tuple[str, ...]]:
-    for name, held in run.parameters.items():
-        yield name, f"{held.count:,}", f"{held.bytes / 1e9:.2f}"
+def _parameters(run: DryRun) -> list[str]:
+    rows = [(name, f"{held.count:,}", f"{held.bytes / 1e9:.2f}") for name, held in run.parameters.items()]
+    return columns(("module", "parameters", "GB"), rows)
 
 
-def _travels(run: DryRun) -> list[str]:
+def _messages(run: DryRun) -> list[str]:
     rows = [
         (
             f"{message.module}.{message.verb}",
@@ -130,33 +126,20 @@ def _travels(run: DryRun) -> list[str]:
         )
         for message in run.travels
     ]
-    return ["", *columns(("travels", "times", "shape", "MB each"), rows)] if rows else []
+    return ["", *columns(("message", "times", "shape", "MB each"), rows)] if rows else []
 
 
 def _memory(run: DryRun) -> list[str]:
     use = run.memory
-    unit, size = ("GB", 1e9) if run.memory.planned_peak >= MIN_GB_BYTES else ("MB", 1e6)
-
-    def row(name: str, planned: int, counted: int) -> tuple[str, ...]:
-        apart = f"{planned / counted - 1:+.1%}" if counted else ""
-        return _name(name), f"{planned / size:.2f}", f"{counted / size:.2f}", apart
-
-    rows = [row(name, planned, use.counted[name]) for name, planned in use.planned.items()]
-    rows.append(row("peak", use.planned_peak, use.counted_peak))
-    rows += [(name, f"{planned / size:.2f}", "-", "") for name, planned in run.planned_only.items()]
-    over = f"{use.lines_over:,} lines exceed the plan's replay, by {use.most_over / size:.2f} {unit} at most"
     capacity = f"{gigabytes(run.needed_bytes)} of {gigabytes(run.capacity_bytes)} GB"
+    over = f"; {_lines_over(use)}" if use.lines_over else ""
     return [
-        *columns((f"memory {unit}", "planned", "counted", "plan over count"), rows),
+        *_memory_table(use, run.planned_only),
         "",
-        *wrap("peak", f"while {run.peak_at} runs{f'; {over}' if use.lines_over else ''}"),
+        *wrap("peak", f"while {run.peak_at} runs{over}"),
         *wrap("fits" if run.fits else "does not fit", f"{capacity}, with communicators and reserve"),
-        *([] if use.dtype == "bfloat16" else wrap("note", WIDER.format(dtype=use.dtype))),
+        *_dtype_note(use),
     ]
-
-
-def _name(component: str) -> str:
-    return component.replace("_", " ").replace("llm", "LLM")
 
 
 def memory_json(use: MemoryUse) -> dict[str, Any]:
@@ -171,18 +154,34 @@ def memory_json(use: MemoryUse) -> dict[str, Any]:
 
 def memory_text(use: MemoryUse) -> list[str]:
     """Returns a table of one rank's bytes: planned, and counted in a step."""
-    rows = [(name, use.planned[name], use.counted[name]) for name in use.planned]
-    rows.append(("peak", use.planned_peak, use.counted_peak))
-    names = [_name(name) for name, _, _ in rows]
-    wide = max(map(len, names))
-    over = f"; in {use.lines_over} lines there was more than planned" if use.lines_over else ""
-    share = f"the plan is {abs(use.error):.1%} {'above' if use.error >= 0 else 'below'} the count{over}"
-    wider = [] if use.dtype == "bfloat16" else [f"note   {WIDER.format(dtype=use.dtype)}"]
-    return [
-        f"memory of rank {use.rank}, which held most   {share}",
-        *(
-            f"  {name:{wide}}  planned {planned / 1e6:10,.1f} MB   counted {counted / 1e6:10,.1f} MB"
-            for name, (_, planned, counted) in zip(names, rows, strict=True)
-        ),
-        *wider,
-    ]
+    words = f"rank {use.rank} has the highest peak; "
+    words += f"the plan is {abs(use.error):.1%} {'above' if use.error >= 0 else 'below'} the count"
+    words += f"; {_lines_over(use)}" if use.lines_over else ""
+    return [*wrap("memory", words), "", *_memory_table(use, {}), "", *_dtype_note(use)]
+
+
+def _memory_table(use: MemoryUse, planned_only: Mapping[str, int]) -> list[str]:
+    unit, size = _unit(use)
+
+    def row(name: str, planned: int, counted: int) -> tuple[str, ...]:
+        error = f"{planned / counted - 1:+.1%}" if counted else ""
+        label = name.replace("_", " ").replace("llm", "LLM")
+        return label, f"{planned / size:,.2f}", f"{counted / size:,.2f}", error
+
+    rows = [row(name, planned, use.counted[name]) for name, planned in use.planned.items()]
+    rows.append(row("peak", use.planned_peak, use.counted_peak))
+    rows += [(name, f"{planned / size:,.2f}", "-", "") for name, planned in planned_only.items()]
+    return columns((f"memory {unit}", "planned", "counted", "plan over count"), rows)
+
+
+def _unit(use: MemoryUse) -> tuple[str, float]:
+    return ("GB", 1e9) if use.planned_peak >= MIN_GB_BYTES else ("MB", 1e6)
+
+
+def _lines_over(use: MemoryUse) -> str:
+    unit, size = _unit(use)
+    return f"{use.lines_over:,} lines hold more than planned, by at most {use.most_over / size:.2f} {unit}"
+
+
+def _dtype_note(use: MemoryUse) -> list[str]:
+    return [] if use.dtype == "bfloat16" else closing("note", DTYPE_NOTE.format(dtype=use.dtype))

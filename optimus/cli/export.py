@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from optimus.cli.console import check_writable, show
-from optimus.cli.flags import OK, JsonFlag, PlanArgument
-from optimus.cli.text import wrap
+from optimus.cli.flags import OK, JsonFlag, PlanArgument, option
+from optimus.cli.text import plan_title, wrap
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,14 +20,16 @@ SCHEMA = "optimus.export/1"
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write a plan as the arguments of another trainer, and say what that trainer cannot run."""
+    """Write a plan as the arguments of Megatron or torchtitan."""
 
     plan: PlanArgument
-    to: Annotated[str, tyro.conf.arg(metavar="TARGET", help="megatron or torchtitan")]
+    to: Annotated[str, option(metavar="TARGET", help="megatron or torchtitan")]
     output: Annotated[
         Path | None,
-        tyro.conf.arg(
-            aliases=["-o"], metavar="FOLDER", help="where to write; named after plan and target if left out"
+        option(
+            aliases=["-o"],
+            metavar="FOLDER",
+            help="the folder to write to; default: named after plan and target",
         ),
     ] = None
     json: JsonFlag = False
@@ -87,15 +87,14 @@ def export_text(export: ExportedPlan, files: Sequence[Path]) -> list[str]:
     from optimus.exporters.target import AS_WRITTEN, describe_step
 
     plan = export.plan
-    layouts = "   ".join(f"{name} {module.layout}" for name, module in plan.modules.items())
-    lines = [f"{plan.name}   {plan.ranks.world} GPUs   {layouts}   for {export.version}"]
+    lines = plan_title(plan, f"for {export.version}")
     lines += wrap("wrote", " ".join(map(str, files)))
     for feature in export.not_supported:
         lines += wrap("cannot run", f"{feature.what}: {feature.why}")
     lines += wrap("as written", describe_step(plan, export.as_written, AS_WRITTEN, about=True))
     best = describe_step(plan, export.best_there, SYSTEMS[export.target])
     if export.best_there is not None and export.best_there.system not in AS_WRITTEN:
-        best += "; not these files: optimus simulate shows its layout"
+        best += " (not these files; optimus simulate shows its layout)"
     return [*lines, *wrap("best there", best)]
 
 

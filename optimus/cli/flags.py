@@ -15,38 +15,50 @@ if TYPE_CHECKING:
 
 OK, NO, USER_ERROR, OUR_BUG, INTERRUPTED = 0, 1, 2, 70, 130
 
+
+def option(*, help: str, metavar: str | None = None, aliases: list[str] | None = None) -> Any:
+    """Describes an argument for the help text, which shows a default only if it is a value."""
+
+    def default_hint(default: str) -> str:
+        return "" if default in ("None", "False", "") else f"(default: {default})"
+
+    return tyro.conf.arg(help=help, metavar=metavar, aliases=aliases, help_behavior_hint=default_hint)
+
+
 JobArgument = Annotated[
     tyro.conf.Positional[str],
-    tyro.conf.arg(
+    option(
         metavar="JOB",
         help="a job.yaml, a catalog job (paper/strong-3072), or with --on a catalog model or a config.json",
     ),
 ]
-PlanArgument = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PLAN", help="a plan file")]
-OnFlag = Annotated[str | None, tyro.conf.arg(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
+PlanArgument = Annotated[tyro.conf.Positional[Path], option(metavar="PLAN", help="a plan file")]
+OnFlag = Annotated[str | None, option(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
 LayoutFlag = Annotated[
     tuple[str, ...],
-    tyro.conf.arg(metavar="MODULE=AXES ...", help="state layouts, e.g. llm=pp8,tp4,chunks2"),
+    option(metavar="MODULE=AXES ...", help="fix layouts, e.g. llm=pp8,tp4,chunks2"),
 ]
 TraceFlag = Annotated[
     Path | None,
-    tyro.conf.arg(metavar="FILE.json.gz", help="write every op as a trace for Perfetto"),
+    option(metavar="FILE.json.gz", help="write every op as a trace for Perfetto"),
 ]
 ProfileFlag = Annotated[
     Path | None,
-    tyro.conf.arg(metavar="FILE.yaml", help="price by what `optimus profile` measured, not by the formula"),
+    option(metavar="FILE.yaml", help="use durations measured by `optimus profile`"),
 ]
-JsonFlag = Annotated[bool, tyro.conf.arg(help="print one JSON object and nothing else")]
+JsonFlag = Annotated[bool, option(help="print one JSON object instead of text")]
 StrategyFlag = Annotated[
-    str, tyro.conf.arg(help="scheduler: paper (the paper's algorithm) or optimus (ours)")
+    str, option(metavar="NAME", help="scheduler: paper (the paper's algorithm) or optimus (ours)")
 ]
 SystemsFlag = Annotated[
     tuple[str, ...],
-    tyro.conf.arg(metavar="NAME ...", help="compare with these only; all that apply if left out"),
+    option(metavar="NAME ...", help="compare with these systems only; default: all that apply"),
 ]
 PresetFlag = Annotated[
     str,
-    tyro.conf.arg(help="set of assumptions: default, paper, paper-first-chunk, clean or clean-slack"),
+    option(
+        metavar="NAME", help="set of assumptions: default, paper, paper-first-chunk, clean or clean-slack"
+    ),
 ]
 TRACE_ENDINGS = (".json.gz", ".json")
 

@@ -6,27 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from optimus.cli.console import check_writable, show
-from optimus.cli.flags import OK, JsonFlag
+from optimus.cli.flags import OK, JsonFlag, option
+from optimus.cli.text import closing, next_commands
 from optimus.errors import UserError
 
 
 @dataclass(frozen=True)
 class InitCommand:
-    """Write a commented job file from a released config.json."""
+    """Write a commented job file from a model's config.json."""
 
     hf: Annotated[
         str,
-        tyro.conf.arg(
-            metavar="CONFIG.json", help="the model: its config.json, its folder, or a catalog name"
-        ),
+        option(metavar="CONFIG.json", help="the model: its config.json, its folder, or a catalog name"),
     ]
-    on: Annotated[str, tyro.conf.arg(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
-    output: Annotated[
-        Path, tyro.conf.arg(aliases=["-o"], metavar="JOB.yaml", help="where to write the job")
-    ] = Path("job.yaml")
+    on: Annotated[str, option(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
+    output: Annotated[Path, option(aliases=["-o"], metavar="JOB.yaml", help="the file to write")] = Path(
+        "job.yaml"
+    )
     json: JsonFlag = False
 
     def __call__(self) -> int:
@@ -40,6 +37,6 @@ class InitCommand:
         check_writable("--output", self.output)
         self.output.write_text(text)
         result = {"schema": "optimus.init/1", "job": text, "file": str(self.output)}
-        lines = [f"wrote {self.output}", f"next   optimus simulate {self.output}"]
+        lines = [*closing("wrote", str(self.output)), *next_commands(f"optimus simulate {self.output}")]
         show(result, lines, as_json=self.json)
         return OK

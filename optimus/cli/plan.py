@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
 from optimus.cli.flags import (
     OK,
@@ -23,9 +21,10 @@ from optimus.cli.flags import (
     SystemsFlag,
     TraceFlag,
     load_profile_of,
+    option,
     split_names,
 )
-from optimus.cli.text import columns, time_gap, wrap
+from optimus.cli.text import closing, columns, next_commands, remark, time_gap, wrap
 from optimus.errors import UserError
 from optimus.render.units import gigabytes, seconds
 
@@ -39,14 +38,14 @@ SCHEMA = "optimus.plan-result/1"
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Lay out and schedule a job, prove the schedule, and write the plan file."""
+    """Search layouts, schedule the encoders, verify the schedule, write the plan."""
 
     job: JobArgument
     on: OnFlag = None
     output: Annotated[
         Path | None,
-        tyro.conf.arg(
-            aliases=["-o"], metavar="PLAN", help="where to write; the job's name and .plan.json if left out"
+        option(
+            aliases=["-o"], metavar="PLAN", help="the file to write; default: the job's name and .plan.json"
         ),
     ] = None
     strategy: StrategyFlag = "optimus"
@@ -54,12 +53,12 @@ class PlanCommand:
     layout: LayoutFlag = ()
     preset: PresetFlag = "default"
     profile: ProfileFlag = None
-    noise: Annotated[
-        bool, tyro.conf.arg(help="also play the plan under noise: how much of the speed-up is left")
-    ] = False
+    noise: Annotated[bool, option(help="also simulate the plan under noise: the speed-up that is left")] = (
+        False
+    )
     trace: TraceFlag = None
     no_sure: Annotated[
-        bool, tyro.conf.arg(help="leave out how sure the answer is, which takes a large job a minute or two")
+        bool, option(help="skip the analysis of how sure the answer is, which may take minutes")
     ] = False
     json: JsonFlag = False
 
@@ -119,15 +118,17 @@ class PlanCommand:
 
     def _written(self, planned: Planned, output: Path, digest: str) -> list[str]:
         """Writes the trace, and returns the files written and the commands to try next."""
+        from optimus.ir.plan import FORMAT
+
         plan, size_mb = planned.plan, output.stat().st_size / 1e6
-        lines = [f"wrote {output} (format 1, {size_mb:.1f} MB, sha256 {digest[:12]})"]
+        lines = closing("wrote", f"{output} (format {FORMAT}, {size_mb:.1f} MB, sha256 {digest[:12]})")
         if self.trace is not None:
             from optimus.render.trace import write_trace
 
             write_trace({plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace)
-            lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
+            lines += closing("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
         why = f"optimus why {output} {neighbour_layout(plan.modules['llm'].layout)}"
-        return [*lines, f"next   optimus check {output} | optimus report {output} | {why}"]
+        return [*lines, *next_commands(f"optimus check {output}", f"optimus report {output}", why)]
 
     def _assess(self, planned: Planned, result: dict[str, object]) -> None:
         """Prints how sure the answer is, after the plan is written."""
@@ -190,15 +191,14 @@ def plan_json(planned: Planned) -> dict[str, object]:
 
 def plan_text(planned: Planned) -> list[str]:
     """Returns the speed-up, the layouts, the table of systems, memory, rejected layouts and the proof."""
-    from optimus.cli.comparison import header_text
+    from optimus.cli.comparison import header_text, job_text
     from optimus.cost.memory import NOT_MODELLED
 
-    first, *rest = header_text(planned.comparison)
-    lines = [first, *_worth_lines(planned), *rest]
+    lines = [*job_text(planned.comparison), *_worth_lines(planned), *header_text(planned.comparison)]
     lines += wrap("search", _search_words(planned))
     lines += ["", *_chosen(planned), "", *_table(planned), ""]
     lines += _hidden_lines(planned)
-    lines += ["", *_memory(planned), ""]
+    lines += wrap("memory", _memory(planned))
     lines += _rejected(planned)
     lines += wrap("not modelled", "; ".join(NOT_MODELLED))
     lines += wrap("checked", _checked(planned))
@@ -207,30 +207,24 @@ def plan_text(planned: Planned) -> list[str]:
 
 def _search_words(planned: Planned) -> str:
     search = planned.found
-    words = f"of {search.considered} encoder layouts beside it {len(search.tried)} were scheduled"
+    words = f"{len(search.tried)} of {search.considered} encoder layouts were scheduled"
     words += f"; {planned.search_s:.1f} s with all systems"
     return "; ".join([words, *search.remarks])
 
 
 def _chosen(planned: Planned) -> list[str]:
+    """Returns a paragraph per module: layout, microbatches, order and recomputation."""
     plan, llm = planned.plan, planned.found.llm
-    rows = [
-        [
-            "llm",
-            str(llm.layout),
-            f"microbatch {llm.sequences:.3g}",
-            f"{llm.microbatches} microbatches",
-            llm.order_name,
-            f"recompute {plan.modules['llm'].recompute}",
-        ]
-    ]
+    size = f"{llm.sequences:.3g} {'sequence' if llm.sequences == 1 else 'sequences'}"
+    microbatches = f"{llm.microbatches} microbatches of {size}"
+    recompute = f"recompute {plan.modules['llm'].recompute}"
+    lines = wrap("chosen", f"llm {llm.layout}; {microbatches}; {llm.order_name}; {recompute}")
     for name, module in plan.encoders.items():
         split = [module.pipelines.count(pipeline) for pipeline in range(1 + max(module.pipelines))]
-        pipelines = "1 pipeline" if len(split) == 1 else f"{len(split)} pipelines with"
-        recompute = f"recompute {module.recompute}"
-        rows.append([name, str(module.layout), pipelines, _microbatches(split, module.pieces), "", recompute])
-    body = columns(rows[0], rows[1:], left=6)
-    return [f"  chosen {line}" if place == 0 else f"         {line}" for place, line in enumerate(body)]
+        pipelines = "1 pipeline with" if len(split) == 1 else f"{len(split)} pipelines with"
+        microbatches = f"{pipelines} {_microbatches(split, module.pieces)}"
+        lines += wrap("", f"{name} {module.layout}; {microbatches}; recompute {module.recompute}")
+    return lines
 
 
 def _microbatches(split: list[int], pieces: int) -> str:
@@ -241,18 +235,10 @@ def _microbatches(split: list[int], pieces: int) -> str:
 
 
 def _table(planned: Planned) -> list[str]:
-    from optimus.planner.systems.base import OVERLAPPED_TP_SHARE
+    from optimus.cli.comparison import TP_SHARE, TP_SHARE_REMARK
 
-    comparison, strategy = planned.comparison, planned.plan.strategy
-    header = [
-        "system",
-        "step s",
-        "over floor",
-        f"speed-up of {strategy}",
-        "peak GB",
-        "MFU %",
-        f"TP {OVERLAPPED_TP_SHARE:.0%}",
-    ]
+    comparison = planned.comparison
+    header = ["system", "step s", "over floor", "speed-up", "peak GB", "MFU %", f"TP {TP_SHARE}"]
     rows = []
     for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
         speedup = "-" if name == "llm-only" else f"{system.step_s / planned.step_s:.3f}"
@@ -270,10 +256,10 @@ def _table(planned: Planned) -> list[str]:
         if system.measured_step_s is not None:
             rows.append(_measured(planned, system))
     lines = columns(header, rows)
-    share = f"{OVERLAPPED_TP_SHARE:.0%}"
-    lines.append(f"  TP {share}: step s if the framework already hid {share} of the TP traffic.")
+    lines += remark(f"speed-up: step of the system over the step of {planned.plan.strategy}.")
+    lines += remark(TP_SHARE_REMARK)
     if any(not system.fits for system in comparison.systems.values()):
-        lines.append(f"  ! does not fit in {gigabytes(comparison.context.capacity_bytes)} GB")
+        lines += remark(f"! does not fit in {gigabytes(comparison.context.capacity_bytes)} GB")
     for name, reason in comparison.missing.items():
         lines += wrap(f"  {name}", f"not possible: {reason}", indent=18)
     return lines
@@ -304,19 +290,19 @@ def _worth_lines(planned: Planned) -> list[str]:
 
     reference, simpler = planned.reference, planned.simpler
     if simpler is None:
-        return wrap("worth", "nothing that fits was compared; name systems with --system")
+        return wrap("worth", "unknown: no system that fits was compared; name systems with --system")
     gain, parts = planned.speedup[simpler.name], []
     if reference is not None:
         speedup = planned.speedup[reference.name]
         words = f"{speedup:.3f} times the speed of {reference.name} ({1 - 1 / speedup:.1%} less time)"
         if simpler is not reference:
-            words += f": {speedup / gain:.3f} by going to {simpler.name}, {gain:.3f} by this plan"
+            words += f": {speedup / gain:.3f} by {simpler.name}, {gain:.3f} by this plan over it"
         parts.append(words)
     if gain < MIN_SPEEDUP_WORTH_FILLING:
         than = "no faster than" if gain < 1.0005 else f"only {gain:.3f} times as fast as"
-        parts.append(f"it is {than} {simpler.name}, which is simpler: take that")
+        parts.append(f"it is {than} {simpler.name}, which is simpler: use {simpler.name}")
     elif simpler is not reference:
-        parts.append(f"{gain:.3f} times the speed of {simpler.name}, the best of the others")
+        parts.append(f"{gain:.3f} times the speed of {simpler.name}, the best simpler system")
     return wrap("worth", "; ".join(parts))
 
 
@@ -325,14 +311,14 @@ def _hidden_lines(planned: Planned) -> list[str]:
     coarse = planned.found.notes.get("hidden_share_coarse")
     hidden = f"strict {planned.hidden_strict:.0%}, placed {planned.hidden_placed:.0%}"
     hidden += "" if coarse is None else f" (coarse {coarse:.0%})"
-    hidden += f"; bubbles left {_bubbles(planned.system)}"
+    hidden += f"; idle time left: {_bubbles(planned.system)}"
     over = planned.step_s / bounds.bound_s
     bound = f"{seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.binds} binds); "
-    bound += f"the step is {over:.3f} times that"
+    bound += f"the step is {over:.3f} times the bound"
     without = "" if planned.found.is_estimated_whole else ", without them,"
     claim = (
-        f"{seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; the algorithm's own "
-        f"estimate{without} is {seconds(plan.claims.estimate_s)} s"
+        f"{seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; "
+        f"the scheduler's estimate{without} is {seconds(plan.claims.estimate_s)} s"
     )
     return [*wrap("hidden", hidden), *wrap("bound", bound), *wrap("claim", claim)]
 
@@ -344,24 +330,23 @@ def _bubbles(system: SimulatedSystem) -> str:
         "PP": bubbles.pp_warmup + bubbles.pp_cooldown + bubbles.pp_other,
         "DP": bubbles.dp_all_gather + bubbles.dp_reduce_scatter,
     }
-    return " ".join(f"{name} {value / system.step_s:.1%}" for name, value in parts.items())
+    return ", ".join(f"{name} {value / system.step_s:.1%}" for name, value in parts.items())
 
 
-def _memory(planned: Planned) -> list[str]:
+def _memory(planned: Planned) -> str:
     system, capacity = planned.system, planned.comparison.context.capacity_bytes
     memory = system.memory
     parts = {
         "states": memory.states,
-        "llm activations": memory.llm_activations,
+        "LLM activations": memory.llm_activations,
         "encoder activations": memory.encoder_activations,
         "logits": memory.logits,
         "seam": memory.seam,
         "communicators": memory.communicators,
         "reserve": memory.reserve,
     }
-    shown = " | ".join(f"{name} {gigabytes(value)}" for name, value in parts.items())
-    first = f"memory, worst rank ({system.worst_rank})  {gigabytes(memory.total)} of {gigabytes(capacity)} GB"
-    return [f"  {first}", *wrap("", shown, indent=4)]
+    total = f"{gigabytes(memory.total)} of {gigabytes(capacity)} GB on the worst rank ({system.worst_rank})"
+    return f"{total}: {', '.join(f'{name} {gigabytes(value)}' for name, value in parts.items())}"
 
 
 def _rejected(planned: Planned) -> list[str]:
@@ -374,10 +359,10 @@ def _rejected(planned: Planned) -> list[str]:
 def _checked(planned: Planned) -> str:
     report = planned.report
     held = sum(report.rules.values())
-    words = f"{held} of {len(report.rules)} rules"
+    words = f"{held} of {len(report.rules)} rules hold"
     if report.step_s is not None:
         gap = time_gap(report.step_s, planned.step_s)
-        words += f"; an independent replay of the programs and the claim are {gap}"
+        words += f"; an independent replay and the claim are {gap}"
     if not report.ok:
         words += f"; first violation: {report.violations[0]}"
     return words

@@ -6,11 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from optimus.cli.console import check_writable, progress_bar, show
-from optimus.cli.flags import OK, JobArgument, JsonFlag, OnFlag, import_trainer
-from optimus.cli.text import columns, wrap
+from optimus.cli.flags import OK, JobArgument, JsonFlag, OnFlag, import_trainer, option
+from optimus.cli.text import closing, columns, next_commands, wrap
 
 if TYPE_CHECKING:
     from optimus.cost.measured import LinkTime, Profile, SegmentTime
@@ -22,16 +20,16 @@ SCHEMA = "optimus.profile-result/1"
 
 @dataclass(frozen=True)
 class ProfileCommand:
-    """Measure a job's segments and the links of this machine, for plans made with --profile."""
+    """Measure a job's segments and this machine's links, for --profile."""
 
     job: JobArgument
     on: OnFlag = None
     output: Annotated[
         Path | None,
-        tyro.conf.arg(
+        option(
             aliases=["-o"],
             metavar="PROFILE.yaml",
-            help="where to write; the job's name and .profile.yaml if left out",
+            help="the file to write; default: the job's name and .profile.yaml",
         ),
     ] = None
     json: JsonFlag = False
@@ -61,8 +59,9 @@ class ProfileCommand:
         digest = save_profile(profile, output)
         cluster_file.write_text(machine.cluster_text(cluster))
         lines = profile_text(profile, cluster)
-        lines += ["", f"wrote {output} (sha256 {digest[:12]}) and {cluster_file}"]
-        lines.append(f"next   optimus plan {self.job} --on {cluster_file}:{cluster.gpus} --profile {output}")
+        lines += ["", *closing("wrote", f"{output} (sha256 {digest[:12]}) and {cluster_file}")]
+        on = f"--on {cluster_file}:{cluster.gpus}"
+        lines += next_commands(f"optimus plan {self.job} {on} --profile {output}")
         result = profile_json(profile, file=output, cluster_file=cluster_file, digest=digest)
         show(result, lines, as_json=self.json)
         return OK
@@ -108,13 +107,11 @@ def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
     for link in profile.links:
         lines += wrap(link.operation.replace("_", "-"), _link_words(link))
     if profile.slowdown is not None:
-        lines += wrap("slow-down", f"products take {profile.slowdown:.0%} longer under an all-reduce")
+        lines += wrap("slow-down", f"matrix products take {profile.slowdown:.0%} longer under an all-reduce")
     gpu = cluster.gpu
-    rate = (
-        f"{gpu.peak_flops / 1e9:.0f} GFLOP/s in a product, {gpu.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
-    )
-    lines += wrap(gpu.name, f"{rate} in a copy, {gpu.memory_bytes / 1e9:.1f} GB")
-    return lines
+    rates = f"matrix product {gpu.peak_flops / 1e9:.0f} GFLOP/s"
+    rates += f", copy {gpu.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+    return [*lines, *wrap(gpu.name, f"{rates}, memory {gpu.memory_bytes / 1e9:.1f} GB")]
 
 
 def _link_words(link: LinkTime) -> str:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
 from optimus.cli.flags import (
     OK,
@@ -18,8 +16,10 @@ from optimus.cli.flags import (
     PlanArgument,
     TraceFlag,
     load_profile_of,
+    option,
     refuse_without_job,
 )
+from optimus.cli.text import closing, next_commands
 
 SCHEMA = "optimus.report/1"
 ENDINGS = (".plan.json", ".json")
@@ -27,24 +27,25 @@ ENDINGS = (".plan.json", ".json")
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Draw a plan as one HTML page: where time and memory go, how sure that is, and what was tried."""
+    """Draw a plan as one HTML page: time, memory, sensitivity and alternatives."""
 
     plan: PlanArgument
     job: Annotated[
         str | None,
-        tyro.conf.arg(
-            metavar="JOB", help="simulate the plan's job again, to divide all systems and list what was tried"
+        option(
+            metavar="JOB",
+            help="simulate the plan's job again, to show the parts of all systems and all layouts tried",
         ),
     ] = None
     on: OnFlag = None
     profile: Annotated[
         Path | None,
-        tyro.conf.arg(metavar="FILE.yaml", help="with --job: the profile that the plan was made with"),
+        option(metavar="FILE.yaml", help="with --job: the profile that the plan was made with"),
     ] = None
     output: Annotated[
         Path | None,
-        tyro.conf.arg(
-            aliases=["-o"], metavar="FILE.html", help="where to write; beside the plan if left out"
+        option(
+            aliases=["-o"], metavar="FILE.html", help="the file to write; default: the plan's name and .html"
         ),
     ] = None
     trace: TraceFlag = None
@@ -71,11 +72,11 @@ class ReportCommand:
             write_report(
                 plan, output, job=job, profile=profile, trace=self.trace, digest=digest, progress=progress
             )
-        lines = [f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB, open it in a browser)"]
+        lines = closing("wrote", f"{output} ({output.stat().st_size / 1e6:.1f} MB, open it in a browser)")
         if self.trace is not None:
-            lines.append(f"wrote {self.trace} (open it at ui.perfetto.dev)")
+            lines += closing("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
         if job is None:
-            lines.append(f"next   optimus report {self.plan} --job JOB, to divide all systems")
+            lines += next_commands(f"optimus report {self.plan} --job JOB  # shows the parts of all systems")
         result = {
             "schema": SCHEMA,
             "html": str(output),

@@ -20,26 +20,35 @@ from optimus.cli.flags import (
     ProfileFlag,
     TraceFlag,
     load_profile_of,
+    option,
     split_names,
 )
-from optimus.cli.text import columns
+from optimus.cli.text import closing, columns, plan_title, remark
 from optimus.errors import UserError
-from optimus.planner.systems.registry import SYSTEMS
 from optimus.render.units import gigabytes, seconds
 
 if TYPE_CHECKING:
     from optimus.planner.replaying import Replayed
 
 SCHEMA = "optimus.simulate/1"
+SHORT_CAUSES = {
+    "dp_all_gather": "DP ag",
+    "dp_reduce_scatter": "DP rs",
+    "pp_warmup": "warm",
+    "pp_cooldown": "cool",
+    "pp_other": "other",
+    "tp": "TP",
+}
+CAUSES_REMARK = "The six % columns from DP ag to TP are idle time of the mean GPU, by cause."
 
 
 @dataclass(frozen=True)
 class SimulateCommand:
-    """Say where the time and memory of a job go, under each known way to run it, or play a plan file."""
+    """Compare the step and memory of all systems for a job, or replay a plan."""
 
     job: Annotated[
         tyro.conf.Positional[str],
-        tyro.conf.arg(
+        option(
             metavar="JOB|PLAN",
             help="a job.yaml, a catalog job (paper/strong-3072), with --on a catalog model or a config.json; "
             "or a plan file",
@@ -48,16 +57,16 @@ class SimulateCommand:
     on: OnFlag = None
     system: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
+        option(
             metavar="NAME ...",
-            help=f"only these: {', '.join(SYSTEMS)}",
+            help="only these systems, e.g. stage0 fsdp; default: all that apply",
         ),
     ] = ()
     layout: LayoutFlag = ()
     preset: PresetFlag = "default"
     profile: ProfileFlag = None
     picture: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE.svg", help="draw every stage of the systems over time")
+        Path | None, option(metavar="FILE.svg", help="draw every stage of the systems over time")
     ] = None
     trace: TraceFlag = None
     json: JsonFlag = False
@@ -92,7 +101,7 @@ class SimulateCommand:
             from optimus.render.picture import write_picture
 
             write_picture(comparison, self.picture)
-            lines += ["", f"wrote {self.picture}"]
+            lines += ["", *closing("wrote", str(self.picture))]
         if self.trace is not None and comparison.systems:
             from optimus.render.trace import write_trace
 
@@ -100,7 +109,7 @@ class SimulateCommand:
                 name: (system.schedule, system.timeline) for name, system in comparison.systems.items()
             }
             write_trace(timelines, self.trace)
-            lines += ["", f"wrote {self.trace}"]
+            lines += ["", *closing("wrote", f"{self.trace} (open it at ui.perfetto.dev)")]
         show(comparison_json(comparison), lines, as_json=self.json)
         return OK if comparison.systems else NO
 
@@ -110,7 +119,7 @@ class SimulateCommand:
 
         for flag in ("on", "system", "layout", "picture", "preset", "profile"):
             if getattr(self, flag) not in (None, (), "default"):
-                problem = "says nothing to a plan file, which is already decided"
+                problem = "does not apply to a plan file, which is already decided"
                 raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
         plan = load_plan(Path(self.job))
         with announced_compilation():
@@ -122,7 +131,7 @@ class SimulateCommand:
             from optimus.render.trace import write_trace
 
             write_trace({plan.strategy: (replayed.schedule, replayed.timeline)}, self.trace)
-            lines += ["", f"wrote {self.trace}"]
+            lines += ["", *closing("wrote", f"{self.trace} (open it at ui.perfetto.dev)")]
         show(replay_json(replayed), lines, as_json=self.json)
         return OK
 
@@ -154,10 +163,10 @@ def replay_json(replayed: Replayed) -> dict[str, object]:
 def replay_text(replayed: Replayed) -> list[str]:
     """Returns step, memory and bubbles of the plan."""
     plan, step, floor = replayed.plan, replayed.timeline.step_s, replayed.floor_s
-    layouts = "   ".join(f"{name} {module.layout}" for name, module in plan.modules.items())
-    lines = [f"{plan.name}   {plan.ranks.world} GPUs   {layouts}", ""]
+    lines = [*plan_title(plan), ""]
     bubbles_s = asdict(replayed.bubbles)
-    header = ["system", "step s", "/floor", "peak GB", *(f"{cause} %" for cause in bubbles_s)]
+    header = ["system", "step s", "over floor", "peak GB"]
+    header += [f"{SHORT_CAUSES[cause]} %" for cause in bubbles_s]
     row = [
         plan.strategy,
         seconds(step),
@@ -165,6 +174,6 @@ def replay_text(replayed: Replayed) -> list[str]:
         gigabytes(max(held.peak for held in plan.memory)),
         *(f"{100 * idle_s / step:.1f}" for idle_s in bubbles_s.values()),
     ]
-    lines += columns(header, [row])
-    lines += ["", f"  claimed {plan.claims.step_s:.9f} s, replayed {step:.9f} s"]
-    return lines
+    lines += columns(header, [row], breaks=[header.index("peak GB") + 1])
+    lines += remark(CAUSES_REMARK)
+    return [*lines, "", *remark(f"claimed {plan.claims.step_s:.9f} s, replayed {step:.9f} s")]

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
 from optimus.cli.flags import (
     NO,
@@ -21,9 +19,10 @@ from optimus.cli.flags import (
     StrategyFlag,
     SystemsFlag,
     load_profile_of,
+    option,
     split_names,
 )
-from optimus.cli.text import columns, wrap
+from optimus.cli.text import closing, columns, wrap
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,19 +35,19 @@ MAX_DIGITS = 9
 
 @dataclass(frozen=True)
 class SweepCommand:
-    """Plan a job at every value of one range: a table, and a picture of tokens per second and GPU."""
+    """Plan a job at every value of a range of GPUs, batch sizes, pp or tp."""
 
     job: JobArgument
     on: OnFlag = None
     gpus: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="N,N,...", help="numbers of GPUs, at the same batch")
+        tuple[str, ...], option(metavar="N,N,...", help="numbers of GPUs, at the same batch")
     ] = ()
-    batch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N,N,...", help="sequences per step")] = ()
-    pp: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N,N,...", help="pipeline stages of the LLM")] = ()
-    tp: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N,N,...", help="widths of the LLM's TP")] = ()
+    batch: Annotated[tuple[str, ...], option(metavar="N,N,...", help="sequences per step")] = ()
+    pp: Annotated[tuple[str, ...], option(metavar="N,N,...", help="pipeline stages of the LLM")] = ()
+    tp: Annotated[tuple[str, ...], option(metavar="N,N,...", help="widths of the LLM's TP")] = ()
     output: Annotated[
         Path | None,
-        tyro.conf.arg(aliases=["-o"], metavar="FILE.svg|.html", help="write the picture, or page with table"),
+        option(aliases=["-o"], metavar="FILE.svg|.html", help="write the picture, or a page with the table"),
     ] = None
     strategy: StrategyFlag = "optimus"
     system: SystemsFlag = ()
@@ -82,7 +81,7 @@ class SweepCommand:
         lines = sweep_text(sweep)
         if self.output is not None:
             write_sweep(sweep, self.output)
-            lines += ["", f"wrote {self.output}"]
+            lines += ["", *closing("wrote", str(self.output))]
         file = None if self.output is None else str(self.output)
         show(sweep_json(sweep, file=file), lines, as_json=self.json)
         return OK if sweep.possible else NO
@@ -140,8 +139,11 @@ def sweep_text(sweep: JobSweep) -> list[str]:
     """Returns the conclusion, a row per point, and the reasons of points that are not possible."""
     from optimus.render.sweep_picture import headline, sweep_notes, sweep_table
 
-    lines = [headline(sweep), "", *columns(*sweep_table(sweep), left=2)]
-    for point in sweep.points:
-        if point.plan is None:
-            lines += wrap(f"  {point.value}", f"not possible: {point.reason}", indent=10)
-    return [*lines, "", *wrap("read", sweep_notes(sweep))]
+    header, rows = sweep_table(sweep)
+    breaks = [header.index("best simpler system")]
+    lines = [*wrap("", headline(sweep), indent=0), "", *columns(header, rows, left=2, breaks=breaks)]
+    impossible = [point for point in sweep.points if point.plan is None]
+    lines += [""] if impossible else []
+    for point in impossible:
+        lines += wrap(f"  {point.value}", f"not possible: {point.reason}", indent=10)
+    return [*lines, "", *wrap("note", sweep_notes(sweep))]

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from optimus.cli.console import (
     announced_compilation,
     follow_metrics,
@@ -32,7 +30,9 @@ from optimus.cli.flags import (
     ProfileFlag,
     import_trainer,
     load_profile_of,
+    option,
 )
+from optimus.cli.text import closing, wrap
 from optimus.environment import Launched, launched
 from optimus.errors import OptimusError, UserError
 
@@ -46,47 +46,45 @@ if TYPE_CHECKING:
 RUN_DIR = Path("optimus-run")
 MAX_STEP_RATIO = 1.25  # measured over predicted, or its inverse; beyond it a profile is recommended
 UNCALIBRATED = (
-    "the plan was not made with a profile of this machine, so its predicted step is the formula's; "
-    "`optimus profile {job}` gives one"
+    "the plan was made without a profile of this machine, so its predicted step comes from the analytic cost "
+    "model; `optimus profile {job}` measures one"
 )
+NOT_RUN_ON_GPUS = "the GPU path follows NCCL's rules, but no run on GPUs is recorded yet"
 
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """Train a job on made-up data: on this host by itself, or as one rank under torchrun.
-
-    With --dry-run it trains nothing: one rank of a job of any size is built and steps on this CPU without
-    numbers, and says what it does, whom it talks to, and what memory that takes beside what the plan says.
-    """
+    """Train a job on synthetic data, on this host or as one rank under torchrun."""
 
     job: JobArgument
     on: OnFlag = None
-    plan: Annotated[
-        Path | None, tyro.conf.arg(metavar="PLAN", help="run this plan; made anew if left out")
-    ] = None
+    plan: Annotated[Path | None, option(metavar="PLAN", help="run this plan; default: make one")] = None
     profile: ProfileFlag = None
     layout: LayoutFlag = ()
     preset: PresetFlag = "default"
-    steps: Annotated[int | None, tyro.conf.arg(help="steps to train; 20, or what the job's run says")] = None
+    steps: Annotated[
+        int | None, option(metavar="N", help="steps to train; default: those of the job's run, or 20")
+    ] = None
     run_dir: Annotated[
         Path,
-        tyro.conf.arg(
+        option(
             aliases=["--run"],  # which torchrun takes for an option of its own
             metavar="FOLDER",
-            help="where metrics.jsonl, the plan and reports of failures go; begun anew by every run",
+            help="folder for metrics.jsonl, the plan and failure reports; each run overwrites them",
         ),
     ] = RUN_DIR
     memory: Annotated[
-        bool, tyro.conf.arg(help="count the bytes of all tensors in the last step, beside the plan's")
+        bool, option(help="count the bytes of all tensors in the last step and compare with the plan")
     ] = False
     dry_run: Annotated[
         bool,
-        tyro.conf.arg(
-            help="only step one rank, without numbers and other ranks; exit code 1 if it does not fit"
+        option(
+            help="only step one rank once, on this CPU, with fake tensors and without other ranks: its "
+            "program, communicators and memory; exit code 1 if it does not fit"
         ),
     ] = False
-    rank: Annotated[int | None, tyro.conf.arg(help="which rank --dry-run steps; 0 if left out")] = None
-    quiet: Annotated[bool, tyro.conf.arg(help="show no progress")] = False
+    rank: Annotated[int | None, option(metavar="N", help="rank of --dry-run; default: 0")] = None
+    quiet: Annotated[bool, option(help="print no progress")] = False
     json: JsonFlag = False
 
     def __call__(self) -> int:
@@ -115,7 +113,8 @@ class TrainCommand:
         make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
         if not self.json:
-            print(f"{job.name}   {plan.ranks.world} ranks   {predicted_step(plan)}", flush=True)
+            title = f"{job.name} on {plan.ranks.world} ranks; {predicted_step(plan)}"
+            print("\n".join(wrap("job", title)), flush=True)
         code, summary = run_ranks(job, plan, training, visible=not self.quiet)
         if summary is not None:
             show(train_json(summary), train_text(summary, job, plan, self.run_dir), as_json=self.json)
@@ -337,17 +336,16 @@ def train_text(summary: TrainingSummary, job: Job, plan: Plan, run_dir: Path) ->
     from optimus.cli.dry_run import memory_text
 
     if summary.step_s_median is None:
-        return ["no steps were asked for"]
+        return ["0 steps"]
     claim, measured = plan.claims.step_s, summary.step_s_median
     tokens = job.workload.sequences_per_step * job.workload.sequence_tokens / measured
+    count = "1 step" if summary.steps == 1 else f"{summary.steps} steps"
     compared = f"{measured / claim:.2g} times the predicted {claim:.3g} s"
-    lines = [
-        f"{summary.steps} {'step' if summary.steps == 1 else 'steps'}   loss {summary.final_loss:.4f}",
-        f"median step {measured:.3g} s, {compared}   {tokens:,.0f} tokens/s",
-    ]
+    lines = wrap("loss", f"{summary.final_loss:.4f} after {count}")
+    lines += wrap("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
     lines += [] if summary.memory is None else memory_text(summary.memory)
     if not is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:
-        lines.append(f"note   {UNCALIBRATED.format(job=job.name)}")
+        lines += closing("note", UNCALIBRATED.format(job=job.name))
     if summary.device == "cuda":
-        lines.append("note   the GPU path is written for NCCL's rules; no run on GPUs is recorded yet")
-    return [*lines, f"wrote {run_dir}/metrics.jsonl and plan.json"]
+        lines += closing("note", NOT_RUN_ON_GPUS)
+    return [*lines, *closing("wrote", f"{run_dir}/metrics.jsonl and plan.json")]

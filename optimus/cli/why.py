@@ -1,4 +1,4 @@
-"""`optimus why`: says what speaks against a layout."""
+"""`optimus why`: explains why a plan does not use another layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from optimus.cli.console import announced_compilation, progress_bar, show
-from optimus.cli.flags import OK, JsonFlag, OnFlag, PlanArgument, load_profile_of, refuse_without_job
+from optimus.cli.flags import OK, JsonFlag, OnFlag, PlanArgument, load_profile_of, option, refuse_without_job
 from optimus.cli.text import columns, wrap
 from optimus.render.units import gigabytes, seconds
 
@@ -21,26 +21,26 @@ SCHEMA = "optimus.why/1"
 
 @dataclass(frozen=True)
 class WhyCommand:
-    """Say what speaks against a layout: the rule it breaks, the memory it lacks, or the seconds it costs."""
+    """Explain why a plan does not use another layout."""
 
     plan: PlanArgument
     layouts: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(
+        option(
             metavar="MODULE=AXES ...",
-            help="the layout asked about, e.g. llm=pp8,tp4 vision=pp2; what is left out is searched",
+            help="the layout in question, e.g. llm=pp8,tp4 vision=pp2; the rest is searched",
         ),
     ]
     job: Annotated[
         str | None,
-        tyro.conf.arg(
-            metavar="JOB", help="the plan's job, for its limits, or if the file does not hold all of its data"
+        option(
+            metavar="JOB", help="the plan's job, for its limits, or if the plan does not hold all of its data"
         ),
     ] = None
     on: OnFlag = None
     profile: Annotated[
         Path | None,
-        tyro.conf.arg(metavar="FILE.yaml", help="the profile that the plan was made with, if it was"),
+        option(metavar="FILE.yaml", help="the profile that the plan was made with"),
     ] = None
     json: JsonFlag = False
 

@@ -197,8 +197,8 @@ def sweep_page(sweep: JobSweep) -> str:
 
 def sweep_table(sweep: JobSweep) -> tuple[list[str], list[list[str]]]:
     """Returns the header and a row per point."""
-    header = [COLUMN[sweep.axis], "LLM layout", "step s", "over floor", "best simpler system", "its step s"]
-    header += ["speed-up", "tok/s/GPU", "peak GB", "worth"]
+    header = [COLUMN[sweep.axis], "LLM layout", "step s", "over floor", "tok/s/GPU", "peak GB"]
+    header += ["best simpler system", "its step s", "speed-up", "worth"]
     rows = [_table_row(point, point.plan, len(header)) for point in sweep.points]
     return header, rows
 
@@ -212,11 +212,11 @@ def _table_row(point: SweepPoint, plan: SweepFigures | None, width: int) -> list
         str(plan.layouts["llm"]),
         seconds(plan.step_s),
         f"{plan.over_floor:.3f}",
+        f"{point.tokens_per_s_per_gpu(plan.step_s):.0f}",
+        gigabytes(plan.peak_bytes),
         plan.simpler or "-",
         "-" if plan.simpler_s is None else seconds(plan.simpler_s),
         "-" if plan.speedup is None else f"{plan.speedup:.3f}",
-        f"{point.tokens_per_s_per_gpu(plan.step_s):.0f}",
-        gigabytes(plan.peak_bytes),
         "-" if worth is None else "yes" if worth else "no",
     ]
 

@@ -17,7 +17,7 @@ def seconds(value_s: float) -> str:
     return f"{value_s:.3f}" if value_s < 10 else f"{value_s:.2f}"
 
 
-def billions(count: float) -> str:
-    """Formats a parameter count in billions: 0.67B, 72.7B, 1026B."""
-    value = count / 1e9
-    return f"{value:.0f}B" if value >= 100 else f"{value:.3g}B"
+def parameter_count(count: float) -> str:
+    """Formats a number of parameters: 0.53M, 0.67B, 72.7B, 1026B."""
+    value, unit = (count / 1e9, "B") if count >= 1e7 else (count / 1e6, "M")
+    return f"{value:.0f}{unit}" if value >= 100 else f"{value:.3g}{unit}"

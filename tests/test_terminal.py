@@ -1,0 +1,160 @@
+"""Output on a terminal: no line is wider than 80 columns when piped, and progress is plain lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimus.cli import COMMANDS, console, run
+from optimus.cli.text import columns, next_commands, wrap
+
+ROOT = Path(__file__).parent.parent
+TINY, AT = "cpu/tiny-vl", ("--layout", "llm=pp2,tp1")
+LONG_NAME = "a-vision-language-model-whose-name-is-longer-than-any-that-was-released"
+
+
+def piped(folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
+    """Runs a command as a shell does with both outputs piped and COLUMNS unset."""
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "optimus", *arguments],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+def assert_fits(text: str, *, width: int = 80) -> None:
+    """Every line fits, or holds nothing but its margin and one word that cannot be broken."""
+    for line in text.splitlines():
+        assert len(line) <= width or re.fullmatch(r"(\S+:?)?\s+\S+|\S+", line), line
+        assert line == line.rstrip(), f"trailing spaces: {line!r}"
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_fits_80_columns(
+    command: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    if command is None:
+        assert run(["--help"]) == 0
+    else:
+        with pytest.raises(SystemExit):
+            run([command, "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: optimus")
+    assert_fits(shown)
+
+
+@pytest.mark.ci
+def test_every_command_fits_80_columns_when_piped(tmp_path: Path) -> None:
+    def shown(*arguments: str, code: int = 0) -> str:
+        out, err = piped(tmp_path, *arguments, code=code)
+        assert_fits(out)
+        assert_fits(err)
+        return out
+
+    shown("catalog")
+    shown("init", "--hf", "internvl3-78b", "--on", "h200:128")
+    shown("simulate", TINY, *AT)
+    shown("plan", TINY, *AT, "--system", "stage0", "fsdp", "--noise", "-o", "a.plan.json")
+    shown("plan", TINY, *AT, "--system", "stage0", "--strategy", "paper", "--no-sure", "-o", "b.plan.json")
+    for command in (
+        ("check", "a.plan.json"),
+        ("simulate", "a.plan.json"),
+        ("why", "a.plan.json", "llm=pp1"),
+        ("export", "a.plan.json", "--to", "megatron"),
+        ("export", "a.plan.json", "--to", "torchtitan"),
+        ("report", "a.plan.json"),
+        ("sweep", TINY, *AT, "--gpus", "2,3", "--system", "stage0"),
+        ("train", TINY, "--plan", "a.plan.json", "--steps", "2", "--memory"),
+        ("train", TINY, "--plan", "a.plan.json", "--dry-run"),
+        ("profile", TINY),
+    ):
+        assert shown(*command)
+    assert shown("diff", "a.plan.json", "b.plan.json", code=1)
+    assert shown("simulate", "kimi-k2.5", "--on", "h100:8", code=1) == ""
+    assert shown("plan", TINY, "--layout", "llm=pp3", code=2) == ""
+
+
+@pytest.mark.ci
+def test_a_long_model_name_fits_too(tmp_path: Path) -> None:
+    config = next((ROOT / "tests/data/configs").glob("*VL-2B*"))
+    folder = tmp_path / LONG_NAME
+    folder.mkdir()
+    (folder / "config.json").write_text(config.read_text())
+    flags = ("--on", "h100:8", "--layout", "llm=pp1,tp8", "--system", "stage0", "fsdp")
+    for command in (
+        ("simulate", LONG_NAME, *flags),
+        ("plan", LONG_NAME, *flags, "--no-sure", "-o", "a.plan.json"),
+        ("check", "a.plan.json"),
+    ):
+        out, _ = piped(tmp_path, *command)
+        assert_fits(out)
+
+
+def test_a_wide_table_is_split_at_the_given_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    header, rows = ["name", "a", "b", "c"], [["x", "1", "2", "3"], ["y", "4", "5", ""]]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert columns(header, rows) == ["  name  a  b  c", "  x     1  2  3", "  y     4  5"]
+    wide = [["x", *("1" * 30, "2" * 30, "3" * 30)], ["y", "4" * 30, "5" * 30, ""]]
+    split = columns(header, wide, breaks=[2])
+    heads = [[cell[:1] for cell in line.split()] for line in split if line]
+    assert heads == [["n", "a"], ["x", "1"], ["y", "4"], ["n", "b", "c"], ["x", "2", "3"], ["y", "5"]]
+    monkeypatch.setenv("COLUMNS", "120")
+    assert len(columns(header, wide, breaks=[2])) == 3
+
+
+def test_lines_use_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "word " * 40
+    for width in (80, 132):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = wrap("label", text)
+        assert lines[0].startswith("label          word")
+        assert max(map(len, lines)) <= width < max(map(len, lines)) + len(" word")
+
+
+def test_a_number_keeps_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in range(40, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert not any(
+            line.strip().startswith(("s ", "s,", "GB")) for line in wrap("", "a 1.25 s, 80 GB " * 9)
+        )
+
+
+def test_a_long_command_is_continued_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    command = f"optimus plan job.yaml --on {'x' * 30} --profile y.yaml"
+    lines = next_commands("optimus check a", command)
+    assert lines[0] == "next  optimus check a" and lines[1].endswith(" \\")
+    assert " ".join(line.strip().removesuffix(" \\") for line in lines[1:]) == command
+
+
+def test_piped_progress_is_a_line_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    with console.progress_bar() as progress:
+        for tick in range(120):  # a tenth of a second each
+            now_s = 100.0 + tick / 10
+            progress("layouts", tick, 120)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [f"layouts: {tick} of 120, {tick // 10} s" for tick in (10, 60, 110)]
+
+
+def test_work_below_a_second_prints_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress_bar() as progress, console.training_progress(3) as step:
+        progress("layouts", 1, 2)
+        step(0, 1.0, 0.1, 100.0)
+    assert capsys.readouterr() == ("", "")
