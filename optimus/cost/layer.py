@@ -5,6 +5,7 @@ from __future__ import annotations
 from optimus.cost.kernel import Kernel, KernelList
 from optimus.cost.network import Collective
 from optimus.cost.shape import Gemm, LayerShape
+from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import Communicator, OpKind
 from optimus.job.model import BF16_BYTES, Experts, Mlp
 
@@ -13,16 +14,16 @@ def forward(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> list[Kernel]:
     """Norm, gather, QKV, attention, output, scatter; norm, gather, up, down, scatter."""
     kernels = shape.kernels(kind)
     size = shape.hidden_bytes
-    kernels.compute("norm1", shape.norm_s())
+    kernels.compute(KernelName.NORM1, shape.norm_s())
     if shape.stack.attention.latent:
-        kernels.compute("latent", shape.forward_s(shape.latent_gemms()))
-    kernels.collective("gather1", Collective.ALL_GATHER, shape.qkv_input_bytes)
-    kernels.compute("qkv", shape.forward_s(shape.qkv_gemms()))
+        kernels.compute(KernelName.LATENT, shape.forward_s(shape.latent_gemms()))
+    kernels.collective(KernelName.GATHER1, Collective.ALL_GATHER, shape.qkv_input_bytes)
+    kernels.compute(KernelName.QKV, shape.forward_s(shape.qkv_gemms()))
     _context_exchange(kernels, shape)
-    kernels.compute("attention", shape.attention_s())
-    kernels.compute("out", shape.forward_s([shape.out_gemm()]))
-    kernels.collective("scatter1", Collective.REDUCE_SCATTER, size)
-    kernels.compute("norm2", shape.norm_s())
+    kernels.compute(KernelName.ATTENTION, shape.attention_s())
+    kernels.compute(KernelName.OUT, shape.forward_s([shape.out_gemm()]))
+    kernels.collective(KernelName.SCATTER1, Collective.REDUCE_SCATTER, size)
+    kernels.compute(KernelName.NORM2, shape.norm_s())
     experts = shape.stack.experts
     if experts and shape.stack.has_experts(shape.layer):
         _experts(kernels, shape, experts, [OpKind.FORWARD])
@@ -33,11 +34,11 @@ def forward(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> list[Kernel]:
 
 def _mlp_forward(kernels: KernelList, shape: LayerShape, mlp: Mlp) -> None:
     size = shape.hidden_bytes
-    kernels.collective("gather2", Collective.ALL_GATHER, size)
+    kernels.collective(KernelName.GATHER2, Collective.ALL_GATHER, size)
     up_s = shape.forward_s([shape.up_gemm(mlp)])
-    kernels.compute("up", up_s + shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp))
-    kernels.compute("down", shape.forward_s([shape.down_gemm(mlp)]))
-    kernels.collective("scatter2", Collective.REDUCE_SCATTER, size)
+    kernels.compute(KernelName.UP, up_s + shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp))
+    kernels.compute(KernelName.DOWN, shape.forward_s([shape.down_gemm(mlp)]))
+    kernels.collective(KernelName.SCATTER2, Collective.REDUCE_SCATTER, size)
 
 
 def backward(shape: LayerShape, *, weights: bool) -> list[Kernel]:
@@ -53,58 +54,62 @@ def backward(shape: LayerShape, *, weights: bool) -> list[Kernel]:
         )
     else:
         _mlp_backward(kernels, shape, shape.stack.mlp, weights=weights)
-    kernels.compute("norm2", shape.norm_s(backward=True))
-    _row_backward(kernels, shape, "out", [shape.out_gemm()], weights=weights)
+    kernels.compute(KernelName.NORM2, shape.norm_s(backward=True))
+    _row_backward(kernels, shape, KernelName.OUT, [shape.out_gemm()], weights=weights)
     _context_exchange(kernels, shape)
-    kernels.compute("attention", shape.attention_s(backward=True))
+    kernels.compute(KernelName.ATTENTION, shape.attention_s(backward=True))
     _context_exchange(kernels, shape, Collective.REDUCE_SCATTER)  # gradients of keys and values
-    _column_backward(kernels, shape, "qkv", shape.qkv_gemms(), weights=weights, size=shape.qkv_input_bytes)
+    _column_backward(
+        kernels, shape, KernelName.QKV, shape.qkv_gemms(), weights=weights, size=shape.qkv_input_bytes
+    )
     if latent := shape.latent_gemms():
         seconds = shape.input_gradient_s(latent)
-        kernels.compute("latent", seconds + (shape.weight_gradient_s(latent) if weights else 0.0))
-    kernels.compute("norm1", shape.norm_s(backward=True))
+        kernels.compute(KernelName.LATENT, seconds + (shape.weight_gradient_s(latent) if weights else 0.0))
+    kernels.compute(KernelName.NORM1, shape.norm_s(backward=True))
     return kernels.kernels
 
 
 def _mlp_backward(kernels: KernelList, shape: LayerShape, mlp: Mlp, *, weights: bool) -> None:
     extra = shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp, backward=True)
-    _row_backward(kernels, shape, "down", [shape.down_gemm(mlp)], weights=weights, extra_s=extra)
-    _column_backward(kernels, shape, "up", [shape.up_gemm(mlp)], weights=weights, size=shape.hidden_bytes)
+    _row_backward(kernels, shape, KernelName.DOWN, [shape.down_gemm(mlp)], weights=weights, extra_s=extra)
+    _column_backward(
+        kernels, shape, KernelName.UP, [shape.up_gemm(mlp)], weights=weights, size=shape.hidden_bytes
+    )
 
 
 def _row_backward(
     kernels: KernelList,
     shape: LayerShape,
-    name: str,
+    name: KernelName,
     gemms: list[Gemm],
     *,
     weights: bool,
     extra_s: float = 0.0,
 ) -> None:
     """A row-parallel linear: the output's gradient is gathered, exposed, then both products."""
-    kernels.collective(f"{name}.gather", Collective.ALL_GATHER, shape.hidden_bytes)
-    kernels.compute(f"{name}.dgrad", shape.input_gradient_s(gemms) + extra_s)
+    kernels.collective(name.gather, Collective.ALL_GATHER, shape.hidden_bytes)
+    kernels.compute(name.dgrad, shape.input_gradient_s(gemms) + extra_s)
     if weights:
-        kernels.compute(f"{name}.wgrad", shape.weight_gradient_s(gemms))
+        kernels.compute(name.wgrad, shape.weight_gradient_s(gemms))
 
 
 def _column_backward(
-    kernels: KernelList, shape: LayerShape, name: str, gemms: list[Gemm], *, weights: bool, size: float
+    kernels: KernelList, shape: LayerShape, name: KernelName, gemms: list[Gemm], *, weights: bool, size: float
 ) -> None:
     """A column-parallel linear: its input is gathered under dgrad, its result scattered under wgrad."""
     before = kernels.last
     dgrad_s, wgrad_s = shape.input_gradient_s(gemms), shape.weight_gradient_s(gemms)
     if not weights or shape.prices.assumptions.tp_backward == "exposed":
-        kernels.compute(f"{name}.dgrad", dgrad_s)
-        kernels.collective(f"{name}.scatter", Collective.REDUCE_SCATTER, size)
+        kernels.compute(name.dgrad, dgrad_s)
+        kernels.collective(name.scatter, Collective.REDUCE_SCATTER, size)
         if weights:
-            kernels.compute(f"{name}.wgrad", wgrad_s)
+            kernels.compute(name.wgrad, wgrad_s)
         return
-    gathered = kernels.collective(f"{name}.gather", Collective.ALL_GATHER, size)
-    dgrad = kernels.compute(f"{name}.dgrad", dgrad_s, after=before)
-    scattered = kernels.collective(f"{name}.scatter", Collective.REDUCE_SCATTER, size, after=(dgrad,))
+    gathered = kernels.collective(name.gather, Collective.ALL_GATHER, size)
+    dgrad = kernels.compute(name.dgrad, dgrad_s, after=before)
+    scattered = kernels.collective(name.scatter, Collective.REDUCE_SCATTER, size, after=(dgrad,))
     waits = (dgrad,) if gathered is None else (dgrad, gathered)
-    wgrad = kernels.compute(f"{name}.wgrad", wgrad_s, after=waits)
+    wgrad = kernels.compute(name.wgrad, wgrad_s, after=waits)
     kernels.join(wgrad, scattered)
 
 
@@ -116,27 +121,29 @@ def weight_gradients(shape: LayerShape) -> list[Kernel]:
         _experts(kernels, shape, experts, [OpKind.WEIGHT_GRAD])
     else:
         mlp = shape.stack.mlp
-        _gather_under(kernels, shape, "down", [shape.down_gemm(mlp)], "up", [shape.up_gemm(mlp)])
-    _gather_under(kernels, shape, "out", [shape.out_gemm()], "qkv", shape.qkv_gemms())
+        _gather_under(
+            kernels, shape, KernelName.DOWN, [shape.down_gemm(mlp)], KernelName.UP, [shape.up_gemm(mlp)]
+        )
+    _gather_under(kernels, shape, KernelName.OUT, [shape.out_gemm()], KernelName.QKV, shape.qkv_gemms())
     if latent := shape.latent_gemms():
-        kernels.compute("latent.wgrad", shape.weight_gradient_s(latent))
+        kernels.compute(KernelName.LATENT.wgrad, shape.weight_gradient_s(latent))
     return kernels.kernels
 
 
 def _gather_under(
     kernels: KernelList,
     shape: LayerShape,
-    row: str,
+    row: KernelName,
     row_gemms: list[Gemm],
-    column: str,
+    column: KernelName,
     column_gemms: list[Gemm],
 ) -> None:
     before = kernels.last
-    size = shape.qkv_input_bytes if column == "qkv" else shape.hidden_bytes
-    gathered = kernels.collective(f"{column}.gather", Collective.ALL_GATHER, size)
-    product = kernels.compute(f"{row}.wgrad", shape.weight_gradient_s(row_gemms), after=before)
+    size = shape.qkv_input_bytes if column == KernelName.QKV else shape.hidden_bytes
+    gathered = kernels.collective(column.gather, Collective.ALL_GATHER, size)
+    product = kernels.compute(row.wgrad, shape.weight_gradient_s(row_gemms), after=before)
     kernels.join(product, gathered)
-    kernels.compute(f"{column}.wgrad", shape.weight_gradient_s(column_gemms))
+    kernels.compute(column.wgrad, shape.weight_gradient_s(column_gemms))
 
 
 def _context_exchange(
@@ -145,7 +152,7 @@ def _context_exchange(
     """Context parallelism: every rank gathers the keys and values of the whole sequence, exposed."""
     layout, attention = shape.layout, shape.stack.attention
     size = shape.load.tokens * attention.key_value_width / layout.tp * BF16_BYTES
-    name = "context" if kind == Collective.ALL_GATHER else "context.scatter"
+    name = KernelName.CONTEXT if kind == Collective.ALL_GATHER else KernelName.CONTEXT.scatter
     kernels.group(name, kind, size, Communicator.CP, ranks=layout.cp, stride=layout.tp)
 
 
@@ -160,17 +167,17 @@ def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: li
     }
     moves = parts != [OpKind.WEIGHT_GRAD]
     if moves:
-        first = "dispatch" if OpKind.FORWARD in parts else "combine"
-        kernels.compute("router", sum(product[part](router) for part in parts))
+        first = KernelName.DISPATCH if OpKind.FORWARD in parts else KernelName.COMBINE
+        kernels.compute(KernelName.ROUTER, sum(product[part](router) for part in parts))
         kernels.group(first, Collective.ALL_TO_ALL, size, Communicator.EP, ranks=ep, stride=1)
     rows = shape.shard * experts.active
     mlp = Mlp(width=experts.width)
     seconds = shape.activation_s(mlp, rows, tp=1, backward=OpKind.FORWARD not in parts) if moves else 0.0
     for part in parts:
         seconds += sum(times * product[part]([(m, n, k)]) for times, m, n, k in shape.expert_gemms(experts))
-    kernels.compute("experts", seconds)
+    kernels.compute(KernelName.EXPERTS, seconds)
     if moves:
-        last = "combine" if OpKind.FORWARD in parts else "dispatch"
+        last = KernelName.COMBINE if OpKind.FORWARD in parts else KernelName.DISPATCH
         kernels.group(last, Collective.ALL_TO_ALL, size, Communicator.EP, ranks=ep, stride=1)
     shared = shape.shared_mlp
     if shared is None:
@@ -178,7 +185,9 @@ def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: li
     if parts == [OpKind.FORWARD]:
         _mlp_forward(kernels, shape, shared)
     elif parts == [OpKind.WEIGHT_GRAD]:
-        _gather_under(kernels, shape, "down", [shape.down_gemm(shared)], "up", [shape.up_gemm(shared)])
+        _gather_under(
+            kernels, shape, KernelName.DOWN, [shape.down_gemm(shared)], KernelName.UP, [shape.up_gemm(shared)]
+        )
     else:
         _mlp_backward(kernels, shape, shared, weights=OpKind.WEIGHT_GRAD in parts)
 
@@ -187,12 +196,12 @@ def selective_recompute(shape: LayerShape) -> list[Kernel]:
     """Kind R, selective: the scores where they would be stored, else norms and the non-linearity."""
     kernels = shape.kernels(OpKind.RECOMPUTE)
     if not shape.prices.assumptions.fused_attention:
-        kernels.compute("attention", shape.attention_s())
+        kernels.compute(KernelName.ATTENTION, shape.attention_s())
         return kernels.kernels
     experts = shape.stack.experts
     if experts and shape.stack.has_experts(shape.layer):
         activation_s = shape.activation_s(Mlp(width=experts.width), shape.shard * experts.active, tp=1)
     else:
         activation_s = shape.activation_s(shape.stack.mlp, shape.tokens, tp=shape.layout.tp)
-    kernels.compute("cheap", 2 * shape.norm_s() + activation_s)
+    kernels.compute(KernelName.CHEAP, 2 * shape.norm_s() + activation_s)
     return kernels.kernels

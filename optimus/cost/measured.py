@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from optimus.errors import UserError, one_of
 from optimus.ir.binding import bind
+from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import OpKind
 from optimus.job.model import Encoder, Llm, Model, Stack
 from optimus.job.typed import Amount, Count, NonNegative, Whole
@@ -17,9 +18,21 @@ from optimus.job.typed import Amount, Count, NonNegative, Whole
 Layers = Literal["embedding", "full", "full-experts", "window", "window-experts", "projector", "head"]
 # What a segment may stand for: the cost model's compute kernels, without what follows a dot.
 KERNELS = (
-    "norm1", "latent", "qkv", "attention", "out", "norm2", "up", "down", "router", "experts",
-    "patches", "projector", "embedding", "head",
-)  # fmt: skip
+    KernelName.NORM1,
+    KernelName.LATENT,
+    KernelName.QKV,
+    KernelName.ATTENTION,
+    KernelName.OUT,
+    KernelName.NORM2,
+    KernelName.UP,
+    KernelName.DOWN,
+    KernelName.ROUTER,
+    KernelName.EXPERTS,
+    KernelName.PATCHES,
+    KernelName.PROJECTOR,
+    KernelName.EMBEDDING,
+    KernelName.HEAD,
+)
 MEASURED_KINDS = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD, OpKind.BACKWARD)
 ANALYTIC = "analytic, uncalibrated"
 SHOWN = 4  # kernels that a note names

@@ -11,6 +11,7 @@ from optimus.cost.measured import Layers, layers_sort
 from optimus.cost.network import Collective
 from optimus.cost.prices import Prices
 from optimus.cost.shape import LayerShape, activation_bytes, gradient_bytes
+from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, FP32_BYTES, Encoder, Llm, Stack
@@ -234,14 +235,14 @@ def _llm_embedding_kernels(llm: Llm, tokens: float, layout: Layout, prices: Pric
     """A look-up in a table split over the vocabulary; the sum is scattered over the sequence."""
     size = tokens * llm.stack.hidden * BF16_BYTES
     forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
-    forward.compute("embedding", prices.memory_s(2 * size))
-    forward.collective("embedding.scatter", Collective.REDUCE_SCATTER, size)
+    forward.compute(KernelName.EMBEDDING, prices.memory_s(2 * size))
+    forward.collective(KernelName.EMBEDDING.scatter, Collective.REDUCE_SCATTER, size)
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels), OpKind.INPUT_GRAD: ()}
     for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
         back = _kernel_list(prices, kind, layout.tp)
         if llm.train:
-            back.collective("embedding.gather", Collective.ALL_GATHER, size)
-            back.compute("embedding.wgrad", prices.memory_s(3 * size))
+            back.collective(KernelName.EMBEDDING.gather, Collective.ALL_GATHER, size)
+            back.compute(KernelName.EMBEDDING.wgrad, prices.memory_s(3 * size))
         result[kind] = tuple(back.kernels)
     return result
 
@@ -253,19 +254,19 @@ def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, prices: Prices) -
     norm_s = prices.memory_s(4 * tokens * hidden / layout.tp * BF16_BYTES)
     loss_s = prices.memory_s(tokens * columns * LOSS_BYTES_PER_LOGIT)
     forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
-    forward.compute("head.norm", norm_s)
-    forward.collective("head.gather", Collective.ALL_GATHER, size)
-    forward.compute("head", prices.gemm_s(tokens, columns, hidden) + loss_s)
+    forward.compute(KernelName.HEAD_NORM, norm_s)
+    forward.collective(KernelName.HEAD.gather, Collective.ALL_GATHER, size)
+    forward.compute(KernelName.HEAD, prices.gemm_s(tokens, columns, hidden) + loss_s)
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels)}
     for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
         back = _kernel_list(prices, kind, layout.tp)
         if kind != OpKind.WEIGHT_GRAD:
-            back.compute("head.dgrad", prices.gemm_s(tokens, hidden, columns) + loss_s)
-            back.collective("head.scatter", Collective.REDUCE_SCATTER, size)
+            back.compute(KernelName.HEAD.dgrad, prices.gemm_s(tokens, hidden, columns) + loss_s)
+            back.collective(KernelName.HEAD.scatter, Collective.REDUCE_SCATTER, size)
         if kind != OpKind.INPUT_GRAD and llm.train:
-            back.compute("head.wgrad", prices.gemm_s(hidden, columns, tokens))
+            back.compute(KernelName.HEAD.wgrad, prices.gemm_s(hidden, columns, tokens))
         if kind != OpKind.WEIGHT_GRAD:
-            back.compute("head.norm", norm_s)
+            back.compute(KernelName.HEAD_NORM, norm_s)
         result[kind] = tuple(back.kernels)
     return result if llm.train else {**result, OpKind.BACKWARD: result[OpKind.INPUT_GRAD]}
 
@@ -276,12 +277,12 @@ def _encoder_embedding_kernels(
     """Patches (or mel frames) to hidden states, every rank its own tokens; no input gradient."""
     shard, hidden, inputs = tokens / layout.tp, encoder.stack.hidden, encoder.patch_inputs
     forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
-    forward.compute("patches", prices.gemm_s(shard, hidden, inputs))
+    forward.compute(KernelName.PATCHES, prices.gemm_s(shard, hidden, inputs))
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels), OpKind.INPUT_GRAD: ()}
     for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
         back = _kernel_list(prices, kind, layout.tp)
         if encoder.train:
-            back.compute("patches.wgrad", prices.gemm_s(inputs, hidden, shard))
+            back.compute(KernelName.PATCHES.wgrad, prices.gemm_s(inputs, hidden, shard))
         result[kind] = tuple(back.kernels)
     return result
 
@@ -305,6 +306,6 @@ def _projector_kernels(encoder: Encoder, tokens: float, layout: Layout, prices: 
     for kind, seconds in prices_of.items():
         kernels = _kernel_list(prices, kind, layout.tp)
         if seconds > 0:
-            kernels.compute("projector", times * seconds)
+            kernels.compute(KernelName.PROJECTOR, times * seconds)
         result[kind] = tuple(kernels.kernels)
     return result if encoder.projector.train else {**result, OpKind.BACKWARD: result[OpKind.INPUT_GRAD]}

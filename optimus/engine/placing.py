@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from optimus.errors import UserError
+from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import COLLECTIVE_PHASES, OpKind
 from optimus.ir.plan import Phase as PlannedPhase
 from optimus.ir.plan import Template
 from optimus.models.chunk import ALL_LAYERS, ChunkPhase
 
-SPARED = "scatter2"  # the last sum of a layer that is made again: plans count it, and no gradient needs it
+SPARED = (
+    KernelName.SCATTER2
+)  # the last sum of a layer that is made again: plans count it, and no gradient needs it
 
 
 def place_phases(what: str, template: Template, phases: Sequence[ChunkPhase]) -> list[list[ChunkPhase]]:

@@ -25,6 +25,7 @@ class KernelName(StrEnum):
     PROJECTOR = "projector"
     EMBEDDING = "embedding"
     HEAD = "head"
+    HEAD_NORM = "head.norm"
     CHEAP = "cheap"  # norms and the non-linearity of a layer, recomputed together
     GATHER1 = "gather1"  # input of QKV, over the TP group
     SCATTER1 = "scatter1"  # output of attention

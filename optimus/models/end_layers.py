@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from optimus.ir.kernel_names import KernelName
 from optimus.job.model import Encoder, Llm
 from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout
@@ -26,7 +27,7 @@ PLACE_ROWS = ("place_rows",)  # no kernel of plans: it runs where the collective
 class PatchEmbedding(Segment):
     """Embeds patches or frames (a convolution over unfolded inputs) and their positions: (inputs) to (x)."""
 
-    kernels = ("patches",)
+    kernels = (KernelName.PATCHES,)
     defers_weight_grads, is_end = True, True
 
     def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **factory_kwargs: Any) -> None:
@@ -52,7 +53,7 @@ class PatchEmbedding(Segment):
 class EncoderProjector(Segment):
     """Normalizes, merges `merge` rows into one and projects them to the LLM: (x) to (rows of the LLM)."""
 
-    kernels = ("projector",)
+    kernels = (KernelName.PROJECTOR,)
     defers_weight_grads, is_end = True, True
 
     def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **factory_kwargs: Any) -> None:
@@ -86,7 +87,7 @@ class TokenEmbedding(Segment):
     the rank that holds their positions. `encoders_train` says whether any encoder needs gradients.
     """
 
-    kernels = ("embedding",)
+    kernels = (KernelName.EMBEDDING,)
     defers_weight_grads, is_end = True, True
 
     def __init__(
@@ -109,8 +110,8 @@ class TokenEmbedding(Segment):
             ReduceScatter(
                 self.tp_group,
                 1,
-                forward_name="embedding.scatter",
-                kernel="embedding",
+                forward_name=KernelName.EMBEDDING.scatter,
+                kernel=KernelName.EMBEDDING,
                 in_wgrad=True,
                 freed=(0,),
             ),
@@ -153,7 +154,7 @@ def _position_table(count: int, width: int, factory_kwargs: dict[str, Any]) -> n
 class LossHead(Segment):
     """Computes norm, logits and summed cross entropy times the context's scale: (x) to (loss)."""
 
-    kernels = ("head",)
+    kernels = (KernelName.HEAD,)
     defers_weight_grads, is_end = True, True
 
     def __init__(
@@ -170,8 +171,10 @@ class LossHead(Segment):
 
     def tp_segments(self) -> list[Segment]:
         return [
-            FunctionSegment(self, self._norm, ("head.norm",), [self.norm]),
-            AllGather(self.tp_group, 0, forward_name="head.gather", kernel="head", regather=False),
+            FunctionSegment(self, self._norm, (KernelName.HEAD_NORM,), [self.norm]),
+            AllGather(
+                self.tp_group, 0, forward_name=KernelName.HEAD.gather, kernel=KernelName.HEAD, regather=False
+            ),
             FunctionSegment(self, self._sharded_loss, self.kernels, [self.weight], waits_for_tp=True),
         ]
 

@@ -46,12 +46,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import OpKind
 from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import AllGather, TpCollective
 
 Recompute = Literal["none", "cheap", "attention", "full"]
-CHEAP, ATTENTION = ("cheap",), ("attention",)  # kernels that plans recompute
+CHEAP, ATTENTION = (KernelName.CHEAP,), (KernelName.ATTENTION,)  # kernels that plans recompute
 PhaseAction = Literal[
     "forward", "recompute", "recompute_freed", "backward", "input_grad", "weight_grad",
     "launch", "wait", "launch_backward", "wait_backward", "launch_regather", "wait_regather",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.ir.kernel_names import KernelName
 from optimus.models.collectives import AsyncCollective, TpGroup
 from optimus.models.segment import Gradients, NeedsGrad, Segment, State, WeightGradStore
 
@@ -62,11 +63,11 @@ class AllGather(TpCollective):
     """Gathers the rows of all ranks before a column-parallel product; reduce-scatters their gradients."""
 
     def __init__(
-        self, tp_group: TpGroup, state_index: int, *, forward_name: str, kernel: str, regather: bool
+        self, tp_group: TpGroup, state_index: int, *, forward_name: str, kernel: KernelName, regather: bool
     ) -> None:
         super().__init__(tp_group, state_index)
-        self.forward_name, self.backward_name = forward_name, f"{kernel}.scatter"
-        self.regather_name = f"{kernel}.gather" if regather else None
+        self.forward_name, self.backward_name = forward_name, kernel.scatter
+        self.regather_name = kernel.gather if regather else None
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
         gather = self.tp_group.all_gather(state[self.state_index])
@@ -89,12 +90,12 @@ class ReduceScatter(TpCollective):
         state_index: int,
         *,
         forward_name: str,
-        kernel: str,
+        kernel: KernelName,
         in_wgrad: bool = False,
         freed: tuple[int, ...] = (),
     ) -> None:
         super().__init__(tp_group, state_index)
-        self.forward_name, self.backward_name, self.in_wgrad = forward_name, f"{kernel}.gather", in_wgrad
+        self.forward_name, self.backward_name, self.in_wgrad = forward_name, kernel.gather, in_wgrad
         self.freed = (*freed, state_index)
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
@@ -113,7 +114,7 @@ class SeamExchange(TpCollective):
     also those that hold no rows.
     """
 
-    forward_name, backward_name = "seam.gather.tp", "seam.scatter.tp"
+    forward_name, backward_name = f"{KernelName.SEAM.gather}.tp", f"{KernelName.SEAM.scatter}.tp"
 
     def __init__(self, tp_group: TpGroup, *, width: int, dtype: torch.dtype, needs_backward: bool) -> None:
         super().__init__(tp_group, 1)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimus.ir.kernel_names import KernelName
 from optimus.job.model import Stack
 from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout
@@ -78,7 +79,7 @@ class Projection(SequentialSegment):
 class Qkv(Projection):
     """Computes attention heads: (x) to (x, queries, keys, values)."""
 
-    kernels = ("norm1", "latent", "qkv")
+    kernels = (KernelName.NORM1, KernelName.LATENT, KernelName.QKV)
 
     def __init__(
         self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup, **factory_kwargs: Any
@@ -106,20 +107,24 @@ class Qkv(Projection):
         if self.query_norm is not None and self.key_norm is not None:
             norms = self.query_norm, self.key_norm
         return [
-            PreNorm(self.norm, ("norm1", "latent")),
-            QkvLinear(self.weight, self.bias, self._linear, ("qkv",), heads=self._heads, norms=norms),
+            PreNorm(self.norm, (KernelName.NORM1, KernelName.LATENT)),
+            QkvLinear(
+                self.weight, self.bias, self._linear, (KernelName.QKV,), heads=self._heads, norms=norms
+            ),
         ]
 
     def tp_segments(self) -> list[Segment]:
         norm, linear = self.segments
-        gather = AllGather(self.tp_group, 1, forward_name="gather1", kernel="qkv", regather=True)
+        gather = AllGather(
+            self.tp_group, 1, forward_name=KernelName.GATHER1, kernel=KernelName.QKV, regather=True
+        )
         return [norm, gather, linear]
 
 
 class SelfAttention(Segment):
     """Lets the rows of each span attend to one another: (x, queries, keys, values) to (x, attended)."""
 
-    kernels = ("attention",)
+    kernels = (KernelName.ATTENTION,)
     defers_weight_grads = True
 
     def __init__(self, stack: Stack, layer: int, compute: Kernels) -> None:
@@ -136,7 +141,7 @@ class SelfAttention(Segment):
 class Up(Projection):
     """Runs norm and first half of an MLP: (x) to (x, h)."""
 
-    kernels = ("norm2", "up")
+    kernels = (KernelName.NORM2, KernelName.UP)
 
     def __init__(
         self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup, **factory_kwargs: Any
@@ -156,13 +161,15 @@ class Up(Projection):
 
     def ops(self) -> list[Segment]:
         return [
-            PreNorm(self.norm, ("norm2",)),
-            MlpUp(self.weight, self.bias, self._linear, ("up",), gated=self._gated, gelu=self._gelu),
+            PreNorm(self.norm, (KernelName.NORM2,)),
+            MlpUp(self.weight, self.bias, self._linear, (KernelName.UP,), gated=self._gated, gelu=self._gelu),
         ]
 
     def tp_segments(self) -> list[Segment]:
         norm, linear = self.segments
-        gather = AllGather(self.tp_group, 1, forward_name="gather2", kernel="up", regather=True)
+        gather = AllGather(
+            self.tp_group, 1, forward_name=KernelName.GATHER2, kernel=KernelName.UP, regather=True
+        )
         return [norm, gather, linear]
 
 
@@ -177,7 +184,7 @@ class ResidualProjection(Projection):
         site: str,
         tp_group: TpGroup,
         *,
-        kernel: str,
+        kernel: KernelName,
         scatter: str,
         bias: bool,
         block: tuple[int, int],
@@ -192,7 +199,7 @@ class ResidualProjection(Projection):
             tp_group=tp_group,
             **factory_kwargs,
         )
-        self.kernels, self._scatter = (kernel,), scatter
+        self.kernels, self._kernel, self._scatter = (kernel,), kernel, scatter
         self._linear, self._dropout = compute.linear, Dropout(site, numerics.dropout)
         self.set_segments(self.ops())
 
@@ -200,10 +207,9 @@ class ResidualProjection(Projection):
         return [LinearResidualAdd(self.weight, self.bias, self._linear, self.kernels, self._dropout)]
 
     def tp_segments(self) -> list[Segment]:
-        (kernel,) = self.kernels
         return [
             PartialLinear(self.weight, None, self._linear, self.kernels),
-            ReduceScatter(self.tp_group, 1, forward_name=self._scatter, kernel=kernel),
+            ReduceScatter(self.tp_group, 1, forward_name=self._scatter, kernel=self._kernel),
             ResidualAdd(self.bias, self._dropout),
         ]
 
@@ -219,8 +225,8 @@ def attention_out(
         compute,
         site,
         tp_group,
-        kernel="out",
-        scatter="scatter1",
+        kernel=KernelName.OUT,
+        scatter=KernelName.SCATTER1,
         bias=attention.bias if attention.output_bias is None else attention.output_bias,
         block=(attention.heads, attention.output_width // attention.heads),
         **factory_kwargs,
@@ -237,8 +243,8 @@ def mlp_down(
         compute,
         site,
         tp_group,
-        kernel="down",
-        scatter="scatter2",
+        kernel=KernelName.DOWN,
+        scatter=KernelName.SCATTER2,
         bias=stack.mlp.bias,
         block=(stack.mlp.width, 1),
         **factory_kwargs,

@@ -19,6 +19,7 @@ from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint, rep
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
+from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import OpKind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
@@ -36,7 +37,7 @@ WARM_UP = 3
 DTYPE = torch.float32
 Progress = Callable[[str, int, int], None]
 # Parts of divided layers that have no kernel of their own in a plan: whose time theirs is.
-BELONGS_TO = {"residual_add": "norm1", "place_rows": "embedding"}
+BELONGS_TO = {"residual_add": KernelName.NORM1, "place_rows": KernelName.EMBEDDING}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from optimus.cost.kernel import Kernel
 from optimus.cost.memory import communicator_bytes, states, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.cost.network import Collective
-from optimus.ir.kernel_names import recomputed_kernels, repeats_gathers
+from optimus.ir.kernel_names import KernelName, recomputed_kernels, repeats_gathers
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Claims, Plan, PlannedChunk, PlannedModule, Template
 from optimus.ir.ranks import LLM, Ranks
@@ -213,9 +213,9 @@ class Colocated:
             ordered = found if kind == Collective.ALL_GATHER else found[::-1]
             return tuple(replace(k, after=(place - 1,) if place else ()) for place, k in enumerate(ordered))
 
-        backward = around(Collective.REDUCE_SCATTER, "seam.scatter") if self._learns else ()
+        backward = around(Collective.REDUCE_SCATTER, KernelName.SEAM.scatter) if self._learns else ()
         return {
-            OpKind.FORWARD: around(Collective.ALL_GATHER, "seam.gather"),
+            OpKind.FORWARD: around(Collective.ALL_GATHER, KernelName.SEAM.gather),
             OpKind.BACKWARD: backward,
             OpKind.INPUT_GRAD: backward,
         }
