@@ -220,13 +220,13 @@ def train(worker: Worker, setup: StepSetup) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin)
         losses.append(total_loss(loss, worker.device))
         worker.report((number + 1, steps))
-    assert trainer.optimizer is not None and trainer.optimizer.norm is not None
+    assert trainer.optimizer is not None and trainer.optimizer.grad_norm is not None
     return {
         "step_s": median(seconds[1:]),
         "planned_step_s": setup.plan.claims.step_s,
         "loss": losses[0],
         "last_loss": losses[-1],
-        "squares": float(trainer.optimizer.norm) ** 2,
+        "squares": float(trainer.optimizer.grad_norm) ** 2,
         "layouts": {name: str(layout) for name, layout in setup.plan.ranks.layouts.items()},
         **_memory(worker, setup),
     }

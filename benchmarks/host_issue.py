@@ -104,7 +104,7 @@ def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
         )
         batch, steps, bare = one.batch(0), [], []
         # oneDNN would make a primitive at every call, which is a kernel's work and not a launch.
-        with one.executor.side.waiting(), torch.backends.mkldnn.flags(enabled=False):
+        with one.executor.side_stream.inline(), torch.backends.mkldnn.flags(enabled=False):
             for _ in range(1 + STEPS):
                 gc.collect()
                 gc.disable()

@@ -157,7 +157,7 @@ class PacedModel:
             stage = self.plan.ranks.stage_of(name, self.plan.ranks.class_of(dist.get_rank()))
             for place in range(len(module.buckets[stage])):
                 buckets = self.executor.buckets.at(name, place)
-                sizes = [len(bucket.gradients) for bucket in buckets if isinstance(bucket, ShardedBucket)]
+                sizes = [len(bucket.grad_buffer) for bucket in buckets if isinstance(bucket, ShardedBucket)]
                 bucket_s[name, place] = _bucket_s(sizes, module.layout.dp)
         seam = getattr(self._batch.context(LLM, 0), "seam", None)
         rows = (0, 0) if seam is None else (sum(seam.sent), sum(seam.received))

@@ -193,8 +193,8 @@ class VariantRank:
         """Runs a step and returns its loss and gradient norm."""
         loss = total_loss(self.step())
         optimizer = self._trainer.optimizer
-        assert optimizer is not None and optimizer.norm is not None
-        return loss, float(optimizer.norm)
+        assert optimizer is not None and optimizer.grad_norm is not None
+        return loss, float(optimizer.grad_norm)
 
 
 def time_variants(rank: int, setup: ShapedSetup, rounds: int, report: Report) -> Timings:

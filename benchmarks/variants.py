@@ -20,10 +20,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional
 
 from benchmarks.ranks import GROUP_TIMEOUT_S, new_subgroup
+from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.config import TrainingConfig
 from optimus.engine.process_groups import make_groups, replica_ranks
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.torch_private import is_view
 from optimus.ir.plan import Plan

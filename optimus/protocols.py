@@ -4,17 +4,28 @@
 |-------------------|-----------------------------------------------|---------------------------------------|
 | `System`          | simulate and compare another way to run a job | `optimus/planner/systems/registry.py` |
 | `SystemCandidate` | describe one configuration of such a system   | returned by `System.candidates`       |
+| `Chunk`           | run layers of another kind in the executor    | passed to `Executor`                  |
+| `ParamBucket`     | shard or reduce parameters in another way     | `bucket_type` of `Executor`           |
+| `Batch`           | feed the executor from another data pipeline  | passed to `Executor.step`             |
+| `Recorder`        | observe which line of the program runs        | `recorder` of `Executor`              |
+| `Dataset`         | train on data other than synthetic samples    | `dataset` of `RankTrainer`            |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from optimus.cost.memory import Memory
-    from optimus.ir.op import Floats, Schedule
+    from optimus.engine.batch_plan import SampleSizes
+    from optimus.ir.op import Floats, OpKind, Schedule
     from optimus.job.job import Job
+    from optimus.models.chunk import ChunkPhase
+    from optimus.models.sample import Sample
+    from optimus.models.segment import Gradients, NeedsGrad, State
     from optimus.planner.batch_assignment import BatchAssignment
     from optimus.planner.context import PlanningContext
     from optimus.planner.systems.base import SimulatedSystem
@@ -85,3 +96,107 @@ class System(Protocol):
 
     def simulate(self, pipelines: LlmPipelines) -> SimulatedSystem:
         """Simulates the best candidate; raises DoesNotFit if none fits."""
+
+
+# ---------------------------------------------------------------------------- engine
+
+
+class Chunk(Protocol):
+    """One virtual stage of a module on one rank; `models.chunk.SegmentedChunk` runs layers cut into segments.
+
+    The executor asks for the phases of an op once, and runs them where the program says, with phases of other
+    chunks between them. No phase runs inside the forward or backward of another chunk.
+    """
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """Layers as the plan counts them: an embedding, a projector and a head are layers too."""
+
+    def trainable_parameters(self, first_layer: int, end_layer: int) -> list[Tensor]:
+        """Returns the parameters of these layers that get gradients."""
+
+    def phases(self, kind: OpKind, microbatch: int) -> Sequence[ChunkPhase]:
+        """Returns the ordered phases of an op (F, B, I or W) of one microbatch."""
+
+    def begin_forward(
+        self, microbatch: int, state: State, needs_grad: NeedsGrad | None, context: Any
+    ) -> None:
+        """Sets the inputs of a forward; `needs_grad` is None if no backward follows."""
+
+    def output(self, microbatch: int) -> State:
+        """Returns the detached outputs of a forward."""
+
+    def begin_backward(self, microbatch: int, gradients: Gradients) -> None:
+        """Sets the gradients of `output`; of the loss, if it is a loss."""
+
+    def input_gradients(self, microbatch: int) -> Gradients:
+        """Returns the gradients, one per input, that a backward (B or I) has computed."""
+
+
+class ParamBucket(Protocol):
+    """Parameters whose values and gradients move together; lines of the program launch and wait for both.
+
+    `engine.buckets.ReplicatedBucket` replicates them, `engine.distributed_optimizer.ShardedBucket` shards
+    their masters (ZeRO-1), `engine.fsdp_ddp.FsdpBucket` leaves them to FSDP2.
+    """
+
+    @property
+    def parameters(self) -> Sequence[Tensor]: ...
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `gather` waits for other replicas."""
+
+    @property
+    def reduced_grad(self) -> Tensor:
+        """The flat gradients that this rank holds after `wait_reduced`."""
+
+    @property
+    def shard_offset(self) -> int:
+        """The place of `reduced_grad` among the flat gradients of all parameters."""
+
+    def zero_grad(self) -> None:
+        """Zeroes the gradients before a step."""
+
+    def gather(self) -> None:
+        """Launches the all-gather of parameters that an optimizer has updated."""
+
+    def wait_gathered(self) -> None: ...
+
+    def reduce(self) -> None:
+        """Launches the sum of gradients over replicas."""
+
+    def wait_reduced(self) -> None: ...
+
+
+class Batch(Protocol):
+    """The data of one step for one rank."""
+
+    def inputs(self, module: str, microbatch: int) -> State:
+        """Returns the inputs of a module's first stage."""
+
+    def context(self, module: str, microbatch: int) -> Any:
+        """Returns what every chunk of a module reads besides its state: positions, masks, labels."""
+
+
+class Recorder(Protocol):
+    """An observer of the executor; `engine.watchdog.FlightRecorder` keeps the last ops."""
+
+    def begin(self, line: int) -> None:
+        """Called before a line of the program runs."""
+
+    def end(self, line: int) -> None:
+        """Called after a line of the program has run."""
+
+
+class Dataset(Protocol):
+    """Samples by number, the same on every rank; `engine.synthetic_data.SyntheticDataset` draws them."""
+
+    def sizes(self, number: int) -> SampleSizes:
+        """Returns the encoder tokens of a sample's items, without loading the sample."""
+
+    def labels(self, number: int) -> int:
+        """Returns how many labels of a sample enter the loss."""
+
+    def sample(self, number: int) -> Sample:
+        """Loads a sample."""

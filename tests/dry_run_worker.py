@@ -29,9 +29,9 @@ class _AtOnce:
     def add(self, work: dist.Work, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         work.wait()
 
-    def forget_arrived(self) -> None: ...
+    def release_completed(self) -> None: ...
 
-    def finish(self) -> None: ...
+    def wait(self) -> None: ...
 
 
 def count(case: Case, rank: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def count(case: Case, rank: int) -> dict[str, Any]:
         batch = one.batch(0)
         uses = []
         for _ in range(TIMES):
-            one.executor._moment.one = None  # 4 bytes that the first step makes and all others find
+            one.executor._state.loss_grad = None  # 4 bytes that the first step makes and all others find
             uses.append(count_step(one, batch)[1])
     return {"ranks": everybody(list(map(asdict, uses)))}
 

@@ -12,10 +12,10 @@ import torch
 from torch import distributed as dist
 
 from optimus.engine import batches, build_rank
+from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.compile import Compiler
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import P2PMailbox
-from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.models import kernels, layer_ops
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.layer_ops import PreNorm
@@ -143,7 +143,7 @@ def _() -> AbstractContextManager[Any]:
     def wait(original: Any, self: ReplicatedBucket) -> None:
         original(self)
         if self.group is not None:
-            self.summed /= dist.get_world_size(self.group)
+            self.reduced_grad /= dist.get_world_size(self.group)
 
     return wrapped(ReplicatedBucket, "wait_reduced", wait)
 
@@ -152,7 +152,7 @@ def _() -> AbstractContextManager[Any]:
 def _() -> AbstractContextManager[Any]:
     def launch(original: Any, self: ReplicatedBucket) -> None:
         if self.group is not None:
-            dist.all_reduce(self.summed, group=self.group)
+            dist.all_reduce(self.reduced_grad, group=self.group)
         original(self)
 
     return wrapped(ReplicatedBucket, "reduce", launch)
@@ -166,11 +166,11 @@ def _() -> AbstractContextManager[Any]:
 @bug("gradients of the step before stay", "two ranks")
 def _() -> AbstractContextManager[Any]:
     def reset(original: Any, self: ReplicatedBucket) -> None:
-        before = self.summed.clone()
+        before = self.reduced_grad.clone()
         original(self)
-        self.summed.copy_(before)
+        self.reduced_grad.copy_(before)
 
-    return wrapped(ReplicatedBucket, "reset", reset)
+    return wrapped(ReplicatedBucket, "zero_grad", reset)
 
 
 @bug("tied embeddings are not summed", "tied")
@@ -234,9 +234,9 @@ def _() -> AbstractContextManager[Any]:
 @bug("the loss is averaged over microbatches", "two ranks")
 def _() -> AbstractContextManager[Any]:
     def begin(original: Any, self: Compiler, chunk: Any, microbatch: int) -> None:
-        one = self.moment.one
+        one = self.moment.loss_grad
         assert one is not None
-        self.moment.one = torch.full_like(one, 1 / self.plan.microbatches)
+        self.moment.loss_grad = torch.full_like(one, 1 / self.plan.microbatches)
         original(self, chunk, microbatch)
 
     return wrapped(Compiler, "_begin_at_loss", begin)

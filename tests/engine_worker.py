@@ -29,12 +29,11 @@ from tensor_parallel_bugs import TP_BUGS
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.buckets import views_of
+from optimus.engine.buckets import ReplicatedBucket, split_like
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import make_groups, tp_group_of
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.collectives import ParamSplit, all_gather_single
 
@@ -61,7 +60,11 @@ class RankRun:
             fuse=not case.segments,
             bucket_type=ShardedBucket if case.sharded else ReplicatedBucket,
         )
-        self.model, self.data, self.buckets = self.built.model, self.built.data, self.built.executor.buckets
+        self.model, self.data, self.buckets = (
+            self.built.model,
+            self.built.dataset,
+            self.built.executor.buckets,
+        )
         self.executor, self.batch = self.built.executor, self.built.batch
         trained = [] if case.sharded else self.model.trained
         self._adamw = torch.optim.AdamW(trained, foreach=False, **LEARNING) if trained else None
@@ -121,7 +124,7 @@ class RankRun:
         """Of the whole batch, by name."""
         for bucket in self.buckets:
             if isinstance(bucket, ShardedBucket) and bucket.group is not None:
-                all_gather_single(bucket.gradients, bucket.summed, bucket.group)
+                all_gather_single(bucket.grad_buffer, bucket.reduced_grad, bucket.group)
         return {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.model.parameters.items()
@@ -142,12 +145,12 @@ class RankRun:
         found = {}
         for bucket in self.buckets:
             assert isinstance(bucket, ShardedBucket)
-            flat = torch.empty_like(bucket.gradients)
+            flat = torch.empty_like(bucket.grad_buffer)
             if bucket.group is None:
                 flat.copy_(bucket.master.detach())
             else:
                 all_gather_single(flat, bucket.master.detach(), bucket.group)
-            views = views_of(flat, bucket.parameters)
+            views = split_like(flat, bucket.parameters)
             found.update({names[id(p)]: view for p, view in zip(bucket.parameters, views, strict=True)})
         return found
 
@@ -200,8 +203,8 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     samples = [run.data.sample(number) for number in run.numbers(0)]
     expected_loss, expected = one.loss_and_gradients(samples, 0)
     if run.built.optimizer is not None:
-        assert not run.narrow and run.built.optimizer.norm is not None
-        assert run.built.optimizer.norm > case.clip
+        assert not run.narrow and run.built.optimizer.grad_norm is not None
+        assert run.built.optimizer.grad_norm > case.clip
     found = {
         "loss": abs(loss - expected_loss) / abs(expected_loss),
         "gradients": worst(gradients, expected, run),

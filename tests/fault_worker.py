@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus.engine.rendezvous import Membership, agree, join
+from optimus.engine.rendezvous import Membership, check_agreement, join_process_group
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 
 MICROBATCHES = 4
@@ -72,20 +72,20 @@ def main() -> None:
     parser.add_argument("--fail-rank", type=int, default=-1, help="this rank raises at step 3")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    member = join(timeout_s=30.0, backend="gloo")
-    agree(member.store, member.rank, member.world, "plan hash", "abc")
+    member = join_process_group(timeout_s=30.0, backend="gloo")
+    check_agreement(member.store, member.rank, member.world, "plan hash", "abc")
     around = Around(member, timeout_s=30.0)
     say(f"rank {member.rank} pid {os.getpid()} restart {member.restart} joined")
     ring = FlightRecorder()
     watch = Watchdog(
         rank=member.rank,
         world=member.world,
-        ring=ring,
+        recorder=ring,
         store=member.store,
-        text=text,
+        describe=text,
         waits_for=around.waits_for,
-        limit_s=options.limit_s,
-        dump_into=options.dump_into,
+        timeout_s=options.limit_s,
+        dump_dir=options.dump_into,
     )
     watch.start()
     try:
@@ -99,7 +99,7 @@ def main() -> None:
                 raise ValueError("a mistake in the step")
             say(f"rank {member.rank} pid {os.getpid()} restart {member.restart} step {step}")
     except Exception as error:
-        watch.failed(error)
+        watch.fail(error)
     watch.stop()
     dist.barrier()
     dist.destroy_process_group()

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.cost.assumptions import preset
+from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.compile import Action
 from optimus.engine.config import TrainingConfig
 from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
 from optimus.engine.process_groups import ProcessGroups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.watchdog import FlightRecorder
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
@@ -122,10 +122,10 @@ class TinyRank:
         return lambda: self._play(actions)
 
     def _play(self, actions: list[Action]) -> None:
-        losses, outputs = self.executor._moment.losses, self.executor._moment.outputs
-        self.executor._play(actions, self.batch)
-        self.executor._moment.losses = losses[-1:]
-        self.executor._moment.outputs = outputs
+        losses, outputs = self.executor._state.losses, self.executor._state.outputs
+        self.executor._run(actions, self.batch)
+        self.executor._state.losses = losses[-1:]
+        self.executor._state.outputs = outputs
 
     # The same maths without an engine.
 
@@ -189,7 +189,7 @@ def segment_costs(enough: Callable[[Mapping[str, float]], bool]) -> SegmentCosts
     whole, halves = TinyRank("1f1b"), TinyRank("zero-bubble")
     for rank in (whole, halves):
         for bucket in rank.executor.buckets:
-            bucket.reset()
+            bucket.zero_grad()
         for parameter in rank.parameters:
             parameter.grad = torch.zeros_like(parameter)
     graphs: list[Any] = []
@@ -289,7 +289,7 @@ def communication_costs(group: dist.ProcessGroup) -> dict[str, float]:
         "bare take": repeated(lambda: posted.pop().wait()),
         "reduce": played([flat.reduce for _ in keys]),
         "bare reduce": repeated(
-            lambda: dist.all_reduce(flat.summed, dist.ReduceOp.SUM, group, async_op=True)
+            lambda: dist.all_reduce(flat.reduced_grad, dist.ReduceOp.SUM, group, async_op=True)
         ),
     }
     found = lowest_us(blocks, calls=CALLS)

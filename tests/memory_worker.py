@@ -32,7 +32,7 @@ def main(names: list[str]) -> None:
         plants: dict[str, Any] = {
             "sound": nullcontext(),
             "outputs": patch.object(Segment, "release_outputs", lambda self, saved: None),
-            "sent": patch.object(_PendingSends, "forget_arrived", lambda self: None),
+            "sent": patch.object(_PendingSends, "release_completed", lambda self: None),
         }
         for name, planted in plants.items():
             with planted:

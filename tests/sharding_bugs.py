@@ -15,12 +15,10 @@ from engine_bugs import Bugs, wrapped
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine import optimizer
 from optimus.engine.buckets import RankBuckets
 from optimus.engine.compile import Compiler
-from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.distributed_optimizer import CLIP_EPS, DistributedOptimizer, ShardedBucket
 from optimus.engine.executor import Executor
-from optimus.engine.optimizer import DistributedOptimizer
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 TWO = "sharded: two by two interleaved"
@@ -51,25 +49,25 @@ def _gather_nothing(original: Any, self: ShardedBucket) -> None:
 
 
 def _gather_before_casting(original: Any, self: ShardedBucket) -> None:
-    before = self._whole.clone()
+    before = self._param_buffer.clone()
     original(self)
     self.wait_gathered()
     if hasattr(self, "gathered"):
-        self._whole.copy_(before)
+        self._param_buffer.copy_(before)
     self.gathered = True  # type: ignore[attr-defined]
 
 
 def _rolled(original: Any, self: ShardedBucket) -> None:
     original(self)
     self.wait_gathered()
-    self._whole.copy_(self._whole.roll(1))
+    self._param_buffer.copy_(self._param_buffer.roll(1))
 
 
 def _replicas_change_places(original: Any, self: ShardedBucket) -> None:
     original(self)
     self.wait_gathered()
     if self.group is not None:
-        self._whole.copy_(self._whole.roll(len(self._part)))
+        self._param_buffer.copy_(self._param_buffer.roll(len(self._param_shard)))
 
 
 changed("parameters are gathered in the first step only", TWO, ShardedBucket, "gather", _gather_once)
@@ -84,44 +82,46 @@ changed("parts of two replicas are exchanged", FOUR, ShardedBucket, "gather", _r
 
 def _without_own(original: Any, self: ShardedBucket) -> None:
     if self.group is not None and dist.get_rank(self.group) == 1:
-        self.gradients.zero_()
+        self.grad_buffer.zero_()
     original(self)
 
 
 def _not_reduced(original: Any, self: ShardedBucket) -> None:
     """This replica's own part is taken for the sum."""
     if self.group is not None:
-        self.summed.copy_(self.gradients.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
+        self.reduced_grad.copy_(
+            self.grad_buffer.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+        )
 
 
 def _reduced_twice(original: Any, self: ShardedBucket) -> None:
     if self.group is not None:
-        dist.all_reduce(self.gradients, group=self.group)
+        dist.all_reduce(self.grad_buffer, group=self.group)
     original(self)
 
 
 def _averaged(original: Any, self: ShardedBucket) -> None:
     original(self)
     if self.group is not None:
-        self.summed.div_(dist.get_world_size(self.group))
+        self.reduced_grad.div_(dist.get_world_size(self.group))
 
 
 def _reduced_in_half(original: Any, self: ShardedBucket) -> None:
-    self.gradients.copy_(self.gradients.bfloat16())
+    self.grad_buffer.copy_(self.grad_buffer.bfloat16())
     original(self)
 
 
 def _kept(original: Any, self: ShardedBucket) -> None:
-    before = self.gradients.clone()
+    before = self.grad_buffer.clone()
     original(self)
-    self.gradients.copy_(before)
+    self.grad_buffer.copy_(before)
 
 
 def _next_part(original: Any, self: ShardedBucket, *args: Any) -> None:
     original(self, *args)
     if self.group is not None:
         self.wait_reduced()
-        self.summed.copy_(self.summed.roll(1))
+        self.reduced_grad.copy_(self.reduced_grad.roll(1))
 
 
 changed("one replica's gradients are missing", FOUR, ShardedBucket, "reduce", _without_own)
@@ -129,7 +129,7 @@ changed("nothing is reduced", TWO, ShardedBucket, "reduce", _not_reduced)
 changed("gradients are reduced twice", FOUR, ShardedBucket, "reduce", _reduced_twice)
 changed("gradients are averaged over replicas", TWO, ShardedBucket, "wait_reduced", _averaged)
 changed("gradients travel in bf16", TWO, ShardedBucket, "reduce", _reduced_in_half)
-changed("gradients of the step before stay", TWO, ShardedBucket, "reset", _kept)
+changed("gradients of the step before stay", TWO, ShardedBucket, "zero_grad", _kept)
 changed("the part of another replica is taken", FOUR, ShardedBucket, "reduce", _next_part)
 
 
@@ -141,8 +141,8 @@ def _() -> AbstractContextManager[Any]:
     def gather(original: Any, self: ShardedBucket) -> None:
         original(self)
         if self.group is not None:
-            self._reduces = reduce_scatter_single(
-                self.summed, self.gradients, dist.ReduceOp.SUM, self.group, async_op=True
+            self._reduce_work = reduce_scatter_single(
+                self.reduced_grad, self.grad_buffer, dist.ReduceOp.SUM, self.group, async_op=True
             )
 
     stack.enter_context(wrapped(ShardedBucket, "gather", gather))
@@ -152,7 +152,7 @@ def _() -> AbstractContextManager[Any]:
 @bug("a replica without images does not reduce", "sharded: two by two")
 def _() -> AbstractContextManager[Any]:
     def reduce(original: Any, self: ShardedBucket) -> None:
-        if self.gradients.any():
+        if self.grad_buffer.any():
             original(self)
 
     return wrapped(ShardedBucket, "reduce", reduce)
@@ -177,7 +177,7 @@ def _() -> AbstractContextManager[Any]:
         if group is not None:
             size, parts = len(self.master), dist.get_world_size(group)
             place = (dist.get_rank(group) + 1) % parts
-            self.master.data.copy_(self._whole[place * size : (place + 1) * size])
+            self.master.data.copy_(self._param_buffer[place * size : (place + 1) * size])
 
     return wrapped(ShardedBucket, "__init__", make)
 
@@ -205,7 +205,7 @@ def _() -> AbstractContextManager[Any]:
         original(self, wide)
         last.data = own
 
-    return wrapped(ShardedBucket, "_place_parameters", place)
+    return wrapped(ShardedBucket, "_flatten_parameters", place)
 
 
 @bug("gradients of two parameters change places", TWO)
@@ -218,30 +218,31 @@ def _() -> AbstractContextManager[Any]:
                 views[a], views[b] = views[b], views[a]
                 return
 
-    return wrapped(ShardedBucket, "_place_parameters", place)
+    return wrapped(ShardedBucket, "_flatten_parameters", place)
 
 
 # ---------------------------------------------------------------------------- norm, clipping, optimizer
 
 
 def _uncounted(original: Any, self: DistributedOptimizer, buckets: Any, counted: Any, **rest: Any) -> None:
-    original(self, buckets, [bucket.summed for bucket in buckets], **rest)
+    original(self, buckets, [bucket.reduced_grad for bucket in buckets], **rest)
 
 
 def _norm_of_this_rank(original: Any, self: DistributedOptimizer) -> Tensor:
-    return torch.stack([each.summed.square().sum() for each in self.buckets]).sum().sqrt()
+    return torch.stack([each.reduced_grad.square().sum() for each in self.buckets]).sum().sqrt()
 
 
 def _norm_of_own_gradients(original: Any, self: DistributedOptimizer) -> Tensor:
-    with patch.object(ShardedBucket, "summed", property(lambda self: self.gradients)):
-        found: Tensor = original(self)
-    return found
+    own = [bucket.grad_buffer for bucket in self.buckets]
+    with patch.object(self, "_norm_grads", own):
+        norm: Tensor = original(self)
+    return norm
 
 
 def _clipped_twice(original: Any, self: DistributedOptimizer) -> None:
-    kept = torch.clamp(self.clip / (self._norm() + optimizer.SMALL), max=1.0)
+    kept = torch.clamp(self.clip / (self._total_norm() + CLIP_EPS), max=1.0)
     for bucket in self.buckets:
-        bucket.summed.mul_(kept)
+        bucket.reduced_grad.mul_(kept)
     original(self)
 
 
@@ -255,9 +256,9 @@ def _clipped_too_late(original: Any, self: DistributedOptimizer) -> None:
 
 def _scaled_up(original: Any, self: DistributedOptimizer) -> None:
     clip, self.clip = self.clip, 0.0
-    norm = self._norm()
+    norm = self._total_norm()
     for bucket in self.buckets:
-        bucket.summed.mul_(1000.0 * clip / norm if clip > norm else 1.0 / 1.0000001)
+        bucket.reduced_grad.mul_(1000.0 * clip / norm if clip > norm else 1.0 / 1.0000001)
     original(self)
     self.clip = clip
 
@@ -265,11 +266,11 @@ def _scaled_up(original: Any, self: DistributedOptimizer) -> None:
 def _each_module_by_itself(original: Any, self: DistributedOptimizer) -> None:
     clip, self.clip = self.clip, 0.0
     for bucket in self.buckets:
-        norm = bucket.summed.square().sum()
+        norm = bucket.reduced_grad.square().sum()
         if bucket.group is not None:
             dist.all_reduce(norm, group=bucket.group)
-        bucket.summed.mul_(torch.clamp(clip / (norm.sqrt() + optimizer.SMALL), max=1.0))
-    self.norm = None
+        bucket.reduced_grad.mul_(torch.clamp(clip / (norm.sqrt() + CLIP_EPS), max=1.0))
+    self.grad_norm = None
     original(self)
     self.clip = clip
 
@@ -284,7 +285,7 @@ def _only_the_first(original: Any, self: DistributedOptimizer) -> None:
 
 def _coupled_decay(original: Any, self: DistributedOptimizer) -> None:
     for bucket in self.buckets:
-        bucket.summed.add_(bucket.master.detach(), alpha=0.01)
+        bucket.reduced_grad.add_(bucket.master.detach(), alpha=0.01)
     original(self)
 
 
@@ -297,12 +298,12 @@ def _before_joining(original: Any, self: Executor) -> None:
 
 
 changed("a tied parameter is counted twice", TIED, DistributedOptimizer, "__init__", _uncounted)
-changed("the norm is that of one rank", TWO, DistributedOptimizer, "_norm", _norm_of_this_rank)
+changed("the norm is that of one rank", TWO, DistributedOptimizer, "_total_norm", _norm_of_this_rank)
 changed(
     "the norm is that of gradients before their sum",
     TWO,
     DistributedOptimizer,
-    "_norm",
+    "_total_norm",
     _norm_of_own_gradients,
 )
 changed("gradients are clipped twice", TWO, DistributedOptimizer, "step", _clipped_twice)
@@ -312,22 +313,26 @@ changed("every bucket is clipped by itself", TWO, DistributedOptimizer, "step", 
 changed("only the first replica learns", FOUR, DistributedOptimizer, "step", _only_the_first)
 changed("weight decay goes through the moments", TWO, DistributedOptimizer, "step", _coupled_decay)
 changed(
-    "the optimizer comes before the joining of tied gradients", ENDS, Executor, "_join_tied", _before_joining
+    "the optimizer comes before the joining of tied gradients",
+    ENDS,
+    Executor,
+    "_sum_tied_grads",
+    _before_joining,
 )
 
 
 @bug("tied gradients are not joined", ENDS)
 def _() -> AbstractContextManager[Any]:
-    return wrapped(Executor, "_join_tied", lambda original, self: None)
+    return wrapped(Executor, "_sum_tied_grads", lambda original, self: None)
 
 
 @bug("tied parameters lie in different buckets", ENDS)
 def _() -> AbstractContextManager[Any]:
-    def make_all(original: Any, self: RankBuckets, *args: Any) -> Any:
+    def make(original: Any, self: RankBuckets, *args: Any) -> Any:
         with patch.object(self, "_tied", frozenset()):
             return original(self, *args)
 
-    return wrapped(RankBuckets, "_make_all", make_all)
+    return wrapped(RankBuckets, "_make", make)
 
 
 @bug("nobody waits for a gather", TWO)
@@ -336,13 +341,13 @@ def _() -> AbstractContextManager[Any]:
     stack = ExitStack()
 
     def gather(original: Any, self: ShardedBucket) -> None:
-        self._gathers = self
+        self._gather_work = self
 
     def wait(original: Any, self: ShardedBucket) -> None:
-        if self._gathers is not None and self.group is not None:
-            self._part.copy_(self.master.detach())
-            all_gather_single(self._whole, self._part, self.group)
-        self._gathers = None
+        if self._gather_work is not None and self.group is not None:
+            self._param_shard.copy_(self.master.detach())
+            all_gather_single(self._param_buffer, self._param_shard, self.group)
+        self._gather_work = None
 
     stack.enter_context(wrapped(ShardedBucket, "gather", gather))
     stack.enter_context(wrapped(ShardedBucket, "wait_gathered", wait))

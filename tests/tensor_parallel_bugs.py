@@ -28,7 +28,7 @@ PLAIN, SHARDED = "tp: two stages", "sharded tp: two stages"
 
 @bug("partial gradients are not summed", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    return wrapped(RankBuckets, "add_partial_sums", lambda original, self: None)
+    return wrapped(RankBuckets, "reduce_partial_sums", lambda original, self: None)
 
 
 @bug("only the first bucket's partial gradients are summed", PLAIN, TP_BUGS)
@@ -42,7 +42,7 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("the norm counts what all ranks of a group hold on each of them", SHARDED, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    return wrapped(RankBuckets, "counted", lambda original, self, bucket: bucket.summed)
+    return wrapped(RankBuckets, "grad_for_norm", lambda original, self, bucket: bucket.reduced_grad)
 
 
 @bug("sums of another rank's rows are kept", PLAIN, TP_BUGS)

@@ -115,15 +115,15 @@ def test_samples_that_do_not_fill_all_microbatches_are_an_error_of_the_program(p
 
 def test_more_items_than_rows_are_an_error_of_the_program(plan: Plan) -> None:
     table = plan_batch(plan, [SampleSizes(number=n, items={"audio": (1, 1)}) for n in range(3)])
-    with pytest.raises(AssertionError, match="6 items in a table of 5"):
+    with pytest.raises(AssertionError, match="6 items in a batch plan for 5"):
         table.to_tensor(5)
 
 
 def test_alone_a_reader_tells_itself(plan: Plan) -> None:
     samples = [SampleSizes(number=n, items={"vision": (2,)}) for n in range(3)]
     table = plan_batch(plan, samples)
-    exchange = BatchPlanExchange(plan, None, reader=0, rows=8)
+    exchange = BatchPlanExchange(plan, None, reader=0, max_items=8)
     exchange.start(table, len(samples))
-    assert exchange.take() == table
+    assert exchange.wait() == table
     with pytest.raises(AssertionError, match="start"):
-        exchange.take()
+        exchange.wait()

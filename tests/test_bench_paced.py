@@ -24,7 +24,6 @@ from benchmarks.paced_steps import run_rounds
 from benchmarks.paced_torch import list_programs
 from benchmarks.report import EVENLY, BenchResult, VariantTime, to_json, to_text
 from optimus.engine.distributed_optimizer import ShardedBucket
-from optimus.engine.p2p import Pending
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -123,16 +122,13 @@ def _swap(rank: int, ours: PacedPlan) -> None:
 
 def _drop(rank: int, ours: PacedPlan) -> None:
     """Lets rank 2 read messages without waiting for the link."""
-    mail = ours.executor._mail
+    mail = ours.executor._mailbox
     take = mail.take
 
     def hurried(key: Any) -> tuple[torch.Tensor, ...]:
-        found = mail._there.get(key)
-        if isinstance(found, Pending):
-            for work in found.works:
-                assert isinstance(work, PacedWork)
-                work.end_s()
-            mail._there[key] = found.tensors
+        for work in mail._receives.pop(key, ()):
+            assert isinstance(work, PacedWork)
+            work.end_s()
         return take(key)
 
     if rank == 2:
@@ -159,7 +155,7 @@ def run_spoiled(
         steps = run_rounds(network, {OURS: ours}, {OURS: rounds}, after)
         for bucket in ours.executor.buckets:
             if isinstance(bucket, ShardedBucket) and bucket.group is not None:
-                all_gather_single(bucket.gradients, bucket.summed, bucket.group)
+                all_gather_single(bucket.grad_buffer, bucket.reduced_grad, bucket.group)
         gradients = [
             parameter.grad.flatten().tolist()
             for name in plan.modules

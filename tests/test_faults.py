@@ -117,4 +117,4 @@ def test_ranks_do_not_outlive_their_launcher(four: Prepared, tmp_path: Path) -> 
         run.wait_for_step(0, 60, more=3)
         run.process.kill()
         run.wait_until_stopped(0, ALL_STOPPED_S)
-        assert any("lost the store, so whoever launched it has ended" in line for line in run.lines)
+        assert any("lost the store, so its launcher has ended" in line for line in run.lines)

@@ -18,18 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.compile import MessageSpecs
 from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.fsdp_ddp import (
-    FsdpBlock,
     FsdpBucket,
+    FsdpSegment,
     disable_fsdp_hooks,
     fsdp_modules,
     make_bucket,
     reject_wrapped,
 )
-from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.torch_private import fake_world
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
@@ -265,8 +265,8 @@ def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(module, mesh=alone, mp_policy=policy)
     disable_fsdp_hooks(module, "llm", (0,))
-    bucket, block = FsdpBucket(list(module.parameters()), fsdp_modules(module)), FsdpBlock(module)
-    bucket.reset()
+    bucket, block = FsdpBucket(list(module.parameters()), fsdp_modules(module)), FsdpSegment(module)
+    bucket.zero_grad()
     bucket.gather()
     bucket.wait_gathered()
     chunk = SegmentedChunk([[block]])
@@ -280,7 +280,7 @@ def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> 
         chunk.input_gradients(microbatch)
     bucket.reduce()
     bucket.wait_reduced()
-    assert bucket.summed.tolist() == [256.0 + 63.0] * 4
+    assert bucket.reduced_grad.tolist() == [256.0 + 63.0] * 4
     assert isinstance(module.weight, DTensor)  # in parts again
     state: Any = module._get_fsdp_state()
     assert not state._comm_ctx.post_forward_order and not state._comm_ctx.reduce_scatter_states

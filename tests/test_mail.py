@@ -68,7 +68,7 @@ GROUP: Any = None
 
 def kept(mail: P2PMailbox) -> list[torch.Tensor]:
     """What is being sent."""
-    return [tensor for _, tensor in mail._sent._kept]
+    return [tensor for _, tensor in mail._sends._pending]
 
 
 def test_what_is_put_is_taken_once(mail: P2PMailbox) -> None:
@@ -161,14 +161,14 @@ def test_what_gloo_has_sent_is_let_go_when_it_has_arrived(
     for number in range(3):
         mail.put(("forward", "llm", 1, number), (torch.ones(1),))
         mail.send(("forward", "llm", 1, number), 1, GROUP)
-    mail._sent.forget_arrived()
+    mail._sends.release_completed()
     assert len(kept(mail)) == 3
     works[0].arrived.set()
     wait_until(works[0].is_completed)
-    over = mail._sent._kept[0][0]
+    over = mail._sends._pending[0][0]
     assert isinstance(over, Future)
     wait_until(over.done)
-    mail._sent.forget_arrived()
+    mail._sends.release_completed()
     assert len(kept(mail)) == 2
     works[1].arrived.set()
     works[2].arrived.set()

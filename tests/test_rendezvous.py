@@ -19,7 +19,13 @@ from machine import allowed_s
 from torch.distributed import HashStore
 
 from optimus.engine.launcher import launch
-from optimus.engine.rendezvous import RendezvousTimeout, _attempt, agree, host_store, join
+from optimus.engine.rendezvous import (
+    RendezvousTimeout,
+    _agree_on_attempt,
+    check_agreement,
+    host_store,
+    join_process_group,
+)
 from optimus.environment import Launched, for_rank, launched
 from optimus.errors import UserError
 
@@ -63,7 +69,7 @@ def test_a_rank_is_told_what_it_reads() -> None:
 def test_a_process_alone_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match="start it with torchrun"):
-        join(timeout_s=1, backend="gloo")
+        join_process_group(timeout_s=1, backend="gloo")
 
 
 def test_every_attempt_has_a_name_of_its_own() -> None:
@@ -74,7 +80,7 @@ def test_every_attempt_has_a_name_of_its_own() -> None:
             if rank == 3 and attempt == 2:
                 time.sleep(0.3)  # meanwhile rank 0 finds the greeting of a rank 3 that is dead
             counted = attempt if rank < 20 else 0  # ranks of a node that was replaced have counted otherwise
-            return _attempt(store, place(rank, world, counted), 10.0)
+            return _agree_on_attempt(store, place(rank, world, counted), 10.0)
 
         found = set(on_all(world, start))
         assert len(found) == 1
@@ -87,18 +93,22 @@ def test_every_attempt_has_a_name_of_its_own() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
     with pytest.raises(RendezvousTimeout, match="rank 0 waited for rank 1"):
-        _attempt(store, place(0, 2), 0.2)
+        _agree_on_attempt(store, place(0, 2), 0.2)
     store.set("r/greetings/1", "a word of a dead process")
-    with pytest.raises(RendezvousTimeout, match="rank 0 waited for rank 1, which did not come again"):
-        _attempt(store, place(0, 2), 0.2)
+    with pytest.raises(RendezvousTimeout, match="rank 0 waited for rank 1, which did not join again"):
+        _agree_on_attempt(store, place(0, 2), 0.2)
 
 
 def test_ranks_that_agree_go_on_and_others_all_stop() -> None:
     world = 12
     store = HashStore()
-    assert on_all(world, lambda rank: agree(store, rank, world, "plan hash", "abc")) == [None] * world
+    assert (
+        on_all(world, lambda rank: check_agreement(store, rank, world, "plan hash", "abc")) == [None] * world
+    )
     keys = store.num_keys()
-    results = on_all(world, lambda rank: agree(store, rank, world, "other", "abd" if rank == 7 else "abc"))
+    results = on_all(
+        world, lambda rank: check_agreement(store, rank, world, "other", "abd" if rank == 7 else "abc")
+    )
     assert {str(one) for one in results} == {
         "error: other = abd on rank 7 differs from abc on rank 0\nhint: give all ranks the same files"
     }

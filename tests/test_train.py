@@ -96,7 +96,7 @@ def test_memory_is_counted_beside_the_plans(tmp_path: Path, planned: Planned) ->
 
 def test_memory_needs_a_second_step() -> None:
     with pytest.raises(UserError, match="--memory needs two steps"):
-        read_training_config({}, steps=1, counts_memory=True)
+        read_training_config({}, steps=1, count_memory=True)
 
 
 @pytest.mark.ci("engine")
@@ -187,14 +187,14 @@ FAILING = """
 import os
 if os.environ.get("RANK") == "1":
     import optimus.engine.executor as executor
-    play = executor.Executor._play
+    play = executor.Executor._run
     def failing(self, actions, batch, **how):
         action = next(each for each in actions if each.kind.word == "F" and each.line > 10)
         def mistake():
             raise ValueError("a mistake in an op")
         action.run = mistake
         play(self, actions, batch, **how)
-    executor.Executor._play = failing
+    executor.Executor._run = failing
 """
 
 

@@ -18,7 +18,7 @@ from optimus.engine.compile import describe
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
-from optimus.engine.p2p import Key, P2PMailbox, Pending
+from optimus.engine.p2p import Key, P2PMailbox
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.side_stream import SideStream
@@ -60,8 +60,8 @@ class Notes:
             patch.object(P2PMailbox, "receive", self._around(P2PMailbox.receive, self._receive)),
             patch.object(P2PMailbox, "take", self._around(P2PMailbox.take, self._take)),
             patch.object(AsyncCollective, "wait", self._around(AsyncCollective.wait, self._wait)),
-            patch.object(SideStream, "begin", lambda side, name, run: self._begin(name, run)),
-            patch.object(SideStream, "end", lambda side, name: self._end(name)),
+            patch.object(SideStream, "launch", lambda side, name, run: self._begin(name, run)),
+            patch.object(SideStream, "wait", lambda side, name: self._end(name)),
         ):
             yield
 
@@ -73,7 +73,7 @@ class Notes:
         return noted
 
     def _gather(self, bucket: ShardedBucket) -> None:
-        if bucket._gathers is not None:
+        if bucket._gather_work is not None:
             assert bucket.group is not None
             self.found[self._line] |= set(dist.get_process_group_ranks(bucket.group))
 
@@ -81,7 +81,7 @@ class Notes:
         self._senders[key] = other
 
     def _take(self, mail: P2PMailbox, key: Key) -> None:
-        if isinstance(mail._there[key], Pending):
+        if key in mail._receives:
             self.found[self._line].add(self._senders[key])
 
     def _wait(self, collective: AsyncCollective) -> None:

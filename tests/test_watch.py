@@ -15,7 +15,7 @@ import pytest
 from machine import allowed_s
 from torch.distributed import HashStore
 
-from optimus.engine.hang_diagnosis import RankStatus, behind, diagnose_hang
+from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, read_blocking_ranks
 from optimus.engine.watchdog import EXIT_LOST, EXIT_STALLED, NO_OP, FlightRecorder, Watchdog
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_lives_and_waits_for_nobody_is_named() -> None:
     after: dict[int, RankStatus | None] = {0: post(0, 1), 1: post(1, 2), 2: post(2, op="")}
     words, progress = verdict(0, after)
     assert words.startswith(
-        "rank 2 has been between ops for 8.0 s and waits for nobody: ranks 0, 1 wait for it"
+        "rank 2 has been between ops for 8.0 s and waits for no other rank: ranks 0, 1 wait for it"
     )
     assert not progress
     after[2] = post(2, error="a mistake")
@@ -107,9 +107,9 @@ def test_a_large_world_is_followed_not_read() -> None:
         asked.append(rank)
         return post(rank, rank + 1)
 
-    posts = behind({5000: post(5000, 5001)}, 5000, read)
+    posts = read_blocking_ranks({5000: post(5000, 5001)}, 5000, read)
     assert asked == list(range(5001, 5065)) and len(posts) == 65
-    assert "and 57 more wait; in the end for rank 5065, which was not asked" in verdict(5000, posts)[0]
+    assert "and 57 more wait; in the end for rank 5065, whose status was not read" in verdict(5000, posts)[0]
 
 
 def test_a_chain_is_followed_past_many_replicas() -> None:
@@ -118,7 +118,7 @@ def test_a_chain_is_followed_past_many_replicas() -> None:
     def read(rank: int) -> RankStatus:
         return post(rank, *(() if rank == 9007 else (rank + 1, *range(300))))
 
-    posts = behind({9000: post(9000, 9001, *range(300))}, 9000, read)
+    posts = read_blocking_ranks({9000: post(9000, 9001, *range(300))}, 9000, read)
     assert len(posts) == 65 and {9000 + stage for stage in range(8)} <= set(posts)
 
 
@@ -145,13 +145,13 @@ class Ranks:
             Watchdog(
                 rank=rank,
                 world=world,
-                ring=self.rings[rank],
+                recorder=self.rings[rank],
                 store=self.store,
-                text=lambda line: f"llm.recv-f chunk 0 microbatch {line}",
+                describe=lambda line: f"llm.recv-f chunk 0 microbatch {line}",
                 waits_for=lambda line, rank=rank: waits_for[rank],  # type: ignore[misc]
-                limit_s=limit_s,
-                dump_into=into,
-                leave=lambda code, rank=rank: self._leave(rank, code),  # type: ignore[misc]
+                timeout_s=limit_s,
+                dump_dir=into,
+                exit_process=lambda code, rank=rank: self._leave(rank, code),  # type: ignore[misc]
             )
             for rank in range(world)
         ]
@@ -172,7 +172,7 @@ class Ranks:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     words: list[str] = []
-    monkeypatch.setattr(Watchdog, "_say", lambda self, one: words.append(one))
+    monkeypatch.setattr(Watchdog, "_print", lambda self, one: words.append(one))
     return words
 
 
@@ -219,10 +219,10 @@ def test_a_failure_says_what_waited_for_whom(said: list[str], tmp_path: Path) ->
     with Ranks(2, {0: (1,), 1: ()}, 8.0, tmp_path) as ranks:
         ranks.rings[1].begin(3)
         with pytest.raises(SystemExit):
-            ranks.watches[1].failed(ValueError("a mistake\nof two lines"))
+            ranks.watches[1].fail(ValueError("a mistake\nof two lines"))
         ranks.rings[0].begin(4)
         with pytest.raises(SystemExit):
-            ranks.watches[0].failed(RuntimeError("Connection closed by peer"))
+            ranks.watches[0].fail(RuntimeError("Connection closed by peer"))
     assert ranks.left == {0: EXIT_LOST, 1: 1}
     assert said[0].startswith(
         "rank 1 failed in llm.recv-f chunk 0 microbatch 3: a mistake\nValueError: a mistake"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint
 
-from optimus.engine.distributed_optimizer import ShardedBucket
-from optimus.engine.optimizer import DistributedOptimizer
+from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
 
 SHAPES = ((3, 5), (7,), (2, 2))  # 26 numbers: no multiple of 4
 RANKS = 4
@@ -50,9 +49,9 @@ def trained(seed: int, group: dist.ProcessGroup | None) -> tuple[ShardedBucket, 
     """After one step on gradients that depend on the seed."""
     bucket = ShardedBucket(parameters(seed), group)
     optimizer = DistributedOptimizer(
-        [bucket], [bucket.summed], learning_rate=0.1, weight_decay=0.1, device=torch.device("cpu")
+        [bucket], [bucket.reduced_grad], learning_rate=0.1, weight_decay=0.1, device=torch.device("cpu")
     )
-    bucket.reset()
+    bucket.zero_grad()
     for parameter in bucket.parameters:
         assert parameter.grad is not None
         parameter.grad.copy_(torch.arange(parameter.numel()).view_as(parameter) + seed)

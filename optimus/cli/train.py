@@ -190,7 +190,7 @@ class TrainCommand:
         from optimus.engine.config import read_training_config
 
         return read_training_config(
-            job.run.settings, steps=self.steps, run_dir=self.run_dir, counts_memory=self.memory
+            job.run.settings, steps=self.steps, run_dir=self.run_dir, count_memory=self.memory
         )
 
     @property
@@ -269,20 +269,18 @@ def run_ranks(
     from optimus.engine.config import METRICS, PLAN
     from optimus.ir.planfile import save_plan
 
-    rank_main, launcher = (
-        import_trainer("optimus.engine.rank_main"),
-        import_trainer("optimus.engine.launcher"),
-    )
+    launcher = import_trainer("optimus.engine.launcher")
     with tempfile.TemporaryDirectory(prefix="optimus-") as name:
         private = Path(name)
         folder = training.run_dir or private
         (folder / METRICS).unlink(missing_ok=True)
         digest = save_plan(plan, folder / PLAN)
         absolute = replace(training, run_dir=folder.absolute())
-        rank_main.RankInputs(job=job, plan=plan, plan_hash=digest, training=absolute).save(private)
         with follow_metrics(folder / METRICS, training.steps) if visible else nullcontext():
-            code: int = launcher.launch(rank_main.ENTRY, [name], plan.ranks.world)
-        return code, rank_main.load_summary(private) if code == 0 else None
+            result: tuple[int, TrainingSummary | None] = launcher.launch_training(
+                job, plan, digest, absolute, private
+            )
+        return result
 
 
 def make_folder(field: str, folder: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Which images and sounds each encoder microbatch works on, and where their rows go: known before the step.
+"""Assigns images and sounds to encoder microbatches from their sizes, on the host, one step ahead.
 
-Encoder microbatches are bins of a fixed number of tokens. A table is made from the sizes of samples alone, by
-whoever reads them, and given to every rank of the replica one step ahead, so that nothing about sizes is ever
-asked of a device.
+Encoder microbatches are bins of a fixed number of tokens. The first stage of a replica plans a batch from the
+sizes of its samples alone and broadcasts the plan to the replica's other ranks, so that no size is ever read
+from a device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from optimus.ir.plan import Plan
 from optimus.job.workload import deal
 
 COLUMNS = 4  # encoder, its microbatch, sample, item
+Bin = tuple[tuple[int, int], ...]  # (sample, item) pairs of one encoder microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSizes:
-    """What a table needs to know of a sample: encoder tokens of every item, by encoder."""
+    """Encoder tokens of every item of a sample, by encoder."""
 
     number: int
     items: Mapping[str, tuple[int, ...]]
@@ -34,26 +35,26 @@ class BatchPlan:
     """One step of one replica."""
 
     samples: tuple[tuple[int, ...], ...]  # numbers of the samples in every LLM microbatch
-    bins: Mapping[str, tuple[tuple[tuple[int, int], ...], ...]]  # (sample, item) in every encoder microbatch
+    bins: Mapping[str, tuple[Bin, ...]]  # by encoder and microbatch
 
-    def to_tensor(self, rows: int) -> Tensor:
-        """As whole numbers: the samples of all microbatches, then one row per item, padded to `rows`."""
-        found = [
+    def to_tensor(self, max_items: int) -> Tensor:
+        """Encodes the plan: samples of all microbatches, then one row per item, padded to `max_items`."""
+        rows = [
             (encoder, microbatch, sample, item)
             for encoder, bins in enumerate(self.bins.values())
             for microbatch, items in enumerate(bins)
             for sample, item in items
         ]
-        assert len(found) <= rows, f"{len(found)} items in a table of {rows}"
-        padding = [(-1,) * COLUMNS] * (rows - len(found))
+        assert len(rows) <= max_items, f"{len(rows)} items in a batch plan for {max_items}"
+        padding = [(-1,) * COLUMNS] * (max_items - len(rows))
         head = [sample for samples in self.samples for sample in samples]
-        flat = [len(self.samples), *head, *(value for row in [*found, *padding] for value in row)]
+        flat = [len(self.samples), *head, *(value for row in [*rows, *padding] for value in row)]
         return torch.tensor(flat, dtype=torch.int64)
 
     @classmethod
-    def from_tensor(cls, given: Tensor, plan: Plan, rows: int) -> BatchPlan:
-        flat = given.tolist()
-        count, body = flat[0], len(flat) - rows * COLUMNS
+    def from_tensor(cls, tensor: Tensor, plan: Plan, max_items: int) -> BatchPlan:
+        flat = tensor.tolist()
+        count, body = flat[0], len(flat) - max_items * COLUMNS
         numbers, size = flat[1:body], (body - 1) // count
         samples = tuple(tuple(numbers[at * size : (at + 1) * size]) for at in range(count))
         bins: dict[str, list[list[tuple[int, int]]]] = {
@@ -69,61 +70,60 @@ class BatchPlan:
 
 
 def plan_batch(plan: Plan, samples: Sequence[SampleSizes]) -> BatchPlan:
-    """Samples in order to microbatches; the items of each, in order, to the piece that has least."""
+    """Assigns samples to LLM microbatches in order, and their items in order to the emptiest bin of each."""
     size, rest = divmod(len(samples), plan.microbatches)
     assert not rest, f"{len(samples)} samples in {plan.microbatches} microbatches"
-    parts = [samples[at * size : (at + 1) * size] for at in range(plan.microbatches)]
+    microbatches = [samples[at * size : (at + 1) * size] for at in range(plan.microbatches)]
     bins = {}
     for name, module in plan.encoders.items():
-        found: list[tuple[tuple[int, int], ...]] = []
-        for part in parts:
-            found += _bins_of(name, part, module.pieces, module.bin_tokens)
-        bins[name] = tuple(found)
-    return BatchPlan(samples=tuple(tuple(s.number for s in part) for part in parts), bins=bins)
+        of_encoder: list[Bin] = []
+        for microbatch in microbatches:
+            of_encoder += _fill_bins(name, microbatch, module.pieces, module.bin_tokens)
+        bins[name] = tuple(of_encoder)
+    numbers = tuple(tuple(sample.number for sample in microbatch) for microbatch in microbatches)
+    return BatchPlan(samples=numbers, bins=bins)
 
 
-def _bins_of(
-    name: str, samples: Sequence[SampleSizes], pieces: int, room: int
-) -> list[tuple[tuple[int, int], ...]]:
+def _fill_bins(name: str, samples: Sequence[SampleSizes], count: int, capacity: int) -> list[Bin]:
     items = [
         (sample.number, number, tokens)
         for sample in samples
         for number, tokens in enumerate(sample.items.get(name, ()))
     ]
-    places, filled = deal([tokens for _, _, tokens in items], pieces)
-    if max(filled) > room:
+    places, filled = deal([tokens for _, _, tokens in items], count)
+    if max(filled) > capacity:
         raise UserError(
             field=f"items of {name} in samples {samples[0].number} to {samples[-1].number}",
-            problem=f"make {max(filled)} tokens, and the plan has room for {room}",
+            problem=f"make {max(filled)} tokens, and the plan has room for {capacity}",
             hint="plan with the lengths of this data (workload.lengths), or leave such samples out",
         )
-    dealt: list[list[tuple[int, int]]] = [[] for _ in range(pieces)]
+    bins: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     for (sample, number, _), place in zip(items, places, strict=True):
-        dealt[place].append((sample, number))
-    return [tuple(own) for own in dealt]
+        bins[place].append((sample, number))
+    return [tuple(items) for items in bins]
 
 
 class BatchPlanExchange:
-    """Gives the table of the next step to every rank of a replica while this step runs, on a CPU group."""
+    """Broadcasts the plan of the next batch to a replica's ranks while this step runs, on a CPU group."""
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, *, reader: int, rows: int) -> None:
-        self.plan, self.group, self.reader, self.rows = plan, group, reader, rows
-        self._given: Tensor | None = None
+    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, *, reader: int, max_items: int) -> None:
+        self.plan, self.group, self.reader, self.max_items = plan, group, reader, max_items
+        self._tensor: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def start(self, table: BatchPlan | None, samples: int) -> None:
-        """Everybody calls it; only the reader has the table. `samples` are those of one replica's step."""
-        if table is not None:
-            self._given = table.to_tensor(self.rows)
+    def start(self, batch_plan: BatchPlan | None, samples: int) -> None:
+        """Starts a broadcast on every rank; only the reader has the plan. `samples` are one replica's."""
+        if batch_plan is not None:
+            self._tensor = batch_plan.to_tensor(self.max_items)
         else:
-            self._given = torch.zeros(1 + samples + self.rows * COLUMNS, dtype=torch.int64)
+            self._tensor = torch.zeros(1 + samples + self.max_items * COLUMNS, dtype=torch.int64)
         if self.group is not None:
-            self._work = dist.broadcast(self._given, self.reader, self.group, async_op=True)
+            self._work = dist.broadcast(self._tensor, self.reader, self.group, async_op=True)
 
-    def take(self) -> BatchPlan:
-        """The table that was started."""
-        assert self._given is not None, "start comes first"
+    def wait(self) -> BatchPlan:
+        """Returns the plan whose broadcast was started."""
+        assert self._tensor is not None, "start comes first"
         if self._work is not None:
             self._work.wait()
-        found, self._given, self._work = self._given, None, None
-        return BatchPlan.from_tensor(found, self.plan, self.rows)
+        tensor, self._tensor, self._work = self._tensor, None, None
+        return BatchPlan.from_tensor(tensor, self.plan, self.max_items)

@@ -40,11 +40,11 @@ class RankBatch:
         seed: int,
         step: int,
         dtype: torch.dtype,
-        placed: TensorMap = _as_it_is,
+        place: TensorMap = _as_it_is,
         numerics: Mapping[str, Numerics] = MappingProxyType({}),
     ) -> None:
         self.numerics = numerics
-        self.model, self.plan, self.table, self.scale, self._placed = model, plan, table, scale, placed
+        self.model, self.plan, self.table, self.scale, self._place = model, plan, table, scale, place
         self._how: dict[str, Any] = {"seed": seed, "step": step, "dtype": dtype}
         self._samples: dict[int, Sample] = {}
         self._read = read
@@ -83,7 +83,7 @@ class RankBatch:
         items, numerics = self._items(name, microbatch), self.numerics.get(name, NUMERICS)
         inputs, context = encoder_inputs(encoder, items, room, numerics=numerics, **self._how)
         rows = self._tp_groups[name].rows(room)
-        return (self._placed(inputs[rows]),), context.shard(rows).map(self._placed)
+        return (self._place(inputs[rows]),), context.shard(rows).map(self._place)
 
     def _llm(self, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
         samples = [self._sample(number) for number in self.table.samples[microbatch]]
@@ -102,7 +102,7 @@ class RankBatch:
         tp_group = self._tp_groups[LLM]
         if tp_group.size > 1:
             context = context.shard(tp_group.rows(len(ids)), self._seam(pieces, len(ids)))
-        return (self._placed(ids),), context.map(self._placed)
+        return (self._place(ids),), context.map(self._place)
 
     def _seam(self, pieces: list[RoutedRows], length: int) -> SeamRoute | None:
         """Only the first stage looks at it."""

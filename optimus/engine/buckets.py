@@ -1,10 +1,9 @@
-"""Which of a rank's parameters are gathered and reduced together, as the plan's buckets say."""
+"""Groups a rank's parameters into the plan's buckets: units whose values and gradients move together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,55 +11,60 @@ from torch import distributed as dist
 
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
-from optimus.ir.plan import WHOLE_STAGE, Plan
-from optimus.ir.plan import Bucket as PlannedBucket
-from optimus.models.chunk import ALL_LAYERS, Chunk, trainable_parameters
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan
+from optimus.models.chunk import ALL_LAYERS, trainable_parameters
+from optimus.protocols import Chunk, ParamBucket
+
+BucketType = Callable[[Sequence[Tensor], dist.ProcessGroup | None], ParamBucket]
 
 
-class Bucket(Protocol):
-    """Parameters whose values and gradients travel together; launched and waited for by lines of a program.
+class ReplicatedBucket:
+    """Parameters that every replica holds in full, with gradients in one buffer that is all-reduced.
 
-    `ReplicatedBucket` keeps them whole on every replica, `ShardedBucket` one part of their masters on each.
+    Callers with an optimizer of their own read `grad`, as after any backward.
     """
 
-    @property
-    def parameters(self) -> Sequence[Tensor]: ...
+    shard_offset = 0
+    is_sharded = False
 
-    @property
-    def gathers(self) -> bool:
-        """Whether other replicas bring parts of its parameters."""
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        check_one_dtype(parameters)
+        self.parameters, self.group = list(parameters), group
+        like = self.parameters[0]
+        size = sum(parameter.numel() for parameter in self.parameters)
+        self.reduced_grad = torch.zeros(size, dtype=like.dtype, device=like.device)
+        self._views = split_like(self.reduced_grad, self.parameters)
+        self._work: dist.Work | None = None
 
-    @property
-    def summed(self) -> Tensor:
-        """After `wait_reduced`: the gradients that this rank holds, flat."""
-
-    @property
-    def offset(self) -> int:
-        """Where, among the gradients of all parameters one after another, those of this rank begin."""
-
-    def reset(self) -> None:
-        """Gradients begin anew."""
+    def zero_grad(self) -> None:
+        """Zeroes gradients, and restores `grad` if an optimizer has set it to None."""
+        self.reduced_grad.zero_()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
 
     def gather(self) -> None:
-        """Launches what makes parameters whole again after an optimizer's step."""
+        """Does nothing: parameters are never sharded."""
 
-    def wait_gathered(self) -> None: ...
+    def wait_gathered(self) -> None:
+        """Does nothing: parameters are never sharded."""
 
     def reduce(self) -> None:
-        """Launches the sum of gradients over replicas."""
+        if self.group is not None:
+            self._work = dist.all_reduce(self.reduced_grad, dist.ReduceOp.SUM, self.group, async_op=True)
 
-    def wait_reduced(self) -> None: ...
-
-
-BucketType = Callable[[Sequence[Tensor], dist.ProcessGroup | None], Bucket]
+    def wait_reduced(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
 
 class RankBuckets:
-    """All buckets of one rank. Each parameter is in one; one that is `tied` to another rank's, alone in it.
+    """All buckets of one rank; each parameter is in exactly one.
 
-    Both ends of a tied parameter then hold the same part of it. What belongs to no chunk's bucket is in that
-    of the whole stage, if there is one; what is in none at all is not reduced, and `rest`. Parameters whose
-    gradients a tensor-parallel group makes in `partial` sums stand first in their bucket.
+    A parameter that is `tied` to another rank's has a bucket of its own, so that both ends hold the same
+    shard of it. Parameters outside the plan's chunk buckets are in the bucket of the whole stage, if there is
+    one; those that the plan does not reduce at all are in `unplanned`. Parameters whose gradients are
+    `partial` sums over a tensor-parallel group come first in their bucket.
     """
 
     def __init__(
@@ -75,131 +79,129 @@ class RankBuckets:
         self._plan, self._groups, self._chunks, self._bucket_type = plan, groups, chunks, bucket_type
         self._tied = {id(parameter) for parameter in tied}
         self._partial = {id(parameter) for parameter in partial}
-        self._modules: dict[Bucket, str] = {}
+        self._module_of: dict[ParamBucket, str] = {}
         self._device = plan.ranks.class_of(groups.rank)
-        self._made: dict[tuple[str, int], tuple[Bucket, ...]] = {}
-        self._taken: set[int] = set()
+        self._planned: dict[tuple[str, int], tuple[ParamBucket, ...]] = {}
+        self._assigned: set[int] = set()
         for name in plan.modules:
-            self._make_module(name)
-        self.rest = tuple(chain.from_iterable(self._make_rest(name) for name in plan.modules))
+            self._make_planned(name)
+        self.unplanned = tuple(chain.from_iterable(self._make_unplanned(name) for name in plan.modules))
 
-    def __iter__(self) -> Iterator[Bucket]:
-        return chain(chain.from_iterable(self._made.values()), self.rest)
+    def __iter__(self) -> Iterator[ParamBucket]:
+        return chain(chain.from_iterable(self._planned.values()), self.unplanned)
 
-    def at(self, module: str, place: int) -> tuple[Bucket, ...]:
-        """Of the bucket at a place of the module's stage; none if nothing in it is trained."""
-        return self._made.get((module, place), ())
+    def at(self, module: str, place: int) -> tuple[ParamBucket, ...]:
+        """Returns the buckets at a place of the module's stage; none if it trains nothing."""
+        return self._planned.get((module, place), ())
 
-    def needed(self, module: str, chunk: int, layer: int) -> Iterator[Bucket]:
-        """Without which a layer of a chunk (or `ALL_LAYERS` of them) cannot run."""
-        for place, bucket in enumerate(self._planned(module)):
-            whole = bucket.chunk == WHOLE_STAGE
-            inside = layer == ALL_LAYERS or bucket.first_layer <= layer < bucket.end_layer
-            if whole or (bucket.chunk == chunk and inside):
+    def needed_by(self, module: str, chunk: int, layer: int) -> Iterator[ParamBucket]:
+        """Yields the buckets that hold parameters of a layer of a chunk (or of `ALL_LAYERS`)."""
+        for place, bucket in enumerate(self._buckets_of(module)):
+            in_bucket = layer == ALL_LAYERS or bucket.first_layer <= layer < bucket.end_layer
+            if bucket.chunk == WHOLE_STAGE or (bucket.chunk == chunk and in_bucket):
                 yield from self.at(module, place)
 
-    def partial_sums(self, bucket: Bucket) -> Tensor:
-        """What of a bucket's gradients is, on this rank, still to be summed over the module's group."""
+    def partial_sums(self, bucket: ParamBucket) -> Tensor:
+        """Returns the gradients of a bucket that are yet to be summed over the tensor-parallel group."""
         count = sum(each.numel() for each in bucket.parameters if id(each) in self._partial)
-        return bucket.summed[: max(0, count - bucket.offset)]
+        return bucket.reduced_grad[: max(0, count - bucket.shard_offset)]
 
-    def counted(self, bucket: Bucket) -> Tensor:
-        """What of a bucket's gradients counts on this rank: what a whole group holds does so on its first."""
-        first = self._plan.ranks.place(self._modules[bucket], self._groups.rank).tp == 0
-        return bucket.summed if first else bucket.summed[len(self.partial_sums(bucket)) :]
+    def grad_for_norm(self, bucket: ParamBucket) -> Tensor:
+        """Returns the gradients that enter the norm on this rank.
 
-    def add_partial_sums(self) -> None:
-        """Over every module's tensor-parallel group, all of it at once."""
+        Gradients that every rank of a tensor-parallel group holds enter it on the first rank only.
+        """
+        first = self._plan.ranks.place(self._module_of[bucket], self._groups.rank).tp == 0
+        return bucket.reduced_grad if first else bucket.reduced_grad[len(self.partial_sums(bucket)) :]
+
+    def reduce_partial_sums(self) -> None:
+        """All-reduces partial sums over each module's tensor-parallel group, in one call per module."""
         for name in self._plan.modules:
             group = self._groups.get(f"{name}.tp")
-            mine = [bucket for bucket in self if self._modules[bucket] == name]
-            parts = [] if group is None else [self.partial_sums(bucket) for bucket in mine]
-            parts = [part for part in parts if len(part)]
-            if not parts:
+            if group is None:
                 continue
-            flat = torch.cat(parts)
+            sums = [self.partial_sums(bucket) for bucket in self if self._module_of[bucket] == name]
+            sums = [part for part in sums if len(part)]
+            if not sums:
+                continue
+            flat = torch.cat(sums)
             dist.all_reduce(flat, dist.ReduceOp.SUM, group)
-            for part, found in zip(parts, flat.split([len(part) for part in parts]), strict=True):
-                part.copy_(found)
+            for part, total in zip(sums, flat.split([len(part) for part in sums]), strict=True):
+                part.copy_(total)
 
-    def _planned(self, module: str) -> Sequence[PlannedBucket]:
+    def _buckets_of(self, module: str) -> Sequence[Bucket]:
         return self._plan.modules[module].buckets[self._plan.ranks.stage_of(module, self._device)]
 
-    def _make_module(self, name: str) -> None:
-        group, before = self._groups.get(f"{name}.dp"), set(self._taken)
-        places = list(enumerate(self._planned(name)))
+    def _make_planned(self, name: str) -> None:
+        group, before = self._groups.get(f"{name}.dp"), set(self._assigned)
+        places = list(enumerate(self._buckets_of(name)))
         for place, bucket in sorted(places, key=lambda each: each[1].chunk == WHOLE_STAGE):
-            held = self._held(name, bucket)
-            mine = [parameter for parameter in held if id(parameter) not in self._taken]
-            if bucket.chunk != WHOLE_STAGE and len(mine) < len(held) and group is not None:
-                raise _shared(name)
-            self._taken |= {id(parameter) for parameter in mine}
-            self._made[name, place] = self._make_all(name, mine, group)
+            held = self._parameters_in(name, bucket)
+            unassigned = [parameter for parameter in held if id(parameter) not in self._assigned]
+            if bucket.chunk != WHOLE_STAGE and len(unassigned) < len(held) and group is not None:
+                raise _shared_parameter(name)
+            self._assigned |= {id(parameter) for parameter in unassigned}
+            self._planned[name, place] = self._make(name, unassigned, group)
         trained = {id(p) for p in trainable_parameters(all_layers({name: self._chunks[name]}))}
-        if group is not None and trained - (self._taken - before):
-            raise _left_out(name)
+        if group is not None and trained - (self._assigned - before):
+            raise _missing_parameter(name)
 
-    def _make_rest(self, name: str) -> Iterator[Bucket]:
-        """Of what no bucket of the plan holds."""
-        trained = trainable_parameters(all_layers({name: self._chunks[name]}))
-        left = [parameter for parameter in trained if id(parameter) not in self._taken]
-        self._taken |= {id(parameter) for parameter in left}
-        for alike in _by_type(left):
-            yield from self._make_all(name, alike, None)
+    def _make_unplanned(self, name: str) -> Iterator[ParamBucket]:
+        """Makes buckets, one per dtype, of parameters that no bucket of the plan holds."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in trainable_parameters(all_layers({name: self._chunks[name]})):
+            if id(parameter) not in self._assigned:
+                self._assigned.add(id(parameter))
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            yield from self._make(name, parameters, None)
 
-    def _make_all(
+    def _make(
         self, name: str, parameters: Sequence[Tensor], group: dist.ProcessGroup | None
-    ) -> tuple[Bucket, ...]:
-        """One bucket, and one for each parameter that is tied."""
+    ) -> tuple[ParamBucket, ...]:
+        """Makes one bucket, and one for each tied parameter."""
         tied = [[p] for p in parameters if id(p) in self._tied]
-        others = [p for p in parameters if id(p) not in self._tied]
-        others.sort(key=lambda parameter: id(parameter) not in self._partial)
-        found = tuple(self._bucket_type(part, group) for part in (others, *tied) if part)
-        self._modules.update(dict.fromkeys(found, name))
-        return found
+        untied = [p for p in parameters if id(p) not in self._tied]
+        untied.sort(key=lambda parameter: id(parameter) not in self._partial)
+        buckets = tuple(self._bucket_type(part, group) for part in (untied, *tied) if part)
+        self._module_of.update(dict.fromkeys(buckets, name))
+        return buckets
 
-    def _held(self, name: str, bucket: PlannedBucket) -> list[Tensor]:
-        held: list[Tensor] = []
+    def _parameters_in(self, name: str, bucket: Bucket) -> list[Tensor]:
+        parameters: list[Tensor] = []
         for number, chunk in enumerate(self._chunks[name]):
             if bucket.chunk == WHOLE_STAGE:
-                held += chunk.trainable_parameters(0, len(chunk.layers))
+                parameters += chunk.trainable_parameters(0, len(chunk.layers))
             elif bucket.chunk == number:
-                held += chunk.trainable_parameters(bucket.first_layer, bucket.end_layer)
-        return held
+                parameters += chunk.trainable_parameters(bucket.first_layer, bucket.end_layer)
+        return parameters
 
 
 def all_layers(chunks: Mapping[str, tuple[Chunk, ...]]) -> list[torch.nn.Module]:
-    """Every layer on this rank."""
-    return list(chain.from_iterable(chunk.layers for own in chunks.values() for chunk in own))
+    """Returns every layer of some modules on this rank."""
+    return list(chain.from_iterable(chunk.layers for of_module in chunks.values() for chunk in of_module))
 
 
-def check_types(parameters: Sequence[Tensor]) -> None:
-    """What travels together has one type."""
-    types = sorted({str(parameter.dtype) for parameter in parameters})
-    if len(types) > 1:
+def check_one_dtype(parameters: Sequence[Tensor]) -> None:
+    """Raises if parameters of one bucket have several dtypes."""
+    dtypes = sorted({str(parameter.dtype) for parameter in parameters})
+    if len(dtypes) > 1:
         raise UserError(
             field="parameters",
-            problem=f"of one stage or block have the types {' and '.join(types)}",
+            problem=f"of one stage or block have the types {' and '.join(dtypes)}",
             hint="give all that one stage or block trains one type",
         )
 
 
-def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """One after another in a flat buffer, each in its shape."""
+def split_like(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of a flat buffer, one after another, in the shapes of parameters."""
     sizes = [parameter.numel() for parameter in parameters]
     parts = flat[: sum(sizes)].split(sizes)
     return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
 
 
-def _by_type(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return list(found.values())
-
-
-def _shared(name: str) -> UserError:
-    """One bucket would be reduced while the other part of the gradient is still to come."""
+def _shared_parameter(name: str) -> UserError:
+    # One bucket would be reduced before the other has added its part of the gradient.
     return UserError(
         field=name,
         problem="has a parameter that two of its buckets share, and is trained on several ranks",
@@ -208,8 +210,8 @@ def _shared(name: str) -> UserError:
     )
 
 
-def _left_out(name: str) -> UserError:
-    """Where a module has replicas, all that it trains must be reduced."""
+def _missing_parameter(name: str) -> UserError:
+    # A module with replicas must reduce all that it trains.
     return UserError(
         field=f"plan.modules.{name}.buckets",
         problem="leave out parameters that are trained on several ranks",

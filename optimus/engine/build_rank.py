@@ -42,7 +42,7 @@ class RankModel:
     tied: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
     partial: tuple[Tensor, ...]
-    shapes: MessageSpecs
+    specs: MessageSpecs
 
     @property
     def trained(self) -> list[Tensor]:
@@ -66,7 +66,7 @@ def build_rank(
 
     Layers into which nothing is scheduled run as one piece, unless `fuse` is off or they are divided.
     """
-    refuse_unsupported(plan)
+    reject_unsupported(plan)
     cut = modules_run_by_segment(plan, groups.rank) if fuse else set(plan.modules)
     encoders_train = any(encoder.train or encoder.projector.train for encoder in model.encoders)
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
@@ -92,8 +92,8 @@ def build_rank(
             mine.append(SegmentedChunk(parts, recompute=recompute, regather=regathers))
             found.add(module, layers, first, end, tensor_parallel=tp_group.size > 1)
         chunks[module.name] = tuple(mine)
-    shapes = message_specs(model, plan, llm_tokens=llm_tokens, dtype=dtype)
-    return found.rank_model(chunks, shapes)
+    specs = message_specs(model, plan, llm_tokens=llm_tokens, dtype=dtype)
+    return found.rank_model(chunks, specs)
 
 
 class _Found:
@@ -128,7 +128,7 @@ class _Found:
             self._tied += [layers[0][0].weight] if first == 0 else []
             self._copies += [layers[-1][0].weight] if end == layer_count(module) else []
 
-    def rank_model(self, chunks: Mapping[str, tuple[SegmentedChunk, ...]], shapes: MessageSpecs) -> RankModel:
+    def rank_model(self, chunks: Mapping[str, tuple[SegmentedChunk, ...]], specs: MessageSpecs) -> RankModel:
         return RankModel(
             chunks=chunks,
             parameters=self._parameters,
@@ -136,7 +136,7 @@ class _Found:
             tied=(*self._tied, *self._copies),
             copies=tuple(self._copies),
             partial=tuple(self._partial),
-            shapes=shapes,
+            specs=specs,
         )
 
 
@@ -207,7 +207,7 @@ def message_specs(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dty
     return MessageSpecs(inputs=inputs, rows=rows)
 
 
-def refuse_unsupported(plan: Plan) -> None:
+def reject_unsupported(plan: Plan) -> None:
     """Names what a plan asks for and the engine does not run yet."""
     for name, module in plan.modules.items():
         for axis in ("cp", "ep"):

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from optimus.engine.buckets import Bucket, RankBuckets
+from optimus.engine.buckets import RankBuckets
 from optimus.engine.encoder_llm_routing import receives_rows
 from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
 from optimus.engine.placing import place_phases
@@ -20,8 +19,9 @@ from optimus.engine.side_stream import SideStream
 from optimus.ir.op import COMPUTE_OPS, RECVS, SEAMS, SENDS, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.models.chunk import Chunk, ChunkPhase
+from optimus.models.chunk import ChunkPhase
 from optimus.models.segment import Gradients, State
+from optimus.protocols import Batch, Chunk, ParamBucket
 
 Run = Callable[[], None]
 FORWARD, BACKWARD, ROWS = "forward", "backward", "rows"  # what a key of the mail names
@@ -33,16 +33,6 @@ FORWARD_KINDS = (
     OpKind.RECV_SEAM,
     OpKind.UNSHARD,
 )
-
-
-class Batch(Protocol):
-    """The data of one step, as one rank needs it."""
-
-    def inputs(self, module: str, microbatch: int) -> State:
-        """What the first stage of a module reads."""
-
-    def context(self, module: str, microbatch: int) -> Any:
-        """What every chunk of a module may look at besides its state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +58,8 @@ class StepState:
     """What changes from step to step."""
 
     batch: Batch | None = None
-    learns: bool = True
-    one: Tensor | None = None  # the gradient of a loss
+    needs_backward: bool = True
+    loss_grad: Tensor | None = None
     losses: list[Tensor] = field(default_factory=list)
     outputs: dict[int, State] = field(default_factory=dict)  # of the LLM's last stage, where they are kept
 
@@ -83,14 +73,14 @@ class Compiler:
         groups: ProcessGroups,
         chunks: Mapping[str, tuple[Chunk, ...]],
         buckets: RankBuckets,
-        shapes: MessageSpecs,
+        specs: MessageSpecs,
         mail: P2PMailbox,
         side: SideStream,
         moment: StepState,
         finish: Run,
     ) -> None:
-        self.plan, self.groups, self.chunks, self.shapes = plan, groups, chunks, shapes
-        self.buckets, self._gathered = buckets, set(buckets.rest)
+        self.plan, self.groups, self.chunks, self.specs = plan, groups, chunks, specs
+        self.buckets, self._gathered = buckets, set(buckets.unplanned)
         self.mail, self.side, self.moment, self.finish = mail, side, moment, finish
         # Ops that open beside the program, and the ranks for which what opens them waits.
         self._beside: dict[tuple[str, OpKind, int, int], list[int]] = {}
@@ -146,7 +136,7 @@ class Compiler:
         if kind == OpKind.FORWARD:
             awaited = self._awaited(module, chunk, [phase.layer for phase in phases])
             runs = [*(bucket.wait_gathered for bucket in awaited), *runs]
-            if any(bucket.gathers for bucket in awaited):
+            if any(bucket.is_sharded for bucket in awaited):
                 waits += members[f"{module}.dp"]  # last: there may be many
         virtual = chunk * self.plan.modules[module].layout.pp + self.plan.ranks.stage_of(module, self.device)
         if place == busy[0] and kind != OpKind.WEIGHT_GRAD:
@@ -157,9 +147,9 @@ class Compiler:
             if senders and phases[-1].kind == OpKind.LAUNCH and op in self._undisturbed:
                 # One after another: after all that was begun before and has not ended.
                 self._beside[op] = [*waits, *chain.from_iterable(self._beside.values())]
-                return partial(self.side.begin, op, _in_turn(runs)), self._others(waits)
+                return partial(self.side.launch, op, _in_turn(runs)), self._others(waits)
         if op in self._beside and place == busy[1]:
-            runs.insert(0, partial(self.side.end, op))
+            runs.insert(0, partial(self.side.wait, op))
             waits = self._beside.pop(op) + waits  # what was begun may still wait
         if place == busy[-1] and kind != OpKind.WEIGHT_GRAD:
             runs.append(self._end(module, kind, virtual, microbatch))
@@ -192,9 +182,9 @@ class Compiler:
                     open_ops[name] = op
         return found
 
-    def _awaited(self, module: str, chunk: int, layers: Sequence[int]) -> list[Bucket]:
+    def _awaited(self, module: str, chunk: int, layers: Sequence[int]) -> list[ParamBucket]:
         """What some layers need gathered: at the first line of the program that needs it."""
-        needed = chain.from_iterable(self.buckets.needed(module, chunk, layer) for layer in layers)
+        needed = chain.from_iterable(self.buckets.needed_by(module, chunk, layer) for layer in layers)
         first = [bucket for bucket in dict.fromkeys(needed) if bucket not in self._gathered]
         self._gathered |= set(first)
         return first
@@ -256,14 +246,14 @@ class Compiler:
             taken = self.mail.take(key)
             state += taken
             wanted += [need and tensor.is_floating_point() for tensor in taken]
-        needs = tuple(wanted) if self.moment.learns else None
+        needs = tuple(wanted) if self.moment.needs_backward else None
         chunk.begin_forward(microbatch, tuple(state), needs, batch.context(module, microbatch))
 
     def _begin_at_loss(self, chunk: Chunk, microbatch: int) -> None:
         """The loss has gradient 1; whatever else was made has none."""
-        assert self.moment.one is not None
+        assert self.moment.loss_grad is not None
         others = (None,) * len(self.moment.outputs.get(microbatch, ()))
-        chunk.begin_backward(microbatch, (self.moment.one, *others))
+        chunk.begin_backward(microbatch, (self.moment.loss_grad, *others))
 
     def _begin_backward(self, chunk: Chunk, key: Key, microbatch: int) -> None:
         chunk.begin_backward(microbatch, self.mail.take(key))
@@ -299,8 +289,8 @@ class Compiler:
         output = chunk.output(microbatch)
         if self._counts_loss:
             self.moment.losses.append(output[0])
-        if self.moment.one is None:
-            self.moment.one = torch.ones_like(output[0])
+        if self.moment.loss_grad is None:
+            self.moment.loss_grad = torch.ones_like(output[0])
         if len(output) > 1:
             self.moment.outputs[microbatch] = output[1:]
 
@@ -316,8 +306,8 @@ class Compiler:
         what, module, virtual, _ = key
         last = len(self.plan.modules[module].chunks) - 1
         if what == ROWS or (what == BACKWARD and module != LLM and virtual == last):
-            return self.shapes.rows[module]
-        return self.shapes.inputs[module][virtual if what == FORWARD else virtual + 1]
+            return self.specs.rows[module]
+        return self.specs.inputs[module][virtual if what == FORWARD else virtual + 1]
 
     # ------------------------------------------------------------------------ transfers
 

@@ -1,4 +1,4 @@
-"""What a training run is asked for and what it ends with; read by whoever starts ranks, so without torch."""
+"""Configuration and results of a training run; the process that starts the ranks loads it without torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from optimus.errors import UserError, one_of
 
 METRICS = "metrics.jsonl"
-DTYPES = ("bfloat16", "float32", "float64")
 PLAN = "plan.json"
+DTYPES = ("bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How to train; what a job file says under `run:`."""
+    """How to train: the `run:` section of a job file, and options of the command line."""
 
     steps: int = 20
     seed: int = 0
     learning_rate: float = 1e-4
     weight_decay: float = 0.01
-    clip: float = 1.0  # the largest norm that gradients keep; 0: any
+    clip: float = 1.0  # the largest norm of all gradients; 0 does not clip
     dtype: str | None = None  # of compute: bfloat16 on GPUs, else float32. Masters have at least float32
-    limit_s: float = 8.0  # how long one op may take (or a usual step, if longer) before a rank says why
+    op_timeout_s: float = 8.0  # of one op (or a usual step, if longer), before the rank is ended
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
-    counts_memory: bool = False  # of the last step: the bytes of all tensors, beside the plan's
+    count_memory: bool = False  # in the last step: the bytes of all tensors, compared with the plan's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one rank. A component's own peak may be at another line than that of all together.
+    """Bytes of one rank, planned and counted. A component's peak may be at another line than the total's.
 
-    `working` are tensors that no line leaves behind. What torch does not allocate (communicators, the
-    allocator's reserve) is in neither, nor is the batch.
+    `working` are tensors that are freed within the line that allocated them. Neither side has what torch does
+    not allocate (communicators, the allocator's reserve), nor the batch.
     """
 
     rank: int
@@ -55,20 +55,20 @@ class MemoryUse:
     counted: Mapping[str, int]
     planned_peak: int
     counted_peak: int
-    lines_over: int  # lines while which more is alive than planned
-    most_over: int  # bytes, in the one of them that exceeds the plan most
-    peak_line: int  # the first while which most is alive
-    dtype: str  # in which the rank computes; plans count bfloat16
+    lines_over: int  # lines that hold more than planned
+    most_over: int  # bytes, of the line that exceeds the plan most
+    peak_line: int  # the first that holds most
+    dtype: str  # of compute; plans count bfloat16
 
     @property
     def error(self) -> float:
-        """How much more was planned, of what was counted."""
+        """The planned peak over the counted one, minus 1."""
         return self.planned_peak / self.counted_peak - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
-    """What a run ends with."""
+    """The result of a run."""
 
     steps: int
     final_loss: float | None
@@ -78,14 +78,14 @@ class TrainingSummary:
     memory: MemoryUse | None = None  # of the rank that held most, if it was counted
 
     def save(self, path: Path) -> None:
-        """For the process that started this one."""
+        """Writes the summary for the process that started this one."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> TrainingSummary:
-        found = json.loads(path.read_text())
-        memory = found.pop("memory")
-        return cls(**found, memory=None if memory is None else MemoryUse(**memory))
+        fields = json.loads(path.read_text())
+        memory = fields.pop("memory")
+        return cls(**fields, memory=None if memory is None else MemoryUse(**memory))
 
 
 def read_training_config(
@@ -93,9 +93,9 @@ def read_training_config(
     *,
     steps: int | None,
     run_dir: Path | None = None,
-    counts_memory: bool = False,
+    count_memory: bool = False,
 ) -> TrainingConfig:
-    """What a job's `run:` says, as far as it is known here; `steps` overrides it."""
+    """Reads and checks a job's `run:` section; `steps` overrides it."""
     default, optimizer = TrainingConfig(), settings.get("optimizer", {})
     if not isinstance(optimizer, Mapping):
         raise UserError(
@@ -104,49 +104,49 @@ def read_training_config(
             problem="is not a mapping",
             hint="use optimizer: {lr: 1e-4, weight_decay: 0.01, clip: 1.0}",
         )
-    asked = {
+    numbers = {
         "steps": (settings.get("steps", default.steps), default.steps),
         "seed": (settings.get("seed", default.seed), default.seed),
         "optimizer.lr": (optimizer.get("lr", default.learning_rate), default.learning_rate),
         "optimizer.weight_decay": (optimizer.get("weight_decay", default.weight_decay), default.weight_decay),
         "optimizer.clip": (optimizer.get("clip", default.clip), default.clip),
     }
-    for name, (value, usual) in asked.items():
+    for name, (value, usual) in numbers.items():
         _check_number(f"run.{name}", value, usual)
     if steps is not None:
         _check_number("--steps", steps, default.steps)
-    count = asked["steps"][0] if steps is None else steps
-    if counts_memory and count < 2:
+    count = numbers["steps"][0] if steps is None else steps
+    if count_memory and count < 2:
         raise UserError(
             field="--memory",
-            problem="needs two steps: in the first one the optimizer makes its state",
+            problem="needs two steps: the optimizer allocates its state in the first",
             hint="use --steps 2",
         )
     return TrainingConfig(
         steps=count,
-        seed=asked["seed"][0],
-        learning_rate=float(asked["optimizer.lr"][0]),
-        weight_decay=float(asked["optimizer.weight_decay"][0]),
-        clip=float(asked["optimizer.clip"][0]),
-        dtype=_dtype(settings.get("dtype", default.dtype)),
+        seed=numbers["seed"][0],
+        learning_rate=float(numbers["optimizer.lr"][0]),
+        weight_decay=float(numbers["optimizer.weight_decay"][0]),
+        clip=float(numbers["optimizer.clip"][0]),
+        dtype=_check_dtype(settings.get("dtype", default.dtype)),
         run_dir=run_dir,
-        counts_memory=counts_memory,
+        count_memory=count_memory,
     )
 
 
-def _dtype(name: object) -> str | None:
+def _check_dtype(name: object) -> str | None:
     if name is not None and name not in DTYPES:
         raise UserError(
             field="run.dtype",
             value=name,
-            problem="is not a type to compute in",
+            problem="is not a dtype to compute in",
             hint=f"use dtype: {one_of(DTYPES)}",
         )
     return None if name is None else str(name)
 
 
 def _check_number(field: str, value: object, usual: float) -> None:
-    """A number of 0 or more, whole if the usual one is."""
+    """Raises unless the value is a number of 0 or more, an integer if the usual one is."""
     whole = isinstance(usual, int)
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if is_number and 0 <= value < math.inf:  # type: ignore[operator]

@@ -1,10 +1,9 @@
-"""ZeRO-1 as Megatron's distributed optimizer: parameters whole while a step runs, masters and optimizer state
-in equal parts on the replicas of the module.
+"""Shards optimizer state over a module's replicas: ZeRO-1, as Megatron's distributed optimizer.
 
-A bucket is one flat buffer of parameters in the type they compute in, one of gradients in the type of the
-masters, and this rank's part of both. One all-gather at the beginning of a step makes the parameters whole,
-one reduce-scatter at its end sums the gradients; both are launched by lines of the program, and nothing
-computes on what they bring before it is waited for.
+Parameters stay replicated during a step. A bucket has one flat buffer of parameters in the dtype of compute,
+one of gradients in the dtype of the masters, and this rank's shard of both. One all-gather at the beginning
+of a step replicates the parameters, one reduce-scatter at its end sums the gradients. Lines of the program
+launch both, and no op computes with the result before it is waited for.
 """
 
 from __future__ import annotations
@@ -17,90 +16,140 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from optimus.engine.buckets import check_types, views_of
+from optimus.engine.buckets import check_one_dtype, split_like
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
+
+CLIP_EPS = 1e-6  # added to the norm that divides, as torch.nn.utils.clip_grad_norm_ does
 
 
 class ShardedBucket:
-    """Some parameters of a module, whole here; `master` is the part that this replica keeps and updates.
+    """Parameters of a module, replicated; `master` is the shard that this replica keeps and updates.
 
-    Gradients are added up in the type of the masters, which is at least float32: weight-gradient phases find
+    Gradients accumulate in the dtype of the masters, which is at least float32; weight-gradient phases find
     them in `grad`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-        check_types(parameters)
+        check_one_dtype(parameters)
         self.parameters, self.group = list(parameters), group
-        parts = 1 if group is None else dist.get_world_size(group)
-        self._place = 0 if group is None else dist.get_rank(group)
+        replicas = 1 if group is None else dist.get_world_size(group)
+        self._replica = 0 if group is None else dist.get_rank(group)
         like = self.parameters[0]
-        wide = torch.promote_types(like.dtype, torch.float32)
-        size = -(-sum(parameter.numel() for parameter in self.parameters) // parts)
-        self._whole = torch.zeros(size * parts, dtype=like.dtype, device=like.device)
-        self.gradients = torch.zeros(size * parts, dtype=wide, device=like.device)
-        self._place_parameters(wide)
-        self.offset = self._place * size
-        mine = slice(self.offset, self.offset + size)
-        self._part = self._whole[mine]  # sent from where it is received
-        self.master = nn.Parameter(self._part.to(wide, copy=True))
-        self.master.grad = self.gradients[mine]  # and summed where it lies
-        self._gathers: dist.Work | None = None
-        self._reduces: dist.Work | None = None
+        master_dtype = torch.promote_types(like.dtype, torch.float32)
+        size = -(-sum(parameter.numel() for parameter in self.parameters) // replicas)
+        self._param_buffer = torch.zeros(size * replicas, dtype=like.dtype, device=like.device)
+        self.grad_buffer = torch.zeros(size * replicas, dtype=master_dtype, device=like.device)
+        self._flatten_parameters(master_dtype)
+        self.shard_offset = self._replica * size
+        shard = slice(self.shard_offset, self.shard_offset + size)
+        self._param_shard = self._param_buffer[shard]  # the all-gather is in place
+        self.master = nn.Parameter(self._param_shard.to(master_dtype, copy=True))
+        self.master.grad = self.grad_buffer[shard]  # and so is the reduce-scatter
+        self._gather_work: dist.Work | None = None
+        self._reduce_work: dist.Work | None = None
 
-    def _place_parameters(self, wide: torch.dtype) -> None:
-        """Parameters become views of the flat buffer, and may have wider gradients."""
-        self.grad_views = views_of(self.gradients, self.parameters)
-        places = views_of(self._whole, self.parameters)
-        for parameter, place in zip(self.parameters, places, strict=True):
-            place.copy_(parameter.detach())
-            parameter.data = place
+    def _flatten_parameters(self, grad_dtype: torch.dtype) -> None:
+        """Makes parameters views of the flat buffer, with gradients of a wider dtype."""
+        self.grad_views = split_like(self.grad_buffer, self.parameters)
+        views = split_like(self._param_buffer, self.parameters)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
             parameter.grad = None
-            parameter.grad_dtype = wide
+            parameter.grad_dtype = grad_dtype
 
     @property
-    def gathers(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.group is not None
 
     @property
-    def summed(self) -> Tensor:
+    def reduced_grad(self) -> Tensor:
         assert self.master.grad is not None
         return self.master.grad
 
-    def to_dtensor(self, part: Tensor) -> Tensor:
-        """Masters, or one of an optimizer's moments of them, of all replicas as one: for checkpoints to come.
+    def to_dtensor(self, shard: Tensor) -> Tensor:
+        """Returns masters, or a moment of the optimizer, of all replicas as one DTensor, for checkpoints.
 
-        Flat and without padding, so another number of replicas can read it. It shares memory with `part`.
+        It is flat and without padding, so that another number of replicas can read it, and shares the memory
+        of `shard`.
         """
         count = sum(parameter.numel() for parameter in self.parameters)
-        begin = self._place * len(part)
-        mine = part.detach()[: max(0, count - begin)]
+        unpadded = shard.detach()[: max(0, count - self._replica * len(shard))]
         if self.group is None:
-            return mine
-        mesh = DeviceMesh.from_group(self.group, part.device.type)
-        return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=(count,), stride=(1,))
+            return unpadded
+        mesh = DeviceMesh.from_group(self.group, shard.device.type)
+        return DTensor.from_local(unpadded, mesh, [Shard(0)], run_check=False, shape=(count,), stride=(1,))
 
-    def reset(self) -> None:
-        self.gradients.zero_()
+    def zero_grad(self) -> None:
+        self.grad_buffer.zero_()
         for parameter, view in zip(self.parameters, self.grad_views, strict=True):
             parameter.grad = view
 
     def gather(self) -> None:
-        self._part.copy_(self.master.detach())
+        self._param_shard.copy_(self.master.detach())
         if self.group is not None:
-            self._gathers = all_gather_single(self._whole, self._part, self.group, async_op=True)
+            self._gather_work = all_gather_single(
+                self._param_buffer, self._param_shard, self.group, async_op=True
+            )
 
     def wait_gathered(self) -> None:
-        if self._gathers is not None:
-            self._gathers.wait()
-            self._gathers = None
+        if self._gather_work is not None:
+            self._gather_work.wait()
+            self._gather_work = None
 
     def reduce(self) -> None:
         if self.group is not None:
-            self._reduces = reduce_scatter_single(
-                self.summed, self.gradients, dist.ReduceOp.SUM, self.group, async_op=True
+            self._reduce_work = reduce_scatter_single(
+                self.reduced_grad, self.grad_buffer, dist.ReduceOp.SUM, self.group, async_op=True
             )
 
     def wait_reduced(self) -> None:
-        if self._reduces is not None:
-            self._reduces.wait()
-            self._reduces = None
+        if self._reduce_work is not None:
+            self._reduce_work.wait()
+            self._reduce_work = None
+
+
+class DistributedOptimizer:
+    """Clips by one norm over the gradients of all modules, then steps AdamW on this rank's masters.
+
+    Every rank must have one, even without buckets: the norm is summed over all ranks. `norm_grads` are the
+    gradients that enter the norm on this rank; each gradient of the model enters it on one rank. `clip` is
+    the largest norm; 0 does not clip. The host reads nothing from the device.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardedBucket],
+        norm_grads: Sequence[Tensor],
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        clip: float = 0.0,
+        device: torch.device,
+    ) -> None:
+        self.buckets, self._norm_grads, self.clip, self._device = buckets, norm_grads, clip, device
+        masters = [bucket.master for bucket in self.buckets]
+        self.adamw = (
+            torch.optim.AdamW(masters, lr=learning_rate, weight_decay=weight_decay, fused=True)
+            if masters
+            else None
+        )
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping
+
+    def step(self) -> None:
+        """Updates masters from reduced gradients; they are gathered when the next step begins."""
+        self.grad_norm = self._total_norm()
+        if self.clip:
+            scale = torch.clamp(self.clip / (self.grad_norm + CLIP_EPS), max=1.0)
+            for bucket in self.buckets:
+                bucket.reduced_grad.mul_(scale)
+        if self.adamw is not None:
+            self.adamw.step()
+
+    def _total_norm(self) -> Tensor:
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self._norm_grads]
+        squares = [norm.square() for norm in norms]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        total = total.to(self._device)
+        dist.all_reduce(total)
+        return total.sqrt()

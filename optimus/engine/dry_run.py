@@ -121,7 +121,7 @@ def dry_run(
         actions=len(one.executor.actions),
         encoder_phases=phases,
         encoder_phases_in_slots=in_slots,
-        travels=tuple(_travels(plan, device, one.model.shapes)),
+        travels=tuple(_travels(plan, device, one.model.specs)),
         parameters={name: _held(one, name) for name in plan.modules},
         memory=memory,
         peak_at=describe(plan, device, memory.peak_line),
@@ -150,7 +150,7 @@ def _step(
         one = RankTrainer(job, plan, training, groups, dtype=dtype, device=CPU, kernels=kernels)
         if one.optimizer is not None and one.optimizer.adamw is not None:
             one.optimizer.adamw.step()
-    batch = one.batch(0, placed=mode.from_tensor)  # made as ever: the host reads sizes from it
+    batch = one.batch(0, place=mode.from_tensor)  # made as ever: the host reads sizes from it
     with mode:
         _, memory = count_step(one, batch)
     return one, memory
@@ -189,12 +189,12 @@ def count_slots(plan: Plan, device: int) -> tuple[int, int]:
     return phases, inside
 
 
-def _travels(plan: Plan, device: int, shapes: MessageSpecs) -> Iterator[MessageCount]:
+def _travels(plan: Plan, device: int, messages: MessageSpecs) -> Iterator[MessageCount]:
     for module, times in _lines(plan, device).items():
         for kind in (*SENDS, *RECVS):
             if kind.word not in times:
                 continue
-            specs = shapes.rows[module] if kind in SEAMS else shapes.inputs[module][0]
+            specs = messages.rows[module] if kind in SEAMS else messages.inputs[module][0]
             for spec in specs:
                 yield MessageCount(
                     module=module,

@@ -1,7 +1,8 @@
-"""Which encoder rows go where inside a tensor-parallel group: known on the host before the step.
+"""Routes encoder rows to LLM sequence positions inside a tensor-parallel group, on the host before the step.
 
-Rows of a piece arrive at stage 0 on the ranks that stand where the encoder's stood: as many as divide the
-encoder, each with a run of the rows. From there they go to whoever holds their places in the LLM's sequence.
+Rows of an encoder microbatch arrive at LLM stage 0 on as many ranks as the encoder has tensor-parallel ranks,
+a contiguous part on each. From there each row goes to the rank whose shard of the LLM's sequence holds its
+position.
 """
 
 from __future__ import annotations
@@ -20,53 +21,53 @@ from optimus.models.microbatch_inputs import SeamRoute
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedRows:
-    """Encoder rows of an LLM microbatch: who holds them, and the row of the sequence that each replaces."""
+    """Rows of one encoder microbatch: the ranks that hold them, and their positions in the LLM's sequence."""
 
-    holders: range  # in the LLM's tensor-parallel group
-    targets: Tensor  # the length of the sequence for nowhere
+    holders: range  # ranks in the LLM's tensor-parallel group
+    targets: Tensor  # the sequence length for padding, which goes nowhere
 
 
 def holder_tp_ranks(plan: Plan, module: str, microbatch: int) -> range:
-    """Places in the LLM's tensor-parallel group at which rows of an encoder microbatch arrive."""
+    """Returns the LLM's tensor-parallel ranks at which rows of an encoder microbatch arrive."""
     tp = plan.modules[module].layout.tp
     block = plan.modules[module].pipelines[microbatch] % (plan.ranks.llm.tp // tp)
     return range(block * tp, (block + 1) * tp)
 
 
 def receives_rows(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
-    """Whether a rank of stage 0 gets rows of an encoder microbatch."""
+    """Returns whether rows of an encoder microbatch arrive at a rank of stage 0."""
     return plan.ranks.place(LLM, rank).tp in holder_tp_ranks(plan, module, microbatch)
 
 
-def route_rows(pieces: Sequence[RoutedRows], tp_group: TpGroup, length: int) -> SeamRoute:
-    """What one rank sends and gets; `length` is that of the sequence."""
-    own = length // tp_group.size
-    held = [_held(pieces, rank) for rank in range(tp_group.size)]
-    mine = held[tp_group.rank]
-    going = torch.div(mine, own, rounding_mode="floor")  # nowhere is behind the last rank
-    order = torch.argsort(going, stable=True)
-    sent = [int((going == rank).sum()) for rank in range(tp_group.size)]
-    coming = [targets[(targets // own) == tp_group.rank] for targets in held]
+def route_rows(microbatches: Sequence[RoutedRows], tp_group: TpGroup, length: int) -> SeamRoute:
+    """Returns the rows that one rank sends and receives; `length` is that of the sequence."""
+    shard = length // tp_group.size
+    targets_by_rank = [_concatenated_targets(microbatches, rank) for rank in range(tp_group.size)]
+    targets = targets_by_rank[tp_group.rank]
+    receivers = torch.div(targets, shard, rounding_mode="floor")  # of padding: behind the last rank
+    order = torch.argsort(receivers, stable=True)
+    sent = [int((receivers == rank).sum()) for rank in range(tp_group.size)]
+    received = [of_rank[(of_rank // shard) == tp_group.rank] for of_rank in targets_by_rank]
     return SeamRoute(
-        pieces=tuple(len(part) for part in _parts(pieces, tp_group.rank)),
+        pieces=tuple(len(part) for part in _targets_on(microbatches, tp_group.rank)),
         leaving=order[: sum(sent)],
         sent=tuple(sent),
-        received=tuple(len(targets) for targets in coming),
-        targets=torch.cat(coming) - tp_group.rank * own,
+        received=tuple(len(of_rank) for of_rank in received),
+        targets=torch.cat(received) - tp_group.rank * shard,
     )
 
 
-def _parts(pieces: Sequence[RoutedRows], rank: int) -> list[Tensor]:
-    """Targets of what a rank holds, piece by piece."""
-    found = []
-    for piece in pieces:
-        if rank in piece.holders:
-            own = len(piece.targets) // len(piece.holders)
-            begin = (rank - piece.holders[0]) * own
-            found.append(piece.targets[begin : begin + own])
-    return found
+def _targets_on(microbatches: Sequence[RoutedRows], rank: int) -> list[Tensor]:
+    """Returns the targets of the rows that a rank holds, by microbatch."""
+    targets = []
+    for rows in microbatches:
+        if rank in rows.holders:
+            count = len(rows.targets) // len(rows.holders)
+            begin = (rank - rows.holders[0]) * count
+            targets.append(rows.targets[begin : begin + count])
+    return targets
 
 
-def _held(pieces: Sequence[RoutedRows], rank: int) -> Tensor:
-    found = _parts(pieces, rank)
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+def _concatenated_targets(microbatches: Sequence[RoutedRows], rank: int) -> Tensor:
+    targets = _targets_on(microbatches, rank)
+    return torch.cat(targets) if targets else torch.empty(0, dtype=torch.int64)

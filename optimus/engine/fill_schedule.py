@@ -1,4 +1,4 @@
-"""The library face: a schedule like torch's own, which runs encoders inside the pipeline's bubbles.
+"""A pipeline schedule with the interface of torch's own, which runs encoders inside the pipeline's bubbles.
 
 Users keep their modules, optimizer and trainer. Where a script has
 
@@ -14,7 +14,6 @@ with the encoder inside stage 0, it makes the encoder a list of blocks of its ow
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,14 +24,14 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from optimus.engine.buckets import all_layers
-from optimus.engine.build_rank import refuse_unsupported
+from optimus.engine.build_rank import reject_unsupported
 from optimus.engine.compile import MessageSpecs
 from optimus.engine.executor import Executor
 from optimus.engine.fsdp_ddp import (
     disable_fsdp_hooks,
     fsdp_modules,
-    make_block,
     make_bucket,
+    make_segment,
     reject_wrapped,
     unwrap_ddp,
 )
@@ -49,50 +48,44 @@ from optimus.models.segment import Gradients, ModuleSegment, Segment, State, Wei
 from optimus.verify.validator import check_plan
 
 Loss = Callable[[Any, Tensor], Tensor]
+Target = tuple[Tensor | None, float]  # of one microbatch: labels, and the factor of its loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Target:
-    """What the last stage needs of a microbatch beside its input."""
+class _LossSegment(Segment):
+    """The last stage and the loss. Outputs are the scaled loss, the loss, and the stage's output."""
 
-    target: Tensor | None
-    scale: float
-
-
-class _WithLoss(Segment):
-    """The last stage and the loss: scaled, as it is, and what the stage made."""
-
-    def __init__(self, block: ModuleSegment, loss: Loss | None) -> None:
+    def __init__(self, stage: ModuleSegment, loss: Loss | None) -> None:
         super().__init__()
-        self.block, self.loss = block, loss
+        self.stage, self.loss = stage, loss
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        return self.block.trainable
+        return self.stage.trainable
 
     def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
-        self.block.add_gradients(parameters, gradients)
+        self.stage.add_gradients(parameters, gradients)
 
-    def forward(self, state: State, context: _Target, weight_grads: WeightGradStore | None = None) -> State:
-        (output,) = self.block(state, None)
-        if context.target is None or self.loss is None:
+    def forward(self, state: State, context: Target, weight_grads: WeightGradStore | None = None) -> State:
+        (output,) = self.stage(state, None)
+        target, scale = context
+        if target is None or self.loss is None:
             zero = output.new_zeros(())
             return zero, zero, output
-        loss = self.loss(output, context.target)
-        return loss * context.scale, loss.detach(), output
+        loss = self.loss(output, target)
+        return loss * scale, loss.detach(), output
 
 
 class FillSchedule:
-    """`step` and `eval` as torch's schedules have them; every encoder's inputs are a keyword argument.
+    """A schedule with `step` and `eval` as torch's have; every encoder's inputs are a keyword argument.
 
-    `stages` are this rank's stages of the LLM in order, modules or `PipelineStage`s; the first gets the
-    positional arguments of `step` and then the output of every encoder microbatch that feeds it. `encoders`
-    are lists of blocks, whole on every rank: the plan says which of them a rank runs, and only those learn
-    there. Every `step` begins gradients anew; they are of the loss's mean over microbatches and replicas, and
-    complete when it returns: nothing else reduces them. Replicas begin with the parameters of the first.
+    `stages` are this rank's stages of the LLM in order, modules or `PipelineStage`s. The first gets the
+    positional arguments of `step`, then the output of every encoder microbatch that feeds it. `encoders` are
+    lists of blocks, complete on every rank: the plan says which of them a rank runs, and only those are
+    trained there. Every `step` zeroes gradients first; they are of the loss's mean over microbatches and
+    replicas, and are reduced when it returns. All replicas start with the parameters of the first.
 
-    Stages and blocks may come under DDP, or sharded by FSDP2 over the plan's replicas of their module
-    (see `replica_mesh`): then the plan's lines gather and reduce them, and `grad` holds this rank's part.
+    Stages and blocks may be wrapped in DDP, or sharded by FSDP2 over the plan's replicas of their module (see
+    `replica_mesh`): then lines of the plan gather and reduce them, and `grad` holds this rank's shard.
     """
 
     def __init__(
@@ -112,12 +105,12 @@ class FillSchedule:
         _check_plan(plan)
         self._groups = make_groups(plan, self.rank, timeout_s=timeout_s)
         self._chunks = self._make_chunks()
-        self._take_over()
+        self._disable_fsdp_hooks()
         self._sharded = [part for layer in all_layers(self._chunks) for part in fsdp_modules(layer)]
         self._frozen = [part for part in self._sharded if not any(p.requires_grad for p in part.parameters())]
-        self._make_replicas_equal()
+        self._broadcast_parameters()
         self._executor: Executor | None = None
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._input_shapes: dict[str, tuple[int, ...]] = {}
 
     def step(
         self,
@@ -127,7 +120,7 @@ class FillSchedule:
         return_outputs: bool = True,
         **inputs: Tensor,
     ) -> Tensor | None:
-        """Forward and backward of a batch; what the last stage made, on its rank."""
+        """Runs forward and backward of a batch; returns the last stage's output on its rank."""
         if self.is_last and self.loss_fn is not None and target is None:
             raise UserError(
                 field="step: target",
@@ -135,7 +128,7 @@ class FillSchedule:
                 hint="give target=, or call eval",
             )
         batch = self._batch(args, inputs, target)
-        executor = self._ready(batch)
+        executor = self._prepared_executor(batch)
         self._gather_frozen()
         executor.step(batch)
         return self._result(executor, losses, return_outputs=return_outputs)
@@ -147,9 +140,9 @@ class FillSchedule:
         losses: list[Tensor] | None = None,
         **inputs: Tensor,
     ) -> Tensor | None:
-        """Forward of a batch without gradients."""
+        """Runs forward of a batch without gradients; returns the last stage's output on its rank."""
         batch = self._batch(args, inputs, target)
-        executor = self._ready(batch)
+        executor = self._prepared_executor(batch)
         self._gather_frozen()
         executor.eval(batch)
         for module in self._sharded:
@@ -164,24 +157,24 @@ class FillSchedule:
 
     # ------------------------------------------------------------------------ modules as chunks
 
-    def _take_over(self) -> None:
-        """What FSDP2 shards is gathered and reduced by lines of the program; elsewhere it may not be."""
+    def _disable_fsdp_hooks(self) -> None:
+        """Leaves FSDP2's collectives to the program; raises for wrapped blocks of other ranks."""
         for name, chunks in self._chunks.items():
             for layer in (layer for chunk in chunks for layer in chunk.layers):
                 disable_fsdp_hooks(layer, name, replica_ranks(self.plan, name, self.rank))
-        here = {id(part) for layer in all_layers(self._chunks) for part in layer.modules()}
+        on_this_rank = {id(part) for layer in all_layers(self._chunks) for part in layer.modules()}
         for name, blocks in self.encoders.items():
             for block in blocks:
-                if id(block) not in here:
+                if id(block) not in on_this_rank:
                     reject_wrapped(block, f"encoders.{name}")
 
     def _gather_frozen(self) -> None:
-        """No line does: all ranks, in one order, before the program. They stay whole."""
+        """Gathers frozen modules, for which the program has no lines; they stay unsharded."""
         for module in self._frozen:
             module.unshard()
 
-    def _make_replicas_equal(self) -> None:
-        """As DDP does: gradients are shared, so parameters must be. What is sharded has one owner."""
+    def _broadcast_parameters(self) -> None:
+        """Broadcasts parameters and buffers of the first replica, as DDP does; shards have one owner."""
         for name, chunks in self._chunks.items():
             group = self._groups.get(f"{name}.dp")
             if group is None:
@@ -196,24 +189,28 @@ class FillSchedule:
         device = self.plan.ranks.class_of(self.rank)
         chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
         for name, blocks in self.encoders.items():
-            first, end = _cut(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
-            chunks[name] = (SegmentedChunk([[make_block(block)] for block in blocks[first:end]]),)
-        found: list[Segment] = [make_block(stage) for stage in self.stages]
+            first, end = _block_range(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
+            chunks[name] = (SegmentedChunk([[make_segment(block)] for block in blocks[first:end]]),)
+        segments: list[Segment] = [make_segment(stage) for stage in self.stages]
         if self.is_last:
-            found[-1] = _WithLoss(make_block(self.stages[-1]), self.loss_fn)
-        return {**chunks, LLM: tuple(SegmentedChunk([[part]], opaque=True) for part in found)}
+            segments[-1] = _LossSegment(make_segment(self.stages[-1]), self.loss_fn)
+        return {**chunks, LLM: tuple(SegmentedChunk([[segment]], opaque=True) for segment in segments)}
 
-    def _ready(self, batch: _Batch) -> Executor:
-        """The executor; at the first step ranks tell each other the shapes of what travels."""
+    def _prepared_executor(self, batch: _SplitBatch) -> Executor:
+        """Returns the executor; before the first step ranks exchange the shapes of messages."""
         if self._executor is None:
-            pieces = {
+            encoder_microbatches = {
                 name: (batch.inputs(name, 0)[0], self.plan.modules[name].pieces) for name in self.encoders
             }
             for module in self._sharded:
-                module.unshard()  # all replicas together: a survey runs where it is told to
+                module.unshard()  # a collective: profiling itself runs on one rank at a time
             with torch.no_grad():
-                seen = profile_stages(
-                    self.stages, self.encoders, batch.inputs(LLM, 0), pieces, pp=self.plan.ranks.llm.pp
+                profiles = profile_stages(
+                    self.stages,
+                    self.encoders,
+                    batch.inputs(LLM, 0),
+                    encoder_microbatches,
+                    pp=self.plan.ranks.llm.pp,
                 )
             for module in self._sharded:
                 end_fsdp_forward(module)
@@ -221,7 +218,7 @@ class FillSchedule:
                 self.plan,
                 self._groups,
                 self._chunks,
-                _shapes(self.plan, seen),
+                _message_specs(self.plan, profiles),
                 device=self._device,
                 bucket_type=partial(make_bucket, self._sharded),
             )
@@ -229,59 +226,60 @@ class FillSchedule:
 
     @property
     def _device(self) -> torch.device:
-        parameters = (p for stage in self.stages for p in stage.parameters())
-        found = next(parameters, None)
-        return torch.device("cpu") if found is None else found.device
+        parameter = next((p for stage in self.stages for p in stage.parameters()), None)
+        return torch.device("cpu") if parameter is None else parameter.device
 
     # ------------------------------------------------------------------------ data
 
-    def _batch(self, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor], target: Tensor | None) -> _Batch:
+    def _batch(
+        self, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor], target: Tensor | None
+    ) -> _SplitBatch:
         if set(inputs) != set(self.encoders):
             raise UserError(
                 field="step",
                 problem=f"has inputs for {sorted(inputs)}, and the encoders are {sorted(self.encoders)}",
                 hint="give one keyword argument per encoder, on every rank",
             )
-        batch = _Batch(self.plan, args, inputs, target)
-        given = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-        given |= {f"argument {at}": tuple(tensor.shape) for at, tensor in enumerate(args)}
-        self._shapes = self._shapes or given
-        if given != self._shapes:
+        batch = _SplitBatch(self.plan, args, inputs, target)
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        shapes |= {f"argument {at}": tuple(tensor.shape) for at, tensor in enumerate(args)}
+        self._input_shapes = self._input_shapes or shapes
+        if shapes != self._input_shapes:
             raise UserError(
                 field="step",
-                problem=f"has shapes {given}, and the first step had {self._shapes}",
-                hint="pad batches to one shape: what travels between ranks has a fixed size",
+                problem=f"has shapes {shapes}, and the first step had {self._input_shapes}",
+                hint="pad batches to one shape: messages between ranks have a fixed size",
             )
         return batch
 
     def _result(
         self, executor: Executor, losses: list[Tensor] | None, *, return_outputs: bool
     ) -> Tensor | None:
-        made = dict(executor.outputs)
+        outputs = [output for _, output in sorted(executor.outputs.items())]
         executor.outputs.clear()
         if losses is not None:
-            losses[:] = [made[microbatch][0] for microbatch in sorted(made)]
-        if not made or not return_outputs:
+            losses[:] = [loss for loss, _ in outputs]
+        if not outputs or not return_outputs:
             return None
-        return torch.cat([made[microbatch][1] for microbatch in sorted(made)])
+        return torch.cat([output for _, output in outputs])
 
 
-class _Batch:
-    """A batch divided along its first dimension, as torch's schedules divide it."""
+class _SplitBatch:
+    """A batch split along its first dimension, as torch's schedules split it."""
 
     def __init__(
         self, plan: Plan, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor], target: Tensor | None
     ) -> None:
         count = plan.microbatches
         self._inputs: dict[str, list[tuple[Tensor, ...]]] = {
-            name: [(part,) for part in _divided(name, inputs[name], count * module.pieces)]
+            name: [(part,) for part in _split(name, inputs[name], count * module.pieces)]
             for name, module in plan.encoders.items()
         }
-        parts = [_divided(f"argument {at}", argument, count) for at, argument in enumerate(args)]
+        parts = [_split(f"argument {at}", argument, count) for at, argument in enumerate(args)]
         self._inputs[LLM] = [tuple(part[i] for part in parts) for i in range(count)]
-        targets = [None] * count if target is None else _divided("target", target, count)
+        targets = [None] * count if target is None else _split("target", target, count)
         scale = 1.0 / (count * plan.ranks.llm.dp)
-        self._targets = [_Target(target=each, scale=scale) for each in targets]
+        self._targets: list[Target] = [(labels, scale) for labels in targets]
 
     def inputs(self, module: str, microbatch: int) -> State:
         return self._inputs[module][microbatch]
@@ -290,7 +288,7 @@ class _Batch:
         return self._targets[microbatch] if module == LLM else None
 
 
-def _divided(name: str, tensor: Tensor, count: int) -> list[Tensor]:
+def _split(name: str, tensor: Tensor, count: int) -> list[Tensor]:
     if tensor.shape[0] % count:
         raise UserError(
             field=f"step: {name}",
@@ -301,8 +299,8 @@ def _divided(name: str, tensor: Tensor, count: int) -> list[Tensor]:
     return list(tensor.chunk(count))
 
 
-def _cut(module: PlannedModule, stage: int) -> tuple[int, int]:
-    """The blocks of an encoder that one of its stages runs."""
+def _block_range(module: PlannedModule, stage: int) -> tuple[int, int]:
+    """Returns the first and end block of an encoder stage."""
     ends = [0, *accumulate(chunk.layers for chunk in module.chunks)]
     return ends[stage], ends[stage + 1]
 
@@ -336,8 +334,8 @@ def _check_modules(
 
 
 def _check_plan(plan: Plan) -> None:
-    """The same plan on every rank, for as many as there are, and one that holds."""
-    refuse_unsupported(plan)
+    """Raises unless the plan holds, is for this world size, and is the same on every rank."""
+    reject_unsupported(plan)
     world = dist.get_world_size()
     if plan.ranks.world != world:
         raise UserError(
@@ -355,18 +353,21 @@ def _check_plan(plan: Plan) -> None:
     digests: list[Any] = [None] * world
     dist.all_gather_object(digests, plan_digest(plan))
     if len(set(digests)) > 1:
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         raise UserError(
             field="plan",
-            problem=f"is another on ranks {others} than on rank 0",
-            hint="make it from the same times on every rank; survey gives them to all",
+            problem=f"is another on ranks {different} than on rank 0",
+            hint="make it from the same times on every rank; profile_stages gives them to all",
         )
 
 
-def _shapes(plan: Plan, seen: StageProfiles) -> MessageSpecs:
-    inputs: dict[str, list[tuple[TensorSpec, ...]]] = {LLM: [(), *(look.output for look in seen.stages[:-1])]}
+def _message_specs(plan: Plan, profiles: StageProfiles) -> MessageSpecs:
+    inputs: dict[str, list[tuple[TensorSpec, ...]]] = {
+        LLM: [(), *(profile.output for profile in profiles.stages[:-1])]
+    }
     for name, module in plan.encoders.items():
-        looks = seen.encoders[name]
-        firsts = [_cut(module, stage)[0] for stage in range(module.layout.pp)]
-        inputs[name] = [looks[first - 1].output if first else () for first in firsts]
-    return MessageSpecs(inputs=inputs, rows={name: looks[-1].output for name, looks in seen.encoders.items()})
+        blocks = profiles.encoders[name]
+        firsts = [_block_range(module, stage)[0] for stage in range(module.layout.pp)]
+        inputs[name] = [blocks[first - 1].output if first else () for first in firsts]
+    rows = {name: blocks[-1].output for name, blocks in profiles.encoders.items()}
+    return MessageSpecs(inputs=inputs, rows=rows)

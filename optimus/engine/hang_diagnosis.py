@@ -1,4 +1,4 @@
-"""Finds, in what ranks posted about themselves, the rank that all others wait for."""
+"""Finds, in the statuses that ranks published, the rank that all others wait for."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MOST_READ = 64  # posts that one rank follows, in worlds too large to read all
-MOST_NAMED = 8  # ranks written out in one sentence
+MAX_STATUSES_READ = 64  # by one rank, in worlds too large to read all
+MAX_RANKS_NAMED = 8  # in one sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """What a rank says that it is doing."""
+    """What a rank was doing when it last published its status."""
 
     rank: int
-    beat: int  # grows with every post
+    beat: int  # statuses published
     count: int  # ops begun
     op: str  # empty between ops
     for_s: float
@@ -26,135 +26,141 @@ class RankStatus:
 
     @property
     def where(self) -> str:
-        """Its op in words, to follow a verb."""
+        """The op as a phrase that follows a verb."""
         return f"in {self.op}" if self.op else "between ops"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields for JSON."""
         return asdict(self)
 
     def as_json(self) -> str:
-        """For the store."""
+        """Returns the value under the rank's key in the store."""
         return json.dumps(self.as_dict())
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus:
-        """From the store."""
+        """Reads the value under a rank's key in the store."""
         fields = json.loads(text)
         return cls(**{**fields, "waits_for": tuple(fields["waits_for"])})
 
 
-Posts = Mapping[int, RankStatus | None]
+Statuses = Mapping[int, RankStatus | None]
 
 
-def behind(
-    posts: dict[int, RankStatus | None], rank: int, read: Callable[[int], RankStatus | None]
+def read_blocking_ranks(
+    statuses: dict[int, RankStatus | None], rank: int, read: Callable[[int], RankStatus | None]
 ) -> dict[int, RankStatus | None]:
-    """Adds posts of those that `rank` waits for, directly or not; at most `MOST_READ`, nearest first.
+    """Adds statuses of ranks that `rank` waits for, directly or not, nearest first.
 
-    One of each in turn: who waits for many replicas does not keep us from following a chain of stages.
+    At most `MAX_STATUSES_READ` are read. Each rank's list is read in turn with the others, so that hundreds
+    of DP replicas in one list do not hide a chain of pipeline stages.
     """
-    queue = deque([_named_by(posts[rank])])
-    while queue and len(posts) <= MOST_READ:
-        named = queue.popleft()
-        other = next((one for one in named if one not in posts), None)
+    queue = deque([_ranks_awaited_by(statuses[rank])])
+    while queue and len(statuses) <= MAX_STATUSES_READ:
+        awaited = queue.popleft()
+        other = next((rank for rank in awaited if rank not in statuses), None)
         if other is not None:
-            posts[other] = read(other)
-            queue += [_named_by(posts[other]), named]
-    return posts
+            statuses[other] = read(other)
+            queue += [_ranks_awaited_by(statuses[other]), awaited]
+    return statuses
 
 
-def _named_by(post: RankStatus | None) -> Iterator[int]:
-    return iter(() if post is None else post.waits_for)
+def _ranks_awaited_by(status: RankStatus | None) -> Iterator[int]:
+    return iter(() if status is None else status.waits_for)
 
 
-def diagnose_hang(rank: int, before: Posts, after: Posts) -> tuple[str, bool]:
-    """What holds `rank` up, in words, and whether that makes progress; from posts of two moments."""
-    reached = _reached(rank, before, after)
-    ends = [one for one in reached if _stopped(one, before, after) or not _waits(after[one])]
-    if not ends:
-        return _no_end(reached, after), False
-    progress = all(_progresses(one, before, after) for one in ends)
-    return "\n".join(_end(one, before, after) for one in sorted(ends)[:MOST_NAMED]), progress
+def diagnose_hang(rank: int, before: Statuses, after: Statuses) -> tuple[str, bool]:
+    """Reports what blocks `rank`, from statuses of two moments; also returns whether that makes progress."""
+    reached = _reached_from(rank, before, after)
+    causes = [one for one in reached if _stopped(one, before, after) or not _waits(after[one])]
+    if not causes:
+        return _report_cycle(reached, after), False
+    progress = all(_progresses(one, before, after) for one in causes)
+    return "\n".join(_report_cause(one, before, after) for one in sorted(causes)[:MAX_RANKS_NAMED]), progress
 
 
-def _reached(rank: int, before: Posts, after: Posts) -> list[int]:
-    """`rank` and those it waits for, directly or through ranks that are alive."""
+def _reached_from(rank: int, before: Statuses, after: Statuses) -> list[int]:
+    """Returns `rank` and the ranks it waits for, directly or through ranks that are alive."""
     reached = [rank]
     for one in reached:
-        post = after.get(one)
-        if post is None or _stopped(one, before, after):
+        status = after.get(one)
+        if status is None or _stopped(one, before, after):
             continue
-        reached.extend(other for other in post.waits_for if other in after and other not in reached)
+        reached.extend(other for other in status.waits_for if other in after and other not in reached)
     return reached
 
 
-def _waits(post: RankStatus | None) -> bool:
-    return post is not None and bool(post.waits_for) and not post.error
+def _waits(status: RankStatus | None) -> bool:
+    return status is not None and bool(status.waits_for) and not status.error
 
 
-def _stopped(rank: int, before: Posts, after: Posts) -> bool:
+def _stopped(rank: int, before: Statuses, after: Statuses) -> bool:
     earlier, later = before.get(rank), after.get(rank)
     if later is None:
         return True
     return earlier is not None and earlier.beat == later.beat and not later.error
 
 
-def _progresses(rank: int, before: Posts, after: Posts) -> bool:
+def _progresses(rank: int, before: Statuses, after: Statuses) -> bool:
     earlier, later = before.get(rank), after.get(rank)
     return earlier is not None and later is not None and later.count > earlier.count and not later.error
 
 
-def _end(rank: int, before: Posts, after: Posts) -> str:
-    post = after[rank]
-    waiting = _waiting_for(rank, before, after)
+def _report_cause(rank: int, before: Statuses, after: Statuses) -> str:
+    waiting = _ranks_waiting_for(rank, before, after)
     tail = ""
     if waiting:
         tail = f": {format_ranks(tuple(waiting))} {'waits' if len(waiting) == 1 else 'wait'} for it"
-    direct = [one for one in waiting if (at := after[one]) is not None and rank in at.waits_for]
-    for one in (direct + [one for one in waiting if one not in direct])[:MOST_NAMED]:
-        waits = after[one]
-        assert waits is not None
-        whom = format_ranks(waits.waits_for)
-        tail += f"; rank {one} has waited {waits.for_s:.1f} s in {waits.op} for {whom}"
-    if post is None:
+    direct = [one for one in waiting if (status := after[one]) is not None and rank in status.waits_for]
+    for one in (direct + [one for one in waiting if one not in direct])[:MAX_RANKS_NAMED]:
+        tail += _report_wait(after[one])
+    status = after[rank]
+    if status is None:
         return f"rank {rank} stopped before its first op{tail}"
-    if post.error:
-        return f"rank {rank} failed {post.where} ({post.error}){tail}"
+    if status.error:
+        return f"rank {rank} failed {status.where} ({status.error}){tail}"
     if _stopped(rank, before, after):
-        return f"rank {rank} stopped {post.where}{tail}"
-    return f"rank {rank} has been {post.where} for {post.for_s:.1f} s and waits for nobody{tail}"
+        return f"rank {rank} stopped {status.where}{tail}"
+    return f"rank {rank} has been {status.where} for {status.for_s:.1f} s and waits for no other rank{tail}"
 
 
-def _waiting_for(rank: int, before: Posts, after: Posts) -> list[int]:
-    """All that are alive and wait for `rank`, directly or through others."""
+def _report_wait(status: RankStatus | None) -> str:
+    assert status is not None
+    awaited = format_ranks(status.waits_for)
+    return f"; rank {status.rank} has waited {status.for_s:.1f} s in {status.op} for {awaited}"
+
+
+def _ranks_waiting_for(rank: int, before: Statuses, after: Statuses) -> list[int]:
+    """Returns all ranks that are alive and wait for `rank`, directly or through others."""
     waiting: list[int] = []
     for target in (queue := [rank]):
-        for one, post in after.items():
-            if one == rank or one in waiting or post is None or _stopped(one, before, after):
+        for one, status in after.items():
+            if one == rank or one in waiting or status is None or _stopped(one, before, after):
                 continue
-            if target in post.waits_for:
+            if target in status.waits_for:
                 waiting.append(one)
                 queue.append(one)
     return sorted(waiting)
 
 
-def _no_end(reached: list[int], after: Posts) -> str:
-    """They wait in a circle, or in a chain longer than was followed."""
-    words = f"{format_ranks(tuple(sorted(reached)))} wait for each other"
-    posts = [post for one in reached if (post := after[one]) is not None]
-    beyond = [other for post in posts for other in post.waits_for if other not in after]
-    if beyond:
-        words = f"{format_ranks(tuple(reached))} wait; in the end for rank {beyond[-1]}, which was not asked"
-    for post in sorted(posts, key=lambda post: -post.for_s)[:MOST_NAMED]:  # who stood first may be to blame
-        others = format_ranks(post.waits_for)
-        words += f"; rank {post.rank} has waited {post.for_s:.1f} s in {post.op} for {others}"
-    return words
+def _report_cycle(reached: list[int], after: Statuses) -> str:
+    """Reports ranks that wait in a cycle, or in a chain longer than was read."""
+    statuses = [status for one in reached if (status := after[one]) is not None]
+    unread = [rank for status in statuses for rank in status.waits_for if rank not in after]
+    report = f"{format_ranks(tuple(sorted(reached)))} wait for each other"
+    if unread:
+        last = f"rank {unread[-1]}, whose status was not read"
+        report = f"{format_ranks(tuple(reached))} wait; in the end for {last}"
+    # The rank that waits longest is the likeliest cause.
+    for status in sorted(statuses, key=lambda status: -status.for_s)[:MAX_RANKS_NAMED]:
+        report += _report_wait(status)
+    return report
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """`rank 3` or `ranks 0, 1, 2`, or the first of many and their number."""
+    """Formats ranks as `rank 3`, as `ranks 0, 1, 2`, or as the first of many and their number."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    named = ", ".join(map(str, ranks[:MOST_NAMED]))
-    return f"ranks {named}" + (f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else "")
+    named = ", ".join(map(str, ranks[:MAX_RANKS_NAMED]))
+    more = len(ranks) - MAX_RANKS_NAMED
+    return f"ranks {named}" + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,13 @@
-"""Starts the ranks of a run on one host, where torchrun is more than is needed, and ends them together."""
+"""Starts the ranks of a run on one host, without torchrun, and ends them together.
+
+`python -m optimus.engine.launcher FOLDER` is one rank. It reads its job and plan, which the launching process
+has checked, from the folder: ranks load neither the command line nor the planner.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -14,24 +19,70 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from optimus.engine.config import TrainingConfig, TrainingSummary
 from optimus.engine.watchdog import EXIT_LOST, EXIT_REFUSED, EXIT_STALLED
 from optimus.environment import Launched, for_rank
+from optimus.errors import OptimusError
+from optimus.ir.plan import Plan
+from optimus.job.job import Job
 
+INPUTS, SUMMARY = "inputs", "summary.json"
 POLL_S = 0.02
-LAST_LINES = 20
-SECOND_HAND = (EXIT_LOST, EXIT_STALLED)  # codes of ranks that stopped because of another
+LAST_LINES = 20  # of standard error, repeated for the rank that failed first
+SECOND_HAND = (EXIT_LOST, EXIT_STALLED)  # exit codes of ranks that stopped because of another
+
+
+# ---------------------------------------------------------------------------- training
+
+
+def launch_training(
+    job: Job, plan: Plan, plan_hash: str, config: TrainingConfig, folder: Path
+) -> tuple[int, TrainingSummary | None]:
+    """Trains a checked plan; returns the exit code and, if that is 0, the summary.
+
+    Only this user may write to `folder`: ranks unpickle a file in it, which can run code.
+    """
+    (folder / INPUTS).write_bytes(pickle.dumps((job, plan, plan_hash, config)))
+    code = launch("optimus.engine.launcher", [str(folder)], plan.ranks.world)
+    return code, TrainingSummary.load(folder / SUMMARY) if code == 0 else None
+
+
+def train_as_rank(folder: Path) -> int:
+    """Trains one rank in this process; rank 0 saves the summary."""
+    job, plan, plan_hash, config = pickle.loads((folder / INPUTS).read_bytes())
+    from optimus.engine.rendezvous import first_to_report
+    from optimus.engine.trainer import train_rank
+
+    try:
+        summary = train_rank(job, plan, plan_hash, config)
+    except OptimusError as error:
+        if first_to_report(str(error)):
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+        else:
+            time.sleep(0.3)  # until the other rank has printed it: the first rank to exit ends all
+        return EXIT_REFUSED
+    if summary.rank == 0:
+        summary.save(folder / SUMMARY)
+    return 0
+
+
+# ---------------------------------------------------------------------------- processes
 
 
 @dataclass(kw_only=True)
-class _Rank:
+class _RankProcess:
+    """A rank's process, and the thread that forwards its standard error."""
+
     rank: int
     process: subprocess.Popen[bytes]
     last_lines: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     reader: threading.Thread | None = None
 
-    def pass_on(self) -> None:
-        """Forwards what the rank writes to standard error, line by line, and remembers the end of it."""
+    def forward_stderr(self) -> None:
+        """Forwards standard error line by line, and keeps the last lines."""
         assert self.process.stderr is not None
         with self.process.stderr as lines:
             for line in lines:
@@ -39,7 +90,7 @@ class _Rank:
                 os.write(2, b"[%d] %s" % (self.rank, line))
 
     def signal(self, number: int) -> None:
-        """To the rank and what it started: each rank leads a process group of its own."""
+        """Signals the rank and its children: each rank leads a process group of its own."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -49,17 +100,17 @@ class _Rank:
 def launch(
     entry: str, args: Sequence[str], ranks: int, *, grace_s: float = 0.5, timeout_s: float = 60.0
 ) -> int:
-    """Runs `python -m entry args` as `ranks` processes; 0, or the exit code of the rank that failed first.
+    """Runs `python -m entry args` as `ranks` processes; returns 0, or the code of the rank that failed first.
 
-    When a rank fails, or this process is interrupted (Ctrl-C, SIGTERM), the others are told, and killed after
-    `grace_s`. A rank that a signal ended counts as 128 + its number, as in a shell. Standard output is
-    shared, standard error goes through here. The store listens on loopback only; it is made, and torch
-    loaded for it, while the ranks load torch themselves.
+    When a rank fails, or this process is interrupted (Ctrl-C, SIGTERM), the others are terminated, and killed
+    after `grace_s`. A rank that a signal ended counts as 128 + its number, as in a shell. Standard output is
+    shared, standard error is forwarded. The store listens on loopback only; it is created, and torch loaded
+    for it, while the ranks load torch themselves.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listening.getsockname()[1]
     run_id = uuid.uuid4().hex[:12]
-    running: list[_Rank] = []
+    running: list[_RankProcess] = []
     with _interruptions() as interruptions:
         try:
             for rank in range(ranks):
@@ -75,7 +126,9 @@ def launch(
                     store_is_hosted=True,
                 )
                 running.append(_start(entry, args, place))
-            store = _store_on(listening, timeout_s)
+            from optimus.engine.rendezvous import host_store  # loads torch
+
+            store = host_store(listening, timeout_s)
             failed = _wait(running, interruptions)
             del store  # not before the ranks have ended
         finally:
@@ -86,7 +139,7 @@ def launch(
     return 0 if failed is None else _report(failed)
 
 
-def _start(entry: str, args: Sequence[str], place: Launched) -> _Rank:
+def _start(entry: str, args: Sequence[str], place: Launched) -> _RankProcess:
     process = subprocess.Popen(
         [sys.executable, "-m", entry, *args],
         env=for_rank(place),
@@ -95,43 +148,43 @@ def _start(entry: str, args: Sequence[str], place: Launched) -> _Rank:
         process_group=0,  # Ctrl-C reaches only this process, which forwards it
     )
     _pin(process.pid, place.rank, place.world)
-    rank = _Rank(rank=place.rank, process=process)
-    rank.reader = threading.Thread(target=rank.pass_on, daemon=True)
+    rank = _RankProcess(rank=place.rank, process=process)
+    rank.reader = threading.Thread(target=rank.forward_stderr, daemon=True)
     rank.reader.start()
     return rank
 
 
 def _pin(pid: int, rank: int, ranks: int) -> None:
-    """Gives each rank its share of the cores that we may use; one, in turn, if there are not enough."""
+    """Gives each rank its share of the usable cores; one, in turn, if there are not enough."""
     if not hasattr(os, "sched_setaffinity"):
         return
     cores = sorted(os.sched_getaffinity(0))
     first, last = rank * len(cores) // ranks, (rank + 1) * len(cores) // ranks
-    mine = cores[first:last] if len(cores) >= ranks else [cores[rank % len(cores)]]
+    share = cores[first:last] if len(cores) >= ranks else [cores[rank % len(cores)]]
     try:
-        os.sched_setaffinity(pid, mine)
+        os.sched_setaffinity(pid, share)
     except ProcessLookupError:  # it has already ended
         pass
 
 
 @contextmanager
 def _interruptions() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that nothing ends before the ranks have."""
+    """Collects SIGINT and SIGTERM, so that this process does not end before the ranks."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda got, _: received.append(got)) for number in numbers]
+    handlers = [signal.signal(number, lambda got, _: received.append(got)) for number in numbers]
     try:
         yield received
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
 
 
-def _wait(running: list[_Rank], interruptions: list[int]) -> _Rank | None:
-    """The rank that failed first, or None if all ended well; of several, one that stopped by itself."""
+def _wait(running: list[_RankProcess], interruptions: list[int]) -> _RankProcess | None:
+    """Returns the rank that failed first, or None; of several, one that did not stop because of another."""
     while not interruptions:
         codes = [rank.process.poll() for rank in running]
         failed = [rank for rank, code in zip(running, codes, strict=True) if code]
@@ -143,14 +196,8 @@ def _wait(running: list[_Rank], interruptions: list[int]) -> _Rank | None:
     return None
 
 
-def _store_on(listening: socket.socket, timeout_s: float) -> object:
-    from optimus.engine.rendezvous import host_store  # loads torch
-
-    return host_store(listening, timeout_s)
-
-
-def _end(running: list[_Rank], grace_s: float) -> None:
-    """Ends what still runs: asks (not by SIGINT, of which Python speaks at length), then kills."""
+def _end(running: list[_RankProcess], grace_s: float) -> None:
+    """Terminates what still runs (not by SIGINT, for which Python prints a traceback), then kills it."""
     for rank in running:
         if rank.process.poll() is None:
             rank.signal(signal.SIGTERM)
@@ -166,11 +213,15 @@ def _end(running: list[_Rank], grace_s: float) -> None:
             rank.reader.join(1.0)
 
 
-def _report(failed: _Rank) -> int:
+def _report(failed: _RankProcess) -> int:
     code = int(failed.process.returncode)
-    if code == EXIT_REFUSED:  # it has said all there is to say
+    if code == EXIT_REFUSED:  # its message is complete
         return code
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     lines = b"".join(b"  " + line for line in failed.last_lines) or b"  (none)\n"
     os.write(2, b"rank %d failed first: it %s; its last lines:\n%s" % (failed.rank, how.encode(), lines))
     return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(train_as_rank(Path(sys.argv[1])))

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus.engine.executor import Executor, Recorder
-from optimus.engine.optimizer import DistributedOptimizer
+from optimus.engine.distributed_optimizer import DistributedOptimizer
+from optimus.engine.executor import Executor
 from optimus.engine.torch_private import on_storage_resize
 from optimus.ir.op import Ints, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
+from optimus.protocols import Recorder
 from optimus.verify.memory_replay import ACTIVATIONS
 
 LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(len(ACTIVATIONS))
@@ -144,7 +145,7 @@ def states_of(parameters: Sequence[Tensor], optimizer: DistributedOptimizer) -> 
     moments = [each for state in kept.values() for each in state.values() if torch.is_tensor(each)]
     return {
         "parameters": list(parameters),
-        "gradients": [bucket.gradients for bucket in buckets],
+        "gradients": [bucket.grad_buffer for bucket in buckets],
         "optimizer": [*(bucket.master for bucket in buckets), *moments],
     }
 

@@ -8,11 +8,11 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
-from optimus.engine.compile import Batch
 from optimus.engine.config import MemoryUse
 from optimus.engine.memory_tracker import MemoryTracker, states_of, total_bytes
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.plan import Plan
+from optimus.protocols import Batch
 from optimus.verify.memory_replay import ACTIVATIONS, bytes_along
 
 BESIDE = ("working", "logits")  # planned as always there, and counted with whoever makes them
@@ -24,7 +24,8 @@ def count_step(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None, MemoryUs
     executor, parameters = rank.executor, rank.parameters
     assert rank.optimizer is not None
     states = states_of(parameters, rank.optimizer)
-    with executor.side.waiting(), MemoryTracker(executor, chain.from_iterable(states.values())) as counter:
+    state_tensors = chain.from_iterable(states.values())
+    with executor.side_stream.inline(), MemoryTracker(executor, state_tensors) as counter:
         loss = executor.step(batch)
     held = {name: total_bytes(tensors) for name, tensors in states.items()}
     dtype = str(parameters[0].dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Tensors on their way: from one op to the next on this rank, or to and from another rank."""
+"""Passes tensors from op to op: on this rank through a mailbox, between ranks by point-to-point messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-Key = tuple[str, str, int, int]  # what it is, module, virtual stage that gets it, microbatch
+Key = tuple[
+    str, str, int, int
+]  # payload (forward, backward or rows), module, receiving virtual stage, microbatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Shape and type of a tensor that travels: fixed, so that no size travels with it."""
+    """Shape and dtype of a message. Both are fixed by the plan, so no message carries its size."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,110 +30,106 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-class Pending:
-    """A receive that was posted."""
-
-    __slots__ = ("tensors", "works")
-
-    def __init__(self, tensors: tuple[Tensor, ...], works: list[dist.Work]) -> None:
-        self.tensors, self.works = tensors, works
-
-
 class _PendingSends:
-    """Tensors that are being sent: kept until they have arrived.
+    """Tensors of sends that have not completed, kept alive until they have.
 
-    gloo tells that a send is over only to who waits for it, so a thread does.
+    A send over gloo completes only when something waits for it, so a thread waits.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[dist.Work | Future[bool], Tensor]] = deque()
-        self._awaited: SimpleQueue[tuple[dist.Work, Future[bool]] | None] | None = None
+        self._pending: deque[tuple[dist.Work | Future[bool], Tensor]] = deque()
+        self._to_wait_for: SimpleQueue[tuple[dist.Work, Future[bool]] | None] | None = None
 
     def add(self, work: dist.Work, tensor: Tensor, group: dist.ProcessGroup) -> None:
         backend = dist.get_backend(group)
         if backend == "fake":
-            return  # a dry run: nobody takes it
+            return  # a dry run: nothing reads it
         if backend != "gloo":
-            self._kept.append((work, tensor))
+            self._pending.append((work, tensor))
             return
-        over: Future[bool] = Future()
-        if self._awaited is None:
-            self._awaited = SimpleQueue()
-            Thread(target=_await_all, args=(self._awaited,), daemon=True).start()
-            finalize(self, self._awaited.put, None)
-        self._awaited.put((work, over))
-        self._kept.append((over, tensor))
+        done: Future[bool] = Future()
+        if self._to_wait_for is None:
+            self._to_wait_for = SimpleQueue()
+            Thread(target=_wait_in_order, args=(self._to_wait_for,), daemon=True).start()
+            finalize(self, self._to_wait_for.put, None)
+        self._to_wait_for.put((work, done))
+        self._pending.append((done, tensor))
 
-    def forget_arrived(self) -> None:
-        while self._kept:
-            work, _ = self._kept[0]
+    def release_completed(self) -> None:
+        """Drops tensors whose sends have completed; raises the error of one that failed."""
+        while self._pending:
+            work, _ = self._pending[0]
             if not (work.done() if isinstance(work, Future) else work.is_completed()):
                 break
-            self._kept.popleft()
+            self._pending.popleft()
             if isinstance(work, Future):
-                work.result()  # raises if it failed
+                work.result()
 
-    def finish(self) -> None:
-        while self._kept:
-            work, _ = self._kept.popleft()
+    def wait(self) -> None:
+        """Waits for all sends."""
+        while self._pending:
+            work, _ = self._pending.popleft()
             work.result() if isinstance(work, Future) else work.wait()
 
 
-def _await_all(awaited: SimpleQueue[tuple[dist.Work, Future[bool]] | None]) -> None:
-    while (given := awaited.get()) is not None:
-        work, over = given
-        failed: Exception | None = None
+def _wait_in_order(works: SimpleQueue[tuple[dist.Work, Future[bool]] | None]) -> None:
+    while (entry := works.get()) is not None:
+        work, done = entry
+        failure: Exception | None = None
         try:
             work.wait()
-        except Exception as error:  # for whoever asks how it ended
-            failed = error
-        del given, work  # first: a work that outlives its group ends the process badly
-        over.set_result(True) if failed is None else over.set_exception(failed)
-        del over
+        except Exception as error:  # raised where the result is read
+            failure = error
+        del entry, work  # before the result is set: a work that outlives its group crashes the process
+        done.set_result(True) if failure is None else done.set_exception(failure)
+        del done
 
 
 class P2PMailbox:
-    """What ops of this rank hand to each other. Sends are kept alive until they have ended."""
+    """Tensors that one op leaves for another, by key; sends and receives go through it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._there: dict[Key, tuple[Tensor, ...] | Pending] = {}
-        self._sent = _PendingSends()
-        # On a GPU a receive starts after what its stream holds when it is posted: on one of its own, nothing.
-        self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._computing = None if self._receiving is None else torch.cuda.current_stream(device)
+        self._tensors: dict[Key, tuple[Tensor, ...]] = {}
+        self._receives: dict[Key, list[dist.Work]] = {}  # posted, not yet waited for
+        self._sends = _PendingSends()
+        # NCCL starts a receive after what its stream holds when it is posted: an own stream holds nothing.
+        self._recv_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._compute_stream = None if self._recv_stream is None else torch.cuda.current_stream(device)
 
     def put(self, key: Key, tensors: tuple[Tensor, ...]) -> None:
-        self._there[key] = tensors
+        self._tensors[key] = tensors
 
     def take(self, key: Key) -> tuple[Tensor, ...]:
-        """The tensors under a key, once; waits for a receive."""
-        found = self._there.pop(key)
-        if isinstance(found, Pending):
-            for work in found.works:
+        """Removes and returns the tensors under a key; waits for their receive, if there is one."""
+        tensors = self._tensors.pop(key)
+        works = self._receives.pop(key, None)
+        if works is not None:
+            for work in works:
                 work.wait()
-            if self._computing is not None:
-                # Also where it is taken beside the program: what is handed on as it came is read by compute.
-                for tensor in found.tensors:
+            if self._compute_stream is not None:
+                # A side stream may take a message and pass it on unchanged, then compute reads it.
+                for tensor in tensors:
                     tensor.record_stream(torch.cuda.current_stream(self.device))
-                    tensor.record_stream(self._computing)
-            return found.tensors
-        return found
+                    tensor.record_stream(self._compute_stream)
+        return tensors
 
-    def send(self, key: Key, other: int, group: dist.ProcessGroup) -> None:
-        self._sent.forget_arrived()
+    def send(self, key: Key, peer: int, group: dist.ProcessGroup) -> None:
+        """Sends the tensors under a key to another rank."""
+        self._sends.release_completed()
         for tensor in self.take(key):
-            whole = tensor.contiguous()
-            self._sent.add(dist.isend(whole, other, group), whole, group)
+            message = tensor.contiguous()
+            self._sends.add(dist.isend(message, peer, group), message, group)
 
-    def receive(self, key: Key, specs: tuple[TensorSpec, ...], other: int, group: dist.ProcessGroup) -> None:
-        """Posts a receive; whoever takes it waits."""
-        self._sent.forget_arrived()
-        with nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving):
+    def receive(self, key: Key, specs: tuple[TensorSpec, ...], peer: int, group: dist.ProcessGroup) -> None:
+        """Posts a receive; `take` waits for it."""
+        self._sends.release_completed()
+        with nullcontext() if self._recv_stream is None else torch.cuda.stream(self._recv_stream):
             tensors = tuple([spec.empty(self.device) for spec in specs])
-            self._there[key] = Pending(tensors, [dist.irecv(tensor, other, group) for tensor in tensors])
+            self._receives[key] = [dist.irecv(tensor, peer, group) for tensor in tensors]
+        self._tensors[key] = tensors
 
     def finish(self) -> None:
-        """Waits for all sends. What nobody took is an error of the program."""
-        self._sent.finish()
-        assert not self._there, f"left behind: {sorted(self._there)}"
+        """Waits for all sends and checks that every tensor was taken."""
+        self._sends.wait()
+        assert not self._tensors, f"left behind: {sorted(self._tensors)}"

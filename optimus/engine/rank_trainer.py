@@ -1,6 +1,6 @@
-"""One rank of a run, ready to step: its part of the model, its optimizer, its program bound, and its data.
+"""Builds one rank of a job, ready to step: its part of the model, its optimizer, its executor and its data.
 
-`trainer` and benches run it among others; `dry_run` by itself, at full size and without numbers.
+The trainer and benchmarks step it among other ranks; a dry run steps it alone, at full size on fake tensors.
 """
 
 from __future__ import annotations
@@ -13,56 +13,59 @@ from torch import Tensor
 
 from optimus.engine.batch_plan import BatchPlan, plan_batch
 from optimus.engine.batches import RankBatch
+from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.build_rank import build_rank
 from optimus.engine.config import TrainingConfig
-from optimus.engine.distributed_optimizer import ShardedBucket
-from optimus.engine.executor import Executor, Recorder
-from optimus.engine.optimizer import DistributedOptimizer
+from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
+from optimus.engine.executor import Executor
 from optimus.engine.process_groups import ProcessGroups
-from optimus.engine.replicated_buckets import ReplicatedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.models.kernels import KERNELS, Kernels, Numerics
+from optimus.protocols import Dataset, Recorder
 
 
 class RankTrainer:
-    """The only builder of a rank from a job; every rank passes the same job, plan and training.
+    """A rank built from a job; every rank passes the same job, plan and configuration.
 
-    `groups` say which rank it is. `bucket_type` says how parameters are gathered and gradients reduced: with
-    `ReplicatedBucket` there is no `optimizer`, and the caller finds gradients in `grad`. `numerics` overrides
-    the constants of modules; with `fuse`, layers into which nothing is scheduled run as one piece.
+    `groups` determines the rank. `bucket_type` decides how parameters are gathered and gradients reduced:
+    with `ReplicatedBucket` there is no `optimizer`, and the caller reads gradients from `grad`. `dataset` is
+    synthetic by default. `numerics` overrides constants of modules; with `fuse`, layers into which nothing is
+    scheduled run as one segment.
     """
 
     def __init__(
         self,
         job: Job,
         plan: Plan,
-        training: TrainingConfig,
+        config: TrainingConfig,
         groups: ProcessGroups,
         *,
         dtype: torch.dtype,
         device: torch.device,
+        dataset: Dataset | None = None,
         recorder: Recorder | None = None,
         kernels: Kernels = KERNELS,
         numerics: Mapping[str, Numerics] = MappingProxyType({}),
         fuse: bool = True,
         bucket_type: type[ShardedBucket] | type[ReplicatedBucket] = ShardedBucket,
     ) -> None:
-        self.job, self.plan, self.training, self.groups = job, plan, training, groups
+        self.job, self.plan, self.config, self.groups = job, plan, config, groups
         self.dtype, self.device, self._numerics = dtype, device, numerics
-        self.sequences = job.workload.sequences_per_step // plan.ranks.llm.dp // plan.microbatches
-        self.data = SyntheticDataset(job=job, seed=training.seed)
+        sequences_per_replica = job.workload.sequences_per_step // plan.ranks.llm.dp
+        self.sequences_per_microbatch = sequences_per_replica // plan.microbatches
+        self.dataset = dataset or SyntheticDataset(job=job, seed=config.seed)
         self.replica = plan.ranks.place(LLM, groups.rank).dp
         self.model = build_rank(
             job.model,
             plan,
             groups,
-            llm_tokens=self.sequences * job.workload.sequence_tokens,
+            llm_tokens=self.sequences_per_microbatch * job.workload.sequence_tokens,
             dtype=dtype,
             device=device,
-            seed=training.seed,
+            seed=config.seed,
             numerics=numerics,
             kernels=kernels,
             fuse=fuse,
@@ -71,7 +74,7 @@ class RankTrainer:
             plan,
             groups,
             self.model.chunks,
-            self.model.shapes,
+            self.model.specs,
             device=device,
             bucket_type=bucket_type,
             tied=self.model.tied,
@@ -83,13 +86,14 @@ class RankTrainer:
 
     def _make_optimizer(self) -> DistributedOptimizer:
         copies = {id(parameter) for parameter in self.model.copies}
-        buckets = [bucket for bucket in self.executor.buckets if isinstance(bucket, ShardedBucket)]
+        rank_buckets = self.executor.buckets
+        buckets = [bucket for bucket in rank_buckets if isinstance(bucket, ShardedBucket)]
         return DistributedOptimizer(
             buckets,
-            [self.executor.buckets.counted(each) for each in buckets if id(each.parameters[0]) not in copies],
-            learning_rate=self.training.learning_rate,
-            weight_decay=self.training.weight_decay,
-            clip=self.training.clip,
+            [rank_buckets.grad_for_norm(each) for each in buckets if id(each.parameters[0]) not in copies],
+            learning_rate=self.config.learning_rate,
+            weight_decay=self.config.weight_decay,
+            clip=self.config.clip,
             device=self.device,
         )
 
@@ -97,35 +101,35 @@ class RankTrainer:
     def parameters(self) -> list[Tensor]:
         return list(self.model.parameters.values())
 
-    def samples(self, step: int) -> range:
-        """Numbers of the samples of this rank's replica."""
-        own = self.sequences * self.plan.microbatches
-        first = step * self.job.workload.sequences_per_step + self.replica * own
-        return range(first, first + own)
+    def sample_numbers(self, step: int) -> range:
+        """Returns the numbers of the samples that this rank's replica trains on in a step."""
+        count = self.sequences_per_microbatch * self.plan.microbatches
+        first = step * self.job.workload.sequences_per_step + self.replica * count
+        return range(first, first + count)
 
-    def table(self, step: int) -> BatchPlan:
-        """From the sizes of samples; the same on all ranks of a replica."""
-        return plan_batch(self.plan, [self.data.sizes(number) for number in self.samples(step)])
+    def batch_plan(self, step: int) -> BatchPlan:
+        """Plans a batch from the sizes of its samples; the result is the same on all ranks of a replica."""
+        return plan_batch(self.plan, [self.dataset.sizes(number) for number in self.sample_numbers(step)])
 
     def batch(
         self,
         step: int,
-        table: BatchPlan | None = None,
-        placed: Callable[[Tensor], Tensor] | None = None,
+        batch_plan: BatchPlan | None = None,
+        place: Callable[[Tensor], Tensor] | None = None,
     ) -> RankBatch:
-        """Data of a step for this rank, on its device or where `placed` puts it."""
+        """Returns the data of a step for this rank, moved to its device or by `place`."""
         count = self.job.workload.sequences_per_step
-        labels = sum(self.data.labels(number) for number in range(step * count, (step + 1) * count))
+        labels = sum(self.dataset.labels(number) for number in range(step * count, (step + 1) * count))
         return RankBatch(
             self.job.model,
             self.plan,
             self.groups.rank,
-            table or self.table(step),
-            self.data.sample,
+            batch_plan or self.batch_plan(step),
+            self.dataset.sample,
             scale=1.0 / max(1, labels),
-            seed=self.training.seed,
+            seed=self.config.seed,
             step=step,
             dtype=self.dtype,
-            placed=placed or (lambda tensor: tensor.to(self.device, non_blocking=True)),
+            place=place or (lambda tensor: tensor.to(self.device, non_blocking=True)),
             numerics=self._numerics,
         )

@@ -1,4 +1,4 @@
-"""Brings the ranks of a run together, the first time and after every restart."""
+"""Joins the ranks of a run into the default process group, the first time and after every restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 from optimus.environment import Launched, keep_gloo_on_loopback, launched
 from optimus.errors import OptimusError, UserError
 
-FAN_OUT = 16  # ranks that one rank greets
+FAN_OUT = 16  # children of a rank in the tree that distributes the attempt's prefix
 BACKLOG = 4096  # connections that may wait for the store
 
 
@@ -28,27 +28,27 @@ class Membership:
     rank: int
     world: int
     local_rank: int
-    restart: int  # as rank 0 counts
-    store: Any  # of this attempt only: what earlier attempts left is not seen
+    restart: int  # counted by rank 0
+    store: Any  # of this attempt only: keys of earlier attempts are not seen
 
 
 class RendezvousTimeout(OptimusError):
-    """A rank waited for another that did not come in time."""
+    """A rank waited for another that did not join in time."""
 
 
-def join(*, timeout_s: float, backend: str) -> Membership:
+def join_process_group(*, timeout_s: float, backend: str) -> Membership:
     """Joins the default process group: gloo on CPU, nccl on GPU.
 
-    A restart meets the store of the attempt that died, and in it addresses of dead processes: with torch's
-    own `env://` no restart at 4 or more ranks succeeds. So each attempt works under a prefix of its own,
-    which rank 0 draws. The launcher's restart count alone does not do as a prefix: torchrun's nodes count
-    for themselves, and one that restarts because another failed does not count.
+    A restart reuses the store of the attempt that died, with addresses of dead processes in it: with torch's
+    own `env://` no restart at 4 or more ranks succeeds. So each attempt works under its own prefix, which
+    rank 0 draws. The launcher's restart count alone does not do as a prefix: torchrun's nodes count for
+    themselves, and one that restarts because another failed does not count.
 
     `timeout_s` limits joining and, on gloo, every later op of the group; torch's default is 30 minutes.
 
-    Whoever reaches the port of torchrun's store can run code in this process (it reads pickles), and
+    Any client that reaches the port of torchrun's store can run code in this process (it reads pickles), and
     TCPStore listens on all interfaces, whatever address it is given: keep such runs on an isolated network.
-    Where all ranks are on one host, gloo is kept on loopback, and so is a store that we host.
+    If all ranks are on one host, gloo is kept on loopback, and so is a store that we host.
     """
     place = launched()
     if place is None:
@@ -60,8 +60,8 @@ def join(*, timeout_s: float, backend: str) -> Membership:
     if place.one_host and backend == "gloo":
         keep_gloo_on_loopback()
     shared = _connect(place, timeout_s)
-    attempt, restart = _attempt(shared, place, timeout_s)
-    store = PrefixStore(attempt, shared)
+    prefix, restart = _agree_on_attempt(shared, place, timeout_s)
+    store = PrefixStore(prefix, shared)
     device = torch.device("cuda", place.local_rank) if backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
@@ -79,7 +79,7 @@ def join(*, timeout_s: float, backend: str) -> Membership:
 
 
 def host_store(listening: socket.socket, timeout_s: float) -> TCPStore:
-    """A store on a socket that already listens: who connected before is answered now."""
+    """Hosts a store on a socket that already listens; clients that connected before are answered now."""
     host, port = listening.getsockname()
     return TCPStore(
         host,
@@ -104,63 +104,64 @@ def _connect(place: Launched, timeout_s: float) -> TCPStore:
     )
 
 
-def _attempt(store: Any, place: Launched, timeout_s: float) -> tuple[str, int]:
-    """The prefix that rank 0 draws for this attempt, and its restart count; the same on all ranks.
+def _agree_on_attempt(store: Any, place: Launched, timeout_s: float) -> tuple[str, int]:
+    """Returns the prefix that rank 0 draws for this attempt, and its restart count; the same on all ranks.
 
-    It travels down a tree, so no rank does more than greet `FAN_OUT` others. The store may hold greetings of
-    ranks that are dead: every process therefore signs with a word of its own and is answered by that word,
-    and a rank greets until the new process behind each number has confirmed.
+    The prefix travels down a tree, so a rank contacts at most `FAN_OUT` others. The store may hold keys of
+    ranks that are dead: every process therefore registers with a random token and is answered under that
+    token, and its parent repeats the answer until the process confirms it.
     """
     greetings = PrefixStore(f"{place.run_id}/greetings", store)
     deadline = time.monotonic() + timeout_s
     if place.rank == 0:
-        name = f"{place.run_id}/{place.restart}/{uuid.uuid4().hex[:12]}"
+        prefix = f"{place.run_id}/{place.restart}/{uuid.uuid4().hex[:12]}"
         restart = place.restart
     else:
-        word = uuid.uuid4().hex
-        greetings.set(f"{place.rank}", word)
+        token = uuid.uuid4().hex
+        greetings.set(f"{place.rank}", token)
         parent = (place.rank - 1) // FAN_OUT
-        _wait(greetings, f"{place.rank}/{word}", timeout_s, f"rank {place.rank} waited for rank {parent}")
-        count, name = greetings.get(f"{place.rank}/{word}").decode().split(" ", 1)
+        _wait(greetings, f"{place.rank}/{token}", timeout_s, f"rank {place.rank} waited for rank {parent}")
+        count, prefix = greetings.get(f"{place.rank}/{token}").decode().split(" ", 1)
         restart = int(count)
-        greetings.set(f"{place.rank}/{name}", "")
+        greetings.set(f"{place.rank}/{prefix}", "")
     first = place.rank * FAN_OUT + 1
     for child in range(first, min(first + FAN_OUT, place.world)):
-        _greet(greetings, place.rank, child, f"{restart} {name}", deadline)
-    return name, restart
+        _pass_on(greetings, place.rank, child, restart, prefix, deadline)
+    return prefix, restart
 
 
-def _greet(greetings: Any, rank: int, child: int, news: str, deadline: float) -> None:
-    name = news.split(" ", 1)[1]
-    who = f"rank {rank} waited for rank {child}"
-    patience_s = 0.02
+def _pass_on(greetings: Any, rank: int, child: int, restart: int, prefix: str, deadline: float) -> None:
+    """Answers a child's registration until its process, not an earlier one, confirms the prefix."""
+    waits = f"rank {rank} waited for rank {child}"
+    confirm_s = 0.02
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise RendezvousTimeout(f"{who}, which did not come again after a restart")
-        _wait(greetings, f"{child}", left_s, who)
-        greetings.set(f"{child}/{greetings.get(f'{child}').decode()}", news)
-        give_up = time.monotonic() + min(patience_s, left_s)
-        while time.monotonic() < give_up:  # polls: a wait that times out makes TCPStore print warnings
-            if greetings.check([f"{child}/{name}"]):
+            raise RendezvousTimeout(f"{waits}, which did not join again after a restart")
+        _wait(greetings, f"{child}", left_s, waits)
+        token = greetings.get(f"{child}").decode()
+        greetings.set(f"{child}/{token}", f"{restart} {prefix}")
+        repeat_at = time.monotonic() + min(confirm_s, left_s)
+        while time.monotonic() < repeat_at:  # polls: a wait that times out makes TCPStore print warnings
+            if greetings.check([f"{child}/{prefix}"]):
                 return
             time.sleep(0.005)
-        patience_s = min(2 * patience_s, 0.5)
+        confirm_s = min(2 * confirm_s, 0.5)
 
 
-def _wait(store: Any, key: str, timeout_s: float, who: str) -> None:
+def _wait(store: Any, key: str, timeout_s: float, waits: str) -> None:
     try:
         store.wait([key], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
-        raise RendezvousTimeout(f"{who}, which did not come: has its node started?") from error
+        raise RendezvousTimeout(f"{waits}, which did not join: has its node started?") from error
 
 
-def first_to_report(words: str, *, timeout_s: float = 5.0) -> bool:
-    """Whether no other rank of this attempt has these words to say; in doubt, yes."""
+def first_to_report(text: str, *, timeout_s: float = 5.0) -> bool:
+    """Returns whether no other rank of this attempt has reported this text; True if the store fails."""
     place = launched()
     if place is None or (place.rank == 0 and not place.store_is_hosted):
         return True
-    key = f"{place.run_id}/{place.restart}/said/{hashlib.sha256(words.encode()).hexdigest()}"
+    key = f"{place.run_id}/{place.restart}/said/{hashlib.sha256(text.encode()).hexdigest()}"
     try:
         store = TCPStore(
             place.address,
@@ -174,11 +175,11 @@ def first_to_report(words: str, *, timeout_s: float = 5.0) -> bool:
         return True
 
 
-def agree(store: Any, rank: int, world: int, name: str, value: str) -> None:
+def check_agreement(store: Any, rank: int, world: int, name: str, value: str) -> None:
     """Raises the same error on all ranks unless all hold the same value; once per name and attempt.
 
-    Every rank compares with rank 0's value, so its work does not grow with the world; one that differs says
-    so for all, and the last one that does not says that all agree.
+    Every rank compares with rank 0's value, so its work does not grow with the world. A rank that differs
+    writes the result; if none does, the last rank writes that all agree.
     """
     store = PrefixStore(f"agree/{name}", store)
     if rank == 0:
@@ -189,16 +190,16 @@ def agree(store: Any, rank: int, world: int, name: str, value: str) -> None:
             store.compare_set("verdict", "", f"{rank} {value}")
         if store.add("ranks", 1) == world:
             store.compare_set("verdict", "", "all")
-        verdict = store.get("verdict").decode()
+        result = store.get("verdict").decode()
     except dist.DistStoreError as error:
         raise RendezvousTimeout(
-            f"rank {rank} waited to compare the {name}, but not all {world} ranks came"
+            f"rank {rank} waited to compare the {name}, but not all {world} ranks joined"
         ) from error
-    if verdict != "all":
-        other, theirs = verdict.split(" ", 1)
+    if result != "all":
+        other, different = result.split(" ", 1)
         raise UserError(
             field=name,
-            value=theirs,
+            value=different,
             problem=f"on rank {other} differs from {expected} on rank 0",
             hint="give all ranks the same files",
         )

@@ -1,7 +1,7 @@
-"""Collectives whose numbers are still to come: launched beside the program as soon as a message is there.
+"""Launches a collective on a side stream (GPU) or thread (CPU) once the message it reads has arrived.
 
-An op may open with a collective on what another stage sends. A plan lets other compute go on until then; so
-must a rank. On a GPU a stream of its own waits for the message and launches; on a CPU a thread does.
+An op may begin with a collective over what another stage sends. The plan lets compute of other ops continue
+until that message arrives, so the program must not wait for it either.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Run = Callable[[], None]
 
 
 class SideStream:
-    """What was begun beside the program, by any name, until somebody needs it."""
+    """Launches in flight alongside the program, by the op that they belong to."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread: ThreadPoolExecutor | None = None
-        self._begun: dict[object, Future[None]] = {}
-        self._waits = False
+        self._launches: dict[object, Future[None]] = {}
+        self._inline = False
 
-    def begin(self, name: object, run: Run) -> None:
-        """Runs what waits for a message first."""
-        if self._waits:
+    def launch(self, op: object, run: Run) -> None:
+        """Runs `run`, which waits for a message first, without blocking the program."""
+        if self._inline:
             run()
         elif self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -36,19 +36,19 @@ class SideStream:
         else:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="side")
-            self._begun[name] = self._thread.submit(copy_context().run, run)
+            self._launches[op] = self._thread.submit(copy_context().run, run)
 
-    def end(self, name: object) -> None:
-        """Until it is launched; errors of it are raised here."""
-        begun = self._begun.pop(name, None)
-        if begun is not None:
-            begun.result()
+    def wait(self, op: object) -> None:
+        """Waits until `run` has returned and raises its error, if any; on a GPU streams order the work."""
+        launch = self._launches.pop(op, None)
+        if launch is not None:
+            launch.result()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Nothing runs beside the program, for those who look at all that is made."""
-        self._waits = True
+    def inline(self) -> Iterator[None]:
+        """Runs launches within the program, so that a dispatch mode sees every tensor they allocate."""
+        self._inline = True
         try:
             yield
         finally:
-            self._waits = False
+            self._inline = False

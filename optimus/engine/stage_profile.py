@@ -1,4 +1,4 @@
-"""Looks once at modules that a user brings: what travels between them, and how long each takes."""
+"""Profiles modules that a user brings: the shapes that travel between them, and their seconds."""
 
 from __future__ import annotations
 
@@ -16,129 +16,133 @@ from torch import distributed as dist
 from optimus.engine.p2p import TensorSpec
 from optimus.ir.module_times import Seconds
 
-Specs = tuple[TensorSpec, ...]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """One stage or block: what it makes, and its seconds (0 where it was not timed, or is frozen)."""
+    """One stage or block: its outputs, and its seconds (0 if it was not timed, or is frozen)."""
 
-    output: Specs
+    output: tuple[TensorSpec, ...]
     seconds: Seconds
-    learns: bool  # whether its output wants a gradient
+    needs_backward: bool  # whether its output requires a gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfiles:
-    """All virtual stages of the LLM in order, and all blocks of every encoder."""
+    """Profiles of all virtual stages of the LLM in order, and of all blocks of every encoder."""
 
     stages: tuple[StageProfile, ...]
     encoders: Mapping[str, tuple[StageProfile, ...]]
 
     @property
     def stage_seconds(self) -> list[Seconds]:
-        return [look.seconds for look in self.stages]
+        return [profile.seconds for profile in self.stages]
 
     def block_seconds(self, encoder: str) -> list[Seconds]:
-        return [look.seconds for look in self.encoders[encoder]]
+        return [profile.seconds for profile in self.encoders[encoder]]
 
 
 def profile_stages(
     stages: Sequence[nn.Module],
     encoders: Mapping[str, Sequence[nn.Module]],
     microbatch: tuple[Tensor, ...],
-    pieces: Mapping[str, tuple[Tensor, int]],
+    encoder_microbatches: Mapping[str, tuple[Tensor, int]],
     *,
     pp: int,
     repeats: int = 0,
 ) -> StageProfiles:
-    """Every rank calls it with its own stages, all encoder blocks, and one microbatch of inputs.
+    """Profiles the stages of all ranks and all encoder blocks; every rank calls it and gets the same result.
 
-    `pieces` holds, for every encoder, one of its microbatches and how many of them feed one of the LLM's.
-    Ranks look one after another, so that nobody is timed beside others.
+    A rank passes its own stages, all encoder blocks, and the inputs of one microbatch. `encoder_microbatches`
+    has, for every encoder, one of its microbatches and how many of them feed one of the LLM's. Ranks run
+    one after another, so that no module is timed while another runs.
     """
     world, device = dist.get_world_size(), microbatch[0].device
 
-    def look_at_encoders() -> dict[str, tuple[StageProfile, ...]]:
-        return {name: _blocks(blocks, pieces[name][0], repeats) for name, blocks in encoders.items()}
+    def profile_encoders() -> dict[str, tuple[StageProfile, ...]]:
+        return {
+            name: _profile_blocks(blocks, encoder_microbatches[name][0], repeats)
+            for name, blocks in encoders.items()
+        }
 
-    looks: dict[str, tuple[StageProfile, ...]] = _told(look_at_encoders, 0)
+    blocks: dict[str, tuple[StageProfile, ...]] = _run_and_broadcast(profile_encoders, 0)
     rows = [
-        _blank(spec, looks[name][-1].learns, device)
-        for name, (_, count) in pieces.items()
+        _zeros(spec, blocks[name][-1].needs_backward, device)
+        for name, (_, count) in encoder_microbatches.items()
         for _ in range(count)
-        for spec in looks[name][-1].output
+        for spec in blocks[name][-1].output
     ]
-    found: list[StageProfile] = []
+    profiles: list[StageProfile] = []
     for virtual in range(len(stages) * pp):
-        given = (*microbatch, *rows)
-        if found:
-            given = tuple(_blank(spec, found[-1].learns, device) for spec in found[-1].output)
+        inputs = _outputs_of(profiles[-1], device) if profiles else (*microbatch, *rows)
         owner = virtual % pp * (world // pp)
-        look = partial(profile_module, stages[virtual // pp], given, repeats)
-        found.append(_told(look, owner))
-    return StageProfiles(stages=tuple(found), encoders=looks)
+        profile = partial(profile_module, stages[virtual // pp], inputs, repeats)
+        profiles.append(_run_and_broadcast(profile, owner))
+    return StageProfiles(stages=tuple(profiles), encoders=blocks)
 
 
-def _told(work: Callable[[], Any], source: int) -> Any:
-    """What `work` gives on the rank `source`; an error there is one everywhere."""
-    box: list[Any] = [None, ""]
+def _run_and_broadcast(work: Callable[[], Any], source: int) -> Any:
+    """Runs `work` on the rank `source` and returns its result, or raises its error, on all ranks."""
+    message: list[Any] = [None, ""]
     failure: Exception | None = None
     if dist.get_rank() == source:
         try:
-            box[0] = work()
+            message[0] = work()
         except Exception as error:
-            failure, box[1] = error, f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(box, source)
+            failure, message[1] = error, f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(message, source)
     if failure is not None:
         raise failure
-    if box[1]:
-        raise RuntimeError(f"rank {source} could not run its modules on one microbatch: {box[1]}")
-    return box[0]
+    if message[1]:
+        raise RuntimeError(f"rank {source} could not run its modules on one microbatch: {message[1]}")
+    return message[0]
 
 
-def _blocks(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> tuple[StageProfile, ...]:
-    found: list[StageProfile] = []
-    given = (inputs,)
+def _profile_blocks(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> tuple[StageProfile, ...]:
+    profiles: list[StageProfile] = []
     for block in blocks:
-        found.append(profile_module(block, given, repeats))
-        given = tuple(_blank(spec, found[-1].learns, inputs.device) for spec in found[-1].output)
-    return tuple(found)
+        state = _outputs_of(profiles[-1], inputs.device) if profiles else (inputs,)
+        profiles.append(profile_module(block, state, repeats))
+    return tuple(profiles)
 
 
-def _blank(spec: TensorSpec, needs: bool, device: torch.device) -> Tensor:
-    found = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-    return found.requires_grad_(needs and spec.dtype.is_floating_point)
+def _outputs_of(profile: StageProfile, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(_zeros(spec, profile.needs_backward, device) for spec in profile.output)
+
+
+def _zeros(spec: TensorSpec, requires_grad: bool, device: torch.device) -> Tensor:
+    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return tensor.requires_grad_(requires_grad and spec.dtype.is_floating_point)
 
 
 def profile_module(module: nn.Module, inputs: tuple[Tensor, ...], repeats: int) -> StageProfile:
-    """Shapes of what a module makes; its forward and backward, the median of `repeats`."""
-    outputs = _tuple(module(*inputs))
+    """Profiles one module; its seconds are medians of `repeats` forwards and backwards."""
+    outputs = _as_tuple(module(*inputs))
     specs = tuple(TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in outputs)
-    learns = any(tensor.requires_grad for tensor in outputs)
-    forwards, backwards = [], []
+    needs_backward = any(tensor.requires_grad for tensor in outputs)
+    forwards_s, backwards_s = [], []
     for _ in range(repeats):
-        outputs, forward_s = _timed(lambda: _tuple(module(*inputs)))
-        forwards.append(forward_s)
-        wanted = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
+        outputs, forward_s = _timed(lambda: _as_tuple(module(*inputs)))
+        forwards_s.append(forward_s)
+        leaves = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
         roots = [tensor for tensor in outputs if tensor.requires_grad]
-        if roots and wanted:
-            seeds = [torch.ones_like(tensor) for tensor in roots]
-            backwards.append(_timed(lambda: torch.autograd.grad(roots, wanted, seeds, allow_unused=True))[1])  # noqa: B023
+        if roots and leaves:
+            grads = [torch.ones_like(tensor) for tensor in roots]
+            backward = partial(torch.autograd.grad, roots, leaves, grads, allow_unused=True)
+            backwards_s.append(_timed(backward)[1])
     seconds = Seconds(
-        forward_s=median(forwards) if forwards else 0.0,
-        backward_s=median(backwards) if backwards else 0.0,
+        forward_s=median(forwards_s) if forwards_s else 0.0,
+        backward_s=median(backwards_s) if backwards_s else 0.0,
     )
-    return StageProfile(output=specs, seconds=seconds, learns=learns)
+    return StageProfile(output=specs, seconds=seconds, needs_backward=needs_backward)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     begin = time.perf_counter()
-    found = work()
+    result = work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return found, time.perf_counter() - begin
+    return result, time.perf_counter() - begin
 
 
-def _tuple(value: Any) -> tuple[Tensor, ...]:
+def _as_tuple(value: Any) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)

@@ -1,6 +1,6 @@
-"""What the engine takes from torch without torch having promised to keep it.
+"""Wraps the parts of torch that the engine uses and torch does not promise to keep.
 
-Written against torch 2.13; when another version needs something else, it is repaired here.
+Written against torch 2.13; what another version changes is repaired here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = [
     "FakeTensorMode",
     "PythonGroup",
     "PythonWork",
+    "accumulate_fsdp_grads",
     "end_fsdp_forward",
     "fake_world",
     "fsdp_meshes",
     "gather_fsdp",
     "is_view",
-    "keep_fsdp_gradients",
     "loopback_device",
     "make_gloo_backend",
     "on_storage_resize",
@@ -43,13 +43,13 @@ PythonWork: Any = Work
 
 
 def loopback_device() -> Any:
-    """What gloo reaches processes of one host by. Its thread wakes every 10 ms: one is enough for all."""
+    """Returns gloo's device for one host. Its thread wakes every 10 ms: all groups should share one."""
     gloo: Any = ProcessGroupGloo
     return gloo.create_device(hostname="127.0.0.1")
 
 
 def make_gloo_backend(device: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo backend without a group around it."""
+    """Makes a gloo backend without a process group around it."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._timeout = [device], timeout
@@ -57,15 +57,14 @@ def make_gloo_backend(device: Any, store: Store, rank: int, size: int, timeout: 
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether it shares the memory of another tensor that autograd knows."""
-    found: bool = tensor._is_view()
-    return found
+    """Returns whether autograd knows the tensor as a view of another."""
+    return bool(tensor._is_view())
 
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of a world where nobody else is: what it sends and sums ends at once."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the backend known
+    """Makes this process one rank of a fake world, in which collectives and sends complete at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -75,28 +74,28 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 @contextmanager
-def on_storage_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """While it is open, `tell` gets every storage behind a `resize_`, of which no dispatch mode hears."""
-    kind: Any = torch.UntypedStorage
-    resize = kind.resize_  # of the class that it is made from
+def on_storage_resize(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Calls back with every storage after its `resize_`, which no dispatch mode intercepts."""
+    storage_type: Any = torch.UntypedStorage
+    resize = storage_type.resize_  # inherited
 
-    def told(storage: torch.UntypedStorage, size: int) -> Any:
-        found = resize(storage, size)
-        tell(storage)
-        return found
+    def resize_and_call(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        callback(storage)
+        return result
 
-    kind.resize_ = told
+    storage_type.resize_ = resize_and_call
     try:
         yield
     finally:
-        del kind.resize_
+        del storage_type.resize_
 
 
 # ---------------------------------------------------------------------------- FSDP2, without its hooks
 
 
 def fsdp_meshes(module: FSDPModule) -> list[Tensor]:
-    """Ranks over which a module's own parameters are sharded; none if it has no parameters of its own."""
+    """Returns the ranks that shard a module's own parameters; none if it has no parameters of its own."""
     groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)
     if groups is None:
         raise UserError(
@@ -109,15 +108,15 @@ def fsdp_meshes(module: FSDPModule) -> list[Tensor]:
 
 
 def gather_fsdp(module: FSDPModule) -> Any:
-    """Launches the gather of a module's own parameters, also if they are still whole from before."""
+    """Launches the all-gather of a module's own parameters, even if they are still unsharded."""
     state: Any = module._get_fsdp_state()
     state._lazy_init()
     module.reshard()
     return module.unshard(async_op=True)
 
 
-def keep_fsdp_gradients(module: FSDPModule) -> None:
-    """Gradients that were added to whole parameters become part of what will be reduced."""
+def accumulate_fsdp_grads(module: FSDPModule) -> None:
+    """Moves gradients of unsharded parameters into the buffers that will be reduced."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -125,24 +124,24 @@ def keep_fsdp_gradients(module: FSDPModule) -> None:
 
 
 def reduce_fsdp(module: FSDPModule) -> None:
-    """Sums a module's own gradients over replicas, zeros where this one had none; gives whole parameters up.
+    """Reduce-scatters a module's own gradients, zeros where this rank has none, and reshards its parameters.
 
-    On GPUs it launches the sum; gloo's is over when this returns.
+    On GPUs it launches the collective; over gloo it returns when the collective has completed.
     """
     for group in reversed(module._get_fsdp_state()._fsdp_param_groups):
-        group.wait_for_unshard()  # where nothing ran
+        group.wait_for_unshard()  # if no op ran
         for parameter in group.fsdp_params:
-            whole = parameter.unsharded_param
-            if whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None:
-                wide = parameter.reduce_dtype or whole.dtype
-                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=wide)
+            full = parameter.unsharded_param
+            if full.requires_grad and full.grad is None and parameter.unsharded_accumulated_grad is None:
+                dtype = parameter.reduce_dtype or full.dtype
+                parameter.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtype)
         group.reduce_grads, group.reshard_after_backward = True, True
         group.post_backward()
         group.reduce_grads, group.reshard_after_backward = False, False
 
 
 def wait_fsdp(module: FSDPModule) -> None:
-    """Until its reduced gradients are there."""
+    """Waits until a module's reduced gradients have arrived."""
     state: Any = module._get_fsdp_state()
     for group in state._fsdp_param_groups:
         group.finalize_backward()
@@ -151,11 +150,11 @@ def wait_fsdp(module: FSDPModule) -> None:
 
 
 def end_fsdp_forward(module: FSDPModule) -> None:
-    """After forwards without a backward: parameters in parts again, and nothing noted of what ran."""
+    """Reshards a module after forwards without a backward, and clears FSDP2's record of them."""
     state: Any = module._get_fsdp_state()
     state._lazy_init()
     for group in state._fsdp_param_groups:
-        group.wait_for_unshard()  # where nothing ran
+        group.wait_for_unshard()  # if no op ran
     module.reshard()
     for group in state._fsdp_param_groups:
         group._post_forward_indices.clear()

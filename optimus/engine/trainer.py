@@ -1,11 +1,11 @@
-"""Trains a job on made-up data: one rank's loop around the executor, with metrics."""
+"""Trains one rank of a job on synthetic data: steps around the executor, with metrics and a watchdog."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from optimus.engine.config import METRICS, MemoryUse, StepMetrics, TrainingConfi
 from optimus.engine.memory_use import count_step
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.rendezvous import Membership, agree, join
+from optimus.engine.rendezvous import Membership, check_agreement, join_process_group
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
 from optimus.errors import UserError
@@ -28,34 +28,34 @@ from optimus.ir.plan import ALL, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 
-JOIN_S = 120.0  # to come together: the slowest rank still imports torch
-GROUP_S = 600.0  # the watch ends a rank long before
-FIRST_STEP_LIMITS = 3  # so many times as long may an op of the first step take: much is made in it
-LAST_STEPS = 20  # an op may take as long as their median
-LOSS, TABLE = range(2)  # what a step does beside the lines of its program
-FINISH_WORDS = "the end of all reductions and sends, the norm or the optimizer"
-BESIDES = ("the loss of a step", "the table of a step")
+JOIN_TIMEOUT_S = 120.0  # the slowest rank still imports torch
+GROUP_TIMEOUT_S = 600.0  # the watchdog ends a rank long before
+FIRST_STEP_TIMEOUTS = 3  # of an op in the first step, which allocates buffers and fills caches
+MEDIAN_STEPS = 20  # an op may take as long as the median of the last steps
+LOSS, BATCH_PLAN = range(2)  # what a step does besides the lines of its program
+EXTRA_OPS = ("the loss of a step", "the batch plan of a step")
+FINISH = "the end of all reductions and sends, the norm or the optimizer"
 
-Report = Callable[[StepMetrics], None]
+OnStep = Callable[[StepMetrics], None]
 
 
 def train_rank(
-    job: Job, plan: Plan, plan_hash: str, training: TrainingConfig, report: Report
+    job: Job, plan: Plan, plan_hash: str, config: TrainingConfig, on_step: OnStep | None = None
 ) -> TrainingSummary:
-    """This process as one rank of the run. Rank 0 writes metrics and reports."""
+    """Trains one rank in this process. Rank 0 writes metrics and calls `on_step`."""
     torch.set_num_threads(1)
     check_world_size(plan)
-    backend = "nccl" if _on_gpus() else "gloo"
-    member = join(timeout_s=JOIN_S, backend=backend)
-    with ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
-        agree(member.store, member.rank, member.world, "plan", plan_hash)
-        loop = _Loop(job, plan, training, member)
-        return loop.run(report if member.rank == 0 else _quiet)
+    backend = "nccl" if _has_gpus() else "gloo"
+    member = join_process_group(timeout_s=JOIN_TIMEOUT_S, backend=backend)
+    try:
+        check_agreement(member.store, member.rank, member.world, "plan", plan_hash)
+        return _TrainingLoop(job, plan, config, member).run(on_step if member.rank == 0 else None)
+    finally:
+        dist.destroy_process_group()
 
 
 def check_world_size(plan: Plan) -> None:
-    """Before anybody waits for anybody."""
+    """Raises, before any rank waits for another, if the plan is for another number of ranks."""
     place = launched()
     if place is not None and place.world != plan.ranks.world:
         raise UserError(
@@ -66,168 +66,157 @@ def check_world_size(plan: Plan) -> None:
 
 
 def describe_line(plan: Plan, rank: int, line: int) -> str:
-    """What a rank does at a line of its program, or besides."""
+    """Describes a line of a rank's program; lines past its end are `EXTRA_OPS`."""
     device = plan.ranks.class_of(rank)
-    beside = line - len(plan.programs[device])
-    if beside >= 0:
-        return BESIDES[beside]
-    words = describe(plan, device, line)
-    return FINISH_WORDS if words.startswith(f"{ALL}.") else words
+    extra = line - len(plan.programs[device])
+    if extra >= 0:
+        return EXTRA_OPS[extra]
+    text = describe(plan, device, line)
+    return FINISH if text.startswith(f"{ALL}.") else text
 
 
-def _on_gpus() -> bool:
-    """Whether every rank of this host has a GPU to itself."""
+def _has_gpus() -> bool:
+    """Returns whether this host has a GPU for each of its ranks."""
     place = launched()
     return place is not None and torch.cuda.device_count() >= place.local_world
 
 
-def _quiet(metrics: StepMetrics) -> None:
-    """Rank 0 speaks for all."""
+class _TrainingLoop:
+    """The steps of one rank."""
 
-
-class _Loop:
-    """One rank: its part of the model, its optimizer, and step after step."""
-
-    def __init__(self, job: Job, plan: Plan, training: TrainingConfig, member: Membership) -> None:
-        self.job, self.plan, self.training, self.member = job, plan, training, member
-        rank = member.rank
-        device = torch.device("cuda", member.local_rank) if _on_gpus() else torch.device("cpu")
-        usual = "bfloat16" if device.type == "cuda" else "float32"
-        groups = make_groups(plan, rank, timeout_s=GROUP_S)
-        self.ring = FlightRecorder()
+    def __init__(self, job: Job, plan: Plan, config: TrainingConfig, member: Membership) -> None:
+        self.job, self.plan, self.config, self.member = job, plan, config, member
+        device = torch.device("cuda", member.local_rank) if _has_gpus() else torch.device("cpu")
+        default = "bfloat16" if device.type == "cuda" else "float32"
+        groups = make_groups(plan, member.rank, timeout_s=GROUP_TIMEOUT_S)
+        self.recorder = FlightRecorder()
         self.rank = RankTrainer(
             job,
             plan,
-            training,
+            config,
             groups,
-            dtype=getattr(torch, training.dtype or usual),
+            dtype=getattr(torch, config.dtype or default),
             device=device,
-            recorder=self.ring,
+            recorder=self.recorder,
         )
-        self.reads = plan.ranks.place(LLM, rank).pp == 0
-        self._used: MemoryUse | None = None
-        self.tables = BatchPlanExchange(
+        self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
+        self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0
+        self._memory: MemoryUse | None = None
+        self._batch_plans = BatchPlanExchange(
             plan,
             groups.control,
             reader=plan.ranks.rank_of(0, self.rank.replica, 0, 0),
-            rows=self._most_items(),
+            max_items=self._max_items(),
         )
 
     # ------------------------------------------------------------------------ steps
 
-    def run(self, report: Report) -> TrainingSummary:
-        watch = Watchdog(
+    def run(self, on_step: OnStep | None) -> TrainingSummary:
+        watchdog = Watchdog(
             rank=self.member.rank,
             world=self.member.world,
-            ring=self.ring,
+            recorder=self.recorder,
             store=self.member.store,
-            text=self._text,
+            describe=lambda line: describe_line(self.plan, self.member.rank, line),
             waits_for=self._waits_for,
-            limit_s=FIRST_STEP_LIMITS * self.training.limit_s,
-            dump_into=self.training.run_dir,
+            timeout_s=FIRST_STEP_TIMEOUTS * self.config.op_timeout_s,
+            dump_dir=self.config.run_dir,
         )
-        watch.start()
-        found: list[StepMetrics] = []
+        watchdog.start()
+        steps: list[StepMetrics] = []
         try:
-            self._start_table(0)
-            for step in range(self.training.steps):
+            self._start_batch_plan(0)
+            for step in range(self.config.steps):
                 metrics = self._step(step)
-                found.append(metrics)
-                usual_s = median(each.step_s for each in found[-LAST_STEPS:])
-                watch.limit_s = max(self.training.limit_s, usual_s)
+                steps.append(metrics)
+                usual_s = median(each.step_s for each in steps[-MEDIAN_STEPS:])
+                watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
                 self._write(metrics)
-                report(metrics)
+                if on_step is not None:
+                    on_step(metrics)
         except Exception as error:
-            watch.failed(error)
-        watch.stop()
-        timed = found[:-1] if self._used is not None else found  # to count takes time
+            watchdog.fail(error)
+        watchdog.stop()
+        timed = steps[:-1] if self._memory is not None else steps  # counting memory takes time
         return TrainingSummary(
-            steps=len(found),
-            final_loss=found[-1].loss if found else None,
+            steps=len(steps),
+            final_loss=steps[-1].loss if steps else None,
             step_s_median=median(each.step_s for each in timed) if timed else None,
             rank=self.member.rank,
             device=self.rank.device.type,
-            memory=self._fullest(),
+            memory=self._memory_of_fullest_rank(),
         )
 
-    def _fullest(self) -> MemoryUse | None:
-        """What was counted on the rank that held most."""
-        if self._used is None:
+    def _memory_of_fullest_rank(self) -> MemoryUse | None:
+        if self._memory is None:
             return None
-        found: list[MemoryUse | None] = [None] * self.member.world
-        dist.all_gather_object(found, self._used)
-        return max((use for use in found if use is not None), key=lambda use: use.counted_peak)
+        memories: list[MemoryUse | None] = [None] * self.member.world
+        dist.all_gather_object(memories, self._memory)
+        return max((memory for memory in memories if memory is not None), key=lambda use: use.counted_peak)
 
     def _step(self, step: int) -> StepMetrics:
         begin = time.perf_counter()
-        with self._beside(TABLE):
-            table = self.tables.take()
-            if step + 1 < self.training.steps:
-                self._start_table(step + 1)
-        rank, batch = self.rank, self.rank.batch(step, table)
-        if self.training.counts_memory and step + 1 == self.training.steps:
-            loss, self._used = count_step(rank, batch)
+        with self._recorded(BATCH_PLAN):
+            batch_plan = self._batch_plans.wait()
+            if step + 1 < self.config.steps:
+                self._start_batch_plan(step + 1)
+        rank, batch = self.rank, self.rank.batch(step, batch_plan)
+        if self.config.count_memory and step + 1 == self.config.steps:
+            loss, self._memory = count_step(rank, batch)
         else:
             loss = rank.executor.step(batch)
-        total = self._total(loss)
-        assert rank.optimizer is not None and rank.optimizer.norm is not None
-        norm = float(rank.optimizer.norm)
+        total_loss = self._sum_over_ranks(loss)
+        assert rank.optimizer is not None and rank.optimizer.grad_norm is not None
+        grad_norm = float(rank.optimizer.grad_norm)
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
         return StepMetrics(
-            step=step, loss=total, gradient_norm=norm, step_s=step_s, tokens_per_s=tokens / step_s
+            step=step, loss=total_loss, gradient_norm=grad_norm, step_s=step_s, tokens_per_s=tokens / step_s
         )
 
-    def _total(self, loss: Tensor | None) -> float:
-        """The loss of the whole batch, on every rank."""
+    def _sum_over_ranks(self, loss: Tensor | None) -> float:
         zero = torch.zeros((), dtype=torch.float64, device=self.rank.device)
         total = zero if loss is None else loss.double()
-        with self._beside(LOSS):
+        with self._recorded(LOSS):
             dist.all_reduce(total)
             return float(total)
 
     @contextmanager
-    def _beside(self, what: int) -> Iterator[None]:
-        """An op that is no line of the program, for those who watch; one that fails stays open."""
-        line = len(self.plan.programs[self._device_class]) + what
-        self.ring.begin(line)
+    def _recorded(self, extra_op: int) -> Iterator[None]:
+        """Records an op that is no line of the program; if it fails, it stays open for the watchdog."""
+        line = self._extra_lines_begin + extra_op
+        self.recorder.begin(line)
         yield
-        self.ring.end(line)
-
-    @property
-    def _device_class(self) -> int:
-        return self.plan.ranks.class_of(self.member.rank)
+        self.recorder.end(line)
 
     # ------------------------------------------------------------------------ data
 
-    def _most_items(self) -> int:
-        """Items of all encoders that one replica's step may have."""
-        most = max(
+    def _max_items(self) -> int:
+        """Returns an upper bound on the items of all encoders in one replica's step."""
+        per_sequence = max(
             sum(len(lengths) for _, lengths in sequence.items) for sequence in self.job.workload.sequences
         )
-        return max(1, most * self.rank.sequences * self.plan.microbatches)
+        return max(1, per_sequence * self.rank.sequences_per_microbatch * self.plan.microbatches)
 
-    def _start_table(self, step: int) -> None:
-        self.tables.start(self.rank.table(step) if self.reads else None, len(self.rank.samples(step)))
+    def _start_batch_plan(self, step: int) -> None:
+        batch_plan = self.rank.batch_plan(step) if self._reads_data else None
+        self._batch_plans.start(batch_plan, len(self.rank.sample_numbers(step)))
 
-    # ------------------------------------------------------------------------ words
-
-    def _text(self, line: int) -> str:
-        return describe_line(self.plan, self.member.rank, line)
+    # ------------------------------------------------------------------------ watchdog and metrics
 
     def _waits_for(self, line: int) -> tuple[int, ...]:
-        beside = line - len(self.plan.programs[self._device_class])
-        if beside < 0:
+        extra_op = line - self._extra_lines_begin
+        if extra_op < 0:
             return self.rank.executor.waits_for(line)
         rank, world = self.member.rank, self.member.world
-        if beside == LOSS:
+        if extra_op == LOSS:
             return tuple(sorted({(rank - 1) % world, (rank + 1) % world} - {rank}))
-        return () if self.reads else (self.tables.reader,)
+        return () if self._reads_data else (self._batch_plans.reader,)
 
     def _write(self, metrics: StepMetrics) -> None:
-        """A line; a new run begins the file, a restart goes on."""
-        if self.member.rank == 0 and self.training.run_dir is not None:
+        """Appends a line to the metrics file; a new run begins the file, a restart does not."""
+        if self.member.rank == 0 and self.config.run_dir is not None:
             line: dict[str, Any] = {**asdict(metrics), "restart": self.member.restart, "time": time.time()}
             begins = metrics.step == 0 and self.member.restart == 0
-            with (self.training.run_dir / METRICS).open("w" if begins else "a") as file:
+            with (self.config.run_dir / METRICS).open("w" if begins else "a") as file:
                 file.write(json.dumps(line) + "\n")

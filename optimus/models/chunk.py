@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,34 +34,6 @@ class ChunkPhase:
     kernels: tuple[str, ...]  # those of the plan that it runs; empty: all of the layer
     run: Callable[[], None]
     waits_for_tp: bool = False  # for other ranks of its tensor-parallel group
-
-
-class Chunk(Protocol):
-    """One virtual stage of a module on one rank."""
-
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """Layers as the plan numbers them: an embedding, a projector and a head are layers too."""
-
-    def trainable_parameters(self, first_layer: int, end_layer: int) -> list[Tensor]:
-        """Returns the parameters of these layers that need gradients."""
-
-    def phases(self, kind: OpKind, microbatch: int) -> Sequence[ChunkPhase]:
-        """Returns the phases of an op (F, B, I or W); called once per microbatch, before the first step."""
-
-    def begin_forward(
-        self, microbatch: int, state: State, needs_grad: NeedsGrad | None, context: Any
-    ) -> None:
-        """Sets the inputs of a forward; `needs_grad` is None if no backward follows."""
-
-    def output(self, microbatch: int) -> State:
-        """Returns the outputs of a forward, detached."""
-
-    def begin_backward(self, microbatch: int, gradients: Gradients) -> None:
-        """Sets the gradients of the outputs."""
-
-    def input_gradients(self, microbatch: int) -> Gradients:
-        """Returns the gradients of the inputs after a backward (B or I)."""
 
 
 class _Frame:
