@@ -217,7 +217,7 @@ def test_simulate_writes_all_systems_into_one_trace(
 ) -> None:
     path = tmp_path / "step.json.gz"
     assert run(["simulate", SMALL, *AT, "--system", "stage0", "balanced-best", "--trace", str(path)]) == OK
-    assert capsys.readouterr().out.endswith(f"wrote {path}\n")
+    assert capsys.readouterr().out.endswith(f"wrote {path} (open it at ui.perfetto.dev)\n")
     names = [part["name"] for part in read(path)["deviceProperties"]]
     assert {name.split()[0] for name in names} == {"stage0", "balanced-best"}
 
