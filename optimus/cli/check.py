@@ -17,10 +17,11 @@ from optimus.cli.flags import (
     option,
     refuse_without_job,
 )
-from optimus.cli.text import plan_title, time_gap, wrap
+from optimus.cli.text import columns, plan_title, time_gap, wrap
 
 if TYPE_CHECKING:
     from optimus.ir.plan import Plan
+    from optimus.verify.op_grid import Grid
     from optimus.verify.validator import Report
 
 SCHEMA = "optimus.check/1"
@@ -50,6 +51,9 @@ class CheckCommand:
         Path | None,
         option(metavar="FILE.yaml", help="with --job: also that it was made with this profile"),
     ] = None
+    grid: Annotated[
+        bool, option(help="also show ops as cells, such as 2F0: chunk 2, forward, microbatch 0")
+    ] = False
     json: JsonFlag = False
 
     def __call__(self) -> int:
@@ -66,7 +70,14 @@ class CheckCommand:
 
             parts = bound_parts(find_job(self.job, self.on), load_profile_of(self.profile))
             report = report_mismatches(report, plan, parts)
-        show(check_json(plan, report), check_text(plan, report), as_json=self.json)
+        result, text = check_json(plan, report), check_text(plan, report)
+        if self.grid:
+            from optimus.verify.op_grid import op_grid
+
+            grid = op_grid(plan, aligned=report.rules["coverage"] and report.rules["deadlock"])
+            result["grid"] = [[None if op is None else str(op) for op in row] for row in grid]
+            text = [*grid_text(grid), "", *text]
+        show(result, text, as_json=self.json)
         return OK if report.ok else NO
 
 
@@ -111,3 +122,10 @@ def check_text(plan: Plan, report: Report) -> list[str]:
     broken = sum(not holds for holds in report.rules.values())
     text.append("ok" if report.ok else f"{broken} of {len(report.rules)} rules do not hold")
     return text
+
+
+def grid_text(grid: Grid) -> list[str]:
+    """Returns one line per step and one column per device class."""
+    header = ["step", *(f"class {device}" for device in range(len(grid[0]) if grid else 0))]
+    cells = [["." if op is None else str(op) for op in row] for row in grid]
+    return columns(header, [[str(step), *row] for step, row in enumerate(cells)])

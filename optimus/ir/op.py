@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +68,8 @@ COLLECTIVE_PHASES = (OpKind.LAUNCH, OpKind.WAIT)
 SENDS = (OpKind.SEND_F, OpKind.SEND_B, OpKind.SEND_SEAM, OpKind.SEND_SEAM_B)
 RECVS = (OpKind.RECV_F, OpKind.RECV_B, OpKind.RECV_SEAM, OpKind.RECV_SEAM_B)
 SEAMS = (OpKind.SEND_SEAM, OpKind.RECV_SEAM, OpKind.SEND_SEAM_B, OpKind.RECV_SEAM_B)
+KIND_OF_SHORT = {kind.short: kind for kind in OpKind}
+_SHORT_FORM = re.compile(r"(?:([^:\s]+):)?(0|[1-9][0-9]*)([A-Z_]+)(0|[1-9][0-9]*)")
 _IS_SEND = np.isin(range(len(OpKind)), SENDS)
 _IS_RECV = np.isin(range(len(OpKind)), RECVS)
 
@@ -93,6 +96,27 @@ class Communicator(IntEnum):
     EP = 2
     DP = 3
     PP = 4
+
+
+class OpName(NamedTuple):
+    """Short form of an op: `2F0` is chunk 2, forward, microbatch 0; `vision:0F3` is an encoder's."""
+
+    kind: OpKind
+    chunk: int
+    microbatch: int
+    module: str = ""  # of an encoder
+
+    def __str__(self) -> str:
+        prefix = f"{self.module}:" if self.module else ""
+        return f"{prefix}{self.chunk}{self.kind.short}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> OpName:
+        """Reads what `str` writes; raises ValueError for any other text."""
+        match = _SHORT_FORM.fullmatch(text)
+        if match is None or match[3] not in KIND_OF_SHORT:
+            raise ValueError(f"{text!r} is not the short form of an op, such as 2F0")
+        return cls(KIND_OF_SHORT[match[3]], int(match[2]), int(match[4]), match[1] or "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
