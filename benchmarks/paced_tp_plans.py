@@ -13,9 +13,9 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, finish_plan
-from optimus.planner.listed import list_plan, llm_pipeline
 from optimus.planner.systems.colocated import ColocatedEncoder
 from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.llm_only import llm_pipeline
 from optimus.planner.systems.pipeline import InlinePipeline
 from optimus.planner.systems.slots import SlotlessTrial
 from optimus.schedule.expand_tp_blocks import unfold
@@ -31,7 +31,6 @@ NOTHING, COARSE, GAPS, DP_BUBBLES, TP_SLOTS = (
 )
 VARIANTS = (OURS, TP_SLOTS, DP_BUBBLES, GAPS, COARSE, NOTHING, FLOOR)
 BLOCKING = (GAPS, COARSE, NOTHING)
-SHIFTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)  # of the LLM, as shares of its own step
 ORDERS = ("1f1b", "zero-bubble")
 
 
@@ -80,19 +79,21 @@ class _Plans:
 
     @cached_property
     def gaps(self) -> FilledPlan:
-        return _best(SlotlessTrial(self._context, self._plain, _placement(self._job)))
+        return SlotlessTrial(self._context, self._plain, _placement(self._job)).best_shifted()
 
     @cached_property
     def slots(self) -> FilledPlan:
-        return _best(Trial(self._context, self._plain, _placement(self._job)))
+        return Trial(self._context, self._plain, _placement(self._job)).best_shifted()
 
     @cached_property
     def split(self) -> FilledPlan:
-        return min((_best(trial) for trial in _split_trials(self._job, self._context)), key=_step_s)
+        return min((trial.best_shifted() for trial in _split_trials(self._job, self._context)), key=_step_s)
 
     def floor(self) -> FilledPlan:
         context = self._job.context(self._job.llm_only)
-        plans = (list_plan(context, llm_pipeline(context, order_name=order), {}) for order in ORDERS)
+        plans = (
+            Trial(context, llm_pipeline(context, order_name=order), {}).best_shifted() for order in ORDERS
+        )
         return min(plans, key=_step_s)
 
 
@@ -108,12 +109,6 @@ def _split_trials(job: TpJob, context: PlanningContext) -> Iterator[Trial]:
         for split in (False, True):
             if split or order != "1f1b":
                 yield Trial(context, llm_pipeline(context, order_name=order), _placement(job, split=split))
-
-
-def _best(trial: Trial) -> FilledPlan:
-    """Returns the best plan over shifts of the LLM."""
-    step_s = trial.base.step_s
-    return min((trial.plan(trial.fill.arrange(share * step_s)) for share in SHIFTS), key=_step_s)
 
 
 def _step_s(plan: FilledPlan) -> float:

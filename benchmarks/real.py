@@ -22,8 +22,10 @@ from optimus.job.read import find_job
 from optimus.models.build import layer_count
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import decide_context
-from optimus.planner.listed import Beside, list_plan, llm_pipeline
+from optimus.planner.systems.colocated import encoder_layout
+from optimus.planner.systems.colocation_candidate import Beside, Trial
 from optimus.planner.systems.layer_partition import smallest_maximum_cut
+from optimus.planner.systems.llm_only import llm_pipeline
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import profile_job
@@ -139,8 +141,11 @@ def best_plan(context: PlanningContext) -> tuple[Plan, str]:
     plans: list[tuple[float, int, Plan, str]] = []
     for chunks, order in ((1, "1f1b"), (2, "interleaved"), (1, "zero-bubble"), (2, "zero-bubble")):
         llm = llm_pipeline(context, chunks=chunks, order_name=order)
-        beside = {encoder.name: Beside() for encoder in context.job.model.encoders}
-        filled = list_plan(context, llm, beside)
+        layout = encoder_layout(llm.layout, pp=1, tp=1)
+        whole = Beside(layout=layout, recompute="none", split=False)
+        filled = Trial(
+            context, llm, {encoder.name: whole for encoder in context.job.model.encoders}
+        ).best_shifted()
         plans.append((filled.step_s, len(plans), filled.plan, f"{order}, {chunks} chunks a rank"))
     _, _, plan, how = min(plans)
     return plan, how

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,12 +17,10 @@ from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, St
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
 from optimus.models.kernels import Numerics
-from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import decide_context
-from optimus.planner.listed import Beside, list_plan, llm_pipeline
 from optimus.planner.planning import make_plan
-from optimus.planner.systems import colocation_candidate as trial
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.llm_only import llm_pipeline
 from optimus.planner.systems.slots import without_slots
 
 TOKENS = 24
@@ -83,7 +80,7 @@ class Case:
     split: bool = True  # gradients of encoders' weights are made apart, where ours plans
     slots: bool = True  # work of encoders may stand between a launch and its wait
     odd: bool = False  # as many heads and columns as do not go round
-    strategy: str = "list"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
+    strategy: str = "fill"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
     sharded: bool = False  # masters in parts on replicas
     clip: float = 0.0  # of the gradient's norm
     dtype: str = "float64"
@@ -152,32 +149,22 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        if self.strategy != "list":
+        if self.strategy != "fill":
             return make_plan(self.job, strategy=self.strategy, assumptions=self.preset, systems=()).plan
         context, _ = decide_context(self.job, preset(self.preset))
         llm = llm_pipeline(context, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
-        names = NAMES[: len(self.encoders)]
-        if self.window or self.tp > 1:
-            return self._tried(context, llm, names)
-        beside = {
-            name: Beside(pp=pp, pieces=pieces, recompute=self.recompute)
-            for name, (pp, pieces) in zip(names, self.encoders, strict=True)
-        }
-        return list_plan(context, llm, beside).plan
-
-    def _tried(self, context: PlanningContext, llm: InlinePipeline, names: Sequence[str]) -> Plan:
         beside = {}
-        for name, (pp, pieces, *rest) in zip(names, self.encoders, strict=True):
+        for name, (pp, pieces, *rest) in zip(NAMES[: len(self.encoders)], self.encoders, strict=True):
             tp = rest[0] if rest else 1
-            beside[name] = trial.Beside(
+            beside[name] = Beside(
                 layout=Layout(dp=self.ranks // pp // tp, pp=pp, tp=tp),
                 pieces=pieces,
                 recompute=self.recompute,
                 window=self.window,
-                split=self.split,
+                split=self.split and (self.window > 0 or self.tp > 1),  # both kinds of backward are run
             )
-        made = trial.Trial(context, llm, beside)
-        plan = bound(made.plan(made.fill.arrange(0.0)).plan, context)
+        trial = Trial(context, llm, beside)
+        plan = bound(trial.plan(trial.fill.arrange(0.0)).plan, context)
         return plan if self.slots else without_slots(plan).plan
 
     @property

@@ -30,9 +30,9 @@ from optimus.job.read import find_job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.layouts import decide_context
-from optimus.planner.listed import llm_pipeline
 from optimus.planner.systems.colocated import encoder_layout
 from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.llm_only import llm_pipeline
 from optimus.planner.systems.optimus_search import Search, Tried
 from optimus.schedule.dependencies import couple
 from optimus.schedule.fill import Arranged

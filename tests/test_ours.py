@@ -20,11 +20,10 @@ from optimus.job.read import find_job
 from optimus.planner.encoder_layouts import own_layouts
 from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import decide_context
-from optimus.planner.listed import llm_pipeline
 from optimus.planner.systems.base import simulated_step_s
 from optimus.planner.systems.colocated import encoder_layout, even_counts
 from optimus.planner.systems.colocation_candidate import Beside, Trial
-from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.llm_only import LlmPipelines, llm_pipeline
 from optimus.planner.systems.optimus import search_ours
 from optimus.planner.systems.optimus_search import Search
 from optimus.planner.systems.traffic_cut import moved

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
+from random import Random
 
 from optimus import __version__
 from optimus.errors import UserError, one_of
@@ -14,14 +15,18 @@ from optimus.ir.op import OpKind
 from optimus.ir.plan import Bucket, Claims, Phase, Plan, PlannedChunk, PlannedModule, Template
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
-from optimus.planner.filled_plan import finish_plan
-from optimus.planner.listed import STRATEGY
+from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.systems.colocated import even_counts
 from optimus.planner.systems.pipeline import make_order
-from optimus.schedule.list_fill import list_orders
+from optimus.schedule.fill import Arranged, Fill
+from optimus.schedule.llm_timeline import LlmTimeline
+from optimus.schedule.lower import lower
 from optimus.schedule.phases import DIGITS
 
 UNLIMITED_BYTES = 2**50  # memory is not modelled here
+SHIFT_SHARES = (0.0, 0.05, 0.1, 0.2)  # of the LLM's own step: how much later the LLM begins
+MAX_REASSIGNMENTS = 60  # replays that the search for a better assignment may take
+MAX_REASSIGNED_LINES = 40_000  # program lines that it may replay in all
 TINY_S = 1e-9  # a bucket must take some time to be more than nothing
 
 
@@ -60,7 +65,7 @@ def plan_modules(
     header = Plan(
         name="modules",
         tool=f"optimus {__version__}",
-        strategy=STRATEGY,
+        strategy="optimus",
         order=order,
         microbatches=microbatches,
         modules=modules,
@@ -75,13 +80,71 @@ def plan_modules(
         hashes=hashes,
         finish_s=(0.0,) * pp,
     )
-    listed = make_order(order, stages=pp, chunks=chunks, microbatches=microbatches)
-    plans = [
-        finish_plan(found, orders, [{"parameters": 0}] * pp, estimate_s=0.0)
-        for found, orders in list_orders(header, listed)
+    pipeline = make_order(order, stages=pp, chunks=chunks, microbatches=microbatches)
+    return _fill(header, LlmTimeline(header, pipeline)).plan
+
+
+def _fill(header: Plan, base: LlmTimeline) -> FilledPlan:
+    """Fills the bubbles of `base` with encoder work and returns the fastest plan, by replay.
+
+    Tries several assignments of encoder microbatches to pipelines and several shifts of the LLM.
+    """
+    headers = [_assigned(header, reverse=reverse) for reverse in (False, True)]
+    shifts_s = [share * base.step_s for share in SHIFT_SHARES]
+    drafts = [
+        fill.arrange(shift_s) for fill in (Fill(each, base) for each in headers) for shift_s in shifts_s
     ]
-    best = min(plans, key=lambda filled: filled.step_s).plan
-    return replace(best, claims=replace(best.claims, estimate_s=best.claims.step_s))
+    drafts.append(_reassigned(min(drafts, key=_replayed_s), base))
+    tightened = [draft.fill.tightened(draft) for draft in drafts]
+    fixed = [{"parameters": 0}] * header.ranks.num_classes
+    best = min([*drafts, *tightened], key=_replayed_s)
+    return finish_plan(best.fill.header, best.orders(), fixed, estimate_s=best.step_s)
+
+
+def _replayed_s(arranged: Arranged) -> float:
+    return lower(arranged.fill.header, arranged.orders()).timeline.step_s
+
+
+def _assigned(header: Plan, *, reverse: bool) -> Plan:
+    """Assigns encoder microbatches to pipelines in rounds, from the first pipeline on or from the last."""
+    pipelines = {}
+    for name, module in header.encoders.items():
+        count = header.ranks.num_pipelines(name)
+        first_to_last = [number % count for number in range(len(module.pipelines))]
+        pipelines[name] = [count - 1 - each for each in first_to_last] if reverse else first_to_last
+    return _with_pipelines(header, pipelines)
+
+
+def _reassigned(best: Arranged, base: LlmTimeline) -> Arranged:
+    """Moves encoder microbatches to other pipelines, or swaps them, while the replayed step gets no longer.
+
+    Rounds are uneven where pieces are many or the LLM leaves some stages idle for longer than others. The
+    random numbers are the same on every rank.
+    """
+    random, best_s = Random(0), _replayed_s(best)
+    header = best.fill.header
+    movable = [name for name in header.encoders if header.ranks.num_pipelines(name) > 1]
+    for _ in range(min(MAX_REASSIGNMENTS, MAX_REASSIGNED_LINES // len(best.turn)) if movable else 0):
+        header = best.fill.header
+        name = random.choice(movable)
+        pipelines = list(header.modules[name].pipelines)
+        here, there = (random.randrange(len(pipelines)) for _ in range(2))
+        if random.random() < 0.5:
+            pipelines[here], pipelines[there] = pipelines[there], pipelines[here]
+        else:
+            pipelines[here] = random.randrange(header.ranks.num_pipelines(name))
+        draft = Fill(_with_pipelines(header, {name: pipelines}), base).arrange(best.shift_s)
+        draft_s = _replayed_s(draft)
+        if draft_s <= best_s:
+            best, best_s = draft, draft_s
+    return best
+
+
+def _with_pipelines(header: Plan, pipelines: Mapping[str, Sequence[int]]) -> Plan:
+    changed = {
+        name: replace(header.modules[name], pipelines=tuple(numbers)) for name, numbers in pipelines.items()
+    }
+    return replace(header, modules={**header.modules, **changed})
 
 
 def _check(virtual_stages: int, pp: int, ranks: int, encoders: Mapping[str, EncoderBlocks]) -> int:

@@ -27,6 +27,7 @@ from optimus.schedule.lower import lower
 FEW_LINES = 20_000  # up to here two plans are lowered
 SMALL_LINES = 2_000  # up to here other deals are tried, and trials replayed
 MANY_LINES = 400_000  # up to here whole microbatches are, where pieces waste
+SHIFT_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)  # of the LLM's own step: how much later the LLM begins
 WASTED = 1.2  # times what all images need
 
 
@@ -130,6 +131,11 @@ class Trial:
         if len(self.fill.schedule) > FEW_LINES:
             both = [min(both, key=lambda each: each.step_s)]
         return min(map(self.lowered, both), key=lambda plan: (not plan.fits, plan.step_s))
+
+    def best_shifted(self) -> FilledPlan:
+        """Returns the fastest plan, by replay, over a few shifts of the LLM."""
+        arranged = (self.fill.arrange(share * self.base.step_s) for share in SHIFT_SHARES)
+        return min(map(self.plan, arranged), key=lambda plan: plan.step_s)
 
     def step_s(self, arranged: Arranged) -> float:
         """By which trials are compared: the loop knows no host, so that small jobs with one are replayed."""

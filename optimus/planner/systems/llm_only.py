@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 
 from optimus.errors import DoesNotFit
+from optimus.ir.op import OpKind
+from optimus.ir.ranks import LLM
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, fastest
-from optimus.planner.systems.layer_partition import EVALUATIONS, strong_pipelines
+from optimus.planner.systems.layer_partition import EVALUATIONS, smallest_maximum_cut, strong_pipelines
 from optimus.planner.systems.pipeline import ORDERS, InlinePipeline
 
 PLAIN_ORDERS = ("1f1b", "interleaved")
@@ -112,6 +114,30 @@ class LlmPipelines:
         for policy in policies[policies.index(pipeline.policy) + 1 :]:
             layers = self.context.layers((llm,), pipeline.sequences, policy)
             yield replace(pipeline, layers=layers, policy=policy)
+
+
+def llm_pipeline(
+    context: PlanningContext, *, chunks: int = 1, order_name: str = "1f1b", recompute: str = "none"
+) -> InlinePipeline:
+    """Returns the LLM's pipeline in one op order, cut so that its longest virtual stage is shortest."""
+    layout = context.layout.with_(chunks=chunks)
+    split = context.microbatches(context.microbatch_sequences)
+    assert split is not None, "decide_context found a batch that splits"
+    microbatches, sequences = split
+    policy = ((LLM, recompute),)
+    layers = context.layers((context.job.model.llm,), sequences, policy)
+    sums = context.sums(layers)
+    weights = sums.layer_seconds(OpKind.FORWARD) + sums.layer_seconds(OpKind.BACKWARD)
+    return InlinePipeline(
+        context=context,
+        layers=layers,
+        cut=smallest_maximum_cut(weights, layout.virtual_stages),
+        order_name=order_name,
+        microbatches=microbatches,
+        layout=layout,
+        sequences=sequences,
+        policy=policy,
+    )
 
 
 def _sort(pipeline: InlinePipeline) -> object:
