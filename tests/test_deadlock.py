@@ -14,15 +14,14 @@ from tiny_plans import tiny_plan
 
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan, Program
-from optimus.verify.coverage import check_coverage
 from optimus.verify.deadlock import check_hosts, check_streams
-from optimus.verify.expected_lines import Asked, Lines
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_coverage
 from optimus.verify.validator import check_plan
 from optimus.verify.waits import Derivation, Waits
 
 
 def waits_of(plan: Plan) -> Waits:
-    lines, asked = Lines(plan), Asked(plan)
+    lines, asked = PlanLines(plan), ExpectedLines(plan)
     assert not list(check_coverage(lines, asked))
     return Derivation(lines, asked).derive()
 

@@ -12,7 +12,7 @@ from optimus.ir.plan import Bucket, Plan, PlannedModule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
-from optimus.verify.header_contents import (
+from optimus.verify.header import (
     check_capacity,
     check_layers,
     check_parameters,

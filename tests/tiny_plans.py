@@ -12,8 +12,7 @@ from tiny_headers import large_header, tiny_header
 from optimus.ir.op import OpKind
 from optimus.ir.plan import REGIONS, Claims, ClassMemory, Plan, Program, Template
 from optimus.ir.ranks import LLM
-from optimus.verify.coverage import check_coverage
-from optimus.verify.expected_lines import Asked, Lines, backward_kind
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, backward_kind, check_coverage
 from optimus.verify.memory_replay import replay_bytes
 from optimus.verify.time_replay import replay
 from optimus.verify.validator import encoder_seconds
@@ -35,7 +34,7 @@ def large_plan(rng: Random, *, microbatches: int, layers: int) -> Plan:
 
 def with_claims(plan: Plan) -> Plan:
     """The plan with the claims that its replay gives."""
-    lines, asked = Lines(plan), Asked(plan)
+    lines, asked = PlanLines(plan), ExpectedLines(plan)
     problems = list(check_coverage(lines, asked))
     assert not problems, problems
     derived = Derivation(lines, asked)

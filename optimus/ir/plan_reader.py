@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from optimus.errors import nearest
 from optimus.ir.binding import hash_of
+from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, COMPUTE_PHASES, Communicator, Lane, OpKind
 from optimus.ir.plan import (
     ALL,
     REGIONS,
@@ -15,29 +17,26 @@ from optimus.ir.plan import (
     Bucket,
     Bytes,
     Claims,
+    ClassMemory,
     Phase,
     Plan,
     PlannedChunk,
     PlannedModule,
+    Template,
 )
 from optimus.ir.plan_lines import known_heads, opening, read_program, refuse_out_of_range
-from optimus.ir.plan_rows import (
-    ALIVE,
-    BUCKET,
-    CHUNK,
-    PHASE,
-    check_bucket,
-    check_chunk,
-    check_length,
-    check_template,
-    read_memory,
-)
 from optimus.ir.ranks import LLM
 from optimus.job.checks import choices
 from optimus.job.layout import Axis, Layout
 from optimus.job.nodes import Node
 from optimus.job.typed import ROW, NonNegative, Whole, read, refuse_unknown
 
+PHASE_KINDS = (*COMPUTE_PHASES, *COLLECTIVE_PHASES)
+PHASE = ["name", "kind", "layer", "duration_s", "bytes", "lane", "communicator", "after"]
+CHUNK = ["templates", "layers", "kept_bytes", "made_again_bytes", "output_bytes", "send_s"]
+BUCKET = ["chunk", "first_layer", "end_layer", "gather_s", "gather_bytes", "reduce_s", "reduce_bytes"]
+BUCKET += ["lane", "gates"]
+ALIVE = ["llm_activations", "encoder_activations", "seam"]  # columns of memory after the fixed components
 LEGEND = {
     "modules": "places in the tables: chunks by virtual stage (chunk * pp + stage), buckets by stage",
     "chunk": CHUNK,
@@ -99,11 +98,11 @@ def read_document(root: Node) -> Plan:
         raise root["legend"].error("is not the legend of this format", "plan again: it is never edited")
     file = read(PlanFile, root, complete=True)
     for name, template in file.templates.items():
-        check_template(root["templates"][name], template)
+        _check_template(root["templates"][name], template)
     for place, chunk in enumerate(file.chunks):
-        check_chunk(root["chunks"][place], chunk, file.templates)
+        _check_chunk(root["chunks"][place], chunk, file.templates)
     for place, bucket in enumerate(file.buckets):
-        check_bucket(root["buckets"][place], bucket)
+        _check_bucket(root["buckets"][place], bucket)
     _check_layouts(root["modules"], {name: entry.layout for name, entry in file.modules.items()})
     llm = file.modules[LLM].layout
     if len(file.finish_s) not in (0, llm.pp):
@@ -172,9 +171,9 @@ def _check_layout(node: Node, layout: Layout, llm: Layout | None) -> None:
 def _module(node: Node, name: str, file: PlanFile) -> PlannedModule:
     entry, llm = file.modules[name], file.modules[LLM].layout
     layout = entry.layout
-    check_length(node["chunks"], layout.virtual_stages, "chunks")
+    _check_length(node["chunks"], layout.virtual_stages, "chunks")
     _check_indices(node["chunks"], entry.chunks, len(file.chunks))
-    check_length(node["buckets"], layout.pp, "stages")
+    _check_length(node["buckets"], layout.pp, "stages")
     for stage, places in enumerate(entry.buckets):
         _check_indices(node["buckets"][stage], places, len(file.buckets))
         if any(file.buckets[place].chunk >= layout.chunks for place in places):
@@ -184,7 +183,7 @@ def _module(node: Node, name: str, file: PlanFile) -> PlannedModule:
     if name == LLM and entry.pieces > 1:
         raise node["pieces"].error("is more than 1, and this is the LLM", "use 1")
     encoder_microbatches = 0 if name == LLM else file.microbatches * entry.pieces
-    check_length(node["pipelines"], encoder_microbatches, "microbatches")
+    _check_length(node["pipelines"], encoder_microbatches, "microbatches")
     _check_indices(node["pipelines"], entry.pipelines, layout.dp // llm.dp)
     return PlannedModule(
         layout=layout,
@@ -223,7 +222,7 @@ def _check_hashes(node: Node, file: PlanFile) -> None:
 def _with_classes(plan: Plan, memory: Node, programs: Node) -> Plan:
     """The plan with its memory and programs; the number of device classes follows from the layouts."""
     classes = plan.ranks.num_classes
-    check_length(programs, classes, "device classes")
+    _check_length(programs, classes, "device classes")
     heads = known_heads(plan.names)
     for device in range(classes):
         if programs[device][0].value != opening(plan, device):
@@ -232,6 +231,83 @@ def _with_classes(plan: Plan, memory: Node, programs: Node) -> Plan:
     read_programs = tuple(read_program(programs[device], heads) for device in range(classes))
     if plan.microbatches > max(1, sum(map(len, read_programs))):
         raise programs.error(f"has fewer lines than microbatches = {plan.microbatches:,}", "plan again")
-    plan = replace(plan, memory=read_memory(memory, classes), programs=read_programs)
+    plan = replace(plan, memory=_read_memory(memory, classes), programs=read_programs)
     refuse_out_of_range(plan, programs)
     return plan
+
+
+# ---------------------------------------------------------------------------- rows of the tables
+
+
+def _check_template(node: Node, template: Template) -> None:
+    """Refuses a template without phases, and phases on the wrong lane or before their predecessors."""
+    if not template:
+        raise node.error("has no phases", "give it one, or leave the template out of its chunks")
+    for place, phase in enumerate(template):
+        _check_phase(node[place], place, phase)
+
+
+def _check_phase(node: Node, place: int, phase: Phase) -> None:
+    launch = phase.kind == OpKind.LAUNCH
+    late = [other for other in phase.after if other >= place]
+    if late:
+        problem = f"names phase {late[0]}, which does not stand before phase {place}"
+        raise node[PHASE.index("after")].error(problem, "name earlier phases of the same template")
+    if phase.kind not in PHASE_KINDS:
+        hint = nearest(phase.kind.word, [kind.word for kind in PHASE_KINDS])
+        raise node[PHASE.index("kind")].error("is not a kind of phase", hint)
+    if not launch and phase.lane != Lane.COMPUTE:
+        raise node[PHASE.index("lane")].error("is not the lane of compute and waits", "use compute")
+    if launch and phase.lane not in (Lane.TP, Lane.DP):
+        raise node[PHASE.index("lane")].error("is not a lane of collectives", "use tp or dp")
+    if launch and phase.communicator == Communicator.NONE:
+        raise node[PHASE.index("communicator")].error("cannot carry a collective", "use tp, cp, ep or dp")
+
+
+def _check_chunk(node: Node, chunk: PlannedChunk, templates: Mapping[str, Template]) -> None:
+    """Refuses a chunk whose templates are unknown, or that has a backward together with its halves."""
+    named = node[CHUNK.index("templates")]
+    for kind, name in chunk.templates.items():
+        if kind not in COMPUTE_OPS:
+            words = [known.word for known in COMPUTE_OPS]
+            raise named[kind.word].error("is not a kind of op", nearest(kind.word, words), shown=False)
+        if name not in templates:
+            raise named[kind.word].error("is not a known template", nearest(name, templates))
+    if OpKind.BACKWARD in chunk.templates and (
+        OpKind.INPUT_GRAD in chunk.templates or OpKind.WEIGHT_GRAD in chunk.templates
+    ):
+        raise named.error("has B together with its halves I and W", "use B, or I and W")
+
+
+def _check_bucket(node: Node, bucket: Bucket) -> None:
+    """Refuses a bucket whose layers are out of order, or on a lane that carries none."""
+    if bucket.end_layer < bucket.first_layer:
+        problem = f"is before first_layer = {bucket.first_layer}"
+        raise node[BUCKET.index("end_layer")].error(problem, f"use {bucket.first_layer} or more")
+    if bucket.lane not in (Lane.TP, Lane.DP, Lane.HOST):
+        raise node[BUCKET.index("lane")].error("is not a lane of buckets", "use tp, dp or host")
+
+
+def _read_memory(node: Node, classes: int) -> tuple[ClassMemory, ...]:
+    """The memory of every device class."""
+    _check_length(node, classes + 1, "rows, the names included")
+    columns = read(tuple[str, ...], node[0])
+    if list(columns[-len(ALIVE) :]) != ALIVE or len(set(columns)) < len(columns):
+        raise node[0].error(f"does not end with {', '.join(ALIVE)}, or has a name twice", "plan again")
+    memory = []
+    for row in range(1, classes + 1):
+        _check_length(node[row], len(columns), "columns")
+        cells = {name: node[row][column] for column, name in enumerate(columns)}
+        sizes = {
+            name: read(Bytes, cell) for name, cell in cells.items() if name in ALIVE or cell.value is not None
+        }
+        alive = {name: sizes.pop(name) for name in ALIVE}
+        memory.append(ClassMemory(fixed=sizes, **alive))
+    return tuple(memory)
+
+
+def _check_length(node: Node, length: int, unit: str) -> None:
+    """Refuses a list that does not have `length` items."""
+    items = read(tuple[object, ...], node)
+    if len(items) != length:
+        raise node.error(f"has {len(items):,} {unit}, not {length:,}", f"give {length:,} {unit}")

@@ -13,14 +13,14 @@ from typing import Any
 from optimus import __version__
 from optimus.ir.files import write_whole
 from optimus.ir.kernel_names import NamedPhase, recomputed_kernels, repeats_gathers
-from optimus.ir.op import KIND_OF_WORD
-from optimus.ir.plan import FORMAT, SCHEMA, Plan, PlannedModule
+from optimus.ir.op import COMPUTE_OPS, KIND_OF_WORD
+from optimus.ir.plan import FORMAT, SCHEMA, Bucket, ClassMemory, Plan, PlannedChunk, PlannedModule, Template
 from optimus.ir.plan_lines import opening, program_lines
-from optimus.ir.plan_reader import LEGEND, read_document
-from optimus.ir.plan_rows import Row, bucket_row, chunk_row, memory_rows, template_rows
+from optimus.ir.plan_reader import ALIVE, LEGEND, read_document
 from optimus.job.nodes import Node, parse_json, read_text
 from optimus.job.typed import read
 
+Row = list[Any]
 ENDING = ".plan.json"
 MAX_BYTES = 200_000_000
 TABLE_LINES = 16  # a longer table has several rows on a line, so that the header stays short
@@ -77,9 +77,52 @@ def header(plan: Plan) -> dict[str, Any]:
         "modules": modules,
         "chunks": chunks.rows,
         "buckets": buckets.rows,
-        "memory": memory_rows(plan.memory),
-        "templates": {name: template_rows(template) for name, template in plan.templates.items()},
+        "memory": _memory_rows(plan.memory),
+        "templates": {name: _template_rows(template) for name, template in plan.templates.items()},
     }
+
+
+def _template_rows(template: Template) -> list[Row]:
+    """One row per phase."""
+    return [
+        [
+            phase.name,
+            phase.kind.word,
+            int(phase.layer),
+            float(phase.duration_s),
+            int(phase.bytes),
+            phase.lane.name.lower(),
+            phase.communicator.name.lower(),
+            [int(other) for other in phase.after],
+        ]
+        for phase in template
+    ]
+
+
+def _chunk_row(chunk: PlannedChunk) -> Row:
+    """What one virtual stage follows, holds and sends."""
+    templates = {kind.word: chunk.templates[kind] for kind in COMPUTE_OPS if kind in chunk.templates}
+    sizes = (chunk.layers, chunk.kept_bytes, chunk.made_again_bytes, chunk.output_bytes)
+    return [templates, *map(int, sizes), float(chunk.send_s)]
+
+
+def _bucket_row(bucket: Bucket) -> Row:
+    """Which layers, and what gathering and reducing them costs."""
+    layers = [int(bucket.chunk), int(bucket.first_layer), int(bucket.end_layer)]
+    gather = [float(bucket.gather_s), int(bucket.gather_bytes)]
+    reduce = [float(bucket.reduce_s), int(bucket.reduce_bytes)]
+    return [*layers, *gather, *reduce, bucket.lane.name.lower(), bool(bucket.gates)]
+
+
+def _memory_rows(memory: Sequence[ClassMemory]) -> list[Row]:
+    """The names of the columns, then one row per device class; null for a component that it does not have."""
+    components = list(dict.fromkeys(name for of_class in memory for name in of_class.fixed))
+    rows = [
+        [None if name not in of_class.fixed else int(of_class.fixed[name]) for name in components]
+        + [int(getattr(of_class, name)) for name in ALIVE]
+        for of_class in memory
+    ]
+    return [[*components, *ALIVE], *rows]
 
 
 class _Table:
@@ -106,8 +149,8 @@ def _module(module: PlannedModule, chunks: _Table, buckets: _Table) -> dict[str,
         "bin_tokens": int(module.bin_tokens),
         "seam_bytes": int(module.seam_bytes),
         "seam_s": float(module.seam_s),
-        "chunks": [chunks.place(chunk_row(chunk)) for chunk in module.chunks],
-        "buckets": [[buckets.place(bucket_row(bucket)) for bucket in stage] for stage in module.buckets],
+        "chunks": [chunks.place(_chunk_row(chunk)) for chunk in module.chunks],
+        "buckets": [[buckets.place(_bucket_row(bucket)) for bucket in stage] for stage in module.buckets],
         "pipelines": [int(pipeline) for pipeline in module.pipelines],
     }
 

@@ -21,7 +21,7 @@ from optimus.planner.rejected import Rejected
 from optimus.planner.remedies import what_would_fit
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.registry import applicable, default_systems, strategies
-from optimus.verify.validator import KEPT, Report, Violation, check_plan
+from optimus.verify.validator import MAX_VIOLATIONS, Report, Violation, check_plan
 
 MIN_SPEEDUP_WORTH_FILLING = 1.02  # over the best simpler system; below it that system is recommended
 
@@ -175,7 +175,9 @@ def report_mismatches(report: Report, plan: Plan, parts: Mapping[str, Any]) -> R
     )
     holds = report.rules["binding"] and not found
     return replace(
-        report, rules={**report.rules, "binding": holds}, violations=(*report.violations, *found[:KEPT])
+        report,
+        rules={**report.rules, "binding": holds},
+        violations=(*report.violations, *found[:MAX_VIOLATIONS]),
     )
 
 

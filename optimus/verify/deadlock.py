@@ -15,7 +15,7 @@ from optimus.verify.waits import Waits, chained
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circle:
+class Cycle:
     """Lines that wait for each other: each for the next, the last for the first."""
 
     model: str
@@ -27,7 +27,7 @@ STREAMS = "every communicator is a queue behind the compute enqueued before"
 ONE_QUEUE = "all communication of a device goes through one queue"
 
 
-def check_hosts(waits: Waits) -> Circle | None:
+def check_hosts(waits: Waits) -> Cycle | None:
     """Model (a): hosts run their lines in order; only sends, waits, gated forwards and finish block."""
     lines, count = waits.lines, len(waits.lines)
     rows = np.arange(count)
@@ -59,10 +59,10 @@ def check_hosts(waits: Waits) -> Circle | None:
         (finish[not_first[finish]] - 1, np.full(int(not_first[finish].sum()), count + meetings)),
         (np.full(len(finish), count + meetings), finish),
     ]
-    return _circle(HOSTS, count + meetings + 1, edges, count)
+    return _cycle(HOSTS, count + meetings + 1, edges, count)
 
 
-def check_streams(waits: Waits, *, one_queue: bool) -> Circle | None:
+def check_streams(waits: Waits, *, one_queue: bool) -> Cycle | None:
     """Model (b): compute in order, a queue per communicator. Model (c): one queue for all of them."""
     lines, count = waits.lines, len(waits.lines)
     node = np.arange(count)
@@ -85,7 +85,7 @@ def check_streams(waits: Waits, *, one_queue: bool) -> Circle | None:
         (never, never),
     ]
     joined = [(node[before], node[after]) for before, after in edges]
-    return _circle(ONE_QUEUE if one_queue else STREAMS, count, joined, count)
+    return _cycle(ONE_QUEUE if one_queue else STREAMS, count, joined, count)
 
 
 def _communicators(waits: Waits) -> Ints:
@@ -99,7 +99,7 @@ def _communicators(waits: Waits) -> Ints:
     return queues
 
 
-def _circle(model: str, count: int, edges: list[tuple[Ints, Ints]], lines: int) -> Circle | None:
+def _cycle(model: str, count: int, edges: list[tuple[Ints, Ints]], lines: int) -> Cycle | None:
     """Takes away what waits for nothing, again and again; what is left holds a circle."""
     before = np.concatenate([first for first, _ in edges])
     after = np.concatenate([second for _, second in edges])
@@ -121,4 +121,4 @@ def _circle(model: str, count: int, edges: list[tuple[Ints, Ints]], lines: int) 
         seen[node] = len(seen)
         node = waits_for[node]
     circle = list(seen)[seen[node] :]
-    return Circle(model=model, lines=tuple(node for node in circle if node < lines))
+    return Cycle(model=model, lines=tuple(node for node in circle if node < lines))

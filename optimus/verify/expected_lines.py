@@ -12,10 +12,11 @@ from optimus.ir.op import COMPUTE_OPS, Ints, OpKind
 from optimus.ir.plan import Bucket, Plan, Program
 from optimus.ir.ranks import LLM
 
+Problems = Iterator[tuple[str, str]]  # where, problem
 _ONE = np.zeros(1, np.int64)
 
 
-class Where(NamedTuple):
+class BlockKey(NamedTuple):
     """The lines of one kind of one chunk of a module on a device class."""
 
     device: int
@@ -25,9 +26,9 @@ class Where(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What `Where` holds: a line per microbatch and place."""
+    """What `BlockKey` holds: a line per microbatch and place."""
 
-    where: Where
+    where: BlockKey
     microbatches: Ints
     places: Ints
 
@@ -49,7 +50,7 @@ def bucket_chunk(bucket: Bucket) -> int:
     return max(bucket.chunk, 0)
 
 
-class Asked:
+class ExpectedLines:
     """The lines that a header asks for."""
 
     def __init__(self, plan: Plan) -> None:
@@ -94,7 +95,7 @@ class Asked:
                 yield from self._transfers(device, name)
                 yield from self._seam(device, name)
                 yield from self._buckets(device, name)
-            yield Block(Where(device, self.plan.names[-1], OpKind.OPTIMIZER, 0), _ONE, _ONE)
+            yield Block(BlockKey(device, self.plan.names[-1], OpKind.OPTIMIZER, 0), _ONE, _ONE)
 
     def _ops(self, device: int, name: str) -> Iterator[Block]:
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
@@ -103,7 +104,7 @@ class Asked:
             for chunk in range(module.layout.chunks):
                 phases = len(self.plan.template_of(name, kind, stage, chunk))
                 if phases:
-                    yield Block(Where(device, name, kind, chunk), mine, np.arange(phases))
+                    yield Block(BlockKey(device, name, kind, chunk), mine, np.arange(phases))
 
     def _transfers(self, device: int, name: str) -> Iterator[Block]:
         """Between virtual stages: none where the next one is on the same class."""
@@ -121,7 +122,7 @@ class Asked:
         ):
             for chunk in range(layout.chunks):
                 if needed[chunk]:
-                    yield Block(Where(device, name, kind, chunk), mine, _ONE)
+                    yield Block(BlockKey(device, name, kind, chunk), mine, _ONE)
 
     def _seam(self, device: int, name: str) -> Iterator[Block]:
         """Between an encoder's last stage and LLM stage 0."""
@@ -139,17 +140,17 @@ class Asked:
             (OpKind.RECV_SEAM_B, sent if back else None),
         ):
             if rows is not None:
-                yield Block(Where(device, name, kind, 0), rows, _ONE)
+                yield Block(BlockKey(device, name, kind, 0), rows, _ONE)
 
     def _buckets(self, device: int, name: str) -> Iterator[Block]:
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
         chunk_of = np.array([bucket_chunk(bucket) for bucket in module.buckets[stage]], np.int64)
         for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
             for chunk in sorted(set(chunk_of.tolist())):
-                yield Block(Where(device, name, kind, chunk), _ONE, np.flatnonzero(chunk_of == chunk))
+                yield Block(BlockKey(device, name, kind, chunk), _ONE, np.flatnonzero(chunk_of == chunk))
 
 
-class Lines:
+class PlanLines:
     """All programs of a plan, one below the other; a line is named by its row."""
 
     def __init__(self, plan: Plan) -> None:
@@ -160,7 +161,7 @@ class Lines:
         self.device: Ints = np.repeat(np.arange(len(sizes)), sizes)
         rows = np.concatenate([program.rows for program in programs]).astype(np.int64)
         self.module, self.kind, self.chunk, self.microbatch, self.place = rows.T
-        self._found: dict[Where, tuple[Ints, Ints]] = {}
+        self._found: dict[BlockKey, tuple[Ints, Ints]] = {}
 
     def __len__(self) -> int:
         return len(self.device)
@@ -194,9 +195,74 @@ class Lines:
 
     def at(self, device: int, module: str, kind: OpKind, chunk: int = 0) -> Ints:
         """Rows of a block: one row per microbatch, one column per place; empty if there is none."""
-        found = self._found.get(Where(device, module, kind, chunk))
+        found = self._found.get(BlockKey(device, module, kind, chunk))
         return np.zeros((0, 0), np.int64) if found is None else found[1]
 
-    def all_blocks(self) -> Iterator[tuple[Where, Ints, Ints]]:
+    def all_blocks(self) -> Iterator[tuple[BlockKey, Ints, Ints]]:
         """Every block with its microbatches and the rows of its lines."""
         return ((where, *found) for where, found in self._found.items())
+
+
+def check_coverage(lines: PlanLines, asked: ExpectedLines) -> Problems:
+    """Missing, repeated and foreign lines; remembers where the lines are if there are none of these."""
+    plan, blocks = lines.plan, list(asked.blocks())
+    wanted = sum(len(block.microbatches) * len(block.places) for block in blocks)
+    if wanted > 4 * len(lines) + 10_000:
+        yield "programs", f"{len(lines)} lines where the header asks for {wanted}"
+        return
+    size = _sizes(plan, blocks)
+    columns = (lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place)
+    known = np.ones(len(lines), bool)
+    for column, limit in zip(columns, size, strict=True):
+        known &= (column >= 0) & (column < limit)
+    for line in np.flatnonzero(~known).tolist():
+        yield lines.text(line), "is not asked for: out of range"
+    rows = np.flatnonzero(known)
+    keys = lines.device[rows]
+    for column, limit in zip(columns, size, strict=True):
+        keys = keys * limit + column[rows]
+    order = np.argsort(keys, kind="stable")
+    expected = _keys(plan, blocks, size)
+    if len(rows) == len(lines) and np.array_equal(keys[order], expected):
+        lines.locate(blocks, order)
+        return
+    found, first = np.unique(keys, return_index=True)
+    for line in rows[first[~np.isin(found, expected)]].tolist():
+        yield lines.text(line), "is not asked for: not this class's, or no such op"
+    for at in (np.flatnonzero(np.diff(keys[order]) == 0) + 1).tolist():
+        yield lines.text(int(rows[order[at]])), "stands there again"
+    for key in expected[~np.isin(expected, found)].tolist():
+        yield _name(plan, key, size), "is missing"
+
+
+def _sizes(plan: Plan, blocks: list[Block]) -> tuple[int, ...]:
+    """What module, kind, chunk, microbatch and place stay below."""
+    return (
+        len(plan.names),
+        len(OpKind),
+        1 + max(block.where.chunk for block in blocks),
+        1 + max((int(block.microbatches[-1]) for block in blocks if len(block.microbatches)), default=0),
+        1 + max((int(block.places[-1]) for block in blocks if len(block.places)), default=0),
+    )
+
+
+def _keys(plan: Plan, blocks: list[Block], size: tuple[int, ...]) -> Ints:
+    """Every line asked for as one number; ascending, because blocks come in this order."""
+    modules, kinds, chunks, microbatches, places = size
+    number = {name: index for index, name in enumerate(plan.names)}
+    parts = []
+    for (device, name, kind, chunk), rows, columns in blocks:
+        first = ((device * modules + number[name]) * kinds + kind) * chunks + chunk
+        parts.append((((first * microbatches + rows) * places)[:, None] + columns).ravel())
+    keys: Ints = np.concatenate(parts)
+    return keys
+
+
+def _name(plan: Plan, key: int, size: tuple[int, ...]) -> str:
+    """A line that stands nowhere, as it would be written."""
+    words = []
+    for limit in reversed(size):
+        key, value = divmod(key, limit)
+        words.append(value)
+    place, microbatch, chunk, kind, module = words
+    return f"class {key}: {plan.names[module]}.{OpKind(kind).word} {chunk} {microbatch} {place}"

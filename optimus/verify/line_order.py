@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from optimus.ir.op import Ints, OpKind
+from optimus.ir.op import SEAMS, Ints, OpKind
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import Lines, backward_kind
+from optimus.verify.expected_lines import PlanLines, Problems, backward_kind
 from optimus.verify.waits import Derivation, Waits
 
-SearchResult = Iterator[tuple[str, str]]  # where, problem
-_SEAM = (OpKind.SEND_SEAM, OpKind.RECV_SEAM, OpKind.SEND_SEAM_B, OpKind.RECV_SEAM_B)
 
-
-def check_data(derived: Derivation, waits: Waits) -> SearchResult:
+def check_data(derived: Derivation, waits: Waits) -> Problems:
     """Everything stands after what it needs on its class, and where the rules of order want it."""
     lines = waits.lines
     for where, _, rows in lines.all_blocks():
@@ -36,7 +31,7 @@ def check_data(derived: Derivation, waits: Waits) -> SearchResult:
     yield from _neighbours(derived, waits)
 
 
-def _neighbours(derived: Derivation, waits: Waits) -> SearchResult:
+def _neighbours(derived: Derivation, waits: Waits) -> Problems:
     """What must stand right after a certain phase, or after any phase of the LLM."""
     lines = waits.lines
     rows = np.arange(len(lines))
@@ -53,7 +48,7 @@ def _neighbours(derived: Derivation, waits: Waits) -> SearchResult:
         yield lines.text(line), f"is posted behind filler, {lines.text(int(previous[line]))}"
 
 
-def _predecessors(derived: Derivation, lines: Lines) -> Ints:
+def _predecessors(derived: Derivation, lines: PlanLines) -> Ints:
     """The phase right after which a line must stand: of the LLM's launches and all sends; -1 for others."""
     plan = lines.plan
     follows = np.full(len(lines), -1)
@@ -75,14 +70,14 @@ def _predecessors(derived: Derivation, lines: Lines) -> Ints:
     return follows
 
 
-def check_pairs(waits: Waits) -> SearchResult:
+def check_pairs(waits: Waits) -> Problems:
     """Between two classes, transfers of a module and of {pipeline, seam} are in one order at both ends."""
     lines = waits.lines
     here, there = lines.device[waits.send], lines.device[waits.recv]
     low, high = np.minimum(here, there), np.maximum(here, there)
     at_low = np.where(here < there, waits.send, waits.recv)
     at_high = np.where(here < there, waits.recv, waits.send)
-    seam = np.isin(lines.kind[waits.send], _SEAM)
+    seam = np.isin(lines.kind[waits.send], SEAMS)
     order_low = np.lexsort((at_low, seam, lines.module[waits.send], high, low))
     order_high = np.lexsort((at_high, seam, lines.module[waits.send], high, low))
     for at in np.flatnonzero(order_low != order_high).tolist():
@@ -90,7 +85,7 @@ def check_pairs(waits: Waits) -> SearchResult:
         yield lines.text(one), f"at the other end the transfer in its turn is {lines.text(other)}"
 
 
-def check_groups(waits: Waits) -> SearchResult:
+def check_groups(waits: Waits) -> Problems:
     """Collectives of groups that two classes share stand in the same order on both."""
     lines, members = waits.lines, waits.group_members
     num_classes = len(lines.first) - 1

@@ -9,15 +9,14 @@ import numpy as np
 from optimus.ir.op import Ints, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.verify.coverage import check_coverage
-from optimus.verify.expected_lines import Asked, Lines
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_coverage
 from optimus.verify.waits import Derivation
 
 ACTIVATIONS = ("llm_activations", "encoder_activations", "seam")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alive:
+class LiveBytes:
     """Bytes on one device class when most of them are alive, by component; and what stays at the end."""
 
     peak: dict[str, int]
@@ -26,7 +25,7 @@ class Alive:
     lowest: int  # below 0 if something is freed before it is there
 
 
-def replay_bytes(derived: Derivation) -> list[Alive]:
+def replay_bytes(derived: Derivation) -> list[LiveBytes]:
     """The peak of every device class. What a line frees is still there while it runs."""
     comes, goes = _changes(derived)
     return [_alive(derived.lines, device, comes, goes) for device in range(len(derived.lines.first) - 1)]
@@ -34,7 +33,7 @@ def replay_bytes(derived: Derivation) -> list[Alive]:
 
 def bytes_along(plan: Plan, device: int) -> Ints:
     """Of one device class of a plan that holds: what is alive while each line runs, by component."""
-    lines, asked = Lines(plan), Asked(plan)
+    lines, asked = PlanLines(plan), ExpectedLines(plan)
     broken = next(iter(check_coverage(lines, asked)), None)
     assert broken is None, broken
     derived = Derivation(lines, asked)
@@ -78,13 +77,13 @@ def _add_seam(derived: Derivation, device: int, forward: Ints, comes: Ints, goes
             np.add.at(goes, forward[microbatches // module.pieces, -1], module.seam_bytes)
 
 
-def _alive(lines: Lines, device: int, comes: Ints, goes: Ints) -> Alive:
+def _alive(lines: PlanLines, device: int, comes: Ints, goes: Ints) -> LiveBytes:
     mine = slice(int(lines.first[device]), int(lines.first[device + 1]))
     if mine.start == mine.stop:
-        return Alive(peak=dict.fromkeys(ACTIVATIONS, 0), line=mine.start, left=0, lowest=0)
+        return LiveBytes(peak=dict.fromkeys(ACTIVATIONS, 0), line=mine.start, left=0, lowest=0)
     freed = np.cumsum(goes[:, mine], axis=1)
     after = np.cumsum(comes[:, mine], axis=1) - freed
     during = after + goes[:, mine]
     at = int(np.argmax(during.sum(axis=0)))
     peak = dict(zip(ACTIVATIONS, during[:, at].tolist(), strict=True))
-    return Alive(peak=peak, line=mine.start + at, left=int(after[:, -1].sum()), lowest=int(after.min()))
+    return LiveBytes(peak=peak, line=mine.start + at, left=int(after[:, -1].sum()), lowest=int(after.min()))

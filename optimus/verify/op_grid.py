@@ -7,8 +7,7 @@ import numpy as np
 from optimus.ir.op import Ints, OpKind, OpName
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.verify.coverage import check_coverage
-from optimus.verify.expected_lines import Asked, Lines
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_coverage
 from optimus.verify.time_replay import followers
 from optimus.verify.waits import Derivation, chained
 
@@ -21,12 +20,12 @@ def op_grid(plan: Plan, *, aligned: bool = True) -> Grid:
     An op of several phases is placed by its first. Rows align the classes only if the plan holds the rules
     of coverage and deadlock; without `aligned`, the op in row n is the n-th of its class.
     """
-    lines = Lines(plan)
+    lines = PlanLines(plan)
     phases = lines.kind <= OpKind.WEIGHT_GRAD
     first = phases & (lines.place == 0)
     before, after = chained(lines.device, phases)
     if aligned:
-        asked = Asked(plan)
+        asked = ExpectedLines(plan)
         broken = next(iter(check_coverage(lines, asked)), None)
         assert broken is None, broken
         waits = Derivation(lines, asked).derive()

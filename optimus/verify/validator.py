@@ -16,11 +16,11 @@ from optimus.ir.op import COMPUTE_PHASES, NUM_LANES, Floats, OpKind
 from optimus.ir.plan import REGIONS, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.verify.coverage import check_coverage, check_header
-from optimus.verify.deadlock import Circle, check_hosts, check_streams
-from optimus.verify.expected_lines import Asked, Lines
-from optimus.verify.header_contents import (
+from optimus.verify.deadlock import Cycle, check_hosts, check_streams
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_coverage
+from optimus.verify.header import (
     check_capacity,
+    check_header,
     check_layers,
     check_parameters,
     check_recomputation,
@@ -33,7 +33,7 @@ from optimus.verify.waits import NO_LANE, Derivation, Waits
 
 RULES = ("coverage", "data", "pairs", "deadlock", "groups", "memory", "lanes", "claim", "binding")
 BOUND_PARTS = ("model", "cluster", "workload", "profile")
-KEPT = 20  # violations of a rule that are kept; the rest is counted
+MAX_VIOLATIONS = 20  # violations of a rule that are kept; the rest is counted
 TOLERANCE = 1e-9
 _SHOWN = 12  # lines of a circle
 
@@ -65,7 +65,7 @@ class Report:
         return all(self.rules.values())
 
 
-SearchResult = Iterable[tuple[str, str]]  # where, problem
+Problems = Iterable[tuple[str, str]]  # where, problem
 
 
 class _Report:
@@ -76,10 +76,13 @@ class _Report:
         self.violations: list[Violation] = []
         self.more: dict[str, int] = {}
 
-    def add(self, rule: str, found: SearchResult) -> bool:
+    def add(self, rule: str, found: Problems) -> bool:
         """Keeps the first violations of a rule, and says whether there was none."""
         rest = iter(found)
-        kept = [Violation(rule=rule, where=where, problem=problem) for where, problem in islice(rest, KEPT)]
+        kept = [
+            Violation(rule=rule, where=where, problem=problem)
+            for where, problem in islice(rest, MAX_VIOLATIONS)
+        ]
         dropped = sum(1 for _ in rest)
         if dropped:
             self.more[rule] = dropped
@@ -105,7 +108,7 @@ def check_plan(plan: Plan) -> Report:
         return _unseen(report, "the header is not sound")
     if not report.add("coverage", chain(check_layers(plan), check_recomputation(plan))):
         return _unseen(report, "templates and modules do not agree")
-    lines, asked = Lines(plan), Asked(plan)
+    lines, asked = PlanLines(plan), ExpectedLines(plan)
     if not report.add("coverage", check_coverage(lines, asked)):
         return _unseen(report, "coverage does not hold")
     derived = Derivation(lines, asked)
@@ -138,7 +141,7 @@ def _unseen(report: _Report, reason: str) -> Report:
     return report.done(None, single_connection_holds=False)
 
 
-def _shown(lines: Lines, circle: Circle) -> tuple[str, str]:
+def _shown(lines: PlanLines, circle: Cycle) -> tuple[str, str]:
     named = [lines.text(line) for line in circle.lines[:_SHOWN]]
     rest = len(circle.lines) - len(named)
     more = f", and {rest} more" if rest else ""
@@ -147,7 +150,7 @@ def _shown(lines: Lines, circle: Circle) -> tuple[str, str]:
     ] if named else "plan", f"waits in a circle if {circle.model}: {' waits for '.join(named)}{more}"
 
 
-def _differs(where: str, found: float, claimed: float) -> SearchResult:
+def _differs(where: str, found: float, claimed: float) -> Problems:
     if not abs(found - claimed) <= TOLERANCE * max(1.0, abs(found)):
         yield where, f"{claimed!r} is claimed, {found!r} was replayed"
 
@@ -155,7 +158,7 @@ def _differs(where: str, found: float, claimed: float) -> SearchResult:
 # ---------------------------------------------------------------------------- memory
 
 
-def _memory(derived: Derivation) -> SearchResult:
+def _memory(derived: Derivation) -> Problems:
     plan = derived.plan
     found = replay_bytes(derived)
     if len(plan.memory) != len(found):
@@ -179,7 +182,7 @@ def _memory(derived: Derivation) -> SearchResult:
 # ---------------------------------------------------------------------------- lanes
 
 
-def _lanes(derived: Derivation, waits: Waits, played: Replay) -> SearchResult:
+def _lanes(derived: Derivation, waits: Waits, played: Replay) -> Problems:
     """One op at a time per lane, and encoder compute where the plan says it is."""
     lines = waits.lines
     rows = np.flatnonzero(waits.lane != NO_LANE)
@@ -221,7 +224,7 @@ def encoder_seconds(derived: Derivation, waits: Waits, played: Replay) -> Floats
 # ---------------------------------------------------------------------------- binding
 
 
-def check_binding_hashes(plan: Plan) -> SearchResult:
+def check_binding_hashes(plan: Plan) -> Problems:
     """The plan names what it was made for, and its hashes belong to these fields."""
     for part in BOUND_PARTS:
         if part not in plan.bound_to or part not in plan.hashes:

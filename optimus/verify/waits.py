@@ -16,10 +16,9 @@ from optimus.ir.op import (
     Lane,
     OpKind,
 )
-from optimus.ir.plan import WHOLE_STAGE
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Template
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import Asked, Lines, Where, backward_kind
-from optimus.verify.template_columns import Phases
+from optimus.verify.expected_lines import BlockKey, ExpectedLines, PlanLines, backward_kind
 
 NO_LANE = -1  # of receives
 RECV_OF = {OpKind.SEND_F: OpKind.RECV_F, OpKind.SEND_B: OpKind.RECV_B}
@@ -29,7 +28,7 @@ RECV_OF = {OpKind.SEND_F: OpKind.RECV_F, OpKind.SEND_B: OpKind.RECV_B}
 class Waits:
     """One entry per line unless said otherwise."""
 
-    lines: Lines
+    lines: PlanLines
     before: Ints  # per wait: what must have ended
     after: Ints  # per wait: what waits
     send: Ints  # per transfer
@@ -63,13 +62,44 @@ def chained(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
     return rows[:-1][same], rows[1:][same]
 
 
+class TemplateColumns:
+    """A template as columns."""
+
+    def __init__(self, template: Template) -> None:
+        edges = [(dep, place) for place, phase in enumerate(template) for dep in phase.after]
+        waited = {dep for dep, _ in edges}
+        self.deps = [dep for dep, _ in edges]
+        self.places = [place for _, place in edges]
+        self.entries = [place for place, phase in enumerate(template) if not phase.after]
+        self.exits = [place for place in range(len(template)) if place not in waited]
+        self.kind = np.array([phase.kind for phase in template], np.int64)
+        self.duration_s = np.array([phase.duration_s for phase in template], np.float64)
+        named = [phase.lane if phase.kind == OpKind.LAUNCH else Lane.COMPUTE for phase in template]
+        self.lane = np.array(named, np.int64)
+        self.layer = np.array([phase.layer for phase in template], np.int64)
+        self.launches = [
+            (place, phase.communicator) for place, phase in enumerate(template) if phase.kind == OpKind.LAUNCH
+        ]
+        waits = [place for place, phase in enumerate(template) if phase.kind == OpKind.WAIT]
+        self.wait_of = {  # the first wait for each launch
+            launch: next((place for place in waits if launch in template[place].after), -1)
+            for launch, _ in self.launches
+        }
+
+    def of(self, bucket: Bucket) -> Ints:
+        """Phases of the layers that a bucket holds: all of them, if it is the whole stage's."""
+        if bucket.chunk == WHOLE_STAGE:
+            return np.arange(len(self.layer))
+        return np.flatnonzero((self.layer >= bucket.first_layer) & (self.layer < bucket.end_layer))
+
+
 class Derivation:
     """Goes through the blocks of a plan whose lines are all there."""
 
-    def __init__(self, lines: Lines, asked: Asked) -> None:
+    def __init__(self, lines: PlanLines, asked: ExpectedLines) -> None:
         self.lines, self.plan, self.asked, self.ranks = lines, lines.plan, asked, asked.ranks
         count = len(lines)
-        self.phases = {name: Phases(template) for name, template in self.plan.templates.items()}
+        self.phases = {name: TemplateColumns(template) for name, template in self.plan.templates.items()}
         self._before: list[Ints] = []
         self._after: list[Ints] = []
         self._sends: list[Ints] = []
@@ -114,14 +144,14 @@ class Derivation:
 
     # ------------------------------------------------------------------------ ops
 
-    def shape(self, name: str, kind: OpKind, virtual: int) -> Phases:
+    def shape(self, name: str, kind: OpKind, virtual: int) -> TemplateColumns:
         """The phases of an op."""
         return self.phases[self.plan.modules[name].chunks[virtual].templates[kind]]
 
     def virtual(self, device: int, name: str, chunk: int) -> int:
         return chunk * self.plan.modules[name].layout.pp + self.ranks.stage_of(name, device)
 
-    def _op(self, where: Where, rows: Ints) -> None:
+    def _op(self, where: BlockKey, rows: Ints) -> None:
         device, name, kind, chunk = where
         virtual = self.virtual(device, name, chunk)
         shape = self.shape(name, kind, virtual)
@@ -201,7 +231,7 @@ class Derivation:
 
     # ------------------------------------------------------------------------ communication
 
-    def _send(self, where: Where, microbatches: Ints, rows: Ints) -> None:
+    def _send(self, where: BlockKey, microbatches: Ints, rows: Ints) -> None:
         device, name, kind, chunk = where
         module, virtual = self.plan.modules[name], self.virtual(device, name, chunk)
         self._lane[rows] = Lane.P2P
@@ -231,7 +261,7 @@ class Derivation:
         self._sends.append(send.ravel())
         self._recvs.append(recv.ravel())
 
-    def _buckets(self, where: Where, rows: Ints) -> None:
+    def _buckets(self, where: BlockKey, rows: Ints) -> None:
         device, name, kind, _ = where
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
         for row in rows.tolist():
@@ -254,7 +284,7 @@ class Derivation:
                     here = np.full(len(held), row)
                     self._wait(here, held) if gathers else self._wait(held, here)
 
-    def _finish(self, where: Where, rows: Ints) -> None:
+    def _finish(self, where: BlockKey, rows: Ints) -> None:
         stage = self.ranks.coordinates(where.device)[0]
         self._duration[rows] = self.plan.finish_s[stage] if self.plan.finish_s else 0.0
         self._lane[rows] = Lane.COMPUTE
