@@ -59,7 +59,8 @@ def tiny(job: Job, plan: Plan) -> tuple[Job, Plan]:
         module = plan.modules[encoder.name]
         room = projector.merge * module.layout.tp
         modules[encoder.name] = replace(module, bin_tokens=room)
-        lengths[encoder.name] = (module.layout.tp,) * module.pieces  # a whole image in every piece
+        # A whole image in every encoder microbatch.
+        lengths[encoder.name] = (module.layout.tp,) * module.microbatches_per_llm_microbatch
     images = sum(sum(own) for own in lengths.values())
     tokens = -(-(images + 1) // tp) * tp
     sequence = PackedSequence(text=tokens - images, items=tuple(lengths.items()))

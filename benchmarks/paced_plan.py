@@ -127,7 +127,7 @@ class TinyBatch:
     """Batch whose microbatches differ, so that gradients reveal swapped ones."""
 
     def __init__(self, plan: Plan) -> None:
-        self._pieces = {name: module.pieces for name, module in plan.modules.items()}
+        self._pieces = {name: module.microbatches_per_llm_microbatch for name, module in plan.modules.items()}
         self._data = {
             name: torch.linspace(-1, 1, plan.microbatches * ROWS * WIDTH).reshape(-1, WIDTH) * (1 + at)
             for at, name in enumerate(plan.names)
@@ -202,7 +202,8 @@ class PacedPlan:
 
 def _shapes(plan: Plan) -> MessageSpecs:
     def rows(name: str) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(shape=(ROWS // plan.modules[name].pieces, WIDTH), dtype=torch.float32),)
+        rows = ROWS // plan.modules[name].microbatches_per_llm_microbatch
+        return (TensorSpec(shape=(rows, WIDTH), dtype=torch.float32),)
 
     return MessageSpecs(
         inputs={name: [rows(name)] * len(module.chunks) for name, module in plan.modules.items()},

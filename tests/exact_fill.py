@@ -161,7 +161,7 @@ def work_s(header: Plan, names: set[str]) -> float:
         for name, template in header.templates.items()
     }
     return sum(
-        header.microbatches * module.pieces * seconds[template]
+        header.microbatches * module.microbatches_per_llm_microbatch * seconds[template]
         for name, module in header.modules.items()
         if name in names
         for chunk in module.chunks

@@ -67,13 +67,13 @@ def _needed(plan: Plan, name: str, kind: OpKind, virtual: int, microbatch: int) 
         if virtual:
             return [("F", name, virtual - 1, microbatch)]
         return [
-            ("F", encoder, 0, microbatch * module.pieces + piece)
+            ("F", encoder, 0, microbatch * module.microbatches_per_llm_microbatch + piece)
             for encoder, module in (plan.encoders.items() if name == LLM else ())
-            for piece in range(module.pieces)
+            for piece in range(module.microbatches_per_llm_microbatch)
         ]
     own: list[Key] = [("F", name, virtual, microbatch)]
     if name != LLM:
-        return [*own, ("I", LLM, 0, microbatch // plan.modules[name].pieces)]
+        return [*own, ("I", LLM, 0, microbatch // plan.modules[name].microbatches_per_llm_microbatch)]
     return own if virtual == last else [*own, ("I", name, virtual + 1, microbatch)]
 
 
@@ -89,4 +89,4 @@ def _message(
     if kind == OpKind.SEND_SEAM:
         return [("F", name, 0, microbatch)], 0
     module = plan.modules[name]
-    return [("I", LLM, 0, microbatch // module.pieces)], module.pipelines[microbatch]
+    return [("I", LLM, 0, microbatch // module.microbatches_per_llm_microbatch)], module.pipelines[microbatch]

@@ -40,7 +40,12 @@ def template(kind: OpKind, seconds: float) -> tuple[Phase, ...]:
 def module(layout: Layout, prefix: str, **more: object) -> PlannedModule:
     names = {kind: f"{prefix}-{kind.word}" for kind in (OpKind.FORWARD, OpKind.BACKWARD)}
     chunk = PlannedChunk(
-        templates=names, layers=1, kept_bytes=1000, made_again_bytes=10, output_bytes=100, send_s=0.05
+        templates=names,
+        layers=1,
+        saved_activation_bytes=1000,
+        recomputed_bytes=10,
+        output_bytes=100,
+        send_s=0.05,
     )
     buckets = tuple(
         Bucket(
@@ -74,7 +79,12 @@ def plan_by_hand(
         if module_name != LLM:
             count = ranks.num_pipelines(module_name)
             pipelines = tuple(number % count for number in range(microbatches * pieces))
-            more = {"pieces": pieces, "pipelines": pipelines, "seam_bytes": 7, "seam_s": 0.01}
+            more = {
+                "microbatches_per_llm_microbatch": pieces,
+                "pipelines": pipelines,
+                "seam_bytes": 7,
+                "seam_s": 0.01,
+            }
         modules[module_name] = module(layout, module_name, **more)
         for kind in (OpKind.FORWARD, OpKind.BACKWARD):
             templates[f"{module_name}-{kind.word}"] = template(kind, 1.0 + place / 7 + kind)
@@ -168,7 +178,8 @@ def seam(plan: Plan, device: int, microbatch: int, kind: OpKind) -> Iterator[Row
     senders = [other for other in range(ranks.num_classes) if ranks.entry_of(other) == device != other]
     for name, planned in plan.encoders.items():
         last = [other for other in senders if ranks.stage_of(name, other) == planned.layout.pp - 1]
-        for piece in range(microbatch * planned.pieces, (microbatch + 1) * planned.pieces):
+        count = planned.microbatches_per_llm_microbatch
+        for piece in range(microbatch * count, (microbatch + 1) * count):
             for other in last:
                 if ranks.pipeline_of(name, other) == planned.pipelines[piece]:
                     yield plan.names.index(name), kind, 0, piece, 0

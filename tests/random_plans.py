@@ -120,7 +120,7 @@ def _with_split_backwards(rng: Random, plan: Plan, choices: Sequence[ColocatedEn
                 named = {kind: f"{name}.{kind.word}.{stage}" for kind in halves}
                 templates |= {named[kind]: halves[kind] for kind in halves}
                 own = {OpKind.FORWARD: chunk.templates[OpKind.FORWARD], **named}
-                chunk = replace(chunk, templates=own, made_again_bytes=rng.randrange(1000))
+                chunk = replace(chunk, templates=own, recomputed_bytes=rng.randrange(1000))
             chunks.append(chunk)
         modules[name] = replace(modules[name], chunks=tuple(chunks))
     return replace(plan, modules=modules, templates=templates)
@@ -214,7 +214,7 @@ def _all_ops(plan: Plan, order: Pipeline) -> list[_Op]:
     for name, module in plan.modules.items():
         for virtual, chunk in enumerate(module.chunks):
             for kind, template in chunk.templates.items():
-                for microbatch in range(plan.microbatches * module.pieces):
+                for microbatch in range(plan.microbatches * module.microbatches_per_llm_microbatch):
                     glued = [
                         name == LLM and phase.kind == OpKind.LAUNCH for phase in plan.templates[template]
                     ]
@@ -222,7 +222,7 @@ def _all_ops(plan: Plan, order: Pipeline) -> list[_Op]:
                     classes = _classes(plan, name, virtual % module.layout.pp, microbatch)
                     ops[name, kind, virtual, microbatch] = _Op(row=row, glued=glued, classes=classes)
     for (name, kind, virtual, microbatch), op in ops.items():
-        pieces, last = plan.modules[name].pieces, len(plan.modules[name].chunks) - 1
+        pieces, last = plan.modules[name].microbatches_per_llm_microbatch, len(plan.modules[name].chunks) - 1
         before: list[_Op | None] = []
         if kind == OpKind.FORWARD:
             before.append(ops.get((name, kind, virtual - 1, microbatch)))

@@ -44,21 +44,24 @@ def bytes_alive(slow: SlowPlan, device: int) -> tuple[int, int, int]:
             first, last = line.place == 0, line.place == len(slow.template(line)) - 1
             final = max(chunk.templates)
             if first and line.kind == OpKind.FORWARD:
-                alive[kind] += chunk.kept_bytes
+                alive[kind] += chunk.saved_activation_bytes
             if first and line.kind == OpKind.INPUT_GRAD:
-                alive[kind] += chunk.made_again_bytes
+                alive[kind] += chunk.recomputed_bytes
             if last and line.kind == final:
                 freed.append(
-                    (kind, chunk.kept_bytes + (OpKind.INPUT_GRAD in chunk.templates) * chunk.made_again_bytes)
+                    (
+                        kind,
+                        chunk.saved_activation_bytes
+                        + (OpKind.INPUT_GRAD in chunk.templates) * chunk.recomputed_bytes,
+                    )
                 )
             entry = plan.ranks.coordinates(device)[0] == 0
             if last and line.kind == OpKind.FORWARD and kind == 1 and module.layout.pp == 1 and entry:
                 alive[2] += module.seam_bytes
             if last and line.kind == OpKind.FORWARD and kind == 0 and entry and line.chunk == 0:
                 for name, encoder in plan.encoders.items():
-                    for piece in range(
-                        line.microbatch * encoder.pieces, (line.microbatch + 1) * encoder.pieces
-                    ):
+                    count = encoder.microbatches_per_llm_microbatch
+                    for piece in range(line.microbatch * count, (line.microbatch + 1) * count):
                         ops = (
                             slow.op(device, name, (OpKind.FORWARD,), 0, piece)
                             if encoder.layout.pp == 1

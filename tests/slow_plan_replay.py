@@ -99,7 +99,7 @@ class SlowPlan:
         if kind == OpKind.SEND_B:
             return self.op(device, module, (OpKind.BACKWARD, OpKind.INPUT_GRAD), chunk, microbatch)
         if kind == OpKind.SEND_SEAM_B:
-            fed = microbatch // self.plan.modules[module].pieces
+            fed = microbatch // self.plan.modules[module].microbatches_per_llm_microbatch
             return self.op(device, LLM, (OpKind.BACKWARD, OpKind.INPUT_GRAD), 0, fed)
         if kind == OpKind.UNSHARD:
             return []
@@ -145,7 +145,8 @@ class SlowPlan:
             )
         elif kind == OpKind.FORWARD and module == LLM:
             for name, encoder in self.plan.encoders.items():
-                for piece in range(microbatch * encoder.pieces, (microbatch + 1) * encoder.pieces):
+                count = encoder.microbatches_per_llm_microbatch
+                for piece in range(microbatch * count, (microbatch + 1) * count):
                     arrives = Id(device, name, OpKind.RECV_SEAM, 0, piece, 0)
                     needs += [arrives] if arrives in self.at else []
                     if encoder.layout.pp == 1:
@@ -158,7 +159,7 @@ class SlowPlan:
                 needs += received if there != device else self.op(device, module, back, other, microbatch)
             elif module != LLM:
                 received = [Id(device, module, OpKind.RECV_SEAM_B, 0, microbatch, 0)]
-                local = self.op(device, LLM, back, 0, microbatch // planned.pieces)
+                local = self.op(device, LLM, back, 0, microbatch // planned.microbatches_per_llm_microbatch)
                 needs += local if self.ranks.coordinates(device)[0] == 0 else received
         return needs
 

@@ -187,7 +187,7 @@ def one_process(plan: Plan) -> dict[str, list[torch.Tensor]]:
         ]
         for name, module in plan.modules.items()
     }
-    pieces = plan.modules[ENCODER].pieces
+    pieces = plan.modules[ENCODER].microbatches_per_llm_microbatch
     for microbatch in range(plan.microbatches):
         rows: list[torch.Tensor] = []
         for piece in range(pieces):

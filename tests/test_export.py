@@ -55,7 +55,9 @@ def test_what_the_targets_cannot_run_is_said(uneven: Plan) -> None:
     staged = replace(
         uneven,
         modules={
-            "vision": replace(uneven.modules["vision"], layout=Layout(dp=2, pp=4, tp=1), pieces=2),
+            "vision": replace(
+                uneven.modules["vision"], layout=Layout(dp=2, pp=4, tp=1), microbatches_per_llm_microbatch=2
+            ),
             LLM: uneven.modules[LLM],
         },
     )

@@ -66,7 +66,7 @@ def test_the_header_of_a_large_plan_is_short() -> None:
     plan = plan_by_hand(Layout(dp=1, pp=16, tp=8, chunks=4), *encoders, microbatches=8)
     memory = tuple(replace(of_class, seam=place) for place, of_class in enumerate(plan.memory))
     llm = plan.modules["llm"]
-    chunks = tuple(replace(chunk, kept_bytes=place) for place, chunk in enumerate(llm.chunks))
+    chunks = tuple(replace(chunk, saved_activation_bytes=place) for place, chunk in enumerate(llm.chunks))
     buckets = tuple(
         tuple(replace(bucket, gather_bytes=100 * stage + place) for place, bucket in enumerate(of_stage))
         for stage, of_stage in enumerate(llm.buckets)

@@ -109,7 +109,12 @@ def _encoder(rng: Random, ranks: Ranks, name: str, microbatches: int, *, few: bo
     pieces = 1 if few else rng.choice((1, 1, 2))
     count = ranks.num_pipelines(name)
     pipelines = tuple(rng.randrange(count) for _ in range(microbatches * pieces))
-    return {"pieces": pieces, "pipelines": pipelines, "seam_bytes": rng.randint(1, 50), "seam_s": 0.125}
+    return {
+        "microbatches_per_llm_microbatch": pieces,
+        "pipelines": pipelines,
+        "seam_bytes": rng.randint(1, 50),
+        "seam_s": 0.125,
+    }
 
 
 def _module(
@@ -133,8 +138,8 @@ def _module(
         PlannedChunk(
             templates=named,
             layers=layers,
-            kept_bytes=rng.randint(1, 100),
-            made_again_bytes=rng.randint(0, 20),
+            saved_activation_bytes=rng.randint(1, 100),
+            recomputed_bytes=rng.randint(0, 20),
             output_bytes=8,
             send_s=rng.choice((0.0, 0.25, 0.5)),
         )

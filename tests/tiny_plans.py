@@ -74,7 +74,7 @@ class _Arrangement:
         self.number = {name: number for number, name in enumerate(header.names)}
         self.tasks: dict[tuple[str, OpKind, int, int], _Task] = {}
         for name, module in header.modules.items():
-            count = header.microbatches * module.pieces
+            count = header.microbatches * module.microbatches_per_llm_microbatch
             for virtual, chunk in enumerate(module.chunks):
                 for microbatch in range(count):
                     for kind, template in chunk.templates.items():
@@ -103,7 +103,8 @@ class _Arrangement:
 
     def _inputs(self, task: _Task) -> list[_Task]:
         name, virtual, microbatch, header = task.module, task.virtual, task.microbatch, self.header
-        pieces, last = header.modules[name].pieces, len(header.modules[name].chunks) - 1
+        pieces = header.modules[name].microbatches_per_llm_microbatch
+        last = len(header.modules[name].chunks) - 1
         if task.kind == OpKind.WEIGHT_GRAD:
             return [self.tasks[name, OpKind.INPUT_GRAD, virtual, microbatch]]
         if task.kind == OpKind.FORWARD:
@@ -111,10 +112,13 @@ class _Arrangement:
                 return [self.tasks[name, OpKind.FORWARD, virtual - 1, microbatch]]
             return [
                 self.tasks[
-                    encoder, OpKind.FORWARD, len(module.chunks) - 1, microbatch * module.pieces + piece
+                    encoder,
+                    OpKind.FORWARD,
+                    len(module.chunks) - 1,
+                    microbatch * module.microbatches_per_llm_microbatch + piece,
                 ]
                 for encoder, module in (header.encoders if name == LLM else {}).items()
-                for piece in range(module.pieces)
+                for piece in range(module.microbatches_per_llm_microbatch)
             ]
         own = [self.tasks[name, OpKind.FORWARD, virtual, microbatch]]
         if virtual < last:
@@ -208,7 +212,7 @@ class _Arrangement:
                     entry, last = self.ranks.entry_of(here), layout.pp - 1
                     transfer(maker, here, entry, name, OpKind.SEND_SEAM, last, last, microbatch)
                     if backward_kind(self.header, name, last) is not None:
-                        pieces = self.header.modules[name].pieces
+                        pieces = self.header.modules[name].microbatches_per_llm_microbatch
                         (back,) = self._backward(LLM, 0, microbatch // pieces)
                         transfer(back, entry, here, name, OpKind.SEND_SEAM_B, last, last, microbatch)
         return found

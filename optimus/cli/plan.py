@@ -222,7 +222,7 @@ def _chosen(planned: Planned) -> list[str]:
     for name, module in plan.encoders.items():
         split = [module.pipelines.count(pipeline) for pipeline in range(1 + max(module.pipelines))]
         pipelines = "1 pipeline with" if len(split) == 1 else f"{len(split)} pipelines with"
-        microbatches = f"{pipelines} {_microbatches(split, module.pieces)}"
+        microbatches = f"{pipelines} {_microbatches(split, module.microbatches_per_llm_microbatch)}"
         lines += wrap("", f"{name} {module.layout}; {microbatches}; recompute {module.recompute}")
     return lines
 

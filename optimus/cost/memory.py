@@ -79,7 +79,9 @@ def states(layers: Iterable[PricedLayer], precision: Precision) -> Memory:
 
 
 def high_water(
-    order: tuple[tuple[OpKind, int, int], ...], kept_bytes: ArrayLike, made_again_bytes: ArrayLike = 0.0
+    order: tuple[tuple[OpKind, int, int], ...],
+    saved_activation_bytes: ArrayLike,
+    recomputed_bytes: ArrayLike = 0.0,
 ) -> tuple[float, ...]:
     """Activations alive when most are, while a stage runs `order`; bytes are by [chunk, component].
 
@@ -87,8 +89,8 @@ def high_water(
     its I has made again (recomputation, gradients of logits) waits for W too.
     """
     chunk, sign, again = _lives(order)
-    kept = np.asarray(kept_bytes, np.float64)
-    more = np.broadcast_to(np.asarray(made_again_bytes, np.float64), kept.shape)
+    kept = np.asarray(saved_activation_bytes, np.float64)
+    more = np.broadcast_to(np.asarray(recomputed_bytes, np.float64), kept.shape)
     alive = np.cumsum(sign[:, None] * kept[chunk] + again[:, None] * more[chunk], axis=0)
     return tuple(float(value) for value in alive[alive.sum(axis=1).argmax()])
 

@@ -32,14 +32,14 @@ class PricedLayer:
     trained: bool
     flops: float = 0.0  # of the model's forward pass, all ranks together
     expert_parameters: float = 0.0  # on one rank
-    made_again_bytes: float = 0.0  # made again before the layer's own backward
+    recomputed_bytes: float = 0.0  # made again before the layer's own backward
     gradient_bytes: float = 0.0  # of activations, alive only while the layer's own backward runs
     logits_bytes: float = 0.0
 
     @property
     def backward_bytes(self) -> float:
         """Bytes that exist only while the layer's own backward runs."""
-        return self.made_again_bytes + self.gradient_bytes
+        return self.recomputed_bytes + self.gradient_bytes
 
     @property
     def shard_parameters(self) -> float:
@@ -198,7 +198,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
         parameters=replicated + (stack.layer_parameters(shape.layer) - experts - replicated) / layout.tp,
         expert_parameters=experts / layout.ep,
         activation_bytes=kept,
-        made_again_bytes=activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
+        recomputed_bytes=activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
         gradient_bytes=gradient_bytes(shape) if passes_gradients else 0.0,
         output_bytes=shape.shard * stack.hidden * BF16_BYTES,
         trained=train,

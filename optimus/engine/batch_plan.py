@@ -58,7 +58,7 @@ class BatchPlan:
         numbers, size = flat[1:body], (body - 1) // count
         samples = tuple(tuple(numbers[at * size : (at + 1) * size]) for at in range(count))
         bins: dict[str, list[list[tuple[int, int]]]] = {
-            name: [[] for _ in range(plan.microbatches * module.pieces)]
+            name: [[] for _ in range(plan.microbatches * module.microbatches_per_llm_microbatch)]
             for name, module in plan.encoders.items()
         }
         names = list(plan.encoders)
@@ -78,7 +78,9 @@ def plan_batch(plan: Plan, samples: Sequence[SampleSizes]) -> BatchPlan:
     for name, module in plan.encoders.items():
         of_encoder: list[Bin] = []
         for microbatch in microbatches:
-            of_encoder += _fill_bins(name, microbatch, module.pieces, module.bin_tokens)
+            of_encoder += _fill_bins(
+                name, microbatch, module.microbatches_per_llm_microbatch, module.bin_tokens
+            )
         bins[name] = tuple(of_encoder)
     numbers = tuple(tuple(sample.number for sample in microbatch) for microbatch in microbatches)
     return BatchPlan(samples=numbers, bins=bins)

@@ -116,7 +116,7 @@ class RankBatch:
             rows += sample.length
         planned = self.plan.modules[encoder.name]
         name, found = encoder.name, []
-        for piece in range(microbatch * planned.pieces, (microbatch + 1) * planned.pieces):
+        for piece in planned.microbatches_of(microbatch):
             items = self._items(name, piece)
             targets = bin_targets(encoder, items, planned.bin_tokens, first_rows, rows)
             found.append(RoutedRows(holders=holder_tp_ranks(self.plan, name, piece), targets=targets))

@@ -216,10 +216,10 @@ class Compiler:
         if module != LLM:
             return []
         return [
-            (ROWS, name, 0, microbatch * encoder.pieces + piece)
+            (ROWS, name, 0, own)
             for name, encoder in self.plan.encoders.items()
-            for piece in range(encoder.pieces)
-            if receives_rows(self.plan, self.groups.rank, name, microbatch * encoder.pieces + piece)
+            for own in encoder.microbatches_of(microbatch)
+            if receives_rows(self.plan, self.groups.rank, name, own)
         ]
 
     def _needs(self, key: Key) -> bool:

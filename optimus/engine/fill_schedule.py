@@ -200,7 +200,8 @@ class FillSchedule:
         """Returns the executor; before the first step ranks exchange the shapes of messages."""
         if self._executor is None:
             encoder_microbatches = {
-                name: (batch.inputs(name, 0)[0], self.plan.modules[name].pieces) for name in self.encoders
+                name: (batch.inputs(name, 0)[0], self.plan.modules[name].microbatches_per_llm_microbatch)
+                for name in self.encoders
             }
             for module in self._sharded:
                 module.unshard()  # a collective: profiling itself runs on one rank at a time
@@ -272,7 +273,9 @@ class _SplitBatch:
     ) -> None:
         count = plan.microbatches
         self._inputs: dict[str, list[tuple[Tensor, ...]]] = {
-            name: [(part,) for part in _split(name, inputs[name], count * module.pieces)]
+            name: [
+                (part,) for part in _split(name, inputs[name], count * module.microbatches_per_llm_microbatch)
+            ]
             for name, module in plan.encoders.items()
         }
         parts = [_split(f"argument {at}", argument, count) for at, argument in enumerate(args)]

@@ -110,8 +110,8 @@ def not_supported_of_encoders(facts: Facts, *, stages: str, layout: str) -> list
             unsupported.append(NotSupported(what=f"{name} over {encoder.pp} pipeline stages", why=stages))
         if (encoder.tp, encoder.pp) != (llm.tp, llm.pp) or llm.cp > 1:
             unsupported.append(NotSupported(what=f"{name} in a layout of its own ({encoder})", why=layout))
-        if module.pieces > 1:
-            what = f"{name} in {module.pieces} pieces per microbatch of the LLM"
+        if module.microbatches_per_llm_microbatch > 1:
+            what = f"{name} in {module.microbatches_per_llm_microbatch} pieces per microbatch of the LLM"
             unsupported.append(NotSupported(what=what, why="it runs an encoder on whole microbatches"))
     return unsupported
 

@@ -103,7 +103,7 @@ def _settings(plan: Plan) -> dict[str, str]:
     found = {"strategy": plan.strategy, "order": plan.order, "microbatches": str(plan.microbatches)}
     for name, module in plan.modules.items():
         found[f"{name}.recompute"] = module.recompute
-        found[f"{name}.pieces"] = str(module.pieces)
+        found[f"{name}.pieces"] = str(module.microbatches_per_llm_microbatch)
     return found
 
 

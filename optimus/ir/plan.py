@@ -51,8 +51,8 @@ class PlannedChunk:
 
     templates: Mapping[OpKind, str]  # F and B, or F, I and W; none for a kind that has nothing to do
     layers: Layers
-    kept_bytes: Bytes = 0  # of a microbatch, from its F to its B (or W)
-    made_again_bytes: Bytes = 0  # of a microbatch, from its I to its W
+    saved_activation_bytes: Bytes = 0  # of a microbatch, from its F to its B (or W)
+    recomputed_bytes: Bytes = 0  # of a microbatch, from its I to its W
     output_bytes: Bytes = 0  # what F sends on, and B sends back
     send_s: NonNegative = 0.0
 
@@ -82,12 +82,16 @@ class PlannedModule:
     recompute: str = "none"
     recomputed: tuple[str, ...] = ()  # kernels whose forward runs again in the backward
     regather: bool = False  # TP gathers of inputs are repeated for weight gradients
-    # Encoders only. LLM microbatch i is fed by encoder microbatches `i * pieces` to `(i + 1) * pieces - 1`.
-    pieces: int = 1
+    microbatches_per_llm_microbatch: int = 1  # of an encoder
     pipelines: tuple[int, ...] = ()  # which pipeline runs each encoder microbatch
     bin_tokens: int = 0  # the most encoder tokens in one encoder microbatch: all are padded to it
     seam_bytes: int = 0  # of an encoder microbatch, per rank
     seam_s: float = 0.0
+
+    def microbatches_of(self, llm_microbatch: int) -> range:
+        """Returns the encoder microbatches that feed a microbatch of the LLM."""
+        first = llm_microbatch * self.microbatches_per_llm_microbatch
+        return range(first, first + self.microbatches_per_llm_microbatch)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -129,7 +129,7 @@ def _limit(plan: Plan, name: str, column: str) -> int:
     module = plan.modules[name]
     if column == "chunk":
         return module.layout.chunks
-    return plan.microbatches * (1 if name == LLM else module.pieces)
+    return plan.microbatches * (1 if name == LLM else module.microbatches_per_llm_microbatch)
 
 
 def _places(plan: Plan, llm_stage: int) -> NDArray[np.int64]:

@@ -192,7 +192,7 @@ def _module(node: Node, name: str, file: PlanFile) -> PlannedModule:
         recompute=entry.recompute,
         recomputed=entry.recomputed,
         regather=entry.regather,
-        pieces=entry.pieces,
+        microbatches_per_llm_microbatch=entry.pieces,
         pipelines=entry.pipelines,
         bin_tokens=entry.bin_tokens,
         seam_bytes=entry.seam_bytes,

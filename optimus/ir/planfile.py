@@ -102,7 +102,7 @@ def _template_rows(template: Template) -> list[Row]:
 def _chunk_row(chunk: PlannedChunk) -> Row:
     """What one virtual stage follows, holds and sends."""
     templates = {kind.word: chunk.templates[kind] for kind in COMPUTE_OPS if kind in chunk.templates}
-    sizes = (chunk.layers, chunk.kept_bytes, chunk.made_again_bytes, chunk.output_bytes)
+    sizes = (chunk.layers, chunk.saved_activation_bytes, chunk.recomputed_bytes, chunk.output_bytes)
     return [templates, *map(int, sizes), float(chunk.send_s)]
 
 
@@ -145,7 +145,7 @@ def _module(module: PlannedModule, chunks: _Table, buckets: _Table) -> dict[str,
         "recompute": module.recompute,
         "recomputed": list(module.recomputed),
         "regather": bool(module.regather),
-        "pieces": int(module.pieces),
+        "pieces": int(module.microbatches_per_llm_microbatch),
         "bin_tokens": int(module.bin_tokens),
         "seam_bytes": int(module.seam_bytes),
         "seam_s": float(module.seam_s),

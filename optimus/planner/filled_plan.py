@@ -164,7 +164,10 @@ class SearchResult:
         bins = {}
         for encoder in context.job.model.encoders:
             module = plan.modules[encoder.name]
-            pieces, across = module.pieces, plan.modules[LLM].layout.tp // module.layout.tp
-            priced = context.piece(encoder, sequences, pieces, across)
-            bins[encoder.name] = EncoderBins(bins=pieces, sharing="pieces", priced_sequences=priced)
+            count, across = (
+                module.microbatches_per_llm_microbatch,
+                plan.modules[LLM].layout.tp // module.layout.tp,
+            )
+            priced = context.piece(encoder, sequences, count, across)
+            bins[encoder.name] = EncoderBins(bins=count, sharing="pieces", priced_sequences=priced)
         return BatchAssignment(replicas=replicas, microbatches=plan.microbatches, encoders=bins)

@@ -188,7 +188,7 @@ def _module(
         layout=layout,
         chunks=chunks,
         buckets=tuple(_buckets(part) if layout.dp > 1 else () for part in parts),
-        pieces=encoder.pieces,
+        microbatches_per_llm_microbatch=encoder.pieces,
         pipelines=(0,) * (microbatches * encoder.pieces),
         seam_bytes=1,
         seam_s=round(blocks[-1].send_s, DIGITS),

@@ -28,7 +28,7 @@ class Chunk:
         return self.layers[-1].output_bytes if self.layers else 0.0
 
     @property
-    def kept_bytes(self) -> float:
+    def saved_activation_bytes(self) -> float:
         """Activations of one microbatch."""
         return sum(layer.activation_bytes for layer in self.layers)
 

@@ -109,7 +109,7 @@ def _over_seam(lines: Lines, module: int, mine: Ints) -> list[Transfers]:
     )
     if not header.learns(module, int(header.pp[module]) - 1):
         return [forward]
-    fed = ops.microbatch[op] // planned.pieces
+    fed = ops.microbatch[op] // planned.microbatches_per_llm_microbatch
     made = lines.backward_end(entry, zeros + header.llm, zeros, fed)
     backward = Transfers(
         sender=entry, receiver=source, kind=zeros + OpKind.SEND_SEAM_B, produced=made, **shared

@@ -75,7 +75,10 @@ def _held(header: Header) -> tuple[Ints, Ints]:
     kept, again = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for number, name in enumerate(header.names):
         for virtual, chunk in enumerate(header.plan.modules[name].chunks):
-            kept[number, virtual], again[number, virtual] = chunk.kept_bytes, chunk.made_again_bytes
+            kept[number, virtual], again[number, virtual] = (
+                chunk.saved_activation_bytes,
+                chunk.recomputed_bytes,
+            )
     return kept, again
 
 

@@ -28,7 +28,7 @@ class Header:
         modules = [plan.modules[name] for name in self.names]
         self.pp: Ints = np.array([module.layout.pp for module in modules])
         self.virtual_stages: Ints = np.array([len(module.chunks) for module in modules])
-        self.pieces: Ints = np.array([module.pieces for module in modules])
+        self.pieces: Ints = np.array([module.microbatches_per_llm_microbatch for module in modules])
         self.chunks = max(module.layout.chunks for module in modules)
         self.microbatches = plan.microbatches * int(self.pieces.max())
         self._flatten_templates()

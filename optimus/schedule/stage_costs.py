@@ -65,8 +65,8 @@ class LayerSums:
         self._kept = np.stack([own, running(lambda x: x.activation_bytes) - own], axis=1)
         self._traffic: dict[tuple[float, ...], ParameterTraffic] = {}
         self._working: dict[tuple[int, int], float] = {}
-        again = running(lambda x: (x.made_again_bytes + x.logits_bytes) * (x.module == llm))
-        self._again = np.stack([again, running(lambda x: x.made_again_bytes * (x.module != llm))], axis=1)
+        again = running(lambda x: (x.recomputed_bytes + x.logits_bytes) * (x.module == llm))
+        self._again = np.stack([again, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1)
         self._groups: dict[Group, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
         for group in dict.fromkeys(group for layer in layers for group, _ in groups_of(layer)):
             moved = running(lambda x, g=group: x.trained * sum(n for at, n in groups_of(x) if at == g))  # type: ignore[misc]

@@ -55,8 +55,11 @@ def _module_problems(plan: Plan, name: str) -> Problems:
     module = plan.modules[name]
     if name != LLM:
         owners, pipelines = module.pipelines, plan.ranks.num_pipelines(name)
-        if module.pieces < 1 or len(owners) != plan.microbatches * module.pieces:
-            yield name, f"{len(owners)} pipelines for {plan.microbatches} x {module.pieces} microbatches"
+        if module.microbatches_per_llm_microbatch < 1 or len(owners) != plan.microbatches * module.pieces:
+            yield (
+                name,
+                f"{len(owners)} pipelines for {plan.microbatches} x {module.microbatches_per_llm_microbatch} microbatches",
+            )
         elif not all(0 <= owner < pipelines for owner in owners):
             yield name, f"a microbatch on a pipeline that is none of its {pipelines}"
     asked = False  # whether the gradient of the stage before is needed
@@ -87,7 +90,7 @@ def _number_problems(plan: Plan) -> Problems:
         sizes.append(module.seam_bytes)
         for chunk in module.chunks:
             seconds.append(chunk.send_s)
-            sizes += [chunk.kept_bytes, chunk.made_again_bytes]
+            sizes += [chunk.saved_activation_bytes, chunk.recomputed_bytes]
         for bucket in (bucket for stage in module.buckets for bucket in stage):
             seconds += [bucket.gather_s, bucket.reduce_s]
     if not all(isfinite(value) and value >= 0 for value in seconds):

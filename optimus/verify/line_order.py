@@ -65,7 +65,7 @@ def _predecessors(derived: Derivation, lines: PlanLines) -> Ints:
             made = lines.at(
                 device, maker, backward_kind(plan, maker, at) or OpKind.BACKWARD, 0 if seam else chunk
             )
-            of = microbatches // plan.modules[name].pieces if seam else slice(None)
+            of = microbatches // plan.modules[name].microbatches_per_llm_microbatch if seam else slice(None)
             follows[rows] = made[of, -1:]
     return follows
 

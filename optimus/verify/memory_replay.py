@@ -58,12 +58,12 @@ def _changes(derived: Derivation) -> tuple[Ints, Ints]:
                 for kind in (OpKind.WEIGHT_GRAD, OpKind.BACKWARD, OpKind.INPUT_GRAD)
             ]
             last = next((block for block in ends if block.size), rows)
-            comes[component, rows[:, 0]] += planned.kept_bytes
-            goes[component, last[:, -1]] += planned.kept_bytes
+            comes[component, rows[:, 0]] += planned.saved_activation_bytes
+            goes[component, last[:, -1]] += planned.saved_activation_bytes
             again = ends[2]
             if again.size and ends[0].size:
-                comes[component, again[:, 0]] += planned.made_again_bytes
-                goes[component, last[:, -1]] += planned.made_again_bytes
+                comes[component, again[:, 0]] += planned.recomputed_bytes
+                goes[component, last[:, -1]] += planned.recomputed_bytes
             if name == LLM and chunk == 0 and lines.plan.ranks.coordinates(device)[0] == 0:
                 _add_seam(derived, device, rows, comes[2], goes[2])
     return comes, goes
@@ -74,7 +74,8 @@ def _add_seam(derived: Derivation, device: int, forward: Ints, comes: Ints, goes
     for name, module in derived.plan.encoders.items():
         for arrived, microbatches in derived.arrivals(name, device, last=True):
             np.add.at(comes, arrived[:, -1], module.seam_bytes)
-            np.add.at(goes, forward[microbatches // module.pieces, -1], module.seam_bytes)
+            fed = microbatches // module.microbatches_per_llm_microbatch
+            np.add.at(goes, forward[fed, -1], module.seam_bytes)
 
 
 def _alive(lines: PlanLines, device: int, comes: Ints, goes: Ints) -> LiveBytes:

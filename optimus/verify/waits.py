@@ -181,7 +181,7 @@ class Derivation:
         elif name == LLM:
             for encoder, module in self.plan.encoders.items():
                 for rows, fed in self.arrivals(encoder, device):
-                    self._wait_all(rows, entries[fed // module.pieces])
+                    self._wait_all(rows, entries[fed // module.microbatches_per_llm_microbatch])
 
     def arrivals(self, encoder: str, device: int, *, last: bool = False) -> list[tuple[Ints, Ints]]:
         """Lines with whose end an encoder's rows are on a class of LLM stage 0, and their microbatches.
@@ -216,8 +216,8 @@ class Derivation:
             if self.ranks.coordinates(device)[0] > 0:
                 self._wait_all(self.lines.at(device, name, OpKind.RECV_SEAM_B), entries)
             else:
-                mine = self.asked.microbatches(name, device)
-                self._wait_all(self._backward_ends(device, LLM, 0)[mine // module.pieces], entries)
+                fed = self.asked.microbatches(name, device) // module.microbatches_per_llm_microbatch
+                self._wait_all(self._backward_ends(device, LLM, 0)[fed], entries)
 
     def _ends(self, device: int, name: str, kind: OpKind, chunk: int) -> Ints:
         """Phases with which an op ends, per microbatch."""
@@ -251,7 +251,8 @@ class Derivation:
             entry = self.ranks.entry_of(device)
             self._transfer(rows, self._received(entry, name, microbatches))
             return
-        self._wait_all(self._backward_ends(device, LLM, 0)[microbatches // module.pieces], rows)
+        fed = microbatches // module.microbatches_per_llm_microbatch
+        self._wait_all(self._backward_ends(device, LLM, 0)[fed], rows)
         for sender, theirs in self.asked.arriving(name, device):
             if sender != device:
                 there = self.lines.at(sender, name, OpKind.RECV_SEAM_B)

@@ -114,8 +114,8 @@ class Colocated:
                 PlannedChunk(
                     templates=templates,
                     layers=len(chunk.layers),
-                    kept_bytes=round(chunk.kept_bytes),
-                    made_again_bytes=round(sum(x.made_again_bytes + x.logits_bytes for x in chunk.layers)),
+                    saved_activation_bytes=round(chunk.saved_activation_bytes),
+                    recomputed_bytes=round(sum(x.recomputed_bytes + x.logits_bytes for x in chunk.layers)),
                     output_bytes=round(chunk.output_bytes),
                     send_s=round(prices.send_s(chunk.output_bytes, across_nodes=across), DIGITS),
                 )
@@ -153,8 +153,8 @@ class Colocated:
                 PlannedChunk(
                     templates=templates,
                     layers=len(layers),
-                    kept_bytes=round(sum(layer.activation_bytes for layer in layers)),
-                    made_again_bytes=round(sum(layer.made_again_bytes for layer in layers))
+                    saved_activation_bytes=round(sum(layer.activation_bytes for layer in layers)),
+                    recomputed_bytes=round(sum(layer.recomputed_bytes for layer in layers))
                     if choice.split
                     else 0,
                     output_bytes=round(output),
@@ -171,7 +171,7 @@ class Colocated:
             chunks=tuple(chunks),
             buckets=tuple(buckets),
             recompute=choice.recompute,
-            pieces=choice.pieces,
+            microbatches_per_llm_microbatch=choice.pieces,
             pipelines=choice.pipelines,
             bin_tokens=self._bin_tokens(choice),
             seam_bytes=round(rows),

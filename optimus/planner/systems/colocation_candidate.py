@@ -123,7 +123,7 @@ class Trial:
         """Microbatches of one encoder pipeline that may be kept at a time."""
         module = self.header.modules[name]
         window = (self.beside[name].window if window is None else window) or self.llm.microbatches
-        return -(-window * module.pieces // (1 + max(module.pipelines)))
+        return -(-window * module.microbatches_per_llm_microbatch // (1 + max(module.pipelines)))
 
     def plan(self, arranged: Arranged) -> FilledPlan:
         """The faster of an arrangement and what looking ahead makes of it; of many lines, by the estimate."""
@@ -173,7 +173,7 @@ class Trial:
                 mine = min(mine, self._window(name, window))
                 chunk = module.chunks[ranks.stage_of(name, device)]
                 # Gradients of weights may wait, and with them what was made again for them.
-                held += mine * (chunk.kept_bytes + chunk.made_again_bytes)
+                held += mine * (chunk.saved_activation_bytes + chunk.recomputed_bytes)
                 held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
             found.append(held + sum(self._whole.fixed_of(stage).values()))
         return max(found)

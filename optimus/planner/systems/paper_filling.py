@@ -292,7 +292,7 @@ class Filling:
         found = []
         for stage, memory in enumerate(self.llm.memories):
             fixed = self._fixed[self._ranks.class_at(stage, 0, 0)]
-            kept = sum(module.chunks[stage % self.layout.pp].kept_bytes for module in modules)
+            kept = sum(module.chunks[stage % self.layout.pp].saved_activation_bytes for module in modules)
             seam = sum(module.seam_bytes for module in modules) * self.llm.microbatches if stage == 0 else 0
             llm = memory.llm_activations - float(working[stage])  # which are fixed here
             found.append(sum(fixed.values()) + llm + microbatches * kept + seam)

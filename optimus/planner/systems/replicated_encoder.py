@@ -94,7 +94,7 @@ class SpreadEncoder:
         return states(self.layers, self.context.job.model.precision)
 
     @property
-    def kept_bytes(self) -> float:
+    def saved_activation_bytes(self) -> float:
         """Activations of one piece."""
         return sum(layer.activation_bytes for layer in self.layers)
 
@@ -110,7 +110,7 @@ class SpreadEncoder:
 
     @cached_property
     def held_bytes(self) -> float:
-        return self.states.states + self.pieces * self.kept_bytes + self.working_bytes
+        return self.states.states + self.pieces * self.saved_activation_bytes + self.working_bytes
 
     @property
     def output_bytes(self) -> float:

@@ -166,7 +166,7 @@ class SeparateGpusCandidate(BaseCandidate):
         memory = Memory(reserve=self.context.job.cluster.reserve_bytes)
         order = tuple((kind, 0, microbatch) for kind, microbatch in self._order)
         for spread in self.encoders:
-            held, (kept,) = spread.states, high_water(order, [(spread.kept_bytes,)])
+            held, (kept,) = spread.states, high_water(order, [(spread.saved_activation_bytes,)])
             memory = replace(
                 memory,
                 parameters=memory.parameters + held.parameters,

@@ -115,7 +115,7 @@ class ThreePhaseCandidate(BaseCandidate):
                 gradients=memory.gradients + held.gradients,
                 optimizer=memory.optimizer + held.optimizer,
                 encoder_activations=memory.encoder_activations
-                + spread.pieces * spread.kept_bytes
+                + spread.pieces * spread.saved_activation_bytes
                 + spread.working_bytes,
                 communicators=memory.communicators + communicator_bytes(spread.layout.dp),
                 seam=memory.seam + (self._seam_bytes(spread) if stage == 0 else 0.0),
