@@ -14,10 +14,10 @@ from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.systems.colocated import ColocatedEncoder
-from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import llm_pipeline
-from optimus.planner.systems.pipeline import InlinePipeline
-from optimus.planner.systems.slots import SlotlessTrial
+from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.slots import SlotlessCandidate
 from optimus.schedule.expand_tp_blocks import unfold
 from optimus.schedule.fill import coarse_orders
 
@@ -79,11 +79,11 @@ class _Plans:
 
     @cached_property
     def gaps(self) -> FilledPlan:
-        return SlotlessTrial(self._context, self._plain, _placement(self._job)).best_shifted()
+        return SlotlessCandidate(self._context, self._plain, _placement(self._job)).best_shifted()
 
     @cached_property
     def slots(self) -> FilledPlan:
-        return Trial(self._context, self._plain, _placement(self._job)).best_shifted()
+        return ColocationCandidate(self._context, self._plain, _placement(self._job)).best_shifted()
 
     @cached_property
     def split(self) -> FilledPlan:
@@ -92,23 +92,26 @@ class _Plans:
     def floor(self) -> FilledPlan:
         context = self._job.context(self._job.llm_only)
         plans = (
-            Trial(context, llm_pipeline(context, order_name=order), {}).best_shifted() for order in ORDERS
+            ColocationCandidate(context, llm_pipeline(context, order_name=order), {}).best_shifted()
+            for order in ORDERS
         )
         return min(plans, key=_step_s)
 
 
-def _placement(job: TpJob, *, split: bool = False) -> dict[str, Beside]:
+def _placement(job: TpJob, *, split: bool = False) -> dict[str, EncoderPlacement]:
     """Returns an encoder replicated on every rank, with a piece of every microbatch per TP block."""
     layout = Layout(dp=job.ranks, pp=1, tp=1)
-    return {VISION: Beside(layout=layout, recompute="none", pieces=TP, split=split)}
+    return {VISION: EncoderPlacement(layout=layout, recompute="none", pieces=TP, split=split)}
 
 
-def _split_trials(job: TpJob, context: PlanningContext) -> Iterator[Trial]:
+def _split_trials(job: TpJob, context: PlanningContext) -> Iterator[ColocationCandidate]:
     """Yields candidates with separate weight gradients: of the LLM, the encoder, or both."""
     for order in ORDERS:
         for split in (False, True):
             if split or order != "1f1b":
-                yield Trial(context, llm_pipeline(context, order_name=order), _placement(job, split=split))
+                yield ColocationCandidate(
+                    context, llm_pipeline(context, order_name=order), _placement(job, split=split)
+                )
 
 
 def _step_s(plan: FilledPlan) -> float:
@@ -118,7 +121,7 @@ def _step_s(plan: FilledPlan) -> float:
 # ---------------------------------------------------------------------------- before and after the LLM
 
 
-class _Dealt(Trial):
+class _Dealt(ColocationCandidate):
     """Candidate with a given number of encoder microbatches per pipeline."""
 
     counts: tuple[int, ...] = ()
@@ -133,7 +136,9 @@ class _Dealt(Trial):
         return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=0.0)
 
 
-def _coarse_plans(job: TpJob, context: PlanningContext, llm: InlinePipeline) -> tuple[FilledPlan, FilledPlan]:
+def _coarse_plans(
+    job: TpJob, context: PlanningContext, llm: PipelineCandidate
+) -> tuple[FilledPlan, FilledPlan]:
     """Returns plans with encoders before and after the LLM: dealt evenly, and at best."""
     plans = {}
     for counts in _counts(job.microbatches, job.pp):

@@ -23,7 +23,7 @@ from optimus.models.build import layer_count
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import decide_context
 from optimus.planner.systems.colocated import encoder_layout
-from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.layer_partition import smallest_maximum_cut
 from optimus.planner.systems.llm_only import llm_pipeline
 from optimus.profiler.links import measure_links
@@ -142,8 +142,8 @@ def best_plan(context: PlanningContext) -> tuple[Plan, str]:
     for chunks, order in ((1, "1f1b"), (2, "interleaved"), (1, "zero-bubble"), (2, "zero-bubble")):
         llm = llm_pipeline(context, chunks=chunks, order_name=order)
         layout = encoder_layout(llm.layout, pp=1, tp=1)
-        whole = Beside(layout=layout, recompute="none", split=False)
-        filled = Trial(
+        whole = EncoderPlacement(layout=layout, recompute="none", split=False)
+        filled = ColocationCandidate(
             context, llm, {encoder.name: whole for encoder in context.job.model.encoders}
         ).best_shifted()
         plans.append((filled.step_s, len(plans), filled.plan, f"{order}, {chunks} chunks a rank"))

@@ -19,7 +19,7 @@ from optimus.job.workload import PackedSequence, Workload
 from optimus.models.kernels import Numerics
 from optimus.planner.layouts import decide_context
 from optimus.planner.planning import make_plan
-from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import llm_pipeline
 from optimus.planner.systems.slots import without_slots
 
@@ -156,14 +156,14 @@ class Case:
         beside = {}
         for name, (pp, pieces, *rest) in zip(NAMES[: len(self.encoders)], self.encoders, strict=True):
             tp = rest[0] if rest else 1
-            beside[name] = Beside(
+            beside[name] = EncoderPlacement(
                 layout=Layout(dp=self.ranks // pp // tp, pp=pp, tp=tp),
                 pieces=pieces,
                 recompute=self.recompute,
                 window=self.window,
                 split=self.split and (self.window > 0 or self.tp > 1),  # both kinds of backward are run
             )
-        trial = Trial(context, llm, beside)
+        trial = ColocationCandidate(context, llm, beside)
         plan = bound(trial.plan(trial.fill.arrange(0.0)).plan, context)
         return plan if self.slots else without_slots(plan).plan
 

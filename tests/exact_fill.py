@@ -31,9 +31,9 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.layouts import decide_context
 from optimus.planner.systems.colocated import encoder_layout
-from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import llm_pipeline
-from optimus.planner.systems.optimus_search import Search, Tried
+from optimus.planner.systems.optimus_search import ColocationSearch, ScheduledCandidate
 from optimus.schedule.dependencies import couple
 from optimus.schedule.fill import Arranged
 from optimus.schedule.llm_timeline import LlmTimeline
@@ -67,7 +67,7 @@ class Shape:
         return ", ".join(parts) + (f", {self.pieces} pieces" if self.pieces > 1 else "")
 
 
-class Instance(Trial):
+class Instance(ColocationCandidate):
     """A trial whose durations are whole units."""
 
     def __init__(self, shape: Shape) -> None:
@@ -75,7 +75,7 @@ class Instance(Trial):
         llm = llm_pipeline(context, chunks=shape.chunks, order_name=shape.order)
         layout = encoder_layout(llm.layout, pp=shape.encoder_stages, tp=shape.tp)
         (name,) = (encoder.name for encoder in context.job.model.encoders)
-        beside = Beside(layout=layout, recompute="none", pieces=shape.pieces, split=shape.split)
+        beside = EncoderPlacement(layout=layout, recompute="none", pieces=shape.pieces, split=shape.split)
         super().__init__(context, llm, {name: beside}, None)
         self.header = on_grid(self.header, shape.share)
         self.base = LlmTimeline(self.header, llm.order)
@@ -87,8 +87,8 @@ class Instance(Trial):
 
     def ours(self) -> Arranged:
         """The best of the shifts that the search tries."""
-        unshifted = Tried(trial=self, arranged=self.fill.arrange(0.0))
-        return Search(self.context, self.llm)._shifted(unshifted).arranged
+        unshifted = ScheduledCandidate(trial=self, arranged=self.fill.arrange(0.0))
+        return ColocationSearch(self.context, self.llm)._shifted(unshifted).arranged
 
     def starts(self, filled: FilledPlan) -> Ints:
         """When every line of the fill begins in a plan, in units."""

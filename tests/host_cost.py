@@ -34,7 +34,7 @@ from optimus.job.model import Attention, Mlp, Model, Stack
 from optimus.job.workload import PackedSequence, Workload
 from optimus.models.segment import Segment, State
 from optimus.planner.layouts import decide_context
-from optimus.planner.systems.colocation_candidate import Trial
+from optimus.planner.systems.colocation_candidate import ColocationCandidate
 from optimus.planner.systems.llm_only import llm_pipeline
 
 MEASUREMENTS, CALLS = 50, 20  # the minimum of so many blocks of so many calls
@@ -111,7 +111,9 @@ class TinyRank:
     @cached_property
     def plan(self) -> Plan:
         context, _ = decide_context(self.job, preset("default"))
-        return Trial(context, llm_pipeline(context, order_name=self.order), {}).best_shifted().plan
+        return (
+            ColocationCandidate(context, llm_pipeline(context, order_name=self.order), {}).best_shifted().plan
+        )
 
     def actions(self, kind: OpKind) -> list[Action]:
         """Of all microbatches, one after another."""

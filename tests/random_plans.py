@@ -16,8 +16,8 @@ from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.planner.encoder_layouts import why_not
 from optimus.planner.filled_plan import finish_plan
-from optimus.planner.systems.colocated import Colocated, ColocatedEncoder, encoder_layout
-from optimus.planner.systems.pipeline import InlinePipeline, order_names
+from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules, encoder_layout
+from optimus.planner.systems.pipeline import PipelineCandidate, order_names
 from optimus.schedule.phases import DIGITS, chunk_phases
 from optimus.schedule.pipelines import Pipeline, interleaved, least_warmup
 
@@ -40,7 +40,7 @@ def random_draft(rng: Random, context: PlanningContext) -> Draft:
     """The LLM in one of the known op orders, every encoder in a layout of its own."""
     llm = random_llm(rng, context)
     encoders = [_random_choice(rng, context, llm, encoder) for encoder in context.job.model.encoders]
-    colocated = Colocated(context, llm, encoders)
+    colocated = ColocatedModules(context, llm, encoders)
     header = colocated.header(strategy="random")
     if rng.random() < 0.3:
         header = _with_split_backwards(rng, header, encoders)
@@ -60,7 +60,7 @@ def bound(plan: Plan, context: PlanningContext) -> Plan:
     return replace(plan, bound_to=bound_to, hashes=hashes)
 
 
-def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) -> InlinePipeline:
+def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) -> PipelineCandidate:
     """Cut anywhere: some virtual stages may be empty. `splits`: backwards may be I and W."""
     size, stages = context.microbatch_sequences, context.layout.pp
     divided = context.microbatches(size)
@@ -76,7 +76,7 @@ def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) ->
         warmup = least_warmup(stages, chunks)
         listed = interleaved(stages=stages, chunks=chunks, microbatches=microbatches, warmup=warmup)
     inner = sorted(rng.randint(0, len(layers)) for _ in range(stages * chunks - 1))
-    return InlinePipeline(
+    return PipelineCandidate(
         context=context,
         layers=layers,
         cut=(0, *inner, len(layers)),
@@ -90,7 +90,7 @@ def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) ->
 
 
 def _random_choice(
-    rng: Random, context: PlanningContext, llm: InlinePipeline, encoder: Encoder
+    rng: Random, context: PlanningContext, llm: PipelineCandidate, encoder: Encoder
 ) -> ColocatedEncoder:
     sizes = [(pp, tp) for pp in range(1, llm.layout.pp + 1) for tp in (1, 2, 4, 8)]
     inside = [(pp, tp) for pp, tp in sizes if llm.layout.pp % pp == 0 and llm.layout.tp % tp == 0]

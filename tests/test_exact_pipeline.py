@@ -12,7 +12,7 @@ pytest.importorskip("ortools")
 from exact_pipeline import ExactModel, Optimum, bare_setting, draw
 
 from optimus.planner.systems.layer_partition import strong_pipelines
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.simulate import evaluate
 
 pytestmark = pytest.mark.ci
@@ -69,11 +69,11 @@ def test_balanced_best_is_near_the_optimum(seed: int, table: list[Row]) -> None:
     assert 1 - 1e-9 <= ratio <= TOLERANCE
 
 
-def replaced_by(optimum: Optimum, pipeline: InlinePipeline) -> InlinePipeline:
+def replaced_by(optimum: Optimum, pipeline: PipelineCandidate) -> PipelineCandidate:
     """CP-SAT's cut and order, for our timeline to play."""
     return replace(pipeline, cut=optimum.cut, order_name="exact", listed=optimum.order)
 
 
-def step_s(pipeline: InlinePipeline) -> float:
+def step_s(pipeline: PipelineCandidate) -> float:
     """As a system is played: kernel by kernel."""
     return evaluate(pipeline.schedule()).step_s

@@ -23,8 +23,8 @@ from optimus.errors import UserError
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
-from optimus.planner.planning import Planned, make_plan
-from optimus.planner.systems.optimus import search_ours
+from optimus.planner.planning import PlanningResult, make_plan
+from optimus.planner.systems.optimus import search_optimus
 from optimus.schedule.build import Builder, single
 from optimus.schedule.dependencies import couple
 from optimus.schedule.noise import JITTER, LEVELS, QUIET, ROUGH, Noise, NoisyKernels, Places
@@ -37,7 +37,7 @@ ROUNDED = 1e-6  # plans have whole picoseconds; other noise would differ by hund
 
 
 @pytest.fixture(scope="module")
-def planned() -> Planned:
+def planned() -> PlanningResult:
     job = find_job("paper/small-a100", layouts=["llm=pp2,tp2"])
     return make_plan(job, strategy="optimus", systems=["stage0", "balanced-best"])
 
@@ -138,7 +138,7 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
     alone, other = llm.schedule(), moved.schedule()
     expected = llm_seconds(alone, Places.of_pipeline(alone))
     assert llm_seconds(other, Places.of_pipeline(other)) == pytest.approx(expected, rel=ROUNDED)
-    filled = search_ours(context, [llm]).filled
+    filled = search_optimus(context, [llm]).filled
     assert llm_seconds(filled.schedule(), Places.of_plan(filled.plan)) == pytest.approx(expected, rel=ROUNDED)
 
 
@@ -171,7 +171,7 @@ def test_without_noise_a_plan_takes_what_its_proof_says(seed: int) -> None:
 # ------------------------------------------------------------------------ a plan under noise
 
 
-def test_under_noise_is_paired_and_repeats(planned: Planned) -> None:
+def test_under_noise_is_paired_and_repeats(planned: PlanningResult) -> None:
     found = simulate_noise(planned.plan, planned.comparison, seeds=3)
     again = simulate_noise(planned.plan, planned.comparison, seeds=3)
     assert found == again
@@ -192,7 +192,7 @@ def test_under_noise_is_paired_and_repeats(planned: Planned) -> None:
         assert lost == pytest.approx(100 * (planned.systems[found.against].step_s / planned.step_s - speedup))
 
 
-def test_what_is_printed_is_what_was_found(planned: Planned) -> None:
+def test_what_is_printed_is_what_was_found(planned: PlanningResult) -> None:
     found = simulate_noise(planned.plan, planned.comparison, against="stage0", seeds=2)
     static, two = (found.lost_points(policy, found.levels[-1]) for policy in POLICIES)
     words = " ".join(" ".join(noise_text(found)).split())
@@ -208,7 +208,7 @@ def test_what_is_printed_is_what_was_found(planned: Planned) -> None:
     assert levels[ROUGH.name]["policies"][TWO_STREAM]["lost_points"] == two
 
 
-def test_without_another_system_there_is_only_the_floor(planned: Planned) -> None:
+def test_without_another_system_there_is_only_the_floor(planned: PlanningResult) -> None:
     systems = {name: planned.systems[name] for name in ("llm-only", planned.plan.strategy)}
     found = simulate_noise(
         planned.plan, replace(planned.comparison, systems=systems), levels=(JITTER,), seeds=1

@@ -22,10 +22,10 @@ from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import decide_context
 from optimus.planner.systems.base import simulated_step_s
 from optimus.planner.systems.colocated import encoder_layout, even_counts
-from optimus.planner.systems.colocation_candidate import Beside, Trial
+from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import LlmPipelines, llm_pipeline
-from optimus.planner.systems.optimus import search_ours
-from optimus.planner.systems.optimus_search import Search
+from optimus.planner.systems.optimus import search_optimus
+from optimus.planner.systems.optimus_search import ColocationSearch
 from optimus.planner.systems.traffic_cut import moved
 from optimus.schedule.pipelines import most_in_flight
 from optimus.verify.validator import check_plan
@@ -55,7 +55,7 @@ def check_random(seeds: range) -> None:
         if not context.job.model.encoders:
             continue
         try:
-            found = search_ours(context, [random_llm(Random(seed), context, splits=bool(seed % 2))])
+            found = search_optimus(context, [random_llm(Random(seed), context, splits=bool(seed % 2))])
         except (DoesNotFit, UserError):
             continue
         violations = check_plan(bound(found.filled.plan, context)).violations
@@ -91,7 +91,7 @@ def random_way(seed: int) -> FilledPlan | None:
         for _ in range(rng.randrange(3)):
             giver, taker = rng.randrange(layout.pp), rng.randrange(layout.pp)
             counts = moved(counts, giver, taker) if counts[giver] > 1 else counts
-        beside[encoder.name] = Beside(
+        beside[encoder.name] = EncoderPlacement(
             layout=layout,
             recompute=rng.choice(["none", "selective", "full"]),
             pieces=rng.choice([across, 2 * across, 1]),
@@ -105,7 +105,7 @@ def random_way(seed: int) -> FilledPlan | None:
             name: replace(chosen, pieces=max(chosen.pieces, llm.layout.tp // chosen.layout.tp))
             for name, chosen in beside.items()
         }
-    trial = Trial(context, llm, beside)
+    trial = ColocationCandidate(context, llm, beside)
     arranged = trial.fill.arrange(rng.choice([0.0, 0.1, 0.5]) * trial.base.step_s)
     if rng.random() < 0.05:
         arranged = trial.fill.tightened(arranged)
@@ -166,7 +166,7 @@ def check_over_floor(name: str, assumed: str, record_property: Record) -> None:
         context, _ = decide_context(made, preset(assumed))
         floor = LlmPipelines(context).floor_1f1b
         floor_s = simulated_step_s(floor)
-        found = search_ours(context, [floor])
+        found = search_optimus(context, [floor])
         over = found.filled.step_s / floor_s
         record_property("over floor-1f1b", round(over, 4))
         assert over <= limit, f"{over:.4f}"
@@ -195,8 +195,8 @@ def test_a_window_bounds_what_encoders_keep() -> None:
     layout = encoder_layout(llm.layout, pp=8, tp=8)
     steps, kept = [], []
     for window in (0, 18):
-        beside = {encoder.name: Beside(layout=layout, recompute="none", window=window)}
-        trial = Trial(context, llm, beside)
+        beside = {encoder.name: EncoderPlacement(layout=layout, recompute="none", window=window)}
+        trial = ColocationCandidate(context, llm, beside)
         made = trial.plan(trial.fill.arrange(0.0))
         assert not check_plan(bound(made.plan, context)).violations
         assert max(held.peak for held in made.plan.memory) <= trial.most_bytes
@@ -213,14 +213,14 @@ def test_encoders_may_have_layouts_of_their_own() -> None:
     llm = llm_pipeline(context, chunks=1, order_name="1f1b")
     first, second = (encoder.name for encoder in context.job.model.encoders)
     beside = {
-        first: Beside(layout=encoder_layout(llm.layout, pp=8, tp=8), recompute="none", pieces=2),
-        second: Beside(layout=encoder_layout(llm.layout, pp=4, tp=4), recompute="none", pieces=2),
+        first: EncoderPlacement(layout=encoder_layout(llm.layout, pp=8, tp=8), recompute="none", pieces=2),
+        second: EncoderPlacement(layout=encoder_layout(llm.layout, pp=4, tp=4), recompute="none", pieces=2),
     }
-    trial = Trial(context, llm, beside)
+    trial = ColocationCandidate(context, llm, beside)
     filled = trial.lowered(trial.fill.arrange(0.0))
     assert not check_plan(bound(filled.plan, context)).violations
     assert {name: module.layout.tp for name, module in filled.plan.encoders.items()} == {first: 8, second: 4}
-    search = Search(context, llm)
+    search = ColocationSearch(context, llm)
     common = search.tried()[0]
     apart = list(search._apart(common))
     assert apart and all(len({chosen.layout for chosen in way.values()}) == 2 for way in apart)
@@ -233,11 +233,13 @@ def test_an_image_is_never_cut(pieces: int) -> None:
     (encoder,) = context.job.model.encoders
     llm = llm_pipeline(context, chunks=12, order_name="interleaved")
     layout = encoder_layout(llm.layout, pp=8, tp=8)
-    beside = {encoder.name: Beside(layout=layout, recompute="none", pieces=pieces)}
-    header = Trial(context, llm, beside).header
+    beside = {encoder.name: EncoderPlacement(layout=layout, recompute="none", pieces=pieces)}
+    header = ColocationCandidate(context, llm, beside).header
     seconds = sum(phase.duration_s for phase in header.template_of(encoder.name, OpKind.FORWARD, 3, 0))
-    whole = {encoder.name: Beside(layout=layout, recompute="none", pieces=2)}
-    one_image = Trial(context, llm, whole).header.template_of(encoder.name, OpKind.FORWARD, 3, 0)
+    whole = {encoder.name: EncoderPlacement(layout=layout, recompute="none", pieces=2)}
+    one_image = ColocationCandidate(context, llm, whole).header.template_of(
+        encoder.name, OpKind.FORWARD, 3, 0
+    )
     assert seconds >= sum(phase.duration_s for phase in one_image)
 
 
@@ -261,6 +263,6 @@ def test_chunks_left_open_are_also_halved() -> None:
     context, _ = decide_context(open_job, preset("default"))
     floors = LlmPipelines(context)
     assert [llm.layout.chunks for llm in floors.beside] == [20, 20, 10]
-    best = search_ours(context, floors.beside)
+    best = search_optimus(context, floors.beside)
     assert best.llm.layout.chunks == 10
-    assert best.filled.step_s < search_ours(context, floors.both).filled.step_s
+    assert best.filled.step_s < search_optimus(context, floors.both).filled.step_s

@@ -28,9 +28,9 @@ from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
 from optimus.planner.encoder_layouts import common_layouts
 from optimus.planner.layouts import decide_context
-from optimus.planner.planning import Planned, make_plan
+from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.ranking import rank_contexts
-from optimus.planner.rejected import Rejected
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.replaying import replay_plan
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.paper import PaperSystem
@@ -46,7 +46,7 @@ CONTRACT = {
 
 
 @pytest.fixture(scope="module")
-def planned() -> Planned:
+def planned() -> PlanningResult:
     return make_plan(find_job(SMALL, layouts=[AT[1]]), systems=["stage0"])
 
 
@@ -71,7 +71,7 @@ def test_encoder_layouts_divide_the_llm_s_over_all_gpus() -> None:
     found = list(common_layouts(context, context.layout))
     assert len(found) == 16
     for each in found:
-        layout = each.layout if isinstance(each, Rejected) else each
+        layout = each.layout if isinstance(each, RejectedLayout) else each
         assert layout.gpus == 3072 and 8 % layout.pp == 0 and 8 % layout.tp == 0
 
 
@@ -79,8 +79,8 @@ def test_a_stated_encoder_layout_is_kept_and_others_say_why_not() -> None:
     job = find_job("paper/strong-3072", layouts=["vision=pp4,tp8"])
     context, _ = decide_context(job, preset("default"))
     found = list(common_layouts(context, context.layout))
-    assert [str(each) for each in found if not isinstance(each, Rejected)] == ["dp96 pp4 tp8"]
-    assert {each.reason.partition(":")[0] for each in found if isinstance(each, Rejected)} == {"stated"}
+    assert [str(each) for each in found if not isinstance(each, RejectedLayout)] == ["dp96 pp4 tp8"]
+    assert {each.reason.partition(":")[0] for each in found if isinstance(each, RejectedLayout)} == {"stated"}
 
 
 def test_heads_are_padded_but_none_is_cut() -> None:
@@ -92,7 +92,7 @@ def test_heads_are_padded_but_none_is_cut() -> None:
     narrow = replace(vision, stack=replace(vision.stack, attention=attention))
     job = replace(context.job, model=replace(context.job.model, encoders=(narrow,)))
     found = common_layouts(replace(context, job=job), context.layout)
-    reasons = [each.reason for each in found if isinstance(each, Rejected)]
+    reasons = [each.reason for each in found if isinstance(each, RejectedLayout)]
     assert reasons == ["divisibility: vision has 2 heads, tp is 4"]
 
 
@@ -109,7 +109,7 @@ def test_memory_rejects_with_the_figure() -> None:
 # ---------------------------------------------------------------- claims and proof
 
 
-def test_a_plan_is_proved_and_its_parts_agree(planned: Planned) -> None:
+def test_a_plan_is_proved_and_its_parts_agree(planned: PlanningResult) -> None:
     assert planned.report.ok and len(planned.report.rules) == 9
     assert planned.report.step_s == pytest.approx(planned.step_s, abs=1e-9)
     assert planned.system.step_s == pytest.approx(planned.step_s, abs=1e-9)
@@ -185,7 +185,7 @@ def test_a_frozen_encoder_and_one_without_anything_to_learn() -> None:
 # ---------------------------------------------------------------- the file
 
 
-def test_a_saved_plan_comes_back_and_plays_the_same(planned: Planned, tmp_path: Path) -> None:
+def test_a_saved_plan_comes_back_and_plays_the_same(planned: PlanningResult, tmp_path: Path) -> None:
     path = tmp_path / "small.plan.json"
     optimus.save_plan(planned.plan, path)
     plan = optimus.load_plan(path)
@@ -208,7 +208,7 @@ def test_two_runs_give_identical_bytes(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_plan_is_bound_to_its_job_and_not_to_how_it_is_run(planned: Planned) -> None:
+def test_a_plan_is_bound_to_its_job_and_not_to_how_it_is_run(planned: PlanningResult) -> None:
     job = find_job(SMALL)
     check_binding(planned.plan, bound_parts(job))
     check_binding(planned.plan, bound_parts(replace(job, run=replace(job.run, settings={"lr": 1.0}))))
@@ -273,7 +273,7 @@ def test_check_refuses_a_plan_of_another_job(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_changed_plan_does_not_pass(
-    planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    planned: PlanningResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = plan_text(planned.plan).split("\n")
     at = next(number for number, line in enumerate(lines) if line.startswith('"llm.F 0 '))

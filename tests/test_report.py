@@ -30,7 +30,7 @@ from optimus.ir.op import Lane, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.planfile import plan_digest, save_plan
 from optimus.job.read import find_job
-from optimus.planner.planning import Planned, make_plan
+from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.replaying import replay_llm_alone, replay_plan
 from optimus.render import pack_timeline
 from optimus.render.gather_report import gather_report
@@ -49,7 +49,7 @@ EVIL = "</script></title><script>alert(1)</script><img src=x onerror='alert(2)'>
 
 
 @functools.cache
-def planned() -> Planned:
+def planned() -> PlanningResult:
     return make_plan(find_job(SMALL, layouts=["llm=pp1,tp4"]), systems=["stage0", "three-phase"])
 
 

@@ -21,14 +21,14 @@ from optimus.job.read import find_job
 from optimus.planner.layouts import decide_context
 from optimus.planner.systems.balanced import BalancedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.simulate import evaluate
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]
 COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
 
 
-def paper_pipeline(microbatches: int) -> InlinePipeline:
+def paper_pipeline(microbatches: int) -> PipelineCandidate:
     """ViT-22B and GPT-175B balanced over 8 stages of 12 chunks, whole layers recomputed."""
     context, _ = decide_context(find_job("paper/strong-3072"), preset("paper"))
     return replace(BalancedSystem().best_pipeline(LlmPipelines(context)), microbatches=microbatches)

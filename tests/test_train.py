@@ -29,20 +29,20 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlanningResult:
     file: Path
     job: Path
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def planned(tmp_path_factory: pytest.TempPathFactory) -> PlanningResult:
     """A plan for the job, and a job that it is not for."""
     folder = tmp_path_factory.mktemp("planned")
     optimus.save_plan(optimus.plan(optimus.find_job(TINY), systems=()).plan, folder / "tiny.plan.json")
     text = CATALOG.read_text()
     assert text.count("vocab: 512") == 1
     (folder / "other.yaml").write_text(text.replace("vocab: 512", "vocab: 640"))
-    return Planned(file=folder / "tiny.plan.json", job=folder / "other.yaml")
+    return PlanningResult(file=folder / "tiny.plan.json", job=folder / "other.yaml")
 
 
 def call(*words: str | Path, folder: Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
@@ -68,7 +68,7 @@ def check_json(text: str) -> None:
 
 
 @pytest.mark.ci("engine")
-def test_memory_is_counted_beside_the_plans(tmp_path: Path, planned: Planned) -> None:
+def test_memory_is_counted_beside_the_plans(tmp_path: Path, planned: PlanningResult) -> None:
     """Under torchrun and in bf16, as plans count; counting changes no number of the run."""
     (tmp_path / "job.yaml").write_text(CATALOG.read_text() + "run: {dtype: bfloat16}\n")
     words = ("train", "job.yaml", "--plan", planned.file, "--steps", "2", "--run-dir")
@@ -100,7 +100,7 @@ def test_memory_needs_a_second_step() -> None:
 
 
 @pytest.mark.ci("engine")
-def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: Planned) -> None:
+def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: PlanningResult) -> None:
     alone = call("train", TINY, "--steps", "3", "--json", folder=tmp_path)
     assert alone.returncode == 0, alone.stderr
     check_json(alone.stdout)
@@ -128,7 +128,7 @@ def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: Planned
 
 
 def test_a_plan_for_another_job_is_refused_by_the_field_that_differs(
-    planned: Planned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    planned: PlanningResult, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", str(planned.job), "--plan", str(planned.file), "--run-dir", str(tmp_path)]
     assert run(words) == 2
@@ -141,7 +141,7 @@ def test_a_plan_for_another_job_is_refused_by_the_field_that_differs(
 
 
 @pytest.mark.ci("engine")
-def test_ranks_refuse_with_one_voice(planned: Planned, tmp_path: Path) -> None:
+def test_ranks_refuse_with_one_voice(planned: PlanningResult, tmp_path: Path) -> None:
     other = call("train", planned.job, "--plan", planned.file, folder=tmp_path, before=(*TORCHRUN, "2"))
     assert other.returncode != 0 and other.stdout == ""
     assert other.stderr.count("model.llm.vocab is 640, and the plan was made for 512") == 1, other.stderr
@@ -200,7 +200,10 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.ci("engine")
 def test_a_rank_that_raises_ends_the_run_with_its_op(
-    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    planned: PlanningResult,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -218,7 +221,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_op(
 
 
 @pytest.mark.ci("engine")
-def test_an_interruption_ends_all_ranks_quietly(planned: Planned, tmp_path: Path) -> None:
+def test_an_interruption_ends_all_ranks_quietly(planned: PlanningResult, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "optimus", "train", TINY, "--plan", planned.file, "--steps", "100000"],
         cwd=tmp_path,

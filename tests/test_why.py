@@ -25,7 +25,7 @@ from optimus.job.job import Job
 from optimus.job.read import find_job, load_model, make_job
 from optimus.job.workload import PackedSequence
 from optimus.planner.compare import compare_systems
-from optimus.planner.planning import Planned, make_plan
+from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.replaying import replay_llm_alone, replay_plan
 from optimus.schedule.bubbles import CAUSES, busy_s
 from optimus.sensitivity.time_breakdown import BUSY, LABELS, break_down, describe_difference
@@ -42,23 +42,23 @@ def tiny(*layouts: str, memory_bytes: float = 8e9) -> Job:
     return replace(job, cluster=cluster)
 
 
-def planned(*layouts: str, memory_bytes: float = 8e9) -> Planned:
+def planned(*layouts: str, memory_bytes: float = 8e9) -> PlanningResult:
     return make_plan(tiny(*layouts, memory_bytes=memory_bytes), strategy="optimus", systems=[])
 
 
 @pytest.fixture(scope="module")
-def narrow() -> Planned:
+def narrow() -> PlanningResult:
     """A plan without a pipeline: quick to make."""
     return planned("llm=pp1,tp1")
 
 
 @pytest.fixture(scope="module")
-def wide() -> Planned:
+def wide() -> PlanningResult:
     return planned("llm=pp1,tp2")
 
 
 @pytest.fixture(scope="module")
-def file(narrow: Planned, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(narrow: PlanningResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("why") / "tiny.plan.json"
     save_plan(narrow.plan, path)
     return path
@@ -79,7 +79,7 @@ def wider(file: Path) -> Reason:
         for name in catalog.names("jobs")
     ],
 )
-def test_a_job_is_rebuilt_from_what_its_plan_is_bound_to(name: str, narrow: Planned) -> None:
+def test_a_job_is_rebuilt_from_what_its_plan_is_bound_to(name: str, narrow: PlanningResult) -> None:
     job = find_job(name)
     bound_to, hashes = bind(bound_parts(job))
     again = rebuild_job(replace(narrow.plan, bound_to=bound_to, hashes=hashes, name=name))
@@ -90,7 +90,7 @@ def test_a_job_is_rebuilt_from_what_its_plan_is_bound_to(name: str, narrow: Plan
 
 @pytest.mark.ci("search")
 @pytest.mark.parametrize("name", catalog.names("models"))
-def test_every_model_is_rebuilt(name: str, narrow: Planned) -> None:
+def test_every_model_is_rebuilt(name: str, narrow: PlanningResult) -> None:
     if not load_model(name).encoders:
         return
     job = make_job(model=name, on="h100:64")
@@ -98,7 +98,7 @@ def test_every_model_is_rebuilt(name: str, narrow: Planned) -> None:
     assert rebuild_job(replace(narrow.plan, bound_to=bound_to, hashes=hashes)).model == job.model
 
 
-def test_limits_are_those_of_the_job_or_in_older_files_the_usual_ones(narrow: Planned) -> None:
+def test_limits_are_those_of_the_job_or_in_older_files_the_usual_ones(narrow: PlanningResult) -> None:
     assert tiny().layout.limits.microbatch_sequences == (1,)
     assert rebuild_job(read_plan(plan_text(narrow.plan), "a")).layout.limits == tiny().layout.limits
     notes = {name: note for name, note in narrow.plan.notes.items() if name != "limits"}
@@ -121,7 +121,7 @@ def test_limits_are_those_of_the_job_or_in_older_files_the_usual_ones(narrow: Pl
         ("llm.words", 3),
     ],
 )
-def test_a_file_that_was_changed_describes_no_job(field: str, value: object, narrow: Planned) -> None:
+def test_a_file_that_was_changed_describes_no_job(field: str, value: object, narrow: PlanningResult) -> None:
     model = {**narrow.plan.bound_to["model"], field: value}
     with pytest.raises(UserError) as error:
         rebuild_job(replace(narrow.plan, bound_to={**narrow.plan.bound_to, "model": model}))
@@ -137,7 +137,7 @@ def many_images(plan: Plan) -> tuple[Job, Plan]:
     return job, replace(plan, bound_to=bound_to, hashes=hashes)
 
 
-def test_what_is_too_long_for_the_file_is_asked_for_by_name(narrow: Planned) -> None:
+def test_what_is_too_long_for_the_file_is_asked_for_by_name(narrow: PlanningResult) -> None:
     job, plan = many_images(narrow.plan)
     with pytest.raises(UserError) as error:
         explain_layout(plan, "llm=tp2")
@@ -147,7 +147,7 @@ def test_what_is_too_long_for_the_file_is_asked_for_by_name(narrow: Planned) -> 
         explain_layout(plan, "llm=pp1", job=tiny())
 
 
-def test_a_plan_made_with_a_profile_needs_it(narrow: Planned) -> None:
+def test_a_plan_made_with_a_profile_needs_it(narrow: PlanningResult) -> None:
     profile = made_profile(tiny())
     bound_to, hashes = bind(bound_parts(tiny(), profile))
     plan = replace(narrow.plan, bound_to=bound_to, hashes=hashes)
@@ -203,7 +203,7 @@ def test_a_batch_that_does_not_divide_is_a_rule() -> None:
 
 
 def test_a_layout_is_planned_as_plan_would_from_the_file_alone(
-    wider: Reason, narrow: Planned, wide: Planned
+    wider: Reason, narrow: PlanningResult, wide: PlanningResult
 ) -> None:
     there = wide
     assert wider.other is not None and wider.plan is not None
@@ -214,7 +214,7 @@ def test_a_layout_is_planned_as_plan_would_from_the_file_alone(
     assert wider.verdict == "slower" and "tensor-parallel waits" in wider.reason
 
 
-def test_every_second_of_the_difference_is_accounted_for(wider: Reason, wide: Planned) -> None:
+def test_every_second_of_the_difference_is_accounted_for(wider: Reason, wide: PlanningResult) -> None:
     assert wider.plan is not None and wider.other is not None
     total = wider.other.step_s - wider.plan.step_s
     assert sum(wider.differences_s.values()) == pytest.approx(total, abs=1e-12)
@@ -260,7 +260,7 @@ def test_recomputation_and_modules_are_told_apart() -> None:
 
 
 @pytest.mark.ci("search")
-def test_a_faster_layout_is_said_to_be_missed(wide: Planned) -> None:
+def test_a_faster_layout_is_said_to_be_missed(wide: PlanningResult) -> None:
     reason = explain_layout(wide, llm="tp1")
     assert reason.verdict == "faster" and "the plan's search missed it" in reason.reason
     assert reason.other is not None and reason.other.step_s < reason.plan_step_s
@@ -277,7 +277,7 @@ def test_an_llm_of_which_nothing_is_asked_stays() -> None:
 
 @pytest.mark.ci("search")
 def test_both_spellings_and_all_kinds_of_plan_are_one_question(
-    file: Path, narrow: Planned, wider: Reason
+    file: Path, narrow: PlanningResult, wider: Reason
 ) -> None:
     for reason in (
         explain_layout(narrow, llm="pp1 tp2"),
@@ -390,7 +390,7 @@ def test_mistakes_are_named(
     assert message in shown.err and "hint: " in shown.err and shown.out == ""
 
 
-def test_every_layout_that_plan_proposes_to_ask_about_has_an_answer(narrow: Planned) -> None:
+def test_every_layout_that_plan_proposes_to_ask_about_has_an_answer(narrow: PlanningResult) -> None:
     from optimus.cli.plan import neighbour_layout
 
     assert neighbour_layout(narrow.plan.modules["llm"].layout) == "llm=pp2,tp1"

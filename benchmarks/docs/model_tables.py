@@ -24,7 +24,7 @@ from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.job.workload import TokenPercentiles, Workload, sequences_from_percentiles
 from optimus.planner.compare import Comparison
-from optimus.planner.planning import Planned, make_plan
+from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.sensitivity.batch_steps import simulate_batches
 from optimus.sensitivity.drawn_batches import DEALINGS
@@ -113,7 +113,7 @@ def figures(case: ModelCase, names: Iterable[str] = OTHERS) -> Figures:
     }
 
 
-def _bounds(planned: Planned) -> Figures:
+def _bounds(planned: PlanningResult) -> Figures:
     bounds = planned.bounds
     return {
         "bound_s": rounded(bounds.bound_s),

@@ -27,11 +27,11 @@ from optimus.planner.bounds import Bounds, find_bounds
 from optimus.planner.encoder_layouts import common_layouts
 from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import decide_context
-from optimus.planner.rejected import Rejected
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.paper import ADJUSTED, PaperSystem, warmups
-from optimus.planner.systems.paper_filling import Bases, Choice, Filling
+from optimus.planner.systems.paper_filling import Bases, PaperCandidate, PaperSchedule
 from optimus.planner.systems.registry import load_system
 from optimus.schedule.dependencies import couple
 from optimus.schedule.lower import play
@@ -116,15 +116,15 @@ def _job(case: PaperCase) -> Job:
     return replace(job, workload=replace(job.workload, sequences=(sequence,)))
 
 
-def best_estimate(pipelines: LlmPipelines) -> Choice:
+def best_estimate(pipelines: LlmPipelines) -> PaperSchedule:
     """Returns the choice of the paper's own ranking, which leaves out the encoders' parameter traffic."""
     context, llm, bases = pipelines.context, pipelines.floor_1f1b, Bases()
     (policy,) = context.policies(context.job.model.encoders)  # these presets state it
     choices = []
     for layout in common_layouts(context, llm.layout):
-        if isinstance(layout, Rejected):
+        if isinstance(layout, RejectedLayout):
             continue
-        fillings = [Filling(context, each, layout, dict(policy), bases) for each in warmups(llm)]
+        fillings = [PaperCandidate(context, each, layout, dict(policy), bases) for each in warmups(llm)]
         most = min(filling.most_microbatches(context.capacity_bytes) for filling in fillings)
         count = fillings[0].num_pipelines
         if count <= llm.microbatches <= count * most:
@@ -132,7 +132,7 @@ def best_estimate(pipelines: LlmPipelines) -> Choice:
     return min(choices, key=lambda choice: choice.estimate_s)
 
 
-def _choice(choice: Choice, filled: FilledPlan, bounds: Bounds) -> Figures:
+def _choice(choice: PaperSchedule, filled: FilledPlan, bounds: Bounds) -> Figures:
     filling = choice.filling
     return {
         "layout": str(filling.layout),

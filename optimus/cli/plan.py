@@ -30,7 +30,7 @@ from optimus.render.units import gigabytes, seconds
 
 if TYPE_CHECKING:
     from optimus.job.layout import Layout
-    from optimus.planner.planning import Planned
+    from optimus.planner.planning import PlanningResult
     from optimus.planner.systems.base import SimulatedSystem
 
 SCHEMA = "optimus.plan-result/1"
@@ -86,7 +86,7 @@ class PlanCommand:
             self._assess(planned, result)
         return OK
 
-    def _make_plan(self) -> tuple[Planned, Path]:
+    def _make_plan(self) -> tuple[PlanningResult, Path]:
         """Plans the job; mistakes in flags and files are found before the search."""
         from optimus.cost.assumptions import preset
         from optimus.ir.planfile import is_plan_file
@@ -116,7 +116,7 @@ class PlanCommand:
             )
         return planned, output
 
-    def _written(self, planned: Planned, output: Path, digest: str) -> list[str]:
+    def _written(self, planned: PlanningResult, output: Path, digest: str) -> list[str]:
         """Writes the trace, and returns the files written and the commands to try next."""
         from optimus.ir.plan import FORMAT
 
@@ -130,7 +130,7 @@ class PlanCommand:
         why = f"optimus why {output} {neighbour_layout(plan.modules['llm'].layout)}"
         return [*lines, *next_commands(f"optimus check {output}", f"optimus report {output}", why)]
 
-    def _assess(self, planned: Planned, result: dict[str, object]) -> None:
+    def _assess(self, planned: PlanningResult, result: dict[str, object]) -> None:
         """Prints how sure the answer is, after the plan is written."""
         with progress_bar() as progress:
             from optimus.cli.uncertainty import assessed_json, assessed_text
@@ -146,7 +146,7 @@ def neighbour_layout(layout: Layout) -> str:
     return f"llm=pp{pp},tp{layout.tp}"
 
 
-def plan_json(planned: Planned) -> dict[str, object]:
+def plan_json(planned: PlanningResult) -> dict[str, object]:
     """Returns the object of `optimus plan --json`, but for the file."""
     from optimus.cli.comparison import cost_model_json
     from optimus.cost.memory import NOT_MODELLED
@@ -189,7 +189,7 @@ def plan_json(planned: Planned) -> dict[str, object]:
     }
 
 
-def plan_text(planned: Planned) -> list[str]:
+def plan_text(planned: PlanningResult) -> list[str]:
     """Returns the speed-up, the layouts, the table of systems, memory, rejected layouts and the proof."""
     from optimus.cli.comparison import header_text, job_text
     from optimus.cost.memory import NOT_MODELLED
@@ -205,14 +205,14 @@ def plan_text(planned: Planned) -> list[str]:
     return lines
 
 
-def _search_words(planned: Planned) -> str:
+def _search_words(planned: PlanningResult) -> str:
     search = planned.found
     words = f"{len(search.tried)} of {search.considered} encoder layouts were scheduled"
     words += f"; {planned.search_s:.1f} s with all systems"
     return "; ".join([words, *search.remarks])
 
 
-def _chosen(planned: Planned) -> list[str]:
+def _chosen(planned: PlanningResult) -> list[str]:
     """Returns a paragraph per module: layout, microbatches, order and recomputation."""
     plan, llm = planned.plan, planned.found.llm
     size = f"{llm.sequences:.3g} {'sequence' if llm.sequences == 1 else 'sequences'}"
@@ -234,7 +234,7 @@ def _microbatches(split: list[int], pieces: int) -> str:
     return words if pieces == 1 else f"{words} of 1/{pieces}"
 
 
-def _table(planned: Planned) -> list[str]:
+def _table(planned: PlanningResult) -> list[str]:
     from optimus.cli.comparison import TP_SHARE, TP_SHARE_REMARK
 
     comparison = planned.comparison
@@ -265,7 +265,7 @@ def _table(planned: Planned) -> list[str]:
     return lines
 
 
-def _measured(planned: Planned, system: SimulatedSystem) -> list[str]:
+def _measured(planned: PlanningResult, system: SimulatedSystem) -> list[str]:
     assert system.measured_step_s is not None
     over = system.measured_step_s / planned.comparison.floor_s
     speedup = system.measured_step_s / planned.step_s
@@ -274,7 +274,7 @@ def _measured(planned: Planned, system: SimulatedSystem) -> list[str]:
     return [*row, "" if held is None else gigabytes(held), "", ""]
 
 
-def _worth(planned: Planned) -> dict[str, object]:
+def _worth(planned: PlanningResult) -> dict[str, object]:
     """Returns the speed-up over what people run, and over the best system that fills no bubbles."""
     reference, simpler = planned.reference, planned.simpler
     return {
@@ -285,7 +285,7 @@ def _worth(planned: Planned) -> dict[str, object]:
     }
 
 
-def _worth_lines(planned: Planned) -> list[str]:
+def _worth_lines(planned: PlanningResult) -> list[str]:
     from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
 
     reference, simpler = planned.reference, planned.simpler
@@ -306,7 +306,7 @@ def _worth_lines(planned: Planned) -> list[str]:
     return wrap("worth", "; ".join(parts))
 
 
-def _hidden_lines(planned: Planned) -> list[str]:
+def _hidden_lines(planned: PlanningResult) -> list[str]:
     plan, bounds = planned.plan, planned.bounds
     coarse = planned.found.notes.get("hidden_share_coarse")
     hidden = f"strict {planned.hidden_strict:.0%}, placed {planned.hidden_placed:.0%}"
@@ -333,7 +333,7 @@ def _bubbles(system: SimulatedSystem) -> str:
     return ", ".join(f"{name} {value / system.step_s:.1%}" for name, value in parts.items())
 
 
-def _memory(planned: Planned) -> str:
+def _memory(planned: PlanningResult) -> str:
     system, capacity = planned.system, planned.comparison.context.capacity_bytes
     memory = system.memory
     parts = {
@@ -349,14 +349,14 @@ def _memory(planned: Planned) -> str:
     return f"{total}: {', '.join(f'{name} {gigabytes(value)}' for name, value in parts.items())}"
 
 
-def _rejected(planned: Planned) -> list[str]:
+def _rejected(planned: PlanningResult) -> list[str]:
     """Counts rejected layouts by reason, with one example of each."""
     from optimus.planner.rejected import count_by_reason
 
     return wrap("rejected", "; ".join(count_by_reason(planned.rejected)) or "none")
 
 
-def _checked(planned: Planned) -> str:
+def _checked(planned: PlanningResult) -> str:
     report = planned.report
     held = sum(report.rules.values())
     words = f"{held} of {len(report.rules)} rules hold"

@@ -28,7 +28,7 @@ from optimus.errors import UserError
 from optimus.render.units import gigabytes, seconds
 
 if TYPE_CHECKING:
-    from optimus.planner.replaying import Replayed
+    from optimus.planner.replaying import ReplayedPlan
 
 SCHEMA = "optimus.simulate/1"
 SHORT_CAUSES = {
@@ -136,7 +136,7 @@ class SimulateCommand:
         return OK
 
 
-def replay_json(replayed: Replayed) -> dict[str, object]:
+def replay_json(replayed: ReplayedPlan) -> dict[str, object]:
     """Returns the object of `optimus simulate PLAN --json`."""
     plan, floor = replayed.plan, replayed.floor_s
     step = replayed.timeline.step_s
@@ -160,7 +160,7 @@ def replay_json(replayed: Replayed) -> dict[str, object]:
     }
 
 
-def replay_text(replayed: Replayed) -> list[str]:
+def replay_text(replayed: ReplayedPlan) -> list[str]:
     """Returns step, memory and bubbles of the plan."""
     plan, step, floor = replayed.plan, replayed.timeline.step_s, replayed.floor_s
     lines = [*plan_title(plan), ""]

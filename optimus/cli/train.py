@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from optimus.engine.config import StepMetrics, TrainingConfig, TrainingSummary
     from optimus.ir.plan import Plan
     from optimus.job.job import Job
-    from optimus.planner.planning import Planned
+    from optimus.planner.planning import PlanningResult
 
 RUN_DIR = Path("optimus-run")
 MAX_STEP_RATIO = 1.25  # measured over predicted, or its inverse; beyond it a profile is recommended
@@ -231,7 +231,7 @@ class RanksFailed(OptimusError):
 
 def train(
     job: Job,
-    plan: Plan | Planned | None = None,
+    plan: Plan | PlanningResult | None = None,
     *,
     steps: int | None = None,
     run_dir: Path | str | None = None,
@@ -243,7 +243,7 @@ def train(
     the last ops of failed ranks are written to `run_dir`.
     """
     from optimus.engine.config import read_training_config
-    from optimus.planner.planning import Planned, make_plan
+    from optimus.planner.planning import PlanningResult, make_plan
     from optimus.verify.validator import ready_plan
 
     require_torch()
@@ -251,7 +251,7 @@ def train(
     training = read_training_config(job.run.settings, steps=steps, run_dir=folder)
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
-    if isinstance(plan, Planned):
+    if isinstance(plan, PlanningResult):
         profile, plan = plan.comparison.context.prices.profile, plan.plan
     ready_plan(plan, job, profile)
     code, summary = run_ranks(job, plan, training)

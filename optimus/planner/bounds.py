@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from optimus.cost.module import PricedLayer
 from optimus.ir.op import Lane, OpKind
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.pipeline import InlinePipeline
-from optimus.planner.systems.replicated_encoder import SpreadEncoder, encoder_choices, spread_over_all
+from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.replicated_encoder import (
+    ReplicatedEncoder,
+    encoder_choices,
+    replicate_over_all_gpus,
+)
 from optimus.schedule.build import Builder
 from optimus.schedule.simulate import evaluate
 
@@ -42,12 +46,12 @@ class Bounds:
         return 1.0 - (step_s - self.floor_s) / self.encoder_s if self.encoder_s else 1.0
 
 
-def find_bounds(context: PlanningContext, floor: InlinePipeline, floor_s: float) -> Bounds:
+def find_bounds(context: PlanningContext, floor: PipelineCandidate, floor_s: float) -> Bounds:
     """Bounds of every system at this layout of the LLM."""
     encoders = context.job.model.encoders
     choices = [
         [
-            spread_over_all(context, encoder, tp=tp, recompute=recompute)
+            replicate_over_all_gpus(context, encoder, tp=tp, recompute=recompute)
             for tp, recompute in encoder_choices(context, encoder)
         ]
         for encoder in encoders
@@ -60,7 +64,7 @@ def find_bounds(context: PlanningContext, floor: InlinePipeline, floor_s: float)
     )
 
 
-def _alone_s(spread: SpreadEncoder) -> float:
+def _alone_s(spread: ReplicatedEncoder) -> float:
     """All forwards, then all backwards of an encoder on all GPUs, with gathers and reduces under them."""
     if not spread.pieces:
         return 0.0
@@ -75,7 +79,7 @@ def _alone_s(spread: SpreadEncoder) -> float:
     return evaluate(builder.build(), slowdown=slowdown).step_s
 
 
-def _work_s(spread: SpreadEncoder) -> float:
+def _work_s(spread: ReplicatedEncoder) -> float:
     """An encoder's kernels on the mean GPU, without communication and as if images could be cut."""
     context, sequences = spread.context, spread.context.microbatch_sequences
     layers = context.encoder_layers(spread.encoder, spread.layout, sequences, spread.recompute)
@@ -83,7 +87,7 @@ def _work_s(spread: SpreadEncoder) -> float:
     return _compute_s(layers) * microbatches / spread.layout.dp
 
 
-def _llm_work_s(floor: InlinePipeline) -> float:
+def _llm_work_s(floor: PipelineCandidate) -> float:
     """The LLM's kernels on the mean stage, without communication."""
     return _compute_s(floor.layers) * floor.microbatches / floor.layout.pp
 
@@ -99,7 +103,7 @@ def _compute_s(layers: Sequence[PricedLayer]) -> float:
     return sum(kernel.duration_s for kernel in kernels if kernel.lane == Lane.COMPUTE)
 
 
-def _llm_path_s(floor: InlinePipeline) -> float:
+def _llm_path_s(floor: PipelineCandidate) -> float:
     """One microbatch through all stages and back; weight gradients may wait."""
     chunks = [floor.context.chunks.make([layer]).seconds for layer in floor.layers]
     return sum(
@@ -108,7 +112,7 @@ def _llm_path_s(floor: InlinePipeline) -> float:
     )
 
 
-def _path_s(spread: SpreadEncoder) -> float:
+def _path_s(spread: ReplicatedEncoder) -> float:
     """One piece forward, and the shorter of its backwards."""
     seconds = spread.context.chunks.make(spread.layers).seconds
     return (

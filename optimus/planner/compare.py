@@ -13,10 +13,10 @@ from optimus.planner.calibration import Calibration, calibrate
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import is_stated
 from optimus.planner.ranking import rank_contexts
-from optimus.planner.rejected import Rejected
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.base import SimulatedSystem, simulated_step_s
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.registry import SYSTEMS, default_systems, load_system
 
 
@@ -29,10 +29,10 @@ class Comparison:
     context: PlanningContext  # of the floor; of the plan where one is made
     systems: dict[str, SimulatedSystem]
     missing: dict[str, str]
-    floor: InlinePipeline
+    floor: PipelineCandidate
     floor_s: float
     floor_1f1b_s: float
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedLayout, ...]
     considered: int  # layouts of the LLM,
     compared: int  # and in how many of them all systems were made
     calibration: Calibration | None = None  # on what the job measured

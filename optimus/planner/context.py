@@ -35,7 +35,7 @@ def describe_recompute(policy: Policy) -> str:
     return "recompute " + " ".join(f"{name} {step}" for name, step in policy)
 
 
-class Made:
+class PlanningCache:
     """What was made for a job and its prices, at any layout: settings that share it do not make it again."""
 
     def __init__(self) -> None:
@@ -63,20 +63,20 @@ class PlanningContext:
     uneven: bool = False  # replicas and microbatches may be of different sizes
     kept_free_bytes: float = 0.0  # of every GPU, for what others will add
 
-    made: Made = field(default_factory=Made)
+    cache: PlanningCache = field(default_factory=PlanningCache)
 
     def under(self, assumptions: Assumptions) -> PlanningContext:
         """The same under other assumptions."""
         if assumptions == self.prices.assumptions:
             return self
-        return replace(self, prices=replace(self.prices, assumptions=assumptions), made=Made())
+        return replace(self, prices=replace(self.prices, assumptions=assumptions), cache=PlanningCache())
 
     @property
     def chunks(self) -> Chunks:
-        if self.made.chunks is None:
+        if self.cache.chunks is None:
             names = [module.name for module in self.job.model.modules]
-            self.made.chunks = Chunks(names, self.prices.assumptions.residence_slowdown)
-        return self.made.chunks
+            self.cache.chunks = Chunks(names, self.prices.assumptions.residence_slowdown)
+        return self.cache.chunks
 
     def phases(
         self,
@@ -91,18 +91,18 @@ class PlanningContext:
         Layers are kept, so that ids stay their own.
         """
         key = tuple(id(layer.kernels[kind]) for layer in layers), kind, first, last
-        if key not in self.made.templates:
+        if key not in self.cache.templates:
             made = chunk_phases(layers, kind, first=first, last=last)
-            self.made.templates[key] = self.made.equal.setdefault(made, made)
-        return self.made.templates[key]
+            self.cache.templates[key] = self.cache.equal.setdefault(made, made)
+        return self.cache.templates[key]
 
     def sums(self, layers: tuple[PricedLayer, ...]) -> LayerSums:
         """Running sums over `layers`, made once."""
-        if id(layers) not in self.made.sums:
+        if id(layers) not in self.cache.sums:
             model = self.job.model
             made = LayerSums(layers, self.chunks, self.prices, model.precision, model.llm.name)
-            self.made.sums[id(layers)] = layers, made  # kept alive, so that its id stays its own
-        return self.made.sums[id(layers)][1]
+            self.cache.sums[id(layers)] = layers, made  # kept alive, so that its id stays its own
+        return self.cache.sums[id(layers)][1]
 
     @property
     def encoder_names(self) -> str:
@@ -128,9 +128,9 @@ class PlanningContext:
     def images(self, encoder: Encoder, sequences: float) -> float:
         """Images (or clips) in so many mean sequences."""
         name, every = encoder.name, self.job.workload.sequences
-        if name not in self.made.images:
-            self.made.images[name] = sum(len(each.lengths(name)) for each in every) / len(every)
-        return sequences * self.made.images[name]
+        if name not in self.cache.images:
+            self.cache.images[name] = sum(len(each.lengths(name)) for each in every) / len(every)
+        return sequences * self.cache.images[name]
 
     def dealt(self, encoder: Encoder, sequences: float, groups: int) -> float:
         """Sequences' worth of whole images that the busiest of `groups` gets when they are dealt out."""
@@ -166,19 +166,19 @@ class PlanningContext:
     ) -> tuple[PricedLayer, ...]:
         """An encoder's layers for a microbatch of `sequences` sequences (a fraction is a piece of one)."""
         key = encoder.name, layout, sequences, recompute
-        if key not in self.made.priced:
+        if key not in self.cache.priced:
             load = self.job.workload.encoder_load(encoder.name, encoder.projector.merge)
-            self.made.priced[key] = price_encoder(
+            self.cache.priced[key] = price_encoder(
                 encoder, load.times(sequences), layout, self.prices, recompute
             )
-        return self.made.priced[key]
+        return self.cache.priced[key]
 
     def llm_layers(self, layout: Layout, sequences: float, recompute: str) -> tuple[PricedLayer, ...]:
         key = "llm", layout, sequences, recompute
-        if key not in self.made.priced:
+        if key not in self.cache.priced:
             model = self.job.model
             upstream = any(e.train or e.projector.train for e in model.encoders)
-            self.made.priced[key] = price_llm(
+            self.cache.priced[key] = price_llm(
                 model.llm,
                 self.job.workload.llm_load().times(sequences),
                 layout,
@@ -186,7 +186,7 @@ class PlanningContext:
                 recompute,
                 upstream_trained=upstream,
             )
-        return self.made.priced[key]
+        return self.cache.priced[key]
 
     def layers(
         self,
@@ -198,16 +198,16 @@ class PlanningContext:
         """Modules one after another in one layout, the LLM's own by default."""
         recompute, where = dict(policy), layout or self.layout
         key = tuple(module.name for module in modules), where, sequences, policy
-        if key in self.made.priced:
-            return self.made.priced[key]
+        if key in self.cache.priced:
+            return self.cache.priced[key]
         layers: list[PricedLayer] = []
         for module in modules:
             if isinstance(module, Encoder):
                 layers += self._encoder_beside_llm(module, where, sequences, recompute[module.name])
             else:
                 layers += self.llm_layers(where, sequences, recompute[module.name])
-        self.made.priced[key] = tuple(layers)
-        return self.made.priced[key]
+        self.cache.priced[key] = tuple(layers)
+        return self.cache.priced[key]
 
     def _encoder_beside_llm(
         self, encoder: Encoder, layout: Layout, sequences: float, recompute: str
@@ -227,10 +227,10 @@ class PlanningContext:
         )
         # Dealt out, each of tp ranks does this much at the same time.
         key = "beside", encoder.name, layout, sequences, recompute
-        if key not in self.made.priced:
+        if key not in self.cache.priced:
             faster = layout.tp * self.gpu_seconds(dealt) < self.gpu_seconds(divided)
-            self.made.priced[key] = dealt if faster else divided
-        return self.made.priced[key]
+            self.cache.priced[key] = dealt if faster else divided
+        return self.cache.priced[key]
 
     def gpu_seconds(self, layers: tuple[PricedLayer, ...]) -> float:
         """Forward and backward of one microbatch, times the GPUs of a TP group."""

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.rejected import Rejected
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.colocated import encoder_layout
 
 
-def common_layouts(context: PlanningContext, llm: Layout) -> Iterator[Layout | Rejected]:
+def common_layouts(context: PlanningContext, llm: Layout) -> Iterator[Layout | RejectedLayout]:
     """Layouts for all encoders alike: PP_enc divides PP_llm, TP_enc divides TP_llm, over all GPUs."""
     encoders = context.job.model.encoders
     for layout in _all_layouts(llm):
         reasons = [why_not(context, encoder, layout) for encoder in encoders]
         found = next((reason for reason in reasons if reason), None)
-        yield Rejected(layout=layout, reason=found, module=context.encoder_names) if found else layout
+        yield RejectedLayout(layout=layout, reason=found, module=context.encoder_names) if found else layout
 
 
 def own_layouts(context: PlanningContext, encoder: Encoder, llm: Layout) -> Iterator[Layout]:

@@ -13,13 +13,13 @@ from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
-from optimus.planner.rejected import Rejected
+from optimus.planner.rejected import RejectedLayout
 from optimus.schedule.lower import Lowered, lower
 from optimus.schedule.phases import DIGITS
 from optimus.schedule.plan_memory import claim_encoder_s, claim_memory
 
 if TYPE_CHECKING:
-    from optimus.planner.systems.pipeline import InlinePipeline
+    from optimus.planner.systems.pipeline import PipelineCandidate
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,7 +93,7 @@ def as_memory(fixed: Mapping[str, int], llm: int, encoders: int, seam: int) -> M
 
 
 @dataclass(frozen=True, kw_only=True)
-class TriedLayout:
+class ScheduledLayout:
     """An encoder layout that fits and was scheduled."""
 
     layout: Layout
@@ -108,15 +108,15 @@ class SearchResult:
     """The best plan of a strategy. `hidden_share`: of encoder compute, placed inside the LLM's bubbles."""
 
     filled: FilledPlan
-    llm: InlinePipeline
+    llm: PipelineCandidate
     how: str  # what was chosen, in one line
     considered: int
     hidden_share: float
     notes: Mapping[str, Any] = field(default_factory=dict)  # for readers of the plan file
     is_estimated_whole: bool = True  # transfers and encoder traffic are in the algorithm's own estimate
     remarks: tuple[str, ...] = ()  # on the search, for those who read its result
-    rejected: list[Rejected] = field(default_factory=list)
-    tried: list[TriedLayout] = field(default_factory=list)
+    rejected: list[RejectedLayout] = field(default_factory=list)
+    tried: list[ScheduledLayout] = field(default_factory=list)
 
     @property
     def context(self) -> PlanningContext:

@@ -13,10 +13,10 @@ from optimus.cost.prices import Prices
 from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout
-from optimus.planner.context import Made, PlanningContext
-from optimus.planner.rejected import Rejected
+from optimus.planner.context import PlanningCache, PlanningContext
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.layer_partition import first_fitting
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 
 MAX_TP = 8  # never across nodes
 MAX_PP = 16
@@ -26,7 +26,7 @@ MIN_CP_TOKENS = 4096  # of a sequence on each rank: context parallelism is for l
 
 def decide_context(
     job: Job, assumptions: Assumptions, profile: Profile | None = None
-) -> tuple[PlanningContext, tuple[Rejected, ...]]:
+) -> tuple[PlanningContext, tuple[RejectedLayout, ...]]:
     """One setting without a search, the smallest that fits, and the layouts passed over on the way.
 
     Open axes grow in this order until all layers fit in one pipeline: tp up to 8 at pp 1, then
@@ -35,17 +35,17 @@ def decide_context(
     prices = Prices(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
     if is_stated(job):
         return stated_context(job, prices), ()
-    rejected: list[Rejected] = []
+    rejected: list[RejectedLayout] = []
     for full_recompute in (False, True):
         for layout in _layouts(job):
-            context = setting_at(job, prices, layout)
+            context = context_at(job, prices, layout)
             if isinstance(context, str):
-                rejected.append(Rejected(layout=layout, reason=context))
+                rejected.append(RejectedLayout(layout=layout, reason=context))
                 continue
             reason = _why_too_large(context, full_recompute=full_recompute)
             if reason is None:
                 return context, tuple(rejected)
-            rejected.append(Rejected(layout=layout, reason=reason))
+            rejected.append(RejectedLayout(layout=layout, reason=reason))
     raise no_layout_fits(job, rejected)
 
 
@@ -57,14 +57,14 @@ def is_stated(job: Job) -> bool:
 def stated_context(job: Job, prices: Prices) -> PlanningContext:
     """At the layout that the job states."""
     for layout in _layouts(job):
-        context = setting_at(job, prices, layout)
+        context = context_at(job, prices, layout)
         if isinstance(context, str):
             raise _batch_error(job, layout)
         return context
     raise no_layout_fits(job, [])
 
 
-def no_layout_fits(job: Job, rejected: Sequence[Rejected]) -> DoesNotFit:
+def no_layout_fits(job: Job, rejected: Sequence[RejectedLayout]) -> DoesNotFit:
     """What is said when nothing is left."""
     tried = {str(r.layout): r.reason for r in rejected}
     nearest = (
@@ -116,7 +116,7 @@ def _layouts(job: Job) -> Iterator[Layout]:
                     yield Layout(dp=dp, pp=pp, cp=cp, ep=ep, tp=tp, chunks=chunks)
 
 
-def why_not_beside(job: Job, layout: Layout) -> str | None:
+def encoder_layout_conflict(job: Job, layout: Layout) -> str | None:
     """Why an encoder's stated layout cannot stand beside this one of the LLM."""
     for encoder in job.model.encoders:
         for axis, size in job.layout.of(encoder.name).stated().items():
@@ -134,12 +134,18 @@ def _expert_spreads(job: Job) -> list[int]:
     return [ep for ep in (first, 2 * first, 4 * first, MAX_EP) if ep <= MAX_EP and experts.count % ep == 0]
 
 
-def setting_at(job: Job, prices: Prices, layout: Layout, made: Made | None = None) -> PlanningContext | str:
+def context_at(
+    job: Job, prices: Prices, layout: Layout, cache: PlanningCache | None = None
+) -> PlanningContext | str:
     """The setting at a layout, or why there is none."""
     sizes = job.layout.limits.microbatch_sequences
     for sequences in sizes:
         context = PlanningContext(
-            job=job, prices=prices, layout=layout, microbatch_sequences=sequences, made=made or Made()
+            job=job,
+            prices=prices,
+            layout=layout,
+            microbatch_sequences=sequences,
+            cache=cache or PlanningCache(),
         )
         if context.microbatches(sequences) is not None:
             return context
@@ -172,7 +178,7 @@ def _why_too_large(context: PlanningContext, *, full_recompute: bool) -> str | N
     return None
 
 
-def fitting_pipeline(context: PlanningContext) -> InlinePipeline | str:
+def fitting_pipeline(context: PlanningContext) -> PipelineCandidate | str:
     """All layers in one pipeline with the least recomputation that fits, or why there is none."""
     job, capacity = context.job, context.capacity_bytes
     modules = job.model.modules

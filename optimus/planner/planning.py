@@ -17,8 +17,8 @@ from optimus.job.job import Job
 from optimus.planner.bounds import Bounds, find_bounds
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.filled_plan import SearchResult
-from optimus.planner.rejected import Rejected
-from optimus.planner.remedies import what_would_fit
+from optimus.planner.rejected import RejectedLayout
+from optimus.planner.remedies import suggest_remedies
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.registry import applicable, default_systems, strategies
 from optimus.verify.validator import MAX_VIOLATIONS, Report, Violation, check_plan
@@ -27,7 +27,7 @@ MIN_SPEEDUP_WORTH_FILLING = 1.02  # over the best simpler system; below it that 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Planned:
+class PlanningResult:
     """A plan, the systems it is compared with, and its proof."""
 
     plan: Plan
@@ -73,7 +73,7 @@ class Planned:
         return {system.name: _seconds(system) / self.step_s for system in self._others}
 
     @property
-    def rejected(self) -> list[Rejected]:
+    def rejected(self) -> list[RejectedLayout]:
         return [*self.comparison.rejected, *self.found.rejected]
 
     @property
@@ -101,7 +101,7 @@ def make_plan(
     profile: Profile | None = None,
     systems: Iterable[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> Planned:
+) -> PlanningResult:
     """Plans a job and proves the plan; DoesNotFit says what would make an impossible one fit.
 
     `systems` are those to compare with: all that apply, by default.
@@ -126,7 +126,7 @@ def make_plan(
     progress("check", len(names), len(names) + 1)
     plan = _with_notes(_bound(found.plan, job, comparison), comparison, bounds, found)
     report = check_plan(plan)
-    return Planned(
+    return PlanningResult(
         plan=plan,
         comparison=comparison,
         bounds=bounds,
@@ -158,9 +158,9 @@ def _check(job: Job, strategy: str) -> None:
         )
 
 
-def check_planned(plan: Plan | Planned) -> Report:
+def check_planned(plan: Plan | PlanningResult) -> Report:
     """Checks a plan, or what `make_plan` returned, by all nine rules."""
-    return check_plan(plan.plan if isinstance(plan, Planned) else plan)
+    return check_plan(plan.plan if isinstance(plan, PlanningResult) else plan)
 
 
 def report_mismatches(report: Report, plan: Plan, parts: Mapping[str, Any]) -> Report:
@@ -220,5 +220,5 @@ def _seconds(system: SimulatedSystem) -> float:
 
 def _with_remedies(no: DoesNotFit, job: Job, assumptions: Assumptions | str) -> DoesNotFit:
     """The same no, with what was tried and would fit."""
-    remedies = what_would_fit(job, assumptions)
+    remedies = suggest_remedies(job, assumptions)
     return DoesNotFit(no.problem, remedies or no.hint or "nothing that was tried makes it fit")

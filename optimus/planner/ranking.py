@@ -17,19 +17,19 @@ from optimus.cost.prices import Prices
 from optimus.ir.op import OpKind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
-from optimus.planner.context import Made, PlanningContext
+from optimus.planner.context import PlanningCache, PlanningContext
 from optimus.planner.layouts import (
+    context_at,
+    encoder_layout_conflict,
     every_layout,
     fitting_pipeline,
     is_stated,
     no_layout_fits,
-    setting_at,
     stated_context,
-    why_not_beside,
 )
-from optimus.planner.rejected import Rejected
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.layer_partition import even_chunks, strong_pipelines
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 
 MOST_ESTIMATED = 10  # layouts whose pipelines are made
 MOST_KEPT = 3  # by each estimate: layouts in which all systems are made,
@@ -37,11 +37,11 @@ CLOSE = 1.15  # if their estimates are this close to the best
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ranked:
+class RankedContexts:
     """Settings that deserve a full look, the most promising first, and what was passed over."""
 
     contexts: tuple[PlanningContext, ...]
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedLayout, ...]
     considered: int
 
 
@@ -57,20 +57,20 @@ def rank_contexts(
     assumptions: Assumptions,
     profile: Profile | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> Ranked:
+) -> RankedContexts:
     """The settings of a job; one if its layout is stated. DoesNotFit if there is none."""
     prices = Prices(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
     if is_stated(job):
-        return Ranked(contexts=(stated_context(job, prices),), rejected=(), considered=1)
-    rejected: list[Rejected] = []
+        return RankedContexts(contexts=(stated_context(job, prices),), rejected=(), considered=1)
+    rejected: list[RejectedLayout] = []
     bounded: list[_Candidate] = []
-    layouts, made = list(every_layout(job)), Made()
+    layouts, cache = list(every_layout(job)), PlanningCache()
     for place, layout in enumerate(layouts):
         progress("layouts", place, len(layouts) + MOST_ESTIMATED)
-        context = why_not_beside(job, layout) or setting_at(job, prices, layout, made)
+        context = encoder_layout_conflict(job, layout) or context_at(job, prices, layout, cache)
         fitting = context if isinstance(context, str) else fitting_pipeline(context)
         if isinstance(fitting, str):
-            rejected.append(Rejected(layout=layout, reason=fitting))
+            rejected.append(RejectedLayout(layout=layout, reason=fitting))
         else:
             bounded.append(_Candidate(context=fitting.context, seconds=_work_s(fitting)))
     if not bounded:
@@ -78,11 +78,11 @@ def rank_contexts(
     estimated = _estimated(sorted(bounded, key=_seconds), rejected, progress, len(layouts))
     kept = dict.fromkeys((*_closest(estimated, _seconds), *_closest(estimated, _alone_s)))
     rejected += [
-        Rejected(layout=each.context.layout, reason=_why_slower(each, estimated[0]))
+        RejectedLayout(layout=each.context.layout, reason=_why_slower(each, estimated[0]))
         for each in estimated
         if each not in kept
     ]
-    return Ranked(
+    return RankedContexts(
         contexts=tuple(each.context for each in kept), rejected=tuple(rejected), considered=len(layouts)
     )
 
@@ -102,7 +102,7 @@ def _why_slower(candidate: _Candidate, best: _Candidate) -> str:
 
 def _estimated(
     bounded: list[_Candidate],
-    rejected: list[Rejected],
+    rejected: list[RejectedLayout],
     progress: Callable[[str, int, int], None],
     done: int,
 ) -> list[_Candidate]:
@@ -114,7 +114,7 @@ def _estimated(
             words = (
                 f"slower: work alone takes {each.seconds:.3g} s on each GPU, a step elsewhere {best_s:.3g} s"
             )
-            rejected.append(Rejected(layout=each.context.layout, reason=words))
+            rejected.append(RejectedLayout(layout=each.context.layout, reason=words))
             continue
         progress("layouts", done + place, done + MOST_ESTIMATED)
         model = each.context.job.model
@@ -123,7 +123,7 @@ def _estimated(
             found.append(replace(each, seconds=balanced_s, alone_s=alone_s))
         else:
             reason = f"memory: balanced pipelines exceed {each.context.capacity_bytes / 1e9:.0f} GB"
-            rejected.append(Rejected(layout=each.context.layout, reason=reason))
+            rejected.append(RejectedLayout(layout=each.context.layout, reason=reason))
     return sorted(found, key=_seconds)
 
 
@@ -135,7 +135,7 @@ def _quick_s(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> fl
     return made[0].estimate_s if made else None
 
 
-def _work_s(pipeline: InlinePipeline) -> float:
+def _work_s(pipeline: PipelineCandidate) -> float:
     """Forwards and backwards of all its modules on the mean GPU."""
     seconds = sum(
         float(pipeline.sums.layer_seconds(kind).sum()) for kind in (OpKind.FORWARD, OpKind.BACKWARD)

@@ -11,16 +11,16 @@ from optimus.errors import OptimusError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutChoice
 from optimus.planner.encoder_layouts import common_layouts
-from optimus.planner.layouts import decide_context, why_not_beside
-from optimus.planner.rejected import Rejected
+from optimus.planner.layouts import decide_context, encoder_layout_conflict
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.layer_partition import first_fitting
-from optimus.planner.systems.paper_filling import Filling
+from optimus.planner.systems.paper_filling import PaperCandidate
 
 MOST_TIMES = 64  # as many GPUs are tried
 MOST_HINTS = 3
 
 
-def what_would_fit(job: Job, assumptions: Assumptions | str) -> str:
+def suggest_remedies(job: Job, assumptions: Assumptions | str) -> str:
     """A hint that names the changes under which the job fits; empty if none of them helps."""
     assumed = preset(assumptions) if isinstance(assumptions, str) else assumptions
     found: dict[str, str] = {}  # sort of change -> words
@@ -61,7 +61,7 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
     sizes = product((1, 2, 4, 8, 16), (1, 2, 4, 8))
     for pp, tp in sorted(sizes, key=lambda size: (size[0] * size[1], size[0])):
         choice = LayoutChoice(pp=pp, tp=tp, cp=stated.get("cp"), ep=stated.get("ep"))
-        if job.cluster.gpus % (pp * tp) == 0 and why_not_beside(job, Layout(pp=pp, tp=tp)) is None:
+        if job.cluster.gpus % (pp * tp) == 0 and encoder_layout_conflict(job, Layout(pp=pp, tp=tp)) is None:
             modules = {**encoders, "llm": choice}
             yield f"llm=pp{pp},tp{tp}", replace(job, layout=replace(job.layout, modules=modules))
 
@@ -76,10 +76,10 @@ def _fits(job: Job, assumptions: Assumptions) -> bool:
     if not llm.fits:
         return False
     for layout in common_layouts(context, llm.layout):
-        if isinstance(layout, Rejected):
+        if isinstance(layout, RejectedLayout):
             continue
         *_, policy = context.policies(job.model.encoders)
-        filling = Filling(context, llm, layout, dict(policy))
+        filling = PaperCandidate(context, llm, layout, dict(policy))
         even = -(-llm.microbatches // filling.num_pipelines)
         if filling.num_pipelines <= llm.microbatches and filling.most_bytes(even) <= context.capacity_bytes:
             return True

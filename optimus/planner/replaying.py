@@ -17,7 +17,7 @@ from optimus.schedule.simulate import Deadlock, Timeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Replayed:
+class ReplayedPlan:
     """A plan, played."""
 
     plan: Plan
@@ -32,7 +32,7 @@ class Replayed:
         return found if isinstance(found, float) else None
 
 
-def replay_plan(plan: Plan) -> Replayed:
+def replay_plan(plan: Plan) -> ReplayedPlan:
     """Plays a plan; one that cannot be played is refused with what `optimus check` would say more of."""
     try:
         schedule = couple(plan, plan.programs)
@@ -45,10 +45,10 @@ def replay_plan(plan: Plan) -> Replayed:
             hint="optimus check says which rule it breaks; plan again",
         ) from error
     bubbles = mean_bubbles(find_bubbles(schedule, timeline))
-    return Replayed(plan=plan, schedule=schedule, timeline=timeline, bubbles=bubbles)
+    return ReplayedPlan(plan=plan, schedule=schedule, timeline=timeline, bubbles=bubbles)
 
 
-def replay_llm_alone(plan: Plan) -> Replayed:
+def replay_llm_alone(plan: Plan) -> ReplayedPlan:
     """The plan without its encoders: the LLM's ops in the same order, with nothing between them."""
     kept = plan.names.index(LLM), len(plan.names) - 1  # and the optimizer, which is everybody's
     programs = tuple(Program.of(each.rows[np.isin(each.module, kept)]) for each in plan.programs)

@@ -17,7 +17,7 @@ from optimus.ir.plan import Plan
 from optimus.ir.planfile import plan_digest
 from optimus.ir.ranks import LLM
 from optimus.planner.compare import Comparison
-from optimus.planner.replaying import Replayed, replay_llm_alone, replay_plan
+from optimus.planner.replaying import ReplayedPlan, replay_llm_alone, replay_plan
 from optimus.render.boxes import device_rows
 from optimus.render.report_data import (
     Bar,
@@ -106,7 +106,7 @@ def _chosen(plan: Plan) -> tuple[tuple[str, ...], ...]:
 # ---------------------------------------------------------------------------- where the step goes
 
 
-def _where(plan: Plan, played: Replayed, comparison: Comparison | None) -> Where:
+def _where(plan: Plan, played: ReplayedPlan, comparison: Comparison | None) -> Where:
     own = Bar(
         name=plan.strategy,
         step_s=plan.claims.step_s,
@@ -153,7 +153,7 @@ def _parts(schedule: Schedule, timeline: Timeline, weights: Floats | None = None
 # ---------------------------------------------------------------------------- stages over time
 
 
-def _scenes(plan: Plan, played: Replayed) -> tuple[Scene, ...]:
+def _scenes(plan: Plan, played: ReplayedPlan) -> tuple[Scene, ...]:
     found = []
     try:
         found.append(_scene(plan, replay_llm_alone(plan), "LLM alone, in the order of the plan"))
@@ -163,7 +163,7 @@ def _scenes(plan: Plan, played: Replayed) -> tuple[Scene, ...]:
     return tuple(found)
 
 
-def _scene(plan: Plan, played: Replayed, label: str) -> Scene:
+def _scene(plan: Plan, played: ReplayedPlan, label: str) -> Scene:
     ranks, count = plan.ranks, played.schedule.num_devices
     devices = tuple(d for d in range(count) if count <= MAX_ROWS or ranks.coordinates(d)[1:] == (0, 0))
     rows = device_rows(played)
@@ -185,7 +185,7 @@ def _short(name: str) -> str:
 # ---------------------------------------------------------------------------- memory
 
 
-def _worst_rank(plan: Plan, played: Replayed) -> WorstRank:
+def _worst_rank(plan: Plan, played: ReplayedPlan) -> WorstRank:
     """The class that claims most; what lives along its program, at the times at which lines begin."""
     device = max(range(len(plan.memory)), key=lambda place: plan.memory[place].peak)
     held = plan.memory[device]

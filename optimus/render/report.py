@@ -15,7 +15,7 @@ from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.planner.compare import Comparison, compare_systems
-from optimus.planner.planning import Planned
+from optimus.planner.planning import PlanningResult
 from optimus.planner.replaying import replay_plan
 from optimus.planner.systems.registry import SYSTEMS
 from optimus.render.gather_report import gather_report
@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def write_report(
-    plan: Plan | Planned,
+    plan: Plan | PlanningResult,
     path: str | Path,
     *,
     job: Job | None = None,
@@ -43,7 +43,7 @@ def write_report(
     must be the one that the plan was made for. `digest` is of the plan's file, `sure` a finer analysis than
     our own.
     """
-    if isinstance(plan, Planned):
+    if isinstance(plan, PlanningResult):
         comparison: Comparison | None = plan.comparison
         plan = plan.plan
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from optimus.planner.planning import Planned
+from optimus.planner.planning import PlanningResult
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.sensitivity.batch_steps import BatchSteps, simulate_batches
 from optimus.sensitivity.drawn_batches import BATCHES, SEED
@@ -22,7 +22,7 @@ class Assessed:
 
 
 def assess_plan(
-    planned: Planned,
+    planned: PlanningResult,
     *,
     batches: int = BATCHES,
     draws: int = DRAWS,
@@ -37,7 +37,7 @@ def assess_plan(
     )
 
 
-def reference_systems(planned: Planned) -> list[SimulatedSystem]:
+def reference_systems(planned: PlanningResult) -> list[SimulatedSystem]:
     """Returns the systems that a plan is compared with: today's, and the fastest that fills no bubbles."""
     today, simpler = planned.systems.get("today"), planned.simpler
     fitting = [system for system in (today, simpler) if system is not None and system.fits]

@@ -13,7 +13,7 @@ from optimus.ir.ranks import LLM
 from optimus.job.checks import check_job
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutChoice
-from optimus.planner.planning import Planned, make_plan
+from optimus.planner.planning import PlanningResult, make_plan
 
 PROGRESS_STEPS = 100  # per point of the sweep
 
@@ -106,7 +106,7 @@ def sweep_job(
     axis, values = _range({"gpus": gpus, "batch": batch, "pp": pp, "tp": tp})
     names = None if systems is None else list(systems)
 
-    def plan_at(place: int, changed: Job) -> Planned:
+    def plan_at(place: int, changed: Job) -> PlanningResult:
         def within(name: str, done: int, total: int) -> None:
             at = PROGRESS_STEPS * place + PROGRESS_STEPS * done // max(1, total)
             progress(f"{axis} {values[place]}: {name}", at, PROGRESS_STEPS * len(values))
@@ -134,7 +134,7 @@ def sweep_job(
     )
 
 
-def _point(value: int, job: Job, plan: Callable[[], Planned]) -> SweepPoint:
+def _point(value: int, job: Job, plan: Callable[[], PlanningResult]) -> SweepPoint:
     """Returns the point of a value, with its plan or with the reason why there is none."""
     tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
     point = SweepPoint(value=value, gpus=job.cluster.gpus, tokens=tokens)
@@ -171,7 +171,7 @@ def _describe(error: UserError) -> str:
     return f"{what} {error.problem}"
 
 
-def _figures(planned: Planned) -> SweepFigures:
+def _figures(planned: PlanningResult) -> SweepFigures:
     assert planned.report.ok, f"the plan does not hold: {planned.report.violations[0]}"
     simpler = planned.simpler
     return SweepFigures(

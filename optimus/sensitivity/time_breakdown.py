@@ -9,7 +9,7 @@ import numpy as np
 
 from optimus.ir.op import Lane, OpKind
 from optimus.ir.ranks import LLM
-from optimus.planner.replaying import Replayed
+from optimus.planner.replaying import ReplayedPlan
 
 # Labels of the parts in the order of tables; bubbles last.
 LABELS = {
@@ -39,7 +39,7 @@ BUSY = tuple(LABELS)[:5]
 _LLM, _LLM_RECOMPUTE, _ENCODER, _ENCODER_RECOMPUTE, _OPTIMIZER = range(len(BUSY))
 
 
-def break_down(replayed: Replayed) -> dict[str, float]:
+def break_down(replayed: ReplayedPlan) -> dict[str, float]:
     """Returns seconds of the mean GPU by the keys of LABELS; they sum to the step.
 
     Compute includes the slow-down under collectives.

@@ -19,8 +19,8 @@ from optimus.job.checks import check_job
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, Layout, LayoutChoice, parse_layout
 from optimus.job.read import stated_on_top
-from optimus.planner.planning import Planned, make_plan
-from optimus.planner.replaying import Replayed, replay_llm_alone, replay_plan
+from optimus.planner.planning import PlanningResult, make_plan
+from optimus.planner.replaying import ReplayedPlan, replay_llm_alone, replay_plan
 from optimus.sensitivity.time_breakdown import break_down, describe_difference, differences
 from optimus.sensitivity.why_not_memory import MemoryNeed, find_need
 
@@ -70,7 +70,7 @@ class Reason:
 
 
 def explain_layout(
-    plan: Plan | Planned | str | Path,
+    plan: Plan | PlanningResult | str | Path,
     *stated: str,
     job: Job | None = None,
     profile: Profile | None = None,
@@ -98,8 +98,10 @@ class _Question:
     profile: Profile | None
 
 
-def _question(plan: Plan | Planned | str | Path, job: Job | None, profile: Profile | None) -> _Question:
-    if isinstance(plan, Planned):
+def _question(
+    plan: Plan | PlanningResult | str | Path, job: Job | None, profile: Profile | None
+) -> _Question:
+    if isinstance(plan, PlanningResult):
         compared = plan.comparison
         return _Question(
             plan=plan.plan,
@@ -226,7 +228,7 @@ class _Explainer:
             return self._reason("impossible", f"cannot be planned: {no.problem}", hint=no.hint)
         return self._reason("memory", f"does not fit: {need.description}", hint=no.hint, need=need)
 
-    def _compare(self, planned: Planned) -> Reason:
+    def _compare(self, planned: PlanningResult) -> Reason:
         assert planned.report.ok, f"the plan does not hold: {planned.report.violations[0]}"
         plan = _figures(self.question.plan, self.question.job)
         other = _figures(planned.plan, self.job)
@@ -243,7 +245,7 @@ class _Explainer:
         sentence = "; ".join([sentence, *self._remarks(planned)])
         return self._reason(verdict, sentence, plan=plan, other=other)
 
-    def _remarks(self, planned: Planned) -> Iterable[str]:
+    def _remarks(self, planned: PlanningResult) -> Iterable[str]:
         """Yields remarks where the plan does not follow all that was asked for."""
         for name, choice in self.choices.items():
             layout = planned.plan.modules[name].layout
@@ -274,7 +276,7 @@ def _both(one: float | None, other: float | None) -> tuple[float, float] | None:
 
 def _llm_alone_s(plan: Plan) -> float | None:
     try:
-        alone: Replayed = replay_llm_alone(plan)
+        alone: ReplayedPlan = replay_llm_alone(plan)
     except UserError:
         return None  # the LLM waits for an op that only an encoder has
     return alone.timeline.step_s

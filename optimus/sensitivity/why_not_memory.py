@@ -13,11 +13,11 @@ from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 from optimus.planner.encoder_layouts import common_layouts
 from optimus.planner.layouts import decide_context
-from optimus.planner.rejected import Rejected
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.layer_partition import first_fitting
-from optimus.planner.systems.optimus_search import Search
-from optimus.planner.systems.paper_filling import Filling
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.optimus_search import ColocationSearch
+from optimus.planner.systems.paper_filling import PaperCandidate
+from optimus.planner.systems.pipeline import PipelineCandidate
 
 SHOWN_COMPONENTS = 3  # in a sentence
 LABELS = {"llm_activations": "LLM activations", "encoder_activations": "encoder activations"}
@@ -81,7 +81,9 @@ def find_need(
     )
     if not llm.fits:
         return need
-    layouts = [layout for layout in common_layouts(context, llm.layout) if not isinstance(layout, Rejected)]
+    layouts = [
+        layout for layout in common_layouts(context, llm.layout) if not isinstance(layout, RejectedLayout)
+    ]
     estimates = {layout: _with_encoders(context, llm, layout, strategy) for layout in layouts}
     needed = {layout: size for layout, size in estimates.items() if size is not None}
     if not needed:
@@ -102,22 +104,22 @@ def by_size(memory: Memory) -> dict[str, float]:
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
-def _most_recomputed(context: PlanningContext, llm: InlinePipeline) -> InlinePipeline:
+def _most_recomputed(context: PlanningContext, llm: PipelineCandidate) -> PipelineCandidate:
     *_, policy = context.policies((context.job.model.llm,))
     return replace(llm, layers=context.layers((context.job.model.llm,), llm.sequences, policy), policy=policy)
 
 
 def _with_encoders(
-    context: PlanningContext, llm: InlinePipeline, layout: Layout, strategy: str
+    context: PlanningContext, llm: PipelineCandidate, layout: Layout, strategy: str
 ) -> float | None:
     """Returns the strategy's estimate of the worst rank's bytes, or None if it cannot run."""
     *_, policy = context.policies(context.job.model.encoders)
     if strategy == "paper":
-        filling = Filling(context, llm, layout, dict(policy))
+        filling = PaperCandidate(context, llm, layout, dict(policy))
         if filling.num_pipelines > llm.microbatches:
             return None
         return filling.most_bytes(-(-llm.microbatches // filling.num_pipelines))
-    ways = Search(context, llm).ladder({name: layout for name, _ in policy})
+    ways = ColocationSearch(context, llm).ladder({name: layout for name, _ in policy})
     return min(trial.most_bytes for trial in ways)
 
 

@@ -9,7 +9,7 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.layer_partition import smallest_maximum_cut
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.stage0 import FixedCutSystem
 from optimus.schedule.stage_costs import Cut
 
@@ -31,6 +31,6 @@ class BalancedBestSystem(BaseSystem):
     name = "balanced-best"
     allowed_as = "balanced"
 
-    def candidates(self, pipelines: LlmPipelines) -> list[InlinePipeline]:
+    def candidates(self, pipelines: LlmPipelines) -> list[PipelineCandidate]:
         """Returns the fastest pipelines of all modules."""
         return pipelines.all_modules

@@ -20,7 +20,7 @@ from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.chunk_templates import Chunk
 from optimus.schedule.dp_traffic import Exposure, ParameterTraffic, parameter_traffic
 from optimus.schedule.phases import DIGITS, PASSING, collective
@@ -67,11 +67,11 @@ def encoder_layout(llm: Layout, *, pp: int, tp: int) -> Layout:
     return Layout(dp=llm.gpus // (pp * tp), pp=pp, tp=tp)
 
 
-class Colocated:
+class ColocatedModules:
     """Makes the header of a plan from one LLM pipeline and encoders in layouts of their own."""
 
     def __init__(
-        self, context: PlanningContext, llm: InlinePipeline, encoders: Sequence[ColocatedEncoder]
+        self, context: PlanningContext, llm: PipelineCandidate, encoders: Sequence[ColocatedEncoder]
     ) -> None:
         self.context, self.llm, self.encoders = context, llm, tuple(encoders)
         self._templates: dict[str, Template] = {}

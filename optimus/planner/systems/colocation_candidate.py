@@ -15,9 +15,9 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, finish_plan
-from optimus.planner.rejected import Rejected
-from optimus.planner.systems.colocated import Colocated, ColocatedEncoder
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.rejected import RejectedLayout
+from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.dp_traffic import parameter_traffic
 from optimus.schedule.expand_tp_blocks import unfold
 from optimus.schedule.fill import Arranged, Fill
@@ -32,7 +32,7 @@ WASTED = 1.2  # times what all images need
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class EncoderPlacement:
     """How one encoder lies beside the LLM."""
 
     layout: Layout
@@ -44,7 +44,7 @@ class Beside:
     backwards: bool = False  # the last pipeline gets the first microbatch
 
 
-class Trial:
+class ColocationCandidate:
     """One LLM pipeline with encoders beside it, ready to be arranged.
 
     Blocks of a TP group are folded if each has a piece of every microbatch: all of them do the same.
@@ -53,9 +53,9 @@ class Trial:
     def __init__(
         self,
         context: PlanningContext,
-        llm: InlinePipeline,
-        beside: Mapping[str, Beside],
-        find_base: Callable[[Trial], LlmTimeline] | None = None,
+        llm: PipelineCandidate,
+        beside: Mapping[str, EncoderPlacement],
+        find_base: Callable[[ColocationCandidate], LlmTimeline] | None = None,
     ) -> None:
         self.context, self.llm, self.beside = context, llm, beside
         self.folded = all(c.pieces % (llm.layout.tp // c.layout.tp) == 0 for c in beside.values())
@@ -72,18 +72,18 @@ class Trial:
         return LlmTimeline(self.header, self.llm.order) if self._find_base is None else self._find_base(self)
 
     @cached_property
-    def _scheduled(self) -> Colocated:
+    def _scheduled(self) -> ColocatedModules:
         """What is arranged: one block for all of a TP group, if they are alike."""
         return self._colocated(folded=True) if self.folded else self._whole
 
     @cached_property
-    def _whole(self) -> Colocated:
+    def _whole(self) -> ColocatedModules:
         """Every block by itself."""
         return self._colocated(folded=False)
 
-    def _colocated(self, *, folded: bool) -> Colocated:
+    def _colocated(self, *, folded: bool) -> ColocatedModules:
         encoders = self.context.job.model.encoders
-        return Colocated(self.context, self.llm, [self._encoder(e, folded=folded) for e in encoders])
+        return ColocatedModules(self.context, self.llm, [self._encoder(e, folded=folded) for e in encoders])
 
     def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
         chosen, llm = self.beside[encoder.name], self.llm
@@ -223,15 +223,15 @@ class Trial:
     def fits(self) -> bool:
         return self.most_bytes <= self.context.capacity_bytes
 
-    def too_large(self, needs: float) -> Rejected:
+    def too_large(self, needs: float) -> RejectedLayout:
         """Why this is not taken."""
         reason = f"memory: {needs / 1e9:.1f} of {self.context.capacity_bytes / 1e9:.1f} GB"
         return replace(self.refused(reason), peak_bytes=needs)
 
-    def refused(self, reason: str) -> Rejected:
+    def refused(self, reason: str) -> RejectedLayout:
         """For a reason; named by the first encoder's layout."""
         layout = next(iter(self.beside.values())).layout
-        return Rejected(layout=layout, reason=reason, module=self.context.encoder_names)
+        return RejectedLayout(layout=layout, reason=reason, module=self.context.encoder_names)
 
     @property
     def encoder_s(self) -> float:

@@ -15,7 +15,7 @@ from optimus.planner.context import PlanningContext, Policy
 from optimus.planner.systems.pipeline import (
     GREEDY,
     ORDERS,
-    InlinePipeline,
+    PipelineCandidate,
     order_names,
 )
 from optimus.planner.systems.pipeline_search import can_list, list_schedule, reorder
@@ -86,13 +86,13 @@ def strong_pipelines(
     chunk_counts: Collection[int] | None = None,
     starts: int = STARTS,
     evaluations: int = EVALUATIONS,
-) -> list[InlinePipeline]:
+) -> list[PipelineCandidate]:
     """The fastest pipelines of these modules that fit: every V, order, microbatch size; then local search.
 
     Specs are tried by their bound, so that most are never built: the rest cannot beat what was found.
     """
     policies = list(context.policies(modules))
-    found: list[InlinePipeline] = []
+    found: list[PipelineCandidate] = []
     kept, listed = min(starts, FINALISTS), 0
     for spec in sorted(
         _specs(context, modules, policies[0], orders, chunk_counts), key=lambda s: (s.bound_s, s.order_name)
@@ -112,11 +112,11 @@ def strong_pipelines(
     return sorted(improved, key=_estimate)
 
 
-def _estimate(pipeline: InlinePipeline) -> float:
+def _estimate(pipeline: PipelineCandidate) -> float:
     return pipeline.estimate_s
 
 
-def first_fitting(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> InlinePipeline:
+def first_fitting(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> PipelineCandidate:
     """A pipeline of these modules that fits, V = 1, with the least recomputation; nothing is timed.
 
     If none fits, the one that needs least.
@@ -125,7 +125,7 @@ def first_fitting(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) 
     specs = sorted(
         _specs(context, modules, policies[0], ("1f1b", "zero-bubble"), {1}), key=lambda s: s.bound_s
     )
-    made: list[InlinePipeline] = []
+    made: list[PipelineCandidate] = []
     for spec, policy in product(specs, policies):
         made.append(_pipeline(context, modules, policy, spec))
         if made[-1].fits:
@@ -183,7 +183,7 @@ def _bound_s(name: str, cut: Cut, seconds: dict[OpKind, Floats], stages: int, mi
 
 def _cuts(context: PlanningContext, layers: tuple[PricedLayer, ...], parts: int) -> list[Cut]:
     """Made once for these layers, whose sums keep them: so their id stays their own."""
-    known, key = context.made.cuts, (id(layers), parts)
+    known, key = context.cache.cuts, (id(layers), parts)
     if key not in known:
         sums = context.sums(layers)
         weights = sums.layer_seconds(OpKind.FORWARD) + sums.layer_seconds(OpKind.BACKWARD)
@@ -193,7 +193,7 @@ def _cuts(context: PlanningContext, layers: tuple[PricedLayer, ...], parts: int)
 
 def _build(
     context: PlanningContext, modules: tuple[Encoder | Llm, ...], policies: Sequence[Policy], spec: _Spec
-) -> InlinePipeline | None:
+) -> PipelineCandidate | None:
     """The spec with the first policy under which it fits."""
     for policy in policies:
         pipeline = _pipeline(context, modules, policy, spec)
@@ -208,8 +208,8 @@ def _build(
 
 def _pipeline(
     context: PlanningContext, modules: tuple[Encoder | Llm, ...], policy: Policy, spec: _Spec
-) -> InlinePipeline:
-    return InlinePipeline(
+) -> PipelineCandidate:
+    return PipelineCandidate(
         context=context,
         layers=context.layers(modules, spec.sequences, policy),
         cut=spec.cut,
@@ -221,7 +221,7 @@ def _pipeline(
     )
 
 
-def improve(start: InlinePipeline, evaluations: int) -> InlinePipeline:
+def improve(start: PipelineCandidate, evaluations: int) -> PipelineCandidate:
     """Moves layers between virtual stages, one at a time, while the step gets shorter."""
     best, used, found = start, 0, True
     while found and used < evaluations:
@@ -237,7 +237,7 @@ def improve(start: InlinePipeline, evaluations: int) -> InlinePipeline:
     return best
 
 
-def _moves(pipeline: InlinePipeline) -> Iterator[Cut]:
+def _moves(pipeline: PipelineCandidate) -> Iterator[Cut]:
     """From the busiest stages to the idlest, then over every single boundary."""
     sums, cut = pipeline.sums, pipeline.cut
     seconds = sums.seconds(OpKind.FORWARD, cut) + sums.seconds(OpKind.BACKWARD, cut)

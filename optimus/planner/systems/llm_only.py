@@ -13,7 +13,7 @@ from optimus.ir.ranks import LLM
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, fastest
 from optimus.planner.systems.layer_partition import EVALUATIONS, smallest_maximum_cut, strong_pipelines
-from optimus.planner.systems.pipeline import ORDERS, InlinePipeline
+from optimus.planner.systems.pipeline import ORDERS, PipelineCandidate
 
 PLAIN_ORDERS = ("1f1b", "interleaved")
 MANY_CHUNKS = 8  # from here on half as many may leave encoders more time
@@ -26,22 +26,22 @@ class LlmPipelines:
         self.context = context
 
     @cached_property
-    def floor(self) -> InlinePipeline:
+    def floor(self) -> PipelineCandidate:
         """Best V, schedule and cut."""
         return self._llm_alone(ORDERS)
 
     @cached_property
-    def floor_1f1b(self) -> InlinePipeline:
+    def floor_1f1b(self) -> PipelineCandidate:
         """The same with (interleaved) 1F1B only."""
         return self.floor if self.floor.order_name in PLAIN_ORDERS else self._llm_alone(PLAIN_ORDERS)
 
     @property
-    def both(self) -> list[InlinePipeline]:
+    def both(self) -> list[PipelineCandidate]:
         """The best of all orders, and of those without split backwards."""
         return list({id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values())
 
     @cached_property
-    def beside(self) -> list[InlinePipeline]:
+    def beside(self) -> list[PipelineCandidate]:
         """Pipelines for encoders to lie beside: `both` at the V that the job states, if it states one.
 
         Else at their best V; and where that is large, the best of half as many chunks: its first microbatches
@@ -53,7 +53,7 @@ class LlmPipelines:
             found = [*self.both, *self._halved()]
         return list({_sort(each): each for each in found}.values())
 
-    def _halved(self) -> Iterator[InlinePipeline]:
+    def _halved(self) -> Iterator[PipelineCandidate]:
         most = self.floor.layout.chunks
         if most >= MANY_CHUNKS:
             with suppress(DoesNotFit):
@@ -63,17 +63,17 @@ class LlmPipelines:
     def _stated(self) -> int | None:
         return self.context.job.layout.of("llm").chunks
 
-    def _at(self, chunks: int, orders: Collection[str]) -> InlinePipeline:
+    def _at(self, chunks: int, orders: Collection[str]) -> PipelineCandidate:
         """The best with so many chunks; what is known already is not looked for again."""
         known = (each for each in self.both if each.layout.chunks == chunks and each.order_name in orders)
         return next(known, None) or self._llm_alone(orders, chunks)
 
     @cached_property
-    def all_modules(self) -> list[InlinePipeline]:
+    def all_modules(self) -> list[PipelineCandidate]:
         """Pipelines of all modules, not of the LLM alone."""
         return strong_pipelines(self.context, self.context.job.model.modules)
 
-    def _llm_alone(self, orders: Collection[str], chunks: int | None = None) -> InlinePipeline:
+    def _llm_alone(self, orders: Collection[str], chunks: int | None = None) -> PipelineCandidate:
         """What is found for the LLM, and what is found for all modules less its encoders."""
         context, llm = self.context, self.context.job.model.llm
         counts = None if chunks is None else {chunks}
@@ -90,9 +90,11 @@ class LlmPipelines:
             )
         return fastest(context, "llm-only", pipelines)
 
-    def roomier(self, pipeline: InlinePipeline, added_bytes: Sequence[float]) -> Iterator[InlinePipeline]:
+    def roomier(
+        self, pipeline: PipelineCandidate, added_bytes: Sequence[float]
+    ) -> Iterator[PipelineCandidate]:
         """The best pipeline that leaves each of `added_bytes` free; then this one with more made again."""
-        found: dict[object, InlinePipeline] = {}
+        found: dict[object, PipelineCandidate] = {}
         for free_bytes in added_bytes:
             context = replace(self.context, kept_free_bytes=free_bytes)
             made = strong_pipelines(
@@ -107,7 +109,7 @@ class LlmPipelines:
         yield from found.values()
         yield from self.more_recomputed(pipeline)
 
-    def more_recomputed(self, pipeline: InlinePipeline) -> Iterator[InlinePipeline]:
+    def more_recomputed(self, pipeline: PipelineCandidate) -> Iterator[PipelineCandidate]:
         """An LLM pipeline with more recomputation than its own."""
         llm = self.context.job.model.llm
         policies = list(self.context.policies((llm,)))
@@ -118,7 +120,7 @@ class LlmPipelines:
 
 def llm_pipeline(
     context: PlanningContext, *, chunks: int = 1, order_name: str = "1f1b", recompute: str = "none"
-) -> InlinePipeline:
+) -> PipelineCandidate:
     """Returns the LLM's pipeline in one op order, cut so that its longest virtual stage is shortest."""
     layout = context.layout.with_(chunks=chunks)
     split = context.microbatches(context.microbatch_sequences)
@@ -128,7 +130,7 @@ def llm_pipeline(
     layers = context.layers((context.job.model.llm,), sequences, policy)
     sums = context.sums(layers)
     weights = sums.layer_seconds(OpKind.FORWARD) + sums.layer_seconds(OpKind.BACKWARD)
-    return InlinePipeline(
+    return PipelineCandidate(
         context=context,
         layers=layers,
         cut=smallest_maximum_cut(weights, layout.virtual_stages),
@@ -140,7 +142,7 @@ def llm_pipeline(
     )
 
 
-def _sort(pipeline: InlinePipeline) -> object:
+def _sort(pipeline: PipelineCandidate) -> object:
     """What tells pipelines of one setting apart."""
     made = pipeline
     return made.cut, made.order_name, made.listed, made.microbatches, made.layout, made.policy
@@ -152,6 +154,6 @@ class LlmOnlySystem(BaseSystem):
     name = "llm-only"
     runs_encoders = False
 
-    def candidates(self, pipelines: LlmPipelines) -> list[InlinePipeline]:
+    def candidates(self, pipelines: LlmPipelines) -> list[PipelineCandidate]:
         """Returns the LLM's best pipeline."""
         return [pipelines.floor]

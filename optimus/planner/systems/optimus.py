@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.filled_plan import FilledPlan, SearchResult
-from optimus.planner.rejected import Rejected, count_by_reason
+from optimus.planner.rejected import RejectedLayout, count_by_reason
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.optimus_search import Search, Tried
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.optimus_search import ColocationSearch, ScheduledCandidate
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.simulate import Deadlock
 
 REFINE_AT_MOST = 3  # candidates, over all LLM pipelines,
@@ -34,30 +34,30 @@ class OptimusSystem(BaseSystem):
         """Returns the best plan."""
         if not pipelines.context.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
-        return [search_ours(pipelines.context, pipelines.beside, pipelines.roomier)]
+        return [search_optimus(pipelines.context, pipelines.beside, pipelines.roomier)]
 
 
-Roomier = Callable[[InlinePipeline, Sequence[float]], Iterable[InlinePipeline]]
+Roomier = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]
 
 
-def _none(llm: InlinePipeline, added_bytes: Sequence[float]) -> Iterable[InlinePipeline]:
+def _none(llm: PipelineCandidate, added_bytes: Sequence[float]) -> Iterable[PipelineCandidate]:
     return ()
 
 
-def search_ours(
-    context: PlanningContext, llms: Sequence[InlinePipeline], roomier: Roomier = _none
+def search_optimus(
+    context: PlanningContext, llms: Sequence[PipelineCandidate], roomier: Roomier = _none
 ) -> SearchResult:
     """The best beside any LLM pipeline, or where nothing fits beside it one that is `roomier`, by replay."""
-    searches: list[Search] = []
-    pool: list[tuple[Search, Tried]] = []
+    searches: list[ColocationSearch] = []
+    pool: list[tuple[ColocationSearch, ScheduledCandidate]] = []
 
-    def look_beside(llm: InlinePipeline) -> list[Tried]:
-        searches.append(Search(context, llm))
+    def look_beside(llm: PipelineCandidate) -> list[ScheduledCandidate]:
+        searches.append(ColocationSearch(context, llm))
         found = searches[-1].tried()
         pool.extend((searches[-1], each) for each in found)
         return found
 
-    def is_behind(llm: InlinePipeline) -> bool:
+    def is_behind(llm: PipelineCandidate) -> bool:
         """Alone it takes longer than what is found."""
         return bool(pool) and llm.estimate_s > min(each.step_s for _, each in pool)
 
@@ -95,7 +95,9 @@ def search_ours(
     )
 
 
-def _first_that_fits(ranked: Sequence[Tried], rejected: list[Rejected]) -> tuple[FilledPlan, Tried] | None:
+def _first_that_fits(
+    ranked: Sequence[ScheduledCandidate], rejected: list[RejectedLayout]
+) -> tuple[FilledPlan, ScheduledCandidate] | None:
     """As replayed; those that turn out not to fit, or to have no order that all classes can play, are not."""
     for tried in ranked:
         try:
@@ -109,7 +111,7 @@ def _first_that_fits(ranked: Sequence[Tried], rejected: list[Rejected]) -> tuple
     return None
 
 
-def _describe(tried: Tried) -> str:
+def _describe(tried: ScheduledCandidate) -> str:
     llm = tried.trial.llm
     parts = []
     for name, chosen in tried.beside.items():

@@ -17,11 +17,11 @@ import numpy as np
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 from optimus.planner.encoder_layouts import common_layouts, own_layouts
-from optimus.planner.filled_plan import TriedLayout
-from optimus.planner.rejected import Rejected
+from optimus.planner.filled_plan import ScheduledLayout
+from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.colocated import even_counts
-from optimus.planner.systems.colocation_candidate import Beside, Trial
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.traffic_cut import counts_by_traffic, moved
 from optimus.schedule.fill import Arranged
 from optimus.schedule.llm_timeline import LlmTimeline
@@ -39,14 +39,14 @@ LITTLE = 2e-3  # share of a step: delays below it are not worth a search
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Tried:
+class ScheduledCandidate:
     """A way to lay encoders beside the LLM, and the best arrangement that was found for it."""
 
-    trial: Trial
+    trial: ColocationCandidate
     arranged: Arranged
 
     @property
-    def beside(self) -> Mapping[str, Beside]:
+    def beside(self) -> Mapping[str, EncoderPlacement]:
         return self.trial.beside
 
     @cached_property
@@ -54,20 +54,20 @@ class Tried:
         return self.trial.step_s(self.arranged)
 
 
-class Search:
+class ColocationSearch:
     """Everything that is tried beside one LLM pipeline."""
 
-    def __init__(self, context: PlanningContext, llm: InlinePipeline) -> None:
+    def __init__(self, context: PlanningContext, llm: PipelineCandidate) -> None:
         self.context, self.llm = context, llm
-        self.rejected: list[Rejected] = []
+        self.rejected: list[RejectedLayout] = []
         self.considered = 0
         self._base: LlmTimeline | None = None
         self._ops_left = MOST_OPS
         self._kept_bytes = self._least_bytes = inf  # of a rank: if nothing is made again, and at least
 
-    def tried(self) -> list[Tried]:
+    def tried(self) -> list[ScheduledCandidate]:
         """The most promising ways that fit by their bytes, one layout for all encoders, the fastest first."""
-        found: list[Tried] = []
+        found: list[ScheduledCandidate] = []
         for trial in self._layouts():
             if not found or self._ops_left > 0:
                 found.append(self._arranged(trial))
@@ -75,7 +75,7 @@ class Search:
         shifted = [self._shifted(each) for each in found[:MOST_SHIFTED]]
         return sorted([*shifted, *found[MOST_SHIFTED:]], key=_step_s)
 
-    def keeps_all(self, tried: Tried) -> bool:
+    def keeps_all(self, tried: ScheduledCandidate) -> bool:
         """Whether encoders make no more again than they are told to."""
         least = dict(next(self.context.policies(self.context.job.model.encoders)))
         return all(chosen.recompute == least[name] for name, chosen in tried.beside.items())
@@ -86,9 +86,9 @@ class Search:
         least, kept = (each - self.llm.peak_bytes for each in (self._least_bytes, self._kept_bytes))
         return [least * 2**doubled for doubled in range(MOST_DOUBLED) if least * 2**doubled < kept] + [kept]
 
-    def as_layout(self, tried: Tried) -> TriedLayout:
+    def as_layout(self, tried: ScheduledCandidate) -> ScheduledLayout:
         """For those who look at what was tried."""
-        return TriedLayout(
+        return ScheduledLayout(
             layout=next(iter(tried.beside.values())).layout,
             module=self.context.encoder_names,
             step_s=tried.step_s,
@@ -98,22 +98,22 @@ class Search:
 
     # ------------------------------------------------------------------------ layouts
 
-    def _layouts(self) -> list[Trial]:
+    def _layouts(self) -> list[ColocationCandidate]:
         """Layouts common to all encoders, each with what costs least time and fits."""
         found: list[Layout] = []
         for layout in common_layouts(self.context, self.llm.layout):
             self.considered += 1
-            if isinstance(layout, Rejected):
+            if isinstance(layout, RejectedLayout):
                 self.rejected.append(layout)
             else:
                 found.append(layout)
         names = [encoder.name for encoder in self.context.job.model.encoders]
         return self._fitting({str(layout): dict.fromkeys(names, layout) for layout in found}, MOST_LAYOUTS)
 
-    def _fitting(self, ways: Mapping[str, Mapping[str, Layout]], most: int) -> list[Trial]:
+    def _fitting(self, ways: Mapping[str, Mapping[str, Layout]], most: int) -> list[ColocationCandidate]:
         """The most promising of these ways that fit, each with what costs least time."""
         ladders = [list(self.ladder(layouts)) for layouts in ways.values()]
-        fitting: list[Trial] = []
+        fitting: list[ColocationCandidate] = []
         for ladder in _promising(ladders):
             self._kept_bytes = min(self._kept_bytes, ladder[0].most_bytes)
             found = next((trial for trial in ladder if trial.fits), None)
@@ -127,11 +127,11 @@ class Search:
                 break
         return fitting
 
-    def ladder(self, layouts: Mapping[str, Layout]) -> Iterator[Trial]:
+    def ladder(self, layouts: Mapping[str, Layout]) -> Iterator[ColocationCandidate]:
         """With all kept, then as many microbatches at a time as fit, then more and more made again."""
         for policy in self.context.policies(self.context.job.model.encoders):
             chosen = {
-                name: Beside(
+                name: EncoderPlacement(
                     layout=layouts[name],
                     recompute=recompute,
                     pieces=self._pieces(name, layouts[name]),
@@ -164,20 +164,20 @@ class Search:
 
     # ------------------------------------------------------------------------ evaluations
 
-    def _trial(self, beside: Mapping[str, Beside]) -> Trial:
-        return Trial(self.context, self.llm, beside, self._shared_base)
+    def _trial(self, beside: Mapping[str, EncoderPlacement]) -> ColocationCandidate:
+        return ColocationCandidate(self.context, self.llm, beside, self._shared_base)
 
-    def _shared_base(self, trial: Trial) -> LlmTimeline:
+    def _shared_base(self, trial: ColocationCandidate) -> LlmTimeline:
         """The LLM's own step, played once."""
         if self._base is None:
             self._base = LlmTimeline(trial.header, self.llm.order)
         return self._base
 
-    def _arranged(self, trial: Trial, shift_s: float = 0.0) -> Tried:
+    def _arranged(self, trial: ColocationCandidate, shift_s: float = 0.0) -> ScheduledCandidate:
         self._ops_left -= len(trial.fill.schedule)
-        return Tried(trial=trial, arranged=trial.fill.arrange(shift_s))
+        return ScheduledCandidate(trial=trial, arranged=trial.fill.arrange(shift_s))
 
-    def _shifted(self, unshifted: Tried) -> Tried:
+    def _shifted(self, unshifted: ScheduledCandidate) -> ScheduledCandidate:
         """Arranged with the best shift of the LLM: the least that keeps encoders ahead."""
         best, low_s, high_s = unshifted, 0.0, unshifted.arranged.late_s
         for _ in range(HALVINGS if high_s > LITTLE * unshifted.arranged.step_s else 0):
@@ -192,7 +192,7 @@ class Search:
 
     # ------------------------------------------------------------------------ refinement
 
-    def refined(self, tried: Tried) -> Tried:
+    def refined(self, tried: ScheduledCandidate) -> ScheduledCandidate:
         """With layouts apart, other numbers of layers on stages, and smaller pieces, while that helps."""
         self._ops_left = MOST_OPS
         for change in (self._apart, self._split, self._dealt, self._cut_again, self._cut_again):
@@ -201,7 +201,7 @@ class Search:
         even = tried.step_s <= (1 + LITTLE) * starts[1].step_s
         return self._frugal(min(map(self._levelled, starts if even else starts[1:]), key=_step_s))
 
-    def _frugal(self, tried: Tried) -> Tried:
+    def _frugal(self, tried: ScheduledCandidate) -> ScheduledCandidate:
         """With the smallest window that costs nearly nothing, where more is kept."""
         for window in reversed(self._windows):
             fewer = {
@@ -215,7 +215,9 @@ class Search:
                 return bounded
         return tried
 
-    def _faster(self, tried: Tried, ways: Iterable[Mapping[str, Beside]]) -> Tried:
+    def _faster(
+        self, tried: ScheduledCandidate, ways: Iterable[Mapping[str, EncoderPlacement]]
+    ) -> ScheduledCandidate:
         """The best of these ways, if it fits and is faster than what is there.
 
         With the same shift of the LLM first: who is far behind with it is not looked at further.
@@ -229,7 +231,7 @@ class Search:
                 tried = min(tried, same, self._shifted(self._arranged(trial)), key=_step_s)
         return tried
 
-    def _apart(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+    def _apart(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
         """One of several encoders in another layout."""
         layouts = {name: chosen.layout for name, chosen in tried.beside.items()}
         if len(layouts) > 1:
@@ -241,22 +243,22 @@ class Search:
                 }
                 yield from (trial.beside for trial in self._fitting(own, 1))
 
-    def _split(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+    def _split(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
         """Backwards in one, or apart where they are not."""
         yield {name: replace(chosen, split=not chosen.split) for name, chosen in tried.beside.items()}
 
-    def _dealt(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+    def _dealt(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
         """Microbatches dealt to pipelines in other ways, where that may help."""
         for change in tried.trial.other_deals:
             yield {name: replace(chosen, **change) for name, chosen in tried.beside.items()}
 
-    def _cut_again(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+    def _cut_again(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
         """In pieces of half the size, where there are images for them."""
         finer = {name: replace(chosen, pieces=2 * chosen.pieces) for name, chosen in tried.beside.items()}
         if tried.trial.may_cut:
             yield finer
 
-    def _levelled(self, tried: Tried) -> Tried:
+    def _levelled(self, tried: ScheduledCandidate) -> ScheduledCandidate:
         """Layers moved one by one from the stage that ends last to one that ends early, while that helps."""
         for _ in range(MOST_MOVES):
             moves = (found for name in tried.beside for found in self._moved(tried, name))
@@ -266,7 +268,7 @@ class Search:
             tried = better
         return tried
 
-    def _moved(self, tried: Tried, name: str) -> Iterator[Tried]:
+    def _moved(self, tried: ScheduledCandidate, name: str) -> Iterator[ScheduledCandidate]:
         """One layer of an encoder from its last stage to end to each of the two that end first."""
         header, chosen = tried.trial.header, tried.beside[name]
         stage_of = np.array(
@@ -283,7 +285,7 @@ class Search:
             if self._ops_left > 0 and trial.fits:
                 yield self._arranged(trial, tried.arranged.shift_s)
 
-    def _counted(self, tried: Tried) -> Iterator[Mapping[str, Beside]]:
+    def _counted(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
         """Layers on stages by what their traffic leaves open."""
         found = {}
         for name, chosen in tried.beside.items():
@@ -294,13 +296,13 @@ class Search:
         yield found
 
 
-def _promising(ladders: Sequence[Sequence[Trial]]) -> list[Sequence[Trial]]:
+def _promising(ladders: Sequence[Sequence[ColocationCandidate]]) -> list[Sequence[ColocationCandidate]]:
     """By the busiest stage's seconds, but the best of every tp before the second of any.
 
     A small tp has less to do, a large one can hide more of it: only a schedule tells.
     """
     seen: Counter[tuple[int, ...]] = Counter()
-    turns: list[tuple[int, int, Sequence[Trial]]] = []
+    turns: list[tuple[int, int, Sequence[ColocationCandidate]]] = []
     for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
         tp = tuple(chosen.layout.tp for chosen in ladder[0].beside.values())
         turns.append((seen[tp], len(turns), ladder))
@@ -308,5 +310,5 @@ def _promising(ladders: Sequence[Sequence[Trial]]) -> list[Sequence[Trial]]:
     return [ladder for _, _, ladder in sorted(turns, key=lambda turn: turn[:2])]
 
 
-def _step_s(made: Tried) -> float:
+def _step_s(made: ScheduledCandidate) -> float:
     return made.step_s

@@ -9,13 +9,13 @@ from optimus.errors import DoesNotFit, one_of
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.encoder_layouts import common_layouts
-from optimus.planner.filled_plan import FilledPlan, SearchResult, TriedLayout
-from optimus.planner.rejected import Rejected, count_by_reason
+from optimus.planner.filled_plan import FilledPlan, ScheduledLayout, SearchResult
+from optimus.planner.rejected import RejectedLayout, count_by_reason
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.layer_partition import strong_pipelines
 from optimus.planner.systems.llm_only import PLAIN_ORDERS, LlmPipelines
-from optimus.planner.systems.paper_filling import Bases, Choice, Filling
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.paper_filling import Bases, PaperCandidate, PaperSchedule
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.pipelines import interleaved, least_warmup
 
 MOST_REPLAYED = 4  # layouts whose programs are made and replayed,
@@ -25,10 +25,10 @@ ADJUSTED = "interleaved, adjusted warm-up"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PaperFound(SearchResult):
+class PaperSearchResult(SearchResult):
     """With what the paper's scheduler says of it."""
 
-    choice: Choice
+    choice: PaperSchedule
 
 
 class PaperSystem(BaseSystem):
@@ -38,7 +38,7 @@ class PaperSystem(BaseSystem):
     allowed_as = "fill"
     makes_plan = True
 
-    def candidates(self, pipelines: LlmPipelines) -> list[PaperFound]:
+    def candidates(self, pipelines: LlmPipelines) -> list[PaperSearchResult]:
         """Returns the best plan at the LLM's best V, and at the V that the job states."""
         context = pipelines.context
         if not context.job.model.encoders:
@@ -64,30 +64,30 @@ class PaperSystem(BaseSystem):
         return [min(results, key=lambda result: result.filled.step_s)]
 
 
-def search_paper(context: PlanningContext, llms: Sequence[InlinePipeline]) -> PaperFound:
+def search_paper(context: PlanningContext, llms: Sequence[PipelineCandidate]) -> PaperSearchResult:
     """Schedules every layout that fits beside each LLM pipeline; the first pipeline for which one fits wins.
 
     Splits are ranked by the algorithm's own estimate. It leaves out the encoders' parameter traffic, which
     decides between layouts: those are ranked with it, and the best few by replay.
     """
     for llm in llms:
-        considered, rejected = 0, list[Rejected]()
-        choices: list[Choice] = []
+        considered, rejected = 0, list[RejectedLayout]()
+        choices: list[PaperSchedule] = []
         variants, bases = list(warmups(llm)), Bases()
         for layout in common_layouts(context, llm.layout):
             considered += 1
-            if isinstance(layout, Rejected):
+            if isinstance(layout, RejectedLayout):
                 rejected.append(layout)
                 continue
             found = _schedule(context, variants, bases, layout)
-            if isinstance(found, Rejected):
+            if isinstance(found, RejectedLayout):
                 rejected.append(found)
             else:
                 choices.append(found)
         plans = _replayed(choices, rejected)
         if plans:
             best, choice = min(plans, key=lambda pair: pair[0].step_s)
-            return PaperFound(
+            return PaperSearchResult(
                 filled=best,
                 llm=choice.filling.llm,
                 choice=choice,
@@ -110,7 +110,7 @@ def search_paper(context: PlanningContext, llms: Sequence[InlinePipeline]) -> Pa
     )
 
 
-def _describe(choice: Choice) -> str:
+def _describe(choice: PaperSchedule) -> str:
     filling, split = choice.filling, choice.split
     same = len(set(split)) == 1
     dealt = f"{len(split)} x {split[0]}" if same else "+".join(map(str, split))
@@ -122,7 +122,7 @@ def _describe(choice: Choice) -> str:
     )
 
 
-def _hint(rejected: Sequence[Rejected]) -> str:
+def _hint(rejected: Sequence[RejectedLayout]) -> str:
     sorts = {each.reason.partition(":")[0] for each in rejected}
     hints = {
         "memory": "recompute: full, more GPUs, or more tp or pp",
@@ -134,17 +134,17 @@ def _hint(rejected: Sequence[Rejected]) -> str:
 
 
 def _schedule(
-    context: PlanningContext, llms: Sequence[InlinePipeline], bases: Bases, layout: Layout
-) -> Choice | Rejected:
+    context: PlanningContext, llms: Sequence[PipelineCandidate], bases: Bases, layout: Layout
+) -> PaperSchedule | RejectedLayout:
     """The best split in one layout, with the least recomputation that fits and the best of the warm-ups."""
     encoders, llm = context.job.model.encoders, llms[0]
     needs: list[str] = []
     for policy in context.policies(encoders):
-        made = [Filling(context, each, layout, dict(policy), bases) for each in llms]
+        made = [PaperCandidate(context, each, layout, dict(policy), bases) for each in llms]
         filling = made[0]
         if filling.num_pipelines > llm.microbatches:
             reason = f"microbatches: {llm.microbatches} for {filling.num_pipelines} encoder pipelines"
-            return Rejected(layout=layout, reason=reason, module=context.encoder_names)
+            return RejectedLayout(layout=layout, reason=reason, module=context.encoder_names)
         even = -(-llm.microbatches // filling.num_pipelines)
         most = min(each.most_microbatches(context.capacity_bytes) for each in made)
         if most >= even:
@@ -152,12 +152,12 @@ def _schedule(
         needs.append(f"{filling.most_bytes(even) / 1e9:.1f}")
     capacity = context.capacity_bytes / 1e9
     reason = f"memory: {needs[-1]} of {capacity:.1f} GB with the most recomputation"
-    return Rejected(
+    return RejectedLayout(
         layout=layout, reason=reason, module=context.encoder_names, peak_bytes=filling.most_bytes(even)
     )
 
 
-def warmups(llm: InlinePipeline) -> Iterator[InlinePipeline]:
+def warmups(llm: PipelineCandidate) -> Iterator[PipelineCandidate]:
     """The pipeline as it is, and with the paper's adjusted warm-up, which defers later forwards."""
     yield llm
     layout = llm.layout
@@ -171,14 +171,16 @@ def warmups(llm: InlinePipeline) -> Iterator[InlinePipeline]:
         yield replace(llm, listed=order, order_name=ADJUSTED)
 
 
-def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple[FilledPlan, Choice]]:
+def _replayed(
+    choices: Sequence[PaperSchedule], rejected: list[RejectedLayout]
+) -> list[tuple[FilledPlan, PaperSchedule]]:
     """Programs of the most promising choices; those that turn out not to fit are rejected."""
 
-    def rank(choice: Choice) -> float:
+    def rank(choice: PaperSchedule) -> float:
         return choice.estimate_s + choice.filling.traffic_s
 
     ranked = sorted(choices, key=rank)
-    found: list[tuple[FilledPlan, Choice]] = []
+    found: list[tuple[FilledPlan, PaperSchedule]] = []
     for choice in ranked:
         if len(found) == MOST_REPLAYED or (found and rank(choice) > CLOSE * rank(ranked[0])):
             break
@@ -190,14 +192,16 @@ def _replayed(choices: Sequence[Choice], rejected: list[Rejected]) -> list[tuple
         reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
         names = choice.filling.context.encoder_names
         rejected.append(
-            Rejected(layout=choice.filling.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
+            RejectedLayout(layout=choice.filling.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
         )
     return found
 
 
 def _tried(
-    choices: Sequence[Choice], plans: Sequence[tuple[FilledPlan, Choice]], rejected: Sequence[Rejected]
-) -> list[TriedLayout]:
+    choices: Sequence[PaperSchedule],
+    plans: Sequence[tuple[FilledPlan, PaperSchedule]],
+    rejected: Sequence[RejectedLayout],
+) -> list[ScheduledLayout]:
     """Every layout that fits: as replayed, or as estimated where others were more promising."""
     replayed = {choice.filling.layout: filled for filled, choice in plans}
     passed_over = {each.layout for each in rejected}
@@ -212,7 +216,7 @@ def _tried(
         else:
             step_s, peak = filled.step_s, float(max(held.peak for held in filled.plan.memory))
         found.append(
-            TriedLayout(
+            ScheduledLayout(
                 layout=filling.layout,
                 module=filling.context.encoder_names,
                 step_s=step_s,

@@ -14,8 +14,8 @@ from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, finish_plan
-from optimus.planner.systems.colocated import Colocated, ColocatedEncoder
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.fill_paper import COMPUTE, Filled, Kernel, Pipeline, Side, fill, less
 from optimus.schedule.global_ordering import Assigned, Interchangeable, assign_sorted
 from optimus.schedule.llm_timeline import FIRST, LAST, LlmTimeline, Placed, kernels_of
@@ -68,10 +68,10 @@ def _sorted_in_groups(split: Split, groups: Sequence[int]) -> Split:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Choice:
+class PaperSchedule:
     """What the scheduler found best for one encoder layout."""
 
-    filling: Filling
+    filling: PaperCandidate
     split: Split
     forward: Filled
     backward: Filled
@@ -93,21 +93,21 @@ class Bases:
     """Timelines of LLM pipelines, each played once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[InlinePipeline, LlmTimeline]] = {}
+        self._known: dict[int, tuple[PipelineCandidate, LlmTimeline]] = {}
 
-    def of(self, llm: InlinePipeline, header: Plan) -> LlmTimeline:
+    def of(self, llm: PipelineCandidate, header: Plan) -> LlmTimeline:
         if id(llm) not in self._known:
             self._known[id(llm)] = llm, LlmTimeline(header, llm.order)
         return self._known[id(llm)][1]
 
 
-class Filling:
+class PaperCandidate:
     """One LLM pipeline with all encoders in one layout, as the bubble scheduler sees it."""
 
     def __init__(
         self,
         context: PlanningContext,
-        llm: InlinePipeline,
+        llm: PipelineCandidate,
         layout: Layout,
         recompute: dict[str, str],
         bases: Bases | None = None,
@@ -135,8 +135,8 @@ class Filling:
             for encoder in context.job.model.encoders
         ]
 
-    def colocated(self, pipelines: Sequence[int]) -> Colocated:
-        return Colocated(self.context, self.llm, self.encoders(pipelines))
+    def colocated(self, pipelines: Sequence[int]) -> ColocatedModules:
+        return ColocatedModules(self.context, self.llm, self.encoders(pipelines))
 
     @cached_property
     def header(self) -> Plan:
@@ -230,21 +230,21 @@ class Filling:
 
     # ------------------------------------------------------------------------ the search over splits
 
-    def best(self, most: int) -> Choice:
+    def best(self, most: int) -> PaperSchedule:
         """The split with the least latency that gives no pipeline more than `most` microbatches.
 
         Even ones come first; hopeless ones are left early.
         """
         splits, whole = splits_to_try(self.llm.microbatches, self.num_pipelines, self.first_stages)
         fitting = [split for split in splits if max(split) <= most]
-        found: Choice | None = None
+        found: PaperSchedule | None = None
         for split in sorted(fitting, key=lambda split: sum(count * count for count in split)):
             delay = None if found is None else found.estimate_s - self.base.step_s
             if delay == 0.0:
                 break
             filled = self._schedule(split, delay)
             if filled is not None:
-                found = Choice(
+                found = PaperSchedule(
                     filling=self, split=split, forward=filled[0], backward=filled[1], all_splits=whole
                 )
         assert found is not None
@@ -263,7 +263,7 @@ class Filling:
         better = most_s is None or forward.delay_s + backward.delay_s < most_s
         return (forward, backward) if better else None
 
-    def plan(self, choice: Choice) -> FilledPlan:
+    def plan(self, choice: PaperSchedule) -> FilledPlan:
         """The choice as programs, with what they cost."""
         pipelines, fillers = self.fillers(choice)
         header = with_pipelines(self.header, pipelines)
@@ -303,7 +303,7 @@ class Filling:
         counts = range(self.llm.microbatches, 0, -1)
         return next((count for count in counts if self.most_bytes(count) <= capacity_bytes), 0)
 
-    def fillers(self, choice: Choice) -> tuple[tuple[int, ...], list[list[Placed]]]:
+    def fillers(self, choice: PaperSchedule) -> tuple[tuple[int, ...], list[list[Placed]]]:
         """The pipeline of every microbatch, and where each class's encoder phases go."""
         pipelines = assign_sorted(choice.forward.ends_s)
         name = self.context.job.model.encoders[0].name

@@ -29,7 +29,7 @@ SHORT_STEP = 3  # rounds that fill and drain a pipeline as a long step does
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class InlinePipeline(BaseCandidate):
+class PipelineCandidate(BaseCandidate):
     """One way to run all of `layers` as one pipeline."""
 
     context: PlanningContext
@@ -91,11 +91,11 @@ class InlinePipeline(BaseCandidate):
     def _graph(self) -> OpGraph:
         """Made once for every order."""
         key = self.listed or self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
-        graph = self.context.made.graphs.get(key)
+        graph = self.context.cache.graphs.get(key)
         if graph is None:
             schedule = assemble(self.plan, self.context.chunks, kernels=False)
             graph = OpGraph(schedule, self.layout.pp, self.context.prices.assumptions)
-            self.context.made.graphs[key] = graph
+            self.context.cache.graphs[key] = graph
         return graph
 
     @cached_property
@@ -104,7 +104,7 @@ class InlinePipeline(BaseCandidate):
 
         A long step is periodic in its middle, so that two short ones give its length.
         """
-        known = self.context.made.estimates
+        known = self.context.cache.estimates
         if self._key not in known:
             known[self._key] = self._estimated_s()
         return known[self._key]
@@ -135,7 +135,7 @@ class InlinePipeline(BaseCandidate):
         """Of one rank of every stage."""
         if self.listed is not None:  # thousands of orders are looked at once, each as long as its step
             return self._counted()
-        known = self.context.made.memories
+        known = self.context.cache.memories
         if self._key not in known:
             known[self._key] = self._counted()
         return known[self._key]
@@ -157,17 +157,17 @@ class InlinePipeline(BaseCandidate):
         size = f"microbatch {self.sequences:.3g}"
         return f"llm {self.layout}; {self.order_name}; {size}; {describe_recompute(self.policy)}"
 
-    def with_cut(self, cut: Cut) -> InlinePipeline:
+    def with_cut(self, cut: Cut) -> PipelineCandidate:
         return replace(self, cut=cut)
 
     @cached_property
-    def shortened(self) -> InlinePipeline:
+    def shortened(self) -> PipelineCandidate:
         """A step long enough to fill and drain as this one does: as much in flight, sooner played."""
         if self.listed is not None:
             return self
         return replace(self, microbatches=min(self.microbatches, SHORT_STEP * self.layout.pp))
 
-    def only(self, module: str) -> InlinePipeline:
+    def only(self, module: str) -> PipelineCandidate:
         """The same pipeline with all other modules' layers left out; some virtual stages may be empty."""
         kept = [layer.module == module for layer in self.layers]
         before = [0, *accumulate(kept)]

@@ -11,7 +11,7 @@ from math import inf
 from random import Random
 
 from optimus.ir.op import OpKind
-from optimus.planner.systems.pipeline import GREEDY, LONG_STEP, InlinePipeline
+from optimus.planner.systems.pipeline import GREEDY, LONG_STEP, PipelineCandidate
 from optimus.schedule.list_pipeline import PRIORITIES, Draft, OpTimes, greedy
 from optimus.schedule.shake import shake
 from optimus.schedule.stage_costs import Cut
@@ -27,7 +27,7 @@ SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.
 Drafts = list[tuple[Draft, Cut]]
 
 
-def reorder(starts: Sequence[InlinePipeline]) -> Iterator[InlinePipeline]:
+def reorder(starts: Sequence[PipelineCandidate]) -> Iterator[PipelineCandidate]:
     """The first of these pipelines, best first, in orders made for its durations; and the first small one."""
     listed = [start for start in starts if can_list(start.layout.pp, start.layout.chunks, start.microbatches)]
     near = [start for start in listed if start.estimate_s <= NEAR * starts[0].estimate_s]
@@ -46,7 +46,7 @@ def can_list(stages: int, chunks: int, microbatches: int) -> bool:
     return stages > 1 and few and microbatches <= LONG_STEP * stages
 
 
-def list_schedule(start: InlinePipeline) -> Iterator[InlinePipeline]:
+def list_schedule(start: PipelineCandidate) -> Iterator[PipelineCandidate]:
     """`start` in greedy orders, each with as many activations alive as fit."""
     for kinds in ways(start):
         found = _most_alive(start, kinds)
@@ -54,7 +54,7 @@ def list_schedule(start: InlinePipeline) -> Iterator[InlinePipeline]:
             yield found[1]
 
 
-def op_times(pipeline: InlinePipeline, cut: Cut, kinds: Sequence[OpKind]) -> OpTimes:
+def op_times(pipeline: PipelineCandidate, cut: Cut, kinds: Sequence[OpKind]) -> OpTimes:
     """Seconds of the pipeline's ops and sends, were its layers cut so."""
     across = pipeline.context.prices.stages_cross_nodes(pipeline.layout)
     return OpTimes(
@@ -64,7 +64,7 @@ def op_times(pipeline: InlinePipeline, cut: Cut, kinds: Sequence[OpKind]) -> OpT
     )
 
 
-def ways(pipeline: InlinePipeline) -> list[tuple[OpKind, ...]]:
+def ways(pipeline: PipelineCandidate) -> list[tuple[OpKind, ...]]:
     """Kinds of ops: weight gradients split off; or backwards whole, unless the parts never take longer."""
     inputs, weights, whole = (
         pipeline.sums.layer_seconds(kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD, OpKind.BACKWARD)
@@ -96,7 +96,7 @@ def slides(cut: Cut) -> Iterator[Cut]:
                 yield moved
 
 
-def _most_alive(start: InlinePipeline, kinds: Sequence[OpKind]) -> tuple[int, InlinePipeline] | None:
+def _most_alive(start: PipelineCandidate, kinds: Sequence[OpKind]) -> tuple[int, PipelineCandidate] | None:
     """The largest cap, from none at all downwards, with which a greedy order fits; and the best such."""
     cap, times = start.layout.chunks * start.microbatches, op_times(start, start.cut, kinds)
     for _ in range(CAPS):
@@ -120,7 +120,7 @@ def _drafts(times: OpTimes, microbatches: int, cap: int) -> list[Draft]:
     return sorted(drafts, key=lambda draft: draft.step_s)
 
 
-def _search(start: InlinePipeline, kinds: Sequence[OpKind]) -> Iterator[InlinePipeline]:
+def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[PipelineCandidate]:
     """The best cuts found, their greedy orders shaken: many a little, then few a lot."""
     found = _most_alive(start, kinds)
     if found is None:
@@ -148,7 +148,7 @@ def _search(start: InlinePipeline, kinds: Sequence[OpKind]) -> Iterator[InlinePi
             yield _ordered(start, cut, draft)
 
 
-def _explore(start: InlinePipeline, kinds: Sequence[OpKind], cap: int) -> Drafts:
+def _explore(start: PipelineCandidate, kinds: Sequence[OpKind], cap: int) -> Drafts:
     """Cuts around that of `start` in greedy order, from the best on to its neighbours; the best first."""
     drafts: dict[Cut, Draft] = {}
     waiting: list[tuple[float, Cut]] = []
@@ -170,14 +170,14 @@ def _by_step(drafts: Drafts) -> Drafts:
     return sorted(drafts, key=lambda pair: (pair[0].step_s, pair[1]))
 
 
-def _ordered(start: InlinePipeline, cut: Cut, draft: Draft) -> InlinePipeline:
+def _ordered(start: PipelineCandidate, cut: Cut, draft: Draft) -> PipelineCandidate:
     return replace(start, cut=cut, order_name=GREEDY, listed=draft.order)
 
 
-def _fits(start: InlinePipeline, cut: Cut, draft: Draft) -> bool:
+def _fits(start: PipelineCandidate, cut: Cut, draft: Draft) -> bool:
     return _ordered(start, cut, draft).fits
 
 
-def _num_ops(pipeline: InlinePipeline) -> int:
+def _num_ops(pipeline: PipelineCandidate) -> int:
     """With weight gradients split off."""
     return pipeline.layout.virtual_stages * pipeline.microbatches * len(SPLIT)

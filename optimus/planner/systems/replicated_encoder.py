@@ -20,7 +20,7 @@ BUCKETS = 8  # per encoder: enough to overlap, few enough for large messages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SpreadEncoder:
+class ReplicatedEncoder:
     """What one group of `layout.tp` GPUs does for an encoder."""
 
     context: PlanningContext
@@ -117,14 +117,16 @@ class SpreadEncoder:
         return self.layers[-1].output_bytes
 
 
-def spread_over_all(context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str) -> SpreadEncoder:
+def replicate_over_all_gpus(
+    context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str
+) -> ReplicatedEncoder:
     """Over every GPU of the job, for a whole step: images are dealt out whole, as evenly as can be."""
     workload = context.job.workload
     layout = Layout(dp=context.job.cluster.gpus // tp, tp=tp)
     own = context.dealt(encoder, workload.sequences_per_step, layout.dp)
     pieces = math.ceil(own / context.microbatch_sequences)
     share = own / pieces if pieces else 0.0
-    return SpreadEncoder(
+    return ReplicatedEncoder(
         context=context,
         encoder=encoder,
         layout=layout,
@@ -134,13 +136,13 @@ def spread_over_all(context: PlanningContext, encoder: Encoder, *, tp: int, reco
     )
 
 
-def serve_replicas(
+def replicate_to_feed(
     context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str, gpus: int, sequences: float
-) -> SpreadEncoder:
+) -> ReplicatedEncoder:
     """Over `gpus` GPUs that feed all LLM replicas: a piece is a group's part of one microbatch of each."""
     layout = Layout(dp=gpus // tp, tp=tp)
     share = context.layout.dp * sequences / layout.dp
-    return SpreadEncoder(
+    return ReplicatedEncoder(
         context=context,
         encoder=encoder,
         layout=layout,
@@ -150,7 +152,7 @@ def serve_replicas(
     )
 
 
-def promising(choices: Sequence[SpreadEncoder]) -> list[SpreadEncoder]:
+def pareto_front(choices: Sequence[ReplicatedEncoder]) -> list[ReplicatedEncoder]:
     """The choices that no other beats in both time and memory."""
     return [
         choice

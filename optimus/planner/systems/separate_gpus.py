@@ -18,12 +18,12 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
 from optimus.planner.systems.layer_partition import strong_pipelines
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.replicated_encoder import (
-    SpreadEncoder,
+    ReplicatedEncoder,
     encoder_choices,
-    promising,
-    serve_replicas,
+    pareto_front,
+    replicate_to_feed,
 )
 from optimus.schedule.assemble import PipelineBlocks, add_pipeline
 from optimus.schedule.build import Builder, Template, single
@@ -40,8 +40,8 @@ class SeparateGpusCandidate(BaseCandidate):
     """`llm` on fewer replicas, the encoders on the GPUs that frees; device 0..pp-1 and one more."""
 
     context: PlanningContext
-    llm: InlinePipeline
-    encoders: tuple[SpreadEncoder, ...]
+    llm: PipelineCandidate
+    encoders: tuple[ReplicatedEncoder, ...]
     encoder_gpus: int
     lead: float = 0.0
 
@@ -152,7 +152,7 @@ class SeparateGpusCandidate(BaseCandidate):
     def _seconds(self, kind: OpKind) -> float:
         return sum(self.context.chunks.make(spread.layers).seconds[kind] for spread in self.encoders)
 
-    def _whole(self, spread: SpreadEncoder, kind: OpKind) -> Template:
+    def _whole(self, spread: ReplicatedEncoder, kind: OpKind) -> Template:
         """An encoder's op as one piece."""
         return single(kind, Lane.COMPUTE, self.context.chunks.make(spread.layers).seconds[kind])
 
@@ -189,7 +189,9 @@ class SeparateGpusSystem(BaseSystem):
         return _separate_candidates(pipelines.context, pipelines.floor)
 
 
-def _separate_candidates(context: PlanningContext, floor: InlinePipeline) -> Iterator[SeparateGpusCandidate]:
+def _separate_candidates(
+    context: PlanningContext, floor: PipelineCandidate
+) -> Iterator[SeparateGpusCandidate]:
     """LLM replicas, or stages, given up to make room for the encoders: about their share of the work."""
     roughly = sorted(_shares(context, floor), key=lambda choice: choice.rough_s)
     refined = 0
@@ -202,7 +204,7 @@ def _separate_candidates(context: PlanningContext, floor: InlinePipeline) -> Ite
             return
 
 
-def _shares(context: PlanningContext, floor: InlinePipeline) -> Iterator[SeparateGpusCandidate]:
+def _shares(context: PlanningContext, floor: PipelineCandidate) -> Iterator[SeparateGpusCandidate]:
     """Every smaller LLM with every tp and recomputation of the encoders beside it."""
     model = context.job.model
     for shrunk in _smaller_layouts(context):
@@ -214,9 +216,9 @@ def _shares(context: PlanningContext, floor: InlinePipeline) -> Iterator[Separat
         llm = pipelines[0]
         gpus = context.job.cluster.gpus - shrunk.gpus
         per_encoder = [
-            promising(
+            pareto_front(
                 [
-                    serve_replicas(own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences)
+                    replicate_to_feed(own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences)
                     for tp, again in encoder_choices(own, e)
                     if gpus >= tp
                 ]

@@ -9,11 +9,11 @@ from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import Phase, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.planner.filled_plan import FilledPlan, finish_plan
-from optimus.planner.systems.colocation_candidate import Trial
+from optimus.planner.systems.colocation_candidate import ColocationCandidate
 from optimus.schedule.fill import Arranged
 
 
-class SlotlessTrial(Trial):
+class SlotlessCandidate(ColocationCandidate):
     """Arranged as if a rank computed while a collective of the LLM is on its way: encoders go around it."""
 
     @cached_property

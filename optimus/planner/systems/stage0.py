@@ -12,7 +12,7 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, SimulatedSystem
 from optimus.planner.systems.layer_partition import even_chunks
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.stage_costs import Cut
 
 
@@ -30,7 +30,7 @@ class FixedCutSystem(BaseSystem):
         """Simulates the pipeline with the shortest estimate that fits, or else the least memory."""
         return self.simulate_candidate(self.best_pipeline(pipelines))
 
-    def best_pipeline(self, pipelines: LlmPipelines) -> InlinePipeline:
+    def best_pipeline(self, pipelines: LlmPipelines) -> PipelineCandidate:
         """Returns the pipeline with the shortest estimate that fits, or else the least memory."""
         candidates = self.candidates(pipelines)
         fitting = [pipeline for pipeline in candidates if pipeline.fits]
@@ -38,7 +38,7 @@ class FixedCutSystem(BaseSystem):
             return min(candidates, key=lambda pipeline: pipeline.peak_bytes)
         return min(fitting, key=lambda pipeline: pipeline.estimate_s)
 
-    def candidates(self, pipelines: LlmPipelines) -> list[InlinePipeline]:
+    def candidates(self, pipelines: LlmPipelines) -> list[PipelineCandidate]:
         """Returns a pipeline for every microbatch size and V."""
         context = pipelines.context
         chunks = self.chunks or context.job.layout.of("llm").chunks
@@ -53,7 +53,7 @@ class FixedCutSystem(BaseSystem):
             raise _no_microbatches(context, counts)
         return candidates
 
-    def _at(self, context: PlanningContext, sequences: int, chunks: int) -> Iterator[InlinePipeline]:
+    def _at(self, context: PlanningContext, sequences: int, chunks: int) -> Iterator[PipelineCandidate]:
         """Yields the pipeline of a microbatch size and V, if any, with the least recomputation that fits."""
         layout = context.layout.with_(chunks=chunks)
         divided = context.microbatches(sequences, multiple_of=layout.pp if chunks > 1 else 1)
@@ -61,7 +61,7 @@ class FixedCutSystem(BaseSystem):
             return
         for policy in context.policies(context.job.model.modules):
             layers = context.layers(context.job.model.modules, sequences, policy)
-            pipeline = InlinePipeline(
+            pipeline = PipelineCandidate(
                 context=context,
                 layers=layers,
                 cut=self.cut(context, layers, layout.virtual_stages),

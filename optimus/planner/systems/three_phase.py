@@ -13,12 +13,12 @@ from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import InlinePipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.replicated_encoder import (
-    SpreadEncoder,
+    ReplicatedEncoder,
     encoder_choices,
-    promising,
-    spread_over_all,
+    pareto_front,
+    replicate_over_all_gpus,
 )
 from optimus.schedule.assemble import add_pipeline
 from optimus.schedule.build import Builder, single
@@ -30,8 +30,8 @@ class ThreePhaseCandidate(BaseCandidate):
     """One way to run the three phases."""
 
     context: PlanningContext
-    encoders: tuple[SpreadEncoder, ...]
-    llm: InlinePipeline
+    encoders: tuple[ReplicatedEncoder, ...]
+    llm: PipelineCandidate
 
     def schedule(self) -> Schedule:
         context, plan = self.context, self.llm.plan
@@ -122,7 +122,7 @@ class ThreePhaseCandidate(BaseCandidate):
             )
         return memory
 
-    def _seam_bytes(self, spread: SpreadEncoder) -> float:
+    def _seam_bytes(self, spread: ReplicatedEncoder) -> float:
         """Encoder outputs of all microbatches, waiting at stage 0."""
         workload, layout = self.context.job.workload, self.context.layout
         projector = spread.encoder.projector
@@ -142,7 +142,7 @@ class ThreePhaseSystem(BaseSystem):
         for llm in pipelines.both:
             yield from self._around(llm, pipelines)
 
-    def _around(self, llm: InlinePipeline, pipelines: LlmPipelines) -> list[ThreePhaseCandidate]:
+    def _around(self, llm: PipelineCandidate, pipelines: LlmPipelines) -> list[ThreePhaseCandidate]:
         """Returns candidates around a pipeline with any recomputation; where none fits, a smaller one too."""
         candidates = list(_three_phase_candidates(pipelines.context, llm))
         added = min((candidate.peak_bytes for candidate in candidates), default=0.0) - llm.peak_bytes
@@ -154,11 +154,16 @@ class ThreePhaseSystem(BaseSystem):
         return candidates
 
 
-def _three_phase_candidates(context: PlanningContext, llm: InlinePipeline) -> Iterator[ThreePhaseCandidate]:
+def _three_phase_candidates(
+    context: PlanningContext, llm: PipelineCandidate
+) -> Iterator[ThreePhaseCandidate]:
     """Every choice of tp and recomputation of the encoders beside one LLM pipeline."""
     per_encoder = [
-        promising(
-            [spread_over_all(context, e, tp=tp, recompute=again) for tp, again in encoder_choices(context, e)]
+        pareto_front(
+            [
+                replicate_over_all_gpus(context, e, tp=tp, recompute=again)
+                for tp, again in encoder_choices(context, e)
+            ]
         )
         for e in context.job.model.encoders
     ]
