@@ -55,11 +55,12 @@ def _module_problems(plan: Plan, name: str) -> Problems:
     module = plan.modules[name]
     if name != LLM:
         owners, pipelines = module.pipelines, plan.ranks.num_pipelines(name)
-        if module.microbatches_per_llm_microbatch < 1 or len(owners) != plan.microbatches * module.pieces:
-            yield (
-                name,
-                f"{len(owners)} pipelines for {plan.microbatches} x {module.microbatches_per_llm_microbatch} microbatches",
-            )
+        if (
+            module.microbatches_per_llm_microbatch < 1
+            or len(owners) != plan.microbatches * module.microbatches_per_llm_microbatch
+        ):
+            count = plan.microbatches * module.microbatches_per_llm_microbatch
+            yield name, f"{len(owners)} pipelines for {count} encoder microbatches"
         elif not all(0 <= owner < pipelines for owner in owners):
             yield name, f"a microbatch on a pipeline that is none of its {pipelines}"
     asked = False  # whether the gradient of the stage before is needed
