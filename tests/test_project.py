@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+import optimus
+from optimus.ir.plan import SCHEMA
+
 ROOT = Path(__file__).parents[1]
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -63,3 +66,19 @@ def test_every_dependency_of_ci_is_pinned() -> None:
     assert dev is not None and core is not None
     asked = {name.lower() for name in re.findall(r'"([\w-]+)>=', dev[1] + core[1])}
     assert asked and asked <= names
+
+
+def test_the_page_of_promises_lists_all_public_names_and_schemas() -> None:
+    page = (ROOT / "docs/promises.md").read_text()
+    listed = set(re.findall(r"`(optimus\.[a-z-]+/\d)`", page))
+    sources = [*(ROOT / "optimus").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    written = {name for path in sources for name in re.findall(r'"(optimus\.[a-z-]+/\d)"', path.read_text())}
+    assert listed == written | {SCHEMA}
+    public = set(re.findall(r"`(\w+)`", page)) & set(dir(optimus) + optimus.__all__)
+    assert set(optimus.__all__) <= public
+
+
+def test_versions_agree() -> None:
+    version = optimus.__version__
+    assert _yaml("CITATION.cff")["version"] == version
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
