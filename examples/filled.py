@@ -7,10 +7,7 @@ from torch import Tensor
 from torch import distributed as dist
 from toy_vlm import FirstStage, LastStage, encoder_blocks, loss_fn, make_batch
 
-from optimus.engine.fill_schedule import FillSchedule
-from optimus.engine.stage_profile import profile_stages
-from optimus.ir.module_times import EncoderBlocks
-from optimus.planner.user_modules import plan_modules
+from optimus import EncoderBlocks, FillSchedule, plan_modules, profile_stages
 
 MICROBATCHES, STEPS = 8, 5
 

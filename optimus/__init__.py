@@ -1,4 +1,4 @@
-"""Optimus plans multimodal LLM training: where time goes, and encoder work in the LLM's idle time."""
+"""Optimus plans and runs multimodal LLM training with encoder work inside the LLM's idle time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from optimus.cli.train import train as train
+    from optimus.engine.fill_schedule import FillSchedule as FillSchedule
+    from optimus.engine.process_groups import replica_mesh as replica_mesh
+    from optimus.engine.stage_profile import profile_stages as profile_stages
+    from optimus.exporters.registry import export_plan as export
+    from optimus.ir.module_times import EncoderBlocks as EncoderBlocks
+    from optimus.ir.module_times import Seconds as Seconds
     from optimus.ir.planfile import load_plan as load_plan
     from optimus.ir.planfile import save_plan as save_plan
     from optimus.job.read import find_job as find_job
@@ -16,13 +22,15 @@ if TYPE_CHECKING:
     from optimus.planner.compare import compare_systems as simulate
     from optimus.planner.planning import check_planned as check
     from optimus.planner.planning import make_plan as plan
+    from optimus.planner.user_modules import plan_modules as plan_modules
     from optimus.render.report import write_report as report
     from optimus.sensitivity.assess import assess_plan as assess
     from optimus.sensitivity.sweep import sweep_job as sweep
     from optimus.sensitivity.why_not import explain_layout as why
 
-# Public verbs and where they live. They are loaded on first use: importing `optimus` costs nothing.
-_VERBS = {
+# Public names and their modules, imported on first use: `import optimus` costs nothing, and only the last
+# four names import torch.
+_PUBLIC = {
     "find_job": ("optimus.job.read", "find_job"),
     "load_job": ("optimus.job.read", "load_job"),
     "make_job": ("optimus.job.read", "make_job"),
@@ -35,17 +43,31 @@ _VERBS = {
     "plan": ("optimus.planner.planning", "make_plan"),
     "why": ("optimus.sensitivity.why_not", "explain_layout"),
     "sweep": ("optimus.sensitivity.sweep", "sweep_job"),
+    "export": ("optimus.exporters.registry", "export_plan"),
+    "EncoderBlocks": ("optimus.ir.module_times", "EncoderBlocks"),
+    "Seconds": ("optimus.ir.module_times", "Seconds"),
+    "plan_modules": ("optimus.planner.user_modules", "plan_modules"),
     "train": ("optimus.cli.train", "train"),
+    "FillSchedule": ("optimus.engine.fill_schedule", "FillSchedule"),
+    "profile_stages": ("optimus.engine.stage_profile", "profile_stages"),
+    "replica_mesh": ("optimus.engine.process_groups", "replica_mesh"),
 }
 
 __all__ = [
+    "EncoderBlocks",
+    "FillSchedule",
+    "Seconds",
     "assess",
     "check",
+    "export",
     "find_job",
     "load_job",
     "load_plan",
     "make_job",
     "plan",
+    "plan_modules",
+    "profile_stages",
+    "replica_mesh",
     "report",
     "save_plan",
     "simulate",
@@ -56,9 +78,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _VERBS:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'optimus' has no attribute {name!r}")
     from importlib import import_module
 
-    module, attribute = _VERBS[name]
+    module, attribute = _PUBLIC[name]
     return getattr(import_module(module), attribute)

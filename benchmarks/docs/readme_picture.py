@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.docs.pages import DOCS
-from optimus.ir.module_times import EncoderBlocks, Seconds
-from optimus.ir.op import Kind, Lane
+from optimus import EncoderBlocks, Seconds, plan_modules
+from optimus.ir.op import Lane, OpKind
 from optimus.planner.replaying import replay_plan
-from optimus.planner.user_modules import plan_modules
 from optimus.verify.validator import check_plan
 
 STAGES, MICROBATCHES, BLOCKS = 4, 8, 4
@@ -23,12 +22,12 @@ BLOCK = Seconds(forward_s=0.3, backward_s=0.6)
 WIDTH, LEFT, RIGHT, ROW, GAP = 1000, 76, 16, 26, 4
 INK, FAINT, IDLE = "#1f2328", "#59636e", "#eceff2"
 COLOURS = {
-    ("llm", Kind.F): "#8ec5f0",
-    ("llm", Kind.B): "#2f74b5",
-    ("vision", Kind.F): "#ffb000",
-    ("vision", Kind.B): "#d9480f",
+    ("llm", OpKind.FORWARD): "#8ec5f0",
+    ("llm", OpKind.BACKWARD): "#2f74b5",
+    ("vision", OpKind.FORWARD): "#ffb000",
+    ("vision", OpKind.BACKWARD): "#d9480f",
 }
-Box = tuple[int, float, float, str, Kind, int]  # stage, start, end, module, kind, microbatch
+Box = tuple[int, float, float, str, OpKind, int]  # stage, start, end, module, kind, microbatch
 
 
 def filled() -> tuple[float, list[Box]]:
@@ -45,8 +44,8 @@ def in_stage_0() -> tuple[float, list[Box]]:
     split: list[Box] = []
     for stage, start, end, module, kind, microbatch in boxes:
         if stage == 0:  # the encoder's forward comes first, its backward last
-            cut = start + forward_s if kind == Kind.F else end - backward_s
-            parts = ("vision", "llm") if kind == Kind.F else ("llm", "vision")
+            cut = start + forward_s if kind == OpKind.FORWARD else end - backward_s
+            parts = ("vision", "llm") if kind == OpKind.FORWARD else ("llm", "vision")
             split += [(0, start, cut, parts[0], kind, microbatch), (0, cut, end, parts[1], kind, microbatch)]
         else:
             split.append((stage, start, end, module, kind, microbatch))
@@ -54,16 +53,14 @@ def in_stage_0() -> tuple[float, list[Box]]:
 
 
 def _replayed(stages: list[Seconds], encoders: dict[str, EncoderBlocks]) -> tuple[float, list[Box]]:
-    plan = plan_modules(
-        stages=stages, encoders=encoders, microbatches=MICROBATCHES, ranks=STAGES, pp=STAGES
-    )
+    plan = plan_modules(stages=stages, encoders=encoders, microbatches=MICROBATCHES, ranks=STAGES, pp=STAGES)
     assert check_plan(plan).ok
     replayed = replay_plan(plan)
     starts, ends = replayed.timeline.start_s.tolist(), replayed.timeline.finish_s.tolist()
     boxes: list[Box] = [
         (op.device, start, end, op.module, op.kind, op.microbatch)
         for op, start, end in zip(replayed.schedule, starts, ends, strict=True)
-        if op.lane == Lane.COMPUTE and op.kind in (Kind.F, Kind.B) and end > start
+        if op.lane == Lane.COMPUTE and op.kind in (OpKind.FORWARD, OpKind.BACKWARD) and end > start
     ]
     return plan.claims.step_s, _joined(boxes)
 
@@ -88,14 +85,16 @@ def picture() -> str:
     height = 64 + 2 * (panel + 56)
     title = f"encoder in the first stage: {stage0_s:.1f}"
     saved = f"Optimus, encoder work in the idle time of all stages: {filled_s:.1f}"
+    view = f'viewBox="0 0 {WIDTH} {height}" role="img" font-family="system-ui, sans-serif" font-size="13"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        'font-family="system-ui, sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {view}>',
         f"<title>{title}; {saved}</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         *_legend(),
         *_panel(68, title, stage0_s, stage0, scale),
-        *_panel(68 + panel + 56, f"{saved} ({stage0_s / filled_s:.2f} times as fast)", filled_s, boxes, scale),
+        *_panel(
+            68 + panel + 56, f"{saved} ({stage0_s / filled_s:.2f} times as fast)", filled_s, boxes, scale
+        ),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
@@ -122,7 +121,7 @@ def _panel(top: int, title: str, step_s: float, boxes: list[Box], scale: float) 
             f'fill="{COLOURS[module, kind]}"/>'
         )
         if width > 12:
-            ink = "#ffffff" if kind == Kind.B else INK
+            ink = "#ffffff" if kind == OpKind.BACKWARD else INK
             yield (
                 f'<text x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle" fill="{ink}" '
                 f'font-size="12">{microbatch + 1}</text>'
