@@ -22,10 +22,12 @@ def main() -> None:
 
     # How long does each stage and block take? Measured once; then the plan is the same on every rank.
     tokens, images, _ = make_batch(0, samples=2)  # one microbatch
-    seen = profile_stages([stage], {"images": blocks}, (tokens,), {"images": (images, 1)}, pp=2, repeats=5)
+    profiles = profile_stages(
+        [stage], {"images": blocks}, (tokens,), {"images": (images, 1)}, pp=2, repeats=5
+    )
     plan = plan_modules(
-        stages=seen.stage_seconds,
-        encoders={"images": EncoderBlocks(blocks=seen.block_seconds("images"))},
+        stages=profiles.stage_seconds,
+        encoders={"images": EncoderBlocks(blocks=profiles.block_seconds("images"))},
         microbatches=MICROBATCHES,
         ranks=2,
         pp=2,

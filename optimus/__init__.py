@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from optimus.sensitivity.sweep import sweep_job as sweep
     from optimus.sensitivity.why_not import explain_layout as why
 
-# Public names and their modules, imported on first use: `import optimus` costs nothing, and only the last
-# four names import torch.
+# Public names and their modules, imported on first use: `import optimus` costs nothing, and torch is imported
+# only by `FillSchedule`, `profile_stages` and `replica_mesh`, and by the ranks that `train` starts.
 _PUBLIC = {
     "find_job": ("optimus.job.read", "find_job"),
     "load_job": ("optimus.job.read", "load_job"),
