@@ -41,10 +41,9 @@ from optimus.models.collectives import TpGroup
 from optimus.planner.planning import make_plan
 from optimus.planner.replaying import replay_plan
 from optimus.planner.systems.slots import without_slots
-from optimus.profiler.at_home import LocalTpGroup
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
-from optimus.profiler.segments import profile_job
+from optimus.profiler.segments import LocalTpGroup, profile_job
 
 JOB = "cpu/bench-vl"
 RANKS = 2

@@ -14,7 +14,7 @@ from engine_worker import everybody, play
 from torch import distributed as dist
 
 from optimus.engine.config import TrainingConfig
-from optimus.engine.memory_use import count_step
+from optimus.engine.memory_tracker import count_step
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.models.collectives import TpGroup

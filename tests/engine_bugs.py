@@ -54,7 +54,9 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("the seam's gradient is asked for by nobody", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    return wrapped(Compiler, "_needs", lambda original, self, key: key[0] != "rows" and original(self, key))
+    return wrapped(
+        Compiler, "_needs_grad", lambda original, self, key: key[0] != "rows" and original(self, key)
+    )
 
 
 @bug("rows of the batch table are one too late", "two ranks")
@@ -234,9 +236,9 @@ def _() -> AbstractContextManager[Any]:
 @bug("the loss is averaged over microbatches", "two ranks")
 def _() -> AbstractContextManager[Any]:
     def begin(original: Any, self: Compiler, chunk: Any, microbatch: int) -> None:
-        one = self.moment.loss_grad
+        one = self.step_state.loss_grad
         assert one is not None
-        self.moment.loss_grad = torch.full_like(one, 1 / self.plan.microbatches)
+        self.step_state.loss_grad = torch.full_like(one, 1 / self.plan.microbatches)
         original(self, chunk, microbatch)
 
     return wrapped(Compiler, "_begin_at_loss", begin)

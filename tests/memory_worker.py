@@ -12,7 +12,7 @@ from unittest.mock import patch
 from engine_cases import MEASURED, WINDOWED, Case
 from engine_worker import RankRun, everybody, play
 
-from optimus.engine.memory_use import count_step
+from optimus.engine.memory_tracker import count_step
 from optimus.engine.p2p import _PendingSends
 from optimus.models.segment import Segment
 

@@ -351,5 +351,5 @@ def _() -> AbstractContextManager[Any]:
 
     stack.enter_context(wrapped(ShardedBucket, "gather", gather))
     stack.enter_context(wrapped(ShardedBucket, "wait_gathered", wait))
-    stack.enter_context(wrapped(Compiler, "_awaited", lambda original, self, *args: []))
+    stack.enter_context(wrapped(Compiler, "_gathers_needed", lambda original, self, *args: []))
     return stack

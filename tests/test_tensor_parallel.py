@@ -16,8 +16,8 @@ from test_equality import caught, check, check_cases
 from worker_lines import run_worker
 
 from optimus.engine.build_rank import layer_ranges, recompute_mode
+from optimus.engine.compile import SKIPPED_IN_RECOMPUTE, place_phases
 from optimus.engine.encoder_llm_routing import RoutedRows, route_rows
-from optimus.engine.placing import SPARED, place_phases
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
@@ -119,7 +119,7 @@ def check_launches(case: Case) -> None:
                     for line, (planned, phases) in enumerate(zip(template, placed, strict=True)):
                         if planned.kind not in (OpKind.LAUNCH, OpKind.WAIT):
                             continue
-                        spared = planned.name == SPARED and kind != OpKind.FORWARD
+                        spared = planned.name == SKIPPED_IN_RECOMPUTE and kind != OpKind.FORWARD
                         here = [phase.kernels for phase in phases if phase.kind == planned.kind]
                         assert here == ([] if spared else [(planned.name,)]), (line, planned, here)
 

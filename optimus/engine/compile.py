@@ -1,4 +1,9 @@
-"""Turns the lines of one rank's program into actions, bound once before the first step."""
+"""Compiles the lines of one rank's program into actions, once before the first step.
+
+A plan cuts an op into phases by the kernels of its cost model; a chunk may be cut more coarsely, down to one
+phase. A phase of a forward runs at the last line that it covers, when all parameters it reads are gathered; a
+phase of a backward at the first, so that gradients are complete when a later line reduces them.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +18,19 @@ from torch import Tensor
 from optimus.engine.buckets import RankBuckets
 from optimus.engine.encoder_llm_routing import receives_rows
 from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
-from optimus.engine.placing import place_phases
 from optimus.engine.process_groups import ProcessGroups, seam_edge, stage_edge
 from optimus.engine.side_stream import SideStream
-from optimus.ir.op import COMPUTE_OPS, RECVS, SEAMS, SENDS, OpKind
-from optimus.ir.plan import Plan
+from optimus.errors import UserError
+from optimus.ir.kernel_names import KernelName
+from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, RECVS, SEAMS, SENDS, OpKind
+from optimus.ir.plan import Phase, Plan, Template
 from optimus.ir.ranks import LLM
-from optimus.models.chunk import ChunkPhase
+from optimus.models.chunk import ALL_LAYERS, ChunkPhase
 from optimus.models.segment import Gradients, State
 from optimus.protocols import Batch, Chunk, ParamBucket
 
 Run = Callable[[], None]
-FORWARD, BACKWARD, ROWS = "forward", "backward", "rows"  # what a key of the mail names
+FORWARD, BACKWARD, ROWS = "forward", "backward", "rows"  # payloads of messages
 FORWARD_KINDS = (
     OpKind.FORWARD,
     OpKind.SEND_F,
@@ -33,19 +39,21 @@ FORWARD_KINDS = (
     OpKind.RECV_SEAM,
     OpKind.UNSHARD,
 )
+# The last reduce-scatter of a recomputed layer: plans count it, and no gradient needs it.
+SKIPPED_IN_RECOMPUTE = KernelName.SCATTER2
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSpecs:
-    """Tensors that travel: what each virtual stage of a module gets, and what goes over the seam."""
+    """Specs of messages: the inputs of each virtual stage of a module, and encoder rows over the seam."""
 
-    inputs: Mapping[str, Sequence[tuple[TensorSpec, ...]]]  # of the first virtual stage: not looked at
+    inputs: Mapping[str, Sequence[tuple[TensorSpec, ...]]]  # the first virtual stage's are not read
     rows: Mapping[str, tuple[TensorSpec, ...]]
 
 
 @dataclass(kw_only=True, slots=True)
 class Action:
-    """What a line does, and the ranks that it may wait for."""
+    """The effect of a line, and the ranks that it may wait for."""
 
     line: int
     kind: OpKind
@@ -55,17 +63,17 @@ class Action:
 
 @dataclass(kw_only=True)
 class StepState:
-    """What changes from step to step."""
+    """Data of the step that runs."""
 
     batch: Batch | None = None
     needs_backward: bool = True
     loss_grad: Tensor | None = None
     losses: list[Tensor] = field(default_factory=list)
-    outputs: dict[int, State] = field(default_factory=dict)  # of the LLM's last stage, where they are kept
+    outputs: dict[int, State] = field(default_factory=dict)  # of the LLM's last stage, besides the loss
 
 
 class Compiler:
-    """Binds the program of one rank to its chunks, groups and mail."""
+    """Binds the program of one rank to its chunks, process groups and mailbox."""
 
     def __init__(
         self,
@@ -74,32 +82,39 @@ class Compiler:
         chunks: Mapping[str, tuple[Chunk, ...]],
         buckets: RankBuckets,
         specs: MessageSpecs,
-        mail: P2PMailbox,
-        side: SideStream,
-        moment: StepState,
+        mailbox: P2PMailbox,
+        side_stream: SideStream,
+        step_state: StepState,
         finish: Run,
     ) -> None:
         self.plan, self.groups, self.chunks, self.specs = plan, groups, chunks, specs
         self.buckets, self._gathered = buckets, set(buckets.unplanned)
-        self.mail, self.side, self.moment, self.finish = mail, side, moment, finish
-        # Ops that open beside the program, and the ranks for which what opens them waits.
-        self._beside: dict[tuple[str, OpKind, int, int], list[int]] = {}
+        self.mailbox, self.side_stream, self.step_state, self.finish = (
+            mailbox,
+            side_stream,
+            step_state,
+            finish,
+        )
+        # Ops launched on the side stream, and the ranks that the launch waits for.
+        self._side_ops: dict[tuple[str, OpKind, int, int], list[int]] = {}
         self.device = plan.ranks.class_of(groups.rank)
         self.program = plan.programs[self.device]
-        self._counts_loss = plan.ranks.place(LLM, groups.rank).tp == 0  # all of a group make the same
-        self.senders: dict[Key, tuple[int, ...]] = {}  # whose message is taken under a key
+        self._counts_loss = (
+            plan.ranks.place(LLM, groups.rank).tp == 0
+        )  # every rank of the group computes the same loss
+        self.senders: dict[Key, tuple[int, ...]] = {}  # by the key of their message
         self._placed: dict[tuple[str, OpKind, int, int], list[list[ChunkPhase]]] = {}
 
     def actions(self) -> list[Action]:
-        """One per line that does something."""
-        found = []
+        """Returns one action per line that has an effect on this rank."""
+        actions = []
         names = self.plan.names
         rows = self.program.rows.tolist()
         for line, (module, kind, chunk, microbatch, place) in enumerate(rows):
             action = self._action(names[module], OpKind(kind), chunk, microbatch, place)
             if action is not None:
-                found.append(Action(line=line, kind=OpKind(kind), run=action[0], waits_for=action[1]))
-        return found
+                actions.append(Action(line=line, kind=OpKind(kind), run=action[0], waits_for=action[1]))
+        return actions
 
     def _action(
         self, module: str, kind: OpKind, chunk: int, microbatch: int, place: int
@@ -113,20 +128,20 @@ class Compiler:
         moves = [
             each.gather if kind == OpKind.UNSHARD else each.reduce for each in self.buckets.at(module, place)
         ]
-        return (_in_turn(moves), ()) if moves else None
+        return (_sequence(moves), ()) if moves else None
 
     def _partners(self) -> tuple[int, ...]:
-        """Ranks that this one exchanges anything with: all of it ends with the step."""
-        return self._others(sorted(chain.from_iterable(self.groups.members.values())))
+        """Returns all ranks that this one communicates with: the last line waits for all of it."""
+        return self._other_ranks(sorted(chain.from_iterable(self.groups.members.values())))
 
     # ------------------------------------------------------------------------ phases
 
     def _phase(
         self, module: str, kind: OpKind, chunk: int, microbatch: int, place: int
     ) -> tuple[Run, tuple[int, ...]] | None:
-        """The phases of the chunk that run at this line, with what comes in before and goes out after."""
-        placed = self._phases_of(module, kind, chunk, microbatch)
-        phases, busy = placed[place], [at for at, some in enumerate(placed) if some]
+        """Binds the phases of a chunk that run at a line, with the inputs and outputs of its op."""
+        placed = self._placed_phases(module, kind, chunk, microbatch)
+        phases, busy = placed[place], [at for at, phases in enumerate(placed) if phases]
         if not phases:
             return None
         runs: list[Run] = [phase.run for phase in phases]
@@ -134,38 +149,38 @@ class Compiler:
         if any(phase.waits_for_tp for phase in phases):
             waits += members[f"{module}.tp"]
         if kind == OpKind.FORWARD:
-            awaited = self._awaited(module, chunk, [phase.layer for phase in phases])
-            runs = [*(bucket.wait_gathered for bucket in awaited), *runs]
-            if any(bucket.is_sharded for bucket in awaited):
+            gathers = self._gathers_needed(module, chunk, [phase.layer for phase in phases])
+            runs = [*(bucket.wait_gathered for bucket in gathers), *runs]
+            if any(bucket.is_sharded for bucket in gathers):
                 waits += members[f"{module}.dp"]  # last: there may be many
         virtual = chunk * self.plan.modules[module].layout.pp + self.plan.ranks.stage_of(module, self.device)
         if place == busy[0] and kind != OpKind.WEIGHT_GRAD:
-            begin, keys = self._begin(module, kind, virtual, microbatch)
+            begin, keys = self._bind_begin(module, kind, virtual, microbatch)
             senders = [rank for key in keys for rank in self.senders.get(key, ())]
             waits = senders + waits
             runs.insert(0, begin)
-            if senders and phases[-1].kind == OpKind.LAUNCH and op in self._undisturbed:
-                # One after another: after all that was begun before and has not ended.
-                self._beside[op] = [*waits, *chain.from_iterable(self._beside.values())]
-                return partial(self.side.launch, op, _in_turn(runs)), self._others(waits)
-        if op in self._beside and place == busy[1]:
-            runs.insert(0, partial(self.side.wait, op))
-            waits = self._beside.pop(op) + waits  # what was begun may still wait
+            if senders and phases[-1].kind == OpKind.LAUNCH and op in self._side_launchable:
+                # The side stream runs launches in order: this one waits for all that are in flight.
+                self._side_ops[op] = [*waits, *chain.from_iterable(self._side_ops.values())]
+                return partial(self.side_stream.launch, op, _sequence(runs)), self._other_ranks(waits)
+        if op in self._side_ops and place == busy[1]:
+            runs.insert(0, partial(self.side_stream.wait, op))
+            waits = self._side_ops.pop(op) + waits  # the launch may still wait
         if place == busy[-1] and kind != OpKind.WEIGHT_GRAD:
-            runs.append(self._end(module, kind, virtual, microbatch))
-        return _in_turn(runs), self._others(waits)
+            runs.append(self._bind_end(module, kind, virtual, microbatch))
+        return _sequence(runs), self._other_ranks(waits)
 
-    def _others(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Each once; who is named first is asked first."""
+    def _other_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Removes this rank and duplicates; the order is that in which the watchdog reads statuses."""
         return tuple(rank for rank in dict.fromkeys(ranks) if rank != self.groups.rank)
 
     @cached_property
-    def _undisturbed(self) -> set[tuple[str, OpKind, int, int]]:
-        """Ops that open with a launch before whose wait their module launches nothing else.
+    def _side_launchable(self) -> set[tuple[str, OpKind, int, int]]:
+        """Ops that begin with a launch before whose wait their module launches nothing else.
 
-        Only these may open beside the program: all ranks of a group must launch in the same order.
+        Only these may launch on the side stream: all ranks of a group must launch in the same order.
         """
-        names, found = self.plan.names, set()
+        names, launchable = self.plan.names, set()
         open_ops: dict[str, tuple[str, OpKind, int, int]] = {}
         for module, kind, chunk, microbatch, place in self.program.rows.tolist():
             if kind not in COMPUTE_OPS:
@@ -175,21 +190,23 @@ class Compiler:
             stage = self.plan.ranks.stage_of(name, self.device)
             launches = self.plan.template_of(name, OpKind(kind), stage, chunk)[place].kind == OpKind.LAUNCH
             if open_ops.get(name) == op:
-                found.add(open_ops.pop(name))
+                launchable.add(open_ops.pop(name))
             elif launches:
                 open_ops.pop(name, None)
                 if place == 0:
                     open_ops[name] = op
-        return found
+        return launchable
 
-    def _awaited(self, module: str, chunk: int, layers: Sequence[int]) -> list[ParamBucket]:
-        """What some layers need gathered: at the first line of the program that needs it."""
+    def _gathers_needed(self, module: str, chunk: int, layers: Sequence[int]) -> list[ParamBucket]:
+        """Returns the buckets of some layers that no earlier line has waited for."""
         needed = chain.from_iterable(self.buckets.needed_by(module, chunk, layer) for layer in layers)
         first = [bucket for bucket in dict.fromkeys(needed) if bucket not in self._gathered]
         self._gathered |= set(first)
         return first
 
-    def _phases_of(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> list[list[ChunkPhase]]:
+    def _placed_phases(
+        self, module: str, kind: OpKind, chunk: int, microbatch: int
+    ) -> list[list[ChunkPhase]]:
         key = module, kind, chunk, microbatch
         if key not in self._placed:
             stage = self.plan.ranks.stage_of(module, self.device)
@@ -198,19 +215,19 @@ class Compiler:
             self._placed[key] = place_phases(f"{module}.{kind.word} chunk {chunk}", template, phases)
         return self._placed[key]
 
-    def _begin(self, module: str, kind: OpKind, virtual: int, microbatch: int) -> tuple[Run, list[Key]]:
+    def _bind_begin(self, module: str, kind: OpKind, virtual: int, microbatch: int) -> tuple[Run, list[Key]]:
         chunk = self.chunks[module][virtual // self.plan.modules[module].layout.pp]
         if kind != OpKind.FORWARD:
             key: Key = (BACKWARD, module, virtual, microbatch)
             if module == LLM and virtual == len(self.plan.modules[LLM].chunks) - 1:
                 return partial(self._begin_at_loss, chunk, microbatch), []
             return partial(self._begin_backward, chunk, key, microbatch), [key]
-        keys = self._inputs(module, virtual, microbatch)
-        needs = tuple(self._needs(key) for key in keys)
+        keys = self._input_keys(module, virtual, microbatch)
+        needs = tuple(self._needs_grad(key) for key in keys)
         return partial(self._begin_forward, chunk, module, virtual, microbatch, keys, needs), keys
 
-    def _inputs(self, module: str, virtual: int, microbatch: int) -> list[Key]:
-        """Keys of what a forward takes from the mail, in the order of its state."""
+    def _input_keys(self, module: str, virtual: int, microbatch: int) -> list[Key]:
+        """Returns the keys of the messages that a forward takes, in the order of its inputs."""
         if virtual:
             return [(FORWARD, module, virtual, microbatch)]
         if module != LLM:
@@ -222,12 +239,12 @@ class Compiler:
             if receives_rows(self.plan, self.groups.rank, name, own)
         ]
 
-    def _needs(self, key: Key) -> bool:
-        """Whether the maker of what a key names runs a backward."""
-        what, module, virtual, _ = key
+    def _needs_grad(self, key: Key) -> bool:
+        """Returns whether the chunk that produces a message runs a backward."""
+        payload, module, virtual, _ = key
         chunks = self.plan.modules[module].chunks
-        maker = chunks[-1] if what == ROWS else chunks[virtual - 1]
-        return OpKind.BACKWARD in maker.templates or OpKind.INPUT_GRAD in maker.templates
+        producer = chunks[-1] if payload == ROWS else chunks[virtual - 1]
+        return OpKind.BACKWARD in producer.templates or OpKind.INPUT_GRAD in producer.templates
 
     def _begin_forward(
         self,
@@ -236,97 +253,101 @@ class Compiler:
         virtual: int,
         microbatch: int,
         keys: list[Key],
-        needed: tuple[bool, ...],
+        keys_need_grad: tuple[bool, ...],
     ) -> None:
-        batch = self.moment.batch
+        batch = self.step_state.batch
         assert batch is not None
-        own = () if virtual else batch.inputs(module, microbatch)
-        state, wanted = list(own), [False] * len(own)
-        for key, need in zip(keys, needed, strict=True):
-            taken = self.mail.take(key)
-            state += taken
-            wanted += [need and tensor.is_floating_point() for tensor in taken]
-        needs = tuple(wanted) if self.moment.needs_backward else None
-        chunk.begin_forward(microbatch, tuple(state), needs, batch.context(module, microbatch))
+        inputs = list(() if virtual else batch.inputs(module, microbatch))
+        needs_grad = [False] * len(inputs)
+        for key, key_needs_grad in zip(keys, keys_need_grad, strict=True):
+            tensors = self.mailbox.take(key)
+            inputs += tensors
+            needs_grad += [key_needs_grad and tensor.is_floating_point() for tensor in tensors]
+        needs = tuple(needs_grad) if self.step_state.needs_backward else None
+        chunk.begin_forward(microbatch, tuple(inputs), needs, batch.context(module, microbatch))
 
     def _begin_at_loss(self, chunk: Chunk, microbatch: int) -> None:
-        """The loss has gradient 1; whatever else was made has none."""
-        assert self.moment.loss_grad is not None
-        others = (None,) * len(self.moment.outputs.get(microbatch, ()))
-        chunk.begin_backward(microbatch, (self.moment.loss_grad, *others))
+        """Begins a backward with gradient 1 for the loss and none for other outputs."""
+        assert self.step_state.loss_grad is not None
+        others = (None,) * len(self.step_state.outputs.get(microbatch, ()))
+        chunk.begin_backward(microbatch, (self.step_state.loss_grad, *others))
 
     def _begin_backward(self, chunk: Chunk, key: Key, microbatch: int) -> None:
-        chunk.begin_backward(microbatch, self.mail.take(key))
+        chunk.begin_backward(microbatch, self.mailbox.take(key))
 
-    def _end(self, module: str, kind: OpKind, virtual: int, microbatch: int) -> Run:
+    def _bind_end(self, module: str, kind: OpKind, virtual: int, microbatch: int) -> Run:
         chunk = self.chunks[module][virtual // self.plan.modules[module].layout.pp]
         last = len(self.plan.modules[module].chunks) - 1
         if kind == OpKind.FORWARD:
             if virtual < last:
-                return partial(self._hand_on, chunk, microbatch, (FORWARD, module, virtual + 1, microbatch))
+                return partial(
+                    self._put_output, chunk, microbatch, (FORWARD, module, virtual + 1, microbatch)
+                )
             if module != LLM:
-                return partial(self._hand_on, chunk, microbatch, (ROWS, module, 0, microbatch))
-            return partial(self._keep_loss, chunk, microbatch)
-        parts: list[tuple[int, int, Key]] = []  # where among the gradients, counted from the end
+                return partial(self._put_output, chunk, microbatch, (ROWS, module, 0, microbatch))
+            return partial(self._store_loss, chunk, microbatch)
+        parts: list[tuple[int, int, Key]] = []  # slices of the gradients, counted from the end
         at = 0
-        for key in reversed(self._inputs(module, virtual, microbatch)):
-            begin = at - len(self._specs_of(key))
-            if self._needs(key):
+        for key in reversed(self._input_keys(module, virtual, microbatch)):
+            begin = at - len(self._specs_under(key))
+            if self._needs_grad(key):
                 parts.append((begin, at, self._backward_key(key)))
             at = begin
-        return partial(self._hand_back, chunk, microbatch, tuple(reversed(parts)))
+        return partial(self._put_input_grads, chunk, microbatch, tuple(reversed(parts)))
 
     def _backward_key(self, key: Key) -> Key:
-        """Under which the gradient of what `key` names goes to whoever made it."""
-        what, module, virtual, microbatch = key
-        maker = len(self.plan.modules[module].chunks) - 1 if what == ROWS else virtual - 1
-        return BACKWARD, module, maker, microbatch
+        """Returns the key under which the gradient of a message goes back to its producer."""
+        payload, module, virtual, microbatch = key
+        producer = len(self.plan.modules[module].chunks) - 1 if payload == ROWS else virtual - 1
+        return BACKWARD, module, producer, microbatch
 
-    def _hand_on(self, chunk: Chunk, microbatch: int, key: Key) -> None:
-        self.mail.put(key, chunk.output(microbatch))
+    def _put_output(self, chunk: Chunk, microbatch: int, key: Key) -> None:
+        self.mailbox.put(key, chunk.output(microbatch))
 
-    def _keep_loss(self, chunk: Chunk, microbatch: int) -> None:
+    def _store_loss(self, chunk: Chunk, microbatch: int) -> None:
         output = chunk.output(microbatch)
         if self._counts_loss:
-            self.moment.losses.append(output[0])
-        if self.moment.loss_grad is None:
-            self.moment.loss_grad = torch.ones_like(output[0])
+            self.step_state.losses.append(output[0])
+        if self.step_state.loss_grad is None:
+            self.step_state.loss_grad = torch.ones_like(output[0])
         if len(output) > 1:
-            self.moment.outputs[microbatch] = output[1:]
+            self.step_state.outputs[microbatch] = output[1:]
 
-    def _hand_back(self, chunk: Chunk, microbatch: int, parts: tuple[tuple[int, int, Key], ...]) -> None:
-        """Gradients of what came by mail, to those who made it."""
+    def _put_input_grads(
+        self, chunk: Chunk, microbatch: int, parts: tuple[tuple[int, int, Key], ...]
+    ) -> None:
+        """Leaves the gradients of received inputs for their producers."""
         gradients = chunk.input_gradients(microbatch)
         for begin, end, key in parts:
-            found = gradients[begin : end or None]
-            self.mail.put(key, _present(found, self._specs_of(key), self.mail.device))
+            grads = gradients[begin : end or None]
+            self.mailbox.put(key, _zeros_if_missing(grads, self._specs_under(key), self.mailbox.device))
 
-    def _specs_of(self, key: Key) -> tuple[TensorSpec, ...]:
-        """Of what travels under a key."""
-        what, module, virtual, _ = key
+    def _specs_under(self, key: Key) -> tuple[TensorSpec, ...]:
+        """Returns the specs of the message under a key."""
+        payload, module, virtual, _ = key
         last = len(self.plan.modules[module].chunks) - 1
-        if what == ROWS or (what == BACKWARD and module != LLM and virtual == last):
+        if payload == ROWS or (payload == BACKWARD and module != LLM and virtual == last):
             return self.specs.rows[module]
-        return self.specs.inputs[module][virtual if what == FORWARD else virtual + 1]
+        return self.specs.inputs[module][virtual if payload == FORWARD else virtual + 1]
 
     # ------------------------------------------------------------------------ transfers
 
     def _transfer(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> Run:
         rank = self.groups.rank
         if kind in SEAMS:
-            axis, other = seam_edge(self.plan, rank, module, kind, microbatch)
+            axis, peer = seam_edge(self.plan, rank, module, kind, microbatch)
         else:
-            axis, other = stage_edge(self.plan, rank, module, kind)
+            axis, peer = stage_edge(self.plan, rank, module, kind)
         group = self.groups.get(axis)
         assert group is not None, axis
-        key = self._key(module, kind, chunk, microbatch)
+        key = self._message_key(module, kind, chunk, microbatch)
         if kind in SENDS:
-            return partial(self.mail.send, key, other, group)
-        self.senders[key] = (other,)
-        return partial(self.mail.receive, key, self._specs_of(key), other, group)
+            return partial(self.mailbox.send, key, peer, group)
+        self.senders[key] = (peer,)
+        return partial(self.mailbox.receive, key, self._specs_under(key), peer, group)
 
-    def _key(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> Key:
-        """What a transfer line sends or receives."""
+    def _message_key(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> Key:
+        """Returns the key of the message that a line sends or receives."""
         layout = self.plan.modules[module].layout
         virtual = chunk * layout.pp + self.plan.ranks.stage_of(module, self.device)
         last = len(self.plan.modules[module].chunks) - 1
@@ -342,17 +363,19 @@ class Compiler:
         }[kind]
 
 
-def _in_turn(runs: Sequence[Run]) -> Run:
-    return runs[0] if len(runs) == 1 else partial(_all, tuple(runs))
+def _sequence(runs: Sequence[Run]) -> Run:
+    return runs[0] if len(runs) == 1 else partial(_run_all, tuple(runs))
 
 
-def _all(runs: tuple[Run, ...]) -> None:
+def _run_all(runs: tuple[Run, ...]) -> None:
     for run in runs:
         run()
 
 
-def _present(gradients: Gradients, specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Zeros where nothing depends on an input."""
+def _zeros_if_missing(
+    gradients: Gradients, specs: tuple[TensorSpec, ...], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Replaces missing gradients, of inputs that no output depends on, by zeros."""
     return tuple(
         torch.zeros(spec.shape, dtype=spec.dtype, device=device) if gradient is None else gradient
         for gradient, spec in zip(gradients, specs, strict=True)
@@ -360,11 +383,73 @@ def _present(gradients: Gradients, specs: tuple[TensorSpec, ...], device: torch.
 
 
 def describe(plan: Plan, device: int, line: int) -> str:
-    """A line as people read it: `llm.F chunk 0 microbatch 5`."""
+    """Describes a line: `llm.F chunk 0 microbatch 5`."""
     module, kind, chunk, microbatch, _ = plan.programs[device].rows[line].tolist()
     return f"{plan.names[module]}.{OpKind(kind).word} chunk {chunk} microbatch {microbatch}"
 
 
 def forward_actions(actions: list[Action]) -> list[Action]:
-    """What is left of a program when nothing is learned."""
+    """Returns the actions of a program without a backward."""
     return [action for action in actions if action.kind in FORWARD_KINDS]
+
+
+# ---------------------------------------------------------------------------- phases at lines
+
+
+def place_phases(op: str, template: Template, phases: Sequence[ChunkPhase]) -> list[list[ChunkPhase]]:
+    """Assigns the phases of a chunk to lines of an op; returns a list of phases per line."""
+    forward = all(phase.kind in (OpKind.FORWARD, *COLLECTIVE_PHASES) for phase in phases)
+    covered: list[list[int]] = [[] for _ in phases]
+    phase_at: dict[int, int] = {}  # by line of the template
+    for place, planned in enumerate(template):
+        number = _find_phase(template, place, phases, phase_at)
+        if number is not None:
+            phase_at[place] = number
+            covered[number].append(place)
+        elif planned.name == SKIPPED_IN_RECOMPUTE and not forward:
+            continue
+        elif planned.kind in COLLECTIVE_PHASES or planned.duration_s > 0:
+            raise UserError(
+                field=f"{op} layer {planned.layer} {planned.name}",
+                problem="is in the plan, and the chunk that was given has nothing for it",
+                hint="give the modules that the plan was made for, or plan again for these",
+            )
+    placed: list[list[ChunkPhase]] = [[] for _ in template]
+    at = 0
+    for phase, places in zip(phases, covered, strict=True):
+        line = (places[-1] if forward else places[0]) if places else at
+        if line < at:
+            raise UserError(
+                field=f"{op} layer {phase.layer} {'+'.join(phase.kernels)}",
+                problem="comes before a phase that the chunk runs first",
+                hint="give the modules that the plan was made for, or plan again for these",
+            )
+        at = line
+        placed[at].append(phase)
+    return placed
+
+
+def _find_phase(
+    template: Template, place: int, phases: Sequence[ChunkPhase], phase_at: Mapping[int, int]
+) -> int | None:
+    """Returns the number of the phase that covers a line; a wait is found by its launch."""
+    planned = template[place]
+    if planned.kind == OpKind.WAIT and planned.after[0] in phase_at:
+        launch = phase_at[planned.after[0]]
+        if phases[launch].kind != OpKind.LAUNCH:
+            return launch  # an opaque chunk
+        name = phases[launch].kernels
+        rest = range(launch + 1, len(phases))
+        return next(at for at in rest if phases[at].kind == OpKind.WAIT and phases[at].kernels == name)
+    return next((at for at, phase in enumerate(phases) if _covers(phase, planned)), None)
+
+
+def _covers(phase: ChunkPhase, planned: Phase) -> bool:
+    if phase.layer == ALL_LAYERS:
+        return True
+    if phase.layer != planned.layer or (phase.kind == OpKind.RECOMPUTE) != (planned.kind == OpKind.RECOMPUTE):
+        return False
+    if planned.kind in COLLECTIVE_PHASES or phase.kind in COLLECTIVE_PHASES:
+        return phase.kind == planned.kind and planned.name in phase.kernels
+    names = planned.name, planned.name.split(".")[0]
+    return not phase.kernels or any(name in phase.kernels for name in names)

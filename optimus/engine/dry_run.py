@@ -15,7 +15,7 @@ import torch
 
 from optimus.engine.compile import MessageSpecs, describe
 from optimus.engine.config import MemoryUse, TrainingConfig
-from optimus.engine.memory_use import count_step
+from optimus.engine.memory_tracker import count_step
 from optimus.engine.process_groups import ProcessGroups, make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import FakeTensorMode, fake_world

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,24 +16,70 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimus.engine.config import MemoryUse
 from optimus.engine.distributed_optimizer import DistributedOptimizer
 from optimus.engine.executor import Executor
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import on_storage_resize
 from optimus.ir.op import Ints, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.protocols import Recorder
-from optimus.verify.memory_replay import ACTIVATIONS
+from optimus.protocols import Batch, Recorder
+from optimus.verify.memory_replay import ACTIVATIONS, bytes_along
 
 LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(len(ACTIVATIONS))
+STATES = ("parameters", "gradients", "optimizer")
+WORKING = ("working", "logits")  # planned as constant, counted with the component that allocates them
 _DEVICE = torch.ops.prim.device.default  # of tensors without numbers
+
+
+def count_step(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None, MemoryUse]:
+    """Runs one step, slower than others; returns its loss and the bytes it took."""
+    executor, parameters = rank.executor, rank.parameters
+    assert rank.optimizer is not None
+    states = states_of(parameters, rank.optimizer)
+    state_tensors = chain.from_iterable(states.values())
+    with executor.side_stream.inline(), MemoryTracker(executor, state_tensors) as tracker:
+        loss = executor.step(batch)
+    held = {name: total_bytes(tensors) for name, tensors in states.items()}
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    return loss, _compare(executor.plan, executor.groups.rank, tracker, held, dtype)
+
+
+def _compare(
+    plan: Plan, rank: int, tracker: MemoryTracker, states: Mapping[str, int], dtype: str
+) -> MemoryUse:
+    device = plan.ranks.class_of(rank)
+    alive, fixed = bytes_along(plan, device), plan.memory[device].fixed
+    working = sum(fixed[name] for name in WORKING)
+    planned = {name: fixed[name] for name in STATES}
+    peak_bytes = tracker.peak_bytes
+    live_bytes = tracker.live_bytes.sum(axis=1)
+    before = np.concatenate([[0], live_bytes[:-1]])
+    over = peak_bytes - alive.sum(axis=1) - working
+    peaks = dict(zip(ACTIVATIONS, tracker.live_bytes.max(axis=0).tolist(), strict=True))
+    return MemoryUse(
+        rank=rank,
+        planned={
+            **planned,
+            **dict(zip(ACTIVATIONS, alive.max(axis=0).tolist(), strict=True)),
+            "working": working,
+        },
+        counted={**states, **peaks, "working": int((peak_bytes - np.maximum(before, live_bytes)).max())},
+        planned_peak=sum(planned.values()) + int(alive.sum(axis=1).max()) + working,
+        counted_peak=sum(states.values()) + int(peak_bytes.max()),
+        dtype=dtype,
+        lines_over=int((over > 0).sum()),
+        most_over=max(0, int(over.max())),
+        peak_line=int(peak_bytes.argmax()),
+    )
 
 
 class MemoryTracker(TorchDispatchMode):
     """Entered around one step of an executor, whose recorder is told of lines as before.
 
-    `known` are tensors that are counted apart; the batch is not counted. `kept` is what lives at the end of
-    every line, by component; `most` what lived at most while it ran.
+    `known` are tensors that are counted apart; the batch is not counted. `live_bytes` is what lives at the
+    end of every line, by component; `peak_bytes` what lived at most while it ran.
     """
 
     def __init__(self, executor: Executor, known: Iterable[Tensor]) -> None:
@@ -47,8 +94,8 @@ class MemoryTracker(TorchDispatchMode):
             self._meet(tensor)
         self._bytes, self._total = [0] * len(ACTIVATIONS), 0
         self._now, self._most, self._next = LLM_ACTIVATIONS, 0, 0
-        self.kept: Ints = np.zeros((len(program), len(ACTIVATIONS)), np.int64)
-        self.most: Ints = np.zeros(len(program), np.int64)
+        self.live_bytes: Ints = np.zeros((len(program), len(ACTIVATIONS)), np.int64)
+        self.peak_bytes: Ints = np.zeros(len(program), np.int64)
         self._recorder: Recorder
 
     def __enter__(self) -> MemoryTracker:
@@ -69,10 +116,10 @@ class MemoryTracker(TorchDispatchMode):
         self._recorder.begin(line)
         self._now, self._most = int(self._component[line]), self._total
         passed = slice(self._next, line)  # lines that do nothing here
-        self.kept[passed], self.most[passed], self._next = self._bytes, self._most, line + 1
+        self.live_bytes[passed], self.peak_bytes[passed], self._next = self._bytes, self._most, line + 1
 
     def end(self, line: int) -> None:
-        self.kept[line], self.most[line] = self._bytes, self._most
+        self.live_bytes[line], self.peak_bytes[line] = self._bytes, self._most
         self._recorder.end(line)
 
     # ------------------------------------------------------------------------ as a mode
@@ -141,8 +188,8 @@ def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) ->
 def states_of(parameters: Sequence[Tensor], optimizer: DistributedOptimizer) -> dict[str, list[Tensor]]:
     """What is there all the time, as the plan names it; the optimizer's from its first step on."""
     buckets, adamw = optimizer.buckets, optimizer.adamw
-    kept = {} if adamw is None else adamw.state
-    moments = [each for state in kept.values() for each in state.values() if torch.is_tensor(each)]
+    live_bytes = {} if adamw is None else adamw.state
+    moments = [each for state in live_bytes.values() for each in state.values() if torch.is_tensor(each)]
     return {
         "parameters": list(parameters),
         "gradients": [bucket.grad_buffer for bucket in buckets],

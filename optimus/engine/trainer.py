@@ -17,7 +17,7 @@ from torch import distributed as dist
 from optimus.engine.batch_plan import BatchPlanExchange
 from optimus.engine.compile import describe
 from optimus.engine.config import METRICS, MemoryUse, StepMetrics, TrainingConfig, TrainingSummary
-from optimus.engine.memory_use import count_step
+from optimus.engine.memory_tracker import count_step
 from optimus.engine.process_groups import make_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.rendezvous import Membership, check_agreement, join_process_group

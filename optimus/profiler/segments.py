@@ -25,11 +25,10 @@ from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
 from optimus.models.build import build_layers, layer_count, segment_name, tensor_parallel_layer
 from optimus.models.chunk import ChunkPhase, SegmentedChunk, trainable_parameters
-from optimus.models.collectives import TpGroup
+from optimus.models.collectives import AsyncCollective, TpGroup
 from optimus.models.microbatch_inputs import LlmContext, SeamRoute, encoder_inputs, llm_inputs
 from optimus.models.sample import PlacedItem, Sample, placed_items
 from optimus.models.segment import Segment
-from optimus.profiler.at_home import LocalTpGroup
 from optimus.profiler.machine import conditions, one_thread
 
 REPETITIONS = 24
@@ -38,6 +37,31 @@ DTYPE = torch.float32
 Progress = Callable[[str, int, int], None]
 # Parts of divided layers that have no kernel of their own in a plan: whose time theirs is.
 BELONGS_TO = {"residual_add": KernelName.NORM1, "place_rows": KernelName.EMBEDDING}
+
+
+class LocalTpGroup(TpGroup):
+    """A tensor-parallel group of one real rank: its compute is real, and collectives complete at once.
+
+    Rows of other ranks are copies of its own, so that values stay ordinary; they mean nothing.
+    """
+
+    def all_gather(self, part: Tensor) -> AsyncCollective:
+        rows = part.detach()
+        return AsyncCollective(None, lambda: rows.repeat(self.size, *(1,) * (rows.dim() - 1)))
+
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> AsyncCollective:
+        own = part.shape[0]
+        for place in range(self.size):
+            whole[place * own : (place + 1) * own] = part
+        return AsyncCollective(None, lambda: whole)
+
+    def reduce_scatter(self, parts: Tensor) -> AsyncCollective:
+        rows = parts.detach()[self.rows(len(parts))]
+        return AsyncCollective(None, rows.clone)
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective:
+        came = rows.new_zeros(sum(received), *rows.shape[1:])
+        return AsyncCollective(None, lambda: came)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,8 +85,8 @@ def test_what_is_kept_is_counted_until_it_is_gone(counter: tuple[MemoryTracker, 
     count.begin(6)
     del view
     count.end(6)
-    assert count.kept.sum(axis=1)[:7].tolist() == [0, 0, 400, 400, 400, 400, 0]
-    assert count.most[:7].tolist() == [0, 0, 400, 400, 400, 400, 400]
+    assert count.live_bytes.sum(axis=1)[:7].tolist() == [0, 0, 400, 400, 400, 400, 0]
+    assert count.peak_bytes[:7].tolist() == [0, 0, 400, 400, 400, 400, 400]
 
 
 def test_what_no_line_leaves_behind_counts_while_it_runs(counter: tuple[MemoryTracker, torch.Tensor]) -> None:
@@ -94,8 +94,8 @@ def test_what_no_line_leaves_behind_counts_while_it_runs(counter: tuple[MemoryTr
     count.begin(0)
     total = float((known + 1).mul(3).sum())
     count.end(0)
-    assert total == 300 and count.kept[0].sum() == 0
-    assert 800 <= count.most[0] <= 808  # two tensors at a time, and a number
+    assert total == 300 and count.live_bytes[0].sum() == 0
+    assert 800 <= count.peak_bytes[0] <= 808  # two tensors at a time, and a number
 
 
 def test_storages_may_be_emptied_and_filled(counter: tuple[MemoryTracker, torch.Tensor]) -> None:
@@ -107,7 +107,7 @@ def test_storages_may_be_emptied_and_filled(counter: tuple[MemoryTracker, torch.
     count.begin(1)
     kept.untyped_storage().resize_(400)
     count.end(1)
-    assert count.kept.sum(axis=1)[:2].tolist() == [0, 400]
+    assert count.live_bytes.sum(axis=1)[:2].tolist() == [0, 400]
 
 
 def test_views_of_what_was_emptied_do_not_fill_it() -> None:
@@ -122,7 +122,7 @@ def test_views_of_what_was_emptied_do_not_fill_it() -> None:
         kept.untyped_storage().resize_(400)
         count.end(1)
     assert view.shape == (10, 10)
-    assert count.kept.sum(axis=1)[:2].tolist() == [0, 400]
+    assert count.live_bytes.sum(axis=1)[:2].tolist() == [0, 400]
 
 
 def test_tensors_belong_to_who_made_them(counter: tuple[MemoryTracker, torch.Tensor]) -> None:
@@ -139,7 +139,7 @@ def test_tensors_belong_to_who_made_them(counter: tuple[MemoryTracker, torch.Ten
         count.begin(line)
         held.append(torch.zeros(size))
         count.end(line)
-    assert count.kept[max(lines)].tolist() == [400, 800, 1200]
+    assert count.live_bytes[max(lines)].tolist() == [400, 800, 1200]
 
 
 # ---------------------------------------------------------------------------- plans

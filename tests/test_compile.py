@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optimus.engine.placing import place_phases
+from optimus.engine.compile import place_phases
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Phase as PlannedPhase
