@@ -145,7 +145,7 @@ def test_without_the_job_it_says_what_it_does_not_know() -> None:
     page = Page(report_html(alone()))
     assert len(page.of("h2")) == 4
     assert any("name its job with --job" in text for text in page.of("p"))
-    assert any("Only this plan was played again" in text for text in page.of("p"))
+    assert any("Only this plan was simulated again" in text for text in page.of("p"))
     assert {bar.name for bar in alone().where.bars} == set(planned().systems)
     assert [bar.own for bar in alone().where.bars if bar.parts] == [True]
 
