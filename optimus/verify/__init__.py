@@ -1,1 +1,1 @@
-"""Parts of the validator: what a plan asks for, what waits for what, deadlocks, time and bytes."""
+"""Verifies plans by nine rules and an independent replay of time and memory."""

@@ -1,6 +1,6 @@
-"""Proves that no device can wait for ever, under three models of how devices run their lines.
+"""Proves that no device waits forever, under three models of how devices run their lines.
 
-Each model is a graph of what must happen before what; a plan that is free of deadlock has no circle in it.
+Each model is a graph of events; a plan is free of deadlock if the graph has no cycle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from optimus.verify.waits import Waits, chained
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
-    """Lines that wait for each other: each for the next, the last for the first."""
+    """Cycle of lines that wait for each other: each for the next, the last for the first."""
 
     model: str
     lines: tuple[int, ...]
@@ -28,13 +28,13 @@ ONE_QUEUE = "all communication of a device goes through one queue"
 
 
 def check_hosts(waits: Waits) -> Cycle | None:
-    """Model (a): hosts run their lines in order; only sends, waits, gated forwards and finish block."""
+    """Checks model (a): hosts run lines in order; sends, waits, gated forwards and the optimizer block."""
     lines, count = waits.lines, len(waits.lines)
     rows = np.arange(count)
     not_first = rows != lines.first[lines.device]
     send_of = np.full(count, -1)
     send_of[waits.recv] = waits.send
-    # What consumes received data needs its send to have been reached: the line before that to have ended.
+    # A consumer of received data needs the send to be reached: the line before the send to have ended.
     consumes = send_of[waits.before] >= 0
     sends, consumers = send_of[waits.before[consumes]], waits.after[consumes]
     reached = not_first[sends]
@@ -47,8 +47,8 @@ def check_hosts(waits: Waits) -> Cycle | None:
     )
     needs = meets[waits.before] & blocks
     meetings = len(waits.meeting_size)
-    there = np.bincount(waits.meeting[posts], minlength=meetings)
-    never = count + np.flatnonzero((there > 0) & (there < waits.meeting_size))
+    posted = np.bincount(waits.meeting[posts], minlength=meetings)
+    never = count + np.flatnonzero((posted > 0) & (posted < waits.meeting_size))
     edges = [
         (rows[not_first] - 1, rows[not_first]),
         (waits.recv, waits.send),
@@ -63,7 +63,7 @@ def check_hosts(waits: Waits) -> Cycle | None:
 
 
 def check_streams(waits: Waits, *, one_queue: bool) -> Cycle | None:
-    """Model (b): compute in order, a queue per communicator. Model (c): one queue for all of them."""
+    """Checks model (b), compute in order and a queue per communicator, or model (c), one queue for all."""
     lines, count = waits.lines, len(waits.lines)
     node = np.arange(count)
     _, first, number = np.unique(waits.meeting, return_index=True, return_inverse=True)
@@ -71,17 +71,17 @@ def check_streams(waits: Waits, *, one_queue: bool) -> Cycle | None:
     node[meets] = first[number[meets]]
     node[waits.recv] = node[waits.send]
     compute = waits.lane == Lane.COMPUTE
-    talks = ~compute
+    communicates = ~compute
     latest = np.maximum.accumulate(np.where(compute, np.arange(count), -1))
-    behind = talks & (latest >= lines.first[lines.device])
+    behind = communicates & (latest >= lines.first[lines.device])
     data = ~np.isin(lines.kind[waits.after], RECVS)  # a receive and its send are one node
-    there = np.bincount(waits.meeting[meets], minlength=len(waits.meeting_size))
-    never = np.flatnonzero(meets)[(there < waits.meeting_size)[waits.meeting[meets]]]
+    posted = np.bincount(waits.meeting[meets], minlength=len(waits.meeting_size))
+    never = np.flatnonzero(meets)[(posted < waits.meeting_size)[waits.meeting[meets]]]
     edges = [
         (waits.before[data], waits.after[data]),
         chained(lines.device, compute),
         (latest[behind], np.flatnonzero(behind)),
-        chained(lines.device, talks) if one_queue else chained(_communicators(waits), talks),
+        chained(lines.device if one_queue else _communicators(waits), communicates),
         (never, never),
     ]
     joined = [(node[before], node[after]) for before, after in edges]
@@ -89,7 +89,7 @@ def check_streams(waits: Waits, *, one_queue: bool) -> Cycle | None:
 
 
 def _communicators(waits: Waits) -> Ints:
-    """The queue of every line of communication: per class, and per group or directed edge of a module."""
+    """Returns the queue of every line: per class, and per group or directed edge of a module."""
     lines, count = waits.lines, len(waits.lines)
     peer = np.full(count, -1)
     peer[waits.send], peer[waits.recv] = lines.device[waits.recv], lines.device[waits.send]
@@ -100,16 +100,16 @@ def _communicators(waits: Waits) -> Ints:
 
 
 def _cycle(model: str, count: int, edges: list[tuple[Ints, Ints]], lines: int) -> Cycle | None:
-    """Takes away what waits for nothing, again and again; what is left holds a circle."""
+    """Removes nodes that wait for nothing until none is left; any remainder holds a cycle."""
     before = np.concatenate([first for first, _ in edges])
     after = np.concatenate([second for _, second in edges])
     offset, following, pending = followers(count, before, after)
     free = [node for node, waiting in enumerate(pending) if not waiting]
     for node in free:  # grows
-        for other in following[offset[node] : offset[node + 1]]:
-            pending[other] -= 1
-            if not pending[other]:
-                free.append(other)
+        for follower in following[offset[node] : offset[node + 1]]:
+            pending[follower] -= 1
+            if not pending[follower]:
+                free.append(follower)
     if len(free) == count:
         return None
     stuck = np.array(pending) > 0
@@ -120,5 +120,5 @@ def _cycle(model: str, count: int, edges: list[tuple[Ints, Ints]], lines: int) -
     while node not in seen:
         seen[node] = len(seen)
         node = waits_for[node]
-    circle = list(seen)[seen[node] :]
-    return Cycle(model=model, lines=tuple(node for node in circle if node < lines))
+    cycle = list(seen)[seen[node] :]
+    return Cycle(model=model, lines=tuple(node for node in cycle if node < lines))

@@ -1,4 +1,4 @@
-"""Says which lines the header of a plan asks for, and where each of them stands in the programs."""
+"""Derives the lines that a plan's header requires and finds each of them in the programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ONE = np.zeros(1, np.int64)
 
 
 class BlockKey(NamedTuple):
-    """The lines of one kind of one chunk of a module on a device class."""
+    """Key of a block: the lines of one kind of one chunk of a module on a device class."""
 
     device: int
     module: str
@@ -26,15 +26,15 @@ class BlockKey(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What `BlockKey` holds: a line per microbatch and place."""
+    """Expected lines of a key: one per microbatch and place."""
 
-    where: BlockKey
+    key: BlockKey
     microbatches: Ints
     places: Ints
 
 
 def backward_kind(plan: Plan, module: str, virtual: int) -> OpKind | None:
-    """The op of a virtual stage that makes the gradient for the one before it."""
+    """Returns the kind of op that computes a virtual stage's input gradient; None if it has no backward."""
     kinds = plan.modules[module].chunks[virtual].templates
     return (
         OpKind.BACKWARD
@@ -46,12 +46,12 @@ def backward_kind(plan: Plan, module: str, virtual: int) -> OpKind | None:
 
 
 def bucket_chunk(bucket: Bucket) -> int:
-    """The chunk that lines of a bucket carry: 0 for a bucket of the whole stage."""
+    """Returns the chunk that lines of a bucket carry: 0 for a bucket of the whole stage."""
     return max(bucket.chunk, 0)
 
 
 class ExpectedLines:
-    """The lines that a header asks for."""
+    """Lines that the header of a plan requires."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.ranks = plan, plan.ranks
@@ -61,22 +61,25 @@ class ExpectedLines:
             owner = np.array(module.pipelines, np.int64)
             count = self.ranks.num_pipelines(name)
             self._by_pipeline[name] = [np.flatnonzero(owner == number) for number in range(count)]
-        self._wanted = {name: self._gradients(name) for name in plan.modules}
+        self._needs_grad = {name: self._gradients(name) for name in plan.modules}
 
     def _gradients(self, name: str) -> list[bool]:
-        """Whether the gradient of each virtual stage's output is asked for."""
-        wanted: list[bool] = []
+        """Returns, per virtual stage, whether the gradient of its output is needed."""
+        needs_grad: list[bool] = []
         for virtual in range(len(self.plan.modules[name].chunks)):
             here = backward_kind(self.plan, name, virtual) is not None
-            wanted.append(here or bool(wanted and wanted[-1]))
-        return wanted
+            needs_grad.append(here or bool(needs_grad and needs_grad[-1]))
+        return needs_grad
 
     def microbatches(self, name: str, device: int) -> Ints:
-        """Microbatches of a module that a device class computes."""
+        """Returns the microbatches of a module that a device class computes."""
         return self._by_pipeline[name][self.ranks.pipeline_of(name, device)]
 
     def arriving(self, name: str, device: int) -> list[tuple[int, Ints]]:
-        """For a class of LLM stage 0: who sends an encoder's rows to it (maybe itself), and which."""
+        """Returns the classes that send an encoder's rows to a class of LLM stage 0, and their microbatches.
+
+        The class itself is one of them if an encoder pipeline ends on it.
+        """
         stage, context, position = self.ranks.coordinates(device)
         if stage != 0:
             return []
@@ -88,7 +91,7 @@ class ExpectedLines:
         return [(sender, self.microbatches(name, sender)) for sender in senders]
 
     def blocks(self) -> Iterator[Block]:
-        """All of them, by device class, module, kind and chunk."""
+        """Yields all blocks in order of device class, module, kind and chunk."""
         for device in range(self.ranks.num_classes):
             for name in self.plan.modules:
                 yield from self._ops(device, name)
@@ -107,32 +110,32 @@ class ExpectedLines:
                     yield Block(BlockKey(device, name, kind, chunk), mine, np.arange(phases))
 
     def _transfers(self, device: int, name: str) -> Iterator[Block]:
-        """Between virtual stages: none where the next one is on the same class."""
+        """Yields transfers between virtual stages; none where both are on the same class."""
         layout, stage = self.plan.modules[name].layout, self.ranks.stage_of(name, device)
         if layout.pp == 1:
             return
-        wanted, mine = self._wanted[name], self.microbatches(name, device)
+        needs_grad, mine = self._needs_grad[name], self.microbatches(name, device)
         virtual = [chunk * layout.pp + stage for chunk in range(layout.chunks)]
         last = layout.virtual_stages - 1
         for kind, needed in (
             (OpKind.SEND_F, [v < last for v in virtual]),
             (OpKind.RECV_F, [v > 0 for v in virtual]),
-            (OpKind.SEND_B, [v > 0 and wanted[v - 1] for v in virtual]),
-            (OpKind.RECV_B, [v < last and wanted[v] for v in virtual]),
+            (OpKind.SEND_B, [v > 0 and needs_grad[v - 1] for v in virtual]),
+            (OpKind.RECV_B, [v < last and needs_grad[v] for v in virtual]),
         ):
             for chunk in range(layout.chunks):
                 if needed[chunk]:
                     yield Block(BlockKey(device, name, kind, chunk), mine, _ONE)
 
     def _seam(self, device: int, name: str) -> Iterator[Block]:
-        """Between an encoder's last stage and LLM stage 0."""
+        """Yields transfers between an encoder's last stage and LLM stage 0."""
         if name == LLM:
             return
         ends_here = self.ranks.stage_of(name, device) == self.plan.modules[name].layout.pp - 1
         sent = self.microbatches(name, device) if ends_here and self.ranks.coordinates(device)[0] else None
-        others = [rows for sender, rows in self.arriving(name, device) if sender != device]
-        received = np.sort(np.concatenate(others)) if others else None
-        back = self._wanted[name][-1]
+        remote = [rows for sender, rows in self.arriving(name, device) if sender != device]
+        received = np.sort(np.concatenate(remote)) if remote else None
+        back = self._needs_grad[name][-1]
         for kind, rows in (
             (OpKind.SEND_SEAM, sent),
             (OpKind.RECV_SEAM, received),
@@ -151,7 +154,7 @@ class ExpectedLines:
 
 
 class PlanLines:
-    """All programs of a plan, one below the other; a line is named by its row."""
+    """Programs of all device classes as columns; a line is identified by its row."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -161,13 +164,13 @@ class PlanLines:
         self.device: Ints = np.repeat(np.arange(len(sizes)), sizes)
         rows = np.concatenate([program.rows for program in programs]).astype(np.int64)
         self.module, self.kind, self.chunk, self.microbatch, self.place = rows.T
-        self._found: dict[BlockKey, tuple[Ints, Ints]] = {}
+        self._blocks: dict[BlockKey, tuple[Ints, Ints]] = {}
 
     def __len__(self) -> int:
         return len(self.device)
 
     def text(self, line: int) -> str:
-        """`class 3 line 120: llm.F 3 12 4`, counting lines of a class from 1."""
+        """Returns `class 3 line 120: llm.F 3 12 4`, counting lines of a class from 1."""
         device, module = int(self.device[line]), int(self.module[line])
         names = self.plan.names
         name = names[module] if 0 <= module < len(names) else f"module {module}"
@@ -178,37 +181,37 @@ class PlanLines:
 
     @cached_property
     def identity(self) -> Ints:
-        """A number per line that is the same on every device class: its module, kind, chunk and so on."""
-        found: Ints = np.zeros(len(self), np.int64)
+        """Keys of lines, equal on all device classes: module, kind, chunk, microbatch and place."""
+        identity: Ints = np.zeros(len(self), np.int64)
         for column in (self.module, self.kind, self.chunk, self.microbatch, self.place):
-            found = found * (1 + column.max(initial=0)) + column
-        return found
+            identity = identity * (1 + column.max(initial=0)) + column
+        return identity
 
-    def locate(self, where: list[Block], order: Ints) -> None:
-        """Remembers that the lines of the blocks, in turn, stand at rows `order`."""
+    def locate(self, blocks: list[Block], order: Ints) -> None:
+        """Records that the lines of the blocks, one after another, are at rows `order`."""
         at = 0
-        for key, microbatches, places in where:
+        for key, microbatches, places in blocks:
             size = len(microbatches) * len(places)
             rows = order[at : at + size].reshape(len(microbatches), len(places))
-            self._found[key] = (microbatches, rows)
+            self._blocks[key] = (microbatches, rows)
             at += size
 
     def at(self, device: int, module: str, kind: OpKind, chunk: int = 0) -> Ints:
-        """Rows of a block: one row per microbatch, one column per place; empty if there is none."""
-        found = self._found.get(BlockKey(device, module, kind, chunk))
-        return np.zeros((0, 0), np.int64) if found is None else found[1]
+        """Returns the rows of a block, microbatches by places; empty if there is no such block."""
+        block = self._blocks.get(BlockKey(device, module, kind, chunk))
+        return np.zeros((0, 0), np.int64) if block is None else block[1]
 
     def all_blocks(self) -> Iterator[tuple[BlockKey, Ints, Ints]]:
-        """Every block with its microbatches and the rows of its lines."""
-        return ((where, *found) for where, found in self._found.items())
+        """Yields every block with its microbatches and the rows of its lines."""
+        return ((key, *block) for key, block in self._blocks.items())
 
 
-def check_coverage(lines: PlanLines, asked: ExpectedLines) -> Problems:
-    """Missing, repeated and foreign lines; remembers where the lines are if there are none of these."""
-    plan, blocks = lines.plan, list(asked.blocks())
+def check_coverage(lines: PlanLines, expected: ExpectedLines) -> Problems:
+    """Yields missing, repeated and unexpected lines; if there are none, records where the blocks are."""
+    plan, blocks = lines.plan, list(expected.blocks())
     wanted = sum(len(block.microbatches) * len(block.places) for block in blocks)
     if wanted > 4 * len(lines) + 10_000:
-        yield "programs", f"{len(lines)} lines where the header asks for {wanted}"
+        yield "programs", f"{len(lines)} lines where the header requires {wanted}"
         return
     size = _sizes(plan, blocks)
     columns = (lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place)
@@ -216,38 +219,38 @@ def check_coverage(lines: PlanLines, asked: ExpectedLines) -> Problems:
     for column, limit in zip(columns, size, strict=True):
         known &= (column >= 0) & (column < limit)
     for line in np.flatnonzero(~known).tolist():
-        yield lines.text(line), "is not asked for: out of range"
+        yield lines.text(line), "is unexpected: out of range"
     rows = np.flatnonzero(known)
     keys = lines.device[rows]
     for column, limit in zip(columns, size, strict=True):
         keys = keys * limit + column[rows]
     order = np.argsort(keys, kind="stable")
-    expected = _keys(plan, blocks, size)
-    if len(rows) == len(lines) and np.array_equal(keys[order], expected):
+    required = _keys(plan, blocks, size)
+    if len(rows) == len(lines) and np.array_equal(keys[order], required):
         lines.locate(blocks, order)
         return
-    found, first = np.unique(keys, return_index=True)
-    for line in rows[first[~np.isin(found, expected)]].tolist():
-        yield lines.text(line), "is not asked for: not this class's, or no such op"
+    present, first = np.unique(keys, return_index=True)
+    for line in rows[first[~np.isin(present, required)]].tolist():
+        yield lines.text(line), "is unexpected: another class's, or no such op"
     for at in (np.flatnonzero(np.diff(keys[order]) == 0) + 1).tolist():
-        yield lines.text(int(rows[order[at]])), "stands there again"
-    for key in expected[~np.isin(expected, found)].tolist():
+        yield lines.text(int(rows[order[at]])), "is repeated"
+    for key in required[~np.isin(required, present)].tolist():
         yield _name(plan, key, size), "is missing"
 
 
 def _sizes(plan: Plan, blocks: list[Block]) -> tuple[int, ...]:
-    """What module, kind, chunk, microbatch and place stay below."""
+    """Returns upper bounds of module, kind, chunk, microbatch and place."""
     return (
         len(plan.names),
         len(OpKind),
-        1 + max(block.where.chunk for block in blocks),
+        1 + max(block.key.chunk for block in blocks),
         1 + max((int(block.microbatches[-1]) for block in blocks if len(block.microbatches)), default=0),
         1 + max((int(block.places[-1]) for block in blocks if len(block.places)), default=0),
     )
 
 
 def _keys(plan: Plan, blocks: list[Block], size: tuple[int, ...]) -> Ints:
-    """Every line asked for as one number; ascending, because blocks come in this order."""
+    """Returns every expected line as one number; ascending, because blocks come in this order."""
     modules, kinds, chunks, microbatches, places = size
     number = {name: index for index, name in enumerate(plan.names)}
     parts = []
@@ -259,7 +262,7 @@ def _keys(plan: Plan, blocks: list[Block], size: tuple[int, ...]) -> Ints:
 
 
 def _name(plan: Plan, key: int, size: tuple[int, ...]) -> str:
-    """A line that stands nowhere, as it would be written."""
+    """Returns the text of a line that is in no program."""
     words = []
     for limit in reversed(size):
         key, value = divmod(key, limit)

@@ -1,4 +1,4 @@
-"""What a header must hold so that its programs train the model: layers, buckets, the seam, capacity."""
+"""Checks the header of a plan: layouts, templates, layers, buckets, the seam, recomputation, capacity."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Template
 from optimus.ir.ranks import LLM
 from optimus.verify.expected_lines import Problems, backward_kind
 
-_LARGEST = 2**53  # of a number of bytes: sums stay exact
+_MAX_BYTES = 2**53  # sums stay exact in float64
 
 
 def check_header(plan: Plan) -> Problems:
-    """What is wrong with the tables that say which lines are needed."""
+    """Yields problems of the tables from which the expected lines follow."""
     if LLM not in plan.modules or list(plan.modules)[-1] != LLM:
         yield "modules", f"the last module is not {LLM}"
         return
@@ -35,7 +35,7 @@ def check_header(plan: Plan) -> Problems:
 def _layout_problems(plan: Plan) -> Problems:
     llm = plan.modules[LLM].layout
     lines = sum(len(program) for program in plan.programs)
-    if not 1 <= plan.microbatches <= max(lines, 1):  # so that tables made from it cannot be large
+    if not 1 <= plan.microbatches <= max(lines, 1):  # so that tables of that size stay small
         yield "microbatches", f"{plan.microbatches} of them in {lines} lines"
     for name, module in plan.modules.items():
         layout = module.layout
@@ -63,7 +63,7 @@ def _module_problems(plan: Plan, name: str) -> Problems:
             yield name, f"{len(owners)} pipelines for {count} encoder microbatches"
         elif not all(0 <= owner < pipelines for owner in owners):
             yield name, f"a microbatch on a pipeline that is none of its {pipelines}"
-    asked = False  # whether the gradient of the stage before is needed
+    needs_grad = False  # of the previous virtual stage's output
     for virtual, chunk in enumerate(module.chunks):
         kinds = {kind for kind, template in chunk.templates.items() if plan.templates[template]}
         if OpKind.FORWARD not in kinds or len(kinds) != len(chunk.templates):
@@ -73,15 +73,18 @@ def _module_problems(plan: Plan, name: str) -> Problems:
         ):
             yield f"{name} virtual stage {virtual}", "has another backward than B, I, or I and W"
         backward = backward_kind(plan, name, virtual) is not None
-        if asked and not backward:
-            yield f"{name} virtual stage {virtual}", "has no backward, but one before it needs its gradient"
-        asked = asked or backward
-    if name != LLM and asked and backward_kind(plan, LLM, 0) is None:
+        if needs_grad and not backward:
+            yield (
+                f"{name} virtual stage {virtual}",
+                "has no backward, but an earlier stage needs its gradient",
+            )
+        needs_grad = needs_grad or backward
+    if name != LLM and needs_grad and backward_kind(plan, LLM, 0) is None:
         yield name, "needs a gradient, but the LLM's first virtual stage has no backward"
 
 
 def _number_problems(plan: Plan) -> Problems:
-    """Seconds and bytes with which nothing can be computed."""
+    """Yields durations and sizes that are negative, not finite or too large."""
     seconds = [plan.slowdown, plan.launch_s, *plan.finish_s]
     sizes = [plan.capacity_bytes]
     for template in plan.templates.values():
@@ -96,15 +99,15 @@ def _number_problems(plan: Plan) -> Problems:
             seconds += [bucket.gather_s, bucket.reduce_s]
     if not all(isfinite(value) and value >= 0 for value in seconds):
         yield "header", "a duration is negative or not finite"
-    if not all(0 <= value <= _LARGEST for value in sizes):
+    if not all(0 <= value <= _MAX_BYTES for value in sizes):
         yield "header", "a size in bytes is negative or too large"
     for name, template in plan.templates.items():
         if any(not 0 <= dep < place for place, phase in enumerate(template) for dep in phase.after):
-            yield f"template {name}", "a phase comes after one that does not stand before it"
+            yield f"template {name}", "a phase waits for one that does not precede it"
 
 
 def check_layers(plan: Plan) -> Problems:
-    """Templates name layers of their chunk, and no others."""
+    """Checks that templates name only layers of their chunk."""
     for name, module in plan.modules.items():
         for virtual, chunk in enumerate(module.chunks):
             where = f"{name} virtual stage {virtual}"
@@ -115,7 +118,7 @@ def check_layers(plan: Plan) -> Problems:
 
 
 def check_recomputation(plan: Plan) -> Problems:
-    """Modules state the kernels that their templates recompute, and whether they gather inputs again."""
+    """Checks that modules state which kernels their templates recompute and whether they repeat gathers."""
     for name, module in plan.modules.items():
         templates = {template for chunk in module.chunks for template in chunk.templates.values()}
         phases = [phase for template in templates for phase in plan.templates[template]]
@@ -131,7 +134,7 @@ def check_recomputation(plan: Plan) -> Problems:
 
 
 def check_parameters(plan: Plan) -> Problems:
-    """Where ranks hold the same weights, what is trained is gathered before its forward and reduced."""
+    """Checks that replicated weights that are trained are gathered before their forward and reduced."""
     for name, module in plan.modules.items():
         if module.layout.replica_ranks == 1:
             continue
@@ -157,7 +160,7 @@ def _holds(bucket: Bucket, chunk: int, layer: int) -> bool:
 
 
 def check_seam(plan: Plan) -> Problems:
-    """Rows that reach other TP or CP ranks of LLM stage 0 are gathered before anything else of a forward."""
+    """Checks that seam rows of other TP or CP ranks are gathered before the compute of an LLM forward."""
     needed = {Communicator.TP} if plan.ranks.positions > 1 else set()
     needed |= {Communicator.CP} if plan.ranks.llm.cp > 1 else set()
     if not needed or not any(module.seam_bytes for module in plan.encoders.values()):
@@ -169,19 +172,19 @@ def check_seam(plan: Plan) -> Problems:
 
 
 def _leading_launches(template: Template) -> set[Communicator]:
-    """Groups whose collectives come before all compute."""
-    found = set()
+    """Returns the communicators whose collectives precede all compute."""
+    leading = set()
     for phase in template:
         if phase.kind not in (OpKind.LAUNCH, OpKind.WAIT):
             break
         if phase.kind == OpKind.LAUNCH:
-            found.add(Communicator(phase.communicator))
+            leading.add(Communicator(phase.communicator))
     entries = [phase for phase in template if not phase.after]
-    return found if all(phase.kind == OpKind.LAUNCH for phase in entries) else set()
+    return leading if all(phase.kind == OpKind.LAUNCH for phase in entries) else set()
 
 
 def check_capacity(plan: Plan) -> Problems:
-    """The memory that a plan is checked against is that of the GPU it is bound to."""
+    """Checks that the capacity does not exceed the GPU's that the plan is bound to."""
     bound = plan.bound_to.get("cluster", {}).get("gpu.memory_bytes")
     if isinstance(bound, int | float) and plan.capacity_bytes > bound:
         yield "capacity_bytes", f"{plan.capacity_bytes} are more than the GPU's {bound:.0f}"

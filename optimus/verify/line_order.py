@@ -1,4 +1,4 @@
-"""Checks the order of lines: after what they need, next to what they belong to, alike at both ends."""
+"""Checks the order of lines: after their inputs, next to their producers, equal at both ends."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from optimus.verify.waits import Derivation, Waits
 
 
 def check_data(derived: Derivation, waits: Waits) -> Problems:
-    """Everything stands after what it needs on its class, and where the rules of order want it."""
+    """Checks that lines follow what they wait for on their class, and the rules of order."""
     lines = waits.lines
     for where, _, rows in lines.all_blocks():
         if where.kind <= OpKind.WEIGHT_GRAD and rows.shape[1] > 1 and (np.diff(rows, axis=1) <= 0).any():
             early = rows[:, 1:][np.diff(rows, axis=1) <= 0]
             for line in early.tolist():
-                yield lines.text(line), "stands before the previous phase of its op"
+                yield lines.text(line), "comes before the previous phase of its op"
     wrong = (lines.device[waits.before] == lines.device[waits.after]) & (waits.before >= waits.after)
     for before, after in zip(waits.before[wrong].tolist(), waits.after[wrong].tolist(), strict=True):
-        yield lines.text(after), f"stands before what it waits for: {lines.text(before)}"
+        yield lines.text(after), f"comes before what it waits for: {lines.text(before)}"
     for device, end in enumerate(lines.first[1:].tolist()):
         if end == lines.first[device] or lines.kind[end - 1] != OpKind.OPTIMIZER:
-            yield f"class {device}", "its last line is not finish"
+            yield f"class {device}", "the last line is not finish"
     for name, shape in derived.phases.items():
         for launch, wait in shape.wait_of.items():
             if wait < 0:
@@ -32,15 +32,15 @@ def check_data(derived: Derivation, waits: Waits) -> Problems:
 
 
 def _neighbours(derived: Derivation, waits: Waits) -> Problems:
-    """What must stand right after a certain phase, or after any phase of the LLM."""
+    """Checks lines that must directly follow a certain phase, or any phase of the LLM."""
     lines = waits.lines
     rows = np.arange(len(lines))
     latest = np.maximum.accumulate(np.where(lines.kind <= OpKind.WEIGHT_GRAD, rows, -1))
-    previous = np.concatenate([[-1], latest[:-1]])  # the last phase before each line, on its class
+    previous = np.concatenate([[-1], latest[:-1]])  # latest phase before each line, on its class
     previous[previous < lines.first[:-1][lines.device]] = -1
     follows = _predecessors(derived, lines)
     for line in rows[(follows >= 0) & (previous != follows)].tolist():
-        yield lines.text(line), f"does not stand right after {lines.text(int(follows[line]))}"
+        yield lines.text(line), f"does not directly follow {lines.text(int(follows[line]))}"
     llm = list(lines.plan.modules).index(LLM)
     receives = (lines.module == llm) & np.isin(lines.kind, (OpKind.RECV_F, OpKind.RECV_B))
     receives |= lines.kind == OpKind.RECV_SEAM
@@ -49,7 +49,7 @@ def _neighbours(derived: Derivation, waits: Waits) -> Problems:
 
 
 def _predecessors(derived: Derivation, lines: PlanLines) -> Ints:
-    """The phase right after which a line must stand: of the LLM's launches and all sends; -1 for others."""
+    """Returns the phase that each LLM launch and each send must directly follow; -1 for the rest."""
     plan = lines.plan
     follows = np.full(len(lines), -1)
     for (device, name, kind, chunk), microbatches, rows in lines.all_blocks():
@@ -61,17 +61,17 @@ def _predecessors(derived: Derivation, lines: PlanLines) -> Ints:
             follows[rows] = lines.at(device, name, OpKind.FORWARD, chunk)[:, -1:]
         elif kind in (OpKind.SEND_B, OpKind.SEND_SEAM_B):
             seam = kind == OpKind.SEND_SEAM_B
-            maker, at = (LLM, 0) if seam else (name, virtual)
-            made = lines.at(
-                device, maker, backward_kind(plan, maker, at) or OpKind.BACKWARD, 0 if seam else chunk
+            producer, at = (LLM, 0) if seam else (name, virtual)
+            backward = lines.at(
+                device, producer, backward_kind(plan, producer, at) or OpKind.BACKWARD, 0 if seam else chunk
             )
             of = microbatches // plan.modules[name].microbatches_per_llm_microbatch if seam else slice(None)
-            follows[rows] = made[of, -1:]
+            follows[rows] = backward[of, -1:]
     return follows
 
 
 def check_pairs(waits: Waits) -> Problems:
-    """Between two classes, transfers of a module and of {pipeline, seam} are in one order at both ends."""
+    """Checks that two classes order their transfers of a module, pipeline or seam, in the same way."""
     lines = waits.lines
     here, there = lines.device[waits.send], lines.device[waits.recv]
     low, high = np.minimum(here, there), np.maximum(here, there)
@@ -82,11 +82,11 @@ def check_pairs(waits: Waits) -> Problems:
     order_high = np.lexsort((at_high, seam, lines.module[waits.send], high, low))
     for at in np.flatnonzero(order_low != order_high).tolist():
         one, other = int(at_low[order_low[at]]), int(at_high[order_high[at]])
-        yield lines.text(one), f"at the other end the transfer in its turn is {lines.text(other)}"
+        yield lines.text(one), f"at the other end the transfer in this position is {lines.text(other)}"
 
 
 def check_groups(waits: Waits) -> Problems:
-    """Collectives of groups that two classes share stand in the same order on both."""
+    """Checks that two classes order the collectives of the groups they share in the same way."""
     lines, members = waits.lines, waits.group_members
     num_classes = len(lines.first) - 1
     groups_of: list[set[int]] = [set() for _ in range(num_classes)]
@@ -96,7 +96,7 @@ def check_groups(waits: Waits) -> Problems:
     cache: dict[tuple[int, frozenset[int]], Ints] = {}
 
     def issued(device: int, shared: frozenset[int]) -> Ints:
-        """Lines of a class that belong to one of the groups, in order."""
+        """Returns the lines of a class that belong to one of the groups, in order."""
         if (device, shared) not in cache:
             first, end = lines.first[device], lines.first[device + 1]
             wanted = np.zeros(len(members) + 1, bool)  # the last is for lines of no group

@@ -25,10 +25,10 @@ def op_grid(plan: Plan, *, aligned: bool = True) -> Grid:
     first = phases & (lines.place == 0)
     before, after = chained(lines.device, phases)
     if aligned:
-        asked = ExpectedLines(plan)
-        broken = next(iter(check_coverage(lines, asked)), None)
+        expected = ExpectedLines(plan)
+        broken = next(iter(check_coverage(lines, expected)), None)
         assert broken is None, broken
-        waits = Derivation(lines, asked).derive()
+        waits = Derivation(lines, expected).derive()
         before, after = np.concatenate([before, waits.before]), np.concatenate([after, waits.after])
     step = _longest_path(first, before, after)
     grid: Grid = [[None] * len(plan.programs) for _ in range(int(step.max(initial=0)))]
@@ -45,13 +45,13 @@ def _longest_path(counted: Ints, before: Ints, after: Ints) -> Ints:
     count = len(counted)
     offset, following, pending = followers(count, before, after)
     length = counted.astype(np.int64).tolist()
-    own = list(length)
+    weight = list(length)
     free = [line for line, waiting in enumerate(pending) if not waiting]
     for line in free:  # grows
-        for other in following[offset[line] : offset[line + 1]]:
-            length[other] = max(length[other], length[line] + own[other])
-            pending[other] -= 1
-            if not pending[other]:
-                free.append(other)
-    assert len(free) == count, "lines wait in a circle"
+        for follower in following[offset[line] : offset[line + 1]]:
+            length[follower] = max(length[follower], length[line] + weight[follower])
+            pending[follower] -= 1
+            if not pending[follower]:
+                free.append(follower)
+    assert len(free) == count, "lines wait in a cycle"
     return np.array(length, np.int64)

@@ -1,4 +1,4 @@
-"""Plays the lines of a plan in time, exactly as docs/plan-file.md says time passes."""
+"""Replays the lines of a plan in time, by the semantics of docs/plan-file.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optimus.verify.waits import Waits
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replay:
-    """Start and end of every line; negative where the plan stops before."""
+    """Start and end of every line; negative for lines that never run."""
 
     start_s: Floats
     end_s: Floats
@@ -28,18 +28,20 @@ class Replay:
 
 
 def followers(count: int, before: Ints, after: Ints) -> tuple[list[int], list[int], list[int]]:
-    """What follows every node, as offsets and nodes, and how many each node waits for."""
+    """Returns the successors of every node as offsets and nodes, and the number of its predecessors."""
     order = np.argsort(before, kind="stable")
     offset = np.concatenate([[0], np.cumsum(np.bincount(before, minlength=count))])
     return offset.tolist(), after[order].tolist(), np.bincount(after, minlength=count).tolist()
 
 
 def replay(waits: Waits) -> Replay:
-    """An event loop: a line is ready when its lane and all it waits for have ended, and it is issued."""
-    return _Player(waits).play()
+    """Runs an event loop: a line is ready once issued, its lane is free and all it waits for has ended."""
+    return _EventLoop(waits).run()
 
 
-class _Player:
+class _EventLoop:
+    """State of a replay; compute under resident collectives runs slower."""
+
     def __init__(self, waits: Waits) -> None:
         plan, count = waits.lines.plan, len(waits.lines)
         earlier, later = waits.lane_order
@@ -59,14 +61,14 @@ class _Player:
         self.start = [-1.0] * count
         self.end = [-1.0] * count
         self.heap: list[tuple[float, int]] = []
-        # Per device: how many collectives are there, the compute phase that runs, and when it ends.
+        # Per device: resident collectives, the running compute phase, and when it ends.
         classes = len(plan.programs)
-        self.here = [0] * classes
+        self.residents = [0] * classes
         self.running = [-1] * classes
         self.due = [0.0] * classes
 
-    def play(self) -> Replay:
-        """Ends lines in the order of time, and starts what that lets start."""
+    def run(self) -> Replay:
+        """Ends lines in order of time and starts those that become ready."""
         offset, followers, pending = self.offset, self.followers, self.pending
         start, end = self.start, self.end
         issue, duration, meeting, heap = self.issue, self.duration, self.meeting, self.heap
@@ -82,10 +84,10 @@ class _Player:
                     end[line] = now
                     if resident[line]:
                         self._change(device[line], -1, now)
-                    for other in followers[offset[line] : offset[line + 1]]:
-                        pending[other] -= 1
-                        if not pending[other]:
-                            ready.append(other)
+                    for follower in followers[offset[line] : offset[line + 1]]:
+                        pending[follower] -= 1
+                        if not pending[follower]:
+                            ready.append(follower)
                     continue
                 line = ready.pop()
                 if issue[line] > now:
@@ -93,26 +95,26 @@ class _Player:
                     continue
                 if resident[line]:
                     self._change(device[line], 1, now)
-                for other in (line,) if meeting[line] < 0 else self._met(line):
-                    start[other] = now
-                    left = duration[other]
-                    if left and compute[other]:
-                        here = device[other]
-                        left *= self.slowed if self.here[here] else 1.0
-                        running[here], due[here] = other, now + left
+                for member in (line,) if meeting[line] < 0 else self._met(line):
+                    start[member] = now
+                    left = duration[member]
+                    if left and compute[member]:
+                        here = device[member]
+                        left *= self.slowed if self.residents[here] else 1.0
+                        running[here], due[here] = member, now + left
                     if left:
-                        heappush(heap, (now + left, other))
+                        heappush(heap, (now + left, member))
                     else:
-                        ended.append(other)
+                        ended.append(member)
             if not heap:
                 return Replay(start_s=np.array(start), end_s=np.array(end))
             moment, line = heappop(heap)
-            if start[line] < 0:  # it waited for the host
+            if start[line] < 0:  # the host had not issued it
                 ready.append(line)
             elif compute[line]:
                 here = device[line]
                 if running[here] != line or due[here] != moment:
-                    continue  # it ends at another time by now
+                    continue  # superseded: its end has moved
                 running[here] = -1
                 ended.append(line)
             else:
@@ -120,15 +122,15 @@ class _Player:
             now = moment
 
     def _met(self, line: int) -> list[int]:
-        """All lines of a meeting once the last of them is ready; none before."""
+        """Returns all lines of a meeting once the last of them is ready; none before."""
         meeting = self.meeting[line]
         self.members[meeting].append(line)
         return self.members[meeting] if len(self.members[meeting]) == self.missing[meeting] else []
 
     def _change(self, device: int, by: int, now: float) -> None:
-        """Collectives come and go: what is left of the running phase takes another time from now on."""
-        before = self.here[device]
-        self.here[device] = before + by
+        """Counts a collective in or out and rescales the rest of the running compute phase."""
+        before = self.residents[device]
+        self.residents[device] = before + by
         if (before == 0) != (before + by == 0) and self.running[device] >= 0:
             left = self.due[device] - now
             self.due[device] = now + (left * self.slowed if by > 0 else left / self.slowed)

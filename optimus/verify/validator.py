@@ -1,4 +1,4 @@
-"""Proves a plan by nine rules, sharing no code with what makes plans."""
+"""Verifies a plan by nine rules, sharing no code with the planner."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from optimus.verify.waits import NO_LANE, Derivation, Waits
 
 RULES = ("coverage", "data", "pairs", "deadlock", "groups", "memory", "lanes", "claim", "binding")
 BOUND_PARTS = ("model", "cluster", "workload", "profile")
-MAX_VIOLATIONS = 20  # violations of a rule that are kept; the rest is counted
-TOLERANCE = 1e-9
-_SHOWN = 12  # lines of a circle
+MAX_VIOLATIONS = 20  # kept per rule; the rest is counted
+TOLERANCE = 1e-9  # of replayed seconds, relative above 1 s
+MAX_CYCLE_LINES = 12  # shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Violation:
-    """One breach of a rule."""
+    """Violation of a rule by a line or a part of the header."""
 
     rule: str
     where: str
@@ -52,12 +52,12 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a check found. A rule that could not be evaluated does not hold."""
+    """Result of a check. A rule that could not be evaluated does not hold."""
 
     rules: dict[str, bool]
     violations: tuple[Violation, ...]
-    more: dict[str, int] = field(default_factory=dict)  # violations found but not kept, by rule
-    step_s: float | None = None  # as replayed; None if the plan could not be played to its end
+    more: dict[str, int] = field(default_factory=dict)  # violations beyond MAX_VIOLATIONS, by rule
+    step_s: float | None = None  # as replayed; None if the replay does not finish
     single_connection_holds: bool = False
 
     @property
@@ -68,17 +68,17 @@ class Report:
 Problems = Iterable[tuple[str, str]]  # where, problem
 
 
-class _Report:
-    """A report in the making."""
+class _ReportBuilder:
+    """Collects the violations of a report."""
 
     def __init__(self) -> None:
         self.rules: dict[str, bool] = {}
         self.violations: list[Violation] = []
         self.more: dict[str, int] = {}
 
-    def add(self, rule: str, found: Problems) -> bool:
-        """Keeps the first violations of a rule, and says whether there was none."""
-        rest = iter(found)
+    def add(self, rule: str, problems: Problems) -> bool:
+        """Keeps the first violations of a rule and returns whether there was none."""
+        rest = iter(problems)
         kept = [
             Violation(rule=rule, where=where, problem=problem)
             for where, problem in islice(rest, MAX_VIOLATIONS)
@@ -101,17 +101,17 @@ class _Report:
 
 
 def check_plan(plan: Plan) -> Report:
-    """Checks a plan by all nine rules."""
-    report = _Report()
+    """Verifies a plan by all nine rules."""
+    report = _ReportBuilder()
     report.add("binding", check_binding_hashes(plan))
     if not report.add("coverage", check_header(plan)):
         return _unseen(report, "the header is not sound")
     if not report.add("coverage", chain(check_layers(plan), check_recomputation(plan))):
         return _unseen(report, "templates and modules do not agree")
-    lines, asked = PlanLines(plan), ExpectedLines(plan)
-    if not report.add("coverage", check_coverage(lines, asked)):
+    lines, expected = PlanLines(plan), ExpectedLines(plan)
+    if not report.add("coverage", check_coverage(lines, expected)):
         return _unseen(report, "coverage does not hold")
-    derived = Derivation(lines, asked)
+    derived = Derivation(lines, expected)
     waits = derived.derive()
     report.add("data", chain(check_parameters(plan), check_seam(plan), check_data(derived, waits)))
     report.add("pairs", check_pairs(waits))
@@ -119,40 +119,40 @@ def check_plan(plan: Plan) -> Report:
     report.add("memory", chain(check_capacity(plan), _memory(derived)))
     single = check_streams(waits, one_queue=True)
     streams = check_streams(waits, one_queue=False) if single else None
-    circles = [check_hosts(waits), streams]
-    found = [_shown(lines, circle) for circle in circles if circle is not None]
-    played = replay(waits)
-    if not played.complete:
-        first = lines.text(int(np.flatnonzero(played.end_s < 0)[0]))
-        report.add("deadlock", found or [(first, "never ends if every lane plays in program order")])
+    cycles = [check_hosts(waits), streams]
+    deadlocks = [_describe_cycle(lines, cycle) for cycle in cycles if cycle is not None]
+    replayed = replay(waits)
+    if not replayed.complete:
+        first = lines.text(int(np.flatnonzero(replayed.end_s < 0)[0]))
+        report.add("deadlock", deadlocks or [(first, "never ends if every lane runs in program order")])
         for rule in ("lanes", "claim"):
             report.add(rule, [(first, "not evaluated: it never ends")])
         return report.done(None, single is None)
-    report.add("deadlock", found)
-    report.add("lanes", _lanes(derived, waits, played))
-    report.add("claim", _differs("step_s", played.step_s, plan.claims.step_s))
-    return report.done(played.step_s, single is None)
+    report.add("deadlock", deadlocks)
+    report.add("lanes", _lanes(derived, waits, replayed))
+    report.add("claim", _differs("step_s", replayed.step_s, plan.claims.step_s))
+    return report.done(replayed.step_s, single is None)
 
 
-def _unseen(report: _Report, reason: str) -> Report:
+def _unseen(report: _ReportBuilder, reason: str) -> Report:
     for rule in RULES:
         if rule not in report.rules:
             report.add(rule, [("plan", f"not evaluated: {reason}")])
     return report.done(None, single_connection_holds=False)
 
 
-def _shown(lines: PlanLines, circle: Cycle) -> tuple[str, str]:
-    named = [lines.text(line) for line in circle.lines[:_SHOWN]]
-    rest = len(circle.lines) - len(named)
+def _describe_cycle(lines: PlanLines, cycle: Cycle) -> tuple[str, str]:
+    named = [lines.text(line) for line in cycle.lines[:MAX_CYCLE_LINES]]
+    rest = len(cycle.lines) - len(named)
     more = f", and {rest} more" if rest else ""
     return named[
         0
-    ] if named else "plan", f"waits in a circle if {circle.model}: {' waits for '.join(named)}{more}"
+    ] if named else "plan", f"waits in a cycle if {cycle.model}: {' waits for '.join(named)}{more}"
 
 
-def _differs(where: str, found: float, claimed: float) -> Problems:
-    if not abs(found - claimed) <= TOLERANCE * max(1.0, abs(found)):
-        yield where, f"{claimed!r} is claimed, {found!r} was replayed"
+def _differs(where: str, replayed: float, claimed: float) -> Problems:
+    if not abs(replayed - claimed) <= TOLERANCE * max(1.0, abs(replayed)):
+        yield where, f"{claimed!r} is claimed, {replayed!r} was replayed"
 
 
 # ---------------------------------------------------------------------------- memory
@@ -160,11 +160,11 @@ def _differs(where: str, found: float, claimed: float) -> Problems:
 
 def _memory(derived: Derivation) -> Problems:
     plan = derived.plan
-    found = replay_bytes(derived)
-    if len(plan.memory) != len(found):
-        yield "memory", f"{len(plan.memory)} entries for {len(found)} device classes"
+    replayed = replay_bytes(derived)
+    if len(plan.memory) != len(replayed):
+        yield "memory", f"{len(plan.memory)} entries for {len(replayed)} device classes"
         return
-    for device, (claimed, alive) in enumerate(zip(plan.memory, found, strict=True)):
+    for device, (claimed, alive) in enumerate(zip(plan.memory, replayed, strict=True)):
         where = f"class {device}"
         if min(claimed.fixed.values(), default=0) < 0:
             yield where, "claims a negative size"
@@ -182,16 +182,19 @@ def _memory(derived: Derivation) -> Problems:
 # ---------------------------------------------------------------------------- lanes
 
 
-def _lanes(derived: Derivation, waits: Waits, played: Replay) -> Problems:
-    """One op at a time per lane, and encoder compute where the plan says it is."""
+def _lanes(derived: Derivation, waits: Waits, replayed: Replay) -> Problems:
+    """Checks that a lane runs one op at a time and that encoder compute is where the plan claims."""
     lines = waits.lines
     rows = np.flatnonzero(waits.lane != NO_LANE)
     lane = lines.device * NUM_LANES + waits.lane
-    rows = rows[np.lexsort((played.end_s[rows], played.start_s[rows], lane[rows]))]
-    over = (lane[rows[1:]] == lane[rows[:-1]]) & (played.start_s[rows[1:]] < played.end_s[rows[:-1]])
+    rows = rows[np.lexsort((replayed.end_s[rows], replayed.start_s[rows], lane[rows]))]
+    over = (lane[rows[1:]] == lane[rows[:-1]]) & (replayed.start_s[rows[1:]] < replayed.end_s[rows[:-1]])
     for at in np.flatnonzero(over).tolist():
-        yield lines.text(int(rows[at + 1])), f"starts on a lane that is taken by {lines.text(int(rows[at]))}"
-    for region, seconds in zip(REGIONS, encoder_seconds(derived, waits, played), strict=True):
+        yield (
+            lines.text(int(rows[at + 1])),
+            f"starts on a lane that is occupied by {lines.text(int(rows[at]))}",
+        )
+    for region, seconds in zip(REGIONS, encoder_seconds(derived, waits, replayed), strict=True):
         claimed = lines.plan.claims.encoder_s.get(region)
         if claimed is None:
             yield f"encoder_s {region}", "no claim"
@@ -199,12 +202,12 @@ def _lanes(derived: Derivation, waits: Waits, played: Replay) -> Problems:
             yield from _differs(f"encoder_s {region}", float(seconds), claimed)
 
 
-def encoder_seconds(derived: Derivation, waits: Waits, played: Replay) -> Floats:
-    """Encoder compute in each of REGIONS, summed over device classes, as replayed."""
+def encoder_seconds(derived: Derivation, waits: Waits, replayed: Replay) -> Floats:
+    """Returns replayed encoder compute in each of REGIONS, summed over device classes."""
     lines = waits.lines
     llm = list(lines.plan.modules).index(LLM)
-    ours = (lines.module == llm) & (lines.kind <= OpKind.WEIGHT_GRAD)
-    opened = np.zeros(len(lines), np.int64)  # LLM launches whose wait is yet to come
+    of_llm = (lines.module == llm) & (lines.kind <= OpKind.WEIGHT_GRAD)
+    opened = np.zeros(len(lines), np.int64)  # LLM launches that are not waited for yet
     for (device, name, kind, chunk), _, block in lines.all_blocks():
         if name == LLM and kind <= OpKind.WEIGHT_GRAD:
             shape = derived.shape(name, kind, derived.virtual(device, name, chunk))
@@ -212,12 +215,12 @@ def encoder_seconds(derived: Derivation, waits: Waits, played: Replay) -> Floats
                 opened[block[:, launch]] += wait >= 0
                 opened[block[:, wait]] -= wait >= 0
     slot = np.cumsum(opened) > 0
-    seen = np.concatenate([[0], np.cumsum(ours)])
+    seen = np.concatenate([[0], np.cumsum(of_llm)])
     first, end = seen[lines.first[:-1]][lines.device], seen[lines.first[1:]][lines.device]
     before, after = seen[:-1] == first, seen[:-1] == end
     region = np.select([before, after, slot], [0, 3, 1], 2)
     compute = (lines.module < llm) & np.isin(waits.phase_kind, COMPUTE_PHASES)
-    spent = (played.end_s - played.start_s)[compute]
+    spent = (replayed.end_s - replayed.start_s)[compute]
     return np.bincount(region[compute], weights=spent, minlength=len(REGIONS)).astype(np.float64)
 
 
@@ -225,20 +228,20 @@ def encoder_seconds(derived: Derivation, waits: Waits, played: Replay) -> Floats
 
 
 def check_binding_hashes(plan: Plan) -> Problems:
-    """The plan names what it was made for, and its hashes belong to these fields."""
+    """Checks that the plan is bound to every part and that its hashes are those of the stored fields."""
     for part in BOUND_PARTS:
         if part not in plan.bound_to or part not in plan.hashes:
             yield part, "the plan is not bound to it"
     for part, fields in plan.bound_to.items():
         text = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
         if part in plan.hashes and plan.hashes[part] != hashlib.sha256(text.encode()).hexdigest():
-            yield part, "its fields do not belong to its hash"
+            yield part, "the hash is not that of its fields"
     for part in sorted(set(plan.hashes) - set(plan.bound_to) - set(BOUND_PARTS)):
         yield part, "has a hash, but no fields"
 
 
 def ready_plan(plan: Plan, job: Job, profile: Measured | None = None, *, file: str | None = None) -> None:
-    """Refuses, before anything runs, a plan that was made for another job or does not hold."""
+    """Raises if a plan was made for another job or violates a rule."""
     check_binding(plan, bound_parts(job, profile), file=file)
     report = check_plan(plan)
     if not report.ok:

@@ -1,4 +1,4 @@
-"""Derives from a plan what waits for what, what meets, and what every line occupies and for how long."""
+"""Derives the dependencies, meetings, lanes and durations of a plan's lines."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ RECV_OF = {OpKind.SEND_F: OpKind.RECV_F, OpKind.SEND_B: OpKind.RECV_B}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Waits:
-    """One entry per line unless said otherwise."""
+    """Columns of dependencies; one entry per line unless noted otherwise."""
 
     lines: PlanLines
-    before: Ints  # per wait: what must have ended
-    after: Ints  # per wait: what waits
+    before: Ints  # per dependency: the line that must have ended
+    after: Ints  # per dependency: the line that waits
     send: Ints  # per transfer
     recv: Ints  # per transfer
     duration_s: Floats
     lane: Ints
     phase_kind: Ints  # -1 for lines that are no phase
-    issue_s: Floats  # when the host has issued it
+    issue_s: Floats  # earliest issue by the host
     group: Ints  # the communicator of a collective; -1 for other lines
     group_members: list[tuple[int, ...]]  # device classes, per group
-    meeting: Ints  # the k-th ops of a group of several classes meet; -1 for lines that meet nobody
-    meeting_size: Ints  # per meeting: how many lines must be there
+    meeting: Ints  # the k-th ops of a group of several classes meet; -1 for lines that meet none
+    meeting_size: Ints  # per meeting: number of lines
 
     @property
     def resident(self) -> Ints:
-        """Whether a line slows the compute of its device while it is there."""
-        found: Ints = (self.group >= 0) & ((self.lane == Lane.TP) | (self.lane == Lane.DP))
-        return found
+        """Mask of the collectives that slow down compute on their device."""
+        resident: Ints = (self.group >= 0) & ((self.lane == Lane.TP) | (self.lane == Lane.DP))
+        return resident
 
     @property
     def lane_order(self) -> tuple[Ints, Ints]:
-        """Pairs of lines that follow each other on a lane."""
+        """Pairs of consecutive lines on a lane."""
         return chained(self.lines.device * NUM_LANES + self.lane, self.lane != NO_LANE)
 
 
 def chained(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
-    """Pairs of lines that follow each other in the queue they name, among those taken."""
+    """Returns pairs of consecutive lines of each queue, among those taken."""
     rows = np.flatnonzero(taken)
     rows = rows[np.argsort(queue[rows], kind="stable")]
     same = queue[rows[1:]] == queue[rows[:-1]]
@@ -63,7 +63,7 @@ def chained(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
 
 
 class TemplateColumns:
-    """A template as columns."""
+    """Template as columns, for all ops that follow it at once."""
 
     def __init__(self, template: Template) -> None:
         edges = [(dep, place) for place, phase in enumerate(template) for dep in phase.after]
@@ -87,17 +87,17 @@ class TemplateColumns:
         }
 
     def of(self, bucket: Bucket) -> Ints:
-        """Phases of the layers that a bucket holds: all of them, if it is the whole stage's."""
+        """Returns the phases of the layers in a bucket; all phases for a bucket of the whole stage."""
         if bucket.chunk == WHOLE_STAGE:
             return np.arange(len(self.layer))
         return np.flatnonzero((self.layer >= bucket.first_layer) & (self.layer < bucket.end_layer))
 
 
 class Derivation:
-    """Goes through the blocks of a plan whose lines are all there."""
+    """Derives the dependencies of a plan that satisfies coverage, block by block."""
 
-    def __init__(self, lines: PlanLines, asked: ExpectedLines) -> None:
-        self.lines, self.plan, self.asked, self.ranks = lines, lines.plan, asked, asked.ranks
+    def __init__(self, lines: PlanLines, expected: ExpectedLines) -> None:
+        self.lines, self.plan, self.expected, self.ranks = lines, lines.plan, expected, expected.ranks
         count = len(lines)
         self.phases = {name: TemplateColumns(template) for name, template in self.plan.templates.items()}
         self._before: list[Ints] = []
@@ -145,7 +145,7 @@ class Derivation:
     # ------------------------------------------------------------------------ ops
 
     def shape(self, name: str, kind: OpKind, virtual: int) -> TemplateColumns:
-        """The phases of an op."""
+        """Returns the template of an op."""
         return self.phases[self.plan.modules[name].chunks[virtual].templates[kind]]
 
     def virtual(self, device: int, name: str, chunk: int) -> int:
@@ -184,25 +184,25 @@ class Derivation:
                     self._wait_all(rows, entries[fed // module.microbatches_per_llm_microbatch])
 
     def arrivals(self, encoder: str, device: int, *, last: bool = False) -> list[tuple[Ints, Ints]]:
-        """Lines with whose end an encoder's rows are on a class of LLM stage 0, and their microbatches.
+        """Returns the lines after which an encoder's rows are at LLM stage 0, and their microbatches.
 
-        With `last`, the last phase of the encoder's op stands for all with which it ends.
+        With `last`, the last phase of the encoder's op represents all phases with which it ends.
         """
-        found = []
-        for sender, microbatches in self.asked.arriving(encoder, device):
+        arrivals = []
+        for sender, microbatches in self.expected.arriving(encoder, device):
             if sender == device:
                 forward = self.lines.at(device, encoder, OpKind.FORWARD)
-                found.append(
+                arrivals.append(
                     (forward if last else self._ends(device, encoder, OpKind.FORWARD, 0), microbatches)
                 )
             else:
-                found.append((self._received(device, encoder, microbatches), microbatches))
-        return found
+                arrivals.append((self._received(device, encoder, microbatches), microbatches))
+        return arrivals
 
     def _received(self, device: int, encoder: str, microbatches: Ints) -> Ints:
-        """Receives at LLM stage 0, where those from several classes are in one block."""
-        others = [rows for sender, rows in self.asked.arriving(encoder, device) if sender != device]
-        places = np.searchsorted(np.sort(np.concatenate(others)), microbatches)
+        """Returns receives at LLM stage 0, where those from several classes are in one block."""
+        remote = [rows for sender, rows in self.expected.arriving(encoder, device) if sender != device]
+        places = np.searchsorted(np.sort(np.concatenate(remote)), microbatches)
         return self.lines.at(device, encoder, OpKind.RECV_SEAM)[places]
 
     def _backward_inputs(self, device: int, name: str, chunk: int, virtual: int, entries: Ints) -> None:
@@ -216,11 +216,14 @@ class Derivation:
             if self.ranks.coordinates(device)[0] > 0:
                 self._wait_all(self.lines.at(device, name, OpKind.RECV_SEAM_B), entries)
             else:
-                fed = self.asked.microbatches(name, device) // module.microbatches_per_llm_microbatch
-                self._wait_all(self._backward_ends(device, LLM, 0)[fed], entries)
+                mine = self.expected.microbatches(name, device)
+                self._wait_all(
+                    self._backward_ends(device, LLM, 0)[mine // module.microbatches_per_llm_microbatch],
+                    entries,
+                )
 
     def _ends(self, device: int, name: str, kind: OpKind, chunk: int) -> Ints:
-        """Phases with which an op ends, per microbatch."""
+        """Returns the phases with which an op ends, per microbatch."""
         shape = self.shape(name, kind, self.virtual(device, name, chunk))
         return self.lines.at(device, name, kind, chunk)[:, shape.exits]
 
@@ -238,12 +241,12 @@ class Derivation:
         if kind in RECV_OF:
             step = 1 if kind == OpKind.SEND_F else -1
             peer = self.ranks.next_stage(name, device, step)
-            there = self.lines.at(peer, name, RECV_OF[kind], (virtual + step) // module.layout.pp)
+            received = self.lines.at(peer, name, RECV_OF[kind], (virtual + step) // module.layout.pp)
             # A gradient is as large as the activations it belongs to: those of the stage before.
             self._duration[rows] = module.chunks[virtual if step > 0 else virtual - 1].send_s
             ends = self._ends(device, name, OpKind.FORWARD, chunk) if step > 0 else None
             self._wait_all(self._backward_ends(device, name, chunk) if ends is None else ends, rows)
-            self._transfer(rows, there)
+            self._transfer(rows, received)
             return
         self._duration[rows] = module.seam_s
         if kind == OpKind.SEND_SEAM:
@@ -251,12 +254,13 @@ class Derivation:
             entry = self.ranks.entry_of(device)
             self._transfer(rows, self._received(entry, name, microbatches))
             return
-        fed = microbatches // module.microbatches_per_llm_microbatch
-        self._wait_all(self._backward_ends(device, LLM, 0)[fed], rows)
-        for sender, theirs in self.asked.arriving(name, device):
+        self._wait_all(
+            self._backward_ends(device, LLM, 0)[microbatches // module.microbatches_per_llm_microbatch], rows
+        )
+        for sender, theirs in self.expected.arriving(name, device):
             if sender != device:
-                there = self.lines.at(sender, name, OpKind.RECV_SEAM_B)
-                self._transfer(rows[np.searchsorted(microbatches, theirs)], there)
+                received = self.lines.at(sender, name, OpKind.RECV_SEAM_B)
+                self._transfer(rows[np.searchsorted(microbatches, theirs)], received)
 
     def _transfer(self, send: Ints, recv: Ints) -> None:
         self._sends.append(send.ravel())
@@ -281,9 +285,9 @@ class Derivation:
                     if lines.size == 0:
                         continue
                     shape = self.shape(name, op, self.virtual(device, name, chunk))
-                    held = lines[:, shape.of(bucket)].ravel()
-                    here = np.full(len(held), row)
-                    self._wait(here, held) if gathers else self._wait(held, here)
+                    phases = lines[:, shape.of(bucket)].ravel()
+                    here = np.full(len(phases), row)
+                    self._wait(here, phases) if gathers else self._wait(phases, here)
 
     def _finish(self, where: BlockKey, rows: Ints) -> None:
         stage = self.ranks.coordinates(where.device)[0]
@@ -294,10 +298,10 @@ class Derivation:
         self._wait(reduces, np.full(len(reduces), rows[0, 0]))
 
     def _posted(self) -> tuple[Ints, Ints]:
-        """Pairs: the compute line that stands last before a line of communication, and that line."""
+        """Returns pairs: the latest compute line before a line of communication, and that line."""
         before = np.maximum.accumulate(np.where(self._lane == Lane.COMPUTE, np.arange(len(self.lines)), -1))
-        talks = (self._lane != Lane.COMPUTE) & (self._lane != NO_LANE)
-        rows = np.flatnonzero(talks & (before >= self.lines.first[self.lines.device]))
+        communicates = (self._lane != Lane.COMPUTE) & (self._lane != NO_LANE)
+        rows = np.flatnonzero(communicates & (before >= self.lines.first[self.lines.device]))
         return before[rows], rows
 
     # ------------------------------------------------------------------------ meetings and issue
@@ -312,7 +316,7 @@ class Derivation:
         return known
 
     def _meetings(self) -> tuple[Ints, Ints]:
-        """Numbers of meetings: the k-th op of a group on one class meets the k-th on the others."""
+        """Returns the meeting of every line: the k-th ops of a group meet, one of each class."""
         count = len(self.lines)
         sizes = np.array([len(members) for *_, members in self._groups] + [self.ranks.num_classes])
         group = np.where(self.lines.kind == OpKind.OPTIMIZER, len(sizes) - 1, self._group)
@@ -328,13 +332,13 @@ class Derivation:
         return meeting, sizes[met // (count + 1)]
 
     def _issues(self, send: Ints, recv: Ints) -> Floats:
-        """The host issues one line per `launch_s`; waits are free, and a send needs its receive's issue."""
+        """Returns issue times: one line per `launch_s`, waits are free, a send is not before its receive."""
         costs = np.cumsum(self._phase_kind != OpKind.WAIT)
         costs = np.concatenate([[0], costs])
         first = self.lines.first[:-1][self.lines.device]
         issue: Floats = (costs[:-1] - costs[first]) * self.plan.launch_s
         issue[send] = np.maximum(issue[send], issue[recv])
-        issue[recv] = 0.0  # ends with its send, whatever happens here
+        issue[recv] = 0.0  # a receive ends with its send
         return issue
 
     def _wait(self, before: Ints, after: Ints) -> None:
@@ -342,5 +346,5 @@ class Derivation:
         self._after.append(after)
 
     def _wait_all(self, before: Ints, after: Ints) -> None:
-        """In every row, each of `after` waits for each of `before`."""
+        """Adds dependencies: in every row, each of `after` waits for each of `before`."""
         self._wait(np.repeat(before, after.shape[1], axis=1).ravel(), np.tile(after, before.shape[1]).ravel())
