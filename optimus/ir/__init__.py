@@ -1,1 +1,1 @@
-"""What runs, as data: the planner writes it, the engine plays it, render shows it, and it knows neither."""
+"""Plans as data: the planner writes them, the engine runs them, render draws them."""

@@ -1,4 +1,4 @@
-"""What a plan is bound to: it is refused, by the field that differs, for any other job."""
+"""Binds a plan to its job and refuses it, by the field that differs, for any other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ABSENT = "(absent)"
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """A field that is not what the plan was made for."""
+    """Field whose value differs from the one the plan was made for."""
 
     part: str
     field: str
@@ -28,7 +28,7 @@ class Mismatch:
 
 
 class Measured(Protocol):
-    """What of a profile a plan is bound to."""
+    """Part of a profile that a plan is bound to."""
 
     @property
     def issue_s(self) -> float | None: ...
@@ -40,7 +40,7 @@ class Measured(Protocol):
 
 
 def bound_parts(job: Job, profile: Measured | None = None) -> dict[str, Any]:
-    """What a plan is bound to: never what is under `run:`."""
+    """Returns the parts of a job that a plan is bound to; `run:` is not one of them."""
     measured: dict[str, Any] = {"kernels": [] if profile is None else profile.bound()}
     if profile is not None and profile.issue_s is not None:
         measured["issue_s"] = profile.issue_s
@@ -55,35 +55,35 @@ def bound_parts(job: Job, profile: Measured | None = None) -> dict[str, Any]:
 
 
 def bind(parts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """The flat fields of every part, and a hash of each: what a plan carries."""
+    """Returns the flat fields of every part, and a hash of each, as a plan stores them."""
     bound_to = {part: dict(_flat(value, "")) for part, value in parts.items()}
     return bound_to, {part: hash_of(fields) for part, fields in bound_to.items()}
 
 
 def hash_of(fields: Mapping[str, Any]) -> str:
-    """SHA-256 of flat fields, in whatever order they stand."""
+    """Returns the SHA-256 of flat fields, independent of their order."""
     return _sha256(_json(fields))
 
 
 def mismatches(plan: Plan, parts: Mapping[str, Any]) -> list[Mismatch]:
-    """Every field in which `parts` are not what the plan was made for."""
+    """Returns every field in which `parts` differ from what the plan was made for."""
     given_parts, _ = bind(parts)
-    found = []
+    differing = []
     for part in [*plan.bound_to, *(part for part in given_parts if part not in plan.bound_to)]:
         planned, given = plan.bound_to.get(part, {}), given_parts.get(part, {})
         for field in [*planned, *(field for field in given if field not in planned)]:
             was, now = planned.get(field, ABSENT), given.get(field, ABSENT)
-            if _json(was) != _json(now):  # 8 is not 8.0: its hash is another
-                found.append(Mismatch(part=part, field=field, planned=was, given=now))
-    return found
+            if _json(was) != _json(now):  # 8 and 8.0 have different hashes
+                differing.append(Mismatch(part=part, field=field, planned=was, given=now))
+    return differing
 
 
 def check_binding(plan: Plan, parts: Mapping[str, Any], *, file: str | None = None) -> None:
-    """Refuses a plan that was made for something else."""
-    found = mismatches(plan, parts)
-    if not found:
+    """Raises if a plan was made for another job."""
+    differing = mismatches(plan, parts)
+    if not differing:
         return
-    first, more = found[0], len(found) - 1
+    first, more = differing[0], len(differing) - 1
     others = f", and {more} more {'field differs' if more == 1 else 'fields differ'}" if more else ""
     raise UserError(
         field=f"{first.part}.{first.field}",
@@ -94,7 +94,7 @@ def check_binding(plan: Plan, parts: Mapping[str, Any], *, file: str | None = No
 
 
 def _flat(value: Any, field: str) -> Iterator[tuple[str, Any]]:
-    """Fields below `value`; where a number comes from (`source`) does not change a plan."""
+    """Yields the fields below `value`, without `source`, which does not change a plan."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             if name != "source":
@@ -107,7 +107,7 @@ def _flat(value: Any, field: str) -> Iterator[tuple[str, Any]]:
 
 
 def _short(value: Any) -> Any:
-    """As it will be read again from a file, if it is not long."""
+    """Returns a value as JSON reads it back, or its hash if it is long."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     text = json.dumps(value, sort_keys=True, default=str)

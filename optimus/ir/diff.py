@@ -1,4 +1,4 @@
-"""What differs between two plans: layouts, figures, and which lines came, went or moved."""
+"""Compares two plans: layouts, figures, and which lines were added, removed or moved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOR_READERS = ("name", "tool", "notes")  # nothing depends on them
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A setting that the plans have differently; None: there is no such module."""
+    """Setting that differs between the plans; None if a plan has no such module."""
 
     field: str
     a: str | None
@@ -25,7 +25,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLine:
-    """The first line that is not the same in both: where, and its text in each (None: the program ended)."""
+    """First line that differs: its position and its text in each plan (None after the end of a program)."""
 
     device: int
     line: int  # of the class's program, counted from 1
@@ -35,18 +35,18 @@ class FirstLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Plan B seen from plan A."""
+    """Difference of plan B from plan A."""
 
     names: tuple[str, str]
     step_s: tuple[float, float]
     peak_bytes: tuple[int, int]  # of the worst device class
     layouts: tuple[Change, ...]
     settings: tuple[Change, ...]
-    fields: tuple[str, ...]  # of the header, that differ in any way
+    fields: tuple[str, ...]  # of the header, that differ
     lines: tuple[int, int]
     only_a: int
     only_b: int
-    moved: int  # the fewest lines to move so that what both have stands in the same order
+    moved: int  # fewest moves that put the common lines into the same order
     first: FirstLine | None
 
     @property
@@ -57,12 +57,12 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether the two do the same at the same cost."""
+        """True if both plans run the same lines at the same cost."""
         return self.first is None and set(self.fields) <= set(FOR_READERS)
 
 
 def compare_plans(a: Plan, b: Plan) -> Difference:
-    """Everything that differs from plan A to plan B."""
+    """Returns all differences of plan B from plan A."""
     only_a = only_b = moved = 0
     first, none = None, list[str]()
     for device, (lines_a, lines_b) in enumerate(zip_longest(_lines(a), _lines(b), fillvalue=none)):
@@ -70,7 +70,7 @@ def compare_plans(a: Plan, b: Plan) -> Difference:
             first = first or _first(device, lines_a, lines_b)
             kept = _kept(lines_a, lines_b)
             only_a, only_b = only_a + len(lines_a) - len(kept), only_b + len(lines_b) - len(kept)
-            moved += len(kept) - _longest_rising(kept)
+            moved += len(kept) - _longest_increasing(kept)
     header_a, header_b = header(a), header(b)
     return Difference(
         names=(a.name, b.name),
@@ -100,11 +100,11 @@ def _layouts(plan: Plan) -> dict[str, str]:
 
 
 def _settings(plan: Plan) -> dict[str, str]:
-    found = {"strategy": plan.strategy, "order": plan.order, "microbatches": str(plan.microbatches)}
+    settings = {"strategy": plan.strategy, "order": plan.order, "microbatches": str(plan.microbatches)}
     for name, module in plan.modules.items():
-        found[f"{name}.recompute"] = module.recompute
-        found[f"{name}.pieces"] = str(module.microbatches_per_llm_microbatch)
-    return found
+        settings[f"{name}.recompute"] = module.recompute
+        settings[f"{name}.pieces"] = str(module.microbatches_per_llm_microbatch)
+    return settings
 
 
 def _changes(a: dict[str, str], b: dict[str, str]) -> tuple[Change, ...]:
@@ -114,28 +114,28 @@ def _changes(a: dict[str, str], b: dict[str, str]) -> tuple[Change, ...]:
 
 def _first(device: int, a: list[str], b: list[str]) -> FirstLine:
     pairs = enumerate(zip_longest(a, b), start=1)
-    line, (text_a, text_b) = next(found for found in pairs if found[1][0] != found[1][1])
+    line, (text_a, text_b) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
     return FirstLine(device=device, line=line, a=text_a, b=text_b)
 
 
 def _kept(a: list[str], b: list[str]) -> list[int]:
-    """Places in B of the lines of A that B has too, in A's order; the n-th of equal lines is B's n-th."""
+    """Returns the indices in B of the lines of A that B also has, in A's order; equal lines match in turn."""
     places = {key: place for place, key in enumerate(_numbered(b))}
     return [places[key] for key in _numbered(a) if key in places]
 
 
 def _numbered(lines: list[str]) -> list[tuple[str, int]]:
     seen: Counter[str] = Counter()
-    found = []
+    numbered = []
     for line in lines:
-        found.append((line, seen[line]))
+        numbered.append((line, seen[line]))
         seen[line] += 1
-    return found
+    return numbered
 
 
-def _longest_rising(places: list[int]) -> int:
-    """Length of the longest rising subsequence: these lines need not move."""
-    ends: list[int] = []  # the least end of a rising subsequence of each length
+def _longest_increasing(places: list[int]) -> int:
+    """Returns the length of the longest increasing subsequence: lines that need not move."""
+    ends: list[int] = []  # smallest end of an increasing subsequence of each length
     for place in places:
         at = bisect_left(ends, place)
         ends[at : at + 1] = [place]

@@ -1,4 +1,4 @@
-"""Files that people keep are written whole or not at all."""
+"""Writes files atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optimus.errors import UserError
 
 
 def write_whole(path: Path, text: str) -> str:
-    """Puts a file in place of what was there, in one move; the SHA-256 of its bytes."""
+    """Writes a file, or leaves the previous one on failure; returns the SHA-256 of its bytes."""
     content = text.encode()
     try:
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")

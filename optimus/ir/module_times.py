@@ -1,4 +1,4 @@
-"""Seconds of modules that the cost model does not know: what a plan for them is made from."""
+"""Describes user modules by measured seconds, where the cost model has no formula."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """One stage or block on one microbatch; of `backward_s`, the whole, `weight_s` can be deferred."""
+    """Seconds of a stage or block on one microbatch; `weight_s` of `backward_s` can be deferred."""
 
     forward_s: float
-    backward_s: float  # 0: it is frozen
+    backward_s: float  # 0 if frozen
     weight_s: float = 0.0
     send_s: float = 0.0  # of its output to another rank
     gather_s: float = 0.0  # of its parameters, if they are sharded over its replicas

@@ -1,4 +1,4 @@
-"""The one IR: a schedule is columns of ops in program order, with an `Op` view for readers."""
+"""Defines kinds of ops and schedules: columns of ops in program order, with an `Op` view."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _IS_RECV = np.isin(range(len(OpKind)), RECVS)
 
 
 class Lane(IntEnum):
-    """What an op occupies on its device; one op at a time per lane."""
+    """Resource of a device that runs one op at a time."""
 
     COMPUTE = 0
     TP = 1  # links inside a node
@@ -88,7 +88,7 @@ NUM_LANES = len(Lane)
 
 
 class Communicator(IntEnum):
-    """Whose traffic an op is; several share a lane (cp and ep use the node's links, or the NIC)."""
+    """Group that a collective spans; several share a lane (CP and EP use the node's links or the NIC)."""
 
     NONE = -1
     TP = 0
@@ -121,7 +121,7 @@ class OpName(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One entry of a schedule, as a reader sees it."""
+    """Row of a schedule."""
 
     id: int
     kind: OpKind
@@ -142,9 +142,9 @@ class Op:
 class Schedule:
     """Ops as columns. Row order within a device is that device's program order.
 
-    Each lane of a device plays its ops first-in, first-out in that order; an op
+    Each lane of a device runs its ops first-in, first-out in that order; an op
     starts when its lane is free and every op in its `deps` has finished.
-    `duration_s` is unslowed: whoever replays the schedule applies slow-down.
+    `duration_s` is unslowed: replays apply the slow-down.
     A receive occupies no lane: its one dependency is its send, and it ends with it.
     """
 
@@ -164,12 +164,12 @@ class Schedule:
     deps: Ints
     # Ops of one meeting (a collective seen by several devices) start together; None, or -1: none.
     meeting: Ints | None = None
-    device_names: tuple[str, ...] = ()  # where they are not simply the stages of a pipeline
+    device_names: tuple[str, ...] = ()  # if devices are not the stages of a pipeline
     labels: tuple[str, ...] = ()
     label: Ints | None = None  # place in `labels`, -1: none
 
     def device_name(self, device: int) -> str:
-        """As tables and pictures call a device."""
+        """Returns the name of a device in tables and pictures."""
         if self.device_names:
             return self.device_names[device]
         return "every GPU" if self.num_devices == 1 else f"stage {device}"

@@ -1,4 +1,4 @@
-"""A plan: what every device class runs, as data, with everything needed to run, check and time it."""
+"""Defines plans: the programs of all device classes, and the data to run, verify and time them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = "all"  # the module of OPTIMIZER
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One part of an op: compute, the launch of a collective, or the wait for it.
+    """Part of an op: compute, the launch of a collective, or the wait for it.
 
     `after`: phases of the same op that must have ended. A phase without any waits for the op's inputs.
     """
@@ -35,7 +35,7 @@ class Phase:
     name: str
     kind: OpKind  # F, R, B, I or W for compute; LAUNCH, WAIT
     layer: Layers  # counted inside the chunk
-    duration_s: NonNegative = 0.0  # of a launch: how long the collective takes
+    duration_s: NonNegative = 0.0  # of a launch: the collective's
     bytes: Bytes = 0
     lane: Lane = Lane.COMPUTE
     communicator: Communicator = Communicator.NONE
@@ -47,9 +47,9 @@ Template = tuple[Phase, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedChunk:
-    """One virtual stage of a module: which template each kind of op follows, and what it holds and sends."""
+    """Virtual stage of a module: its templates, memory and output."""
 
-    templates: Mapping[OpKind, str]  # F and B, or F, I and W; none for a kind that has nothing to do
+    templates: Mapping[OpKind, str]  # F and B, or F, I and W; kinds without work are absent
     layers: Layers
     saved_activation_bytes: Bytes = 0  # of a microbatch, from its F to its B (or W)
     recomputed_bytes: Bytes = 0  # of a microbatch, from its I to its W
@@ -59,7 +59,7 @@ class PlannedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters that are gathered together before the step and whose gradients are reduced together."""
+    """Parameters that one all-gather unshards and whose gradients one reduce-scatter reduces."""
 
     chunk: Annotated[int, Range(least=WHOLE_STAGE, most=INT32)]
     first_layer: Layers  # of the chunk
@@ -74,7 +74,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModule:
-    """A module in its layout: chunk c of stage s is `chunks[c * pp + s]`; `buckets[s]` are of stage s."""
+    """Module in its layout: chunk c of stage s is `chunks[c * pp + s]`; `buckets[s]` are of stage s."""
 
     layout: Layout
     chunks: tuple[PlannedChunk, ...]
@@ -96,7 +96,7 @@ class PlannedModule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """What one device class plays, in order, as columns."""
+    """Lines of one device class in order, as columns."""
 
     module: Ints  # place in Plan.names; the last is ALL
     kind: Ints
@@ -109,7 +109,7 @@ class Program:
 
     @classmethod
     def of(cls, rows: Any) -> Program:
-        """From rows (module, kind, chunk, microbatch, place)."""
+        """Returns a program of rows (module, kind, chunk, microbatch, place)."""
         columns = np.asarray(rows, np.int32).reshape(-1, 5).T
         return cls(
             module=columns[0], kind=columns[1], chunk=columns[2], microbatch=columns[3], place=columns[4]
@@ -117,14 +117,14 @@ class Program:
 
     @property
     def rows(self) -> Ints:
-        """Columns side by side, one row per line."""
-        found: Ints = np.stack([self.module, self.kind, self.chunk, self.microbatch, self.place], axis=1)
-        return found
+        """Array with one row per line."""
+        rows: Ints = np.stack([self.module, self.kind, self.chunk, self.microbatch, self.place], axis=1)
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassMemory:
-    """Bytes on a rank of one device class: what is always there, and what was claimed to be alive at most."""
+    """Bytes on a rank of one device class: fixed components and claimed peaks of activations."""
 
     fixed: Mapping[str, int]  # by component
     llm_activations: int
@@ -141,10 +141,10 @@ REGIONS = ("before", "slots", "between", "after")  # where encoder compute lies 
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What the planner says of the plan; a check recomputes all but the estimate."""
+    """Figures that the planner claims; a check recomputes all but the estimate."""
 
     step_s: NonNegative
-    estimate_s: NonNegative  # the scheduling algorithm's own
+    estimate_s: NonNegative  # by the scheduling algorithm
     encoder_s: Mapping[str, NonNegative]  # compute in each of REGIONS, summed over classes, as replayed
 
 
@@ -165,7 +165,7 @@ class Plan:
     memory: tuple[ClassMemory, ...]
     claims: Claims
     programs: tuple[Program, ...]  # by device class
-    # What the plan is bound to: flat fields of model, cluster, workload and profile, and a hash of each.
+    # The plan is bound to flat fields of model, cluster, workload and profile, and a hash of each.
     bound_to: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     hashes: Mapping[str, str] = field(default_factory=dict)
     # Free text and figures for readers; nothing depends on it.
@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Modules by number, as programs name them."""
+        """Modules by their number in programs."""
         return (*self.modules, ALL)
 
     @property
@@ -186,7 +186,7 @@ class Plan:
         return {name: module for name, module in self.modules.items() if name != LLM}
 
     def template_of(self, module: str, kind: OpKind, stage: int, chunk: int) -> Template:
-        """Phases of an op; none if there is nothing to do."""
+        """Returns the phases of an op; none if there is no work."""
         planned = self.modules[module]
         name = planned.chunks[chunk * planned.layout.pp + stage].templates.get(kind)
         return () if name is None else self.templates[name]

@@ -1,4 +1,4 @@
-"""Program lines as text, written and read in bulk: a plan has hundreds of thousands of them."""
+"""Writes and reads lines of programs as text, in bulk: a plan has hundreds of thousands."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LINE = re.compile(r"\S++ \S++ \S++ \S++")
 _LINES = re.compile(f"(?:{_LINE.pattern}\n)*+")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _EXAMPLE = "write module and kind, chunk, microbatch and place, such as llm.F 3 12 4"
-_HEADS, _NEITHER = 2**40, 2**50  # numbers of heads start above every number; above them is what is neither
+_HEADS, _NEITHER = 2**40, 2**50  # offset of heads, above all numbers; mark of words that are neither
 
 
 def program_lines(program: Program, names: Sequence[str]) -> list[str]:
-    """Every line of a program as text: `llm.F 3 12 4`."""
+    """Returns every line of a program as text: `llm.F 3 12 4`."""
     heads = [f"{name}.{kind.word}" for name in names for kind in OpKind]
     words = map(heads.__getitem__, _heads_of(program).tolist())
     columns = [column.tolist() for column in (program.chunk, program.microbatch, program.place)]
@@ -32,19 +32,19 @@ def program_lines(program: Program, names: Sequence[str]) -> list[str]:
 
 
 def opening(plan: Plan, device: int) -> str:
-    """The text before a program's first line: which ranks play it."""
+    """Returns the text before a program's first line, which names its ranks."""
     stage, context, position = plan.ranks.coordinates(device)
     return f"class {device}: stage {stage}, context {context}, tp block {position}"
 
 
 def _heads_of(program: Program) -> Ints:
-    """Module and kind of every line as one number."""
+    """Returns module and kind of every line as one number."""
     numbers: Ints = np.asarray(program.module, np.int64) * len(OpKind) + program.kind
     return numbers
 
 
 def known_heads(names: Sequence[str]) -> dict[str, int]:
-    """Every module and kind that may open a line, and its number."""
+    """Returns the number of every module and kind that may open a line."""
     return {
         f"{name}.{kind.word}": module * len(OpKind) + kind
         for module, name in enumerate(names)
@@ -54,7 +54,7 @@ def known_heads(names: Sequence[str]) -> dict[str, int]:
 
 
 def read_program(node: Node, heads: dict[str, int]) -> Program:
-    """What follows the opening of one class's program."""
+    """Reads the lines after the opening of a program."""
     lines = node.value[1:]
     if set(map(type, lines)) - {str}:
         read(tuple[str, ...], node)
@@ -77,11 +77,11 @@ def _number(word: str, heads: dict[str, int]) -> int:
 
 
 def _refuse_unknown(node: Node, cells: NDArray[Any], heads: dict[str, int]) -> None:
-    """Every line is a known head and three numbers."""
+    """Raises if a line is not a known head and three numbers."""
     is_head = (cells >= _HEADS) & (cells < _NEITHER)
     wrong = np.argwhere(is_head != [True, False, False, False])
     wrong_numbers = np.argwhere(cells[:, 1:] >= _NEITHER)
-    rows = [int(found[0][0]) for found in (wrong, wrong_numbers) if len(found)]
+    rows = [int(cells_at[0][0]) for cells_at in (wrong, wrong_numbers) if len(cells_at)]
     if not rows:
         return
     line = node[1 + min(rows)]
@@ -90,14 +90,14 @@ def _refuse_unknown(node: Node, cells: NDArray[Any], heads: dict[str, int]) -> N
         module = head.rpartition(".")[0]
         alike = [known for known in heads if known.rpartition(".")[0] == module] or heads
         raise line.error("is of no known kind", nearest(head, alike))
-    raise line.error("has something else than whole numbers after its kind", _EXAMPLE)
+    raise line.error("needs three whole numbers after its kind", _EXAMPLE)
 
 
 # ---------------------------------------------------------------------------- what a line may name
 
 
 def refuse_out_of_range(plan: Plan, programs: Node) -> None:
-    """Every line names a chunk, microbatch and place that there is."""
+    """Raises if a line names a chunk, microbatch or place that is out of range."""
     per_stage = plan.ranks.num_classes // plan.ranks.llm.pp
     limits = {
         column: np.repeat([_limit(plan, name, column) for name in plan.names], len(OpKind))
@@ -115,11 +115,11 @@ def _refuse_in_program(
     heads = _heads_of(program)
     for column in ("chunk", "microbatch", "place"):
         values = getattr(program, column)
-        there = places[heads, program.chunk] if column == "place" else limits[column][heads]
-        wrong = values >= there
+        limit = places[heads, program.chunk] if column == "place" else limits[column][heads]
+        wrong = values >= limit
         if wrong.any():
             first = int(np.argmax(wrong))
-            problem = f"names {column} {values[first]}, and there are {there[first]}, counted from 0"
+            problem = f"names {column} {values[first]}, and there are {limit[first]}, counted from 0"
             raise node[1 + first].error(problem, "correct the line, or plan again")
 
 
@@ -133,13 +133,13 @@ def _limit(plan: Plan, name: str, column: str) -> int:
 
 
 def _places(plan: Plan, llm_stage: int) -> NDArray[np.int64]:
-    """How many places there are for every head (by row) and chunk: phases, or buckets of the stage."""
+    """Returns the number of places of every head and chunk: phases, or buckets of the stage."""
     most = max(module.layout.chunks for module in plan.modules.values())
-    found = np.ones((len(plan.names), len(OpKind), most), np.int64)
+    counts = np.ones((len(plan.names), len(OpKind), most), np.int64)
     for number, (name, module) in enumerate(plan.modules.items()):
         stage = llm_stage % module.layout.pp
-        found[number, [OpKind.UNSHARD, OpKind.REDUCE_GRAD]] = len(module.buckets[stage])
+        counts[number, [OpKind.UNSHARD, OpKind.REDUCE_GRAD]] = len(module.buckets[stage])
         for kind in COMPUTE_OPS:
             for chunk in range(module.layout.chunks):
-                found[number, kind, chunk] = len(plan.template_of(name, kind, stage, chunk))
-    return found.reshape(-1, most)
+                counts[number, kind, chunk] = len(plan.template_of(name, kind, stage, chunk))
+    return counts.reshape(-1, most)

@@ -1,4 +1,4 @@
-"""Plans on disk: one JSON document, laid out line by line for people, diff and grep."""
+"""Saves and loads plans as JSON, laid out line by line for people, diff and grep."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ TABLE_LINES = 16  # a longer table has several rows on a line, so that the heade
 
 
 def plan_digest(plan: Plan) -> str:
-    """The SHA-256 of the bytes that `save_plan` writes."""
+    """Returns the SHA-256 of the bytes that `save_plan` writes."""
     return hashlib.sha256(plan_text(plan).encode()).hexdigest()
 
 
 def save_plan(plan: Plan, path: Path) -> str:
-    """Writes a plan, whole or not at all, and returns the SHA-256 of its bytes."""
+    """Writes a plan atomically and returns the SHA-256 of its bytes."""
     return write_whole(path, plan_text(plan))
 
 
 def plan_text(plan: Plan) -> str:
-    """The document: a header of short lines, a template per line, then an op per line."""
+    """Returns the document: a header of short lines, a template per line, then an op per line."""
     parts = [f"{_json(name)}: {_laid_out(name, value)}" for name, value in header(plan).items()]
     programs = [
         _json([opening(plan, device), *program_lines(program, plan.names)], between=",\n")[:-1] + "\n]"
@@ -51,7 +51,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def header(plan: Plan) -> dict[str, Any]:
-    """Everything but the programs, as it stands in the file; tables hold every distinct row once."""
+    """Returns the document without programs; tables hold every distinct row once."""
     chunks, buckets = _Table(), _Table()
     modules = {name: _module(module, chunks, buckets) for name, module in plan.modules.items()}
     return {
@@ -83,7 +83,7 @@ def header(plan: Plan) -> dict[str, Any]:
 
 
 def _template_rows(template: Template) -> list[Row]:
-    """One row per phase."""
+    """Returns one row per phase."""
     return [
         [
             phase.name,
@@ -100,14 +100,14 @@ def _template_rows(template: Template) -> list[Row]:
 
 
 def _chunk_row(chunk: PlannedChunk) -> Row:
-    """What one virtual stage follows, holds and sends."""
+    """Returns templates, sizes and send time of a virtual stage."""
     templates = {kind.word: chunk.templates[kind] for kind in COMPUTE_OPS if kind in chunk.templates}
     sizes = (chunk.layers, chunk.saved_activation_bytes, chunk.recomputed_bytes, chunk.output_bytes)
     return [templates, *map(int, sizes), float(chunk.send_s)]
 
 
 def _bucket_row(bucket: Bucket) -> Row:
-    """Which layers, and what gathering and reducing them costs."""
+    """Returns layers, seconds and bytes of a bucket."""
     layers = [int(bucket.chunk), int(bucket.first_layer), int(bucket.end_layer)]
     gather = [float(bucket.gather_s), int(bucket.gather_bytes)]
     reduce = [float(bucket.reduce_s), int(bucket.reduce_bytes)]
@@ -115,7 +115,7 @@ def _bucket_row(bucket: Bucket) -> Row:
 
 
 def _memory_rows(memory: Sequence[ClassMemory]) -> list[Row]:
-    """The names of the columns, then one row per device class; null for a component that it does not have."""
+    """Returns the column names, then one row per device class; null for an absent component."""
     components = list(dict.fromkeys(name for of_class in memory for name in of_class.fixed))
     rows = [
         [None if name not in of_class.fixed else int(of_class.fixed[name]) for name in components]
@@ -126,7 +126,7 @@ def _memory_rows(memory: Sequence[ClassMemory]) -> list[Row]:
 
 
 class _Table:
-    """Distinct rows in the order in which they were first asked for."""
+    """Distinct rows in order of first use."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}
@@ -160,7 +160,7 @@ def _json(value: Any, *, between: str = ", ") -> str:
 
 
 def _laid_out(name: str, value: Any) -> str:
-    """A value on one line, or a table's rows and a collection's entries on a line each."""
+    """Returns a value as JSON: tables and collections have one entry per line."""
     if name in ("legend", "bound_to", "modules", "templates") and value:
         entries = [f"{_json(key)}: {_json(entry)}" for key, entry in value.items()]
         return "{\n" + ",\n".join(entries) + "\n}"
@@ -176,7 +176,7 @@ def _laid_out(name: str, value: Any) -> str:
 
 
 def is_plan_file(name: str) -> bool:
-    """Whether a name is meant as a plan file's: it ends so, or the file says so in its first lines."""
+    """Returns whether a name has the ending of plan files, or its file the schema of one."""
     path = Path(name)
     if name.endswith(ENDING):
         return True
@@ -187,12 +187,12 @@ def is_plan_file(name: str) -> bool:
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan in a file; whatever is wrong with it is a `UserError` that says where."""
+    """Loads a plan; raises a `UserError` that locates the first mistake."""
     return read_plan(read_text(path, limit=MAX_BYTES), str(path))
 
 
 def read_plan(text: str, file: str) -> Plan:
-    """The plan in a text; `file` is what errors call it."""
+    """Reads a plan from text; `file` names it in errors."""
     root = parse_json(text, file=file, name="plan", hint="undo the last edit, or plan again")
     if "schema" not in root:
         raise root.error("has no schema, so it is not a plan", "give a file that `optimus plan` wrote")
@@ -210,7 +210,7 @@ def _migrate_from_0(root: Node) -> None:
 
 
 def _migrate_from_1(root: Node) -> None:
-    """Removes the fields that no plan used, and states recomputation, which names of kernels implied."""
+    """Removes fields that no plan used, and states the recomputation that names of kernels implied."""
     document = root.value
     if "requires" in root and read(tuple[str, ...], root["requires"]):
         problem = f"is a feature that the plan needs and Optimus {__version__} does not know"
@@ -250,7 +250,7 @@ MIGRATIONS: tuple[Callable[[Node], None], ...] = (_migrate_from_0, _migrate_from
 
 
 def _migrations(schema: Node) -> Sequence[Callable[[Node], None]]:
-    """Returns what turns a document of this schema into one of the current format, step by step."""
+    """Returns the functions that migrate a document of this schema to the current format, in order."""
     match = re.fullmatch(r"optimus\.plan/(0|[1-9][0-9]{0,5})", str(schema.value))
     if match is None:
         raise schema.error("is not the schema of a plan", f'give a file with "schema": "{SCHEMA}"')

@@ -1,4 +1,4 @@
-"""Who owns what: every rank's place in every module's layout, on integers alone.
+"""Computes every rank's coordinates in every module's layout, on integers alone.
 
 Ranks count tp fastest, then cp, dp and pp: `rank = ((stage * dp + replica) * cp + context) * tp + t`.
 An encoder uses the same ranks. Its pipelines lie inside one LLM pipeline: pipeline (a, context, b)
@@ -23,7 +23,7 @@ LLM = "llm"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One rank's coordinates in one module's layout."""
+    """Coordinates of a rank in a module's layout."""
 
     dp: int
     pp: int
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """All ranks of a job. `layouts` holds the LLM's and every encoder's, over the same GPUs."""
+    """Ranks of a job; `layouts` holds the LLM's and every encoder's, over the same GPUs."""
 
     layouts: Mapping[str, Layout]
 
@@ -71,17 +71,17 @@ class Ranks:
         return (stage * self.llm.cp + context) * self.positions + position
 
     def coordinates(self, device: int) -> tuple[int, int, int]:
-        """LLM stage, context rank and TP block of a device class."""
+        """Returns LLM stage, context rank and TP block of a device class."""
         rest, position = divmod(device, self.positions)
         stage, context = divmod(rest, self.llm.cp)
         return stage, context, position
 
     def class_name(self, device: int) -> str:
-        """`stage 3`, with context rank and TP block where a stage has several classes."""
+        """Returns `stage 3`, with context rank and TP block if a stage has several classes."""
         stage, context, position = self.coordinates(device)
-        found = f"stage {stage}"
-        found += f" cp {context}" if self.llm.cp > 1 else ""
-        return found + (f" tp block {position}" if self.positions > 1 else "")
+        name = f"stage {stage}"
+        name += f" cp {context}" if self.llm.cp > 1 else ""
+        return name + (f" tp block {position}" if self.positions > 1 else "")
 
     def class_of(self, rank: int) -> int:
         place = self.place(LLM, rank)
@@ -90,16 +90,16 @@ class Ranks:
     # ------------------------------------------------------------------------ modules on classes
 
     def stage_of(self, module: str, device: int) -> int:
-        """The stage of `module` that a device class holds."""
+        """Returns the stage of `module` that a device class holds."""
         return self.coordinates(device)[0] % self.layouts[module].pp
 
     def num_pipelines(self, module: str) -> int:
-        """Pipelines of a module inside one LLM pipeline (1 for the LLM itself)."""
+        """Returns the number of a module's pipelines inside one LLM pipeline (1 for the LLM)."""
         layout, llm = self.layouts[module], self.llm
         return 1 if module == LLM else (llm.pp // layout.pp) * llm.cp * (llm.tp // layout.tp)
 
     def pipeline_of(self, module: str, device: int) -> int:
-        """Which of the module's pipelines a device class belongs to."""
+        """Returns the pipeline of a module that a device class belongs to."""
         if module == LLM:
             return 0
         layout, llm = self.layouts[module], self.llm
@@ -108,7 +108,7 @@ class Ranks:
         return ((stage // layout.pp) * llm.cp + context) * across + position * self.block // layout.tp
 
     def next_stage(self, module: str, device: int, step: int = 1) -> int:
-        """The class that holds the next (or, with step -1, previous) stage of the same pipeline.
+        """Returns the class of the next (or, with step -1, previous) stage of the same pipeline.
 
         The LLM's last stage is followed by its first, as chunks need.
         """
@@ -118,12 +118,12 @@ class Ranks:
         return self.class_at(first + (stage % size + step) % size, context, position)
 
     def entry_of(self, device: int) -> int:
-        """The class on LLM stage 0 that exchanges seam rows with a class of an encoder's last stage."""
+        """Returns the class on LLM stage 0 that exchanges seam rows with an encoder's last stage."""
         _, context, position = self.coordinates(device)
         return self.class_at(0, context, position)
 
     def group_classes(self, module: str, communicator: Communicator, device: int) -> tuple[int, ...]:
-        """Classes whose ranks meet a class's ranks in the module's collectives."""
+        """Returns the classes whose ranks share the module's collectives with a class's ranks."""
         stage, context, position = self.coordinates(device)
         if communicator in (Communicator.EP, Communicator.DP) and self.layouts[module].ep > 1:
             return self._expert_classes(stage)
@@ -146,14 +146,14 @@ class Ranks:
         return tuple(self.class_at(s, c, b) for s in stages for c in contexts for b in inside)
 
     def _expert_classes(self, stage: int) -> tuple[int, ...]:
-        """Experts are spread over a stage's ranks: whoever shares a group with any of them, meets all."""
+        """Returns all classes of a stage, over whose ranks experts are distributed."""
         contexts, positions = range(self.llm.cp), range(self.positions)
         return tuple(self.class_at(stage, c, b) for c in contexts for b in positions)
 
     # ------------------------------------------------------------------------ single ranks
 
     def place(self, module: str, rank: int) -> Place:
-        """A rank's coordinates in a module's layout."""
+        """Returns a rank's coordinates in a module's layout."""
         llm, layout = self.llm, self.layouts[module]
         rest, t = divmod(rank, llm.tp)
         rest, context = divmod(rest, llm.cp)
@@ -165,18 +165,18 @@ class Ranks:
         return Place(dp=dp, pp=stage % layout.pp, cp=0, tp=t % layout.tp)
 
     def rank_of(self, stage: int, replica: int, context: int, t: int) -> int:
-        """The rank at LLM coordinates."""
+        """Returns the rank at LLM coordinates."""
         llm = self.llm
         return ((stage * llm.dp + replica) * llm.cp + context) * llm.tp + t
 
     def member(self, device: int, like: int) -> int:
-        """The rank of a class that stands at the same replica and place in its block as rank `like`."""
+        """Returns the rank of a class with the replica and the position in its block of rank `like`."""
         stage, context, position = self.coordinates(device)
         place = self.place(LLM, like)
         return self.rank_of(stage, place.dp, context, position * self.block + place.tp % self.block)
 
     def group_of(self, module: str, communicator: Communicator, rank: int) -> tuple[int, ...]:
-        """Ranks of a rank's group, in order; in DP groups those that hold the same dense parameters."""
+        """Returns the ranks of a rank's group in order; DP groups are those of dense parameters."""
         llm, layout, place = self.llm, self.layouts[module], self.place(LLM, rank)
         if communicator == Communicator.EP:
             return tuple(range(rank - rank % layout.ep, rank - rank % layout.ep + layout.ep))

@@ -1,4 +1,4 @@
-"""Rebuilds the job that a plan was made for from what the plan file holds, or says what it does not hold."""
+"""Rebuilds the job of a plan from the plan file, or names the field that is missing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from optimus.job.typed import read
 from optimus.job.workload import Workload
 
 PARTS = {"model": Model, "cluster": Cluster, "workload": Workload}
-HASHED = "sha256:"  # what stands in the place of a value too long for the file
+HASHED = "sha256:"  # replaces a value that is too long for the file
 _MISSING = "name the job that the plan was made for with --job"
 
 
 def rebuild_job(plan: Plan) -> Job:
-    """The job with no layout stated; what is not in the file (`run`, `today`) is left out.
+    """Returns the job without stated layouts; `run` and `today` are not in the file.
 
     Model, cluster and workload are exact: their hashes are those of the plan.
     """
@@ -50,16 +50,16 @@ def rebuild_job(plan: Plan) -> Job:
 
 
 def _limits(plan: Plan, workload: Workload) -> Limits:
-    """As noted; in a file of before they were, the usual ones, after the plan's own microbatch."""
+    """Returns the limits in the notes, or in older files the defaults after the plan's microbatch size."""
     if "limits" in plan.notes:
         return read(Limits, argument("notes.limits", plan.notes["limits"]))
-    own = max(1, workload.sequences_per_step // (plan.modules[LLM].layout.dp * plan.microbatches))
-    sizes = dict.fromkeys((own, *Limits().microbatch_sequences))
+    planned = max(1, workload.sequences_per_step // (plan.modules[LLM].layout.dp * plan.microbatches))
+    sizes = dict.fromkeys((planned, *Limits().microbatch_sequences))
     return Limits(microbatch_sequences=tuple(sizes))
 
 
 def _node(plan: Plan, part: str) -> Node:
-    """Flat fields such as `encoders[0].stack.hidden` as the tree they were made from."""
+    """Returns the tree of flat fields such as `encoders[0].stack.hidden`."""
     root: dict[Any, Any] = {}
     for field, value in plan.bound_to[part].items():
         *blocks, last = parse_field(field)
@@ -71,7 +71,7 @@ def _node(plan: Plan, part: str) -> Node:
 
 
 def _with_lists(tree: Any) -> Any:
-    """The tree with lists in place of mappings whose keys are indices."""
+    """Returns the tree with lists in place of mappings whose keys are indices."""
     if not isinstance(tree, dict):
         return tree
     values = {step: _with_lists(value) for step, value in tree.items()}
