@@ -12,8 +12,8 @@ from reference_replay import dependency
 from optimus.ir.op import OpKind
 from optimus.planner.systems.pipeline_search import least_s, slides
 from optimus.schedule.list_pipeline import PRIORITIES, UNLIMITED, OpTimes, Priority, greedy
+from optimus.schedule.local_search import shorten_draft
 from optimus.schedule.pipelines import Pipeline
-from optimus.schedule.shake import shake
 
 SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.FORWARD, OpKind.BACKWARD)
 
@@ -65,7 +65,9 @@ def test_orders_run_in_the_time_they_claim(
     times: OpTimes, microbatches: int, cap: int, priority: Priority
 ) -> None:
     drafts = [greedy(times, microbatches, cap=cap, priority=priority)]
-    drafts.append(shake(drafts[0], rounds=5, random=Random(0), enough_s=0.0, accept=lambda draft: True))
+    drafts.append(
+        shorten_draft(drafts[0], rounds=5, random=Random(0), enough_s=0.0, accept=lambda draft: True)
+    )
     for draft in drafts:
         assert sum(map(len, draft.order)) == len(draft.starts)
         assert len(draft.starts) == len(times.send_s) * microbatches * len(times.seconds)
@@ -101,7 +103,9 @@ def test_shaking_accepts_only_what_it_may() -> None:
         send_s=[0.0, 0.0],
     )
     draft = greedy(times, 5, cap=1)
-    assert shake(draft, rounds=20, random=Random(0), enough_s=0.0, accept=lambda other: False) is draft
+    assert (
+        shorten_draft(draft, rounds=20, random=Random(0), enough_s=0.0, accept=lambda other: False) is draft
+    )
 
 
 def test_slides_keep_every_virtual_stage_filled() -> None:

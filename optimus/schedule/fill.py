@@ -20,10 +20,10 @@ from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.schedule.build import group_by_first
 from optimus.schedule.llm_timeline import LlmTimeline
+from optimus.schedule.local_search import reordered, shorten_schedule
 from optimus.schedule.lower import Traffic, unplaced
 from optimus.schedule.program_table import Bools, Lines
 from optimus.schedule.simulate import Timeline, evaluate, list_schedule
-from optimus.schedule.tighten import in_turn, tighten
 
 PATIENCE = 1e-5  # of the LLM's own step: an op that is late by no more is waited for
 URGENCY = np.zeros(len(OpKind), np.int64)  # of an encoder's ops: smaller is sooner
@@ -102,8 +102,8 @@ class Fill:
     def tightened(self, arranged: Arranged) -> Arranged:
         """The arrangement shortened by looking ahead, which the loop cannot; if nothing is slowed down."""
         rounds = min(1 + TIGHTENED_LINES // len(self.schedule), MOST_ROUNDS)
-        turn = tighten(self.schedule, self._chains(), arranged.turn, rounds=rounds)
-        played = evaluate(in_turn(self.schedule, turn), slowdown=self.header.slowdown)
+        turn = shorten_schedule(self.schedule, self._chains(), arranged.turn, rounds=rounds)
+        played = evaluate(reordered(self.schedule, turn), slowdown=self.header.slowdown)
         timeline = replace(played, start_s=played.start_s[turn], finish_s=played.finish_s[turn])
         return replace(arranged, turn=turn, timeline=timeline)
 

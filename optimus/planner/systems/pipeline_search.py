@@ -13,7 +13,7 @@ from random import Random
 from optimus.ir.op import OpKind
 from optimus.planner.systems.pipeline import GREEDY, LONG_STEP, PipelineCandidate
 from optimus.schedule.list_pipeline import PRIORITIES, Draft, OpTimes, greedy
-from optimus.schedule.shake import shake
+from optimus.schedule.local_search import shorten_draft
 from optimus.schedule.stage_costs import Cut
 
 LISTED_OPS = 5000  # list scheduling of more takes too long
@@ -133,7 +133,7 @@ def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[Pipel
         for draft, cut in drafts[:count]:
             least = least_s(draft.times, start.microbatches)
             if least < best_s:
-                draft = shake(
+                draft = shorten_draft(
                     draft,
                     rounds=budget // _num_ops(start),
                     random=random,

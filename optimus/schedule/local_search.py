@@ -1,0 +1,328 @@
+"""Shortens a schedule by justification: ops shift back and forth between its two ends.
+
+Each pass lets ops start, one by one, as early as their dependencies and a gap on their lanes allow; a pass
+over reversed time pushes them to the end first. Neither lengthens the step (justification: Valls et al.,
+EJOR 165, 2005). Further rounds begin with slightly disturbed starts. Unlike the event loop of `simulate` this
+looks ahead: an op may delay others that are ready if the step becomes shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.ir.op import NUM_LANES, Floats, Ints, OpKind, Schedule
+from optimus.schedule._numba import compiled
+from optimus.schedule.build import group_by_first
+from optimus.schedule.list_pipeline import Draft
+from optimus.schedule.pipelines import PipelineOp
+
+DRAFT_DISTURBANCES = (0.05, 0.1)  # of a start, as shares of the step: drawn at random
+DISTURBANCES = (0.05, 0.1, 0.2)  # the same, used in turn
+MAX_GAPS_SEARCHED = 64  # on one lane for one line: large schedules would take too long
+UNLIMITED = 1 << 30
+
+# ---------------------------------------------------------------------------- ops of a pipeline
+
+
+def shorten_draft(
+    draft: Draft, *, rounds: int, random: Random, enough_s: float, accept: Callable[[Draft], bool]
+) -> Draft:
+    """Returns the shortest acceptable order of so many rounds, or the first that takes at most `enough_s`."""
+    graph = _DraftGraph(draft)
+    starts = [draft.starts[op] for op in graph.ops]
+    for number in range(rounds):
+        if draft.step_s <= enough_s:
+            break
+        by_s = random.choice(DRAFT_DISTURBANCES) * draft.step_s if number else 0.0
+        shifted, step_s = graph.justified(graph.disturbed(starts, by_s, random))
+        if step_s <= draft.step_s:
+            shorter = graph.draft(shifted, step_s)
+            if accept(shorter):
+                draft, starts = shorter, shifted
+    return draft
+
+
+class _DraftGraph:
+    """Ops numbered so that each comes after the one op it waits for."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._times = times = draft.times
+        self.ops: list[tuple[int, PipelineOp]] = [
+            (stage, op) for stage, op in draft.starts if (stage, op.kind, op.chunk) == (0, OpKind.FORWARD, 0)
+        ]
+        self._before = [-1] * len(self.ops)  # the op that each waits for
+        delays_s = [0.0] * len(self.ops)  # and for how long after its end
+        for number, (stage, op) in enumerate(self.ops):  # grows as followers are found
+            for after_s, follower_stage, follower in times.followers(stage, op):
+                self.ops.append((follower_stage, follower))
+                self._before.append(number)
+                delays_s.append(after_s)
+        count = len(self.ops)
+        before, delay_s = np.array(self._before, np.int64), np.array(delays_s)
+        waits = np.flatnonzero(before >= 0)
+        edges = np.stack([waits, before[waits]], axis=1)
+        self._waits = *group_by_first(edges, count), delay_s[waits]
+        after_offset, after = group_by_first(edges[:, ::-1], count)
+        self._reversed_waits = after_offset, after, delay_s[after]
+        self._seconds: Floats = np.array(
+            [times.seconds[op.kind][op.chunk * times.stages + stage] for stage, op in self.ops], np.float64
+        )
+        stages = np.array([[number, stage] for number, (stage, _) in enumerate(self.ops)], np.int64)
+        self._lanes = *group_by_first(stages, count), times.stages
+
+    def draft(self, starts: Sequence[float], step_s: float) -> Draft:
+        return Draft(times=self._times, starts=dict(zip(self.ops, starts, strict=True)), step_s=step_s)
+
+    def disturbed(self, starts: Sequence[float], by_s: float, random: Random) -> Ints:
+        """Returns ops by start, each earlier or later by at most `by_s`, but after what it waits for."""
+        keys: list[float] = []
+        for start, before in zip(starts, self._before, strict=True):
+            key = start + by_s * (2 * random.random() - 1)
+            keys.append(key if before < 0 else max(key, keys[before]))
+        return np.argsort(np.array(keys), kind="stable")
+
+    def justified(self, sequence: Ints) -> tuple[list[float], float]:
+        """Returns starts of the ops and the step, packed in this sequence, then shifted while that helps."""
+        start, end = np.zeros(len(sequence)), np.zeros(len(sequence))
+        last_s = inf
+        self._pack(sequence, self._waits, start, end)
+        while (step_s := float(end.max())) < last_s:
+            last_s = step_s
+            latest = len(end) - 1 - np.argsort(-end[::-1], kind="stable")
+            self._pack(
+                latest, self._reversed_waits, start, end
+            )  # `end` is now the time left from an op's start
+            self._pack(np.argsort(-end, kind="stable"), self._waits, start, end)
+        return start.tolist(), step_s
+
+    def _pack(self, sequence: Ints, waits: tuple[Ints, Ints, Floats], start: Floats, end: Floats) -> None:
+        _pack(sequence, self._seconds, *waits, *self._lanes, UNLIMITED, False, start, end)
+
+
+# ---------------------------------------------------------------------------- lines of a schedule
+
+
+def shorten_schedule(schedule: Schedule, chains: Ints, turn: Ints, *, rounds: int) -> Ints:
+    """Returns every line's new turn.
+
+    `chains` holds pairs (line, the line it comes after) besides the schedule's dependencies.
+    """
+    nodes = _nodes(schedule)
+    lines = np.arange(len(schedule))
+    waits = np.repeat(lines, np.diff(schedule.dep_offset))
+    edges = nodes[np.concatenate([np.stack([waits, schedule.deps], axis=1), chains])]
+    count = int(nodes.max()) + 1
+    seconds = np.zeros(count)
+    np.maximum.at(seconds, nodes, schedule.duration_s)
+    lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
+    lane_offset, lanes = group_by_first(np.stack([nodes, lane], axis=1), count)
+    last = np.zeros(count, np.int64)  # lines that meet start when the last of them is ready
+    np.maximum.at(last, nodes, turn)
+    sequence = _searched(
+        np.argsort(last),
+        seconds,
+        *group_by_first(edges, count),
+        *group_by_first(edges[:, ::-1], count),
+        lane_offset,
+        lanes,
+        schedule.num_devices * NUM_LANES,
+        np.array(DISTURBANCES),
+        rounds,
+    )
+    place = np.empty(count, np.int64)
+    place[sequence] = np.arange(count)
+    turns = np.empty(len(schedule), np.int64)
+    turns[np.argsort(place[nodes], kind="stable")] = lines
+    return turns
+
+
+def reordered(schedule: Schedule, turn: Ints) -> Schedule:
+    """Returns the columns of the schedule that a replay needs, its lines in the order of their turns."""
+    order = np.argsort(turn)
+    waits = np.repeat(turn, np.diff(schedule.dep_offset))
+    dep_offset, deps = group_by_first(np.stack([waits, turn[schedule.deps]], axis=1), len(turn))
+    return replace(
+        schedule,
+        kind=schedule.kind[order],
+        device=schedule.device[order],
+        lane=schedule.lane[order],
+        duration_s=schedule.duration_s[order],
+        dep_offset=dep_offset,
+        deps=deps,
+        meeting=None if schedule.meeting is None else schedule.meeting[order],
+    )
+
+
+def _nodes(schedule: Schedule) -> Ints:
+    """Returns the node of every line; lines that meet are one node."""
+    lines = np.arange(len(schedule))
+    if schedule.meeting is None:
+        return lines
+    meeting = schedule.meeting.astype(np.int64)
+    _, nodes = np.unique(np.where(meeting >= 0, meeting, lines + len(lines)), return_inverse=True)
+    return np.asarray(nodes, np.int64)
+
+
+@compiled
+def _searched(
+    sequence: NDArray[Any],
+    seconds: Floats,
+    before_offset: NDArray[Any],
+    before: NDArray[Any],
+    after_offset: NDArray[Any],
+    after: NDArray[Any],
+    lane_offset: NDArray[Any],
+    lanes: NDArray[Any],
+    num_lanes: int,
+    disturbances: Floats,
+    rounds: int,
+) -> NDArray[Any]:
+    """Returns the best sequence of all rounds, each node behind what it waits for."""
+    count = len(sequence)
+    best_s = np.inf
+    start, end = np.zeros(count), np.zeros(count)
+    best_start = np.zeros(count)
+    key = np.empty(count)
+    drawn = np.uint64(1)
+    no_delay = np.zeros(len(before))
+    for number in range(rounds):
+        tried = sequence
+        if number > 0:  # each node earlier or later, but behind what it waits for
+            by_s = disturbances[number % len(disturbances)] * best_s
+            for node in sequence:
+                drawn = drawn * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+                share = np.float64(drawn >> np.uint64(11)) / 2.0**52 - 1.0
+                key[node] = best_start[node] + by_s * share
+                for position in range(before_offset[node], before_offset[node + 1]):
+                    key[node] = max(key[node], key[before[position]])
+            tried = sequence[np.argsort(key[sequence], kind="mergesort")]
+        _pack(
+            tried,
+            seconds,
+            before_offset,
+            before,
+            no_delay,
+            lane_offset,
+            lanes,
+            num_lanes,
+            MAX_GAPS_SEARCHED,
+            True,
+            start,
+            end,
+        )
+        step_s = np.inf
+        while end.max() < step_s:
+            step_s = end.max()
+            tried = _by_time(tried, start, end)
+            if step_s <= best_s:
+                best_s, sequence = step_s, tried
+                best_start[:] = start
+            latest = tried[::-1]
+            latest = latest[np.argsort(-end[latest], kind="mergesort")]
+            _pack(
+                latest,
+                seconds,
+                after_offset,
+                after,
+                no_delay,
+                lane_offset,
+                lanes,
+                num_lanes,
+                MAX_GAPS_SEARCHED,
+                True,
+                start,
+                end,
+            )
+            earliest = latest[::-1]
+            tried = earliest[np.argsort(-end[earliest], kind="mergesort")]
+            _pack(
+                tried,
+                seconds,
+                before_offset,
+                before,
+                no_delay,
+                lane_offset,
+                lanes,
+                num_lanes,
+                MAX_GAPS_SEARCHED,
+                True,
+                start,
+                end,
+            )
+    return sequence
+
+
+@compiled
+def _by_time(sequence: NDArray[Any], start: Floats, end: Floats) -> NDArray[Any]:
+    """Sorts by start, then by end: a node of no duration comes before one that starts at the same moment."""
+    by_end = sequence[np.argsort(end[sequence], kind="mergesort")]
+    return by_end[np.argsort(start[by_end], kind="mergesort")]
+
+
+@compiled
+def _pack(
+    sequence: NDArray[Any],
+    seconds: Floats,
+    wait_offset: NDArray[Any],
+    waits: NDArray[Any],
+    delays: Floats,
+    lane_offset: NDArray[Any],
+    lanes: NDArray[Any],
+    num_lanes: int,
+    max_gaps: int,
+    may_join: bool,
+    start: Floats,
+    end: Floats,
+) -> None:
+    """Starts every node as early as possible, in gaps too, without moving those packed before it.
+
+    A node starts no earlier than `delays` after the end of what it waits for, and looks for gaps no further
+    back than `max_gaps` others on a lane. With `may_join`, a node of no duration may start at the same moment
+    as a longer one that was packed before it; otherwise it starts behind.
+    """
+    tail = np.full(num_lanes, -1, np.int64)  # on each lane, by start: places in `lanes`, ...
+    following = np.full(len(lanes), -1, np.int64)  # ... and its neighbours
+    preceding = np.full(len(lanes), -1, np.int64)
+    owner = np.empty(len(lanes), np.int64)
+    for node in sequence:
+        begin = 0.0
+        for position in range(wait_offset[node], wait_offset[node + 1]):
+            begin = max(begin, end[waits[position]] + delays[position])
+        moved = True
+        while moved:  # until there is a gap at the same time on all its lanes
+            moved = False
+            for place in range(lane_offset[node], lane_offset[node + 1]):
+                last, other, looked_at = tail[lanes[place]], -1, 0
+                while last >= 0 and end[owner[last]] > begin:
+                    if looked_at == max_gaps:
+                        begin = end[owner[last]]
+                        moved = True
+                        break
+                    last, other, looked_at = preceding[last], last, looked_at + 1
+                ready = begin
+                while not may_join and other >= 0 and start[owner[other]] <= ready:
+                    begin = end[owner[other]]
+                    moved = True
+                    last, other = other, following[other]
+                while other >= 0 and begin + seconds[node] > start[owner[other]] * (1 + 1e-12):
+                    begin = max(begin, end[owner[other]]) if may_join else end[owner[other]]
+                    moved = True
+                    last, other = other, following[other]
+                preceding[place], following[place] = last, other
+            moved &= lane_offset[node + 1] - lane_offset[node] > 1
+        start[node], end[node] = begin, begin + seconds[node]
+        for place in range(lane_offset[node], lane_offset[node + 1]):
+            owner[place] = node
+            if preceding[place] >= 0:
+                following[preceding[place]] = place
+            if following[place] >= 0:
+                preceding[following[place]] = place
+            else:
+                tail[lanes[place]] = place
