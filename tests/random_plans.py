@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from optimus.ir.binding import bind
+from optimus.ir.kernel_names import repeats_gathers
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
 from optimus.ir.ranks import LLM
@@ -122,7 +123,9 @@ def _with_split_backwards(rng: Random, plan: Plan, choices: Sequence[ColocatedEn
                 own = {OpKind.FORWARD: chunk.templates[OpKind.FORWARD], **named}
                 chunk = replace(chunk, templates=own, recomputed_bytes=rng.randrange(1000))
             chunks.append(chunk)
-        modules[name] = replace(modules[name], chunks=tuple(chunks))
+        names = {template for chunk in chunks for template in chunk.templates.values()}
+        phases = [(phase.name, phase.kind) for template in names for phase in templates[template]]
+        modules[name] = replace(modules[name], chunks=tuple(chunks), regather=repeats_gathers(phases))
     return replace(plan, modules=modules, templates=templates)
 
 

@@ -367,7 +367,7 @@ def test_commands_take_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[s
     code, _, err = run(capsys, "check", plan, "--profile", file)
     assert code == 2 and "--profile needs --job" in err
     code, _, err = run(capsys, "simulate", plan, "--profile", file)
-    assert code == 2 and "--profile says nothing to a plan file" in err
+    assert code == 2 and "--profile does not apply to a plan file" in err
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
@@ -388,7 +388,7 @@ def test_profile_writes_a_profile_and_a_cluster(
     file = tmp_path / "p.yaml"
     code, out, _ = run(capsys, "profile", TINY, "-o", file)
     assert code == 0 and "send           50 us and 2.00 GB/s between 2 ranks over gloo" in out
-    assert "slow-down      products take 25% longer under an all-reduce" in out
+    assert "slow-down      matrix products take 25% longer under an all-reduce" in out
     assert load_profile(file).name == "p" and load_profile(file).links == (SEND,)
     assert load_profile(file).slowdown == 0.25
     assert (tmp_path / "p.cluster.yaml").read_text() == "x: 1\n"
