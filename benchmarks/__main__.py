@@ -89,7 +89,7 @@ class Bench:
         self._refuse_options_of_other_kinds()
         name = "paced_tp" if self.tp else self.kind
         bench = getattr(import_trainer(f"benchmarks.{name}"), f"bench_{name}")
-        with progress_bar() as progress, announced_compilation():
+        with progress_bar("measuring") as progress, announced_compilation():
             stated = {option: value for option, value in options.items() if value is not None}
             result = bench(progress=progress, **stated)
         show(to_json(result), to_text(result), as_json=self.json)

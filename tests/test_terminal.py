@@ -167,17 +167,19 @@ def test_piped_progress_is_a_line_every_few_seconds(
 ) -> None:
     now_s = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
-    with console.progress_bar() as progress:
+    with console.progress_bar("planning") as progress:
         for tick in range(120):  # a tenth of a second each
             now_s = 100.0 + tick / 10
             progress("layouts", tick, 120)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.splitlines() == [f"layouts: {tick} of 120, {tick // 10} s" for tick in (10, 60, 110)]
+    assert shown.err.splitlines() == [
+        f"planning: layouts, {tick} of 120, {tick // 10} s" for tick in (10, 60, 110)
+    ]
 
 
 def test_work_below_a_second_prints_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.progress_bar() as progress, console.training_progress(3) as step:
+    with console.progress_bar("planning") as progress, console.training_progress(3) as step:
         progress("layouts", 1, 2)
         step(0, 1.0, 0.1, 100.0)
     assert capsys.readouterr() == ("", "")

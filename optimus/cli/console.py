@@ -88,14 +88,15 @@ class LineTimer:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
+def progress_bar(activity: str) -> Iterator[Progress]:
     """Shows a progress bar on a terminal, or a line every few seconds when standard error is piped."""
     if not sys.stderr.isatty():
         timer = LineTimer()
 
         def say(name: str, done: int, total: int) -> None:
             if timer.is_due():
-                print(f"{name}: {done} of {total}, {timer.elapsed_s:.0f} s", file=sys.stderr, flush=True)
+                words = f"{activity}: {name}, {done} of {total}, {timer.elapsed_s:.0f} s"
+                print(words, file=sys.stderr, flush=True)
 
         yield say
         return
@@ -107,7 +108,7 @@ def progress_bar() -> Iterator[Progress]:
         console=Console(stderr=True), transient=True,
     )  # fmt: skip
     with bar:
-        task = bar.add_task("reading")
+        task = bar.add_task(activity)
 
         def report(name: str, done: int, total: int) -> None:
             bar.update(task, description=name, completed=done, total=total)
@@ -117,12 +118,12 @@ def progress_bar() -> Iterator[Progress]:
 
 @contextmanager
 def training_progress(steps: int) -> Iterator[StepReport]:
-    """Shows a bar with loss, step time and tokens per second, or a line every few seconds when piped."""
+    """Shows loss, step time and tokens per second: a bar, or lines every few seconds when piped."""
     if not sys.stderr.isatty():
         timer = LineTimer()
 
         def say(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
-            if timer.is_due():
+            if timer.is_due() or step + 1 == steps:
                 words = f"step {step + 1} of {steps}, {_step_words(loss, step_s, tokens_per_s)}"
                 print(words, file=sys.stderr, flush=True)
 

@@ -103,7 +103,7 @@ class PlanCommand:
         if self.trace is not None:
             check_writable("--trace", self.trace, *TRACE_ENDINGS)
         profile = load_profile_of(self.profile)
-        with progress_bar() as progress, announced_compilation():
+        with progress_bar("planning") as progress, announced_compilation():
             from optimus.planner.planning import make_plan
 
             planned = make_plan(
@@ -132,7 +132,7 @@ class PlanCommand:
 
     def _assess(self, planned: PlanningResult, result: dict[str, object]) -> None:
         """Prints how sure the answer is, after the plan is written."""
-        with progress_bar() as progress:
+        with progress_bar("planning") as progress:
             from optimus.cli.uncertainty import assessed_json, assessed_text
             from optimus.sensitivity.assess import assess_plan
 

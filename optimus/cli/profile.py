@@ -46,7 +46,7 @@ class ProfileCommand:
         segments, links, machine = (
             import_trainer(f"optimus.profiler.{name}") for name in ("segments", "links", "machine")
         )
-        with progress_bar() as progress:
+        with progress_bar("measuring") as progress:
             measured = segments.profile_job(job, progress=progress)
             progress("links", 0, 1)
             profile = replace(

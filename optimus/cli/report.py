@@ -66,7 +66,7 @@ class ReportCommand:
             from optimus.job.read import find_job
 
             job = find_job(self.job, self.on)
-        with progress_bar() as progress, announced_compilation():
+        with progress_bar("planning") as progress, announced_compilation():
             from optimus.render.report import write_report
 
             write_report(

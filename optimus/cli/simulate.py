@@ -85,7 +85,7 @@ class SimulateCommand:
         assumptions = preset(self.preset)
         job = find_job(self.job, self.on, self.layout)
         profile = load_profile_of(self.profile)
-        with progress_bar() as progress, announced_compilation():
+        with progress_bar("simulating") as progress, announced_compilation():
             from optimus.cli.comparison import comparison_json, comparison_text
             from optimus.planner.compare import compare_systems
 

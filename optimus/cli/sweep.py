@@ -65,7 +65,7 @@ class SweepCommand:
         if self.output is not None:
             check_writable("--output", self.output, *ENDINGS)
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
-        with progress_bar() as progress, announced_compilation():
+        with progress_bar("planning") as progress, announced_compilation():
             from optimus.render.sweep_picture import write_sweep
             from optimus.sensitivity.sweep import sweep_job
 

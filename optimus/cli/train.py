@@ -211,7 +211,7 @@ class TrainCommand:
         from optimus.planner.planning import make_plan
 
         with ExitStack() as stack:
-            progress = stack.enter_context(progress_bar()) if self._shows_progress else _silent
+            progress = stack.enter_context(progress_bar("planning")) if self._shows_progress else _silent
             if self._shows_progress:
                 stack.enter_context(announced_compilation())
             plan = make_plan(

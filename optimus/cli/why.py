@@ -52,7 +52,7 @@ class WhyCommand:
 
             job = find_job(self.job, self.on)
         profile = load_profile_of(self.profile)
-        with progress_bar() as progress, announced_compilation():
+        with progress_bar("planning") as progress, announced_compilation():
             from optimus.sensitivity.why_not import explain_layout
 
             reason = explain_layout(self.plan, *self.layouts, job=job, profile=profile, progress=progress)
