@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from optimus.cli.text import columns, wrap
-from optimus.render.units import seconds
+from optimus.render.format_numbers import format_seconds
 
 SCHEMA = "optimus.bench/1"
 EVENLY = "all work evenly on all ranks"
@@ -109,7 +109,7 @@ def _variants_text(result: BenchResult) -> list[str]:
     rows = [[name, *(cell(variant) for _, cell in shown)] for name, variant in variants]
     lines = columns(["variant", *(header for header, _ in shown)], rows)
     assert result.bound_s is not None
-    bound = f"{seconds(result.bound_s)} s, {result.bound}"
+    bound = f"{format_seconds(result.bound_s)} s, {result.bound}"
     return [*lines, "", *wrap("bound", f"{bound}; ours takes {result.ours_over_bound:.3f} of it")]
 
 
@@ -122,15 +122,15 @@ def _interval(variant: VariantTime) -> str:
 def _range(variant: VariantTime) -> str:
     if variant.step_low_s is None or variant.step_high_s is None:
         return ""
-    return f"{seconds(variant.step_low_s)} to {seconds(variant.step_high_s)}"
+    return f"{format_seconds(variant.step_low_s)} to {format_seconds(variant.step_high_s)}"
 
 
 _COLUMNS: dict[str, Callable[[VariantTime], str]] = {
-    "step s": lambda variant: seconds(variant.step_s),
+    "step s": lambda variant: format_seconds(variant.step_s),
     "over ours": lambda variant: f"{variant.over_ours:.3f}",
     "95 % interval": _interval,
     "range s": _range,
-    "replayed s": lambda variant: "" if variant.predicted_s is None else seconds(variant.predicted_s),
+    "replayed s": lambda variant: "" if variant.predicted_s is None else format_seconds(variant.predicted_s),
     "error": lambda variant: "" if variant.error is None else f"{100 * variant.error:+.2f} %",
     "steps": lambda variant: "" if variant.steps is None else str(variant.steps),
     "disturbed": lambda variant: "" if variant.disturbed is None else str(variant.disturbed),

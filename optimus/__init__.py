@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from optimus.planner.planning import check_planned as check
     from optimus.planner.planning import make_plan as plan
     from optimus.planner.user_modules import plan_modules as plan_modules
-    from optimus.render.report import write_report as report
+    from optimus.render.html_report import write_report as report
     from optimus.sensitivity.assess import assess_plan as assess
     from optimus.sensitivity.sweep import sweep_job as sweep
     from optimus.sensitivity.why_not import explain_layout as why
@@ -36,7 +36,7 @@ _PUBLIC = {
     "make_job": ("optimus.job.read", "make_job"),
     "load_plan": ("optimus.ir.planfile", "load_plan"),
     "save_plan": ("optimus.ir.planfile", "save_plan"),
-    "report": ("optimus.render.report", "write_report"),
+    "report": ("optimus.render.html_report", "write_report"),
     "assess": ("optimus.sensitivity.assess", "assess_plan"),
     "simulate": ("optimus.planner.compare", "compare_systems"),
     "check": ("optimus.planner.planning", "check_planned"),

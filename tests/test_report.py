@@ -32,13 +32,11 @@ from optimus.ir.planfile import plan_digest, save_plan
 from optimus.job.read import find_job
 from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.replaying import replay_llm_alone, replay_plan
-from optimus.render import pack_timeline
-from optimus.render.gather_report import gather_report
-from optimus.render.pack_timeline import TICK_S, packed_scenes
-from optimus.render.report import compare_again
-from optimus.render.report_data import ReportData
-from optimus.render.report_page import report_html
-from optimus.render.units import gigabytes, seconds
+from optimus.render import timeline_chart
+from optimus.render.format_numbers import format_gigabytes, format_seconds
+from optimus.render.html_report import render_report_page, rerun_comparison
+from optimus.render.report_data import ReportData, gather_report_data
+from optimus.render.timeline_chart import TICK_S, pack_timelines
 from optimus.schedule.bubbles import CAUSES
 from optimus.sensitivity.tornado import Perturbed, Tornado
 
@@ -55,13 +53,13 @@ def planned() -> PlanningResult:
 
 @functools.cache
 def data() -> ReportData:
-    return gather_report(planned().plan, comparison=planned().comparison)
+    return gather_report_data(planned().plan, comparison=planned().comparison)
 
 
 @functools.cache
 def alone() -> ReportData:
     """Of the plan file and nothing else."""
-    return gather_report(planned().plan)
+    return gather_report_data(planned().plan)
 
 
 class Page(HTMLParser):
@@ -116,7 +114,7 @@ def unpacked(scene: dict[str, Any]) -> tuple[np.ndarray[Any, Any], ...]:
 
 def test_titles_say_the_figures_of_the_plan() -> None:
     plan, system = planned().plan, planned().system
-    page = Page(report_html(data()))
+    page = Page(render_report_page(data()))
     where, timeline, memory, sure, tried = page.of("h2")
     idle = system.bubbles.total / planned().step_s
     hidden = planned().hidden_strict
@@ -125,40 +123,44 @@ def test_titles_say_the_figures_of_the_plan() -> None:
         f"Filling hides {share} of the encoder; {100 * idle:.0f} % of the step is left idle"
     )
     before = replay_llm_alone(plan).timeline.step_s
-    assert f"{seconds(planned().step_s)} s instead of {seconds(before)} s for the LLM alone" in timeline
     assert (
-        f"{seconds(sum(plan.claims.encoder_s.values()) / len(plan.programs))} s compute per GPU" in timeline
+        f"{format_seconds(planned().step_s)} s instead of {format_seconds(before)} s for the LLM alone"
+        in timeline
+    )
+    assert (
+        f"{format_seconds(sum(plan.claims.encoder_s.values()) / len(plan.programs))} s compute per GPU"
+        in timeline
     )
     peak = max(held.peak for held in plan.memory)
-    assert f"needs {gigabytes(peak)} of {gigabytes(plan.capacity_bytes)} GB" in memory
+    assert f"needs {format_gigabytes(peak)} of {format_gigabytes(plan.capacity_bytes)} GB" in memory
     assert "perturbed replays" in sure and "18" in sure
     found = planned().found
     own = {module.layout for module in plan.encoders.values()}
     scheduled = 1 + sum({each.layout} != own for each in found.tried)
     assert tried.startswith(f"Of {found.considered} encoder layouts {scheduled} were scheduled")
     head = page.of("h1")[0]
-    assert head.startswith(f"{seconds(planned().step_s)} s a step on {plan.ranks.world} GPUs")
+    assert head.startswith(f"{format_seconds(planned().step_s)} s a step on {plan.ranks.world} GPUs")
     assert f"{planned().step_s / planned().floor_s:.3f} times the floor" in head
 
 
 def test_without_the_job_it_says_what_it_does_not_know() -> None:
-    page = Page(report_html(alone()))
+    page = Page(render_report_page(alone()))
     assert len(page.of("h2")) == 4
     assert any("name its job with --job" in text for text in page.of("p"))
     assert any("Only this plan was simulated again" in text for text in page.of("p"))
-    assert {bar.name for bar in alone().where.bars} == set(planned().systems)
-    assert [bar.own for bar in alone().where.bars if bar.parts] == [True]
+    assert {bar.name for bar in alone().breakdown.bars} == set(planned().systems)
+    assert [bar.is_reported for bar in alone().breakdown.bars if bar.parts] == [True]
 
 
 def test_the_foot_says_where_figures_come_from() -> None:
-    foot = " ".join(Page(report_html(alone())).of("p")[-3:])
+    foot = " ".join(Page(render_report_page(alone())).of("p")[-3:])
     assert "analytic, uncalibrated" in foot and "preset default" in foot
     assert plan_digest(planned().plan) in foot and optimus.__version__ in foot
     assert "power capping" in foot
 
 
 def test_parts_of_bars_are_the_bubbles_of_the_table_and_sum_to_the_step() -> None:
-    for bar in data().where.bars:
+    for bar in data().breakdown.bars:
         assert sum(bar.parts.values()) == pytest.approx(bar.step_s)
         for cause in CAUSES:
             expected = getattr(planned().systems[bar.name].bubbles, cause)
@@ -173,14 +175,14 @@ def test_memory_over_the_step_peaks_at_the_claim() -> None:
 
 
 def test_faster_traffic_and_compute_shorten_the_step() -> None:
-    for row in data().sure.wide:
+    for row in data().tornado.wide:
         lower_is_faster = row.name in ("image tokens", "slow-down under collectives", "a launch")
         rises = row.low_s < row.high_s
         assert rises == lower_is_faster or row.low_s == row.high_s
         least, most = sorted((row.low_s, row.high_s))
         assert least - 1e-9 <= planned().step_s <= most + 1e-9
-    assert data().sure.winner in planned().systems
-    assert alone().sure.winner is None
+    assert data().tornado.winner in planned().systems
+    assert alone().tornado.winner is None
 
 
 def test_a_finer_analysis_takes_the_place_of_ours() -> None:
@@ -192,13 +194,13 @@ def test_a_finer_analysis_takes_the_place_of_ours() -> None:
         for name, high in (("TP traffic overlapped", 2.0), ("DP", 1.5))
     )  # fmt: skip
     given = Tornado(step_s=1.2, wide=rows, winner="paper", how="200 cost models")
-    html = report_html(replace(data(), sure=given))
+    html = render_report_page(replace(data(), tornado=given))
     assert "paper is the fastest in 2 of 4 perturbed replays, else three-phase" in html
     assert "200 cost models." in html
 
 
 def test_every_rejected_layout_stands_with_its_reason() -> None:
-    page = Page(report_html(data()))
+    page = Page(render_report_page(data()))
     cells = page.of("td")
     for each in planned().rejected:
         assert each.words in cells and each.reason in cells
@@ -208,37 +210,37 @@ def test_every_rejected_layout_stands_with_its_reason() -> None:
 
 
 def test_every_kernel_is_packed_where_it_was_played() -> None:
-    scenes, what = packed_scenes(data().scenes)
+    scenes, what = pack_timelines(data().timelines)
     assert what == "kernels"
-    for scene, given in zip(scenes, data().scenes, strict=True):
+    for scene, given in zip(scenes, data().timelines, strict=True):
         begin, end, name, microbatch, slack = unpacked(scene)
         schedule, timeline = given.schedule, given.timeline
         ticks = np.rint(timeline.start_s / TICK_S), np.rint(timeline.finish_s / TICK_S)
         work = (schedule.lane == Lane.COMPUTE) & (ticks[1] > ticks[0])
         idle = np.array([words.startswith("idle") for words in scene["names"]])[name]
-        lane = np.repeat(np.arange(len(scene["counts"])) % len(pack_timeline.LANES), scene["counts"])
+        lane = np.repeat(np.arange(len(scene["counts"])) % len(timeline_chart.LANES), scene["counts"])
         own = (lane == 0) & ~idle
         assert own.sum() == work.sum()
         assert sorted(begin[own].tolist()) == sorted(ticks[0][work].tolist())
         assert (end - begin)[own].sum() == pytest.approx((ticks[1] - ticks[0])[work].sum())
-        assert slack[own].max() * pack_timeline.SLACK_TICK_S <= timeline.step_s
+        assert slack[own].max() * timeline_chart.SLACK_TICK_S <= timeline.step_s
         assert microbatch.max() == schedule.microbatch.max() + 1
         # Work and idle time of a compute lane fill the step.
         row = np.repeat(np.arange(len(scene["counts"])), scene["counts"])
         for device in range(len(scene["rows"])):
-            mine = row == device * len(pack_timeline.LANES)
+            mine = row == device * len(timeline_chart.LANES)
             filled = (end - begin)[mine].sum()
             assert filled == pytest.approx(timeline.step_s / TICK_S, abs=2)
 
 
 def test_a_plan_too_large_for_kernels_is_drawn_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = sum(len(json.dumps(scene)) for scene in packed_scenes(data().scenes)[0])
-    monkeypatch.setattr(pack_timeline, "MAX_BYTES", kernels - 1)
-    scenes, what = packed_scenes(data().scenes)
+    kernels = sum(len(json.dumps(scene)) for scene in pack_timelines(data().timelines)[0])
+    monkeypatch.setattr(timeline_chart, "MAX_PACKED_BYTES", kernels - 1)
+    scenes, what = pack_timelines(data().timelines)
     assert what == "ops" and sum(len(json.dumps(scene)) for scene in scenes) < kernels
-    assert "not their kernels" in report_html(data())
-    monkeypatch.setattr(pack_timeline, "MAX_BYTES", 10)
-    html = report_html(data())
+    assert "not their kernels" in render_report_page(data())
+    monkeypatch.setattr(timeline_chart, "MAX_PACKED_BYTES", 10)
+    html = render_report_page(data())
     assert "id='data'" not in html and "<div id='still'" in html
 
 
@@ -246,22 +248,22 @@ def test_a_plan_too_large_for_kernels_is_drawn_by_op(monkeypatch: pytest.MonkeyP
 
 
 def test_it_asks_for_nothing_else_and_is_whole_without_its_script() -> None:
-    html = report_html(data())
+    html = render_report_page(data())
     assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|import\(", html)
     page = Page(html)
     assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe", "object", "embed")]
     assert not any({"src", "href", "onerror", "onload"} & set(given) for _, given in page.tags)
     still = html[html.index("<div id='still'") : html.index("<div id='live' hidden>")]
-    assert still.count("<g transform") == sum(len(scene.rows) for scene in data().scenes)
+    assert still.count("<g transform") == sum(len(scene.rows) for scene in data().timelines)
     assert "@media print" in html and "prefers-color-scheme:dark" in html
 
 
 @pytest.mark.ci
 def test_the_same_plan_gives_the_same_bytes() -> None:
-    again = gather_report(
+    again = gather_report_data(
         make_plan(find_job(SMALL, layouts=["llm=pp1,tp4"]), systems=["stage0", "three-phase"]).plan
     )
-    assert report_html(again) == report_html(alone())
+    assert render_report_page(again) == render_report_page(alone())
 
 
 def test_names_may_hold_markup() -> None:
@@ -273,7 +275,7 @@ def test_names_may_hold_markup() -> None:
         tool=EVIL,
         notes={"systems_s": {EVIL: 1.0, "x": "y"}, "floor_s": EVIL, "preset": {"name": EVIL}, "mfu": True},
     )
-    html = report_html(gather_report(evil, digest="0" * 64))
+    html = render_report_page(gather_report_data(evil, digest="0" * 64))
     page = Page(html)
     assert html.encode()
     assert [given for tag, given in page.tags if tag == "script"] == [
@@ -286,23 +288,23 @@ def test_names_may_hold_markup() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_any_plan_has_a_page(seed: int) -> None:
     plan = tiny_plan(Random(seed))
-    html = report_html(gather_report(plan))
+    html = render_report_page(gather_report_data(plan))
     assert len(Page(html).of("h2")) == 4
-    assert seconds(plan.claims.step_s) in html
+    assert format_seconds(plan.claims.step_s) in html
 
 
 @pytest.mark.ci
 def test_writing_the_verb(tmp_path: Path) -> None:
     path = optimus.report(planned(), tmp_path / "page.html", trace=tmp_path / "trace.json.gz")
-    assert path.read_text() == report_html(data())
+    assert path.read_text() == render_report_page(data())
     assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
 @pytest.mark.ci
 def test_a_job_must_be_the_plan_s() -> None:
     with pytest.raises(UserError, match="model"):
-        compare_again(planned().plan, find_job("paper/A"))
-    again = compare_again(planned().plan, find_job(SMALL, layouts=["llm=pp1,tp4"]))
+        rerun_comparison(planned().plan, find_job("paper/A"))
+    again = rerun_comparison(planned().plan, find_job(SMALL, layouts=["llm=pp1,tp4"]))
     assert set(again.systems) == set(planned().systems)
     for name, system in again.systems.items():
         assert system.step_s == planned().systems[name].step_s
@@ -328,7 +330,7 @@ def test_the_command_writes_beside_the_plan(tmp_path: Path, capsys: pytest.Captu
         "html": str(tmp_path / "small.html"),
         "trace": str(tmp_path / "t.json.gz"),
     }
-    assert (tmp_path / "small.html").read_text() == report_html(alone())
+    assert (tmp_path / "small.html").read_text() == render_report_page(alone())
     assert run(["report", str(plan), "--job", SMALL, "-o", str(tmp_path / "job.html")]) == OK
     assert "wrote" in capsys.readouterr().out
     assert len(Page((tmp_path / "job.html").read_text()).of("h2")) == 5
@@ -382,7 +384,7 @@ def opened(path: Path) -> tuple[str, str]:
 @pytest.mark.ci
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_the_script_draws_and_knows_every_op(tmp_path: Path) -> None:
-    scene = data().scenes[-1]
+    scene = data().timelines[-1]
     schedule, timeline = scene.schedule, scene.timeline
     compute = np.flatnonzero(
         (schedule.device == 0) & (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.OPTIMIZER)
@@ -397,10 +399,10 @@ def test_the_script_draws_and_knows_every_op(tmp_path: Path) -> None:
         "document.body.dataset.found = found ? r.describe(found).join('|') : 'nothing'; }, 1000)</script>"
     )
     path = tmp_path / "page.html"
-    path.write_text(report_html(data()).replace("</body>", f"{ask}</body>"))
+    path.write_text(render_report_page(data()).replace("</body>", f"{ask}</body>"))
     html, logged = opened(path)
     assert not logged
-    items = [sum(scene["counts"]) for scene in packed_scenes(data().scenes)[0]]
+    items = [sum(scene["counts"]) for scene in pack_timelines(data().timelines)[0]]
     assert 'data-script="drawn"' in html and f'data-items="{" ".join(map(str, items))}"' in html
     found = re.search(r'data-found="([^"]*)"', html)
     assert found is not None
@@ -416,7 +418,7 @@ def test_the_script_draws_and_knows_every_op(tmp_path: Path) -> None:
 def test_a_malicious_name_runs_nothing(tmp_path: Path) -> None:
     evil = "</script><script>document.documentElement.dataset.evil = 1</script>"
     path = tmp_path / "page.html"
-    path.write_text(report_html(gather_report(replace(planned().plan, name=evil))))
+    path.write_text(render_report_page(gather_report_data(replace(planned().plan, name=evil))))
     html, logged = opened(path)
     assert 'data-script="drawn"' in html and "data-evil" not in html and not logged
 
@@ -431,14 +433,14 @@ def test_3072_gpus_fit_in_a_small_file() -> None:
     plan = large()
     replayed = replay_plan(plan)
     assert len(replayed.schedule) > 70_000
-    found = gather_report(plan)
-    html = report_html(found)
+    found = gather_report_data(plan)
+    html = render_report_page(found)
     assert len(html.encode()) < 400_000
-    assert packed_scenes(found.scenes)[1] == "kernels"
+    assert pack_timelines(found.timelines)[1] == "kernels"
     where, timeline, memory, sure = Page(html).of("h2")
-    assert f"{seconds(plan.claims.step_s)} s" in timeline
+    assert f"{format_seconds(plan.claims.step_s)} s" in timeline
     assert f"hides {100 * plan.notes['hidden_share_strict']:.0f} %" in where
-    assert f"{gigabytes(max(held.peak for held in plan.memory))} of 80.0 GB" in memory
+    assert f"{format_gigabytes(max(held.peak for held in plan.memory))} of 80.0 GB" in memory
     assert "compute efficiency" in sure
     llm = replayed.schedule.module == plan.names.index("llm")
     before = replay_llm_alone(plan)

@@ -20,7 +20,7 @@ from optimus.job.job import Today
 from optimus.job.layout import Constraints, Layout, LayoutChoice
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
-from optimus.render.sweep_picture import headline, sweep_page, sweep_svg
+from optimus.render.sweep_chart import render_sweep_page, render_sweep_svg, summarize_sweep
 from optimus.sensitivity.sweep import JobSweep, SweepFigures, SweepPoint, sweep_job
 
 TINY = "cpu/tiny-vl"
@@ -149,7 +149,7 @@ def circles(svg: str) -> list[tuple[float, float, str]]:
 
 def test_the_picture_is_to_scale() -> None:
     """Doublings are equally far apart, heights are in proportion from 0, and all of it is inside."""
-    svg = sweep_svg(made(3000.0, None, 1500.0))
+    svg = render_sweep_svg(made(3000.0, None, 1500.0))
     dots = [(x, y) for x, y, colour in circles(svg) if colour == "#0072b2"]
     assert len(dots) == 2 and len(circles(svg)) == 6
     root = ElementTree.fromstring(svg)
@@ -160,20 +160,20 @@ def test_the_picture_is_to_scale() -> None:
     assert (bottom - dots[0][1]) / (bottom - dots[1][1]) == pytest.approx(2.0, abs=0.01)
     assert all(0 < x < 1000 and 0 < y < bottom for x, y, _ in circles(svg))
     assert svg.count("not possible") == 1 and "too &lt; small" in svg and "a &amp; b" in svg
-    assert svg == sweep_svg(made(3000.0, None, 1500.0))
+    assert svg == render_sweep_svg(made(3000.0, None, 1500.0))
 
 
 def test_the_title_says_the_conclusion() -> None:
-    assert headline(made(3000.0, None, 1500.0)) == (
+    assert summarize_sweep(made(3000.0, None, 1500.0)) == (
         "a & b: 3000 tokens/s/GPU at 8 GPUs, 50 % of that at 32; "
         "optimus 1.111 times as fast as the best simpler system"
     )
-    assert headline(made(1500.0, 3000.0)).startswith(
+    assert summarize_sweep(made(1500.0, 3000.0)).startswith(
         "a & b: 3000 tokens/s/GPU at 16 GPUs, 50 % of that at 8;"
     )
-    assert headline(made(1500.0)).startswith("a & b: 1500 tokens/s/GPU at 8 GPUs; optimus")
-    assert headline(made(None, None)) == "a & b: possible at none of 2 values of GPUs"
-    assert circles(sweep_svg(made(None, None))) == []
+    assert summarize_sweep(made(1500.0)).startswith("a & b: 1500 tokens/s/GPU at 8 GPUs; optimus")
+    assert summarize_sweep(made(None, None)) == "a & b: possible at none of 2 values of GPUs"
+    assert circles(render_sweep_svg(made(None, None))) == []
 
 
 def test_table_page_and_object_hold_every_point() -> None:
@@ -183,7 +183,7 @@ def test_table_page_and_object_hold_every_point() -> None:
     assert re.search(
         r"^ +8 +dp8 pp1 tp1 .* 1\.250 +3000 +60\.0 +three-phase .* 1\.010 +no$", text, re.MULTILINE
     )
-    page = sweep_page(sweep)
+    page = render_sweep_page(sweep)
     assert page.count("<tr>") == 3 and "<svg" in page and "too &lt; small" in page and "src=" not in page
     found = sweep_json(sweep, file=None)
     again: dict[str, Any] = json.loads(json.dumps(found))

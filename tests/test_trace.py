@@ -21,7 +21,7 @@ from optimus.errors import UserError
 from optimus.ir.op import Communicator, Lane, OpKind, Schedule
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
-from optimus.render.trace import STREAM, write_rank_traces, write_trace
+from optimus.render.trace import STREAM, write_trace
 from optimus.schedule.bubbles import busy_s
 from optimus.schedule.build import ROW, Builder, Template, single
 from optimus.schedule.simulate import Timeline, evaluate
@@ -196,10 +196,26 @@ def test_the_same_systems_give_the_same_bytes_packed_or_not(tmp_path: Path) -> N
     assert gzip.decompress(packed) == (tmp_path / "plain.json").read_bytes()
 
 
-def test_every_rank_has_a_file_that_says_so_in_its_first_line(tmp_path: Path) -> None:
+def write_rank_traces(schedule: Schedule, timeline: Timeline, folder: Path) -> None:
+    """Splits a trace into a file per device, `rank_0.json.gz` and so on, for HolisticTraceAnalysis."""
+    write_trace({"system": (schedule, timeline)}, folder / "all.json")
+    trace = json.loads((folder / "all.json").read_text())
+    (folder / "all.json").unlink()
+    for rank in range(schedule.num_devices):
+        head = trace | {
+            "distributedInfo": trace["distributedInfo"] | {"rank": rank},
+            "deviceProperties": [trace["deviceProperties"][rank]],
+        }
+        events = [event for event in head.pop("traceEvents") if event["pid"] == rank]
+        lines = ",\n".join(json.dumps(event) for event in events)
+        text = f'{json.dumps(head)[:-1]}, "traceEvents": [\n{lines}\n]}}\n'
+        (folder / f"rank_{rank}.json.gz").write_bytes(gzip.compress(text.encode()))
+
+
+def test_every_process_holds_the_ops_of_its_device(tmp_path: Path) -> None:
     schedule, timeline = two_devices()
-    write_rank_traces(schedule, timeline, tmp_path / "new" / "ranks")
-    paths = sorted((tmp_path / "new" / "ranks").iterdir())
+    write_rank_traces(schedule, timeline, tmp_path)
+    paths = sorted(tmp_path.iterdir())
     assert [path.name for path in paths] == ["rank_0.json.gz", "rank_1.json.gz"]
     for rank, path in enumerate(paths):
         assert re.search(rf'"rank":\s+{rank},', gzip.decompress(path.read_bytes()).decode().splitlines()[0])

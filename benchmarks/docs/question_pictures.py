@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.docs.pages import Figures
 from benchmarks.docs.question_figures import MULTI, RATIOS, STRONG, TOKENS, gain, simpler
-from optimus.render.colours import PARTS
-from optimus.render.picture import FAINT, FONT, INK, PAPER, clean, svg_text
-from optimus.render.sweep_picture import FLOOR, OURS, SIMPLER
+from optimus.render.markup import FAINT, FONT, INK, PAPER, escape_markup, render_svg_text
+from optimus.render.palette import PARTS
+from optimus.render.sweep_chart import FLOOR, OURS, SIMPLER
 from optimus.schedule.bubbles import CAUSES
 
 WIDTH, LEFT = 1000, 84
@@ -40,11 +40,11 @@ def sweep_map(stored: Figures) -> str:
     )
     note = "GPT-175B, 512 H100, dp8 pp8 tp8, 128 sequences of 8,192 tokens; preset default, simulated"
     body = [
-        svg_text(LEFT, 70, "faster than the best simpler system by, %", size=14, weight="bold"),
+        render_svg_text(LEFT, 70, "faster than the best simpler system by, %", size=14, weight="bold"),
         *_cells(points, LEFT, _gain_cell),
-        svg_text(LEFT + 460, 70, "memory beside that system's, GB", size=14, weight="bold"),
+        render_svg_text(LEFT + 460, 70, "memory beside that system's, GB", size=14, weight="bold"),
         *_cells(points, LEFT + 460, _memory_cell),
-        svg_text(
+        render_svg_text(
             16, 468, f"{note}. b balanced-best, t three-phase, f fsdp: who is next.", size=12, colour=FAINT
         ),
     ]
@@ -62,15 +62,17 @@ def _cells(points: dict[tuple[float, int], Figures], left: int, draw: Cell) -> I
             words, below, colour = draw(points[ratio, tokens])
             x, y = left + column * SIDE, 84 + row * HIGH
             yield f"<rect x='{x}' y='{y}' width='{SIDE - 2}' height='{HIGH - 2}' fill='{colour}'/>"
-            yield svg_text(x + SIDE / 2 - 1, y + 25, words, size=14, anchor="middle")
-            yield svg_text(x + SIDE / 2 - 1, y + 42, below, size=11, anchor="middle", colour=INK)
+            yield render_svg_text(x + SIDE / 2 - 1, y + 25, words, size=14, anchor="middle")
+            yield render_svg_text(x + SIDE / 2 - 1, y + 42, below, size=11, anchor="middle", colour=INK)
     bottom = 84 + len(TOKENS) * HIGH
     for column, ratio in enumerate(RATIOS):
-        yield svg_text(left + column * SIDE + SIDE / 2, bottom + 16, f"{ratio:g}", size=12, anchor="middle")
-    yield svg_text(left, bottom + 34, "encoder's parameters over the LLM's", size=12, colour=FAINT)
+        yield render_svg_text(
+            left + column * SIDE + SIDE / 2, bottom + 16, f"{ratio:g}", size=12, anchor="middle"
+        )
+    yield render_svg_text(left, bottom + 34, "encoder's parameters over the LLM's", size=12, colour=FAINT)
     for row, tokens in enumerate(reversed(TOKENS)):
-        yield svg_text(left - 6, 84 + row * HIGH + 30, f"{tokens:,}", size=12, anchor="end")
-    yield svg_text(left - 6, 78, "tokens", size=12, anchor="end", colour=FAINT)
+        yield render_svg_text(left - 6, 84 + row * HIGH + 30, f"{tokens:,}", size=12, anchor="end")
+    yield render_svg_text(left - 6, 78, "tokens", size=12, anchor="end", colour=FAINT)
 
 
 def _gain_cell(point: Figures) -> tuple[str, str, str]:
@@ -111,14 +113,14 @@ def bubble_bars(stored: Figures) -> str:
     for (name, gpus), case in cases.items():
         for when, words in (("before", "LLM alone"), ("after", "with encoders")):
             label = f"{gpus}, {name}, {words}" if when == "before" else words
-            body.append(svg_text(252, y + 14, label, size=12, anchor="end"))
+            body.append(render_svg_text(252, y + 14, label, size=12, anchor="end"))
             body += _bar(case[when], y, longest)
             y += 20
         y += 12
     place = 16
     for words, colour, _ in PARTS.values():
         body.append(f"<rect x='{place}' y='{y + 6}' width='11' height='11' fill='{colour}'/>")
-        body.append(svg_text(place + 15, y + 16, words.removeprefix("idle: "), size=12))
+        body.append(render_svg_text(place + 15, y + 16, words.removeprefix("idle: "), size=12))
         place += 40 + round(6.2 * len(words.removeprefix("idle: ")))
     return _svg(title, y + 34, body)
 
@@ -135,7 +137,7 @@ def _bar(seconds: Figures, y: int, longest_s: float) -> Iterator[str]:
         wide = scale * seconds["encoders" if part == "encoder" else part]
         yield f"<rect x='{x:.2f}' y='{y}' width='{wide:.2f}' height='18' fill='{colour}'/>"
         x += wide
-    yield svg_text(x + 6, y + 14, f"{seconds['step_s']:.2f} s", size=12)
+    yield render_svg_text(x + 6, y + 14, f"{seconds['step_s']:.2f} s", size=12)
 
 
 def encoder_bars(stored: Figures) -> str:
@@ -149,13 +151,13 @@ def encoder_bars(stored: Figures) -> str:
     body, y = [], 74
     most = max(value for each in over.values() for s, value in each.items() if s in BARS)
     for name, each in over.items():
-        body.append(svg_text(212, y + 38, name, size=13, anchor="end", weight="bold"))
+        body.append(render_svg_text(212, y + 38, name, size=13, anchor="end", weight="bold"))
         for system, colour in BARS.items():
             if system in each:
                 wide = 520 * (each[system] - 1) / (most - 1)
                 body.append(f"<rect x='220' y='{y}' width='{max(wide, 1):.1f}' height='15' fill='{colour}'/>")
                 words = f"{system} {each[system]:.3f}"
-                body.append(svg_text(226 + max(wide, 1), y + 12, words, size=12))
+                body.append(render_svg_text(226 + max(wide, 1), y + 12, words, size=12))
             y += 17
         y += 12
     body.append(f"<path stroke='{FLOOR}' d='M220 66V{y - 8}'/>")
@@ -167,10 +169,10 @@ def _svg(title: str, height: int, body: list[str]) -> str:
     size = f"width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'"
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>",
-        f"<title>{clean(title)}</title>",
+        f"<title>{escape_markup(title)}</title>",
         f"<rect width='100%' height='100%' rx='6' fill='{PAPER}'/>",
-        svg_text(16, 26, head, size=16, weight="bold"),
-        svg_text(16, 46, rest, size=14),
+        render_svg_text(16, 26, head, size=16, weight="bold"),
+        render_svg_text(16, 46, rest, size=14),
         *body,
         "</svg>",
         "",

@@ -18,7 +18,7 @@ from benchmarks.docs.pages import DOCS, ROOT, fill_tables, markdown
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
-from optimus.render.picture import FAINT, FONT, PAPER, svg_text
+from optimus.render.markup import FAINT, FONT, PAPER, render_svg_text
 
 PAGE, PICTURE = DOCS / "scheduler.md", DOCS / "images" / "search-time.svg"
 REPEATS = 3
@@ -109,19 +109,19 @@ def picture(times: dict[str, dict[str, float]]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {FONT}>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{PAPER}"/>',
-        svg_text(LEFT, 28, title, size=15, weight="bold"),
+        render_svg_text(LEFT, 28, title, size=15, weight="bold"),
     ]
     for tick in (2, 5, 10, 20, 50, 100):
         if low <= math.log(tick) <= high:
             parts.append(f'<path d="M{LEFT} {y(tick):.1f}H{right}" stroke="{FAINT}"/>')
-            parts.append(svg_text(LEFT - 8, y(tick) + 4, f"{tick} s", size=12, anchor="end"))
+            parts.append(render_svg_text(LEFT - 8, y(tick) + 4, f"{tick} s", size=12, anchor="end"))
     label_y = -math.inf
     for colour, (name, points) in sorted(
         zip(COLOURS, series.items(), strict=True), key=lambda axis: y(axis[1][1][-1][1])
     ):
         label_y = max(label_y + LABEL_PITCH, y(points[-1][1]) + 4)
         parts += line(points, colour, y, right)
-        parts.append(svg_text(right + 10, label_y, name, size=13, colour=colour, weight="bold"))
+        parts.append(render_svg_text(right + 10, label_y, name, size=13, colour=colour, weight="bold"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -134,7 +134,9 @@ def line(points: Sequence[tuple[int, float]], colour: str, y: object, right: int
     parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
     for x, (value, seconds) in zip(places, points, strict=True):
         parts.append(f'<circle cx="{x:.1f}" cy="{y(seconds):.1f}" r="3.5" fill="{colour}"/>')
-        parts.append(svg_text(x, y(seconds) - 8, f"{value:,}", anchor="middle", size=11, colour=colour))
+        parts.append(
+            render_svg_text(x, y(seconds) - 8, f"{value:,}", anchor="middle", size=11, colour=colour)
+        )
     return parts
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from optimus.cli.console import show
 from optimus.cli.flags import OK, JsonFlag
 from optimus.cli.text import columns, next_commands
-from optimus.render.units import parameter_count
+from optimus.render.format_numbers import format_parameter_count
 
 SCHEMA = "optimus.catalog/1"
 
@@ -61,7 +61,7 @@ def catalog_text() -> list[str]:
     for name in catalog.names("models"):
         model = load_model(name)
         modules = " + ".join(
-            f"{module.name} {parameter_count(module.parameters())}" for module in model.modules
+            f"{module.name} {format_parameter_count(module.parameters())}" for module in model.modules
         )
         models.append([name, modules])
     aliases = {full: alias for alias, full in catalog.aliases().items()}

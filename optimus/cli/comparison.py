@@ -9,7 +9,7 @@ from optimus.cli.text import columns, remark, wrap
 from optimus.cost.memory import NOT_MODELLED, Memory
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import OVERLAPPED_TP_SHARE, SimulatedSystem
-from optimus.render.units import gigabytes, parameter_count, seconds
+from optimus.render.format_numbers import format_gigabytes, format_parameter_count, format_seconds
 from optimus.schedule.bubbles import CAUSES
 
 MAX_CALIBRATION = 1.5  # measured over computed step, or its inverse; beyond it the job is doubtful
@@ -113,7 +113,7 @@ def job_text(comparison: Comparison) -> list[str]:
     """Returns the job, its cluster and its model."""
     job, model, workload = comparison.job, comparison.job.model, comparison.job.workload
     batch = f"{workload.sequences_per_step} sequences of {workload.sequence_tokens} tokens a step"
-    modules = (f"{module.name} {parameter_count(module.parameters())}" for module in model.modules)
+    modules = (f"{module.name} {format_parameter_count(module.parameters())}" for module in model.modules)
     return [
         *wrap("job", f"{job.name}: {job.cluster.gpus} x {job.cluster.gpu.name}, {batch}"),
         *wrap("model", f"{model.name}: {' + '.join(modules)}"),
@@ -190,12 +190,12 @@ def _table(comparison: Comparison) -> list[str]:
         label = f"{name} (floor)" if name == "llm-only" else name
         row = [
             label,
-            seconds(system.step_s),
+            format_seconds(system.step_s),
             f"{comparison.over_floor(name):.3f}",
-            seconds(system.overlapped_step_s),
+            format_seconds(system.overlapped_step_s),
             f"{100 * system.mfu:.1f}",
             f"{system.tokens_per_s_per_gpu:.0f}",
-            gigabytes(system.memory.total) + ("" if system.fits else " !"),
+            format_gigabytes(system.memory.total) + ("" if system.fits else " !"),
         ]
         row += [f"{100 * getattr(system.bubbles, cause) / system.step_s:.1f}" for cause in CAUSES]
         rows.append(row)
@@ -203,7 +203,7 @@ def _table(comparison: Comparison) -> list[str]:
             rows.append(_measured_row(comparison, system, len(header)))
     lines = columns(header, rows, breaks=[header.index("peak GB") + 1])
     if any(not system.fits for system in comparison.systems.values()):
-        capacity = gigabytes(comparison.context.capacity_bytes)
+        capacity = format_gigabytes(comparison.context.capacity_bytes)
         lines += remark(f"! does not fit in {capacity} GB, even with full recomputation")
     return lines
 
@@ -211,11 +211,11 @@ def _table(comparison: Comparison) -> list[str]:
 def _measured_row(comparison: Comparison, system: SimulatedSystem, width: int) -> list[str]:
     """Returns the row of a measured step, shown below the computed one."""
     assert system.measured_step_s is not None
-    row = ["  measured", seconds(system.measured_step_s)]
+    row = ["  measured", format_seconds(system.measured_step_s)]
     row.append(f"{system.measured_step_s / comparison.floor_s:.3f}")
     row += ["", "", "", ""]
     if system.measured_memory_bytes is not None:
-        row[-1] = gigabytes(system.measured_memory_bytes)
+        row[-1] = format_gigabytes(system.measured_memory_bytes)
     return row + [""] * (width - len(row))
 
 
@@ -229,8 +229,8 @@ def _memory(comparison: Comparison) -> list[str]:
         [
             name,
             system.worst_rank,
-            gigabytes(system.memory.total),
-            *(gigabytes(_component(system, part)) for part in names),
+            format_gigabytes(system.memory.total),
+            *(format_gigabytes(_component(system, part)) for part in names),
         ]
         for name, system in comparison.systems.items()
     ]

@@ -11,7 +11,7 @@ import tyro
 from optimus.cli.console import show
 from optimus.cli.flags import NO, OK, JsonFlag, option
 from optimus.cli.text import columns, remark, wrap
-from optimus.render.units import gigabytes, seconds
+from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
     from optimus.ir.diff import Change, Difference
@@ -68,8 +68,8 @@ def diff_text(difference: Difference) -> list[str]:
     (step_a, step_b), (peak_a, peak_b) = difference.step_s, difference.peak_bytes
     ratio = "" if difference.ratio is None else f"{difference.ratio:.3f}x"
     rows = [
-        ["step s", seconds(step_a), seconds(step_b), ratio],
-        ["peak GB", gigabytes(peak_a), gigabytes(peak_b), f"{(peak_b - peak_a) / 1e9:+.1f}"],
+        ["step s", format_seconds(step_a), format_seconds(step_b), ratio],
+        ["peak GB", format_gigabytes(peak_a), format_gigabytes(peak_b), f"{(peak_b - peak_a) / 1e9:+.1f}"],
         *(_row(f"layout {change.field}", change) for change in difference.layouts),
         *(_row(change.field, change) for change in difference.settings),
     ]

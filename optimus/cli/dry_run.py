@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from optimus.cli.text import closing, columns, wrap
 from optimus.engine.config import MemoryUse
 from optimus.ir.plan import ALL, Plan
-from optimus.render.units import gigabytes
+from optimus.render.format_numbers import format_gigabytes
 
 if TYPE_CHECKING:
     from optimus.engine.dry_run import DryRun
@@ -131,7 +131,7 @@ def _messages(run: DryRun) -> list[str]:
 
 def _memory(run: DryRun) -> list[str]:
     use = run.memory
-    capacity = f"{gigabytes(run.needed_bytes)} of {gigabytes(run.capacity_bytes)} GB"
+    capacity = f"{format_gigabytes(run.needed_bytes)} of {format_gigabytes(run.capacity_bytes)} GB"
     over = f"; {_lines_over(use)}" if use.lines_over else ""
     return [
         *_memory_table(use, run.planned_only),

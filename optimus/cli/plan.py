@@ -26,7 +26,7 @@ from optimus.cli.flags import (
 )
 from optimus.cli.text import closing, columns, next_commands, remark, time_gap, wrap
 from optimus.errors import UserError
-from optimus.render.units import gigabytes, seconds
+from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
     from optimus.job.layout import Layout
@@ -245,12 +245,12 @@ def _table(planned: PlanningResult) -> list[str]:
         rows.append(
             [
                 f"{name} (floor)" if name == "llm-only" else name,
-                seconds(system.step_s),
+                format_seconds(system.step_s),
                 f"{comparison.over_floor(name):.3f}",
                 speedup,
-                gigabytes(system.memory.total) + ("" if system.fits else " !"),
+                format_gigabytes(system.memory.total) + ("" if system.fits else " !"),
                 f"{100 * system.mfu:.1f}",
-                seconds(system.overlapped_step_s),
+                format_seconds(system.overlapped_step_s),
             ]
         )
         if system.measured_step_s is not None:
@@ -259,7 +259,7 @@ def _table(planned: PlanningResult) -> list[str]:
     lines += remark(f"speed-up: step of the system over the step of {planned.plan.strategy}.")
     lines += remark(TP_SHARE_REMARK)
     if any(not system.fits for system in comparison.systems.values()):
-        lines += remark(f"! does not fit in {gigabytes(comparison.context.capacity_bytes)} GB")
+        lines += remark(f"! does not fit in {format_gigabytes(comparison.context.capacity_bytes)} GB")
     for name, reason in comparison.missing.items():
         lines += wrap(f"  {name}", f"not possible: {reason}", indent=18)
     return lines
@@ -270,8 +270,8 @@ def _measured(planned: PlanningResult, system: SimulatedSystem) -> list[str]:
     over = system.measured_step_s / planned.comparison.floor_s
     speedup = system.measured_step_s / planned.step_s
     held = system.measured_memory_bytes
-    row = ["  measured", seconds(system.measured_step_s), f"{over:.3f}", f"{speedup:.3f}"]
-    return [*row, "" if held is None else gigabytes(held), "", ""]
+    row = ["  measured", format_seconds(system.measured_step_s), f"{over:.3f}", f"{speedup:.3f}"]
+    return [*row, "" if held is None else format_gigabytes(held), "", ""]
 
 
 def _worth(planned: PlanningResult) -> dict[str, object]:
@@ -313,12 +313,12 @@ def _hidden_lines(planned: PlanningResult) -> list[str]:
     hidden += "" if coarse is None else f" (coarse {coarse:.0%})"
     hidden += f"; idle time left: {_bubbles(planned.system)}"
     over = planned.step_s / bounds.bound_s
-    bound = f"{seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.binds} binds); "
+    bound = f"{format_seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.binds} binds); "
     bound += f"the step is {over:.3f} times the bound"
     without = "" if planned.found.is_estimated_whole else ", without them,"
     claim = (
-        f"{seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; "
-        f"the scheduler's estimate{without} is {seconds(plan.claims.estimate_s)} s"
+        f"{format_seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; "
+        f"the scheduler's estimate{without} is {format_seconds(plan.claims.estimate_s)} s"
     )
     return [*wrap("hidden", hidden), *wrap("bound", bound), *wrap("claim", claim)]
 
@@ -345,8 +345,9 @@ def _memory(planned: PlanningResult) -> str:
         "communicators": memory.communicators,
         "reserve": memory.reserve,
     }
-    total = f"{gigabytes(memory.total)} of {gigabytes(capacity)} GB on the worst rank ({system.worst_rank})"
-    return f"{total}: {', '.join(f'{name} {gigabytes(value)}' for name, value in parts.items())}"
+    total = f"{format_gigabytes(memory.total)} of {format_gigabytes(capacity)} GB"
+    components = ", ".join(f"{name} {format_gigabytes(value)}" for name, value in parts.items())
+    return f"{total} on the worst rank ({system.worst_rank}): {components}"
 
 
 def _rejected(planned: PlanningResult) -> list[str]:

@@ -67,7 +67,7 @@ class ReportCommand:
 
             job = find_job(self.job, self.on)
         with progress_bar("planning") as progress, announced_compilation():
-            from optimus.render.report import write_report
+            from optimus.render.html_report import write_report
 
             write_report(
                 plan, output, job=job, profile=profile, trace=self.trace, digest=digest, progress=progress

@@ -25,7 +25,7 @@ from optimus.cli.flags import (
 )
 from optimus.cli.text import closing, columns, plan_title, remark
 from optimus.errors import UserError
-from optimus.render.units import gigabytes, seconds
+from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
     from optimus.planner.replaying import ReplayedPlan
@@ -98,9 +98,9 @@ class SimulateCommand:
             )
         lines = comparison_text(comparison)
         if self.picture is not None:
-            from optimus.render.picture import write_picture
+            from optimus.render.timeline_svg import write_timeline_svg
 
-            write_picture(comparison, self.picture)
+            write_timeline_svg(comparison, self.picture)
             lines += ["", *closing("wrote", str(self.picture))]
         if self.trace is not None and comparison.systems:
             from optimus.render.trace import write_trace
@@ -169,9 +169,9 @@ def replay_text(replayed: ReplayedPlan) -> list[str]:
     header += [f"{SHORT_CAUSES[cause]} %" for cause in bubbles_s]
     row = [
         plan.strategy,
-        seconds(step),
+        format_seconds(step),
         f"{step / floor:.3f}" if floor else "-",
-        gigabytes(max(held.peak for held in plan.memory)),
+        format_gigabytes(max(held.peak for held in plan.memory)),
         *(f"{100 * idle_s / step:.1f}" for idle_s in bubbles_s.values()),
     ]
     lines += columns(header, [row], breaks=[header.index("peak GB") + 1])

@@ -66,7 +66,7 @@ class SweepCommand:
             check_writable("--output", self.output, *ENDINGS)
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
         with progress_bar("planning") as progress, announced_compilation():
-            from optimus.render.sweep_picture import write_sweep
+            from optimus.render.sweep_chart import write_sweep
             from optimus.sensitivity.sweep import sweep_job
 
             sweep = sweep_job(
@@ -99,7 +99,7 @@ def _integers(axis: str, words: tuple[str, ...]) -> list[int]:
 
 def sweep_json(sweep: JobSweep, *, file: str | None) -> dict[str, object]:
     """Returns the object of `optimus sweep --json`."""
-    from optimus.render.sweep_picture import headline
+    from optimus.render.sweep_chart import summarize_sweep
 
     return {
         "schema": SCHEMA,
@@ -107,14 +107,14 @@ def sweep_json(sweep: JobSweep, *, file: str | None) -> dict[str, object]:
         "over": sweep.axis,
         "strategy": sweep.strategy,
         "preset": sweep.preset,
-        "conclusion": headline(sweep),
+        "conclusion": summarize_sweep(sweep),
         "points": [_point_json(point) for point in sweep.points],
         "picture": file,
     }
 
 
 def _point_json(point: SweepPoint) -> dict[str, object]:
-    from optimus.render.sweep_picture import is_worth_filling
+    from optimus.render.sweep_chart import is_worth_filling
 
     plan = point.plan
     at: dict[str, object] = {"value": point.value, "gpus": point.gpus, "possible": plan is not None}
@@ -137,13 +137,13 @@ def _point_json(point: SweepPoint) -> dict[str, object]:
 
 def sweep_text(sweep: JobSweep) -> list[str]:
     """Returns the conclusion, a row per point, and the reasons of points that are not possible."""
-    from optimus.render.sweep_picture import headline, sweep_notes, sweep_table
+    from optimus.render.sweep_chart import build_sweep_table, explain_sweep_columns, summarize_sweep
 
-    header, rows = sweep_table(sweep)
+    header, rows = build_sweep_table(sweep)
     breaks = [header.index("best simpler system")]
-    lines = [*wrap("", headline(sweep), indent=0), "", *columns(header, rows, left=2, breaks=breaks)]
+    lines = [*wrap("", summarize_sweep(sweep), indent=0), "", *columns(header, rows, left=2, breaks=breaks)]
     impossible = [point for point in sweep.points if point.plan is None]
     lines += [""] if impossible else []
     for point in impossible:
         lines += wrap(f"  {point.value}", f"not possible: {point.reason}", indent=10)
-    return [*lines, "", *wrap("note", sweep_notes(sweep))]
+    return [*lines, "", *wrap("note", explain_sweep_columns(sweep))]

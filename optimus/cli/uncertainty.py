@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from optimus.cli.text import wrap
-from optimus.render.units import seconds
+from optimus.render.format_numbers import format_seconds
 from optimus.sensitivity.assess import Assessed
 from optimus.sensitivity.batch_steps import BatchSteps
 from optimus.sensitivity.noise import POLICIES, NoiseLevel, UnderNoise
@@ -61,7 +61,7 @@ def _steps_words(assessed: Assessed) -> str:
     batches = f"over {len(plan.steps_s)} batches drawn from the workload"
     if plan.simulations == 1:
         batches += ", which are all alike"
-    words = f"mean {seconds(plan.mean_s)} s, p95 {seconds(plan.p95_s)} s {batches}"
+    words = f"mean {format_seconds(plan.mean_s)} s, p95 {format_seconds(plan.p95_s)} s {batches}"
     if rivals:
         words += f" ({'; '.join(_batch_steps(steps) for steps in rivals)})"
     best = min(assessed.steps.values(), key=lambda steps: steps.mean_s)
@@ -71,7 +71,7 @@ def _steps_words(assessed: Assessed) -> str:
 
 
 def _batch_steps(steps: BatchSteps) -> str:
-    return f"{steps.system}: mean {seconds(steps.mean_s)} s, p95 {seconds(steps.p95_s)} s"
+    return f"{steps.system}: mean {format_seconds(steps.mean_s)} s, p95 {format_seconds(steps.p95_s)} s"
 
 
 def _sure_words(sure: WinRate) -> str:

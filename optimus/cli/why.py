@@ -11,7 +11,7 @@ import tyro
 from optimus.cli.console import announced_compilation, progress_bar, show
 from optimus.cli.flags import OK, JsonFlag, OnFlag, PlanArgument, load_profile_of, option, refuse_without_job
 from optimus.cli.text import columns, wrap
-from optimus.render.units import gigabytes, seconds
+from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
     from optimus.sensitivity.why_not import PlanFigures, Reason
@@ -112,7 +112,7 @@ def why_text(reason: Reason) -> list[str]:
         lines += wrap("hint", reason.hint)
     if reason.plan is None or reason.other is None:
         layouts = ", ".join(f"{name} {layout}" for name, layout in reason.plan_layouts.items())
-        return [*lines, *wrap("plan", f"{layouts}; {seconds(reason.plan_step_s)} s")]
+        return [*lines, *wrap("plan", f"{layouts}; {format_seconds(reason.plan_step_s)} s")]
     lines += wrap("plan", _how(reason.plan)) + wrap("as asked", _how(reason.other))
     return [*lines, "", *_table(reason, reason.plan, reason.other)]
 
@@ -121,7 +121,7 @@ def _how(planning: PlanFigures) -> str:
     modules = [
         f"{name} {layout} recompute {planning.recompute[name]}" for name, layout in planning.layouts.items()
     ]
-    size = f"microbatch {planning.microbatch_sequences:.3g}, peak {gigabytes(planning.peak_bytes)} GB"
+    size = f"microbatch {planning.microbatch_sequences:.3g}, peak {format_gigabytes(planning.peak_bytes)} GB"
     return "; ".join([*modules, size])
 
 

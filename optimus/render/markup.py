@@ -1,48 +1,51 @@
-"""Small parts of a page: escaped text, percentages, keys of colours, tables."""
+"""Builds small HTML and SVG elements: escaped text, tables, legends, axes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from html import escape
 from math import ceil
 
-from optimus.render.picture import clean
+FONT = "font-family='Helvetica,Arial,sans-serif'"
+INK, FAINT, PAPER = "#1a1a1a", "#5f6368", "#ffffff"
+_NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def text(words: object) -> str:
-    """Words that may hold anything, as text of the page or of an attribute."""
-    return clean(str(words))
+def escape_markup(value: object) -> str:
+    """Escapes markup and replaces characters that XML cannot hold, for text and attributes."""
+    return escape(_NOT_XML.sub("?", str(value)))
 
 
-def percent(share: float, digits: int = 0) -> str:
-    """`81 %`, with a space as in all titles."""
-    return f"{100 * share:.{digits}f} %"
-
-
-def section(name: str, title: str, *body: str) -> str:
-    """A picture under the sentence that it proves."""
+def render_section(name: str, title: str, *body: str) -> str:
+    """Returns a chart under its title, a sentence that the chart proves."""
     inside = "\n".join(part for part in body if part)
-    return f"<section id='{name}'>\n<h2>{text(title)}</h2>\n{inside}\n</section>"
+    return f"<section id='{name}'>\n<h2>{escape_markup(title)}</h2>\n{inside}\n</section>"
 
 
-def note(words: str) -> str:
-    """A remark below a picture."""
-    return f"<p class='note'>{text(words)}</p>"
+def render_note(words: str) -> str:
+    """Returns a remark below a chart."""
+    return f"<p class='note'>{escape_markup(words)}</p>"
 
 
-def key(parts: Iterable[tuple[str, str]]) -> str:
-    """Swatches (class of the colour, words) in one line."""
-    items = "".join(f"<li><i class='{name}'></i>{text(words)}</li>" for name, words in parts)
+def render_legend(parts: Iterable[tuple[str, str]]) -> str:
+    """Returns swatches (CSS class of the colour, label) in one line."""
+    items = "".join(f"<li><i class='{name}'></i>{escape_markup(words)}</li>" for name, words in parts)
     return f"<ul class='key'>{items}</ul>"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, name: str = "") -> str:
-    """A table whose first `left` columns are words; the others are figures."""
+def render_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, name: str = ""
+) -> str:
+    """Returns a table whose first `left` columns are words; the others are figures."""
     head = "".join(
-        f"<th{' class=w' if at < left else ''}>{text(cell)}</th>" for at, cell in enumerate(header)
+        f"<th{' class=w' if at < left else ''}>{escape_markup(cell)}</th>" for at, cell in enumerate(header)
     )
     lines = [
         "<tr>"
-        + "".join(f"<td{' class=w' if at < left else ''}>{text(cell)}</td>" for at, cell in enumerate(row))
+        + "".join(
+            f"<td{' class=w' if at < left else ''}>{escape_markup(cell)}</td>" for at, cell in enumerate(row)
+        )
         + "</tr>"
         for row in rows
     ]
@@ -54,9 +57,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     )
 
 
-def axis(last: float, unit: str, *, first: float = 0.0) -> str:
-    """Ticks of a horizontal axis at round figures, as shares of its width."""
-    step = tick_of(last - first)
+def render_axis(last: float, unit: str, *, first: float = 0.0) -> str:
+    """Returns the ticks of a horizontal axis at round figures, as shares of its width."""
+    step = choose_tick_spacing(last - first)
     digits = max(0, -int(f"{step:e}".partition("e")[2]))
     places = range(ceil(first / step - 1e-9), int(last / step + 1e-9) + 1)
     ticks = [
@@ -67,14 +70,23 @@ def axis(last: float, unit: str, *, first: float = 0.0) -> str:
     return f"<div class='axis'>{''.join(ticks)}</div>"
 
 
-def line_at(share: float, words: str) -> str:
-    """A vertical line over a chart, its words above it and not beyond the edge."""
+def render_marker_line(share: float, words: str) -> str:
+    """Returns a vertical line over a chart, with its label above it and inside the edge."""
     side = " class='end'" if share > 0.88 else ""
-    return f"<u style='left:{100 * share:.3f}%'><span{side}>{text(words)}</span></u>"
+    return f"<u style='left:{100 * share:.3f}%'><span{side}>{escape_markup(words)}</span></u>"
 
 
-def tick_of(longest: float, count: int = 6) -> float:
-    """A round distance between ticks, so that there are at most `count` of them."""
+def choose_tick_spacing(longest: float, count: int = 6) -> float:
+    """Returns a round distance between ticks, so that there are at most `count` of them."""
     rough = longest / count
     power = 10.0 ** int(f"{rough:e}".partition("e")[2])
     return next(power * nice for nice in (1.0, 2.0, 5.0, 10.0) if power * nice >= rough)
+
+
+def render_svg_text(
+    x: float, y: float, words: str, *, size: int, colour: str = INK, anchor: str = "", weight: str = ""
+) -> str:
+    """Returns an SVG text element."""
+    extra = (f" text-anchor='{anchor}'" if anchor else "") + (f" font-weight='{weight}'" if weight else "")
+    place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}'{extra}"
+    return f"<text {place}>{escape_markup(words)}</text>"

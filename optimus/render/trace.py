@@ -25,7 +25,7 @@ from optimus.schedule.simulate import Timeline
 STREAM = {Lane.COMPUTE: 7, Lane.TP: 20, Lane.DP: 24, Lane.P2P: 28, Lane.HOST: 32}
 PIDS_PER_SYSTEM = 1000
 
-# The functions of NCCL's kernels. Which collective a layer's is, a schedule does not say.
+# Functions of NCCL's kernels. A schedule does not say which collective a layer runs.
 NCCL = {OpKind.UNSHARD: "AllGather", OpKind.REDUCE_GRAD: "ReduceScatter"}
 NCCL |= dict.fromkeys(SENDS, "SendRecv")
 ANY_COLLECTIVE = "Collective"
@@ -50,7 +50,7 @@ class _Process:
 
 
 def write_trace(systems: Mapping[str, tuple[Schedule, Timeline]], path: Path) -> None:
-    """All systems in one file, each a group of processes; gzipped if the name says so."""
+    """Writes all systems to one file, each a group of processes; gzipped if the name ends in .gz."""
     processes = [
         _Process(
             pid=PIDS_PER_SYSTEM * number + device,
@@ -63,7 +63,7 @@ def write_trace(systems: Mapping[str, tuple[Schedule, Timeline]], path: Path) ->
         for device in range(schedule.num_devices)
     ]
     try:
-        _write(processes, path, rank=0, world_size=len(processes))
+        _write(processes, path)
     except OSError as error:
         raise UserError(
             field="--trace", value=str(path), problem=f"cannot be written: {error.strerror}",
@@ -71,37 +71,18 @@ def write_trace(systems: Mapping[str, tuple[Schedule, Timeline]], path: Path) ->
         ) from None  # fmt: skip
 
 
-def write_rank_traces(schedule: Schedule, timeline: Timeline, folder: Path) -> None:
-    """A file per device, `rank_0.json.gz` and so on, as HolisticTraceAnalysis reads them.
-
-    They hold no launches of kernels: a timeline does not say when the host issued an op. That analyser rounds
-    to microseconds unless HTA_DISABLE_NS_ROUNDING is 1.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for device in range(schedule.num_devices):
-        process = _Process(
-            pid=device,
-            name=schedule.device_name(device),
-            device=device,
-            schedule=schedule,
-            timeline=timeline,
-        )
-        path = folder / f"rank_{device}.json.gz"
-        _write([process], path, rank=device, world_size=schedule.num_devices)
-
-
-def _write(processes: Sequence[_Process], path: Path, *, rank: int, world_size: int) -> None:
-    """One event per line, behind a first line that says whose trace it is; the same bytes every time."""
+def _write(processes: Sequence[_Process], path: Path) -> None:
+    """Writes one event per line after the metadata; the same bytes every time."""
     head = {
         "schemaVersion": 1,
-        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world_size},
+        "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": len(processes)},
         "deviceProperties": [{"id": process.pid, "name": process.name} for process in processes],
         "displayTimeUnit": "ms",
         "otherData": {"source": "simulated by Optimus"},
     }
     encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     events = chain.from_iterable(chain(_labels(process), _events(process)) for process in processes)
-    with _opened(path) as out:
+    with _open(path) as out:
         out.write(f'{json.dumps(head)[:-1]}, "traceEvents": [')
         for place, event in enumerate(events):
             out.write(f"{',' if place else ''}\n{encode(event)}")
@@ -109,7 +90,7 @@ def _write(processes: Sequence[_Process], path: Path, *, rank: int, world_size: 
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _open(path: Path) -> Iterator[TextIO]:
     with path.open("wb") as raw:
         packed = path.suffix == ".gz"
         binary = gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) if packed else raw
@@ -118,7 +99,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 
 def _labels(process: _Process) -> Iterator[Event]:
-    """Names and order of a process and of the threads that have events."""
+    """Yields names and order of a process and of the threads that have events."""
     here = process.schedule.device == process.device
     lanes = [lane for lane in Lane if np.any(process.schedule.lane[here] == lane)]
     yield _label("process_name", process.pid, 0, name=process.name)
@@ -134,9 +115,9 @@ def _label(what: str, pid: int, tid: int, **args: str | int) -> Event:
 
 
 def _events(process: _Process) -> Iterator[Event]:
-    """Ops of a device in order of time, but none that does not last a nanosecond.
+    """Yields the ops of a device in order of time, except those shorter than a nanosecond.
 
-    A receive is not there either: it occupies no lane, and is its send on the other device.
+    Receives are left out: they occupy no lane and repeat the send on the other device.
     """
     schedule, timeline = process.schedule, process.timeline
     begin, end = (np.rint(1e9 * times).astype(np.int64) for times in (timeline.start_s, timeline.finish_s))
@@ -176,22 +157,22 @@ def _event(pid: int, op: Op, begin_ns: int, end_ns: int) -> Event:
 
 
 def _name(op: Op) -> str:
-    """`vision F layer 3 qkv chunk 0 mb 12`; traffic begins with the name of an NCCL kernel."""
+    """Returns `vision F layer 3 qkv chunk 0 mb 12`; traffic begins with the name of an NCCL kernel."""
     if op.kind == OpKind.OPTIMIZER:
         return "optimizer"
-    whose = "" if op.module == "all" else f"{op.module} "
-    what = op.label or f"segment {op.segment}"
-    name = f"{whose}{op.kind.word} {what} chunk {op.chunk} mb {op.microbatch}"
+    module = "" if op.module == "all" else f"{op.module} "
+    kernel = op.label or f"segment {op.segment}"
+    name = f"{module}{op.kind.word} {kernel} chunk {op.chunk} mb {op.microbatch}"
     if op.lane in (Lane.COMPUTE, Lane.HOST):
         return name
-    # NCCL plays an all-to-all as sends and receives.
+    # NCCL runs an all-to-all as sends and receives.
     function = "SendRecv" if op.communicator == Communicator.EP else NCCL.get(op.kind, _collective(op.label))
     group = Communicator(op.communicator).name
     return f"ncclDevKernel_{function}_{group} {name}"
 
 
 def _collective(label: str) -> str:
-    """The function of a collective inside a layer, as far as its name tells."""
+    """Returns the NCCL function of a collective inside a layer, as far as its label tells."""
     known = {"gather": "AllGather", "scatter": "ReduceScatter"}
     return next((function for word, function in known.items() if word in label), ANY_COLLECTIVE)
 

@@ -17,8 +17,8 @@ from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.systems.base import SimulatedSystem
-from optimus.render.boxes import IDLE_DP, IDLE_PP, IDLE_TP, STACK, device_rows
-from optimus.render.picture import PLOT, timeline_svg, write_picture
+from optimus.render.palette import IDLE_DP, IDLE_PP, IDLE_TP, STACK
+from optimus.render.timeline_svg import PLOT, build_timeline_rows, render_timeline_svg, write_timeline_svg
 from optimus.schedule.bubbles import busy_s, find_bubbles, mean_bubbles
 from optimus.schedule.build import ROW, Builder, Template, single
 from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
@@ -118,7 +118,7 @@ def test_idle_time_in_the_picture_is_the_bubbles_of_the_table_by_cause(
     system = make()
     bubbles = find_bubbles(system.schedule, system.timeline)
     busy = busy_s(system.schedule, system.timeline)
-    for row, expected, work in zip(device_rows(system), bubbles, busy, strict=True):
+    for row, expected, work in zip(build_timeline_rows(system), bubbles, busy, strict=True):
         shown = row.intervals
         spent = np.bincount(shown.fill, shown.end_s - shown.begin_s, minlength=len(STACK))
         assert np.all(shown.begin_s[1:] == shown.end_s[:-1]) and shown.begin_s[0] == 0.0
@@ -132,7 +132,7 @@ def test_idle_time_in_the_picture_is_the_bubbles_of_the_table_by_cause(
 
 
 def test_every_device_has_a_row_and_all_rows_share_one_time_scale() -> None:
-    svg = timeline_svg([small(), split()], job="job")
+    svg = render_timeline_svg([small(), split()], job="job")
     labels = [text for text in texts(svg) if text.startswith("stage")]
     assert labels == [f"stage {device}" for device in range(4)] * 2
     longest = max(small().step_s, split().step_s)
@@ -141,7 +141,7 @@ def test_every_device_has_a_row_and_all_rows_share_one_time_scale() -> None:
 
 
 def test_the_headline_says_how_long_a_step_is_how_idle_and_whether_it_fits() -> None:
-    svg = timeline_svg([replace(small(), fits=False)], job="paper/X")
+    svg = render_timeline_svg([replace(small(), fits=False)], job="paper/X")
     idle = 100 * small().bubbles.total / small().step_s
     headline = f"paper/X, stage0: {small().step_s:.4f} s a step, {idle:.0f} % of GPU time idle"
     assert texts(svg)[0] == f"{headline}; does not fit in memory"
@@ -156,21 +156,21 @@ def test_the_legend_names_what_is_in_the_picture_and_nothing_else() -> None:
         (small(), set[str]()),
         (split(), {"LLM weight gradient", "encoder weight gradient"}),
     ):
-        words = texts(timeline_svg([system], job="job"))
+        words = texts(render_timeline_svg([system], job="job"))
         legend = [w for w in words if not w.startswith("stage") and not re.match(r"[\d.]+( s)?$", w)]
         assert set(legend[1:-1]) == always | more
 
 
 def test_names_may_hold_markup_and_what_xml_forbids() -> None:
     name = "</text><script>alert('&amp;')</script>\x00\x1b\ud800"
-    svg = timeline_svg([small()], job=name, note=name)
+    svg = render_timeline_svg([small()], job=name, note=name)
     root = ET.fromstring(svg.encode())
     assert not list(root.iter(f"{SVG}script"))
     assert texts(svg)[0].startswith("</text><script>alert('&amp;')</script>???, stage0")
 
 
 def test_the_picture_stands_on_a_background_of_its_own_and_asks_the_network_for_nothing() -> None:
-    svg = timeline_svg([small()], job="job")
+    svg = render_timeline_svg([small()], job="job")
     first = next(ET.fromstring(svg).iter(f"{SVG}rect"))
     assert (first.get("width"), first.get("height"), first.get("fill")) == ("100%", "100%", "#ffffff")
     assert re.findall(r"https?://[^']*", svg) == ["http://www.w3.org/2000/svg"]
@@ -178,13 +178,13 @@ def test_the_picture_stands_on_a_background_of_its_own_and_asks_the_network_for_
 
 def test_the_same_systems_give_the_same_bytes() -> None:
     again = system_of(one_f_one_b(stages=4, microbatches=6))
-    assert timeline_svg([small()], job="job") == timeline_svg([again], job="job")
+    assert render_timeline_svg([small()], job="job") == render_timeline_svg([again], job="job")
 
 
 def test_128_microbatches_on_16_stages_make_a_small_file() -> None:
     wide = system_of(interleaved(stages=16, chunks=4, microbatches=128), layers=4)
     assert len(wide.schedule) > 100_000
-    svg = timeline_svg([wide, wide, wide], job="job")
+    svg = render_timeline_svg([wide, wide, wide], job="job")
     assert len(svg.encode()) < 300_000
     assert len(widths(svg)) == 48
     ET.fromstring(svg)
@@ -192,18 +192,20 @@ def test_128_microbatches_on_16_stages_make_a_small_file() -> None:
 
 def test_ops_that_are_wide_enough_are_boxes_of_their_own() -> None:
     one = system_of(one_f_one_b(stages=1, microbatches=3))
-    lines = re.findall(r"<path stroke='#ffffff' stroke-width='2' d='([^']*)'", timeline_svg([one], job="job"))
+    lines = re.findall(
+        r"<path stroke='#ffffff' stroke-width='2' d='([^']*)'", render_timeline_svg([one], job="job")
+    )
     assert lines[0].count("M") == 5  # between three forwards and three backwards
 
 
 def test_writing_says_what_is_wrong(tmp_path: Path) -> None:
     comparison = a_comparison({"stage0": small()}, {})
-    write_picture(comparison, tmp_path / "picture.svg")
+    write_timeline_svg(comparison, tmp_path / "picture.svg")
     ET.parse(tmp_path / "picture.svg")
     with pytest.raises(UserError, match="cannot be written"):
-        write_picture(comparison, tmp_path / "missing" / "picture.svg")
+        write_timeline_svg(comparison, tmp_path / "missing" / "picture.svg")
     with pytest.raises(DoesNotFit, match="fsdp: too large"):
-        write_picture(a_comparison({}, {"fsdp": "too large"}), tmp_path / "picture.svg")
+        write_timeline_svg(a_comparison({}, {"fsdp": "too large"}), tmp_path / "picture.svg")
 
 
 def a_comparison(systems: dict[str, SimulatedSystem], missing: dict[str, str]) -> Comparison:
@@ -223,7 +225,7 @@ def a_comparison(systems: dict[str, SimulatedSystem], missing: dict[str, str]) -
 @pytest.mark.ci
 def test_the_picture_of_the_readme_is_what_the_command_draws_today(tmp_path: Path) -> None:
     names = COMMAND.split("--system ")[1].split(" --")[0].split()
-    write_picture(compare_systems(find_job("paper/strong-3072"), names=names), tmp_path / "now.svg")
+    write_timeline_svg(compare_systems(find_job("paper/strong-3072"), names=names), tmp_path / "now.svg")
     shown, now = (path.read_text(encoding="utf-8") for path in (PICTURE, tmp_path / "now.svg"))
     # Figures of the headlines to three digits, rows, legend and axes; not bytes, which may differ in a pixel.
     assert texts(shown) == texts(now), f"the picture is stale: {COMMAND}"

@@ -1,15 +1,59 @@
-"""Colours of the page by what they stand for, for light and for dark screens.
+"""Defines the colours of charts by what they stand for, for light and for dark screens.
 
-Okabe and Ito's, as in the other pictures: blue is the LLM, orange an encoder, pink waits for TP, green for
-DP, grey for the pipeline. Within a colour, lightness tells parts apart, also for those who see no hue.
+They are Okabe and Ito's: blue is the LLM, orange an encoder, pink waits for TP, green for DP, grey for the
+pipeline. Within a colour, lightness tells parts apart, also for readers who see no hue.
 """
 
 from __future__ import annotations
 
-from optimus.render.boxes import STACK, TRAFFIC
+from dataclasses import dataclass
+
+import numpy as np
+
+from optimus.ir.op import OpKind
 from optimus.schedule.bubbles import CAUSES
 
-# Of the bars: class, words, light, dark.
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """Label and colour of what an interval of a compute lane is spent on."""
+
+    label: str
+    colour: str
+
+
+# Within a module, dark is late.
+ENCODER_WORK = {
+    OpKind.FORWARD: LegendEntry("encoder forward", "#e69f00"),
+    OpKind.RECOMPUTE: LegendEntry("encoder recompute", "#f7d68a"),
+    OpKind.BACKWARD: LegendEntry("encoder backward", "#c2500a"),
+    OpKind.INPUT_GRAD: LegendEntry("encoder backward", "#c2500a"),
+    OpKind.WEIGHT_GRAD: LegendEntry("encoder weight gradient", "#7a2f04"),
+}
+LLM_WORK = {
+    OpKind.FORWARD: LegendEntry("LLM forward", "#56b4e9"),
+    OpKind.RECOMPUTE: LegendEntry("LLM recompute", "#b5dcf5"),
+    OpKind.BACKWARD: LegendEntry("LLM backward", "#0072b2"),
+    OpKind.INPUT_GRAD: LegendEntry("LLM backward", "#0072b2"),
+    OpKind.WEIGHT_GRAD: LegendEntry("LLM weight gradient", "#00395c"),
+}
+OPTIMIZER = LegendEntry("optimizer", "#4d4d4d")
+IDLE_TP = LegendEntry("idle: waits for TP", "#e8bcd4")
+IDLE_DP = LegendEntry("idle: waits for DP", "#93d3bd")
+IDLE_PP = LegendEntry("idle: waits for the pipeline", "#e3e3e3")
+# Order of the fills in a box, from its bottom to its top.
+STACK = tuple(
+    dict.fromkeys([*ENCODER_WORK.values(), *LLM_WORK.values(), OPTIMIZER, IDLE_TP, IDLE_DP, IDLE_PP])
+)
+TRAFFIC = {
+    OpKind.UNSHARD: LegendEntry("DP all-gather", "#00b383"),
+    OpKind.REDUCE_GRAD: LegendEntry("DP reduce-scatter", "#00543d"),
+}
+IDLE_FILLS = np.array(
+    [STACK.index({"dp": IDLE_DP, "tp": IDLE_TP, "pp": IDLE_PP}[cause.partition("_")[0]]) for cause in CAUSES]
+)
+
+# Parts of a step: label, light and dark colour, by CSS class.
 PARTS = {
     "llm": ("LLM compute", "#0072b2", "#3d9bd1"),
     "encoder": ("encoder compute", "#e69f00", "#e69f00"),
@@ -21,7 +65,7 @@ PARTS = {
     "pp_cooldown": ("idle: PP cool-down", "#a3a3a3", "#6f767e"),
     "pp_other": ("idle: PP other", "#bfbfbf", "#565d65"),
 }
-# Of memory, from what is always there to what comes and goes.
+# Components of memory, permanent ones first: light and dark colour.
 MEMORY = {
     "parameters": ("#00395c", "#1d6fa3"),
     "gradients": ("#0072b2", "#3d9bd1"),
@@ -52,22 +96,22 @@ FILLS = {
         for fill in TRAFFIC.values()
     },
     **LANES,
-}  # of the stages over time
+}  # of the timeline chart
 OF_CAUSE = {"dp": "idle: waits for DP", "tp": "idle: waits for TP", "pp": "idle: waits for the pipeline"}
 CAUSE_FILLS = [OF_CAUSE[cause.partition("_")[0]] for cause in CAUSES]
 
 
-def memory_class(component: str) -> str:
-    """The class of a component's colour."""
+def memory_css_class(component: str) -> str:
+    """Returns the CSS class of a memory component's colour."""
     return f"m-{component.replace(' ', '-')}" if component in MEMORY else "m-reserve"
 
 
-def colour_css() -> str:
-    """Variables and classes of all colours."""
+def build_colour_css() -> str:
+    """Returns CSS variables and classes of all colours."""
     both: dict[str, tuple[str, str]] = {
         f"p-{name}": (light, dark) for name, (_, light, dark) in PARTS.items()
     }
-    both |= {memory_class(name): pair for name, pair in MEMORY.items()}
+    both |= {memory_css_class(name): pair for name, pair in MEMORY.items()}
     both |= {f"f-{place}": pair for place, pair in enumerate(FILLS.values())}
     light = "".join(f"--{name}:{pair[0]};" for name, pair in both.items())
     dark = "".join(f"--{name}:{pair[1]};" for name, pair in both.items() if pair[0] != pair[1])

@@ -1,4 +1,4 @@
-"""Draws a sweep as an SVG of tokens per second and GPU, or as a page with its table."""
+"""Draws a sweep as an SVG of tokens per second and GPU, or as an HTML page with its table."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from pathlib import Path
 
 from optimus.ir.files import write_whole
 from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
-from optimus.render.markup import table, tick_of
-from optimus.render.picture import FAINT, FONT, INK, PAPER, clean, digits, svg_text
-from optimus.render.units import gigabytes, seconds
+from optimus.render.format_numbers import format_gigabytes, format_seconds, format_three_digits
+from optimus.render.markup import (
+    FAINT,
+    FONT,
+    INK,
+    PAPER,
+    choose_tick_spacing,
+    escape_markup,
+    render_svg_text,
+    render_table,
+)
 from optimus.sensitivity.sweep import JobSweep, SweepFigures, SweepPoint
 
 WIDTH, HEIGHT = 1000, 440
@@ -38,8 +46,8 @@ td, th {{ padding: .25em .8em; text-align: right; border-bottom: 1px solid #ddd 
 
 
 @dataclass(frozen=True)
-class Line:
-    """One series: points without a value are left out."""
+class _Series:
+    """One line of the chart; points without a value are left out."""
 
     name: str
     colour: str
@@ -48,8 +56,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Plot:
-    """Values of the range on a logarithmic axis to the right, figures upwards from 0."""
+class _LogPlot:
+    """Plot area: values of the range on a logarithmic axis to the right, figures upwards from 0."""
 
     values: tuple[int, ...]
     highest: float
@@ -63,20 +71,20 @@ class Plot:
         return HEIGHT - BOTTOM - value / self.highest * (HEIGHT - TOP - BOTTOM)
 
 
-def headline(sweep: JobSweep) -> str:
-    """What the sweep says: how tokens per second and GPU change, and what filling is worth."""
-    found = sweep.possible
-    if not found:
+def summarize_sweep(sweep: JobSweep) -> str:
+    """Says how tokens per second and GPU change over the range, and what filling gains."""
+    possible = sweep.possible
+    if not possible:
         return f"{sweep.job}: possible at none of {len(sweep.points)} values of {NAMES[sweep.axis]}"
-    (first, its), (last, other) = found[0], found[-1]
-    best, best_plan = max(found, key=lambda pair: _rate(*pair))
+    (first, first_plan), (last, last_plan) = possible[0], possible[-1]
+    best, best_plan = max(possible, key=lambda pair: _rate(*pair))
     where = WORDS[sweep.axis].format(best.value)
-    words = f"{sweep.job}: {digits(_rate(best, best_plan))} tokens/s/GPU at {where}"
-    if len(found) > 1:
+    words = f"{sweep.job}: {format_three_digits(_rate(best, best_plan))} tokens/s/GPU at {where}"
+    if len(possible) > 1:
         away = last if best is first else first
-        rate = _rate(away, other if away is last else its) / _rate(best, best_plan)
+        rate = _rate(away, last_plan if away is last else first_plan) / _rate(best, best_plan)
         words += f", {rate:.0%} of that at {away.value}".replace("%", " %")
-    speedups = [plan.speedup for _, plan in found if plan.speedup is not None]
+    speedups = [plan.speedup for _, plan in possible if plan.speedup is not None]
     if not speedups:
         return words
     low, high = f"{min(speedups):.3f}", f"{max(speedups):.3f}"
@@ -84,20 +92,20 @@ def headline(sweep: JobSweep) -> str:
     return f"{words}; {sweep.strategy} {span} times as fast as the best simpler system"
 
 
-def sweep_svg(sweep: JobSweep) -> str:
-    """The picture; the same bytes for the same sweep."""
+def render_sweep_svg(sweep: JobSweep) -> str:
+    """Returns the chart; the same bytes for the same sweep."""
     lines = _lines(sweep)
     highest = max((value for line in lines for value in line.values if value is not None), default=1.0)
-    plot = Plot(tuple(point.value for point in sweep.points), 1.06 * highest)
-    title = headline(sweep)
+    plot = _LogPlot(tuple(point.value for point in sweep.points), 1.06 * highest)
+    title = summarize_sweep(sweep)
     head, _, rest = title.partition("; ")
     size = f"width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}'"
     body = [
         f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>",
-        f"<title>{clean(title)}</title>",
+        f"<title>{escape_markup(title)}</title>",
         f"<rect width='100%' height='100%' rx='6' fill='{PAPER}'/>",
-        svg_text(16, 26, head, size=16, weight="bold"),
-        svg_text(16, 46, rest, size=14),
+        render_svg_text(16, 26, head, size=16, weight="bold"),
+        render_svg_text(16, 46, rest, size=14),
         *_axes(sweep, plot),
         *(part for line in lines for part in _line(line, plot)),
         *_names(lines, plot),
@@ -112,42 +120,42 @@ def _rate(point: SweepPoint, plan: SweepFigures) -> float:
     return point.tokens_per_s_per_gpu(plan.step_s)
 
 
-def _lines(sweep: JobSweep) -> list[Line]:
-    def series(name: str, colour: str, field: str, *, dashed: bool = False) -> Line:
-        seconds = [None if point.plan is None else getattr(point.plan, field) for point in sweep.points]
+def _lines(sweep: JobSweep) -> list[_Series]:
+    def series(name: str, colour: str, field: str, *, dashed: bool = False) -> _Series:
+        steps_s = [None if point.plan is None else getattr(point.plan, field) for point in sweep.points]
         rates = [
             None if step_s is None else point.tokens_per_s_per_gpu(step_s)
-            for point, step_s in zip(sweep.points, seconds, strict=True)
+            for point, step_s in zip(sweep.points, steps_s, strict=True)
         ]
-        return Line(name, colour, tuple(rates), dashed)
+        return _Series(name, colour, tuple(rates), dashed)
 
-    found = [
+    lines = [
         series("LLM alone (floor)", FLOOR, "floor_s", dashed=True),
         series("best simpler system", SIMPLER, "simpler_s"),
         series(sweep.strategy, OURS, "step_s"),
     ]
-    return [line for line in found if any(value is not None for value in line.values)]
+    return [line for line in lines if any(value is not None for value in line.values)]
 
 
-def _axes(sweep: JobSweep, plot: Plot) -> Iterator[str]:
+def _axes(sweep: JobSweep, plot: _LogPlot) -> Iterator[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    tick = tick_of(plot.highest)
+    tick = choose_tick_spacing(plot.highest)
     for place in range(int(plot.highest / tick) + 1):
         y = plot.y(place * tick)
         faint = "" if place == 0 else " stroke-opacity='0.2'"
         yield f"<path stroke='{FAINT}'{faint} d='M{LEFT} {y:.1f}H{right}'/>"
-        yield svg_text(LEFT - 8, y + 4, f"{place * tick:,.10g}", size=12, anchor="end")
-    yield svg_text(LEFT, TOP, "tokens per second and GPU", size=12, colour=FAINT)
+        yield render_svg_text(LEFT - 8, y + 4, f"{place * tick:,.10g}", size=12, anchor="end")
+    yield render_svg_text(LEFT, TOP, "tokens per second and GPU", size=12, colour=FAINT)
     for place, value in enumerate(plot.values):
         x = plot.x(place)
         yield f"<path stroke='{FAINT}' d='M{x:.1f} {bottom}v5'/>"
-        yield svg_text(x, bottom + 20, f"{value:,}", size=13, anchor="middle")
+        yield render_svg_text(x, bottom + 20, f"{value:,}", size=13, anchor="middle")
     words = f"{NAMES[sweep.axis]}; preset {sweep.preset}, {sweep.gpu}, simulated"
-    yield svg_text(LEFT, HEIGHT - 12, words, size=12, colour=FAINT)
+    yield render_svg_text(LEFT, HEIGHT - 12, words, size=12, colour=FAINT)
 
 
-def _line(line: Line, plot: Plot) -> Iterator[str]:
-    """A polyline through what there is, and a dot at every point."""
+def _line(line: _Series, plot: _LogPlot) -> Iterator[str]:
+    """Draws a polyline through the points that have a value, and a dot at each."""
     places = [(plot.x(at), plot.y(value)) for at, value in enumerate(line.values) if value is not None]
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     dash = " stroke-dasharray='6 4'" if line.dashed else ""
@@ -156,8 +164,8 @@ def _line(line: Line, plot: Plot) -> Iterator[str]:
         yield f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{line.colour}'/>"
 
 
-def _names(lines: list[Line], plot: Plot) -> Iterator[str]:
-    """Names at the right ends of lines, pushed apart where these meet."""
+def _names(lines: list[_Series], plot: _LogPlot) -> Iterator[str]:
+    """Writes names at the right ends of lines, pushed apart where these meet."""
     ends = sorted(
         (plot.y([value for value in line.values if value is not None][-1]), line.name, line.colour)
         for line in lines
@@ -165,37 +173,37 @@ def _names(lines: list[Line], plot: Plot) -> Iterator[str]:
     lowest = -math.inf
     for y, name, colour in ends:
         lowest = max(y, lowest + APART_PX)
-        yield svg_text(WIDTH - RIGHT + 12, lowest + 4, name, size=13, colour=colour, weight="bold")
+        yield render_svg_text(WIDTH - RIGHT + 12, lowest + 4, name, size=13, colour=colour, weight="bold")
 
 
-def _impossible(sweep: JobSweep, plot: Plot) -> Iterator[str]:
-    """A cross on the axis, which says why when it is pointed at."""
+def _impossible(sweep: JobSweep, plot: _LogPlot) -> Iterator[str]:
+    """Draws a cross on the axis, with the reason as its tooltip."""
     for place, point in enumerate(sweep.points):
         if point.plan is None:
             x, y = plot.x(place), HEIGHT - BOTTOM - 14
             cross = f"M{x - 5:.1f} {y - 5}l10 10m0 -10l-10 10"
-            why = f"<title>{clean(point.reason)}</title>"
+            why = f"<title>{escape_markup(point.reason)}</title>"
             yield f"<path fill='none' stroke='{INK}' stroke-width='2' d='{cross}'>{why}</path>"
-            yield svg_text(x, y - 12, "not possible", size=12, anchor="middle")
+            yield render_svg_text(x, y - 12, "not possible", size=12, anchor="middle")
 
 
 def write_sweep(sweep: JobSweep, path: Path) -> None:
     """Writes the picture as .svg, or a page with the table as .html."""
-    write_whole(path, sweep_page(sweep) if path.suffix == ".html" else sweep_svg(sweep))
+    write_whole(path, render_sweep_page(sweep) if path.suffix == ".html" else render_sweep_svg(sweep))
 
 
-def sweep_page(sweep: JobSweep) -> str:
+def render_sweep_page(sweep: JobSweep) -> str:
     """Returns picture, table and reasons as one self-contained HTML file."""
     reasons = [f"{point.value}: not possible: {point.reason}." for point in sweep.points if point.reason]
     return PAGE.format(
-        title=clean(headline(sweep)),
-        picture=sweep_svg(sweep),
-        table=table(*sweep_table(sweep), left=2),
-        notes=clean(" ".join([*reasons, sweep_notes(sweep)])),
+        title=escape_markup(summarize_sweep(sweep)),
+        picture=render_sweep_svg(sweep),
+        table=render_table(*build_sweep_table(sweep), left=2),
+        notes=escape_markup(" ".join([*reasons, explain_sweep_columns(sweep)])),
     )
 
 
-def sweep_table(sweep: JobSweep) -> tuple[list[str], list[list[str]]]:
+def build_sweep_table(sweep: JobSweep) -> tuple[list[str], list[list[str]]]:
     """Returns the header and a row per point."""
     header = [COLUMN[sweep.axis], "LLM layout", "step s", "over floor", "tok/s/GPU", "peak GB"]
     header += ["best simpler system", "its step s", "speed-up", "worth"]
@@ -210,18 +218,18 @@ def _table_row(point: SweepPoint, plan: SweepFigures | None, width: int) -> list
     return [
         str(point.value),
         str(plan.layouts["llm"]),
-        seconds(plan.step_s),
+        format_seconds(plan.step_s),
         f"{plan.over_floor:.3f}",
         f"{point.tokens_per_s_per_gpu(plan.step_s):.0f}",
-        gigabytes(plan.peak_bytes),
+        format_gigabytes(plan.peak_bytes),
         plan.simpler or "-",
-        "-" if plan.simpler_s is None else seconds(plan.simpler_s),
+        "-" if plan.simpler_s is None else format_seconds(plan.simpler_s),
         "-" if plan.speedup is None else f"{plan.speedup:.3f}",
         "-" if worth is None else "yes" if worth else "no",
     ]
 
 
-def sweep_notes(sweep: JobSweep) -> str:
+def explain_sweep_columns(sweep: JobSweep) -> str:
     """Returns what the columns mean and what stays the same over the range."""
     same = {"gpus": "the batch stays the same", "batch": "the GPUs stay the same"}
     parts = [
