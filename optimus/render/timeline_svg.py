@@ -152,7 +152,7 @@ def render_device_row(
     yield "</g>"
 
 
-def _layer(boxes: Sequence[TimelineBox], place: int, scale: TimeScale, tall: int) -> str:
+def _layer(boxes: Sequence[_TimelineBox], place: int, scale: TimeScale, tall: int) -> str:
     """Outlines, up to the top of one fill of the stack, the boxes that have some of it."""
     parts: list[str] = []
     height = 0  # of the open outline; 0: none is open
@@ -172,7 +172,7 @@ def _layer(boxes: Sequence[TimelineBox], place: int, scale: TimeScale, tall: int
     return "".join(parts) + ("V0z" if height else "")
 
 
-def _lines(boxes: Sequence[TimelineBox], scale: TimeScale, tall: int) -> str:
+def _lines(boxes: Sequence[_TimelineBox], scale: TimeScale, tall: int) -> str:
     """Draws lines between ops that are wide enough to be told apart."""
     least = scale.seconds(LINE_PX)
     return "".join(
@@ -237,7 +237,7 @@ def _legend(fills: Sequence[LegendEntry], top: int) -> tuple[list[str], int]:
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceIntervals:
+class _DeviceIntervals:
     """Consecutive intervals of a device's whole step; those with an equal `owner` are one op."""
 
     begin_s: Floats
@@ -251,12 +251,12 @@ class TimelineRow:
     """One device of a timeline, before it is drawn."""
 
     label: str
-    intervals: DeviceIntervals
+    intervals: _DeviceIntervals
     traffic: dict[OpKind, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
-class TimelineBox:
+class _TimelineBox:
     """Part of a row, with the share of its time that each fill takes."""
 
     begin_s: float
@@ -288,7 +288,7 @@ def build_timeline_rows(system: SimulatedSchedule) -> list[TimelineRow]:
     ]
 
 
-def _intervals(system: SimulatedSchedule, device: int, idle: Idle) -> DeviceIntervals:
+def _intervals(system: SimulatedSchedule, device: int, idle: Idle) -> _DeviceIntervals:
     """Returns work and idle time of one device, from 0 to the end of the step, in order."""
     schedule, timeline = system.schedule, system.timeline
     ops = np.flatnonzero((schedule.device == device) & (schedule.lane == Lane.COMPUTE))
@@ -303,7 +303,7 @@ def _intervals(system: SimulatedSchedule, device: int, idle: Idle) -> DeviceInte
     owners = np.concatenate([owner, inside[idle.op[gaps]]])
     order = np.lexsort((end, begin))
     order = order[(end > begin)[order]]
-    return DeviceIntervals(begin_s=begin[order], end_s=end[order], fill=fill[order], owner=owners[order])
+    return _DeviceIntervals(begin_s=begin[order], end_s=end[order], fill=fill[order], owner=owners[order])
 
 
 def _fills(system: SimulatedSchedule, ops: Ints) -> Ints:
@@ -334,7 +334,7 @@ def _traffic(system: SimulatedSchedule, device: int, kind: OpKind) -> list[tuple
     return sorted(times)
 
 
-def _merge_into_boxes(intervals: DeviceIntervals, own_s: float, joined_s: float) -> Iterator[TimelineBox]:
+def _merge_into_boxes(intervals: _DeviceIntervals, own_s: float, joined_s: float) -> Iterator[_TimelineBox]:
     """Yields ops and gaps of `own_s` or more as boxes of their own, shorter ones joined up to `joined_s`."""
     changes = np.flatnonzero(np.diff(intervals.owner)) + 1
     starts = np.concatenate([[0], changes, [len(intervals.owner)]])
@@ -353,7 +353,7 @@ def _merge_into_boxes(intervals: DeviceIntervals, own_s: float, joined_s: float)
                 stop += 1
         parts = totals[place:stop].sum(axis=0)
         is_op = bool(wide[place]) and intervals.owner[starts[place]] != GAP
-        yield TimelineBox(
+        yield _TimelineBox(
             float(begin[place]), float(end[stop - 1]), tuple((parts / parts.sum()).tolist()), is_op
         )
         place = stop
