@@ -31,8 +31,8 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import ChunkPhase, SegmentedChunk
 from optimus.models.segment import Segment, State, WeightGradStore
-from optimus.schedule.dependencies import couple
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.plan_schedule import build_plan_schedule
+from optimus.schedule.simulator import simulate_schedule
 
 Row = tuple[int, int, int, int, int]  # module, kind, chunk, microbatch, place: as a line of a program
 
@@ -236,7 +236,7 @@ def replay_plan(
     plan: Plan, draws: Draws, link: PacedLink, *, traffic: BucketTraffic = "replicated"
 ) -> PlanReplay:
     """Simulates the coupled graph of the programs with drawn durations and the links' times."""
-    schedule = couple(plan, plan.programs)
+    schedule = build_plan_schedule(plan, plan.programs)
     device = schedule.device
     seconds = schedule.duration_s.copy()  # of sends, as the planner knows the links
     moves_s = np.zeros(len(plan.programs))
@@ -255,7 +255,7 @@ def replay_plan(
                 plan, draws, module=name, kind=OpKind(kind), virtual=virtual, microbatch=microbatch,
                 place=place,
             )  # fmt: skip
-    timeline = evaluate(replace(schedule, duration_s=seconds))
+    timeline = simulate_schedule(replace(schedule, duration_s=seconds))
     ends = np.flatnonzero(np.diff(device, prepend=-1, append=-1))
     return PlanReplay(
         step_s=timeline.step_s,

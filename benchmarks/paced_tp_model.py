@@ -27,8 +27,8 @@ from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, Floats, OpKind, Schedu
 from optimus.ir.plan import Phase, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.schedule.dependencies import couple
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.plan_schedule import build_plan_schedule
+from optimus.schedule.simulator import simulate_schedule
 
 DTYPE = torch.bfloat16
 
@@ -194,7 +194,7 @@ def replay_model(plan: Plan, draws: Draws, traffic: Sequence[RankTraffic]) -> Pl
 
 def _coupled(plan: Plan) -> Schedule:
     """Returns the coupled graph; ranks of a tensor-parallel head meet in the small gather of their loss."""
-    schedule = couple(plan, plan.programs)
+    schedule = build_plan_schedule(plan, plan.programs)
     meeting = np.full(len(schedule), -1) if schedule.meeting is None else schedule.meeting.copy()
     first, at = meeting.max() + 1, 0
     for device, program in enumerate(plan.programs):
@@ -256,7 +256,7 @@ def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[Ran
 
 
 def _simulated(plan: Plan, schedule: Schedule, seconds: Floats) -> PlanReplay:
-    timeline = evaluate(replace(schedule, duration_s=seconds))
+    timeline = simulate_schedule(replace(schedule, duration_s=seconds))
     ends = np.flatnonzero(np.diff(schedule.device, prepend=-1, append=-1))
     moves = np.isin(schedule.kind, (OpKind.UNSHARD, OpKind.REDUCE_GRAD))
     return PlanReplay(

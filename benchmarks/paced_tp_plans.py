@@ -18,8 +18,7 @@ from optimus.planner.systems.colocation_candidate import ColocationCandidate, En
 from optimus.planner.systems.llm_only import llm_pipeline
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.slots import SlotlessCandidate
-from optimus.schedule.expand_tp_blocks import unfold
-from optimus.schedule.fill import coarse_orders
+from optimus.schedule.fill import expand_to_all_tp_blocks, order_encoders_around_llm
 
 OURS, FLOOR = "ours", "the LLM alone"
 NOTHING, COARSE, GAPS, DP_BUBBLES, TP_SLOTS = (
@@ -131,8 +130,8 @@ class _Dealt(ColocationCandidate):
         return replace(placed, pipelines=_deal(self.counts)) if folded else placed
 
     def coarse(self) -> FilledPlan:
-        orders = list(coarse_orders(self.header, self.base))
-        header, orders = unfold(self._whole.header(strategy="optimus"), self.header, orders)
+        orders = list(order_encoders_around_llm(self.header, self.base))
+        header, orders = expand_to_all_tp_blocks(self._whole.header(strategy="optimus"), self.header, orders)
         return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=0.0)
 
 

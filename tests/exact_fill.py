@@ -34,11 +34,11 @@ from optimus.planner.systems.colocated import encoder_layout
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import llm_pipeline
 from optimus.planner.systems.optimus_search import ColocationSearch, ScheduledCandidate
-from optimus.schedule.dependencies import couple
-from optimus.schedule.fill import Arranged
+from optimus.schedule.fill import FillResult
 from optimus.schedule.llm_timeline import LlmTimeline
-from optimus.schedule.program_table import Lines
-from optimus.schedule.simulate import Timeline
+from optimus.schedule.plan_schedule import build_plan_schedule
+from optimus.schedule.program_table import ProgramTable
+from optimus.schedule.simulator import Timeline
 
 UNIT_S = 1e-5  # an op of an instance takes some hundred of them, a step some thousand
 DP = 2
@@ -80,19 +80,19 @@ class Instance(ColocationCandidate):
         self.header = on_grid(self.header, shape.share)
         self.base = LlmTimeline(self.header, llm.order)
 
-    def lowered(self, arranged: Arranged) -> FilledPlan:
+    def lowered(self, arranged: FillResult) -> FilledPlan:
         """With the same durations."""
         fixed = self._colocated(folded=True).fixed_bytes()
         return finish_plan(self.header, arranged.orders(), fixed, estimate_s=arranged.step_s)
 
-    def ours(self) -> Arranged:
+    def ours(self) -> FillResult:
         """The best of the shifts that the search tries."""
         unshifted = ScheduledCandidate(trial=self, arranged=self.fill.arrange(0.0))
         return ColocationSearch(self.context, self.llm)._shifted(unshifted).arranged
 
     def starts(self, filled: FilledPlan) -> Ints:
         """When every line of the fill begins in a plan, in units."""
-        lines = Lines.of(self.fill._lines.header, filled.plan.programs)
+        lines = ProgramTable.of(self.fill._lines.header, filled.plan.programs)
         when = dict(zip(_keys(lines), filled.lowered.timeline.start_s.tolist(), strict=True))
         return np.array([round(when[key] / UNIT_S) for key in _keys(self.fill._lines)])
 
@@ -106,7 +106,7 @@ class Instance(ColocationCandidate):
         return self.lowered(replace(self.fill.arrange(0.0), turn=turn, timeline=timeline))
 
 
-def _keys(lines: Lines) -> Iterator[tuple[int, ...]]:
+def _keys(lines: ProgramTable) -> Iterator[tuple[int, ...]]:
     """What tells a line from all others."""
     columns = (lines.device, lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place)
     return zip(*(column.tolist() for column in columns), strict=True)
@@ -228,11 +228,11 @@ class Optimum:
     starts: Ints  # of every line
 
 
-def _coupled(lines: Lines) -> Schedule:
+def _coupled(lines: ProgramTable) -> Schedule:
     """Everything that lines wait for, and no more: but for the LLM's, their order is open."""
     devices = range(lines.header.devices)
     programs = [lines.program(np.flatnonzero(lines.device == d)) for d in devices]
-    return couple(lines.header.plan, programs, ordered=False)
+    return build_plan_schedule(lines.header.plan, programs, ordered=False)
 
 
 class ExactFill:

@@ -24,7 +24,7 @@ from optimus.job.layout import Constraints, Layout, Limits
 from optimus.job.model import Encoder, Llm
 from optimus.job.read import find_job
 from optimus.planner.context import PlanningContext, Policy
-from optimus.schedule.pipelines import Pipeline, PipelineOp
+from optimus.schedule.pipeline_orders import PipelineOp, PipelineOrder
 from optimus.schedule.stage_costs import Cut
 
 KINDS = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
@@ -81,7 +81,7 @@ class Optimum:
     makespan: int
     proven: bool
     cut: Cut
-    order: Pipeline
+    order: PipelineOrder
 
 
 class ExactModel:
@@ -181,7 +181,7 @@ class ExactModel:
             self._model.add(self._makespan >= first + instance.microbatches * work)
 
 
-def _order(instance: Instance, starts: dict[tuple[OpKind, int, int], int]) -> Pipeline:
+def _order(instance: Instance, starts: dict[tuple[OpKind, int, int], int]) -> PipelineOrder:
     """Ops of every stage by start (no op takes no time)."""
     rows: list[list[tuple[int, PipelineOp]]] = [[] for _ in range(instance.stages)]
     for (kind, virtual, microbatch), start in starts.items():

@@ -19,8 +19,12 @@ from optimus.planner.encoder_layouts import why_not
 from optimus.planner.filled_plan import finish_plan
 from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules, encoder_layout
 from optimus.planner.systems.pipeline import PipelineCandidate, order_names
-from optimus.schedule.phases import DIGITS, chunk_phases
-from optimus.schedule.pipelines import Pipeline, interleaved, least_warmup
+from optimus.schedule.phase_templates import SECONDS_DIGITS, build_op_template
+from optimus.schedule.pipeline_orders import (
+    PipelineOrder,
+    build_interleaved_1f1b_order,
+    minimal_warmup_counts,
+)
 
 ROOM_BYTES = 10**15
 
@@ -33,7 +37,7 @@ class Draft:
     """A plan before anything is arranged."""
 
     header: Plan
-    order: Pipeline
+    order: PipelineOrder
     fixed: Sequence[Mapping[str, int]]
 
 
@@ -74,8 +78,10 @@ def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) ->
     name = rng.choice([name for name in known if splits or name != "zero-bubble"])
     listed = None
     if name == "interleaved" and rng.random() < 0.5:
-        warmup = least_warmup(stages, chunks)
-        listed = interleaved(stages=stages, chunks=chunks, microbatches=microbatches, warmup=warmup)
+        warmup = minimal_warmup_counts(stages, chunks)
+        listed = build_interleaved_1f1b_order(
+            stages=stages, chunks=chunks, microbatches=microbatches, warmup=warmup
+        )
     inner = sorted(rng.randint(0, len(layers)) for _ in range(stages * chunks - 1))
     return PipelineCandidate(
         context=context,
@@ -116,7 +122,9 @@ def _with_split_backwards(rng: Random, plan: Plan, choices: Sequence[ColocatedEn
     for choice in choices:
         name, chunks = choice.encoder.name, []
         for stage, (chunk, layers) in enumerate(zip(modules[name].chunks, choice.stages, strict=True)):
-            halves = {kind: chunk_phases(layers, kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)}
+            halves = {
+                kind: build_op_template(layers, kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+            }
             if all(halves.values()) and rng.random() < 0.8:
                 named = {kind: f"{name}.{kind.word}.{stage}" for kind in halves}
                 templates |= {named[kind]: halves[kind] for kind in halves}
@@ -139,7 +147,7 @@ class _Seconds:
     def __call__(self) -> float:
         if self._rng.random() < self._zeros:
             return 0.0
-        return 1.0 if self._same else round(10.0 ** self._rng.uniform(-6, -2), DIGITS)
+        return 1.0 if self._same else round(10.0 ** self._rng.uniform(-6, -2), SECONDS_DIGITS)
 
 
 def _with_random_costs(rng: Random, plan: Plan) -> Plan:
@@ -189,7 +197,7 @@ class _Op:
     feeds: list[_Op] = field(default_factory=list)
 
 
-def random_arrangement(rng: Random, plan: Plan, order: Pipeline) -> list[Program]:
+def random_arrangement(rng: Random, plan: Plan, order: PipelineOrder) -> list[Program]:
     """What every class plays: one random order of all phases in which each stands after what it needs."""
     ready = [op for op in _all_ops(plan, order) if not op.missing]
     played: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(plan.ranks.num_classes)]
@@ -211,7 +219,7 @@ def random_arrangement(rng: Random, plan: Plan, order: Pipeline) -> list[Program
     return [Program.of(rows) for rows in played]
 
 
-def _all_ops(plan: Plan, order: Pipeline) -> list[_Op]:
+def _all_ops(plan: Plan, order: PipelineOrder) -> list[_Op]:
     """Every op with its inputs counted, in the words of the specification."""
     ops: dict[tuple[str, OpKind, int, int], _Op] = {}  # by module, kind, virtual stage, microbatch
     for name, module in plan.modules.items():

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from optimus.ir.op import OpKind
-from optimus.schedule.pipelines import Pipeline, PipelineOp
+from optimus.schedule.pipeline_orders import PipelineOp, PipelineOrder
 
 BACKWARD = (OpKind.BACKWARD, OpKind.INPUT_GRAD)
 
@@ -24,7 +24,7 @@ class Interval(NamedTuple):
 Replay = dict[tuple[int, PipelineOp], Interval]  # by stage and op
 
 
-def replay(pipeline: Pipeline, duration: Mapping[OpKind, int]) -> Replay:
+def replay(pipeline: PipelineOrder, duration: Mapping[OpKind, int]) -> Replay:
     """Start and finish of every op when each starts as early as stage order and dependencies allow."""
     stages = len(pipeline)
     chunks = 1 + max(op.chunk for order in pipeline for op in order)

@@ -18,7 +18,7 @@ from optimus.job.read import find_job
 from optimus.job.workload import TokenPercentiles, sequences_from_percentiles
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.compare import Comparison, compare_systems
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.simulator import simulate_schedule
 from optimus.sensitivity.batch_steps import BatchSimulator, batch_loads, simulate_batches
 from optimus.sensitivity.drawn_batches import (
     COMPUTE,
@@ -188,7 +188,9 @@ def test_only_encoder_work_is_scaled(mixed: Comparison) -> None:
     duration_s = np.where(own & (schedule.lane <= Lane.TP), 2 * schedule.duration_s, schedule.duration_s)
     assumed = preset("default")
     slowdown, launch_s = assumed.residence_slowdown, assumed.launch_s
-    by_hand = evaluate(replace(schedule, duration_s=duration_s), slowdown=slowdown, launch_s=launch_s).step_s
+    by_hand = simulate_schedule(
+        replace(schedule, duration_s=duration_s), slowdown=slowdown, launch_s=launch_s
+    ).step_s
     feeding = feeding_of(mixed, "stage0")
     player = BatchSimulator(system, feeding, slowdown=slowdown, launch_s=launch_s)
     ones = np.ones((2, feeding.replicas, feeding.microbatches))

@@ -13,7 +13,7 @@ from exact_pipeline import ExactModel, Optimum, bare_setting, draw
 
 from optimus.planner.systems.layer_partition import strong_pipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.simulator import simulate_schedule
 
 pytestmark = pytest.mark.ci
 
@@ -76,4 +76,4 @@ def replaced_by(optimum: Optimum, pipeline: PipelineCandidate) -> PipelineCandid
 
 def step_s(pipeline: PipelineCandidate) -> float:
     """As a system is played: kernel by kernel."""
-    return evaluate(pipeline.schedule()).step_s
+    return simulate_schedule(pipeline.schedule()).step_s

@@ -16,16 +16,18 @@ from optimus.schedule.fill_paper import (
     COMPUTE,
     LAUNCH,
     WAIT,
+    Assigned,
     Bubble,
-    Kernel,
-    Pipeline,
-    Side,
-    fill,
-    less,
-    pack,
+    DeviceBubbles,
+    EncoderPipeline,
+    Interchangeable,
+    TimedKernel,
+    assign_microbatches_by_end_time,
+    fill_bubbles,
+    pack_kernels_into_bubbles,
+    subtract_kernels,
 )
-from optimus.schedule.global_ordering import Assigned, Interchangeable, assign_sorted
-from optimus.schedule.pipelines import interleaved, least_warmup
+from optimus.schedule.pipeline_orders import build_interleaved_1f1b_order, minimal_warmup_counts
 
 DURATIONS = {OpKind.FORWARD: 1, OpKind.BACKWARD: 2}
 
@@ -60,8 +62,10 @@ def test_too_many_splits_leave_the_uniform_one_and_its_neighbours() -> None:
 
 def test_later_forwards_are_deferred_at_no_cost() -> None:
     """4 devices, 2 chunks, 8 microbatches: adjusted, F5 to F8 start later and all end as before."""
-    usual = interleaved(stages=4, chunks=2, microbatches=8)
-    adjusted = interleaved(stages=4, chunks=2, microbatches=8, warmup=least_warmup(4, 2))
+    usual = build_interleaved_1f1b_order(stages=4, chunks=2, microbatches=8)
+    adjusted = build_interleaved_1f1b_order(
+        stages=4, chunks=2, microbatches=8, warmup=minimal_warmup_counts(4, 2)
+    )
     before, after = replay(usual, DURATIONS), replay(adjusted, DURATIONS)
     assert makespan(before) == makespan(after)
     starts = [
@@ -75,7 +79,7 @@ def test_later_forwards_are_deferred_at_no_cost() -> None:
 def test_the_ith_forward_to_end_becomes_microbatch_i() -> None:
     """EF and F with two pipelines: any pipeline may be the i-th."""
     ends = [[1.0, 4.0], [2.0, 3.0]]
-    assert assign_sorted(ends) == (0, 1, 1, 0)
+    assert assign_microbatches_by_end_time(ends) == (0, 1, 1, 0)
     assert Interchangeable([1.0, 2.0, 3.0, 4.0]).late_s(ends) == 0.0
     assert Interchangeable([1.0, 2.0, 2.5, 4.0]).late_s(ends) == 0.5
     assert Interchangeable([1.5, 2.5, 3.5, 4.5]).late_s(ends) == -0.5
@@ -93,37 +97,42 @@ def test_a_backward_waits_for_the_microbatch_that_its_forward_became() -> None:
 
 # ---------------------------------------------------------------- packing
 
-LAYER: list[Kernel] = [(COMPUTE, 2.0), (LAUNCH, 1.0), (WAIT, 0.0), (COMPUTE, 1.0)]
+LAYER: list[TimedKernel] = [(COMPUTE, 2.0), (LAUNCH, 1.0), (WAIT, 0.0), (COMPUTE, 1.0)]
 
 
-def a_side(*bubbles: tuple[float, float, bool], free: float = 0.0) -> Side:
+def a_side(*bubbles: tuple[float, float, bool], free: float = 0.0) -> DeviceBubbles:
     """LLM compute wherever no bubble is."""
     found = [Bubble(begin_s=b, end_s=e, tp=tp) for b, e, tp in bubbles]
-    return Side(free_s=free, bubbles=found, carriers=[(a.end_s, b.begin_s) for a, b in pairwise(found)])
+    return DeviceBubbles(
+        free_s=free, bubbles=found, carriers=[(a.end_s, b.begin_s) for a, b in pairwise(found)]
+    )
 
 
 def test_as_many_kernels_as_fit_go_into_a_bubble() -> None:
     side = a_side((0, 3, True), (5, 8, True))
-    kernels: list[Kernel] = [(COMPUTE, 1.0), (COMPUTE, 1.5), (COMPUTE, 1.0), (COMPUTE, 2.0)]
-    assert pack(side, kernels, 0.0) == ((0.0, 1.0, 5.0, 6.0), 8.0)
-    assert pack(side, [*kernels, (COMPUTE, 0.1)], 0.0) is None
+    kernels: list[TimedKernel] = [(COMPUTE, 1.0), (COMPUTE, 1.5), (COMPUTE, 1.0), (COMPUTE, 2.0)]
+    assert pack_kernels_into_bubbles(side, kernels, 0.0) == ((0.0, 1.0, 5.0, 6.0), 8.0)
+    assert pack_kernels_into_bubbles(side, [*kernels, (COMPUTE, 0.1)], 0.0) is None
 
 
 def test_communication_runs_under_compute_and_never_in_a_tp_bubble() -> None:
     # A launch after the first kernel has room in the TP bubble, and yet waits for LLM compute.
-    found = pack(a_side((0, 4, True), (6, 9, True)), LAYER, 0.0)
+    found = pack_kernels_into_bubbles(a_side((0, 4, True), (6, 9, True)), LAYER, 0.0)
     assert found == ((0.0, 4.0, 5.0, 6.0), 7.0)
     # In a bubble of the pipeline it may run at once.
-    assert pack(a_side((0, 4, False), (6, 9, False)), LAYER, 0.0) == ((0.0, 2.0, 3.0, 3.0), 4.0)
+    assert pack_kernels_into_bubbles(a_side((0, 4, False), (6, 9, False)), LAYER, 0.0) == (
+        (0.0, 2.0, 3.0, 3.0),
+        4.0,
+    )
     # Compute that is too short does not carry it.
-    found = pack(a_side((0, 2, True), (2.5, 4, True), (6, 9, True)), LAYER, 0.0)
+    found = pack_kernels_into_bubbles(a_side((0, 2, True), (2.5, 4, True), (6, 9, True)), LAYER, 0.0)
     assert found == ((0.0, 4.0, 5.0, 6.0), 7.0)
 
 
 def test_collectives_share_the_links_one_after_another() -> None:
     side = a_side((0, 1, True), (20, 21, True))
-    kernels: list[Kernel] = [(LAUNCH, 5.0), (LAUNCH, 1.0), (WAIT, 0.0), (WAIT, 0.0)]
-    assert pack(side, kernels, 0.0) == ((1.0, 6.0, 7.0, 7.0), 7.0)
+    kernels: list[TimedKernel] = [(LAUNCH, 5.0), (LAUNCH, 1.0), (WAIT, 0.0), (WAIT, 0.0)]
+    assert pack_kernels_into_bubbles(side, kernels, 0.0) == ((1.0, 6.0, 7.0, 7.0), 7.0)
 
 
 def test_communication_takes_the_first_place_it_finds() -> None:
@@ -133,9 +142,9 @@ def test_communication_takes_the_first_place_it_finds() -> None:
     assert side.carry(9.0, 0.5) is None
 
 
-def a_pipeline(free: float = 4.0, *, room: int = 20, stages: int = 1) -> Pipeline:
+def a_pipeline(free: float = 4.0, *, room: int = 20, stages: int = 1) -> EncoderPipeline:
     side = a_side(*((free + 4 + 5 * n, free + 7 + 5 * n, False) for n in range(room)), free=free)
-    return Pipeline(sides=[side] * stages, kernels=[[(COMPUTE, 3.0)]] * stages, seconds=[3.0] * stages)
+    return EncoderPipeline(sides=[side] * stages, kernels=[[(COMPUTE, 3.0)]] * stages, seconds=[3.0] * stages)
 
 
 def test_coarse_keeps_what_fits_and_delays_by_the_rest() -> None:
@@ -145,7 +154,7 @@ def test_coarse_keeps_what_fits_and_delays_by_the_rest() -> None:
 
 def test_fine_moves_the_critical_pipeline_until_nothing_delays() -> None:
     short, long = a_pipeline(free=3.0), a_pipeline(free=9.0)
-    filled = fill([short, long], Interchangeable([100.0] * 6), (3, 3))
+    filled = fill_bubbles([short, long], Interchangeable([100.0] * 6), (3, 3))
     assert filled.coarse_delay_s == 6.0 and filled.delay_s == 0.0
     assert filled.moved == (2, 0)  # the other fits
     assert filled.inside_s(coarse=False) == filled.work_s == 18.0
@@ -154,15 +163,15 @@ def test_fine_moves_the_critical_pipeline_until_nothing_delays() -> None:
 
 def test_fine_stops_at_the_first_failure() -> None:
     pipeline = a_pipeline(free=3.0)  # moved microbatches end at 10, 15, 20
-    filled = fill([pipeline], Interchangeable([3.0, 10.0, 14.0]), (3,))
+    filled = fill_bubbles([pipeline], Interchangeable([3.0, 10.0, 14.0]), (3,))
     assert filled.moved == (1,) and filled.delay_s == 3.0
-    full = fill([a_pipeline(free=3.0, room=1)], Interchangeable([100.0] * 3), (3,))
+    full = fill_bubbles([a_pipeline(free=3.0, room=1)], Interchangeable([100.0] * 3), (3,))
     assert full.moved == (1,) and full.delay_s == 3.0
 
 
 def test_what_is_late_delays_but_does_not_end_the_search() -> None:
     """Moved microbatches end at 10 and 15; with both moved the first is 2 late, which is less than 6."""
-    filled = fill([a_pipeline(free=3.0)], Interchangeable([1.0, 10.0, 15.0]), (3,))
+    filled = fill_bubbles([a_pipeline(free=3.0)], Interchangeable([1.0, 10.0, 15.0]), (3,))
     assert filled.coarse_delay_s == 6.0
     assert filled.moved == (2,) and filled.delay_s == 2.0
 
@@ -174,7 +183,7 @@ def test_a_pipeline_s_stages_follow_one_another() -> None:
 
 
 @st.composite
-def sides(draw: st.DrawFn) -> Side:
+def sides(draw: st.DrawFn) -> DeviceBubbles:
     lengths = draw(
         st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6), st.booleans()), min_size=1, max_size=12)
     )
@@ -197,8 +206,10 @@ KERNELS = st.lists(
 
 @given(side=sides(), kernels=KERNELS)
 @settings(max_examples=300, deadline=None)
-def test_packed_kernels_lie_in_bubbles_in_order_and_do_not_overlap(side: Side, kernels: list[Kernel]) -> None:
-    found = pack(side, kernels, 0.0)
+def test_packed_kernels_lie_in_bubbles_in_order_and_do_not_overlap(
+    side: DeviceBubbles, kernels: list[TimedKernel]
+) -> None:
+    found = pack_kernels_into_bubbles(side, kernels, 0.0)
     if found is None:
         return
     begins, end = found
@@ -220,11 +231,11 @@ def test_packed_kernels_lie_in_bubbles_in_order_and_do_not_overlap(side: Side, k
 
 @given(side=sides(), kernels=KERNELS)
 @settings(max_examples=200, deadline=None)
-def test_what_is_taken_is_gone(side: Side, kernels: list[Kernel]) -> None:
-    found = pack(side, kernels, 0.0)
+def test_what_is_taken_is_gone(side: DeviceBubbles, kernels: list[TimedKernel]) -> None:
+    found = pack_kernels_into_bubbles(side, kernels, 0.0)
     if found is None:
         return
-    left = less(side, kernels, found[0])
+    left = subtract_kernels(side, kernels, found[0])
     total = sum(bubble.end_s - bubble.begin_s for bubble in side.bubbles)
     taken = sum(seconds for what, seconds in kernels if what == COMPUTE)
     assert sum(bubble.end_s - bubble.begin_s for bubble in left.bubbles) == pytest.approx(total - taken)
@@ -242,7 +253,7 @@ def test_fine_never_delays_more_than_coarse_and_keeps_all_in_time(
     pipelines = [a_pipeline(free=float(free)) for free in frees]
     split = data.draw(st.sampled_from(list(all_splits(6, len(frees)))))
     ready = Interchangeable(sorted(map(float, points)))
-    filled = fill(pipelines, ready, split)
+    filled = fill_bubbles(pipelines, ready, split)
     assert 0.0 <= filled.delay_s <= filled.coarse_delay_s
     assert all(0 <= moved <= count for moved, count in zip(filled.moved, split, strict=True))
     assert ready.late_s(filled.ends_s) <= 1e-9

@@ -18,15 +18,14 @@ from optimus.job.layout import Layout
 from optimus.job.model import Attention, Experts
 from optimus.job.read import find_job
 from optimus.job.workload import Load
-from optimus.schedule.build import Builder
-from optimus.schedule.chunk_templates import concatenate
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.schedule_builder import ScheduleBuilder, build_kernel_graph
+from optimus.schedule.simulator import simulate_schedule
 
 
 def makespan_s(kernels: list[Kernel], *, slowdown: float = 0.0) -> float:
-    builder = Builder(["m"], 1)
-    builder.add(concatenate([(kernels, 0)], OpKind.FORWARD), device=0)
-    return evaluate(builder.build(), slowdown=slowdown).step_s
+    builder = ScheduleBuilder(["m"], 1)
+    builder.add(build_kernel_graph([(kernels, 0)], OpKind.FORWARD), device=0)
+    return simulate_schedule(builder.build(), slowdown=slowdown).step_s
 
 
 # ------------------------------------------------------------------------ the paper's figures

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
-from optimus.schedule.build import Builder, single
-from optimus.schedule.simulate import Timeline, evaluate, list_schedule
+from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
+from optimus.schedule.simulator import Timeline, list_schedule, simulate_schedule
 
 PATIENCE_S = 0.01
 
@@ -24,13 +24,15 @@ def listed(schedule: Schedule, rank: list[float], due_s: list[float] | None = No
 def drawn(data: st.DataObject) -> Schedule:
     """Any lanes, any earlier dependencies."""
     count, devices = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 3))
-    builder = Builder(["llm"], devices)
+    builder = ScheduleBuilder(["llm"], devices)
     for op in range(count):
         lane = data.draw(st.sampled_from([Lane.COMPUTE, Lane.TP, Lane.P2P]))
         deps = data.draw(st.lists(st.integers(0, op - 1), max_size=3, unique=True)) if op else []
         seconds = float(data.draw(st.integers(0, 5)))
         builder.add(
-            single(OpKind.FORWARD, lane, seconds), device=data.draw(st.integers(0, devices - 1)), after=deps
+            make_single_kernel_graph(OpKind.FORWARD, lane, seconds),
+            device=data.draw(st.integers(0, devices - 1)),
+            after=deps,
         )
     return builder.build()
 
@@ -40,7 +42,7 @@ def drawn(data: st.DataObject) -> Schedule:
 def test_without_free_ops_it_is_the_plain_loop(data: st.DataObject) -> None:
     schedule = drawn(data)
     found = listed(schedule, [-1.0] * len(schedule), [float(n) for n in range(len(schedule))])
-    np.testing.assert_array_equal(found.start_s, evaluate(schedule).start_s)
+    np.testing.assert_array_equal(found.start_s, simulate_schedule(schedule).start_s)
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,11 +76,11 @@ def _covered(begin: float, end: float, busy: list[tuple[float, float]]) -> bool:
 
 def gap(filler_s: float) -> Timeline:
     """An LLM op that ends at 1 s, one that can start at 3 s as it is due, and a filler ready at 1 s."""
-    builder = Builder(["llm"], 2)
-    first = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
-    other = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=1)
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, filler_s), device=0, after=[first])
+    builder = ScheduleBuilder(["llm"], 2)
+    first = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
+    other = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=1)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, filler_s), device=0, after=[first])
     return listed(builder.build(), [-1.0, -1.0, -1.0, 0.0], [0.0, 0.0, 3.0, np.inf])
 
 
@@ -93,19 +95,19 @@ def test_a_filler_that_does_not_fit_stays_behind() -> None:
 
 def test_who_is_overdue_is_expected_after_as_long_again() -> None:
     """Due at 1 s and ready at 9 s: at 3 s two more seconds are given, so that a filler of 2 s starts then."""
-    builder = Builder(["llm"], 2)
-    other = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 9.0), device=1)
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 2.0), device=0)
+    builder = ScheduleBuilder(["llm"], 2)
+    other = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 9.0), device=1)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 2.0), device=0)
     found = listed(builder.build(), [-1.0, -1.0, 0.0], [0.0, 1.0, np.inf])
     assert found.start_s[1] == 9.0
     assert 3.0 <= found.start_s[2] <= 6.0  # it looks at times that double
 
 
 def test_the_least_rank_goes_first_and_a_held_op_lets_others_pass() -> None:
-    builder = Builder(["llm"], 1)
+    builder = ScheduleBuilder(["llm"], 1)
     for _ in range(3):
-        builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
+        builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
     schedule = builder.build()
     held: Floats = np.array([2.5, 0.0, 0.0])
     due: Floats = np.array([2.5, np.inf, np.inf])

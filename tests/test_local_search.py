@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from optimus.ir.op import Ints, Lane, OpKind, Schedule
-from optimus.schedule.build import group_by_first
-from optimus.schedule.local_search import reordered, shorten_schedule
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.local_search import reorder_schedule, shorten_schedule
+from optimus.schedule.schedule_builder import edges_to_csr
+from optimus.schedule.simulator import simulate_schedule
 
 NONE: Ints = np.zeros((0, 2), np.int64)
 
@@ -20,7 +20,7 @@ def made(
 ) -> Schedule:
     """Compute ops; `waits` are pairs (op, the op it waits for)."""
     zeros = np.zeros(len(devices), np.int64)
-    dep_offset, deps = group_by_first(np.array(waits, np.int64).reshape(-1, 2), len(devices))
+    dep_offset, deps = edges_to_csr(np.array(waits, np.int64).reshape(-1, 2), len(devices))
     return Schedule(
         modules=("llm",),
         num_devices=max(devices) + 1,
@@ -61,20 +61,20 @@ def test_a_schedule_never_gets_longer(seed: int) -> None:
     """Nor does it deadlock: the new order is played as it stands."""
     schedule = random_schedule(Random(seed))
     first = np.arange(len(schedule))
-    steps = [evaluate(schedule).step_s]
+    steps = [simulate_schedule(schedule).step_s]
     for rounds in (1, 5, 40):
         turn = shorten_schedule(schedule, NONE, first, rounds=rounds)
         assert sorted(turn.tolist()) == first.tolist()
-        steps.append(evaluate(reordered(schedule, turn)).step_s)
+        steps.append(simulate_schedule(reorder_schedule(schedule, turn)).step_s)
     assert steps == sorted(steps, reverse=True)
 
 
 def test_a_line_waits_for_a_more_important_one_that_is_not_ready_yet() -> None:
     """Device 0 has a long op that is ready and one, ready at 1, which device 1 waits for."""
     schedule = made([0, 1, 0, 1], [6.0, 1.0, 1.0, 6.0], [(2, 1), (3, 2)])
-    assert evaluate(schedule).step_s == 13.0
+    assert simulate_schedule(schedule).step_s == 13.0
     turn = shorten_schedule(schedule, NONE, np.arange(4), rounds=10)
-    assert evaluate(reordered(schedule, turn)).step_s == 8.0
+    assert simulate_schedule(reorder_schedule(schedule, turn)).step_s == 8.0
     assert turn[2] < turn[0]
 
 
@@ -82,13 +82,13 @@ def test_chains_keep_their_order() -> None:
     """The same, but the long op comes first by decree."""
     schedule = made([0, 1, 0, 1], [6.0, 1.0, 1.0, 6.0], [(2, 1), (3, 2)])
     turn = shorten_schedule(schedule, np.array([[2, 0]]), np.arange(4), rounds=10)
-    assert evaluate(reordered(schedule, turn)).step_s == 13.0
+    assert simulate_schedule(reorder_schedule(schedule, turn)).step_s == 13.0
 
 
 def test_who_meets_finds_a_common_gap() -> None:
     """Op 3 of device 0 and op 4 of device 1 start together, at 2, not behind the long ones."""
     schedule = made([0, 1, 0, 0, 1], [2.0, 1.0, 4.0, 1.0, 1.0], [(3, 1), (4, 1)], [-1, -1, -1, 0, 0])
     turn = shorten_schedule(schedule, NONE, np.arange(5), rounds=10)
-    timeline = evaluate(reordered(schedule, turn))
+    timeline = simulate_schedule(reorder_schedule(schedule, turn))
     assert timeline.start_s[turn[3]] == timeline.start_s[turn[4]]
     assert timeline.step_s == 7.0

@@ -15,7 +15,11 @@ from optimus.job.layout import Layout
 from optimus.job.model import Precision
 from optimus.job.read import find_job
 from optimus.planner.context import PlanningContext
-from optimus.schedule.pipelines import interleaved, one_f_one_b, zero_bubble
+from optimus.schedule.pipeline_orders import (
+    build_1f1b_order,
+    build_interleaved_1f1b_order,
+    build_zero_bubble_order,
+)
 
 
 def setting_of(name: str) -> PlanningContext:
@@ -54,19 +58,19 @@ def test_optimizer_states_are_divided_over_replicas() -> None:
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_1f1b_holds_p_minus_r_microbatches(stages: int) -> None:
-    order = one_f_one_b(stages=stages, microbatches=3 * stages)
+    order = build_1f1b_order(stages=stages, microbatches=3 * stages)
     assert [high_water(ops, [(1.0,)]) for ops in order] == [(float(stages - r),) for r in range(stages)]
 
 
 def test_interleaving_holds_the_warm_up_and_one_more() -> None:
     stages, chunks = 4, 3
-    order = interleaved(stages=stages, chunks=chunks, microbatches=16)
+    order = build_interleaved_1f1b_order(stages=stages, chunks=chunks, microbatches=16)
     held = [high_water(ops, [(1.0,)] * chunks)[0] for ops in order]
     assert held == [2 * (stages - 1 - r) + (chunks - 1) * stages + 1 for r in range(stages)]
 
 
 def test_zero_bubble_keeps_activations_until_their_weight_gradient() -> None:
-    order = zero_bubble(stages=4, chunks=1, microbatches=8)
+    order = build_zero_bubble_order(stages=4, chunks=1, microbatches=8)
     held = [high_water(ops, [(1.0,)])[0] for ops in order]
     assert held == [4.0, 4.0, 4.0, 4.0]  # ZB-H1: 1F1B's peak, on every stage
 
@@ -96,8 +100,8 @@ def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
 
 def test_what_a_split_backward_makes_again_waits_for_its_weight_gradient() -> None:
     """Zero-bubble, stage r runs W r backwards late: r + 1 recomputed microbatches at its peak of I."""
-    order = zero_bubble(stages=4, chunks=1, microbatches=8)
+    order = build_zero_bubble_order(stages=4, chunks=1, microbatches=8)
     alone = [high_water(ops, [(0.0,)], [(1.0,)])[0] for ops in order]
     assert alone == [1.0, 2.0, 3.0, 4.0]
-    whole = one_f_one_b(stages=4, microbatches=8)
+    whole = build_1f1b_order(stages=4, microbatches=8)
     assert [high_water(ops, [(0.0,)], [(1.0,)])[0] for ops in whole] == [0.0] * 4

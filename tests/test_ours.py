@@ -27,7 +27,7 @@ from optimus.planner.systems.llm_only import LlmPipelines, llm_pipeline
 from optimus.planner.systems.optimus import search_optimus
 from optimus.planner.systems.optimus_search import ColocationSearch
 from optimus.planner.systems.traffic_cut import moved
-from optimus.schedule.pipelines import most_in_flight
+from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
 from optimus.verify.validator import check_plan
 
 Record = Callable[[str, object], None]
@@ -82,7 +82,7 @@ def random_way(seed: int) -> FilledPlan | None:
     layouts = [list(own_layouts(context, e, llm.layout)) for e in context.job.model.encoders]
     if not layouts or not all(layouts):
         return None
-    least = most_in_flight(llm.order)
+    least = peak_microbatches_in_flight(llm.order)
     beside = {}
     for encoder, possible in zip(context.job.model.encoders, layouts, strict=True):
         layout = rng.choice(possible)
@@ -191,7 +191,7 @@ def test_a_window_bounds_what_encoders_keep() -> None:
     context, _ = decide_context(find_job("paper/strong-1536"), preset("clean"))
     (encoder,) = context.job.model.encoders
     llm = llm_pipeline(context, chunks=1, order_name="1f1b")
-    assert (most_in_flight(llm.order), llm.microbatches) == (8, 32)
+    assert (peak_microbatches_in_flight(llm.order), llm.microbatches) == (8, 32)
     layout = encoder_layout(llm.layout, pp=8, tp=8)
     steps, kept = [], []
     for window in (0, 18):

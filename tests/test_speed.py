@@ -22,7 +22,7 @@ from optimus.planner.layouts import decide_context
 from optimus.planner.systems.balanced import BalancedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.simulator import simulate_schedule
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]
 COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
@@ -40,11 +40,11 @@ def paper_pipeline(microbatches: int) -> PipelineCandidate:
 def test_one_evaluation(microbatches: int, least_tasks: int, most_s: float) -> None:
     schedule = paper_pipeline(microbatches).schedule()
     assert len(schedule) >= least_tasks
-    evaluate(schedule)  # compiled, or loaded from the cache
+    simulate_schedule(schedule)  # compiled, or loaded from the cache
     spent = []
     for _ in range(30):
         before = time.perf_counter()
-        evaluate(schedule)
+        simulate_schedule(schedule)
         spent.append(time.perf_counter() - before)
     # The least of several: other work on the machine only adds.
     per_task = 77_000 if microbatches == 16 else 600_000

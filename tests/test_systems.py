@@ -19,8 +19,8 @@ from optimus.planner.systems.balanced import BalancedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, load_system, strategies
 from optimus.planner.systems.stage0 import Stage0System
-from optimus.schedule.bubbles import CAUSES, busy_s, find_bubbles
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.bubbles import CAUSES, busy_s, sum_bubbles_by_cause
+from optimus.schedule.simulator import simulate_schedule
 
 
 @cache
@@ -41,7 +41,10 @@ def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
     pipelines = LlmPipelines(context)
     for system in (Stage0System(), BalancedSystem()):
         pipeline = system.best_pipeline(pipelines)
-        coarse, fine = evaluate(pipeline.op_schedule()).step_s, evaluate(pipeline.schedule()).step_s
+        coarse, fine = (
+            simulate_schedule(pipeline.op_schedule()).step_s,
+            simulate_schedule(pipeline.schedule()).step_s,
+        )
         assert fine == pytest.approx(coarse, abs=1e-6)
 
 
@@ -72,7 +75,7 @@ def test_bubbles_of_every_system_sum_to_the_idle_time(name: str) -> None:
     for system in compared(name).systems.values():
         schedule, timeline = system.schedule, system.timeline
         busy = busy_s(schedule, timeline)
-        for device, bubbles in enumerate(find_bubbles(schedule, timeline)):
+        for device, bubbles in enumerate(sum_bubbles_by_cause(schedule, timeline)):
             assert bubbles.total == pytest.approx(timeline.step_s - busy[device], rel=1e-12)
             assert all(getattr(bubbles, cause) >= -1e-12 for cause in CAUSES)
 

@@ -19,10 +19,20 @@ from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.render.palette import IDLE_DP, IDLE_PP, IDLE_TP, STACK
 from optimus.render.timeline_svg import PLOT, build_timeline_rows, render_timeline_svg, write_timeline_svg
-from optimus.schedule.bubbles import busy_s, find_bubbles, mean_bubbles
-from optimus.schedule.build import ROW, Builder, Template, single
-from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.bubbles import average_bubbles, busy_s, sum_bubbles_by_cause
+from optimus.schedule.pipeline_orders import (
+    PipelineOrder,
+    build_1f1b_order,
+    build_interleaved_1f1b_order,
+    build_zero_bubble_order,
+)
+from optimus.schedule.schedule_builder import (
+    KERNEL_ROW,
+    KernelGraph,
+    ScheduleBuilder,
+    make_single_kernel_graph,
+)
+from optimus.schedule.simulator import simulate_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "strong-3072.svg"
@@ -31,18 +41,20 @@ COMMAND = (
 )
 
 
-def op_of(kind: OpKind, module: int, seconds: float, layers: int = 2) -> Template:
+def op_of(kind: OpKind, module: int, seconds: float, layers: int = 2) -> KernelGraph:
     """Compute kernels with an exposed collective between each two of them."""
     compute = (seconds, 0, 0, kind, module, Lane.COMPUTE, Communicator.NONE)
     rows = [compute, (seconds / 5, 0, 1, kind, module, Lane.TP, Communicator.TP)] * layers
     rows.append(rows[0])
     edges = [(row, row - 1) for row in range(1, len(rows))]
     last = len(rows) - 1
-    return Template(rows=np.array(rows, ROW), edges=np.array(edges, np.int64), entries=(0,), exits=(last,))
+    return KernelGraph(
+        rows=np.array(rows, KERNEL_ROW), edges=np.array(edges, np.int64), entries=(0,), exits=(last,)
+    )
 
 
 def system_of(
-    order: Pipeline, *, layers: int = 2, name: str = "stage0", fits: bool = True
+    order: PipelineOrder, *, layers: int = 2, name: str = "stage0", fits: bool = True
 ) -> SimulatedSystem:
     """A pipeline whose first stage is an encoder's, with gathers, reduces and an optimizer."""
     stages = len(order)
@@ -56,30 +68,36 @@ def system_of(
         )
         for module in (0, 1)
     }
-    builder = Builder(("vision", "llm"), stages)
+    builder = ScheduleBuilder(("vision", "llm"), stages)
     blocks: dict[tuple[int, OpKind, int, int], int] = {}
     reduces = []
     for stage, ops in enumerate(order):
-        previous = builder.add(single(OpKind.UNSHARD, Lane.DP, 3e-3), device=stage)
+        previous = builder.add(make_single_kernel_graph(OpKind.UNSHARD, Lane.DP, 3e-3), device=stage)
         for op in ops:
             previous = builder.add(
                 templates[op.kind, 0 if (stage, op.chunk) == (0, 0) else 1], device=stage,
                 chunk=op.chunk, microbatch=op.microbatch, after=[previous],
             )  # fmt: skip
             blocks[stage, op.kind, op.chunk, op.microbatch] = previous
-        reduces.append(builder.add(single(OpKind.REDUCE_GRAD, Lane.DP, 4e-3), device=stage, after=[previous]))
+        reduces.append(
+            builder.add(
+                make_single_kernel_graph(OpKind.REDUCE_GRAD, Lane.DP, 4e-3), device=stage, after=[previous]
+            )
+        )
     for (stage, kind, chunk, microbatch), block in blocks.items():
         step = {OpKind.FORWARD: -1, OpKind.BACKWARD: 1, OpKind.INPUT_GRAD: 1, OpKind.WEIGHT_GRAD: 0}[kind]
         there, place = divmod(chunk * stages + stage + step, stages)
         if step and (place, kind, there, microbatch) in blocks:
             builder.wait([block], [blocks[place, kind, there, microbatch]])
     for stage in range(stages):
-        builder.add(single(OpKind.OPTIMIZER, Lane.COMPUTE, 1e-3), device=stage, after=reduces)
+        builder.add(
+            make_single_kernel_graph(OpKind.OPTIMIZER, Lane.COMPUTE, 1e-3), device=stage, after=reduces
+        )
     schedule = builder.build()
-    timeline = evaluate(schedule)
+    timeline = simulate_schedule(schedule)
     return replace(
         a_system(), name=name, fits=fits, step_s=timeline.step_s, schedule=schedule, timeline=timeline,
-        bubbles=mean_bubbles(find_bubbles(schedule, timeline)),
+        bubbles=average_bubbles(sum_bubbles_by_cause(schedule, timeline)),
     )  # fmt: skip
 
 
@@ -93,12 +111,12 @@ def a_system() -> SimulatedSystem:
 
 @functools.cache
 def small() -> SimulatedSystem:
-    return system_of(one_f_one_b(stages=4, microbatches=6))
+    return system_of(build_1f1b_order(stages=4, microbatches=6))
 
 
 @functools.cache
 def split() -> SimulatedSystem:
-    return system_of(zero_bubble(stages=4, chunks=2, microbatches=8), name="balanced-best")
+    return system_of(build_zero_bubble_order(stages=4, chunks=2, microbatches=8), name="balanced-best")
 
 
 def texts(svg: str) -> list[str]:
@@ -116,7 +134,7 @@ def test_idle_time_in_the_picture_is_the_bubbles_of_the_table_by_cause(
     make: Callable[[], SimulatedSystem],
 ) -> None:
     system = make()
-    bubbles = find_bubbles(system.schedule, system.timeline)
+    bubbles = sum_bubbles_by_cause(system.schedule, system.timeline)
     busy = busy_s(system.schedule, system.timeline)
     for row, expected, work in zip(build_timeline_rows(system), bubbles, busy, strict=True):
         shown = row.intervals
@@ -177,12 +195,12 @@ def test_the_picture_stands_on_a_background_of_its_own_and_asks_the_network_for_
 
 
 def test_the_same_systems_give_the_same_bytes() -> None:
-    again = system_of(one_f_one_b(stages=4, microbatches=6))
+    again = system_of(build_1f1b_order(stages=4, microbatches=6))
     assert render_timeline_svg([small()], job="job") == render_timeline_svg([again], job="job")
 
 
 def test_128_microbatches_on_16_stages_make_a_small_file() -> None:
-    wide = system_of(interleaved(stages=16, chunks=4, microbatches=128), layers=4)
+    wide = system_of(build_interleaved_1f1b_order(stages=16, chunks=4, microbatches=128), layers=4)
     assert len(wide.schedule) > 100_000
     svg = render_timeline_svg([wide, wide, wide], job="job")
     assert len(svg.encode()) < 300_000
@@ -191,7 +209,7 @@ def test_128_microbatches_on_16_stages_make_a_small_file() -> None:
 
 
 def test_ops_that_are_wide_enough_are_boxes_of_their_own() -> None:
-    one = system_of(one_f_one_b(stages=1, microbatches=3))
+    one = system_of(build_1f1b_order(stages=1, microbatches=3))
     lines = re.findall(
         r"<path stroke='#ffffff' stroke-width='2' d='([^']*)'", render_timeline_svg([one], job="job")
     )

@@ -23,8 +23,13 @@ from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
 from optimus.render.trace import STREAM, write_trace
 from optimus.schedule.bubbles import busy_s
-from optimus.schedule.build import ROW, Builder, Template, single
-from optimus.schedule.simulate import Timeline, evaluate
+from optimus.schedule.schedule_builder import (
+    KERNEL_ROW,
+    KernelGraph,
+    ScheduleBuilder,
+    make_single_kernel_graph,
+)
+from optimus.schedule.simulator import Timeline, simulate_schedule
 
 Event = dict[str, Any]
 Played = tuple[Schedule, Timeline]
@@ -37,7 +42,7 @@ HTA_NOT_COMPUTE = re.compile(r"(^nccl.*Kernel)|(.*(Memcpy)|(Memset))|(.*Sync)")
 @functools.cache
 def two_devices() -> Played:
     """An encoder, then the LLM on the next device; every lane, and an op that takes no time."""
-    builder = Builder(("vision", "llm"), 2)
+    builder = ScheduleBuilder(("vision", "llm"), 2)
     previous: list[int] = []
     for device, module in enumerate((0, 1)):
         rows = [
@@ -47,17 +52,25 @@ def two_devices() -> Played:
             (5e-3 / 3, 0, 3, OpKind.BACKWARD, module, Lane.COMPUTE, Communicator.NONE),
         ]
         edges = np.array([(1, 0), (2, 1), (3, 2)])
-        layer = Template(rows=np.array(rows, ROW), edges=edges, entries=(0,), exits=(3,))
-        gathered = builder.add(single(OpKind.UNSHARD, Lane.DP, 4e-3, size_bytes=1e6), device=device)
-        slack = builder.add(single(OpKind.UNSHARD, Lane.HOST, 1e-3), device=device)
+        layer = KernelGraph(rows=np.array(rows, KERNEL_ROW), edges=edges, entries=(0,), exits=(3,))
+        gathered = builder.add(
+            make_single_kernel_graph(OpKind.UNSHARD, Lane.DP, 4e-3, size_bytes=1e6), device=device
+        )
+        slack = builder.add(make_single_kernel_graph(OpKind.UNSHARD, Lane.HOST, 1e-3), device=device)
         waits = [gathered, slack, *previous]
         ran = builder.add(layer, device=device, chunk=1, microbatch=5, after=waits)
-        previous = [builder.add(single(OpKind.SEND_F, Lane.P2P, 1e-3), device=device, after=[ran])]
-        builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 0.0), device=device, after=[ran])
-        reduced = builder.add(single(OpKind.REDUCE_GRAD, Lane.DP, 4e-3), device=device, after=[ran])
-        builder.add(single(OpKind.OPTIMIZER, Lane.COMPUTE, 1e-3), device=device, after=[reduced])
+        previous = [
+            builder.add(make_single_kernel_graph(OpKind.SEND_F, Lane.P2P, 1e-3), device=device, after=[ran])
+        ]
+        builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 0.0), device=device, after=[ran])
+        reduced = builder.add(
+            make_single_kernel_graph(OpKind.REDUCE_GRAD, Lane.DP, 4e-3), device=device, after=[ran]
+        )
+        builder.add(
+            make_single_kernel_graph(OpKind.OPTIMIZER, Lane.COMPUTE, 1e-3), device=device, after=[reduced]
+        )
     schedule = builder.build()
-    return schedule, evaluate(schedule)
+    return schedule, simulate_schedule(schedule)
 
 
 @functools.cache
@@ -171,9 +184,9 @@ def test_systems_are_groups_of_named_processes_with_named_threads(tmp_path: Path
 
 
 def test_a_receive_is_not_shown_beside_its_send(tmp_path: Path) -> None:
-    builder = Builder(("llm",), 2)
-    sent = builder.add(single(OpKind.SEND_F, Lane.P2P, 1e-3), device=0)
-    builder.add(single(OpKind.RECV_F, Lane.P2P, 0.0), device=1, after=[sent])
+    builder = ScheduleBuilder(("llm",), 2)
+    sent = builder.add(make_single_kernel_graph(OpKind.SEND_F, Lane.P2P, 1e-3), device=0)
+    builder.add(make_single_kernel_graph(OpKind.RECV_F, Lane.P2P, 0.0), device=1, after=[sent])
     both = Timeline(start_s=np.zeros(2), finish_s=np.full(2, 1e-3), step_s=1e-3)
     write_trace({"stage0": (builder.build(), both)}, tmp_path / "step.json")
     assert [event["args"]["kind"] for event in ops_of(read(tmp_path / "step.json"))] == ["send-f"]
@@ -181,10 +194,10 @@ def test_a_receive_is_not_shown_beside_its_send(tmp_path: Path) -> None:
 
 @functools.cache
 def one_device() -> Played:
-    builder = Builder(("llm",), 1)
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1e-3), device=0)
+    builder = ScheduleBuilder(("llm",), 1)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 1e-3), device=0)
     schedule = builder.build()
-    return schedule, evaluate(schedule)
+    return schedule, simulate_schedule(schedule)
 
 
 def test_the_same_systems_give_the_same_bytes_packed_or_not(tmp_path: Path) -> None:

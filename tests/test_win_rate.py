@@ -22,7 +22,7 @@ from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.planning import make_plan
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.simulator import simulate_schedule
 from optimus.sensitivity.assess import Assessed
 from optimus.sensitivity.batch_steps import BatchSteps
 from optimus.sensitivity.perturb import Perturbable, draw_models, uncertain_parameters
@@ -114,7 +114,7 @@ def test_each_doubt_scales_its_own_rows(comparison: Comparison) -> None:
             factor *= 3 if op.module == "vision" else 1
             factor *= 0.3 if op.communicator == Communicator.TP else 1
         by_hand.append(op.duration_s * factor)
-    expected = evaluate(replace(schedule, duration_s=np.array(by_hand)), slowdown=0.2).step_s
+    expected = simulate_schedule(replace(schedule, duration_s=np.array(by_hand)), slowdown=0.2).step_s
     assert Perturbable(schedule, ["vision"], BASE).step_s(model) == pytest.approx(expected, rel=1e-12)
 
 

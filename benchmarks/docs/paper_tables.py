@@ -33,8 +33,8 @@ from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.paper import ADJUSTED, PaperSystem, warmups
 from optimus.planner.systems.paper_filling import Bases, PaperCandidate, PaperSchedule
 from optimus.planner.systems.registry import load_system
-from optimus.schedule.dependencies import couple
-from optimus.schedule.lower import play
+from optimus.schedule.lower import simulate_plan
+from optimus.schedule.plan_schedule import build_plan_schedule
 
 SECONDS = "search_s"  # how long a search took: shown, never compared
 
@@ -152,7 +152,7 @@ def bare_s(plan: Plan) -> float:
     """Returns the plan's step without what the estimate leaves out: encoder traffic and messages."""
     modules = {name: m if name == LLM else _without_traffic(m) for name, m in plan.modules.items()}
     bare = replace(plan, modules=modules)
-    return play(bare, couple(bare, bare.programs)).step_s
+    return simulate_plan(bare, build_plan_schedule(bare, bare.programs)).step_s
 
 
 def _without_traffic(module: PlannedModule) -> PlannedModule:

@@ -25,10 +25,10 @@ from optimus.planner.layouts import decide_context
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import load_system
-from optimus.schedule.bubbles import CAUSES, find_bubbles, find_idle, mean_bubbles
+from optimus.schedule.bubbles import CAUSES, average_bubbles, find_idle_intervals, sum_bubbles_by_cause
 from optimus.schedule.llm_timeline import LlmTimeline
-from optimus.schedule.lower import Lowered, lower
-from optimus.schedule.simulate import Timeline
+from optimus.schedule.lower import LoweredPlan, lower_to_programs
+from optimus.schedule.simulator import Timeline
 
 MERGE = 4  # encoder tokens per LLM token, as in the paper's jobs of the catalog
 IMAGE_TOKENS = 512  # LLM tokens of an image there
@@ -292,11 +292,11 @@ def bubbles(name: str, assumed: str) -> Figures:
     }
 
 
-def llm_alone(result: SearchResult) -> Lowered:
+def llm_alone(result: SearchResult) -> LoweredPlan:
     """Returns the LLM of a plan without encoders, with the same order, phases and traffic."""
     plan = result.filled.plan
     alone = replace(plan, modules={LLM: plan.modules[LLM]})
-    return lower(alone, LlmTimeline(plan, result.llm.order)._orders)
+    return lower_to_programs(alone, LlmTimeline(plan, result.llm.order)._orders)
 
 
 def _seconds(schedule: Schedule, timeline: Timeline) -> Figures:
@@ -307,11 +307,15 @@ def _seconds(schedule: Schedule, timeline: Timeline) -> Figures:
     llm = compute & ~finish & (schedule.module == schedule.modules.index(LLM))
     of = {"llm": llm, "encoders": compute & ~finish & ~llm, "optimizer": finish}
     seconds = {word: float(np.sum(spent[rows])) / schedule.num_devices for word, rows in of.items()}
-    idle = find_idle(schedule, timeline)
+    idle = find_idle_intervals(schedule, timeline)
     own = (idle.cause == CAUSES.index("tp")) & (idle.op >= 0)
     own &= schedule.module[idle.op] != schedule.modules.index(LLM)
     seconds["tp_of_encoders"] = float(np.sum((idle.end_s - idle.begin_s)[own])) / schedule.num_devices
-    return {"step_s": timeline.step_s, **seconds, **asdict(mean_bubbles(find_bubbles(schedule, timeline)))}
+    return {
+        "step_s": timeline.step_s,
+        **seconds,
+        **asdict(average_bubbles(sum_bubbles_by_cause(schedule, timeline))),
+    }
 
 
 # ------------------------------------------------------------------------ sizes of encoders

@@ -14,9 +14,8 @@ from optimus.job.read import find_job
 from optimus.job.workload import Load
 from optimus.planner.compare import compare_systems
 from optimus.schedule.bubbles import CAUSES
-from optimus.schedule.build import Builder
-from optimus.schedule.chunk_templates import concatenate
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.schedule_builder import ScheduleBuilder, build_kernel_graph
+from optimus.schedule.simulator import simulate_schedule
 
 PAGE = DOCS / "validation.md"
 TABLE_1 = dict(zip(CAUSES, (3.3, 8.9, 5.0, 9.2, 8.7, 11.2), strict=True))  # shares, per cent
@@ -75,9 +74,9 @@ def layer_shape(
 
 def makespan_s(kernels: list[Kernel]) -> float:
     """Returns the seconds of a layer simulated alone."""
-    builder = Builder(["m"], 1)
-    builder.add(concatenate([(kernels, 0)], OpKind.FORWARD), device=0)
-    return evaluate(builder.build()).step_s
+    builder = ScheduleBuilder(["m"], 1)
+    builder.add(build_kernel_graph([(kernels, 0)], OpKind.FORWARD), device=0)
+    return simulate_schedule(builder.build()).step_s
 
 
 TABLES = {"table-1": table_1, "kernels": kernels}

@@ -54,7 +54,7 @@ def check_writable(field: str, path: Path, *endings: str) -> None:
 @contextmanager
 def announced_compilation() -> Iterator[None]:
     """Prints a line on standard error when the timeline's loop is compiled, once per installation."""
-    from optimus.schedule._numba import announcing_compilation
+    from optimus.schedule._numba import announce_first_compilation
 
     def announce(kept_in: Path | None) -> None:
         where = (
@@ -63,7 +63,7 @@ def announced_compilation() -> Iterator[None]:
         words = f"compiling the simulator, about 5 s, once per installation ({where})"
         print("\n".join(wrap("", words, indent=0)), file=sys.stderr)
 
-    with announcing_compilation(announce):
+    with announce_first_compilation(announce):
         yield
 
 

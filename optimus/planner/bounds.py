@@ -14,8 +14,8 @@ from optimus.planner.systems.replicated_encoder import (
     encoder_choices,
     replicate_over_all_gpus,
 )
-from optimus.schedule.build import Builder
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.schedule_builder import ScheduleBuilder
+from optimus.schedule.simulator import simulate_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def _alone_s(spread: ReplicatedEncoder) -> float:
     """All forwards, then all backwards of an encoder on all GPUs, with gathers and reduces under them."""
     if not spread.pieces:
         return 0.0
-    builder = Builder(spread.context.chunks.modules, 1)
+    builder = ScheduleBuilder(spread.context.chunks.modules, 1)
     after: list[int] = []
     for piece in range(spread.pieces):
         after = [spread.forwards(builder, 0, piece, first=piece == 0, after=after)]
@@ -76,7 +76,7 @@ def _alone_s(spread: ReplicatedEncoder) -> float:
         block, _ = spread.backwards(builder, 0, piece, last=piece == spread.pieces - 1, after=after)
         after = [block]
     slowdown = spread.context.prices.assumptions.residence_slowdown
-    return evaluate(builder.build(), slowdown=slowdown).step_s
+    return simulate_schedule(builder.build(), slowdown=slowdown).step_s
 
 
 def _work_s(spread: ReplicatedEncoder) -> float:

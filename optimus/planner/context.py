@@ -17,15 +17,16 @@ from optimus.ir.plan import Template
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
-from optimus.schedule.chunk_templates import Chunks
-from optimus.schedule.op_graph import OpGraph
-from optimus.schedule.phases import chunk_phases
-from optimus.schedule.pipelines import Pipeline
-from optimus.schedule.stage_costs import Cut, LayerSums
+from optimus.schedule.phase_templates import build_op_template
+from optimus.schedule.pipeline_orders import PipelineOrder
+from optimus.schedule.schedule_builder import ChunkPricer
+from optimus.schedule.stage_costs import Cut, LayerPrefixSums, RetimableSchedule
 
 SMALL_ENCODER = 0.03  # share of a GPU's memory up to which an encoder's parameters are copied to every rank
 Policy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
-PipelineKey = tuple[int, Cut, Pipeline | str, int, Layout]  # id of layers, cut, order, microbatches, layout
+PipelineKey = tuple[
+    int, Cut, PipelineOrder | str, int, Layout
+]  # id of layers, cut, order, microbatches, layout
 
 
 def describe_recompute(policy: Policy) -> str:
@@ -39,13 +40,13 @@ class PlanningCache:
     """What was made for a job and its prices, at any layout: settings that share it do not make it again."""
 
     def __init__(self) -> None:
-        self.chunks: Chunks | None = None
+        self.chunks: ChunkPricer | None = None
         self.priced: dict[object, tuple[PricedLayer, ...]] = {}
         # Of op orders, for stages, chunks and microbatches.
-        self.graphs: dict[tuple[Pipeline | str, int, int, int], OpGraph] = {}
+        self.graphs: dict[tuple[PipelineOrder | str, int, int, int], RetimableSchedule] = {}
         self.templates: dict[object, Template] = {}
         self.equal: dict[Template, Template] = {}
-        self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerSums]] = {}
+        self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerPrefixSums]] = {}
         self.images: dict[str, float] = {}  # of every encoder in a mean sequence
         self.estimates: dict[PipelineKey, float] = {}
         self.memories: dict[PipelineKey, tuple[Memory, ...]] = {}
@@ -72,10 +73,10 @@ class PlanningContext:
         return replace(self, prices=replace(self.prices, assumptions=assumptions), cache=PlanningCache())
 
     @property
-    def chunks(self) -> Chunks:
+    def chunks(self) -> ChunkPricer:
         if self.cache.chunks is None:
             names = [module.name for module in self.job.model.modules]
-            self.cache.chunks = Chunks(names, self.prices.assumptions.residence_slowdown)
+            self.cache.chunks = ChunkPricer(names, self.prices.assumptions.residence_slowdown)
         return self.cache.chunks
 
     def phases(
@@ -92,15 +93,15 @@ class PlanningContext:
         """
         key = tuple(id(layer.kernels[kind]) for layer in layers), kind, first, last
         if key not in self.cache.templates:
-            made = chunk_phases(layers, kind, first=first, last=last)
+            made = build_op_template(layers, kind, first=first, last=last)
             self.cache.templates[key] = self.cache.equal.setdefault(made, made)
         return self.cache.templates[key]
 
-    def sums(self, layers: tuple[PricedLayer, ...]) -> LayerSums:
+    def sums(self, layers: tuple[PricedLayer, ...]) -> LayerPrefixSums:
         """Running sums over `layers`, made once."""
         if id(layers) not in self.cache.sums:
             model = self.job.model
-            made = LayerSums(layers, self.chunks, self.prices, model.precision, model.llm.name)
+            made = LayerPrefixSums(layers, self.chunks, self.prices, model.precision, model.llm.name)
             self.cache.sums[id(layers)] = layers, made  # kept alive, so that its id stays its own
         return self.cache.sums[id(layers)][1]
 

@@ -14,9 +14,9 @@ from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.planner.rejected import RejectedLayout
-from optimus.schedule.lower import Lowered, lower
-from optimus.schedule.phases import DIGITS
-from optimus.schedule.plan_memory import claim_encoder_s, claim_memory
+from optimus.schedule.lower import LoweredPlan, lower_to_programs
+from optimus.schedule.phase_templates import SECONDS_DIGITS
+from optimus.schedule.plan_claims import compute_class_memory, encoder_seconds_by_region
 
 if TYPE_CHECKING:
     from optimus.planner.systems.pipeline import PipelineCandidate
@@ -27,7 +27,7 @@ class FilledPlan:
     """What is written to a plan file, with its schedule and timeline for those who look at it."""
 
     plan: Plan
-    lowered: Lowered
+    lowered: LoweredPlan
 
     @property
     def step_s(self) -> float:
@@ -64,15 +64,16 @@ def finish_plan(
     header: Plan, orders: Sequence[Program], fixed: Sequence[Mapping[str, int]], *, estimate_s: float
 ) -> FilledPlan:
     """Lowers `orders` and states what the result costs: the replay's makespan, memory, where work lies."""
-    lowered = lower(header, orders)
+    lowered = lower_to_programs(header, orders)
     claims = Claims(
-        step_s=round(lowered.timeline.step_s, DIGITS),
-        estimate_s=round(estimate_s, DIGITS),
+        step_s=round(lowered.timeline.step_s, SECONDS_DIGITS),
+        estimate_s=round(estimate_s, SECONDS_DIGITS),
         encoder_s={
-            region: round(seconds, DIGITS) for region, seconds in claim_encoder_s(header, lowered).items()
+            region: round(seconds, SECONDS_DIGITS)
+            for region, seconds in encoder_seconds_by_region(header, lowered).items()
         },
     )
-    memory = claim_memory(header, lowered.programs, fixed)
+    memory = compute_class_memory(header, lowered.programs, fixed)
     plan = replace(header, programs=lowered.programs, claims=claims, memory=memory)
     return FilledPlan(plan=plan, lowered=lowered)
 

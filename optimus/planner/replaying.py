@@ -10,10 +10,10 @@ from optimus.errors import UserError
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
-from optimus.schedule.dependencies import couple
-from optimus.schedule.lower import play
-from optimus.schedule.simulate import Deadlock, Timeline
+from optimus.schedule.bubbles import Bubbles, average_bubbles, sum_bubbles_by_cause
+from optimus.schedule.lower import simulate_plan
+from optimus.schedule.plan_schedule import build_plan_schedule
+from optimus.schedule.simulator import ScheduleDeadlock, Timeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,16 +35,16 @@ class ReplayedPlan:
 def replay_plan(plan: Plan) -> ReplayedPlan:
     """Plays a plan; one that cannot be played is refused with what `optimus check` would say more of."""
     try:
-        schedule = couple(plan, plan.programs)
-        timeline = play(plan, schedule)
-    except (AssertionError, Deadlock, IndexError) as error:
+        schedule = build_plan_schedule(plan, plan.programs)
+        timeline = simulate_plan(plan, schedule)
+    except (AssertionError, ScheduleDeadlock, IndexError) as error:
         raise UserError(
             field="PLAN",
             value=plan.name,
             problem=f"cannot be played: {str(error) or 'an op is missing'}",
             hint="optimus check says which rule it breaks; plan again",
         ) from error
-    bubbles = mean_bubbles(find_bubbles(schedule, timeline))
+    bubbles = average_bubbles(sum_bubbles_by_cause(schedule, timeline))
     return ReplayedPlan(plan=plan, schedule=schedule, timeline=timeline, bubbles=bubbles)
 
 

@@ -18,10 +18,10 @@ from optimus.job.layout import Layout
 from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.systems.colocated import even_counts
 from optimus.planner.systems.pipeline import make_order
-from optimus.schedule.fill import Arranged, Fill
+from optimus.schedule.fill import Fill, FillResult
 from optimus.schedule.llm_timeline import LlmTimeline
-from optimus.schedule.lower import lower
-from optimus.schedule.phases import DIGITS
+from optimus.schedule.lower import lower_to_programs
+from optimus.schedule.phase_templates import SECONDS_DIGITS
 
 UNLIMITED_BYTES = 2**50  # memory is not modelled here
 SHIFT_SHARES = (0.0, 0.05, 0.1, 0.2)  # of the LLM's own step: how much later the LLM begins
@@ -101,8 +101,8 @@ def _fill(header: Plan, base: LlmTimeline) -> FilledPlan:
     return finish_plan(best.fill.header, best.orders(), fixed, estimate_s=best.step_s)
 
 
-def _replayed_s(arranged: Arranged) -> float:
-    return lower(arranged.fill.header, arranged.orders()).timeline.step_s
+def _replayed_s(arranged: FillResult) -> float:
+    return lower_to_programs(arranged.fill.header, arranged.orders()).timeline.step_s
 
 
 def _assigned(header: Plan, *, reverse: bool) -> Plan:
@@ -115,7 +115,7 @@ def _assigned(header: Plan, *, reverse: bool) -> Plan:
     return _with_pipelines(header, pipelines)
 
 
-def _reassigned(best: Arranged, base: LlmTimeline) -> Arranged:
+def _reassigned(best: FillResult, base: LlmTimeline) -> FillResult:
     """Moves encoder microbatches to other pipelines, or swaps them, while the replayed step gets no longer.
 
     Rounds are uneven where pieces are many or the LLM leaves some stages idle for longer than others. The
@@ -191,7 +191,7 @@ def _module(
         microbatches_per_llm_microbatch=encoder.pieces,
         pipelines=(0,) * (microbatches * encoder.pieces),
         seam_bytes=1,
-        seam_s=round(blocks[-1].send_s, DIGITS),
+        seam_s=round(blocks[-1].send_s, SECONDS_DIGITS),
     )
 
 
@@ -215,13 +215,13 @@ def _chunk(
                     name="block",
                     kind=kind,
                     layer=layer,
-                    duration_s=round(max(seconds, 0.0), DIGITS),
+                    duration_s=round(max(seconds, 0.0), SECONDS_DIGITS),
                     after=(place - 1,) if place else (),
                 )
                 for place, (layer, seconds) in enumerate(timed)
             )
     return PlannedChunk(
-        templates=found, layers=len(parts), output_bytes=1, send_s=round(parts[-1].send_s, DIGITS)
+        templates=found, layers=len(parts), output_bytes=1, send_s=round(parts[-1].send_s, SECONDS_DIGITS)
     )
 
 
@@ -239,8 +239,8 @@ def _bucket(chunk: int, first: int, blocks: Sequence[Seconds]) -> Bucket:
         chunk=chunk,
         first_layer=first,
         end_layer=first + len(blocks),
-        gather_s=max(TINY_S, round(sum(block.gather_s for block in blocks), DIGITS)),
+        gather_s=max(TINY_S, round(sum(block.gather_s for block in blocks), SECONDS_DIGITS)),
         gather_bytes=1,
-        reduce_s=max(TINY_S, round(sum(block.reduce_s for block in blocks), DIGITS)),
+        reduce_s=max(TINY_S, round(sum(block.reduce_s for block in blocks), SECONDS_DIGITS)),
         reduce_bytes=1,
     )

@@ -19,10 +19,9 @@ from optimus.ir.ranks import LLM
 from optimus.planner.compare import Comparison
 from optimus.planner.replaying import ReplayedPlan, replay_llm_alone, replay_plan
 from optimus.render.timeline_svg import TimelineRow, build_timeline_rows
-from optimus.schedule.bubbles import find_bubbles, mean_bubbles
-from optimus.schedule.plan_memory import alive_along
-from optimus.schedule.simulate import Timeline
-from optimus.schedule.slack import find_slack
+from optimus.schedule.bubbles import average_bubbles, find_op_slack, sum_bubbles_by_cause
+from optimus.schedule.plan_claims import live_bytes_by_line
+from optimus.schedule.simulator import Timeline
 from optimus.sensitivity.tornado import Tornado, find_tornado
 
 MAX_ROWS = 32  # device classes that are drawn; of more, the first TP block of every stage
@@ -259,7 +258,7 @@ def _parts(schedule: Schedule, timeline: Timeline, weights: Floats | None = None
     by_device = np.bincount(place, weights=spent, minlength=3 * schedule.num_devices).reshape(-1, 3)
     mean = np.average(by_device, axis=0, weights=weights).tolist()
     compute_s = dict(zip((LLM_PART, ENCODER_PART, OPTIMIZER_PART), mean, strict=True))
-    return compute_s | asdict(mean_bubbles(find_bubbles(schedule, timeline), weights))
+    return compute_s | asdict(average_bubbles(sum_bubbles_by_cause(schedule, timeline), weights))
 
 
 # ---------------------------------------------------------------------------- timelines
@@ -283,7 +282,7 @@ def _timeline_data(plan: Plan, replay: ReplayedPlan, label: str) -> TimelineData
         label=label,
         schedule=replay.schedule,
         timeline=replay.timeline,
-        slack_s=find_slack(replay.schedule, replay.timeline),
+        slack_s=find_op_slack(replay.schedule, replay.timeline),
         rows=tuple(replace(rows[device], label=_short(rows[device].label)) for device in devices),
         devices=devices,
     )
@@ -306,7 +305,7 @@ def _worst_rank(plan: Plan, replay: ReplayedPlan) -> WorstRankMemory:
         "encoder activations": held.encoder_activations,
         "seam": held.seam,
     }
-    alive = list(alive_along(plan, plan.programs))[device].astype(np.float64)
+    alive = list(live_bytes_by_line(plan, plan.programs))[device].astype(np.float64)
     times = np.maximum.accumulate(replay.timeline.start_s[replay.schedule.device == device])
     changes = np.flatnonzero(np.any(np.diff(alive, axis=0, prepend=-1.0) != 0, axis=1))
     return WorstRankMemory(

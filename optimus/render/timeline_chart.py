@@ -28,7 +28,7 @@ from optimus.render.timeline_svg import (
     render_device_row,
     render_time_axis,
 )
-from optimus.schedule.bubbles import CAUSES, find_idle
+from optimus.schedule.bubbles import CAUSES, find_idle_intervals
 
 MAX_SVG_BYTES = 160_000
 TICK_S = 1e-7  # resolution of times in the packed data
@@ -256,7 +256,7 @@ def _items(data: TimelineData) -> _LaneItems:
     shown = (row_of[schedule.device] >= 0) & (lane_of[schedule.lane] >= 0)
     ops = np.flatnonzero(shown & ~schedule.is_recv & (schedule.kind != OpKind.WAIT))
     number, names = _label_ops(schedule, ops)
-    idle = find_idle(schedule, timeline)
+    idle = find_idle_intervals(schedule, timeline)
     gaps = np.flatnonzero(row_of[idle.device] >= 0)
     words = [f"idle: {cause}, waits for {_WAITS_FOR[cause.partition('_')[0]]}" for cause in CAUSES]
     fills = [_FILL[label] for label in CAUSE_FILLS]

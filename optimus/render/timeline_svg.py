@@ -33,8 +33,8 @@ from optimus.render.palette import (
     TRAFFIC,
     LegendEntry,
 )
-from optimus.schedule.bubbles import Idle, find_idle
-from optimus.schedule.simulate import Timeline
+from optimus.schedule.bubbles import IdleIntervals, find_idle_intervals
+from optimus.schedule.simulator import Timeline
 
 MAX_BYTES = 250_000  # file size above which boxes get coarser
 BOX_PX = (8.0, 12.0, 18.0, 27.0, 40.0, 60.0)  # narrower boxes are joined up to this width
@@ -277,7 +277,7 @@ class SimulatedSchedule(Protocol):
 
 def build_timeline_rows(system: SimulatedSchedule) -> list[TimelineRow]:
     """Returns a row for every device of a system."""
-    idle = find_idle(system.schedule, system.timeline)
+    idle = find_idle_intervals(system.schedule, system.timeline)
     return [
         TimelineRow(
             label=system.schedule.device_name(device),
@@ -288,7 +288,7 @@ def build_timeline_rows(system: SimulatedSchedule) -> list[TimelineRow]:
     ]
 
 
-def _intervals(system: SimulatedSchedule, device: int, idle: Idle) -> _DeviceIntervals:
+def _intervals(system: SimulatedSchedule, device: int, idle: IdleIntervals) -> _DeviceIntervals:
     """Returns work and idle time of one device, from 0 to the end of the step, in order."""
     schedule, timeline = system.schedule, system.timeline
     ops = np.flatnonzero((schedule.device == device) & (schedule.lane == Lane.COMPUTE))

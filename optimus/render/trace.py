@@ -20,7 +20,7 @@ import numpy as np
 
 from optimus.errors import UserError
 from optimus.ir.op import SENDS, Communicator, Lane, Op, OpKind, Schedule
-from optimus.schedule.simulate import Timeline
+from optimus.schedule.simulator import Timeline
 
 STREAM = {Lane.COMPUTE: 7, Lane.TP: 20, Lane.DP: 24, Lane.P2P: 28, Lane.HOST: 32}
 PIDS_PER_SYSTEM = 1000

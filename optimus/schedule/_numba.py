@@ -23,14 +23,14 @@ from optimus.environment import cache_candidates
 
 F = TypeVar("F", bound=Callable[..., object])
 
-ROOM_BYTES = 1 << 20  # a disk that cannot take this would fail later, in the middle of a call
+MIN_FREE_BYTES = 1 << 20  # a disk that cannot take this would fail later, in the middle of a call
 
 
-def compiled(function: F) -> F:
+def njit_cached(function: F) -> F:
     """Compile on first call, outside the interpreter lock and without fastmath: same inputs, same bits."""
     import numba
 
-    directory = cache_directory()
+    directory = _cache_directory()
     if directory is not None:
         try:
             with _numba_caching_in(directory):
@@ -41,7 +41,7 @@ def compiled(function: F) -> F:
 
 
 @contextmanager
-def announcing_compilation(announce: Callable[[Path | None], None]) -> Iterator[None]:
+def announce_first_compilation(announce: Callable[[Path | None], None]) -> Iterator[None]:
     """Call `announce` once, right before the first compilation in this block, if there is one.
 
     Machine code loaded from the cache is no compilation. `announce` gets the directory where the result
@@ -66,12 +66,12 @@ def announcing_compilation(announce: Callable[[Path | None], None]) -> Iterator[
 
 
 @functools.cache
-def cache_directory() -> Path | None:
+def _cache_directory() -> Path | None:
     """Where this process keeps machine code; None if it found no place."""
-    return first_usable(cache_candidates())
+    return find_private_directory(cache_candidates())
 
 
-def first_usable(candidates: Iterable[Path]) -> Path | None:
+def find_private_directory(candidates: Iterable[Path]) -> Path | None:
     """The first directory, made if need be, that is ours, that no one else can write, and that has room.
 
     Cached code is unpickled and run, and among the temporary files anyone could have come before us with a
@@ -82,7 +82,7 @@ def first_usable(candidates: Iterable[Path]) -> Path | None:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_only_ours(directory):
                 with tempfile.TemporaryFile(dir=directory) as probe:
-                    probe.write(bytes(ROOM_BYTES))
+                    probe.write(bytes(MIN_FREE_BYTES))
                 return directory
         except OSError:
             continue

@@ -1,4 +1,4 @@
-"""Finds the idle time of every device's compute lane and says why it is idle."""
+"""Finds when compute lanes are idle and why, and how much later every op could end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
-from optimus.schedule.simulate import Timeline
+from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
+from optimus.schedule.simulator import Timeline
 
 Bools = NDArray[np.bool_]
 
@@ -48,7 +48,7 @@ def busy_s(schedule: Schedule, timeline: Timeline) -> Floats:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Idle:
+class IdleIntervals:
     """Idle intervals of compute lanes as columns, by device and in order of time."""
 
     device: Ints
@@ -58,7 +58,7 @@ class Idle:
     op: Ints  # the op that waits, -1 at the end of the step
 
 
-def find_idle(schedule: Schedule, timeline: Timeline) -> Idle:
+def find_idle_intervals(schedule: Schedule, timeline: Timeline) -> IdleIntervals:
     """Every idle interval and its cause; what a collective waited for, the op behind it waited for too."""
     collective = _last_wait(schedule, timeline, _is_layer_collective(schedule))
     gather = _last_wait(schedule, timeline, schedule.kind == OpKind.UNSHARD)
@@ -66,7 +66,7 @@ def find_idle(schedule: Schedule, timeline: Timeline) -> Idle:
     gathered = np.maximum(end[gather], end[np.append(gather, -1)[collective]])
     waits = _Waits(gathered_s=gathered, begin_s=begin[collective], end_s=end[collective])
     parts = [_idle_of(schedule, timeline, device, waits) for device in range(schedule.num_devices)]
-    return Idle(
+    return IdleIntervals(
         device=np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts]),
         begin_s=np.concatenate([part[0] for part in parts]),
         end_s=np.concatenate([part[1] for part in parts]),
@@ -75,16 +75,16 @@ def find_idle(schedule: Schedule, timeline: Timeline) -> Idle:
     )
 
 
-def find_bubbles(schedule: Schedule, timeline: Timeline) -> tuple[Bubbles, ...]:
+def sum_bubbles_by_cause(schedule: Schedule, timeline: Timeline) -> tuple[Bubbles, ...]:
     """Idle seconds by cause, per device; they sum to the step minus the busy time."""
-    idle = find_idle(schedule, timeline)
+    idle = find_idle_intervals(schedule, timeline)
     shape = (schedule.num_devices, len(CAUSES))
     place = idle.device * len(CAUSES) + idle.cause
     sums = np.bincount(place, weights=idle.end_s - idle.begin_s, minlength=shape[0] * shape[1])
     return tuple(Bubbles(**dict(zip(CAUSES, row, strict=True))) for row in sums.reshape(shape).tolist())
 
 
-def mean_bubbles(bubbles: tuple[Bubbles, ...], weights: Floats | None = None) -> Bubbles:
+def average_bubbles(bubbles: tuple[Bubbles, ...], weights: Floats | None = None) -> Bubbles:
     """The mean over devices (weighted by how many GPUs each stands for)."""
     values = {
         cause: float(np.average([getattr(b, cause) for b in bubbles], weights=weights)) for cause in CAUSES
@@ -154,3 +154,55 @@ def _idle_of(
         np.append(causes, [_REDUCE, after])[some],
         np.append(np.repeat(ops, 4), [-1, -1])[some],
     )
+
+
+def find_op_slack(schedule: Schedule, timeline: Timeline) -> Floats:
+    """Seconds by op, with all others as long as they were played; 0 where the step cannot wait.
+
+    An op must end before those that wait for it, and the next on its lane, begin at the latest.
+    """
+    group, count = _starts(schedule)
+    sources, targets = _edges(schedule)
+    order = np.argsort(group[targets], kind="stable")
+    before = sources[order].tolist()
+    first = np.searchsorted(group[targets][order], np.arange(count + 1)).tolist()
+    left = np.bincount(group[sources], minlength=count).tolist()  # followers that are not settled
+    spent = np.where(schedule.is_recv, 0.0, timeline.finish_s - timeline.start_s).tolist()
+    group_of, ends = group.tolist(), [timeline.step_s] * len(schedule)  # at the latest
+    begins = [timeline.step_s] * count
+    for op, seconds in enumerate(spent):
+        begins[group_of[op]] = min(begins[group_of[op]], timeline.step_s - seconds)
+    ready = [here for here in range(count) if left[here] == 0]
+    while ready:
+        here = ready.pop()
+        for place in range(first[here], first[here + 1]):
+            op = before[place]
+            there = group_of[op]
+            ends[op] = min(ends[op], begins[here])
+            begins[there] = min(begins[there], begins[here] - spent[op])
+            left[there] -= 1
+            if left[there] == 0:
+                ready.append(there)
+    found: Floats = np.maximum(np.array(ends) - timeline.finish_s, 0.0)
+    return found
+
+
+def _starts(schedule: Schedule) -> tuple[Ints, int]:
+    """The group of every op that begins when it does: its meeting, or itself; and how many there are."""
+    alone = np.arange(len(schedule))
+    if schedule.meeting is None:
+        return alone, len(schedule)
+    key = np.where(schedule.meeting >= 0, len(schedule) + schedule.meeting, alone)
+    names, group = np.unique(key, return_inverse=True)
+    return group, len(names)
+
+
+def _edges(schedule: Schedule) -> tuple[Ints, Ints]:
+    """Every op, and one that begins after it: what waits for it, and what comes next on its lane."""
+    waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
+    lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
+    queued = np.flatnonzero(~schedule.is_recv)
+    queued = queued[np.argsort(lane[queued], kind="stable")]
+    same = lane[queued][1:] == lane[queued][:-1]
+    sources = np.concatenate([schedule.deps.astype(np.int64), queued[:-1][same]])
+    return sources, np.concatenate([waits, queued[1:][same]])

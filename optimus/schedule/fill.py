@@ -10,7 +10,7 @@ arrangement is tightened, lowered and replayed; the replay is what counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,23 +18,26 @@ import numpy as np
 from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.schedule.build import group_by_first
 from optimus.schedule.llm_timeline import LlmTimeline
-from optimus.schedule.local_search import reordered, shorten_schedule
-from optimus.schedule.lower import Traffic, unplaced
-from optimus.schedule.program_table import Bools, Lines
-from optimus.schedule.simulate import Timeline, evaluate, list_schedule
+from optimus.schedule.local_search import reorder_schedule, shorten_schedule
+from optimus.schedule.lower import TrafficKey, build_unordered_schedule
+from optimus.schedule.program_table import Bools, ProgramTable
+from optimus.schedule.schedule_builder import edges_to_csr
+from optimus.schedule.simulator import Timeline, list_schedule, simulate_schedule
 
-PATIENCE = 1e-5  # of the LLM's own step: an op that is late by no more is waited for
+PATIENCE_SHARE = 1e-5  # of the LLM's own step: an op that is late by no more is waited for
 URGENCY = np.zeros(len(OpKind), np.int64)  # of an encoder's ops: smaller is sooner
 URGENCY[[OpKind.BACKWARD, OpKind.INPUT_GRAD]] = 1
 URGENCY[OpKind.WEIGHT_GRAD] = 2
-TIGHTENED_LINES, MOST_ROUNDS = 100_000, 300  # the budget of looking ahead: lines of all rounds, and rounds
-MANY = float(1 << 40)  # more than there are microbatches, or lines of a program
+MAX_SEARCHED_LINES, MAX_SEARCH_ROUNDS = (
+    100_000,
+    300,
+)  # the budget of looking ahead: lines of all rounds, and rounds
+AFTER_ALL = float(1 << 40)  # more than there are microbatches, or lines of a program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Arranged:
+class FillResult:
     """When every line has its turn, and when it began and ended."""
 
     fill: Fill
@@ -59,7 +62,9 @@ class Fill:
     def __init__(self, header: Plan, base: LlmTimeline, windows: Mapping[str, int] | None = None) -> None:
         """`windows`: microbatches of an encoder that a class may keep at a time; all if left out."""
         self.header = header
-        made = unplaced(header, list(coarse_orders(header, base)), _traffic_order(header, base))
+        made = build_unordered_schedule(
+            header, list(order_encoders_around_llm(header, base)), _traffic_order(header, base)
+        )
         held_back = _window_edges(made.lines, windows or {})
         self.schedule = _in_order(made.schedule, made.lines, header.launch_s, held_back)
         self._lines = made.lines
@@ -70,12 +75,12 @@ class Fill:
         self._rank = self._ranks(windows or {})
         self._due_s = np.full(len(self.schedule), np.inf)
         self._due_s[self._of_llm] = base.begins_s(header)
-        self._patience_s = PATIENCE * base.step_s
+        self._patience_s = PATIENCE_SHARE * base.step_s
         works = np.flatnonzero(self._of_llm & (self.schedule.lane == Lane.COMPUTE))
         _, first = np.unique(self._lines.device[works], return_index=True)
         self._first = works[first]  # with which the LLM begins on every class
 
-    def arrange(self, shift_s: float) -> Arranged:
+    def arrange(self, shift_s: float) -> FillResult:
         """Encoder work beside an LLM that begins `shift_s` later on every class than without it."""
         held_s, due_s = np.zeros(len(self.schedule)), self._due_s + shift_s
         held_s[self._first] = due_s[self._first]
@@ -90,7 +95,7 @@ class Fill:
         llm = self._of_llm
         ends_s = np.zeros(self.schedule.num_devices)
         np.maximum.at(ends_s, self.schedule.device[self._encoders], timeline.finish_s[self._encoders])
-        return Arranged(
+        return FillResult(
             fill=self,
             turn=turn,
             timeline=timeline,
@@ -99,11 +104,11 @@ class Fill:
             ends_s=ends_s,
         )
 
-    def tightened(self, arranged: Arranged) -> Arranged:
+    def tightened(self, arranged: FillResult) -> FillResult:
         """The arrangement shortened by looking ahead, which the loop cannot; if nothing is slowed down."""
-        rounds = min(1 + TIGHTENED_LINES // len(self.schedule), MOST_ROUNDS)
+        rounds = min(1 + MAX_SEARCHED_LINES // len(self.schedule), MAX_SEARCH_ROUNDS)
         turn = shorten_schedule(self.schedule, self._chains(), arranged.turn, rounds=rounds)
-        played = evaluate(reordered(self.schedule, turn), slowdown=self.header.slowdown)
+        played = simulate_schedule(reorder_schedule(self.schedule, turn), slowdown=self.header.slowdown)
         timeline = replace(played, start_s=played.start_s[turn], finish_s=played.finish_s[turn])
         return replace(arranged, turn=turn, timeline=timeline)
 
@@ -134,7 +139,7 @@ class Fill:
         rank[self.schedule.is_send] = 0.0
         free = np.flatnonzero(self._phases & ~self._of_llm)
         urgency = URGENCY[lines.kind[free]]
-        rank[free] = urgency * MANY + lines.microbatch[free] / pieces[lines.module[free]]
+        rank[free] = urgency * AFTER_ALL + lines.microbatch[free] / pieces[lines.module[free]]
         for name, window in windows.items():
             number, module = lines.header.names.index(name), self.header.modules[name]
             ahead = window * (1 + max(module.pipelines))  # microbatches of all pipelines
@@ -192,7 +197,7 @@ class Fill:
         when[rows] = latest[meeting[rows]]
 
 
-def _window_edges(lines: Lines, windows: Mapping[str, int]) -> Ints:
+def _window_edges(lines: ProgramTable, windows: Mapping[str, int]) -> Ints:
     """Pairs of lines: a forward waits until an earlier microbatch of its class is over and given up."""
     ops, found = lines.ops, [np.zeros((0, 2), np.int64)]
     for name, window in windows.items():
@@ -208,7 +213,7 @@ def _window_edges(lines: Lines, windows: Mapping[str, int]) -> Ints:
     return np.concatenate(found)
 
 
-def _in_order(schedule: Schedule, lines: Lines, launch_s: float, held_back: Ints) -> Schedule:
+def _in_order(schedule: Schedule, lines: ProgramTable, launch_s: float, held_back: Ints) -> Schedule:
     """With waits of every encoder phase for the one before it in its op, since they are played in order.
 
     But a phase may overtake a launch, which goes on beside it; not where gradients of weights are made, which
@@ -223,7 +228,7 @@ def _in_order(schedule: Schedule, lines: Lines, launch_s: float, held_back: Ints
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     known = np.stack([np.append(waits, after[late]), np.append(schedule.deps, before[late])], axis=1)
     edges = np.concatenate([known, held_back, _on_one_lane(schedule, lines)])
-    dep_offset, deps = group_by_first(edges, len(schedule))
+    dep_offset, deps = edges_to_csr(edges, len(schedule))
     computes = (
         (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.WAIT) & (schedule.kind != OpKind.OPTIMIZER)
     )
@@ -231,7 +236,7 @@ def _in_order(schedule: Schedule, lines: Lines, launch_s: float, held_back: Ints
     return replace(schedule, dep_offset=dep_offset, deps=deps, duration_s=duration_s)
 
 
-def _on_one_lane(schedule: Schedule, lines: Lines) -> Ints:
+def _on_one_lane(schedule: Schedule, lines: ProgramTable) -> Ints:
     """Pairs (phase, the one before it in its op that has the same lane) of encoders: there none overtakes."""
     ops = lines.ops
     number = np.repeat(np.arange(len(ops)), np.diff(np.append(ops.first, len(ops.rows))))
@@ -243,21 +248,21 @@ def _on_one_lane(schedule: Schedule, lines: Lines) -> Ints:
     return pairs
 
 
-def _traffic_order(header: Plan, base: LlmTimeline) -> dict[Traffic, float]:
+def _traffic_order(header: Plan, base: LlmTimeline) -> dict[TrafficKey, float]:
     """Encoders' gathers first, layer by layer; then the LLM's traffic; then encoders' reduces, backwards."""
     llm = header.names.index(LLM)
-    found: dict[Traffic, float] = {
+    found: dict[TrafficKey, float] = {
         (llm, kind, stage, place): line for (kind, stage, place), line in base.traffic_order().items()
     }
     for module, (_, planned) in enumerate(header.encoders.items()):
         for stage, buckets in enumerate(planned.buckets):
             for place in range(len(buckets)):
                 found[module, OpKind.UNSHARD, stage, place] = place - len(buckets)
-                found[module, OpKind.REDUCE_GRAD, stage, place] = MANY - place
+                found[module, OpKind.REDUCE_GRAD, stage, place] = AFTER_ALL - place
     return found
 
 
-def coarse_orders(header: Plan, base: LlmTimeline) -> Iterator[Program]:
+def order_encoders_around_llm(header: Plan, base: LlmTimeline) -> Iterator[Program]:
     """Of every class: all forwards of encoders, the LLM, all backwards of encoders."""
     for device in range(header.ranks.num_classes):
         forwards = list(_ops(header, device, (OpKind.FORWARD,)))
@@ -284,3 +289,40 @@ def _ops(header: Plan, device: int, kinds: tuple[OpKind, ...]) -> Iterator[Ints]
         rows = np.tile(one, (len(mine), 1))
         rows[:, 3] = np.repeat(mine, len(one))
         yield rows
+
+
+def expand_to_all_tp_blocks(
+    header: Plan, folded: Plan, orders: Sequence[Program]
+) -> tuple[Plan, list[Program]]:
+    """Returns the header of all TP blocks with its pipelines, and the orders of all its classes.
+
+    Encoders with a smaller TP size than the LLM run several pipelines side by side in each TP group of the
+    LLM. Where every LLM microbatch is split equally over them, scheduling one pipeline is enough: a *folded*
+    header has one device class for all TP blocks of a group, and one encoder microbatch for each set of them.
+    """
+    ranks, across = header.ranks, {}
+    modules = dict(header.modules)
+    for name, module in header.encoders.items():
+        across[name] = ranks.llm.tp // module.layout.tp
+        few = np.array(folded.modules[name].pipelines)
+        number = np.arange(len(few) * across[name])
+        pipelines = few[number // across[name]] * across[name] + number % across[name]
+        modules[name] = replace(module, pipelines=tuple(pipelines.tolist()))
+    return replace(header, modules=modules), [
+        _expand_class(header, folded, orders, device, across) for device in range(ranks.num_classes)
+    ]
+
+
+def _expand_class(
+    header: Plan, folded: Plan, orders: Sequence[Program], device: int, across: dict[str, int]
+) -> Program:
+    """What a class plays: the folded one's phases, of the pieces that are its own."""
+    ranks = header.ranks
+    stage, context, position = ranks.coordinates(device)
+    rows = orders[folded.ranks.class_at(stage, context, 0)].rows.copy()
+    for number, name in enumerate(header.names):
+        if name in across:
+            own = position * ranks.block // header.modules[name].layout.tp
+            mine = rows[:, 0] == number
+            rows[mine, 3] = rows[mine, 3] * across[name] + own
+    return Program.of(rows)

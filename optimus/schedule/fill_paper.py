@@ -18,10 +18,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from optimus.schedule.global_ordering import Points
-
-Kernel = tuple[str, float]  # what a phase is ("compute", "launch" or "wait"), and its seconds
+TimedKernel = tuple[str, float]  # what a phase is ("compute", "launch" or "wait"), and its seconds
 COMPUTE, LAUNCH, WAIT = "compute", "launch", "wait"
 ROUNDING_S = 1e-12
 
@@ -36,7 +35,7 @@ class Bubble:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Side:
+class DeviceBubbles:
     """One end of the step on one device: time counts from that end towards the middle.
 
     `free_s`: until then the LLM does not compute. `bubbles` lie between its computations; `carriers` are
@@ -86,7 +85,7 @@ class _Room:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class _MovedMicrobatch:
     """One microbatch inside bubbles: begin of every kernel, by stage, and when the last stage ends."""
 
     begins_s: tuple[tuple[float, ...], ...]
@@ -94,40 +93,40 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pipeline:
+class EncoderPipeline:
     """One encoder pipeline seen from one end of the step, by stage in the order in which data flows there.
 
     Its own stages hold nothing of another pipeline's: where its r-th moved microbatch goes does not depend on
     the others, so it is packed once, and a split costs only a comparison of sorted times.
     """
 
-    sides: Sequence[Side]
-    kernels: Sequence[Sequence[Kernel]]  # of one microbatch
+    sides: Sequence[DeviceBubbles]
+    kernels: Sequence[Sequence[TimedKernel]]  # of one microbatch
     seconds: Sequence[float]  # of one microbatch's op, played alone
-    _moves: list[Move | None] = field(default_factory=list)
+    _moves: list[_MovedMicrobatch | None] = field(default_factory=list)
     _cursors_s: list[float] = field(default_factory=list)
-    _coarse: dict[int, Coarse] = field(default_factory=dict)
+    _coarse: dict[int, _CoarseSchedule] = field(default_factory=dict)
 
-    def move(self, number: int) -> Move | None:
+    def move(self, number: int) -> _MovedMicrobatch | None:
         """Where the number-th microbatch goes that is moved into bubbles; None if it finds no room."""
         while len(self._moves) <= number and None not in self._moves[-1:]:
             self._moves.append(self._pack_one())
         return self._moves[number] if number < len(self._moves) else None
 
-    def _pack_one(self) -> Move | None:
+    def _pack_one(self) -> _MovedMicrobatch | None:
         """The next microbatch, behind those that were moved before: upstream stages first."""
         cursors = list(self._cursors_s) or [side.free_s for side in self.sides]
         begins, arrived = [], 0.0
         for stage, side in enumerate(self.sides):
-            packed = pack(side, self.kernels[stage], max(cursors[stage], arrived))
+            packed = pack_kernels_into_bubbles(side, self.kernels[stage], max(cursors[stage], arrived))
             if packed is None:
                 return None
             begins.append(packed[0])
             arrived = cursors[stage] = packed[1]
         self._cursors_s[:] = cursors
-        return Move(begins_s=tuple(begins), end_s=arrived)
+        return _MovedMicrobatch(begins_s=tuple(begins), end_s=arrived)
 
-    def coarse(self, count: int) -> Coarse:
+    def coarse(self, count: int) -> _CoarseSchedule:
         """`count` microbatches before the LLM's compute, one after another."""
         if count not in self._coarse:
             busy = [0.0] * len(self.sides)
@@ -141,12 +140,12 @@ class Pipeline:
                 ends.append(arrived)
             over = [end - side.free_s for end, side in zip(busy, self.sides, strict=True)]
             overflow = max(over) if count else -float("inf")
-            self._coarse[count] = Coarse(ends_s=tuple(ends), overflow_s=overflow, inside_s=inside)
+            self._coarse[count] = _CoarseSchedule(ends_s=tuple(ends), overflow_s=overflow, inside_s=inside)
         return self._coarse[count]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coarse:
+class _CoarseSchedule:
     """Microbatches that run before the LLM: when each ends, what does not fit there, and what does."""
 
     ends_s: tuple[float, ...]
@@ -154,7 +153,9 @@ class Coarse:
     inside_s: float  # seconds in the LLM's bubbles, summed over stages
 
 
-def pack(side: Side, kernels: Sequence[Kernel], now: float) -> tuple[tuple[float, ...], float] | None:
+def pack_kernels_into_bubbles(
+    side: DeviceBubbles, kernels: Sequence[TimedKernel], now: float
+) -> tuple[tuple[float, ...], float] | None:
     """Begins of consecutive kernels in a device's bubbles, and when the last one ends; None: no room.
 
     Compute goes where it fits whole. Communication never goes into a TP bubble: it runs under LLM compute
@@ -181,10 +182,10 @@ def pack(side: Side, kernels: Sequence[Kernel], now: float) -> tuple[tuple[float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filled:
+class BubbleFilling:
     """One direction of one split: how many microbatches of each pipeline moved, and what is left."""
 
-    pipelines: Sequence[Pipeline]
+    pipelines: Sequence[EncoderPipeline]
     split: Sequence[int]
     moved: tuple[int, ...]
     delay_s: float  # of the LLM, by what did not fit
@@ -212,7 +213,7 @@ class Filled:
         return sum(count * sum(pipeline.seconds) for pipeline, count in pairs)
 
 
-def fill(pipelines: Sequence[Pipeline], points: Points, split: Sequence[int]) -> Filled:
+def fill_bubbles(pipelines: Sequence[EncoderPipeline], points: Points, split: Sequence[int]) -> BubbleFilling:
     """Coarse, then fine, for one split; `points` are the F_i, or in the mirror the B_i."""
     numbers = range(len(split))
     moved = [0] * len(split)
@@ -236,7 +237,7 @@ def fill(pipelines: Sequence[Pipeline], points: Points, split: Sequence[int]) ->
         before, delay = tried, shorter
         inside[critical].append(move.end_s)
         moved[critical] += 1
-    return Filled(
+    return BubbleFilling(
         pipelines=pipelines,
         split=split,
         moved=tuple(moved),
@@ -247,29 +248,31 @@ def fill(pipelines: Sequence[Pipeline], points: Points, split: Sequence[int]) ->
 
 
 def _in_llm_time(
-    before: Sequence[Coarse], inside: Sequence[Sequence[float]], delay: float
+    before: Sequence[_CoarseSchedule], inside: Sequence[Sequence[float]], delay: float
 ) -> tuple[tuple[float, ...], ...]:
     """Ends by pipeline: what stands before the LLM is `delay` further away, what was moved is where it is."""
     pairs = zip(before, inside, strict=True)
     return tuple((*(end - delay for end in coarse.ends_s), *moved) for coarse, moved in pairs)
 
 
-def less(side: Side, kernels: Sequence[Kernel], begins: Sequence[float]) -> Side:
+def subtract_kernels(
+    side: DeviceBubbles, kernels: Sequence[TimedKernel], begins: Sequence[float]
+) -> DeviceBubbles:
     """A side without the time that placed kernels take."""
     if not kernels:
         return side
     spans = [(begin, begin + seconds) for (_, seconds), begin in zip(kernels, begins, strict=True)]
     compute = [span for span, (what, _) in zip(spans, kernels, strict=True) if what == COMPUTE]
     launches = [span for span, (what, _) in zip(spans, kernels, strict=True) if what == LAUNCH]
-    left = without([(bubble.begin_s, bubble.end_s) for bubble in side.bubbles], compute)
-    return Side(
+    left = subtract_intervals([(bubble.begin_s, bubble.end_s) for bubble in side.bubbles], compute)
+    return DeviceBubbles(
         free_s=side.free_s,
         bubbles=[Bubble(begin_s=begin, end_s=end, tp=side.bubbles[at].tp) for begin, end, at in left],
-        carriers=[(begin, end) for begin, end, _ in without(side.carriers, launches)],
+        carriers=[(begin, end) for begin, end, _ in subtract_intervals(side.carriers, launches)],
     )
 
 
-def without(
+def subtract_intervals(
     intervals: Sequence[tuple[float, float]], taken: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float, int]]:
     """What is left of intervals when others, both in order, are taken out, and of which of them it is."""
@@ -286,3 +289,50 @@ def without(
         if begin < end:
             found.append((begin, end, number))
     return found
+
+
+Ends = Sequence[Sequence[float]]  # by pipeline, each in the order in which it runs its microbatches
+
+
+class Points(Protocol):
+    """The LLM's dependency points."""
+
+    def late_s(self, ends_s: Ends) -> float:
+        """By how much the latest of all ends is behind its point; at most 0 if all come in time."""
+        ...
+
+
+class Interchangeable:
+    """F_1 <= F_2 <= ...: the i-th encoder microbatch to end, of any pipeline, becomes LLM microbatch i."""
+
+    def __init__(self, points_s: Sequence[float]) -> None:
+        self._points = list(points_s)
+
+    def late_s(self, ends_s: Ends) -> float:
+        return _late([end for own in ends_s for end in own], self._points)
+
+
+class Assigned:
+    """Points of every pipeline's own microbatches: a backward is of what its forward became.
+
+    (In the mirror an end is a begin: no backward begins before B_i.)
+    """
+
+    def __init__(self, points_s: Sequence[Sequence[float]]) -> None:
+        self._points = points_s
+
+    def late_s(self, ends_s: Ends) -> float:
+        return max(_late(own, points) for own, points in zip(ends_s, self._points, strict=True))
+
+
+def _late(ends_s: Sequence[float], points_s: Sequence[float]) -> float:
+    late = [end - point for end, point in zip(sorted(ends_s), points_s, strict=True)]
+    return max(late, default=-float("inf"))
+
+
+def assign_microbatches_by_end_time(ends_s: Ends) -> tuple[int, ...]:
+    """The pipeline that feeds each LLM microbatch: the i-th to end becomes microbatch i."""
+    events = [
+        (end, pipeline, number) for pipeline, ends in enumerate(ends_s) for number, end in enumerate(ends)
+    ]
+    return tuple(pipeline for _, pipeline, _ in sorted(events))

@@ -11,16 +11,24 @@ import numpy as np
 from optimus.ir.op import COMPUTE_OPS, Floats, Ints, Lane, OpKind
 from optimus.ir.plan import Plan, Program, Template
 from optimus.ir.ranks import LLM
-from optimus.schedule.bubbles import CAUSES, find_idle
-from optimus.schedule.fill_paper import COMPUTE, LAUNCH, WAIT, Bubble, Kernel, Side, without
-from optimus.schedule.lower import lower
-from optimus.schedule.pipelines import Pipeline as Order
+from optimus.schedule.bubbles import CAUSES, find_idle_intervals
+from optimus.schedule.fill_paper import (
+    COMPUTE,
+    LAUNCH,
+    WAIT,
+    Bubble,
+    DeviceBubbles,
+    TimedKernel,
+    subtract_intervals,
+)
+from optimus.schedule.lower import lower_to_programs
+from optimus.schedule.pipeline_orders import PipelineOrder as Order
 
 FIRST, LAST = -np.inf, np.inf  # before, and after, all phases of the LLM
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Placed:
+class PlacedEncoderOp:
     """One op of an encoder microbatch on one class: when each of its phases is to run, in the LLM's time."""
 
     module: str
@@ -36,12 +44,12 @@ class LlmTimeline:
         alone = replace(plan, modules={LLM: plan.modules[LLM]})
         devices = range(alone.ranks.num_classes)
         orders = [_llm_phases(alone, order, alone.ranks.stage_of(LLM, device)) for device in devices]
-        lowered = lower(alone, orders)
+        lowered = lower_to_programs(alone, orders)
         self._plan, self._orders = alone, orders
         self._schedule, self._timeline, self._programs = lowered.schedule, lowered.timeline, lowered.programs
         self._op_kind = np.concatenate([program.kind for program in lowered.programs])
-        self._idle = find_idle(self._schedule, self._timeline)
-        self._seen: dict[tuple[int, bool], Side] = {}
+        self._idle = find_idle_intervals(self._schedule, self._timeline)
+        self._seen: dict[tuple[int, bool], DeviceBubbles] = {}
         self.step_s = self._timeline.step_s
         # Encoder work must be done when the optimizer begins.
         self.end_s = float(self._timeline.start_s[self._schedule.kind == OpKind.OPTIMIZER].min())
@@ -67,19 +75,19 @@ class LlmTimeline:
         for microbatch in range(self._plan.microbatches):
             yield rows[schedule.microbatch[rows] == microbatch]
 
-    def side(self, stage: int, *, mirrored: bool) -> Side:
+    def side(self, stage: int, *, mirrored: bool) -> DeviceBubbles:
         """A stage from the beginning of the step, or in the mirror from its end."""
         key = stage, mirrored
         if key not in self._seen:
             self._seen[key] = self._seen_from(stage, mirrored=mirrored)
         return self._seen[key]
 
-    def _seen_from(self, stage: int, *, mirrored: bool) -> Side:
+    def _seen_from(self, stage: int, *, mirrored: bool) -> DeviceBubbles:
         bubbles, carriers, (first, last) = self._sides[stage]
         if not mirrored:
-            return Side(free_s=first, bubbles=bubbles, carriers=carriers)
+            return DeviceBubbles(free_s=first, bubbles=bubbles, carriers=carriers)
         end = self.end_s
-        return Side(
+        return DeviceBubbles(
             free_s=end - last,
             bubbles=[
                 Bubble(begin_s=end - b.end_s, end_s=end - b.begin_s, tp=b.tp) for b in reversed(bubbles)
@@ -109,7 +117,7 @@ class LlmTimeline:
         links = here[(schedule.lane[here] == Lane.TP) & (schedule.duration_s[here] > 0)]
         busy = list(zip(timeline.start_s[links].tolist(), timeline.finish_s[links].tolist(), strict=True))
         compute = list(zip(timeline.start_s[works].tolist(), timeline.finish_s[works].tolist(), strict=True))
-        carriers = [(begin, end) for begin, end, _ in without(_joined(compute), busy)]
+        carriers = [(begin, end) for begin, end, _ in subtract_intervals(_joined(compute), busy)]
         return bubbles, carriers, (first, last)
 
     def _alone(self, plan: Plan, device: int) -> int:
@@ -159,11 +167,11 @@ class LlmTimeline:
                 found[OpKind(program.kind[line]), stage, int(program.place[line])] = line
         return found
 
-    def arrange(self, plan: Plan, fillers: Sequence[Sequence[Placed]]) -> list[Program]:
+    def arrange(self, plan: Plan, fillers: Sequence[Sequence[PlacedEncoderOp]]) -> list[Program]:
         """The phases of every class of `plan`: the LLM's, with those of `fillers` put in at their times."""
         return [self._arrange_class(plan, device, placed) for device, placed in enumerate(fillers)]
 
-    def _arrange_class(self, plan: Plan, device: int, placed: Sequence[Placed]) -> Program:
+    def _arrange_class(self, plan: Plan, device: int, placed: Sequence[PlacedEncoderOp]) -> Program:
         llm, names = self.llm_rows(plan, device), plan.names
         if not placed:
             return Program.of(llm)
@@ -180,7 +188,7 @@ class LlmTimeline:
         before = self._behind_launches[alone][np.searchsorted(keys, times, side="left")]
         return Program.of(np.insert(llm, before, rows, axis=0))
 
-    def _times(self, plan: Plan, device: int, alone: int, op: Placed) -> Floats:
+    def _times(self, plan: Plan, device: int, alone: int, op: PlacedEncoderOp) -> Floats:
         """When an op's phases are to run, never falling.
 
         A launch that falls into LLM compute is enqueued before it: behind it the LLM's own would come first.
@@ -249,9 +257,9 @@ def _llm_phases(plan: Plan, order: Order, stage: int) -> Program:
     return Program.of(np.column_stack([np.repeat(ops, counts, axis=0), place]))
 
 
-def kernels_of(template: Template, *, mirrored: bool, stretch: float) -> list[Kernel]:
+def list_template_kernels(template: Template, *, mirrored: bool, stretch: float) -> list[TimedKernel]:
     """A template as the packer sees it; in the mirror a wait begins communication and a launch ends it."""
-    found: list[Kernel] = []
+    found: list[TimedKernel] = []
     for phase in template:
         if phase.kind == OpKind.LAUNCH:
             found.append((WAIT, 0.0) if mirrored else (LAUNCH, phase.duration_s))

@@ -18,29 +18,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.ir.op import NUM_LANES, Floats, Ints, OpKind, Schedule
-from optimus.schedule._numba import compiled
-from optimus.schedule.build import group_by_first
-from optimus.schedule.list_pipeline import Draft
-from optimus.schedule.pipelines import PipelineOp
+from optimus.schedule._numba import njit_cached
+from optimus.schedule.pipeline_orders import PipelineOp, TimedOrder
+from optimus.schedule.schedule_builder import edges_to_csr
 
-DRAFT_DISTURBANCES = (0.05, 0.1)  # of a start, as shares of the step: drawn at random
-DISTURBANCES = (0.05, 0.1, 0.2)  # the same, used in turn
+ORDER_DISTURBANCE_SHARES = (0.05, 0.1)  # of a start, as shares of the step: drawn at random
+DISTURBANCE_SHARES = (0.05, 0.1, 0.2)  # the same, used in turn
 MAX_GAPS_SEARCHED = 64  # on one lane for one line: large schedules would take too long
-UNLIMITED = 1 << 30
+UNLIMITED_GAPS = 1 << 30
 
 # ---------------------------------------------------------------------------- ops of a pipeline
 
 
-def shorten_draft(
-    draft: Draft, *, rounds: int, random: Random, enough_s: float, accept: Callable[[Draft], bool]
-) -> Draft:
+def shorten_pipeline_order(
+    draft: TimedOrder, *, rounds: int, random: Random, enough_s: float, accept: Callable[[TimedOrder], bool]
+) -> TimedOrder:
     """Returns the shortest acceptable order of so many rounds, or the first that takes at most `enough_s`."""
-    graph = _DraftGraph(draft)
+    graph = _OrderGraph(draft)
     starts = [draft.starts[op] for op in graph.ops]
     for number in range(rounds):
         if draft.step_s <= enough_s:
             break
-        by_s = random.choice(DRAFT_DISTURBANCES) * draft.step_s if number else 0.0
+        by_s = random.choice(ORDER_DISTURBANCE_SHARES) * draft.step_s if number else 0.0
         shifted, step_s = graph.justified(graph.disturbed(starts, by_s, random))
         if step_s <= draft.step_s:
             shorter = graph.draft(shifted, step_s)
@@ -49,10 +48,10 @@ def shorten_draft(
     return draft
 
 
-class _DraftGraph:
+class _OrderGraph:
     """Ops numbered so that each comes after the one op it waits for."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: TimedOrder) -> None:
         self._times = times = draft.times
         self.ops: list[tuple[int, PipelineOp]] = [
             (stage, op) for stage, op in draft.starts if (stage, op.kind, op.chunk) == (0, OpKind.FORWARD, 0)
@@ -68,17 +67,17 @@ class _DraftGraph:
         before, delay_s = np.array(self._before, np.int64), np.array(delays_s)
         waits = np.flatnonzero(before >= 0)
         edges = np.stack([waits, before[waits]], axis=1)
-        self._waits = *group_by_first(edges, count), delay_s[waits]
-        after_offset, after = group_by_first(edges[:, ::-1], count)
+        self._waits = *edges_to_csr(edges, count), delay_s[waits]
+        after_offset, after = edges_to_csr(edges[:, ::-1], count)
         self._reversed_waits = after_offset, after, delay_s[after]
         self._seconds: Floats = np.array(
             [times.seconds[op.kind][op.chunk * times.stages + stage] for stage, op in self.ops], np.float64
         )
         stages = np.array([[number, stage] for number, (stage, _) in enumerate(self.ops)], np.int64)
-        self._lanes = *group_by_first(stages, count), times.stages
+        self._lanes = *edges_to_csr(stages, count), times.stages
 
-    def draft(self, starts: Sequence[float], step_s: float) -> Draft:
-        return Draft(times=self._times, starts=dict(zip(self.ops, starts, strict=True)), step_s=step_s)
+    def draft(self, starts: Sequence[float], step_s: float) -> TimedOrder:
+        return TimedOrder(times=self._times, starts=dict(zip(self.ops, starts, strict=True)), step_s=step_s)
 
     def disturbed(self, starts: Sequence[float], by_s: float, random: Random) -> Ints:
         """Returns ops by start, each earlier or later by at most `by_s`, but after what it waits for."""
@@ -103,7 +102,7 @@ class _DraftGraph:
         return start.tolist(), step_s
 
     def _pack(self, sequence: Ints, waits: tuple[Ints, Ints, Floats], start: Floats, end: Floats) -> None:
-        _pack(sequence, self._seconds, *waits, *self._lanes, UNLIMITED, False, start, end)
+        _pack(sequence, self._seconds, *waits, *self._lanes, UNLIMITED_GAPS, False, start, end)
 
 
 # ---------------------------------------------------------------------------- lines of a schedule
@@ -122,18 +121,18 @@ def shorten_schedule(schedule: Schedule, chains: Ints, turn: Ints, *, rounds: in
     seconds = np.zeros(count)
     np.maximum.at(seconds, nodes, schedule.duration_s)
     lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
-    lane_offset, lanes = group_by_first(np.stack([nodes, lane], axis=1), count)
+    lane_offset, lanes = edges_to_csr(np.stack([nodes, lane], axis=1), count)
     last = np.zeros(count, np.int64)  # lines that meet start when the last of them is ready
     np.maximum.at(last, nodes, turn)
-    sequence = _searched(
+    sequence = _search_sequences(
         np.argsort(last),
         seconds,
-        *group_by_first(edges, count),
-        *group_by_first(edges[:, ::-1], count),
+        *edges_to_csr(edges, count),
+        *edges_to_csr(edges[:, ::-1], count),
         lane_offset,
         lanes,
         schedule.num_devices * NUM_LANES,
-        np.array(DISTURBANCES),
+        np.array(DISTURBANCE_SHARES),
         rounds,
     )
     place = np.empty(count, np.int64)
@@ -143,11 +142,11 @@ def shorten_schedule(schedule: Schedule, chains: Ints, turn: Ints, *, rounds: in
     return turns
 
 
-def reordered(schedule: Schedule, turn: Ints) -> Schedule:
+def reorder_schedule(schedule: Schedule, turn: Ints) -> Schedule:
     """Returns the columns of the schedule that a replay needs, its lines in the order of their turns."""
     order = np.argsort(turn)
     waits = np.repeat(turn, np.diff(schedule.dep_offset))
-    dep_offset, deps = group_by_first(np.stack([waits, turn[schedule.deps]], axis=1), len(turn))
+    dep_offset, deps = edges_to_csr(np.stack([waits, turn[schedule.deps]], axis=1), len(turn))
     return replace(
         schedule,
         kind=schedule.kind[order],
@@ -170,8 +169,8 @@ def _nodes(schedule: Schedule) -> Ints:
     return np.asarray(nodes, np.int64)
 
 
-@compiled
-def _searched(
+@njit_cached
+def _search_sequences(
     sequence: NDArray[Any],
     seconds: Floats,
     before_offset: NDArray[Any],
@@ -259,14 +258,14 @@ def _searched(
     return sequence
 
 
-@compiled
+@njit_cached
 def _by_time(sequence: NDArray[Any], start: Floats, end: Floats) -> NDArray[Any]:
     """Sorts by start, then by end: a node of no duration comes before one that starts at the same moment."""
     by_end = sequence[np.argsort(end[sequence], kind="mergesort")]
     return by_end[np.argsort(start[by_end], kind="mergesort")]
 
 
-@compiled
+@njit_cached
 def _pack(
     sequence: NDArray[Any],
     seconds: Floats,

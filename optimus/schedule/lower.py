@@ -18,14 +18,13 @@ import numpy as np
 
 from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import WHOLE_STAGE, Plan, Program
-from optimus.schedule.dependencies import couple, couple_lines
-from optimus.schedule.messages import Transfers, find_transfers
-from optimus.schedule.program_table import Header, Lines
-from optimus.schedule.simulate import Timeline, evaluate
+from optimus.schedule.plan_schedule import build_plan_schedule, build_schedule_of_table
+from optimus.schedule.program_table import HeaderArrays, Messages, ProgramTable, find_messages
+from optimus.schedule.simulator import Timeline, simulate_schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lowered:
+class LoweredPlan:
     """Programs, the schedule they make up, and when everything happens."""
 
     programs: tuple[Program, ...]
@@ -33,30 +32,32 @@ class Lowered:
     timeline: Timeline
 
 
-def lower(plan: Plan, orders: Sequence[Program]) -> Lowered:
+def lower_to_programs(plan: Plan, orders: Sequence[Program]) -> LoweredPlan:
     """`orders` holds the phases that every device class plays; `plan` is a header without programs.
 
     There must be one order of all phases, each after what it waits for, of which every class plays its part;
     else `Deadlock` is raised.
     """
-    header = Header(plan)
-    lines = Lines.of(header, orders)
-    transfers = find_transfers(lines)
+    header = HeaderArrays(plan)
+    lines = ProgramTable.of(header, orders)
+    transfers = find_messages(lines)
     clock = _Clock(plan, header, lines, transfers)
-    programs = _merge(header, lines, list(_placed(clock)))
-    schedule = couple(plan, programs, header)
-    return Lowered(programs=programs, schedule=schedule, timeline=play(plan, schedule))
+    programs = _merge(header, lines, list(_place_communication(clock)))
+    schedule = build_plan_schedule(plan, programs, header)
+    return LoweredPlan(programs=programs, schedule=schedule, timeline=simulate_plan(plan, schedule))
 
 
-def unplaced(plan: Plan, orders: Sequence[Program], traffic: Mapping[Traffic, float]) -> Unplaced:
+def build_unordered_schedule(
+    plan: Plan, orders: Sequence[Program], traffic: Mapping[TrafficKey, float]
+) -> Unplaced:
     """All lines of an arrangement, messages and traffic among them, before anyone has looked when they fall.
 
     For whoever gives ops an order of their own: only lanes that he leaves alone are in a good one. Gathers
     come first and reduces last, by what `traffic` says of each.
     """
-    header = Header(plan)
-    lines = Lines.of(header, orders)
-    transfers = find_transfers(lines)
+    header = HeaderArrays(plan)
+    lines = ProgramTable.of(header, orders)
+    transfers = find_messages(lines)
     first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
     count = len(transfers)
     extras = [_sends(transfers, np.zeros(count), np.arange(count)), _finish(header, first)]
@@ -64,7 +65,7 @@ def unplaced(plan: Plan, orders: Sequence[Program], traffic: Mapping[Traffic, fl
         devices = np.flatnonzero(header.stage[module] == stage)
         chunk = max(plan.modules[header.names[module]].buckets[stage][place].chunk, 0)
         extras.append(
-            _Extra(
+            _InsertedLines(
                 device=devices,
                 before=first[devices if kind == OpKind.UNSHARD else devices + 1],
                 time_s=np.full(len(devices), turn),
@@ -73,28 +74,28 @@ def unplaced(plan: Plan, orders: Sequence[Program], traffic: Mapping[Traffic, fl
             )
         )
     programs = _merge(header, lines, extras)
-    merged = Lines.of(header, programs)
-    return Unplaced(lines=merged, schedule=couple_lines(merged, ordered=False))
+    merged = ProgramTable.of(header, programs)
+    return Unplaced(lines=merged, schedule=build_schedule_of_table(merged, ordered=False))
 
 
-def play(plan: Plan, schedule: Schedule) -> Timeline:
+def simulate_plan(plan: Plan, schedule: Schedule) -> Timeline:
     """The replay whose makespan is the claim."""
-    return evaluate(schedule, slowdown=plan.slowdown, launch_s=plan.launch_s)
+    return simulate_schedule(schedule, slowdown=plan.slowdown, launch_s=plan.launch_s)
 
 
-Traffic = tuple[int, OpKind, int, int]  # module, GATHER or REDUCE, stage, place of the bucket in it
+TrafficKey = tuple[int, OpKind, int, int]  # module, GATHER or REDUCE, stage, place of the bucket in it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unplaced:
     """Lines of all classes, and the schedule they make up."""
 
-    lines: Lines
+    lines: ProgramTable
     schedule: Schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Extra:
+class _InsertedLines:
     """Lines to insert: before the phase line `before` of the class, in order of time, then of number.
 
     Gathers come first, in the order of their own times.
@@ -114,14 +115,14 @@ class _Clock:
     meet; where it stands still, `turn` rises. The two together are one order of all phases of all classes.
     """
 
-    def __init__(self, plan: Plan, header: Header, lines: Lines, transfers: Transfers) -> None:
+    def __init__(self, plan: Plan, header: HeaderArrays, lines: ProgramTable, transfers: Messages) -> None:
         self.header, self.lines, self.transfers = header, lines, transfers
         # The phase line with which every class begins, and where the last one ends.
         self.first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
         count = len(transfers)
         programs = _merge(header, lines, [_sends(transfers, np.zeros(count), np.arange(count))])
-        schedule = couple(plan, programs, header)
-        timeline = play(plan, schedule)
+        schedule = build_plan_schedule(plan, programs, header)
+        timeline = simulate_plan(plan, schedule)
         phases = np.concatenate([program.kind for program in programs]) <= OpKind.WEIGHT_GRAD
         self.start_s = timeline.start_s[phases]
         self.time_s, self.turn = _times(schedule, timeline)[phases], _turns(schedule)[phases]
@@ -193,10 +194,10 @@ def _times(schedule: Schedule, timeline: Timeline) -> Floats:
 def _turns(schedule: Schedule) -> Floats:
     """How many lines must be played before each, if every class plays one line after another."""
     lane, duration_s = np.full_like(schedule.lane, Lane.COMPUTE), np.ones(len(schedule))
-    return evaluate(replace(schedule, lane=lane, duration_s=duration_s)).start_s
+    return simulate_schedule(replace(schedule, lane=lane, duration_s=duration_s)).start_s
 
 
-def _placed(clock: _Clock) -> Iterator[_Extra]:
+def _place_communication(clock: _Clock) -> Iterator[_InsertedLines]:
     """Everything that is not a phase."""
     produced = clock.transfers.produced
     ready_s, number = clock.end_s[produced], np.argsort(np.argsort(clock.turn[produced], kind="stable"))
@@ -206,10 +207,10 @@ def _placed(clock: _Clock) -> Iterator[_Extra]:
     yield _finish(clock.header, clock.first)
 
 
-def _finish(header: Header, first: Ints) -> _Extra:
+def _finish(header: HeaderArrays, first: Ints) -> _InsertedLines:
     """The last line of every class; `first` holds the phase line with which each begins, and the end."""
     devices = np.arange(len(first) - 1)
-    return _Extra(
+    return _InsertedLines(
         device=devices,
         before=first[1:],
         time_s=np.full(len(devices), np.inf),
@@ -218,11 +219,11 @@ def _finish(header: Header, first: Ints) -> _Extra:
     )
 
 
-def _sends(transfers: Transfers, ready_s: Floats, number: Ints) -> _Extra:
+def _sends(transfers: Messages, ready_s: Floats, number: Ints) -> _InsertedLines:
     """Right behind what makes their data, before any filler."""
     zeros = np.zeros(len(transfers), np.int64)
     rows = [transfers.module, transfers.kind, transfers.sender_chunk, transfers.microbatch, zeros]
-    return _Extra(
+    return _InsertedLines(
         device=transfers.sender,
         before=transfers.produced + 1,
         time_s=ready_s,
@@ -231,7 +232,7 @@ def _sends(transfers: Transfers, ready_s: Floats, number: Ints) -> _Extra:
     )
 
 
-def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _Extra:
+def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _InsertedLines:
     """Posted when the message is ready on the other side; the LLM's not behind filler."""
     transfers, lines, header = clock.transfers, clock.lines, clock.header
     before = clock.before_message(transfers.receiver, transfers.produced)
@@ -242,7 +243,7 @@ def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _Extra:
     for_llm = (transfers.module == header.llm) | (transfers.kind == OpKind.SEND_SEAM)
     zeros = np.zeros(len(transfers), np.int64)
     rows = [transfers.module, transfers.kind + 1, transfers.receiver_chunk, transfers.microbatch, zeros]
-    return _Extra(
+    return _InsertedLines(
         device=transfers.receiver,
         before=np.where(for_llm, np.maximum(last, first), before),
         time_s=ready_s,
@@ -251,7 +252,7 @@ def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _Extra:
     )
 
 
-def _traffic(clock: _Clock) -> Iterator[_Extra]:
+def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
     """Gathers first, what is needed first first; reduces when all who meet in them have their gradients."""
     lines, header = clock.lines, clock.header
     stage = header.stage[lines.module, lines.device]
@@ -268,7 +269,7 @@ def _traffic(clock: _Clock) -> Iterator[_Extra]:
                     mine = here[inside & (chunk == bucket.chunk)]
                 forward = lines.kind[mine] == OpKind.FORWARD
                 number += 1
-                yield _Extra(
+                yield _InsertedLines(
                     device=devices,
                     before=clock.first[devices],
                     time_s=np.full(len(devices), clock.start_s[mine[forward]].min(initial=np.inf)),
@@ -279,7 +280,7 @@ def _traffic(clock: _Clock) -> Iterator[_Extra]:
                 yield _reduce(clock, devices, mine[~forward], number, row)
 
 
-def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int]) -> _Extra:
+def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int]) -> _InsertedLines:
     """After the lines `made`: right behind them, or when the last class of the group has its own.
 
     Not behind compute that runs by then, for which it would wait.
@@ -293,7 +294,7 @@ def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int
     done = np.array([finish[group == g].max() for g in group.tolist()])
     alone = header.group_size[row[0], Communicator.DP, devices] == 1
     when = clock.running(devices, done)
-    return _Extra(
+    return _InsertedLines(
         device=devices,
         before=np.where(alone, last + 1, np.maximum(when, last + 1)),
         time_s=done,
@@ -302,7 +303,7 @@ def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int
     )
 
 
-def _merge(header: Header, lines: Lines, extras: list[_Extra]) -> tuple[Program, ...]:
+def _merge(header: HeaderArrays, lines: ProgramTable, extras: list[_InsertedLines]) -> tuple[Program, ...]:
     """Phase lines with everything inserted, class by class."""
     phases = np.stack([lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place], axis=1)
     rows = np.concatenate([phases, *(extra.rows for extra in extras)])

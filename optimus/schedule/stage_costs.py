@@ -1,20 +1,28 @@
-"""Sums over any run of layers: what a cut decides, without walking the layers again for every cut."""
+"""Computes seconds and bytes of every stage for any cut of the layers, without walking the layers again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
+from optimus.cost.assumptions import Assumptions
 from optimus.cost.memory import Memory, working_bytes
 from optimus.cost.module import PricedLayer
 from optimus.cost.prices import Prices
-from optimus.ir.op import Floats, OpKind
+from optimus.ir.op import Floats, Ints, OpKind, Schedule
 from optimus.job.model import Precision
-from optimus.schedule.chunk_templates import KINDS, Chunks
-from optimus.schedule.dp_traffic import Group, ParameterTraffic, groups_of
+from optimus.schedule.pipeline_schedule import (
+    EXPOSED,
+    HIDDEN,
+    DpGroup,
+    ParameterTraffic,
+    TrafficOverlap,
+    split_parameters_by_dp_group,
+)
+from optimus.schedule.schedule_builder import CHUNK_OP_KINDS, ChunkPricer
 
 Cut = tuple[int, ...]  # virtual stage v runs layers[cut[v]:cut[v + 1]]
 
@@ -40,15 +48,20 @@ class StageBytes:
         )
 
 
-class LayerSums:
+class LayerPrefixSums:
     """Running sums over one list of layers."""
 
     def __init__(
-        self, layers: Sequence[PricedLayer], chunks: Chunks, prices: Prices, precision: Precision, llm: str
+        self,
+        layers: Sequence[PricedLayer],
+        chunks: ChunkPricer,
+        prices: Prices,
+        precision: Precision,
+        llm: str,
     ) -> None:
         self._layers, self._prices = layers, prices
         single = [chunks.make([layer]).seconds for layer in layers]
-        self._seconds = {kind: _running([seconds[kind] for seconds in single]) for kind in KINDS}
+        self._seconds = {kind: _running([seconds[kind] for seconds in single]) for kind in CHUNK_OP_KINDS}
 
         def running(value: Callable[[PricedLayer], float]) -> Floats:
             return _running([value(layer) for layer in layers])
@@ -67,9 +80,9 @@ class LayerSums:
         self._working: dict[tuple[int, int], float] = {}
         again = running(lambda x: (x.recomputed_bytes + x.logits_bytes) * (x.module == llm))
         self._again = np.stack([again, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1)
-        self._groups: dict[Group, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
-        for group in dict.fromkeys(group for layer in layers for group, _ in groups_of(layer)):
-            moved = running(lambda x, g=group: x.trained * sum(n for at, n in groups_of(x) if at == g))  # type: ignore[misc]
+        self._groups: dict[DpGroup, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
+        for group in dict.fromkeys(g for layer in layers for g, _ in split_parameters_by_dp_group(layer)):
+            moved = _running([layer.trained * _parameters_in(group, layer) for layer in layers])
             self._groups[group] = moved * precision.parameter_bytes, moved * precision.gradient_bytes
 
     def layer_seconds(self, kind: OpKind) -> Floats:
@@ -123,9 +136,65 @@ class LayerSums:
         return self._working[run]
 
 
+def _parameters_in(group: DpGroup, layer: PricedLayer) -> float:
+    return sum(count for shared_by, count in split_parameters_by_dp_group(layer) if shared_by == group)
+
+
 def _runs(cut: Cut) -> list[tuple[int, int]]:
     return list(pairwise(cut))
 
 
 def _running(values: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.array(values, np.float64))])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageSeconds:
+    """Everything a cut decides about a graph: seconds of ops, sends and traffic of every virtual stage."""
+
+    ops: dict[OpKind, Floats]
+    sends: Floats
+    traffic: list[ParameterTraffic]
+
+
+class RetimableSchedule:
+    """A schedule of whole ops whose rows know which number of a cut they take."""
+
+    def __init__(self, schedule: Schedule, stages: int, assumptions: Assumptions) -> None:
+        self._schedule, self._stages, self._assumptions = schedule, stages, assumptions
+        virtual = schedule.chunk.astype(np.int64) * stages + schedule.device
+
+        def rows(kind: OpKind, segment: int | None = None) -> tuple[Ints, Ints]:
+            wanted = schedule.kind == kind
+            if segment is not None:
+                wanted &= schedule.segment == segment
+            found = np.flatnonzero(wanted)
+            return found, virtual[found]
+
+        self._ops = {kind: rows(kind) for kind in CHUNK_OP_KINDS}
+        self._sends = {kind: rows(kind) for kind in (OpKind.SEND_F, OpKind.SEND_B)}
+        self._hidden = {kind: rows(kind, HIDDEN) for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD)}
+        self._exposed = {kind: rows(kind, EXPOSED) for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD)}
+        self._finish = rows(OpKind.OPTIMIZER)
+
+    def timed(self, cut: StageSeconds) -> Schedule:
+        """The schedule with the durations of a cut."""
+        duration = np.empty(len(self._schedule))
+        for kind, (rows, virtual) in self._ops.items():
+            duration[rows] = cut.ops[kind][virtual]
+        rows, virtual = self._sends[OpKind.SEND_F]
+        duration[rows] = cut.sends[virtual]
+        rows, virtual = self._sends[OpKind.SEND_B]
+        duration[rows] = cut.sends[virtual - 1]
+        stages = self._stages
+        by_stage = [cut.traffic[stage::stages] for stage in range(stages)]
+        exposures = [TrafficOverlap(chunks=chunks, assumptions=self._assumptions) for chunks in by_stage]
+        for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
+            name = f"{kind.word}_s"
+            rows, virtual = self._hidden[kind]
+            duration[rows] = [exposures[v % stages].hidden(name, v // stages) for v in virtual.tolist()]
+            rows, virtual = self._exposed[kind]
+            duration[rows] = [exposures[v % stages].exposed(name) for v in virtual.tolist()]
+        rows, virtual = self._finish
+        duration[rows] = [sum(part.update_s for part in by_stage[v % stages]) for v in virtual.tolist()]
+        return replace(self._schedule, duration_s=duration)

@@ -12,7 +12,7 @@ from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind
 from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import SimulatedSystem
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.simulator import simulate_schedule
 from optimus.sensitivity.drawn_batches import (
     BATCHES,
     COMPUTE,
@@ -109,7 +109,7 @@ class BatchSimulator:
                     at = schedule.microbatch[rows] if load.shape[1] > 1 else 0
                     duration_s[rows] *= load[which][at]
             scaled = replace(schedule, duration_s=duration_s)
-            timeline = evaluate(scaled, slowdown=self._slowdown, launch_s=self._launch_s)
+            timeline = simulate_schedule(scaled, slowdown=self._slowdown, launch_s=self._launch_s)
             self._known[key] = timeline.step_s
         return self._known[key]
 

@@ -10,10 +10,15 @@ from optimus.errors import UserError, one_of
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Plan
 from optimus.planner.compare import Comparison
-from optimus.schedule.dependencies import couple
-from optimus.schedule.noise import LEVELS, Noise, NoisyKernels, Places
-from optimus.schedule.priority_streams import TwoStreams
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.noisy_replay import (
+    NOISE_LEVELS,
+    DurationNoise,
+    ModulePlacement,
+    NoisyDurations,
+    PriorityStreamReplay,
+)
+from optimus.schedule.plan_schedule import build_plan_schedule
+from optimus.schedule.simulator import simulate_schedule
 
 SEEDS = 8
 STATIC, TWO_STREAM = "static", "two-stream"
@@ -25,7 +30,7 @@ Steps = tuple[float, ...]  # seconds of a step, by seed
 class NoiseLevel:
     """Steps under one noise level, with the same seeds for all systems."""
 
-    noise: Noise
+    noise: DurationNoise
     floor_s: Steps
     other_s: Steps  # empty without another system
     ours_s: Mapping[str, Steps]  # by policy
@@ -60,7 +65,7 @@ def simulate_noise(
     comparison: Comparison,
     *,
     against: str | None = None,
-    levels: Sequence[Noise] = LEVELS,
+    levels: Sequence[DurationNoise] = NOISE_LEVELS,
     seeds: int = SEEDS,
 ) -> UnderNoise:
     """Simulates a plan of `comparison` under every noise level, in both order policies.
@@ -109,23 +114,25 @@ class _Policies:
     """A plan's schedule, simulated under either order policy."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
-        self._plan, self._kernels = plan, NoisyKernels(schedule, Places.of_plan(plan))
-        streams = couple(plan, plan.programs, ordered=False)
-        self._streams = TwoStreams(streams, slowdown=plan.slowdown, launch_s=plan.launch_s)
+        self._plan, self._kernels = plan, NoisyDurations(schedule, ModulePlacement.of_plan(plan))
+        streams = build_plan_schedule(plan, plan.programs, ordered=False)
+        self._streams = PriorityStreamReplay(streams, slowdown=plan.slowdown, launch_s=plan.launch_s)
 
-    def steps_s(self, policy: str, noise: Noise, seeds: int) -> Steps:
+    def steps_s(self, policy: str, noise: DurationNoise, seeds: int) -> Steps:
         if policy == STATIC:
             return _static_steps(self._plan, self._kernels, noise, seeds)
         drawn = (self._kernels.durations(noise, seed) for seed in range(seeds))
         return tuple(self._streams.play(duration_s).step_s for duration_s in drawn)
 
 
-def _simulator(plan: Plan, schedule: Schedule) -> Callable[[Noise, int], Steps]:
+def _simulator(plan: Plan, schedule: Schedule) -> Callable[[DurationNoise, int], Steps]:
     """Returns a function that simulates a system whose devices are stages, on the plan's GPUs and hosts."""
-    kernels = NoisyKernels(schedule, Places.of_pipeline(schedule))
+    kernels = NoisyDurations(schedule, ModulePlacement.of_pipeline(schedule))
     return lambda noise, seeds: _static_steps(plan, kernels, noise, seeds)
 
 
-def _static_steps(plan: Plan, kernels: NoisyKernels, noise: Noise, seeds: int) -> Steps:
+def _static_steps(plan: Plan, kernels: NoisyDurations, noise: DurationNoise, seeds: int) -> Steps:
     drawn = (kernels.drawn(noise, seed) for seed in range(seeds))
-    return tuple(evaluate(noisy, slowdown=plan.slowdown, launch_s=plan.launch_s).step_s for noisy in drawn)
+    return tuple(
+        simulate_schedule(noisy, slowdown=plan.slowdown, launch_s=plan.launch_s).step_s for noisy in drawn
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from optimus.ir.op import Communicator, Floats, Lane, OpKind, Schedule
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.simulator import simulate_schedule
 
 DRAWS = 200
 SEED = 0
@@ -157,7 +157,7 @@ class Perturbable:
     def step_s(self, model: CostModel) -> float:
         """Returns the step time under `model`."""
         scaled = replace(self._schedule, duration_s=self._schedule.duration_s * self._factors(model))
-        return evaluate(scaled, slowdown=model.slowdown, launch_s=model.launch_s).step_s
+        return simulate_schedule(scaled, slowdown=model.slowdown, launch_s=model.launch_s).step_s
 
     def _factors(self, model: CostModel) -> Floats:
         factors = np.ones(len(self._schedule))

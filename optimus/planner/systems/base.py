@@ -17,8 +17,8 @@ from optimus.job.job import Job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import SearchResult
 from optimus.protocols import SystemCandidate
-from optimus.schedule.bubbles import Bubbles, find_bubbles, mean_bubbles
-from optimus.schedule.simulate import Timeline, evaluate
+from optimus.schedule.bubbles import Bubbles, average_bubbles, sum_bubbles_by_cause
+from optimus.schedule.simulator import Timeline, simulate_schedule
 
 if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
@@ -105,12 +105,12 @@ class BaseSystem(ABC):
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
         """Simulates one candidate and derives the figures that systems are compared by."""
         context, memories, schedule = candidate.context, candidate.memories, candidate.schedule()
-        job, timeline = context.job, simulate_schedule(context, schedule)
+        job, timeline = context.job, simulate_in_context(context, schedule)
         worst = max(range(len(memories)), key=lambda device: memories[device].total)
         model = job.model if self.runs_encoders else replace(job.model, encoders=())
         peak_flops = job.cluster.gpu.peak_flops * job.cluster.gpus
         tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
-        overlapped = simulate_schedule(context, _overlap_tp(context, schedule))
+        overlapped = simulate_in_context(context, _overlap_tp(context, schedule))
         return SimulatedSystem(
             name=self.name,
             how=candidate.describe(),
@@ -120,7 +120,7 @@ class BaseSystem(ABC):
             tokens_per_s_per_gpu=tokens / timeline.step_s / job.cluster.gpus,
             memory=memories[worst],
             worst_rank=schedule.device_name(worst),
-            bubbles=mean_bubbles(find_bubbles(schedule, timeline), candidate.device_gpus),
+            bubbles=average_bubbles(sum_bubbles_by_cause(schedule, timeline), candidate.device_gpus),
             fits=memories[worst].total <= context.capacity_bytes,
             candidate=candidate,
             schedule=schedule,
@@ -131,15 +131,15 @@ class BaseSystem(ABC):
 C = TypeVar("C", bound=SystemCandidate)
 
 
-def simulate_schedule(context: PlanningContext, schedule: Schedule) -> Timeline:
+def simulate_in_context(context: PlanningContext, schedule: Schedule) -> Timeline:
     """Simulates a schedule under the context's assumptions."""
     assumptions = context.prices.assumptions
-    return evaluate(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
+    return simulate_schedule(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
 
 
 def simulated_step_s(candidate: SystemCandidate) -> float:
     """Returns the step time of a candidate, simulated kernel by kernel."""
-    return simulate_schedule(candidate.context, candidate.schedule()).step_s
+    return simulate_in_context(candidate.context, candidate.schedule()).step_s
 
 
 def fastest(context: PlanningContext, name: str, candidates: Iterable[C]) -> C:

@@ -21,9 +21,9 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.chunk_templates import Chunk
-from optimus.schedule.dp_traffic import Exposure, ParameterTraffic, parameter_traffic
-from optimus.schedule.phases import DIGITS, PASSING, collective
+from optimus.schedule.phase_templates import PASS_THROUGH_TEMPLATES, SECONDS_DIGITS, make_collective_kernel
+from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap, price_parameter_traffic
+from optimus.schedule.schedule_builder import PricedChunk
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,7 +117,7 @@ class ColocatedModules:
                     saved_activation_bytes=round(chunk.saved_activation_bytes),
                     recomputed_bytes=round(sum(x.recomputed_bytes + x.logits_bytes for x in chunk.layers)),
                     output_bytes=round(chunk.output_bytes),
-                    send_s=round(prices.send_s(chunk.output_bytes, across_nodes=across), DIGITS),
+                    send_s=round(prices.send_s(chunk.output_bytes, across_nodes=across), SECONDS_DIGITS),
                 )
             )
         return PlannedModule(
@@ -133,11 +133,13 @@ class ColocatedModules:
         phases = [(phase.name, phase.kind) for name in names for phase in self._templates[name]]
         return replace(module, recomputed=recomputed_kernels(phases), regather=repeats_gathers(phases))
 
-    def _llm_template(self, chunk: Chunk, kind: OpKind, *, first: bool) -> str:
+    def _llm_template(self, chunk: PricedChunk, kind: OpKind, *, first: bool) -> str:
         """The name of a chunk's template; most chunks are made of the same kernels."""
         seam = self._seam_collectives.get(kind, ()) if first else ()
         before, after = (seam, ()) if kind == OpKind.FORWARD else ((), seam)
-        phases = self.context.phases(chunk.layers, kind, first=before, last=after) or PASSING[kind]
+        phases = (
+            self.context.phases(chunk.layers, kind, first=before, last=after) or PASS_THROUGH_TEMPLATES[kind]
+        )
         return self._name(LLM, kind, phases)
 
     def _encoder(self, choice: ColocatedEncoder) -> PlannedModule:
@@ -158,10 +160,10 @@ class ColocatedModules:
                     if choice.split
                     else 0,
                     output_bytes=round(output),
-                    send_s=round(prices.send_s(output, across_nodes=across), DIGITS),
+                    send_s=round(prices.send_s(output, across_nodes=across), SECONDS_DIGITS),
                 )
             )
-            traffic = [parameter_traffic([layer], prices, precision) for layer in layers]
+            traffic = [price_parameter_traffic([layer], prices, precision) for layer in layers]
             buckets.append(
                 tuple(_bucket(0, at, at + 1, part) for at, part in enumerate(traffic) if _moves(part))
             )
@@ -175,7 +177,7 @@ class ColocatedModules:
             pipelines=choice.pipelines,
             bin_tokens=self._bin_tokens(choice),
             seam_bytes=round(rows),
-            seam_s=round(prices.send_s(rows, across_nodes=across), DIGITS),
+            seam_s=round(prices.send_s(rows, across_nodes=across), SECONDS_DIGITS),
         )
 
     def _bin_tokens(self, choice: ColocatedEncoder) -> int:
@@ -205,11 +207,11 @@ class ColocatedModules:
             found = []
             if layout.tp > 1 and size:
                 seconds = prices.tp_s(kind, size, layout.tp)
-                found.append(collective(f"{name}.tp", Lane.TP, Communicator.TP, seconds, size))
+                found.append(make_collective_kernel(f"{name}.tp", Lane.TP, Communicator.TP, seconds, size))
             if layout.cp > 1 and size:
                 seconds = prices.group_s(kind, size, ranks=layout.cp, stride=layout.tp)
                 lane = prices.group_lane(layout.cp, layout.tp)
-                found.append(collective(f"{name}.cp", lane, Communicator.CP, seconds, size))
+                found.append(make_collective_kernel(f"{name}.cp", lane, Communicator.CP, seconds, size))
             ordered = found if kind == Collective.ALL_GATHER else found[::-1]
             return tuple(replace(k, after=(place - 1,) if place else ()) for place, k in enumerate(ordered))
 
@@ -229,7 +231,7 @@ class ColocatedModules:
     def _llm_buckets(self, stage: int) -> tuple[Bucket, ...]:
         """Of one stage: what the assumptions leave exposed, and what runs under compute chunk by chunk."""
         plan = self.llm.plan
-        exposure = Exposure(chunks=plan.traffic_of(stage), assumptions=plan.prices.assumptions)
+        exposure = TrafficOverlap(chunks=plan.traffic_of(stage), assumptions=plan.prices.assumptions)
         quantities = ("gather_s", "gather_bytes", "reduce_s", "reduce_bytes")
         found = []
         if exposure.mode != "chunks":
@@ -252,8 +254,8 @@ class ColocatedModules:
         parts = list(self.llm.plan.traffic_of(stage))
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
-            parts.append(parameter_traffic(layers, prices, precision))
-        return round(sum(part.update_s for part in parts), DIGITS)
+            parts.append(price_parameter_traffic(layers, prices, precision))
+        return round(sum(part.update_s for part in parts), SECONDS_DIGITS)
 
     # ------------------------------------------------------------------------ memory
 
@@ -302,9 +304,9 @@ def _bucket(
         chunk=chunk,
         first_layer=first,
         end_layer=end,
-        gather_s=round(part.gather_s, DIGITS),
+        gather_s=round(part.gather_s, SECONDS_DIGITS),
         gather_bytes=round(part.gather_bytes),
-        reduce_s=round(part.reduce_s, DIGITS),
+        reduce_s=round(part.reduce_s, SECONDS_DIGITS),
         reduce_bytes=round(part.reduce_bytes),
         lane=lane,
         gates=gates,

@@ -18,11 +18,10 @@ from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.dp_traffic import parameter_traffic
-from optimus.schedule.expand_tp_blocks import unfold
-from optimus.schedule.fill import Arranged, Fill
+from optimus.schedule.fill import Fill, FillResult, expand_to_all_tp_blocks
 from optimus.schedule.llm_timeline import LlmTimeline
-from optimus.schedule.lower import lower
+from optimus.schedule.lower import lower_to_programs
+from optimus.schedule.pipeline_schedule import price_parameter_traffic
 
 FEW_LINES = 20_000  # up to here two plans are lowered
 SMALL_LINES = 2_000  # up to here other deals are tried, and trials replayed
@@ -125,7 +124,7 @@ class ColocationCandidate:
         window = (self.beside[name].window if window is None else window) or self.llm.microbatches
         return -(-window * module.microbatches_per_llm_microbatch // (1 + max(module.pipelines)))
 
-    def plan(self, arranged: Arranged) -> FilledPlan:
+    def plan(self, arranged: FillResult) -> FilledPlan:
         """The faster of an arrangement and what looking ahead makes of it; of many lines, by the estimate."""
         both = [arranged, self.fill.tightened(arranged)]
         if len(self.fill.schedule) > FEW_LINES:
@@ -137,17 +136,17 @@ class ColocationCandidate:
         arranged = (self.fill.arrange(share * self.base.step_s) for share in SHIFT_SHARES)
         return min(map(self.plan, arranged), key=lambda plan: plan.step_s)
 
-    def step_s(self, arranged: Arranged) -> float:
+    def step_s(self, arranged: FillResult) -> float:
         """By which trials are compared: the loop knows no host, so that small jobs with one are replayed."""
         if not self.header.launch_s or len(self.fill.schedule) > SMALL_LINES:
             return arranged.step_s
-        return lower(self.header, arranged.orders()).timeline.step_s
+        return lower_to_programs(self.header, arranged.orders()).timeline.step_s
 
-    def lowered(self, arranged: Arranged) -> FilledPlan:
+    def lowered(self, arranged: FillResult) -> FilledPlan:
         """For all blocks, lowered and replayed."""
         header, orders = self.header, arranged.orders()
         if self.folded:
-            header, orders = unfold(self._whole.header(strategy="optimus"), header, orders)
+            header, orders = expand_to_all_tp_blocks(self._whole.header(strategy="optimus"), header, orders)
         return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=arranged.step_s)
 
     @cached_property
@@ -245,5 +244,5 @@ class ColocationCandidate:
     def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[OpKind], microbatches: float) -> float:
         """Seconds of these layers for their microbatches, and of their traffic."""
         seconds = self.context.chunks.make(layers).seconds
-        traffic = parameter_traffic(layers, self.context.prices, self.context.job.model.precision)
+        traffic = price_parameter_traffic(layers, self.context.prices, self.context.job.model.precision)
         return traffic.gather_s + traffic.reduce_s + microbatches * sum(seconds[kind] for kind in kinds)

@@ -15,8 +15,8 @@ from optimus.planner.batch_assignment import BatchAssignment, bins_on_llm_ranks
 from optimus.planner.context import PlanningContext, Policy, describe_recompute
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.schedule.build import Builder, Template, single
-from optimus.schedule.dp_traffic import ParameterTraffic, parameter_traffic, update
+from optimus.schedule.pipeline_schedule import ParameterTraffic, make_optimizer_graph, price_parameter_traffic
+from optimus.schedule.schedule_builder import KernelGraph, ScheduleBuilder, make_single_kernel_graph
 
 IN_FLIGHT = 2  # layers gathered at once: the one that runs and the next
 
@@ -38,13 +38,13 @@ class FsdpCandidate(BaseCandidate):
         """Of every layer; a frozen one is gathered too."""
         precision = self.context.job.model.precision
         return [
-            parameter_traffic([layer], self.context.prices, precision, gathers_frozen=True)
+            price_parameter_traffic([layer], self.context.prices, precision, gathers_frozen=True)
             for layer in self.layers
         ]
 
     def schedule(self) -> Schedule:
         """Layer by layer; the next layer's gather is issued before a layer runs, and runs under it."""
-        context, builder = self.context, Builder(self.context.chunks.modules, 1)
+        context, builder = self.context, ScheduleBuilder(self.context.chunks.modules, 1)
         count = len(self.layers)
         order = [(OpKind.FORWARD, place) for place in range(count)]
         order += [(OpKind.BACKWARD, place) for place in reversed(range(count))]
@@ -61,24 +61,26 @@ class FsdpCandidate(BaseCandidate):
             ran.append(block)
             traffic = self._traffic[layer]
             if kind == OpKind.BACKWARD and traffic.reduce_s > 0:
-                reduce = single(
+                reduce = make_single_kernel_graph(
                     OpKind.REDUCE_GRAD, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes
                 )
                 reduces.append(builder.add(reduce, device=0, microbatch=microbatch, after=[block]))
         if context.prices.assumptions.optimizer_time:
-            builder.add(update(self._traffic), device=0, after=reduces)
+            builder.add(make_optimizer_graph(self._traffic), device=0, after=reduces)
         return builder.build()
 
-    def _gather(self, builder: Builder, step: tuple[int, OpKind, int], ran: list[int]) -> list[int]:
+    def _gather(self, builder: ScheduleBuilder, step: tuple[int, OpKind, int], ran: list[int]) -> list[int]:
         """The gather of one layer, when the layer before the running one has left room for it."""
         microbatch, kind, layer = step
         if self.keeps_gathered and (kind != OpKind.FORWARD or microbatch > 0):
             return []
         traffic = self._traffic[layer]
-        op = single(OpKind.UNSHARD, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
+        op = make_single_kernel_graph(
+            OpKind.UNSHARD, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes
+        )
         return [builder.add(op, device=0, microbatch=microbatch, after=ran[-1:])]
 
-    def _compute(self, step: tuple[OpKind, int]) -> Template:
+    def _compute(self, step: tuple[OpKind, int]) -> KernelGraph:
         chunks = self.context.chunks
         return chunks.template(chunks.make([self.layers[step[1]]]), step[0])
 

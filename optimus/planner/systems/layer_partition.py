@@ -19,7 +19,7 @@ from optimus.planner.systems.pipeline import (
     order_names,
 )
 from optimus.planner.systems.pipeline_search import can_list, list_schedule, reorder
-from optimus.schedule.chunk_templates import KINDS
+from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
 from optimus.schedule.stage_costs import Cut
 
 STARTS = 4  # pipelines whose cut is improved a little; the best FINALISTS of them further
@@ -151,7 +151,7 @@ def _specs(
             continue
         microbatches, sequences = divided
         layers = context.layers(modules, sequences, policy)
-        seconds = {kind: context.sums(layers).layer_seconds(kind) for kind in KINDS}
+        seconds = {kind: context.sums(layers).layer_seconds(kind) for kind in CHUNK_OP_KINDS}
         named = order_names(stages=stages, chunks=chunks, microbatches=microbatches)
         other = (GREEDY,) if not named and can_list(stages, chunks, microbatches) else ()
         names = [name for name in (*named, *other) if name in orders]

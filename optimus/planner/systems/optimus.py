@@ -17,7 +17,7 @@ from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.optimus_search import ColocationSearch, ScheduledCandidate
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.simulate import Deadlock
+from optimus.schedule.simulator import ScheduleDeadlock
 
 REFINE_AT_MOST = 3  # candidates, over all LLM pipelines,
 REFINE_WITHIN = 1.01  # if their steps are at most this times the best
@@ -102,7 +102,7 @@ def _first_that_fits(
     for tried in ranked:
         try:
             filled = tried.trial.plan(tried.arranged)
-        except Deadlock as stuck:
+        except ScheduleDeadlock as stuck:
             rejected.append(tried.trial.refused(f"order: {stuck}"))
             continue
         if filled.fits:

@@ -23,9 +23,9 @@ from optimus.planner.systems.colocated import even_counts
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.traffic_cut import counts_by_traffic, moved
-from optimus.schedule.fill import Arranged
+from optimus.schedule.fill import FillResult
 from optimus.schedule.llm_timeline import LlmTimeline
-from optimus.schedule.pipelines import most_in_flight
+from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
 
 MOST_LAYOUTS = 6  # scheduled beside one LLM pipeline, the most promising first
 MOST_SHIFTED = 2  # of them with other shifts of the LLM
@@ -43,7 +43,7 @@ class ScheduledCandidate:
     """A way to lay encoders beside the LLM, and the best arrangement that was found for it."""
 
     trial: ColocationCandidate
-    arranged: Arranged
+    arranged: FillResult
 
     @property
     def beside(self) -> Mapping[str, EncoderPlacement]:
@@ -159,7 +159,7 @@ class ColocationSearch:
 
         Twice as many as are in flight in the LLM cost no time, one more for every stage costs little.
         """
-        least = most_in_flight(self.llm.order)
+        least = peak_microbatches_in_flight(self.llm.order)
         return [n for n in (2 * least + 2, least + self.llm.layout.pp) if n < self.llm.microbatches]
 
     # ------------------------------------------------------------------------ evaluations

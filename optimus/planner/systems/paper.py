@@ -16,7 +16,7 @@ from optimus.planner.systems.layer_partition import strong_pipelines
 from optimus.planner.systems.llm_only import PLAIN_ORDERS, LlmPipelines
 from optimus.planner.systems.paper_filling import Bases, PaperCandidate, PaperSchedule
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.pipelines import interleaved, least_warmup
+from optimus.schedule.pipeline_orders import build_interleaved_1f1b_order, minimal_warmup_counts
 
 MOST_REPLAYED = 4  # layouts whose programs are made and replayed,
 CLOSE = 1.05  # if their estimates are this close to the best
@@ -162,11 +162,11 @@ def warmups(llm: PipelineCandidate) -> Iterator[PipelineCandidate]:
     yield llm
     layout = llm.layout
     if layout.chunks > 1 and llm.order_name == "interleaved":
-        order = interleaved(
+        order = build_interleaved_1f1b_order(
             stages=layout.pp,
             chunks=layout.chunks,
             microbatches=llm.microbatches,
-            warmup=least_warmup(layout.pp, layout.chunks),
+            warmup=minimal_warmup_counts(layout.pp, layout.chunks),
         )
         yield replace(llm, listed=order, order_name=ADJUSTED)
 

@@ -16,9 +16,19 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.fill_paper import COMPUTE, Filled, Kernel, Pipeline, Side, fill, less
-from optimus.schedule.global_ordering import Assigned, Interchangeable, assign_sorted
-from optimus.schedule.llm_timeline import FIRST, LAST, LlmTimeline, Placed, kernels_of
+from optimus.schedule.fill_paper import (
+    COMPUTE,
+    Assigned,
+    BubbleFilling,
+    DeviceBubbles,
+    EncoderPipeline,
+    Interchangeable,
+    TimedKernel,
+    assign_microbatches_by_end_time,
+    fill_bubbles,
+    subtract_kernels,
+)
+from optimus.schedule.llm_timeline import FIRST, LAST, LlmTimeline, PlacedEncoderOp, list_template_kernels
 
 MOST_SPLITS = 5_000
 Split = tuple[int, ...]
@@ -73,8 +83,8 @@ class PaperSchedule:
 
     filling: PaperCandidate
     split: Split
-    forward: Filled
-    backward: Filled
+    forward: BubbleFilling
+    backward: BubbleFilling
     all_splits: bool
 
     @property
@@ -161,7 +171,7 @@ class PaperCandidate:
         return found
 
     @cached_property
-    def _forward(self) -> list[Pipeline]:
+    def _forward(self) -> list[EncoderPipeline]:
         """Pipelines on the same LLM stages are alike."""
         alike = {
             first: self._pipeline(
@@ -176,10 +186,10 @@ class PaperCandidate:
         return range(self.layout.pp)
 
     @cached_property
-    def _mirrored(self) -> dict[tuple[int, int], Pipeline]:
+    def _mirrored(self) -> dict[tuple[int, int], EncoderPipeline]:
         return {}
 
-    def _backward(self, moved: Sequence[int]) -> list[Pipeline]:
+    def _backward(self, moved: Sequence[int]) -> list[EncoderPipeline]:
         """In the mirror, less the bubbles that forwards have taken."""
         found = []
         for number, (first, count) in enumerate(zip(self.first_stages, moved, strict=True)):
@@ -189,7 +199,7 @@ class PaperCandidate:
             found.append(self._mirrored[first, count])
         return found
 
-    def _left(self, pipeline: int, first: int, stage: int, count: int) -> Side:
+    def _left(self, pipeline: int, first: int, stage: int, count: int) -> DeviceBubbles:
         """A stage in the mirror, less what `count` moved forwards of a pipeline have taken."""
         side = self.base.side(first + stage, mirrored=True)
         taken = []
@@ -199,7 +209,7 @@ class PaperCandidate:
             taken += list(zip(self._forward[pipeline].kernels[stage], move.begins_s[stage], strict=True))
         end = self.base.end_s
         kernels = [kernel for kernel, _ in taken[::-1]]
-        return less(side, kernels, [end - begin - kernel[1] for kernel, begin in taken[::-1]])
+        return subtract_kernels(side, kernels, [end - begin - kernel[1] for kernel, begin in taken[::-1]])
 
     def _backward_points(self, pipelines: Sequence[int]) -> Assigned:
         """B_i of every pipeline's own microbatches; in the mirror the last comes first."""
@@ -208,22 +218,24 @@ class PaperCandidate:
             found[pipeline].append(self.base.end_s - point)
         return Assigned(found)
 
-    def _pipeline(self, kind: OpKind, sides: Sequence[Side]) -> Pipeline:
+    def _pipeline(self, kind: OpKind, sides: Sequence[DeviceBubbles]) -> EncoderPipeline:
         """Data flows from the first encoder stage to the last, backward in the mirror too."""
         make = self.context.chunks.make
         encoders = self.encoders([0] * self.llm.microbatches)
-        return Pipeline(
+        return EncoderPipeline(
             sides=sides,
             kernels=[self.kernels(kind, stage) for stage in self._stages],
             seconds=[sum(make(e.stages[stage]).seconds[kind] for e in encoders) for stage in self._stages],
         )
 
-    def kernels(self, kind: OpKind, stage: int) -> list[Kernel]:
+    def kernels(self, kind: OpKind, stage: int) -> list[TimedKernel]:
         """Of all encoders, as if they were one: beside LLM communication each takes longer."""
         mirrored, stretch = kind != OpKind.FORWARD, 1.0 + self.header.slowdown
         names = [name for name in self.header.modules if name != LLM]
         parts = [
-            kernels_of(self.header.template_of(name, kind, stage, 0), mirrored=mirrored, stretch=stretch)
+            list_template_kernels(
+                self.header.template_of(name, kind, stage, 0), mirrored=mirrored, stretch=stretch
+            )
             for name in names
         ]
         return [kernel for part in (parts[::-1] if mirrored else parts) for kernel in part]
@@ -250,16 +262,16 @@ class PaperCandidate:
         assert found is not None
         return found
 
-    def _schedule(self, split: Split, most_s: float | None) -> tuple[Filled, Filled] | None:
+    def _schedule(self, split: Split, most_s: float | None) -> tuple[BubbleFilling, BubbleFilling] | None:
         """Both directions of one split; None if they delay the LLM by `most_s` or more."""
-        forward = fill(self._forward, Interchangeable(self.base.forward_points), split)
-        points = self._backward_points(assign_sorted(forward.ends_s))
+        forward = fill_bubbles(self._forward, Interchangeable(self.base.forward_points), split)
+        points = self._backward_points(assign_microbatches_by_end_time(forward.ends_s))
         if most_s is not None:
             # With all bubbles to themselves backwards do no worse than beside moved forwards.
-            alone = fill(self._backward([0] * len(split)), points, split)
+            alone = fill_bubbles(self._backward([0] * len(split)), points, split)
             if forward.delay_s + alone.delay_s >= most_s:
                 return None
-        backward = fill(self._backward(forward.moved), points, split)
+        backward = fill_bubbles(self._backward(forward.moved), points, split)
         better = most_s is None or forward.delay_s + backward.delay_s < most_s
         return (forward, backward) if better else None
 
@@ -303,11 +315,11 @@ class PaperCandidate:
         counts = range(self.llm.microbatches, 0, -1)
         return next((count for count in counts if self.most_bytes(count) <= capacity_bytes), 0)
 
-    def fillers(self, choice: PaperSchedule) -> tuple[tuple[int, ...], list[list[Placed]]]:
+    def fillers(self, choice: PaperSchedule) -> tuple[tuple[int, ...], list[list[PlacedEncoderOp]]]:
         """The pipeline of every microbatch, and where each class's encoder phases go."""
-        pipelines = assign_sorted(choice.forward.ends_s)
+        pipelines = assign_microbatches_by_end_time(choice.forward.ends_s)
         name = self.context.job.model.encoders[0].name
-        found: list[list[Placed]] = []
+        found: list[list[PlacedEncoderOp]] = []
         for device in range(self._ranks.num_classes):
             pipeline = self._ranks.pipeline_of(name, device)
             mine = [number for number, own in enumerate(pipelines) if own == pipeline]
@@ -320,14 +332,18 @@ class PaperCandidate:
             )
         return pipelines, found
 
-    def _forwards(self, filled: Filled, pipeline: int, stage: int, mine: list[int]) -> Iterator[Placed]:
+    def _forwards(
+        self, filled: BubbleFilling, pipeline: int, stage: int, mine: list[int]
+    ) -> Iterator[PlacedEncoderOp]:
         """What stays before the LLM first, in order, then what was moved."""
         stay = len(mine) - filled.moved[pipeline]
         for place, microbatch in enumerate(mine):
             times = filled.begins_s(pipeline, place - stay, stage) if place >= stay else None
             yield from self._ops(OpKind.FORWARD, stage, microbatch, times, FIRST)
 
-    def _backwards(self, filled: Filled, pipeline: int, stage: int, mine: list[int]) -> Iterator[Placed]:
+    def _backwards(
+        self, filled: BubbleFilling, pipeline: int, stage: int, mine: list[int]
+    ) -> Iterator[PlacedEncoderOp]:
         """What was moved first, the deepest first, then what stays behind the LLM."""
         moved = filled.moved[pipeline]
         kernels = self.kernels(OpKind.BACKWARD, stage)
@@ -342,14 +358,14 @@ class PaperCandidate:
 
     def _ops(
         self, kind: OpKind, stage: int, microbatch: int, times: tuple[float, ...] | None, otherwise: float
-    ) -> Iterator[Placed]:
+    ) -> Iterator[PlacedEncoderOp]:
         """The op of every encoder for one microbatch."""
         at = 0
         for name in self.header.modules:
             size = len(self.header.template_of(name, kind, stage, 0)) if name != LLM else 0
             if size:
                 own = [otherwise] * size if times is None else times[at : at + size]
-                yield Placed(module=name, kind=kind, microbatch=microbatch, times_s=own)
+                yield PlacedEncoderOp(module=name, kind=kind, microbatch=microbatch, times_s=own)
             at += size
 
 

@@ -15,12 +15,16 @@ from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, bins_on_llm_ranks
 from optimus.planner.context import PipelineKey, PlanningContext, Policy, describe_recompute
 from optimus.planner.systems.base import BaseCandidate
-from optimus.schedule.assemble import PipelinePlan, assemble
-from optimus.schedule.chunk_templates import KINDS
-from optimus.schedule.op_graph import CutSeconds, OpGraph
-from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
-from optimus.schedule.simulate import evaluate
-from optimus.schedule.stage_costs import Cut, LayerSums, StageBytes
+from optimus.schedule.pipeline_orders import (
+    PipelineOrder,
+    build_1f1b_order,
+    build_interleaved_1f1b_order,
+    build_zero_bubble_order,
+)
+from optimus.schedule.pipeline_schedule import PipelineSpec, build_pipeline_schedule
+from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
+from optimus.schedule.simulator import simulate_schedule
+from optimus.schedule.stage_costs import Cut, LayerPrefixSums, RetimableSchedule, StageBytes, StageSeconds
 
 GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
@@ -40,10 +44,10 @@ class PipelineCandidate(BaseCandidate):
     layout: Layout
     sequences: float
     policy: Policy
-    listed: Pipeline | None = None  # an op order that `order_name` alone does not say
+    listed: PipelineOrder | None = None  # an op order that `order_name` alone does not say
 
     @cached_property
-    def order(self) -> Pipeline:
+    def order(self) -> PipelineOrder:
         layout = self.layout
         if self.listed is not None:
             return self.listed
@@ -52,9 +56,9 @@ class PipelineCandidate(BaseCandidate):
         )
 
     @cached_property
-    def plan(self) -> PipelinePlan:
+    def plan(self) -> PipelineSpec:
         chunks = self.context.chunks
-        return PipelinePlan(
+        return PipelineSpec(
             order=self.order,
             chunks=[chunks.make(self.layers[a:b]) for a, b in pairwise(self.cut)],
             traffic=self.sums.traffic(self.cut),
@@ -69,32 +73,32 @@ class PipelineCandidate(BaseCandidate):
         return id(self.layers), self.cut, self.listed or self.order_name, self.microbatches, self.layout
 
     @property
-    def sums(self) -> LayerSums:
+    def sums(self) -> LayerPrefixSums:
         return self.context.sums(self.layers)
 
     def schedule(self) -> Schedule:
         """Kernel by kernel."""
-        return assemble(self.plan, self.context.chunks, kernels=True)
+        return build_pipeline_schedule(self.plan, self.context.chunks, kernels=True)
 
     def op_schedule(self) -> Schedule:
         """Every op as one piece."""
         sums, cut, layout = self.sums, self.cut, self.layout
         across = self.context.prices.stages_cross_nodes(layout)
-        seconds = CutSeconds(
-            ops={kind: sums.seconds(kind, cut) for kind in KINDS},
+        seconds = StageSeconds(
+            ops={kind: sums.seconds(kind, cut) for kind in CHUNK_OP_KINDS},
             sends=sums.send_s(cut, across_nodes=across),
             traffic=sums.traffic(cut),
         )
         return self._graph.timed(seconds)
 
     @property
-    def _graph(self) -> OpGraph:
+    def _graph(self) -> RetimableSchedule:
         """Made once for every order."""
         key = self.listed or self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
         graph = self.context.cache.graphs.get(key)
         if graph is None:
-            schedule = assemble(self.plan, self.context.chunks, kernels=False)
-            graph = OpGraph(schedule, self.layout.pp, self.context.prices.assumptions)
+            schedule = build_pipeline_schedule(self.plan, self.context.chunks, kernels=False)
+            graph = RetimableSchedule(schedule, self.layout.pp, self.context.prices.assumptions)
             self.context.cache.graphs[key] = graph
         return graph
 
@@ -115,13 +119,13 @@ class PipelineCandidate(BaseCandidate):
             short, longer = (replace(self, microbatches=count * stages).estimate_s for count in (3, 4))
             return longer + (self.microbatches / stages - 4) * (longer - short)
         slowdown = self.context.prices.assumptions.residence_slowdown
-        return evaluate(self.op_schedule(), slowdown=slowdown).step_s
+        return simulate_schedule(self.op_schedule(), slowdown=slowdown).step_s
 
     @cached_property
     def seam_times(self) -> tuple[Floats, Floats, float]:
         """When the first virtual stage starts each forward and ends each backward, and the step's end."""
         schedule = self.op_schedule()
-        timeline = evaluate(schedule, slowdown=self.context.prices.assumptions.residence_slowdown)
+        timeline = simulate_schedule(schedule, slowdown=self.context.prices.assumptions.residence_slowdown)
         entry = (schedule.device == 0) & (schedule.chunk == 0) & (schedule.lane == Lane.COMPUTE)
         starts, ends = np.zeros(self.microbatches), np.zeros(self.microbatches)
         forward = entry & (schedule.kind == OpKind.FORWARD)
@@ -194,14 +198,14 @@ class PipelineCandidate(BaseCandidate):
 
 
 @lru_cache(maxsize=256)
-def make_order(name: str, *, stages: int, chunks: int, microbatches: int) -> Pipeline:
+def make_order(name: str, *, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
     """The op order called `name`."""
     if name == "1f1b":
-        return one_f_one_b(stages=stages, microbatches=microbatches)
+        return build_1f1b_order(stages=stages, microbatches=microbatches)
     if name == "interleaved":
-        return interleaved(stages=stages, chunks=chunks, microbatches=microbatches)
+        return build_interleaved_1f1b_order(stages=stages, chunks=chunks, microbatches=microbatches)
     assert name == "zero-bubble", name
-    return zero_bubble(stages=stages, chunks=chunks, microbatches=microbatches)
+    return build_zero_bubble_order(stages=stages, chunks=chunks, microbatches=microbatches)
 
 
 def order_names(*, stages: int, chunks: int, microbatches: int) -> tuple[str, ...]:

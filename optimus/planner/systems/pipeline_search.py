@@ -12,8 +12,8 @@ from random import Random
 
 from optimus.ir.op import OpKind
 from optimus.planner.systems.pipeline import GREEDY, LONG_STEP, PipelineCandidate
-from optimus.schedule.list_pipeline import PRIORITIES, Draft, OpTimes, greedy
-from optimus.schedule.local_search import shorten_draft
+from optimus.schedule.local_search import shorten_pipeline_order
+from optimus.schedule.pipeline_orders import PRIORITIES, OpTimes, TimedOrder, list_schedule_pipeline
 from optimus.schedule.stage_costs import Cut
 
 LISTED_OPS = 5000  # list scheduling of more takes too long
@@ -24,7 +24,7 @@ NEAR = 1.05  # and if their step is at most this times the best
 EXPLORED_OPS = 60_000  # by list scheduling, cut after cut
 SHAKEN_OPS = ((40, 2_000), (10, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
 SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.FORWARD, OpKind.BACKWARD)
-Drafts = list[tuple[Draft, Cut]]
+Drafts = list[tuple[TimedOrder, Cut]]
 
 
 def reorder(starts: Sequence[PipelineCandidate]) -> Iterator[PipelineCandidate]:
@@ -114,9 +114,9 @@ def _most_alive(start: PipelineCandidate, kinds: Sequence[OpKind]) -> tuple[int,
     return None
 
 
-def _drafts(times: OpTimes, microbatches: int, cap: int) -> list[Draft]:
+def _drafts(times: OpTimes, microbatches: int, cap: int) -> list[TimedOrder]:
     """Greedy orders by every priority, the shortest first."""
-    drafts = [greedy(times, microbatches, cap=cap, priority=first) for first in PRIORITIES]
+    drafts = [list_schedule_pipeline(times, microbatches, cap=cap, priority=first) for first in PRIORITIES]
     return sorted(drafts, key=lambda draft: draft.step_s)
 
 
@@ -133,7 +133,7 @@ def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[Pipel
         for draft, cut in drafts[:count]:
             least = least_s(draft.times, start.microbatches)
             if least < best_s:
-                draft = shorten_draft(
+                draft = shorten_pipeline_order(
                     draft,
                     rounds=budget // _num_ops(start),
                     random=random,
@@ -150,7 +150,7 @@ def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[Pipel
 
 def _explore(start: PipelineCandidate, kinds: Sequence[OpKind], cap: int) -> Drafts:
     """Cuts around that of `start` in greedy order, from the best on to its neighbours; the best first."""
-    drafts: dict[Cut, Draft] = {}
+    drafts: dict[Cut, TimedOrder] = {}
     waiting: list[tuple[float, Cut]] = []
     budget = EXPLORED_OPS // (_num_ops(start) * len(PRIORITIES))
 
@@ -170,11 +170,11 @@ def _by_step(drafts: Drafts) -> Drafts:
     return sorted(drafts, key=lambda pair: (pair[0].step_s, pair[1]))
 
 
-def _ordered(start: PipelineCandidate, cut: Cut, draft: Draft) -> PipelineCandidate:
+def _ordered(start: PipelineCandidate, cut: Cut, draft: TimedOrder) -> PipelineCandidate:
     return replace(start, cut=cut, order_name=GREEDY, listed=draft.order)
 
 
-def _fits(start: PipelineCandidate, cut: Cut, draft: Draft) -> bool:
+def _fits(start: PipelineCandidate, cut: Cut, draft: TimedOrder) -> bool:
     return _ordered(start, cut, draft).fits
 
 

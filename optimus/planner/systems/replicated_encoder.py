@@ -13,8 +13,8 @@ from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.schedule.build import Builder, Template, single
-from optimus.schedule.dp_traffic import ParameterTraffic, parameter_traffic
+from optimus.schedule.pipeline_schedule import ParameterTraffic, price_parameter_traffic
+from optimus.schedule.schedule_builder import KernelGraph, ScheduleBuilder, make_single_kernel_graph
 
 BUCKETS = 8  # per encoder: enough to overlap, few enough for large messages
 
@@ -30,7 +30,7 @@ class ReplicatedEncoder:
     pieces: int  # of a group: in a step, or in one microbatch of the LLM
     recompute: str
 
-    def template(self, kind: OpKind) -> Template:
+    def template(self, kind: OpKind) -> KernelGraph:
         """The rows of one piece."""
         return self._part(self.layers, kind)
 
@@ -44,10 +44,10 @@ class ReplicatedEncoder:
     def traffic(self) -> list[ParameterTraffic]:
         """Of every bucket."""
         precision = self.context.job.model.precision
-        return [parameter_traffic(bucket, self.context.prices, precision) for bucket in self.buckets]
+        return [price_parameter_traffic(bucket, self.context.prices, precision) for bucket in self.buckets]
 
     def forwards(
-        self, builder: Builder, device: int, microbatch: int, *, first: bool, after: list[int]
+        self, builder: ScheduleBuilder, device: int, microbatch: int, *, first: bool, after: list[int]
     ) -> int:
         """One piece's forward; the first of a step waits for each bucket's parameters."""
         if not first:
@@ -55,7 +55,9 @@ class ReplicatedEncoder:
                 self.template(OpKind.FORWARD), device=device, microbatch=microbatch, after=after
             )
         for bucket, traffic in zip(self.buckets, self.traffic, strict=True):
-            gather = single(OpKind.UNSHARD, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes)
+            gather = make_single_kernel_graph(
+                OpKind.UNSHARD, Lane.DP, traffic.gather_s, size_bytes=traffic.gather_bytes
+            )
             gathered = builder.add(gather, device=device)
             waits = [*after, gathered]
             after = [
@@ -66,7 +68,7 @@ class ReplicatedEncoder:
         return after[0]
 
     def backwards(
-        self, builder: Builder, device: int, microbatch: int, *, last: bool, after: list[int]
+        self, builder: ScheduleBuilder, device: int, microbatch: int, *, last: bool, after: list[int]
     ) -> tuple[int, list[int]]:
         """One piece's backward, and the reduces: the last of a step sends each bucket's gradients."""
         if not last:
@@ -81,11 +83,13 @@ class ReplicatedEncoder:
                     self._part(bucket, OpKind.BACKWARD), device=device, microbatch=microbatch, after=after
                 )
             ]
-            reduce = single(OpKind.REDUCE_GRAD, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes)
+            reduce = make_single_kernel_graph(
+                OpKind.REDUCE_GRAD, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes
+            )
             reduces.append(builder.add(reduce, device=device, after=after))
         return after[0], reduces
 
-    def _part(self, layers: tuple[PricedLayer, ...], kind: OpKind) -> Template:
+    def _part(self, layers: tuple[PricedLayer, ...], kind: OpKind) -> KernelGraph:
         chunks = self.context.chunks
         return chunks.template(chunks.make(layers), kind)
 

@@ -25,10 +25,13 @@ from optimus.planner.systems.replicated_encoder import (
     pareto_front,
     replicate_to_feed,
 )
-from optimus.schedule.assemble import PipelineBlocks, add_pipeline
-from optimus.schedule.build import Builder, Template, single
-from optimus.schedule.dp_traffic import update
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.pipeline_schedule import (
+    PipelineBlockIds,
+    add_pipeline_to_schedule,
+    make_optimizer_graph,
+)
+from optimus.schedule.schedule_builder import KernelGraph, ScheduleBuilder, make_single_kernel_graph
+from optimus.schedule.simulator import simulate_schedule
 
 LEADS = (0.0, 0.3, 1.0)  # parts of a step that encoder forwards may run ahead
 ROOM = (1.0, 1.15, 1.3)  # GPUs given to the encoders, relative to their share of the work
@@ -55,8 +58,8 @@ class SeparateGpusCandidate(BaseCandidate):
     def _build(self, *, kernels: bool) -> Schedule:
         context, plan, device = self.context, self.llm.plan, self.stages
         names = [*(f"stage {stage}" for stage in range(self.stages)), "encoders"]
-        builder = Builder(context.chunks.modules, self.stages + 1, names)
-        blocks = add_pipeline(builder, plan, context.chunks, kernels=kernels)
+        builder = ScheduleBuilder(context.chunks.modules, self.stages + 1, names)
+        blocks = add_pipeline_to_schedule(builder, plan, context.chunks, kernels=kernels)
         send, send_back = self._send(OpKind.SEND_SEAM), self._send(OpKind.SEND_SEAM_B)
         order = self._order
         reduces = list(blocks.reduces)
@@ -87,8 +90,8 @@ class SeparateGpusCandidate(BaseCandidate):
                     previous = [builder.add(self._whole(spread, kind), device=device, after=previous)]
         if context.prices.assumptions.optimizer_time:
             for stage in range(self.stages):
-                builder.add(update(plan.traffic_of(stage)), device=stage, after=reduces)
-            own = update([part for spread in self.encoders for part in spread.traffic])
+                builder.add(make_optimizer_graph(plan.traffic_of(stage)), device=stage, after=reduces)
+            own = make_optimizer_graph([part for spread in self.encoders for part in spread.traffic])
             builder.add(own, device=device, after=reduces)
         return builder.build()
 
@@ -96,7 +99,7 @@ class SeparateGpusCandidate(BaseCandidate):
     def estimate_s(self) -> float:
         """Step time with every op as one piece."""
         slowdown = self.context.prices.assumptions.residence_slowdown
-        return evaluate(self._build(kernels=False), slowdown=slowdown).step_s
+        return simulate_schedule(self._build(kernels=False), slowdown=slowdown).step_s
 
     @property
     def rough_s(self) -> float:
@@ -144,7 +147,7 @@ class SeparateGpusCandidate(BaseCandidate):
         when += [(float(end), OpKind.BACKWARD, place) for place, end in enumerate(ends)]
         return [(kind, microbatch) for _, kind, microbatch in sorted(when)]
 
-    def _entry(self, blocks: PipelineBlocks, kind: OpKind, microbatch: int) -> int:
+    def _entry(self, blocks: PipelineBlockIds, kind: OpKind, microbatch: int) -> int:
         """Stage 0's own op on this microbatch."""
         kinds = (OpKind.FORWARD,) if kind == OpKind.FORWARD else (OpKind.BACKWARD, OpKind.INPUT_GRAD)
         return next(blocks.ops[k, 0, microbatch] for k in kinds if (k, 0, microbatch) in blocks.ops)
@@ -152,15 +155,17 @@ class SeparateGpusCandidate(BaseCandidate):
     def _seconds(self, kind: OpKind) -> float:
         return sum(self.context.chunks.make(spread.layers).seconds[kind] for spread in self.encoders)
 
-    def _whole(self, spread: ReplicatedEncoder, kind: OpKind) -> Template:
+    def _whole(self, spread: ReplicatedEncoder, kind: OpKind) -> KernelGraph:
         """An encoder's op as one piece."""
-        return single(kind, Lane.COMPUTE, self.context.chunks.make(spread.layers).seconds[kind])
+        return make_single_kernel_graph(
+            kind, Lane.COMPUTE, self.context.chunks.make(spread.layers).seconds[kind]
+        )
 
-    def _send(self, kind: OpKind) -> Template:
+    def _send(self, kind: OpKind) -> KernelGraph:
         """A group's part of one microbatch; groups send side by side, each on its own NICs."""
         size = sum(spread.output_bytes for spread in self.encoders)
         seconds = self.context.prices.send_s(size, across_nodes=True)
-        return single(kind, Lane.P2P, seconds, size_bytes=size)
+        return make_single_kernel_graph(kind, Lane.P2P, seconds, size_bytes=size)
 
     def _encoder_memory(self) -> Memory:
         memory = Memory(reserve=self.context.job.cluster.reserve_bytes)

@@ -10,7 +10,7 @@ from optimus.ir.plan import Phase, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.planner.filled_plan import FilledPlan, finish_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate
-from optimus.schedule.fill import Arranged
+from optimus.schedule.fill import FillResult
 
 
 class SlotlessCandidate(ColocationCandidate):
@@ -25,7 +25,7 @@ class SlotlessCandidate(ColocationCandidate):
         }
         return replace(header, templates=templates)
 
-    def lowered(self, arranged: Arranged) -> FilledPlan:
+    def lowered(self, arranged: FillResult) -> FilledPlan:
         return without_slots(super().lowered(arranged).plan)
 
 

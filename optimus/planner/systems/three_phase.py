@@ -20,9 +20,8 @@ from optimus.planner.systems.replicated_encoder import (
     pareto_front,
     replicate_over_all_gpus,
 )
-from optimus.schedule.assemble import add_pipeline
-from optimus.schedule.build import Builder, single
-from optimus.schedule.dp_traffic import update
+from optimus.schedule.pipeline_schedule import add_pipeline_to_schedule, make_optimizer_graph
+from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,9 +34,9 @@ class ThreePhaseCandidate(BaseCandidate):
 
     def schedule(self) -> Schedule:
         context, plan = self.context, self.llm.plan
-        builder = Builder(context.chunks.modules, plan.stages)
+        builder = ScheduleBuilder(context.chunks.modules, plan.stages)
         sends = [self._forwards(builder, stage) for stage in range(plan.stages)]
-        blocks = add_pipeline(builder, plan, context.chunks, kernels=True)
+        blocks = add_pipeline_to_schedule(builder, plan, context.chunks, kernels=True)
         builder.wait([blocks.first[0]] * len(sends), sends)
         back = self._seam(builder, OpKind.SEND_SEAM_B, 0, [blocks.last[0]])
         reduces = list(blocks.reduces)
@@ -49,7 +48,7 @@ class ThreePhaseCandidate(BaseCandidate):
                     *plan.traffic_of(stage),
                     *(part for spread in self.encoders for part in spread.traffic),
                 ]
-                builder.add(update(traffic), device=stage, after=reduces)
+                builder.add(make_optimizer_graph(traffic), device=stage, after=reduces)
         return builder.build()
 
     @property
@@ -80,7 +79,7 @@ class ThreePhaseCandidate(BaseCandidate):
         encoders = "; ".join(f"{s.encoder.name} {s.layout} recompute {s.recompute}" for s in self.encoders)
         return f"{encoders}; {self.llm.describe()}"
 
-    def _forwards(self, builder: Builder, stage: int) -> int:
+    def _forwards(self, builder: ScheduleBuilder, stage: int) -> int:
         """All encoder forwards of a group; returns the send of their outputs."""
         last = []
         for spread in self.encoders:
@@ -90,7 +89,7 @@ class ThreePhaseCandidate(BaseCandidate):
             last += previous
         return self._seam(builder, OpKind.SEND_SEAM, stage, last)
 
-    def _backwards(self, builder: Builder, stage: int, back: int) -> list[int]:
+    def _backwards(self, builder: ScheduleBuilder, stage: int, back: int) -> list[int]:
         """All encoder backwards of a group; returns the reduces."""
         reduces, previous = [], back
         for spread in reversed(self.encoders):
@@ -100,11 +99,13 @@ class ThreePhaseCandidate(BaseCandidate):
                 reduces += sent
         return reduces
 
-    def _seam(self, builder: Builder, kind: OpKind, stage: int, after: Sequence[int]) -> int:
+    def _seam(self, builder: ScheduleBuilder, kind: OpKind, stage: int, after: Sequence[int]) -> int:
         """Encoder outputs of one group travel to stage 0, or their gradients back."""
         size = sum(spread.pieces * spread.output_bytes for spread in self.encoders)
         seconds = self.context.prices.send_s(size, across_nodes=True)
-        return builder.add(single(kind, Lane.P2P, seconds, size_bytes=size), device=stage, after=after)
+        return builder.add(
+            make_single_kernel_graph(kind, Lane.P2P, seconds, size_bytes=size), device=stage, after=after
+        )
 
     def _with_encoders(self, memory: Memory, stage: int) -> Memory:
         for spread in self.encoders:

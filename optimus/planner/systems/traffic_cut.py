@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise, permutations
 from optimus.cost.module import PricedLayer
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.colocated import even_counts
-from optimus.schedule.dp_traffic import parameter_traffic
 from optimus.schedule.llm_timeline import LlmTimeline
+from optimus.schedule.pipeline_schedule import price_parameter_traffic
 
 
 def counts_by_traffic(
@@ -21,7 +21,7 @@ def counts_by_traffic(
 ) -> tuple[int, ...]:
     """Inner layers of every stage: single layers are moved while the delay falls."""
     precision = context.job.model.precision
-    traffic = [parameter_traffic([layer], context.prices, precision) for layer in layers]
+    traffic = [price_parameter_traffic([layer], context.prices, precision) for layer in layers]
     gathers = [0.0, *accumulate(part.gather_s for part in traffic)]
     reduces = [0.0, *accumulate(part.reduce_s for part in traffic)]
     edges = [base.edges_s(stage, stages) for stage in range(stages)]

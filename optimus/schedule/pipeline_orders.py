@@ -1,16 +1,144 @@
-"""Makes an op order by list scheduling: a stage that is free takes the best op that is ready."""
+"""Orders the ops of every pipeline stage: 1F1B, interleaved 1F1B, zero-bubble, and list scheduling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal
+from itertools import chain, pairwise
+from typing import Literal, NamedTuple
 
+from optimus.errors import UserError, one_of
 from optimus.ir.op import OpKind
-from optimus.schedule.pipelines import Pipeline, PipelineOp
 
-UNLIMITED = 1 << 30
+
+class PipelineOp(NamedTuple):
+    """One forward or backward of one chunk; its virtual stage is `chunk * stages + stage`."""
+
+    kind: OpKind
+    chunk: int
+    microbatch: int
+
+
+PipelineOrder = tuple[tuple[PipelineOp, ...], ...]  # one op order per stage
+
+
+def megatron_warmup_counts(stages: int, chunks: int) -> tuple[int, ...]:
+    """Forwards of each stage before its first F, B pair in Megatron: room to overlap sends."""
+    return tuple(2 * (stages - 1 - stage) + (chunks - 1) * stages for stage in range(stages))
+
+
+def minimal_warmup_counts(stages: int, chunks: int) -> tuple[int, ...]:
+    """The fewest forwards that keep the makespan with free communication: the paper's adjusted warm-up."""
+    return tuple((stages - 1 - stage) + (chunks - 1) * stages for stage in range(stages))
+
+
+def build_1f1b_order(*, stages: int, microbatches: int) -> PipelineOrder:
+    """1F1B (PipeDream-flush): one chunk per stage, with the least warm-up."""
+    return build_interleaved_1f1b_order(
+        stages=stages, chunks=1, microbatches=microbatches, warmup=minimal_warmup_counts(stages, 1)
+    )
+
+
+def build_interleaved_1f1b_order(
+    *, stages: int, chunks: int, microbatches: int, warmup: Sequence[int] | None = None
+) -> PipelineOrder:
+    """Interleaved 1F1B (arXiv 2104.04473): warm-up forwards, then pairs F, B, then the backwards left.
+
+    `warmup[r]`, Megatron's by default, counts the forwards of stage r before its first pair.
+    """
+    _check_counts(stages=stages, chunks=chunks, microbatches=microbatches)
+    forwards = _forwards(stages, chunks, microbatches)
+    backwards = _backwards(OpKind.BACKWARD, stages, chunks, microbatches)
+    wanted = megatron_warmup_counts(stages, chunks) if warmup is None else warmup
+    counts = [min(count, len(forwards)) for count in wanted]
+    _check_warmup(counts, stages=stages, chunks=chunks)
+
+    def order(count: int) -> tuple[PipelineOp, ...]:
+        pairs = list(zip(forwards[count:], backwards, strict=False))
+        return (*forwards[:count], *chain.from_iterable(pairs), *backwards[len(pairs) :])
+
+    return tuple(order(count) for count in counts)
+
+
+def build_zero_bubble_order(*, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
+    """ZB-H1 (arXiv 2401.10241), interleaved: stage r runs every W r backwards late, to fill its drain."""
+    _check_counts(stages=stages, chunks=chunks, microbatches=microbatches)
+    forwards = _forwards(stages, chunks, microbatches)
+    inputs = _backwards(OpKind.INPUT_GRAD, stages, chunks, microbatches)
+    weights = _backwards(OpKind.WEIGHT_GRAD, stages, chunks, microbatches)
+
+    def order(delay: int, count: int) -> tuple[PipelineOp, ...]:
+        ops = forwards[:count]
+        for step, backward in enumerate(inputs):
+            ops += forwards[count + step : count + step + 1]  # none left in the drain
+            ops.append(backward)
+            if step >= delay:
+                ops.append(weights[step - delay])
+        return (*ops, *weights[max(0, len(inputs) - delay) :])
+
+    return tuple(order(stage, count) for stage, count in enumerate(minimal_warmup_counts(stages, chunks)))
+
+
+def _forwards(stages: int, chunks: int, microbatches: int) -> list[PipelineOp]:
+    """Depth first: `stages` microbatches through one chunk, then the same ones through the next."""
+    return [
+        PipelineOp(OpKind.FORWARD, chunk, microbatch)
+        for first in range(0, microbatches, stages)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + stages, microbatches))
+    ]
+
+
+def _backwards(kind: OpKind, stages: int, chunks: int, microbatches: int) -> list[PipelineOp]:
+    """The order of the forwards, last chunk first."""
+    return [
+        PipelineOp(kind, chunks - 1 - chunk, microbatch)
+        for _, chunk, microbatch in _forwards(stages, chunks, microbatches)
+    ]
+
+
+def _check_counts(*, stages: int, chunks: int, microbatches: int) -> None:
+    assert min(stages, chunks, microbatches) >= 1, f"{stages=} {chunks=} {microbatches=}"
+    if chunks > 1 and microbatches % stages:
+        below = microbatches // stages * stages
+        choices = one_of(choice for choice in (below, below + stages) if choice)
+        raise UserError(
+            field="workload.microbatches",
+            value=microbatches,
+            problem=f"must be a multiple of the {stages} pipeline stages with {chunks} chunks",
+            hint=f"use {choices} microbatches, or chunks 1",
+        )
+
+
+def _check_warmup(counts: Sequence[int], *, stages: int, chunks: int) -> None:
+    """Refuse counts that can deadlock.
+
+    Every backward must find its forward done, by the last chunk (a floor) and by the stages before
+    (counts never rise); and through the ring from last to first stage, forwards may run at most two
+    groups of `stages` microbatches ahead of the backwards they wait for.
+    """
+    if len(counts) != stages:
+        raise ValueError(f"warmup has {len(counts)} counts for {stages} stages")
+    if counts[-1] < (chunks - 1) * stages:
+        raise ValueError(f"warmup {counts} must be at least {(chunks - 1) * stages} on the last stage")
+    if any(later > earlier for earlier, later in pairwise(counts)):
+        raise ValueError(f"warmup {counts} must not rise from stage to stage")
+    if chunks > 1 and counts[0] - counts[-1] > 2 * stages:
+        raise ValueError(f"warmup {counts} may fall by at most {2 * stages} from first to last stage")
+
+
+def peak_microbatches_in_flight(order: PipelineOrder) -> int:
+    """Microbatches between their first forward and their last backward on the first stage."""
+    count = most = 0
+    for op in order[0]:
+        count += op.chunk == 0 and op.kind == OpKind.FORWARD
+        count -= op.chunk == 0 and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)
+        most = max(most, count)
+    return most
+
+
+UNLIMITED_CHUNKS = 1 << 30
 # rounds   backwards first, the oldest microbatch; forwards in rounds of as many as stages, as Megatron's
 # breadth  the same, but forwards of all microbatches through a chunk before those of the next
 # turns    one forward, one backward, of the deepest chunk
@@ -50,7 +178,7 @@ class OpTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class TimedOrder:
     """An op order with the start of every op, as a search compares them: without data-parallel traffic."""
 
     times: OpTimes
@@ -58,7 +186,7 @@ class Draft:
     step_s: float
 
     @property
-    def order(self) -> Pipeline:
+    def order(self) -> PipelineOrder:
         """Ops by start; of those that start together, what takes no time first, as it was started."""
         stages = self.times.stages
         rows: list[list[tuple[float, float, int, PipelineOp]]] = [[] for _ in range(stages)]
@@ -68,9 +196,9 @@ class Draft:
         return tuple(tuple(row[-1] for row in sorted(ops)) for ops in rows)
 
 
-def greedy(
-    times: OpTimes, microbatches: int, *, cap: int = UNLIMITED, priority: Priority = "rounds"
-) -> Draft:
+def list_schedule_pipeline(
+    times: OpTimes, microbatches: int, *, cap: int = UNLIMITED_CHUNKS, priority: Priority = "rounds"
+) -> TimedOrder:
     """A stage takes weight gradients last, and of backwards and forwards what has priority.
 
     No microbatch enters a stage on which the activations of `cap` chunks are alive: the knob between
@@ -98,7 +226,7 @@ def greedy(
                 starts[here, taken] = now
                 took_s = times.seconds[taken.kind][taken.chunk * times.stages + here]
                 heappush(events, (now + took_s, True, here, taken))
-    return Draft(times=times, starts=starts, step_s=now)
+    return TimedOrder(times=times, starts=starts, step_s=now)
 
 
 Queue = list[tuple[int, int, PipelineOp]]

@@ -16,14 +16,14 @@ from reference_replay import Deadlock, idle_per_busy, makespan, replay
 
 from optimus.errors import UserError
 from optimus.ir.op import KIND_OF_WORD, OpKind
-from optimus.schedule.pipelines import (
-    Pipeline,
+from optimus.schedule.pipeline_orders import (
     PipelineOp,
-    interleaved,
-    least_warmup,
-    megatron_warmup,
-    one_f_one_b,
-    zero_bubble,
+    PipelineOrder,
+    build_1f1b_order,
+    build_interleaved_1f1b_order,
+    build_zero_bubble_order,
+    megatron_warmup_counts,
+    minimal_warmup_counts,
 )
 
 UNIFORM = {OpKind.FORWARD: 1, OpKind.BACKWARD: 2, OpKind.INPUT_GRAD: 1, OpKind.WEIGHT_GRAD: 1}
@@ -55,7 +55,9 @@ def warmups(draw: st.DrawFn, stages: int, chunks: int) -> tuple[int, ...]:
     return tuple(reversed(counts))
 
 
-def assert_complete(pipeline: Pipeline, kinds: str, *, stages: int, chunks: int, microbatches: int) -> None:
+def assert_complete(
+    pipeline: PipelineOrder, kinds: str, *, stages: int, chunks: int, microbatches: int
+) -> None:
     """Every chunk and microbatch exactly once per kind, and backwards after what they need."""
     wanted = {
         PipelineOp(KIND_OF_WORD[k], c, m) for k in kinds for c in range(chunks) for m in range(microbatches)
@@ -75,7 +77,7 @@ def assert_complete(pipeline: Pipeline, kinds: str, *, stages: int, chunks: int,
 @settings(deadline=None)
 def test_interleaved_is_complete_and_runs(shape: dict[str, int], data: st.DataObject) -> None:
     warmup = data.draw(st.none() | warmups(shape["stages"], shape["chunks"]))
-    pipeline = interleaved(**shape, warmup=warmup)
+    pipeline = build_interleaved_1f1b_order(**shape, warmup=warmup)
     assert_complete(pipeline, "FB", **shape)
     replay(pipeline, UNIFORM)
 
@@ -83,7 +85,7 @@ def test_interleaved_is_complete_and_runs(shape: dict[str, int], data: st.DataOb
 @given(shape=shapes())
 @settings(deadline=None)
 def test_zero_bubble_is_complete_and_runs(shape: dict[str, int]) -> None:
-    pipeline = zero_bubble(**shape)
+    pipeline = build_zero_bubble_order(**shape)
     assert_complete(pipeline, "FIW", **shape)
     replay(pipeline, UNIFORM)
 
@@ -91,7 +93,7 @@ def test_zero_bubble_is_complete_and_runs(shape: dict[str, int]) -> None:
 @given(stages=st.integers(1, 8), microbatches=st.integers(1, 20))
 @settings(deadline=None)
 def test_one_f_one_b_is_complete_and_holds_few_activations(stages: int, microbatches: int) -> None:
-    pipeline = one_f_one_b(stages=stages, microbatches=microbatches)
+    pipeline = build_1f1b_order(stages=stages, microbatches=microbatches)
     assert_complete(pipeline, "FB", stages=stages, chunks=1, microbatches=microbatches)
     replay(pipeline, UNIFORM)
     for stage, order in enumerate(pipeline):
@@ -107,7 +109,7 @@ def peak_in_flight(order: tuple[PipelineOp, ...]) -> int:
 
 
 def test_one_f_one_b_by_hand() -> None:
-    first, last = one_f_one_b(stages=2, microbatches=3)
+    first, last = build_1f1b_order(stages=2, microbatches=3)
     assert [f"{op.kind.word}{op.microbatch}" for op in first] == ["F0", "F1", "B0", "F2", "B1", "B2"]
     assert [f"{op.kind.word}{op.microbatch}" for op in last] == ["F0", "B0", "F1", "B1", "F2", "B2"]
 
@@ -118,22 +120,24 @@ def test_closed_forms_cover_enough_cases() -> None:
 
 @pytest.mark.parametrize(("p", "m"), ONE_F_ONE_B)
 def test_one_f_one_b_idles_as_its_closed_form(p: int, m: int) -> None:
-    done = replay(one_f_one_b(stages=p, microbatches=m), UNIFORM)
+    done = replay(build_1f1b_order(stages=p, microbatches=m), UNIFORM)
     assert idle_per_busy(done) == Fraction(p - 1, m)
 
 
-@pytest.mark.parametrize("warmup", [megatron_warmup, least_warmup])
+@pytest.mark.parametrize("warmup", [megatron_warmup_counts, minimal_warmup_counts])
 @pytest.mark.parametrize(("p", "v", "m"), INTERLEAVED)
 def test_interleaved_idles_as_its_closed_form(
     p: int, v: int, m: int, warmup: Callable[[int, int], tuple[int, ...]]
 ) -> None:
-    done = replay(interleaved(stages=p, chunks=v, microbatches=m, warmup=warmup(p, v)), UNIFORM)
+    done = replay(
+        build_interleaved_1f1b_order(stages=p, chunks=v, microbatches=m, warmup=warmup(p, v)), UNIFORM
+    )
     assert idle_per_busy(done) == Fraction(p - 1, v * m)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), ZERO_BUBBLE)
 def test_zero_bubble_idles_as_its_closed_form(p: int, v: int, m: int) -> None:
-    done = replay(zero_bubble(stages=p, chunks=v, microbatches=m), UNIFORM)
+    done = replay(build_zero_bubble_order(stages=p, chunks=v, microbatches=m), UNIFORM)
     assert idle_per_busy(done) == Fraction(p - 1, 3 * v * m)
 
 
@@ -141,16 +145,16 @@ def test_zero_bubble_idles_as_its_closed_form(p: int, v: int, m: int) -> None:
 def test_zero_bubble_with_fewer_microbatches_than_stages_takes_the_critical_path(p: int, m: int) -> None:
     """No order reaches the closed form here: p - 1 forwards to the last stage, m forwards and m
     input gradients there, p - 1 input gradients back, and the last weight gradient on stage 0."""
-    done = replay(zero_bubble(stages=p, chunks=1, microbatches=m), UNIFORM)
+    done = replay(build_zero_bubble_order(stages=p, chunks=1, microbatches=m), UNIFORM)
     assert makespan(done) == (p - 1) + 2 * m + (p - 1) + 1 > 3 * m + (p - 1)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [case for case in INTERLEAVED if case[0] > 1])
 def test_one_forward_less_than_the_least_warmup_costs_time(p: int, v: int, m: int) -> None:
-    best = makespan(replay(interleaved(stages=p, chunks=v, microbatches=m), UNIFORM))
+    best = makespan(replay(build_interleaved_1f1b_order(stages=p, chunks=v, microbatches=m), UNIFORM))
     for stage in range(p - 1):
-        fewer = [count - (at == stage) for at, count in enumerate(least_warmup(p, v))]
-        done = replay(interleaved(stages=p, chunks=v, microbatches=m, warmup=fewer), UNIFORM)
+        fewer = [count - (at == stage) for at, count in enumerate(minimal_warmup_counts(p, v))]
+        done = replay(build_interleaved_1f1b_order(stages=p, chunks=v, microbatches=m, warmup=fewer), UNIFORM)
         assert makespan(done) > best
 
 
@@ -160,7 +164,7 @@ def test_no_accepted_warmup_deadlocks(p: int, v: int, m: int) -> None:
     accepted = 0
     for warmup in product(range(v * m + 1), repeat=p):
         try:
-            pipeline = interleaved(stages=p, chunks=v, microbatches=m, warmup=warmup)
+            pipeline = build_interleaved_1f1b_order(stages=p, chunks=v, microbatches=m, warmup=warmup)
         except ValueError:
             continue
         replay(pipeline, UNIFORM)
@@ -174,7 +178,7 @@ def test_no_accepted_warmup_deadlocks(p: int, v: int, m: int) -> None:
 )
 def test_a_warmup_that_could_deadlock_is_refused(warmup: tuple[int, ...], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        interleaved(stages=2, chunks=2, microbatches=8, warmup=warmup)
+        build_interleaved_1f1b_order(stages=2, chunks=2, microbatches=8, warmup=warmup)
 
 
 def test_the_replay_sees_a_deadlock() -> None:
@@ -183,10 +187,10 @@ def test_the_replay_sees_a_deadlock() -> None:
         replay(crossed, UNIFORM)
 
 
-@pytest.mark.parametrize("schedule", [interleaved, zero_bubble])
+@pytest.mark.parametrize("schedule", [build_interleaved_1f1b_order, build_zero_bubble_order])
 @pytest.mark.parametrize(("microbatches", "choices"), [(20, "16 or 24"), (3, "8")])
 def test_refusal_names_both_numbers_and_the_nearest_choice(
-    schedule: Callable[..., Pipeline], microbatches: int, choices: str
+    schedule: Callable[..., PipelineOrder], microbatches: int, choices: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
         schedule(stages=8, chunks=3, microbatches=microbatches)
@@ -196,8 +200,8 @@ def test_refusal_names_both_numbers_and_the_nearest_choice(
     assert second == f"hint: use {choices} microbatches, or chunks 1"
 
 
-@pytest.mark.parametrize("schedule", [interleaved, zero_bubble])
-def test_a_large_pipeline_is_written_quickly(schedule: Callable[..., Pipeline]) -> None:
+@pytest.mark.parametrize("schedule", [build_interleaved_1f1b_order, build_zero_bubble_order])
+def test_a_large_pipeline_is_written_quickly(schedule: Callable[..., PipelineOrder]) -> None:
     times_s = []
     for _ in range(3):
         start = time.perf_counter()

@@ -25,10 +25,18 @@ from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.systems.optimus import search_optimus
-from optimus.schedule.build import Builder, single
-from optimus.schedule.dependencies import couple
-from optimus.schedule.noise import JITTER, LEVELS, QUIET, ROUGH, Noise, NoisyKernels, Places
-from optimus.schedule.simulate import evaluate
+from optimus.schedule.noisy_replay import (
+    JITTER,
+    JITTER_STRAGGLERS_HICCUPS,
+    NO_NOISE,
+    NOISE_LEVELS,
+    DurationNoise,
+    ModulePlacement,
+    NoisyDurations,
+)
+from optimus.schedule.plan_schedule import build_plan_schedule
+from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
+from optimus.schedule.simulator import simulate_schedule
 from optimus.sensitivity.noise import POLICIES, STATIC, TWO_STREAM, simulate_noise
 
 MOST_LOST = 3.0  # points of speed-up
@@ -42,22 +50,22 @@ def planned() -> PlanningResult:
     return make_plan(job, strategy="optimus", systems=["stage0", "balanced-best"])
 
 
-def kernels(count: int, seconds: float, *, stages: int = 1) -> NoisyKernels:
+def kernels(count: int, seconds: float, *, stages: int = 1) -> NoisyDurations:
     """As many on every stage, each of another microbatch."""
-    builder = Builder([LLM], stages)
-    template = single(OpKind.FORWARD, Lane.COMPUTE, seconds)
+    builder = ScheduleBuilder([LLM], stages)
+    template = make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, seconds)
     for stage in range(stages):
         for microbatch in range(count):
             builder.add(template, device=stage, microbatch=microbatch)
     schedule = builder.build()
-    return NoisyKernels(schedule, Places.of_pipeline(schedule))
+    return NoisyDurations(schedule, ModulePlacement.of_pipeline(schedule))
 
 
-def plan_of(seed: int) -> tuple[Schedule, NoisyKernels, float, float, float]:
+def plan_of(seed: int) -> tuple[Schedule, NoisyDurations, float, float, float]:
     """A random plan's schedule, with its slow-down, launch cost and claim."""
     plan = tiny_plan(Random(seed))
-    schedule = couple(plan, plan.programs)
-    drawn = NoisyKernels(schedule, Places.of_plan(plan))
+    schedule = build_plan_schedule(plan, plan.programs)
+    drawn = NoisyDurations(schedule, ModulePlacement.of_plan(plan))
     return schedule, drawn, plan.slowdown, plan.launch_s, plan.claims.step_s
 
 
@@ -81,7 +89,7 @@ def test_kernels_and_seeds_are_independent() -> None:
 
 
 def test_hiccups_come_as_often_as_they_should_and_take_their_time() -> None:
-    noise = Noise(name="hiccups", hiccups_per_s=2.0, hiccup_s=0.003)
+    noise = DurationNoise(name="hiccups", hiccups_per_s=2.0, hiccup_s=0.003)
     added = kernels(40_000, 0.001).durations(noise, seed=0) - 0.001
     np.testing.assert_allclose(added[added > 1e-12], 0.003)
     assert (added > 1e-12).sum() == pytest.approx(2.0 * 40_000 * 0.001, rel=0.4)  # 80 are expected
@@ -89,7 +97,7 @@ def test_hiccups_come_as_often_as_they_should_and_take_their_time() -> None:
 
 @pytest.mark.parametrize(("stages", "slow"), [(1, 1), (8, 1), (40, 2)])
 def test_at_least_one_stage_is_slow_all_of_it_and_not_always_the_same(stages: int, slow: int) -> None:
-    noise = Noise(name="stragglers", slow_share=0.05, slow_factor=1.5)
+    noise = DurationNoise(name="stragglers", slow_share=0.05, slow_factor=1.5)
     made, chosen = kernels(3, 1.0, stages=stages), set()
     for seed in range(8):
         seconds = made.durations(noise, seed).reshape(stages, 3)
@@ -104,20 +112,22 @@ def test_at_least_one_stage_is_slow_all_of_it_and_not_always_the_same(stages: in
 
 def test_only_compute_is_noisy_and_the_same_seed_gives_the_same() -> None:
     schedule, drawn, *_ = plan_of(5)
-    found = drawn.durations(ROUGH, seed=7)
+    found = drawn.durations(JITTER_STRAGGLERS_HICCUPS, seed=7)
     other = (schedule.lane != Lane.COMPUTE) | (schedule.duration_s == 0)
     assert other.any() and not other.all()
     np.testing.assert_array_equal(found[other], schedule.duration_s[other])
     assert (found[~other] != schedule.duration_s[~other]).all()
-    np.testing.assert_array_equal(found, plan_of(5)[1].durations(ROUGH, seed=7))
-    assert (found[~other] != drawn.durations(ROUGH, seed=8)[~other]).all()
+    np.testing.assert_array_equal(found, plan_of(5)[1].durations(JITTER_STRAGGLERS_HICCUPS, seed=7))
+    assert (found[~other] != drawn.durations(JITTER_STRAGGLERS_HICCUPS, seed=8)[~other]).all()
 
 
-def llm_seconds(schedule: Schedule, places: Places) -> dict[tuple[int, int], float]:
+def llm_seconds(schedule: Schedule, places: ModulePlacement) -> dict[tuple[int, int], float]:
     """Noisy seconds of the LLM's kernels by kind and microbatch, on all stages: however it is cut."""
-    noise = replace(ROUGH, slow_share=0.0)  # a stage that is slow has other layers in another cut
+    noise = replace(
+        JITTER_STRAGGLERS_HICCUPS, slow_share=0.0
+    )  # a stage that is slow has other layers in another cut
     found: dict[tuple[int, int], float] = {}
-    seconds = NoisyKernels(schedule, places).durations(noise, seed=2)
+    seconds = NoisyDurations(schedule, places).durations(noise, seed=2)
     module = schedule.modules.index(LLM)
     for row in np.flatnonzero((schedule.module == module) & (schedule.lane == Lane.COMPUTE)).tolist():
         if not seconds[row] or places.twin[module, schedule.device[row]]:
@@ -136,18 +146,22 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
     first, *inner, last = llm.cut
     moved = replace(llm, cut=(first, *(last - place for place in reversed(inner)), last))
     alone, other = llm.schedule(), moved.schedule()
-    expected = llm_seconds(alone, Places.of_pipeline(alone))
-    assert llm_seconds(other, Places.of_pipeline(other)) == pytest.approx(expected, rel=ROUNDED)
+    expected = llm_seconds(alone, ModulePlacement.of_pipeline(alone))
+    assert llm_seconds(other, ModulePlacement.of_pipeline(other)) == pytest.approx(expected, rel=ROUNDED)
     filled = search_optimus(context, [llm]).filled
-    assert llm_seconds(filled.schedule(), Places.of_plan(filled.plan)) == pytest.approx(expected, rel=ROUNDED)
+    assert llm_seconds(filled.schedule(), ModulePlacement.of_plan(filled.plan)) == pytest.approx(
+        expected, rel=ROUNDED
+    )
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_classes_of_one_tp_group_share_the_noise_of_the_llm(seed: int) -> None:
     plan = tiny_plan(Random(seed))
-    schedule = couple(plan, plan.programs)
-    drawn = NoisyKernels(schedule, Places.of_plan(plan)).durations(ROUGH, seed=0)
+    schedule = build_plan_schedule(plan, plan.programs)
+    drawn = NoisyDurations(schedule, ModulePlacement.of_plan(plan)).durations(
+        JITTER_STRAGGLERS_HICCUPS, seed=0
+    )
     works = (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.WAIT)
     works &= schedule.module == schedule.modules.index(LLM)
     by_stage: dict[int, Floats] = {}
@@ -164,7 +178,7 @@ def test_classes_of_one_tp_group_share_the_noise_of_the_llm(seed: int) -> None:
 @given(seed=st.integers(0, 10_000))
 def test_without_noise_a_plan_takes_what_its_proof_says(seed: int) -> None:
     _, drawn, slowdown, launch_s, claim_s = plan_of(seed)
-    found = evaluate(drawn.drawn(QUIET, seed), slowdown=slowdown, launch_s=launch_s).step_s
+    found = simulate_schedule(drawn.drawn(NO_NOISE, seed), slowdown=slowdown, launch_s=launch_s).step_s
     assert found == pytest.approx(claim_s, abs=CLAIM)
 
 
@@ -204,8 +218,8 @@ def test_what_is_printed_is_what_was_found(planned: PlanningResult) -> None:
     shown = noise_json(found)
     assert shown["against"] == "stage0" and shown["seeds"] == 2
     levels = shown["levels"]
-    assert isinstance(levels, dict) and list(levels) == [noise.name for noise in LEVELS]
-    assert levels[ROUGH.name]["policies"][TWO_STREAM]["lost_points"] == two
+    assert isinstance(levels, dict) and list(levels) == [noise.name for noise in NOISE_LEVELS]
+    assert levels[JITTER_STRAGGLERS_HICCUPS.name]["policies"][TWO_STREAM]["lost_points"] == two
 
 
 def test_without_another_system_there_is_only_the_floor(planned: PlanningResult) -> None:
@@ -273,5 +287,5 @@ def test_the_page_shows_what_is_computed(job: str, preset: str) -> None:
 def test_the_page_has_every_case_under_every_noise() -> None:
     lines = PAGE.read_text().splitlines()
     for job, preset in CASES:
-        for noise in LEVELS:
+        for noise in NOISE_LEVELS:
             assert sum(line.startswith(f"| {job}, {preset} | {noise.name} |") for line in lines) == 1

@@ -1,4 +1,4 @@
-"""Puts blocks of kernels, in program order, together into one schedule."""
+"""Builds schedules from kernels: graphs of the kernels of one op, and blocks of such graphs per device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus.cost.kernel import Kernel
+from optimus.cost.module import PricedLayer
 from optimus.ir.op import Communicator, Ints, Lane, OpKind, Schedule
+from optimus.schedule.simulator import simulate_schedule
 
-ROW = np.dtype(
+KERNEL_ROW = np.dtype(
     [
         ("duration_s", np.float64),
         ("bytes", np.int64),
@@ -28,7 +31,7 @@ NO_MODULE = -1  # the last of a schedule's modules, "all"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Template:
+class KernelGraph:
     """The rows that one op of a pipeline expands to, with dependencies among them.
 
     `entries` wait for what comes before the block, `exits` are what comes after waits for.
@@ -43,16 +46,18 @@ class Template:
         return len(self.rows)
 
 
-def single(
+def make_single_kernel_graph(
     kind: OpKind, lane: Lane, duration_s: float, *, segment: int = 0, size_bytes: float = 0
-) -> Template:
+) -> KernelGraph:
     """A template of one row that belongs to no single module."""
     communicator = COMMUNICATOR_OF.get(lane, Communicator.NONE)
-    rows = np.array([(duration_s, round(size_bytes), segment, kind, NO_MODULE, lane, communicator)], ROW)
-    return Template(rows=rows, edges=NO_EDGES, entries=(0,), exits=(0,))
+    rows = np.array(
+        [(duration_s, round(size_bytes), segment, kind, NO_MODULE, lane, communicator)], KERNEL_ROW
+    )
+    return KernelGraph(rows=rows, edges=NO_EDGES, entries=(0,), exits=(0,))
 
 
-class Builder:
+class ScheduleBuilder:
     """Collects blocks and the waits between them.
 
     A device's program is its blocks in the order in which they were added, except that a
@@ -62,13 +67,13 @@ class Builder:
     def __init__(self, modules: Sequence[str], num_devices: int, device_names: Sequence[str] = ()) -> None:
         self._modules = (*modules, "all")
         self._num_devices, self._device_names = num_devices, tuple(device_names)
-        self._templates: list[Template] = []
+        self._templates: list[KernelGraph] = []
         self._numbers: dict[int, int] = {}  # id of a template -> its number
         self._count = 0
         self._blocks: list[Ints] = []  # columns: template, device, chunk, microbatch, position, doubled
         self._waits: list[Ints] = []  # columns: block, what it waits for
 
-    def register(self, template: Template) -> int:
+    def register(self, template: KernelGraph) -> int:
         """The number of a template, for `add_many`."""
         number = self._numbers.get(id(template))
         if number is None:
@@ -78,7 +83,7 @@ class Builder:
 
     def add(
         self,
-        template: Template,
+        template: KernelGraph,
         *,
         device: int,
         chunk: int = 0,
@@ -129,7 +134,7 @@ class Builder:
         block_of = np.repeat(np.arange(self._count), sizes[template_of])
         table_first = np.cumsum(sizes) - sizes
         table_row = table_first[template_of[block_of]] + np.arange(total) - first_row[block_of]
-        table = np.empty(int(sizes.sum()), ROW)
+        table = np.empty(int(sizes.sum()), KERNEL_ROW)
         for template, first in zip(self._templates, table_first, strict=True):
             table[first : first + len(template)] = template.rows
         rows = table[table_row]
@@ -139,7 +144,7 @@ class Builder:
         edges = np.concatenate(
             [self._edges_inside(template_of, first_row), self._edges_between(template_of, first_row, waits)]
         )
-        dep_offset, deps = group_by_first(edges, total)
+        dep_offset, deps = edges_to_csr(edges, total)
         return Schedule(
             modules=self._modules,
             num_devices=self._num_devices,
@@ -188,9 +193,106 @@ def _ragged(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints, Ints]:
     return values, count, np.cumsum(count) - count
 
 
-def group_by_first(edges: Ints, count: int) -> tuple[Ints, Ints]:
+def edges_to_csr(edges: Ints, count: int) -> tuple[Ints, Ints]:
     """Edges (row, dep) as offsets and deps, rows ascending."""
     order = np.argsort(edges[:, 0], kind="stable")
     offset: Ints = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(edges[:, 0], minlength=count), out=offset[1:])
     return offset, edges[order, 1].astype(np.int32)
+
+
+CHUNK_OP_KINDS = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PricedChunk:
+    """What one virtual stage runs and holds."""
+
+    layers: tuple[PricedLayer, ...]
+    seconds: dict[OpKind, float]  # of a whole op, played alone
+
+    @property
+    def output_bytes(self) -> float:
+        return self.layers[-1].output_bytes if self.layers else 0.0
+
+    @property
+    def saved_activation_bytes(self) -> float:
+        """Activations of one microbatch."""
+        return sum(layer.activation_bytes for layer in self.layers)
+
+
+class ChunkPricer:
+    """Makes chunks and their templates, each distinct one once."""
+
+    def __init__(self, modules: Sequence[str], slowdown: float) -> None:
+        self.modules = tuple(modules)
+        self._slowdown = slowdown
+        self._layer_seconds: dict[tuple[int, OpKind], float] = {}
+        self._templates: dict[tuple[tuple[int, ...], OpKind], KernelGraph] = {}
+        self._alive: list[object] = []  # keeps layers alive, so that their ids stay theirs
+
+    def make(self, layers: Sequence[PricedLayer]) -> PricedChunk:
+        seconds = {kind: sum(self._seconds_of(layer, kind) for layer in layers) for kind in CHUNK_OP_KINDS}
+        return PricedChunk(layers=tuple(layers), seconds=seconds)
+
+    def template(self, chunk: PricedChunk, kind: OpKind) -> KernelGraph:
+        """The rows of one op: layers in order forward, reversed backward."""
+        layers = chunk.layers if kind == OpKind.FORWARD else chunk.layers[::-1]
+        key = tuple(id(layer.kernels[kind]) for layer in layers), kind
+        if key not in self._templates:
+            lists = [(layer.kernels[kind], self.modules.index(layer.module)) for layer in layers]
+            self._templates[key] = build_kernel_graph(lists, kind)
+            self._alive.append(layers)
+        return self._templates[key]
+
+    def _seconds_of(self, layer: PricedLayer, kind: OpKind) -> float:
+        """Makespan of a layer's kernels played alone; a chunk's op is its layers one after another."""
+        key = id(layer.kernels[kind]), kind
+        if key not in self._layer_seconds:
+            builder = ScheduleBuilder(self.modules, 1)
+            template = build_kernel_graph([(layer.kernels[kind], 0)], kind)
+            builder.add(template, device=0)
+            self._layer_seconds[key] = simulate_schedule(builder.build(), slowdown=self._slowdown).step_s
+            self._alive.append(layer)
+        return self._layer_seconds[key]
+
+
+def build_kernel_graph(lists: Sequence[tuple[Sequence[Kernel], int]], kind: OpKind) -> KernelGraph:
+    """Kernel lists (with the module each belongs to) one after another as one template."""
+    kernels: list[Kernel] = []
+    owners: list[int] = []
+    edges: list[tuple[int, int]] = []
+    entries: tuple[int, ...] = ()
+    exits: tuple[int, ...] = ()
+    for part, module in lists:
+        offset, waited = len(kernels), set[int]()
+        for place, kernel in enumerate(part):
+            waits = tuple(offset + other for other in kernel.after) or exits
+            edges += [(offset + place, other) for other in waits]
+            waited.update(waits)
+            if not kernel.after and offset == 0:
+                entries += (place,)
+        if part:
+            exits = tuple(row for row in range(offset, offset + len(part)) if row not in waited)
+        kernels += part
+        owners += [module] * len(part)
+    if not kernels:
+        return make_single_kernel_graph(kind, Lane.COMPUTE, 0.0)
+    rows = [
+        (
+            kernel.duration_s,
+            round(kernel.size_bytes),
+            place,
+            kernel.kind,
+            owner,
+            kernel.lane,
+            kernel.communicator,
+        )
+        for place, (kernel, owner) in enumerate(zip(kernels, owners, strict=True))
+    ]
+    return KernelGraph(
+        rows=np.array(rows, KERNEL_ROW),
+        edges=np.array(edges, np.int64).reshape(-1, 2),
+        entries=entries,
+        exits=exits,
+    )

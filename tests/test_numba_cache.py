@@ -13,20 +13,20 @@ from service_user import NOBODY, run
 
 import optimus.schedule._numba as subject
 from optimus.environment import cache_candidates
-from optimus.schedule._numba import announcing_compilation, compiled, first_usable
+from optimus.schedule._numba import announce_first_compilation, find_private_directory, njit_cached
 
 # A process that uses a compiled function: prints where a compilation will be kept, then what it computed.
 SCRIPT = """
-from optimus.schedule._numba import announcing_compilation, compiled
+from optimus.schedule._numba import announce_first_compilation, njit_cached
 
-@compiled
+@njit_cached
 def total(n):
     result = 0
     for i in range(n):
         result += i
     return result
 
-with announcing_compilation(lambda kept: print("compiling for", kept)):
+with announce_first_compilation(lambda kept: print("compiling for", kept)):
     print(total(5), total(6))
 """
 
@@ -66,7 +66,7 @@ def test_there_may_be_neither_a_home_nor_a_temporary_directory(monkeypatch: pyte
 
 def test_a_directory_is_made_for_us_alone(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "b"
-    assert first_usable([directory]) == directory
+    assert find_private_directory([directory]) == directory
     assert directory.stat().st_mode & 0o777 == 0o700
     assert list(directory.iterdir()) == []
 
@@ -99,23 +99,23 @@ def test_a_directory_that_is_not_only_ours_is_passed_over(
     if "another" in spoil.__name__ and os.geteuid() != 0:
         pytest.skip("only root can give files away")
     spoil(tmp_path / "spoiled")
-    assert first_usable([tmp_path / "spoiled", tmp_path / "good"]) == tmp_path / "good"
-    assert first_usable([tmp_path / "spoiled"]) is None
+    assert find_private_directory([tmp_path / "spoiled", tmp_path / "good"]) == tmp_path / "good"
+    assert find_private_directory([tmp_path / "spoiled"]) is None
 
 
 def test_a_link_of_ours_to_a_directory_of_ours_is_fine(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir(0o700)
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
-    assert first_usable([tmp_path / "link"]) == tmp_path / "link"
+    assert find_private_directory([tmp_path / "link"]) == tmp_path / "link"
 
 
 # ------------------------------------------------------------------ compiling
 
 
 def test_numba_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(subject, "_cache_directory", lambda: tmp_path)
     before = numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES
-    assert compiled(add)(1, 2) == 3
+    assert njit_cached(add)(1, 2) == 3
     after = numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES
     assert before == after
     assert [path.suffix for path in sorted(tmp_path.rglob("*.nb?"))] == [".nbc", ".nbi"]
@@ -127,11 +127,11 @@ def test_without_a_cache_it_compiles_all_the_same(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(
-        subject, "cache_directory", lambda: None if why == "no directory" else tmp_path / "file"
+        subject, "_cache_directory", lambda: None if why == "no directory" else tmp_path / "file"
     )
     kept: list[Path | None] = []
-    function = compiled(add)
-    with announcing_compilation(kept.append):
+    function = njit_cached(add)
+    with announce_first_compilation(kept.append):
         assert function(1, 2) == 3
         assert function(1.5, 2) == 3.5  # a second compilation: not announced again
     assert kept == [None]

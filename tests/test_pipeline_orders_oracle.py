@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from optimus.ir.op import OpKind
-from optimus.schedule.pipelines import (
-    Pipeline,
+from optimus.schedule.pipeline_orders import (
     PipelineOp,
-    interleaved,
-    one_f_one_b,
-    zero_bubble,
+    PipelineOrder,
+    build_1f1b_order,
+    build_interleaved_1f1b_order,
+    build_zero_bubble_order,
 )
 
 pytestmark = pytest.mark.ci
@@ -43,7 +43,7 @@ def megatron_schedules() -> Any:
     return pytest.importorskip("megatron.core.pipeline_parallel.schedules", exc_type=ImportError)
 
 
-def torch_pipeline(schedule_class: Any, *, stages: int, chunks: int, microbatches: int) -> Pipeline:
+def torch_pipeline(schedule_class: Any, *, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
     """The op orders of a torch multi-chunk schedule, which one rank computes for all."""
     local = [
         SimpleNamespace(num_stages=stages * chunks, group_size=stages, group_rank=0, submod=None)
@@ -98,20 +98,20 @@ def test_one_f_one_b_makes_the_calls_of_torch(torch_schedules: Any, p: int, m: i
         schedule = torch_schedules.Schedule1F1B(logging_stage, m, loss_fn=lambda output, target: None)
         schedule._step_microbatches(target_mbs=[None] * m)
         called.append(tuple(logging_stage.calls))
-    assert one_f_one_b(stages=p, microbatches=m) == tuple(called)
+    assert build_1f1b_order(stages=p, microbatches=m) == tuple(called)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), INTERLEAVED)
 def test_interleaved_is_torchs(torch_schedules: Any, p: int, v: int, m: int) -> None:
     theirs = torch_pipeline(torch_schedules.ScheduleInterleaved1F1B, stages=p, chunks=v, microbatches=m)
-    assert interleaved(stages=p, chunks=v, microbatches=m) == theirs
+    assert build_interleaved_1f1b_order(stages=p, chunks=v, microbatches=m) == theirs
 
 
 @pytest.mark.parametrize(("p", "v", "m"), INTERLEAVED)
 def test_zero_bubble_is_torchs(torch_schedules: Any, p: int, v: int, m: int) -> None:
     schedule = torch_schedules.ScheduleInterleavedZeroBubble
     theirs = torch_pipeline(schedule, stages=p, chunks=v, microbatches=m)
-    assert zero_bubble(stages=p, chunks=v, microbatches=m) == theirs
+    assert build_zero_bubble_order(stages=p, chunks=v, microbatches=m) == theirs
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in ONE_CHUNK if m % max(1, m // p) == 0])
@@ -119,13 +119,13 @@ def test_zero_bubble_of_one_chunk_is_torchs(torch_schedules: Any, p: int, m: int
     """Where torch accepts m (whole rounds); the order itself does not depend on the rounds."""
     schedule = torch_schedules.ScheduleInterleavedZeroBubble
     theirs = torch_pipeline(schedule, stages=p, chunks=1, microbatches=m)
-    assert zero_bubble(stages=p, chunks=1, microbatches=m) == theirs
+    assert build_zero_bubble_order(stages=p, chunks=1, microbatches=m) == theirs
 
 
 @pytest.mark.parametrize(("p", "v", "m"), INTERLEAVED)
 def test_interleaved_is_megatrons(megatron_schedules: Any, p: int, v: int, m: int) -> None:
     theirs = tuple(megatron_order(megatron_schedules, p, v, m, stage) for stage in range(p))
-    assert interleaved(stages=p, chunks=v, microbatches=m) == theirs
+    assert build_interleaved_1f1b_order(stages=p, chunks=v, microbatches=m) == theirs
 
 
 def megatron_order(megatron: Any, p: int, v: int, m: int, stage: int) -> tuple[PipelineOp, ...]:

@@ -9,10 +9,10 @@ from optimus.cost.module import PricedLayer
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import Phase, Template
 
-DIGITS = 12  # of a second: durations are whole picoseconds, the same on every machine
+SECONDS_DIGITS = 12  # of a second: durations are whole picoseconds, the same on every machine
 
 
-def chunk_phases(
+def build_op_template(
     layers: Sequence[PricedLayer],
     kind: OpKind,
     *,
@@ -36,7 +36,7 @@ def chunk_phases(
 
 
 # An op of a chunk with nothing to compute: it hands on what it gets, and makes no weight gradient.
-PASSING: dict[OpKind, Template] = {
+PASS_THROUGH_TEMPLATES: dict[OpKind, Template] = {
     kind: (Phase(name="pass", kind=OpKind.FORWARD if kind == OpKind.FORWARD else OpKind.INPUT_GRAD, layer=0),)
     for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
 }
@@ -66,7 +66,7 @@ class _Phases:
                     name=kernel.name,
                     kind=kernel.kind if compute else OpKind.LAUNCH,
                     layer=layer,
-                    duration_s=round(kernel.duration_s, DIGITS),
+                    duration_s=round(kernel.duration_s, SECONDS_DIGITS),
                     bytes=round(kernel.size_bytes),
                     lane=kernel.lane,
                     communicator=kernel.communicator,
@@ -106,7 +106,7 @@ class _Phases:
         return self._waits[place]
 
 
-def collective(
+def make_collective_kernel(
     name: str, lane: Lane, communicator: Communicator, seconds: float, size_bytes: float
 ) -> Kernel:
     """A collective that belongs to no layer, such as the seam's."""

@@ -11,18 +11,26 @@ from hypothesis import strategies as st
 from reference_replay import replay
 
 from optimus.ir.op import Lane, OpKind, Schedule
-from optimus.schedule.build import Builder, single
-from optimus.schedule.pipelines import Pipeline, interleaved, one_f_one_b, zero_bubble
-from optimus.schedule.simulate import Deadlock, evaluate
+from optimus.schedule.pipeline_orders import (
+    PipelineOrder,
+    build_1f1b_order,
+    build_interleaved_1f1b_order,
+    build_zero_bubble_order,
+)
+from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
+from optimus.schedule.simulator import ScheduleDeadlock, simulate_schedule
 
 UNIT = {OpKind.FORWARD: 1.0, OpKind.BACKWARD: 2.0, OpKind.INPUT_GRAD: 1.0, OpKind.WEIGHT_GRAD: 1.0}
 
 
-def pipeline_schedule(order: Pipeline, durations: dict[OpKind, float]) -> Schedule:
+def pipeline_schedule(order: PipelineOrder, durations: dict[OpKind, float]) -> Schedule:
     """Free communication: every op one row, waits only for data and its stage."""
     stages = len(order)
-    builder = Builder(["llm"], stages)
-    templates = {kind: single(kind, Lane.COMPUTE, float(seconds)) for kind, seconds in durations.items()}
+    builder = ScheduleBuilder(["llm"], stages)
+    templates = {
+        kind: make_single_kernel_graph(kind, Lane.COMPUTE, float(seconds))
+        for kind, seconds in durations.items()
+    }
     blocks: dict[tuple[str, int, int], int] = {}
     last = max(op.chunk for op in order[0]) * stages + stages - 1
     for stage, ops in enumerate(order):
@@ -43,11 +51,11 @@ def pipeline_schedule(order: Pipeline, durations: dict[OpKind, float]) -> Schedu
     return builder.build()
 
 
-def idle_per_busy(order: Pipeline) -> Fraction:
+def idle_per_busy(order: PipelineOrder) -> Fraction:
     """Exact: whole seconds stay whole in floating point."""
     schedule = pipeline_schedule(order, UNIT)
     busy = Fraction(schedule.duration_s.sum())
-    return Fraction(evaluate(schedule).step_s) * len(order) / busy - 1
+    return Fraction(simulate_schedule(schedule).step_s) * len(order) / busy - 1
 
 
 # ------------------------------------------------------------------------ closed forms
@@ -56,7 +64,7 @@ def idle_per_busy(order: Pipeline) -> Fraction:
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 23, 24, 31, 32])
 def test_1f1b_idles_p_minus_1_over_m(stages: int, microbatches: int) -> None:
-    order = one_f_one_b(stages=stages, microbatches=microbatches)
+    order = build_1f1b_order(stages=stages, microbatches=microbatches)
     assert idle_per_busy(order) == Fraction(stages - 1, microbatches)
 
 
@@ -64,7 +72,7 @@ def test_1f1b_idles_p_minus_1_over_m(stages: int, microbatches: int) -> None:
 @pytest.mark.parametrize("chunks", range(2, 6))
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
 def test_interleaved_idles_p_minus_1_over_v_m(stages: int, chunks: int, rounds: int) -> None:
-    order = interleaved(stages=stages, chunks=chunks, microbatches=stages * rounds)
+    order = build_interleaved_1f1b_order(stages=stages, chunks=chunks, microbatches=stages * rounds)
     assert idle_per_busy(order) == Fraction(stages - 1, chunks * stages * rounds)
 
 
@@ -72,7 +80,7 @@ def test_interleaved_idles_p_minus_1_over_v_m(stages: int, chunks: int, rounds: 
 @pytest.mark.parametrize("chunks", range(1, 5))
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
 def test_zero_bubble_idles_p_minus_1_over_3_v_m(stages: int, chunks: int, rounds: int) -> None:
-    order = zero_bubble(stages=stages, chunks=chunks, microbatches=stages * rounds)
+    order = build_zero_bubble_order(stages=stages, chunks=chunks, microbatches=stages * rounds)
     assert idle_per_busy(order) == Fraction(stages - 1, 3 * chunks * stages * rounds)
 
 
@@ -95,11 +103,11 @@ def test_equals_the_reference_replay(
         if split
         else (OpKind.FORWARD, OpKind.BACKWARD)
     )
-    make = zero_bubble if split else interleaved
+    make = build_zero_bubble_order if split else build_interleaved_1f1b_order
     order = make(stages=stages, chunks=chunks, microbatches=stages * rounds)
     seconds = dict(zip(kinds, durations, strict=False))
     schedule = pipeline_schedule(order, {kind: float(value) for kind, value in seconds.items()})
-    timeline = evaluate(schedule)
+    timeline = simulate_schedule(schedule)
     expected = replay(order, seconds)
     rows = iter(range(len(schedule)))
     for stage, ops in enumerate(order):
@@ -112,54 +120,54 @@ def test_equals_the_reference_replay(
 
 
 def test_compute_slows_down_only_while_a_collective_runs() -> None:
-    builder = Builder(["llm"], 1)
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
-    builder.add(single(OpKind.UNSHARD, Lane.DP, 2.2), device=0)
-    timeline = evaluate(builder.build(), slowdown=0.1)
+    builder = ScheduleBuilder(["llm"], 1)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
+    builder.add(make_single_kernel_graph(OpKind.UNSHARD, Lane.DP, 2.2), device=0)
+    timeline = simulate_schedule(builder.build(), slowdown=0.1)
     # 2.2 s at 1/1.1 of the speed do 2.0 s of work; 8.0 s are left.
     assert timeline.finish_s[0] == pytest.approx(10.2)
     assert timeline.finish_s[1] == pytest.approx(2.2)
 
 
 def test_two_collectives_at_once_slow_down_like_one() -> None:
-    builder = Builder(["llm"], 1)
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
-    builder.add(single(OpKind.UNSHARD, Lane.DP, 1.1), device=0)
-    builder.add(single(OpKind.FORWARD, Lane.TP, 2.2), device=0)
-    assert evaluate(builder.build(), slowdown=0.1).finish_s[0] == pytest.approx(10.2)
+    builder = ScheduleBuilder(["llm"], 1)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
+    builder.add(make_single_kernel_graph(OpKind.UNSHARD, Lane.DP, 1.1), device=0)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.TP, 2.2), device=0)
+    assert simulate_schedule(builder.build(), slowdown=0.1).finish_s[0] == pytest.approx(10.2)
 
 
 def test_a_collective_on_another_device_does_not_slow_down() -> None:
-    builder = Builder(["llm"], 2)
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
-    builder.add(single(OpKind.UNSHARD, Lane.DP, 5.0), device=1)
-    assert evaluate(builder.build(), slowdown=0.1).finish_s[0] == 10.0
+    builder = ScheduleBuilder(["llm"], 2)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 10.0), device=0)
+    builder.add(make_single_kernel_graph(OpKind.UNSHARD, Lane.DP, 5.0), device=1)
+    assert simulate_schedule(builder.build(), slowdown=0.1).finish_s[0] == 10.0
 
 
 def test_an_op_starts_no_earlier_than_the_host_has_issued_it() -> None:
-    builder = Builder(["llm"], 1)
+    builder = ScheduleBuilder(["llm"], 1)
     for _ in range(4):
-        builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 0.1), device=0)
-    assert evaluate(builder.build(), launch_s=1.0).start_s.tolist() == [0.0, 1.0, 2.0, 3.0]
+        builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 0.1), device=0)
+    assert simulate_schedule(builder.build(), launch_s=1.0).start_s.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_lanes_run_side_by_side_and_each_in_program_order() -> None:
-    builder = Builder(["llm"], 1)
-    first = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=0)
-    builder.add(single(OpKind.FORWARD, Lane.TP, 1.0), device=0, after=[first])
+    builder = ScheduleBuilder(["llm"], 1)
+    first = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=0)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.TP, 1.0), device=0, after=[first])
     builder.add(
-        single(OpKind.FORWARD, Lane.TP, 1.0), device=0
+        make_single_kernel_graph(OpKind.FORWARD, Lane.TP, 1.0), device=0
     )  # behind it in its lane, though it waits for nothing
-    assert evaluate(builder.build()).start_s.tolist() == [0.0, 3.0, 4.0]
+    assert simulate_schedule(builder.build()).start_s.tolist() == [0.0, 3.0, 4.0]
 
 
 def test_a_schedule_that_cannot_end_is_a_deadlock() -> None:
-    builder = Builder(["llm"], 1)
-    first = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
-    second = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
+    builder = ScheduleBuilder(["llm"], 1)
+    first = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
+    second = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0)
     builder.wait([first], [second])
-    with pytest.raises(Deadlock, match="2 ops never start"):
-        evaluate(builder.build())
+    with pytest.raises(ScheduleDeadlock, match="2 ops never start"):
+        simulate_schedule(builder.build())
 
 
 @settings(max_examples=50, deadline=None)
@@ -168,15 +176,15 @@ def test_random_graphs_equal_a_longest_path(data: st.DataObject) -> None:
     """Any lanes, any earlier dependencies: start = max(lane free, dependencies done)."""
     count = data.draw(st.integers(1, 40))
     devices = data.draw(st.integers(1, 3))
-    builder = Builder(["llm"], devices)
+    builder = ScheduleBuilder(["llm"], devices)
     free: dict[tuple[int, Lane], float] = {}
     finish: list[float] = []
     for op in range(count):
         device, lane = data.draw(st.integers(0, devices - 1)), data.draw(st.sampled_from(list(Lane)))
         seconds = data.draw(st.integers(0, 5))
         deps = data.draw(st.lists(st.integers(0, op - 1), max_size=3, unique=True)) if op else []
-        builder.add(single(OpKind.FORWARD, lane, float(seconds)), device=device, after=deps)
+        builder.add(make_single_kernel_graph(OpKind.FORWARD, lane, float(seconds)), device=device, after=deps)
         start = max([free.get((device, lane), 0.0), *(finish[dep] for dep in deps)])
         finish.append(start + seconds)
         free[device, lane] = finish[-1]
-    np.testing.assert_array_equal(evaluate(builder.build()).finish_s, finish)
+    np.testing.assert_array_equal(simulate_schedule(builder.build()).finish_s, finish)

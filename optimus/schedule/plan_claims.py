@@ -9,18 +9,18 @@ import numpy as np
 from optimus.ir.op import Ints, Lane, OpKind
 from optimus.ir.plan import REGIONS, ClassMemory, Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.schedule.lower import Lowered
-from optimus.schedule.program_table import Header, Lines
+from optimus.schedule.lower import LoweredPlan
+from optimus.schedule.program_table import HeaderArrays, ProgramTable
 
 LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(3)
 
 
-def claim_memory(
+def compute_class_memory(
     plan: Plan, programs: Sequence[Program], fixed: Sequence[Mapping[str, int]]
 ) -> tuple[ClassMemory, ...]:
     """High-water marks of what lives along every program, beside what is always there."""
     found = []
-    for device, alive in enumerate(alive_along(plan, programs)):
+    for device, alive in enumerate(live_bytes_by_line(plan, programs)):
         total = alive.sum(axis=1)
         most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(3, np.int64)
         llm, encoders, seam = (int(value) for value in most)
@@ -32,9 +32,9 @@ def claim_memory(
     return tuple(found)
 
 
-def alive_along(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
+def live_bytes_by_line(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
     """Of every device class: bytes alive while each line runs, by component (LLM, encoders, seam)."""
-    lines = Lines.of(Header(plan), programs)
+    lines = ProgramTable.of(HeaderArrays(plan), programs)
     comes, goes = _changes(lines)
     for device in range(len(programs)):
         mine = lines.device == device
@@ -42,7 +42,7 @@ def alive_along(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
         yield np.cumsum(comes[mine], axis=0) - np.cumsum(goes[mine], axis=0) + goes[mine]
 
 
-def _changes(lines: Lines) -> tuple[Ints, Ints]:
+def _changes(lines: ProgramTable) -> tuple[Ints, Ints]:
     """Bytes that every line begins to keep, and those it ends to keep, by component."""
     header, ops = lines.header, lines.ops
     comes: Ints = np.zeros((len(lines), 3), np.int64)
@@ -69,7 +69,7 @@ def _changes(lines: Lines) -> tuple[Ints, Ints]:
     return comes, goes
 
 
-def _held(header: Header) -> tuple[Ints, Ints]:
+def _held(header: HeaderArrays) -> tuple[Ints, Ints]:
     """Kept and made-again bytes by module and virtual stage."""
     shape = len(header.names), int(header.virtual_stages.max())
     kept, again = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -82,7 +82,7 @@ def _held(header: Header) -> tuple[Ints, Ints]:
     return kept, again
 
 
-def _add_seam(lines: Lines, comes: Ints, goes: Ints) -> None:
+def _add_seam(lines: ProgramTable, comes: Ints, goes: Ints) -> None:
     """Rows wait at LLM stage 0 from their receive to the end of the forward that they feed."""
     header, ops = lines.header, lines.ops
     size = np.array([header.plan.modules[name].seam_bytes for name in header.names], np.int64)
@@ -102,7 +102,7 @@ def _add_seam(lines: Lines, comes: Ints, goes: Ints) -> None:
     np.add.at(goes[:, SEAM], end, size[module])
 
 
-def claim_encoder_s(plan: Plan, lowered: Lowered) -> dict[str, float]:
+def encoder_seconds_by_region(plan: Plan, lowered: LoweredPlan) -> dict[str, float]:
     """Seconds of encoder compute before, in slots of, between and after a class's LLM phases."""
     schedule, timeline = lowered.schedule, lowered.timeline
     llm = plan.names.index(LLM)

@@ -8,22 +8,21 @@ import numpy as np
 
 from optimus.ir.op import RECVS, Communicator, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Program
-from optimus.schedule.build import group_by_first
-from optimus.schedule.messages import find_transfers
-from optimus.schedule.program_table import BACKWARDS, Header, Lines
+from optimus.schedule.program_table import BACKWARDS, HeaderArrays, ProgramTable, find_messages
+from optimus.schedule.schedule_builder import edges_to_csr
 
 Edges = tuple[Ints, Ints]  # lines, and the line that each of them waits for
 TRAFFIC = (OpKind.UNSHARD, OpKind.REDUCE_GRAD)
 
 
-def couple(
-    plan: Plan, programs: Sequence[Program], header: Header | None = None, *, ordered: bool = True
+def build_plan_schedule(
+    plan: Plan, programs: Sequence[Program], header: HeaderArrays | None = None, *, ordered: bool = True
 ) -> Schedule:
     """Programs as a schedule that can be played."""
-    return couple_lines(Lines.of(header or Header(plan), programs), ordered=ordered)
+    return build_schedule_of_table(ProgramTable.of(header or HeaderArrays(plan), programs), ordered=ordered)
 
 
-def couple_lines(lines: Lines, *, ordered: bool = True) -> Schedule:
+def build_schedule_of_table(lines: ProgramTable, *, ordered: bool = True) -> Schedule:
     """Lines as a schedule that can be played.
 
     Communication is posted behind all compute that stands before it; if lines are not `ordered` (yet, or on
@@ -31,7 +30,7 @@ def couple_lines(lines: Lines, *, ordered: bool = True) -> Schedule:
     """
     plan, graph = lines.header.plan, _Graph(lines)
     edges = [np.stack(pair, axis=1) for pair in (*graph.edges(), graph.posted(ordered=ordered))]
-    dep_offset, deps = group_by_first(np.concatenate(edges), len(lines))
+    dep_offset, deps = edges_to_csr(np.concatenate(edges), len(lines))
     return Schedule(
         modules=plan.names,
         num_devices=lines.header.devices,
@@ -57,7 +56,7 @@ def couple_lines(lines: Lines, *, ordered: bool = True) -> Schedule:
 class _Graph:
     """Columns and edges of all lines."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: ProgramTable) -> None:
         self._lines, self._header = lines, lines.header
         here, phase, header = lines.phases, lines.phase[lines.phases], lines.header
         count = len(lines)
@@ -76,7 +75,7 @@ class _Graph:
 
     def _fill_transfers(self) -> None:
         """Sends and receives; `self._sent` is the line of every message's send."""
-        lines, transfers = self._lines, find_transfers(self._lines)
+        lines, transfers = self._lines, find_messages(self._lines)
         self._transfers = transfers
         by_key: Ints = np.full(len(lines.ops.number), -1, np.int64)
         moves = np.flatnonzero((lines.kind >= OpKind.SEND_F) & (lines.kind <= OpKind.RECV_SEAM_B))

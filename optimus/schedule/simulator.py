@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
-from optimus.schedule._numba import compiled
+from optimus.schedule._numba import njit_cached
 
 _COMPUTE, _TP, _DP = int(Lane.COMPUTE), int(Lane.TP), int(Lane.DP)
 
 
-class Deadlock(RuntimeError):
+class ScheduleDeadlock(RuntimeError):
     """A schedule that cannot end: some op waits for one that stands behind it. Whoever made it is wrong."""
 
 
@@ -27,7 +27,7 @@ class Timeline:
     step_s: float
 
 
-def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0) -> Timeline:
+def simulate_schedule(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0) -> Timeline:
     """Plays `schedule` and returns its timeline.
 
     A compute op runs slower by `slowdown` while a collective (lanes tp and dp) is resident on its
@@ -35,9 +35,11 @@ def evaluate(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0
     The host of a device issues its ops in program order, one per `launch_s`, and never waits; a WAIT
     costs it nothing. An op starts no earlier than it was issued, and a SEND no earlier than its RECV.
     """
-    issued = launch_s * issues_before(schedule.device, schedule.kind != OpKind.WAIT, schedule.num_devices)
+    issued = launch_s * count_launches_before(
+        schedule.device, schedule.kind != OpKind.WAIT, schedule.num_devices
+    )
     nothing = np.zeros(0)
-    return _played(schedule, slowdown, issued, rank=nothing, due_s=nothing, patience_s=0.0)[0]
+    return _run_event_loop(schedule, slowdown, issued, rank=nothing, due_s=nothing, patience_s=0.0)[0]
 
 
 def list_schedule(
@@ -56,10 +58,10 @@ def list_schedule(
     one was; who is overdue is expected after as long again, or after `patience_s`. No op starts before
     `held_s`.
     """
-    return _played(schedule, slowdown, held_s.copy(), rank=rank, due_s=due_s, patience_s=patience_s)
+    return _run_event_loop(schedule, slowdown, held_s.copy(), rank=rank, due_s=due_s, patience_s=patience_s)
 
 
-def _played(
+def _run_event_loop(
     schedule: Schedule,
     slowdown: float,
     issued: Floats,
@@ -82,7 +84,7 @@ def _played(
     start, finish = np.full(len(schedule), -1.0), np.full(len(schedule), -1.0)
     turn = np.full(len(schedule) if len(rank) else 0, -1, np.int64)
     meeting, missing, member_offset, members = _meetings(schedule)
-    _play(
+    _event_loop(
         lane,
         schedule.num_devices * NUM_LANES,
         schedule.duration_s,
@@ -105,7 +107,7 @@ def _played(
     start[received], finish[received] = start[sent], finish[sent]
     stuck = np.flatnonzero(finish < 0)
     if len(stuck):
-        raise Deadlock(f"{len(stuck)} ops never start; the first is {schedule[int(stuck[0])]}")
+        raise ScheduleDeadlock(f"{len(stuck)} ops never start; the first is {schedule[int(stuck[0])]}")
     return Timeline(start_s=start, finish_s=finish, step_s=float(finish.max(initial=0.0))), turn
 
 
@@ -121,8 +123,8 @@ def _meetings(schedule: Schedule) -> tuple[Ints, Ints, Ints, Ints]:
     return meeting, sizes, np.concatenate([[0], np.cumsum(sizes)]), members
 
 
-@compiled
-def _play(  # noqa: PLR0915
+@njit_cached
+def _event_loop(  # noqa: PLR0915
     lane: NDArray[Any],
     num_lanes: int,
     duration: Floats,
@@ -255,7 +257,7 @@ def _play(  # noqa: PLR0915
                 num_free += 1
 
 
-@compiled
+@njit_cached
 def _rescale(
     device: int,
     now: float,
@@ -274,8 +276,8 @@ def _rescale(
         _sift_down(place[compute], key, heap, place, size)
 
 
-@compiled
-def issues_before(device: NDArray[Any], launches: NDArray[Any], num_devices: int) -> Floats:
+@njit_cached
+def count_launches_before(device: NDArray[Any], launches: NDArray[Any], num_devices: int) -> Floats:
     """How many launches the host of each op's device has behind it when it comes to the op."""
     issued = np.empty(len(device), np.float64)
     count = np.zeros(num_devices, np.int64)
@@ -285,7 +287,7 @@ def issues_before(device: NDArray[Any], launches: NDArray[Any], num_devices: int
     return issued
 
 
-@compiled
+@njit_cached
 def _reverse(count: int, dep_offset: NDArray[Any], deps: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Followers of every op, from the dependencies of every op."""
     offset = np.zeros(count + 1, np.int64)
@@ -303,7 +305,7 @@ def _reverse(count: int, dep_offset: NDArray[Any], deps: NDArray[Any]) -> tuple[
     return offset, followers
 
 
-@compiled
+@njit_cached
 def _queues(lane: NDArray[Any], rank: Floats, num_lanes: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """Ops of every lane in program order, but for those that are free."""
     listing = len(rank) > 0
@@ -322,7 +324,7 @@ def _queues(lane: NDArray[Any], rank: Floats, num_lanes: int) -> tuple[NDArray[A
     return offset, queue
 
 
-@compiled
+@njit_cached
 def _offer(op: int, here: int, rank: Floats, offered: NDArray[Any], behind: NDArray[Any]) -> None:
     """Puts a free op that is ready among those of its lane, by rank."""
     before, after = -1, offered[here]
@@ -335,7 +337,7 @@ def _offer(op: int, here: int, rank: Floats, offered: NDArray[Any], behind: NDAr
         behind[before] = op
 
 
-@compiled
+@njit_cached
 def _take(here: int, room: float, duration: Floats, offered: NDArray[Any], behind: NDArray[Any]) -> int:
     """The first free op of the lane that is no longer than `room` (-1: none), no more offered."""
     before, op = -1, offered[here]
@@ -352,12 +354,12 @@ def _take(here: int, room: float, duration: Floats, offered: NDArray[Any], behin
 # A binary heap of lanes by their next event; ties go to the lower lane, so that runs repeat.
 
 
-@compiled
+@njit_cached
 def _before(a: int, b: int, key: Floats) -> bool:
     return bool(key[a] < key[b] or (key[a] == key[b] and a < b))
 
 
-@compiled
+@njit_cached
 def _insert(here: int, key: Floats, heap: NDArray[Any], place: NDArray[Any], size: int) -> int:
     """Puts a lane into the heap, or to where it belongs now if it is there; the new size of the heap."""
     if place[here] < 0:
@@ -369,7 +371,7 @@ def _insert(here: int, key: Floats, heap: NDArray[Any], place: NDArray[Any], siz
     return size
 
 
-@compiled
+@njit_cached
 def _remove_first(key: Floats, heap: NDArray[Any], place: NDArray[Any], size: int) -> int:
     place[heap[0]] = -1
     size -= 1
@@ -380,7 +382,7 @@ def _remove_first(key: Floats, heap: NDArray[Any], place: NDArray[Any], size: in
     return size
 
 
-@compiled
+@njit_cached
 def _sift_up(index: int, key: Floats, heap: NDArray[Any], place: NDArray[Any]) -> None:
     here = heap[index]
     while index > 0:
@@ -394,7 +396,7 @@ def _sift_up(index: int, key: Floats, heap: NDArray[Any], place: NDArray[Any]) -
     place[here] = index
 
 
-@compiled
+@njit_cached
 def _sift_down(index: int, key: Floats, heap: NDArray[Any], place: NDArray[Any], size: int) -> None:
     here = heap[index]
     while True:

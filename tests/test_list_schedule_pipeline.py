@@ -11,9 +11,15 @@ from reference_replay import dependency
 
 from optimus.ir.op import OpKind
 from optimus.planner.systems.pipeline_search import least_s, slides
-from optimus.schedule.list_pipeline import PRIORITIES, UNLIMITED, OpTimes, Priority, greedy
-from optimus.schedule.local_search import shorten_draft
-from optimus.schedule.pipelines import Pipeline
+from optimus.schedule.local_search import shorten_pipeline_order
+from optimus.schedule.pipeline_orders import (
+    PRIORITIES,
+    UNLIMITED_CHUNKS,
+    OpTimes,
+    PipelineOrder,
+    Priority,
+    list_schedule_pipeline,
+)
 
 SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.FORWARD, OpKind.BACKWARD)
 
@@ -34,7 +40,7 @@ def op_times(draw: st.DrawFn) -> OpTimes:
     return OpTimes(stages=stages, seconds=seconds, send_s=[0.0] * count if stages == 1 else draw(durations))
 
 
-def replayed_s(order: Pipeline, times: OpTimes) -> float:
+def replayed_s(order: PipelineOrder, times: OpTimes) -> float:
     """Makespan of an order, or KeyError if some op stands before one that it waits for."""
     ends: dict[object, float] = {}
     clock = [0.0] * times.stages
@@ -60,13 +66,13 @@ def replayed_s(order: Pipeline, times: OpTimes) -> float:
 
 
 @settings(deadline=None, max_examples=60)
-@given(op_times(), st.integers(1, 6), st.sampled_from((1, 3, UNLIMITED)), st.sampled_from(PRIORITIES))
+@given(op_times(), st.integers(1, 6), st.sampled_from((1, 3, UNLIMITED_CHUNKS)), st.sampled_from(PRIORITIES))
 def test_orders_run_in_the_time_they_claim(
     times: OpTimes, microbatches: int, cap: int, priority: Priority
 ) -> None:
-    drafts = [greedy(times, microbatches, cap=cap, priority=priority)]
+    drafts = [list_schedule_pipeline(times, microbatches, cap=cap, priority=priority)]
     drafts.append(
-        shorten_draft(drafts[0], rounds=5, random=Random(0), enough_s=0.0, accept=lambda draft: True)
+        shorten_pipeline_order(drafts[0], rounds=5, random=Random(0), enough_s=0.0, accept=lambda draft: True)
     )
     for draft in drafts:
         assert sum(map(len, draft.order)) == len(draft.starts)
@@ -81,14 +87,14 @@ def test_without_a_cap_only_the_first_forwards_are_waited_for(
     stages: int, chunks: int, microbatches: int
 ) -> None:
     """ZB-H2: the last stage starts `stages - 1` forwards late and is never idle again."""
-    step_s = greedy(uniform(stages, chunks), microbatches).step_s
+    step_s = list_schedule_pipeline(uniform(stages, chunks), microbatches).step_s
     assert step_s == stages - 1 + 3 * chunks * microbatches
 
 
 @pytest.mark.parametrize("cap", [1, 2, 4, 8])
 @pytest.mark.parametrize("kinds", [SPLIT, WHOLE])
 def test_a_cap_limits_what_is_alive(cap: int, kinds: tuple[OpKind, ...]) -> None:
-    for ops in greedy(uniform(4, 1, kinds), 8, cap=cap).order:
+    for ops in list_schedule_pipeline(uniform(4, 1, kinds), 8, cap=cap).order:
         alive = most = 0
         for op in ops:
             alive += (op.kind is OpKind.FORWARD) - (op.kind is kinds[-1])
@@ -102,9 +108,10 @@ def test_shaking_accepts_only_what_it_may() -> None:
         seconds={OpKind.FORWARD: [3.0, 1.0], OpKind.INPUT_GRAD: [1.0, 4.0], OpKind.WEIGHT_GRAD: [2.0, 2.0]},
         send_s=[0.0, 0.0],
     )
-    draft = greedy(times, 5, cap=1)
+    draft = list_schedule_pipeline(times, 5, cap=1)
     assert (
-        shorten_draft(draft, rounds=20, random=Random(0), enough_s=0.0, accept=lambda other: False) is draft
+        shorten_pipeline_order(draft, rounds=20, random=Random(0), enough_s=0.0, accept=lambda other: False)
+        is draft
     )
 
 

@@ -14,21 +14,27 @@ from tiny_plans import tiny_plan
 from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.schedule.build import Builder, single
-from optimus.schedule.dependencies import couple
-from optimus.schedule.noise import ROUGH, NoisyKernels, Places
-from optimus.schedule.priority_streams import TwoStreams
+from optimus.schedule.noisy_replay import (
+    JITTER_STRAGGLERS_HICCUPS,
+    ModulePlacement,
+    NoisyDurations,
+    PriorityStreamReplay,
+)
+from optimus.schedule.plan_schedule import build_plan_schedule
 from optimus.schedule.program_table import Bools
-from optimus.schedule.simulate import Timeline, evaluate
+from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
+from optimus.schedule.simulator import Timeline, simulate_schedule
 
 LATE = 1e-9
 
 
 def played(plan: Plan, seed: int, *, launch_s: float = 0.0) -> tuple[Schedule, Floats, Timeline]:
     """A plan under noise, in two streams; compute is not slowed down, so that durations can be seen."""
-    schedule = couple(plan, plan.programs, ordered=False)
-    duration_s = NoisyKernels(schedule, Places.of_plan(plan)).durations(ROUGH, seed)
-    return schedule, duration_s, TwoStreams(schedule, launch_s=launch_s).play(duration_s)
+    schedule = build_plan_schedule(plan, plan.programs, ordered=False)
+    duration_s = NoisyDurations(schedule, ModulePlacement.of_plan(plan)).durations(
+        JITTER_STRAGGLERS_HICCUPS, seed
+    )
+    return schedule, duration_s, PriorityStreamReplay(schedule, launch_s=launch_s).play(duration_s)
 
 
 def ready_s(schedule: Schedule, timeline: Timeline) -> Floats:
@@ -116,13 +122,13 @@ def test_the_llm_s_compute_is_not_issued_early(seed: int) -> None:
 
 def late_llm(encoder_s: float) -> Timeline:
     """In the plan: an LLM kernel, an encoder kernel, an LLM kernel that becomes ready at 3 s."""
-    builder = Builder(["vit", LLM], 2)
-    other = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=1)
+    builder = ScheduleBuilder(["vit", LLM], 2)
+    other = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 3.0), device=1)
     for seconds, after in ((1.0, []), (encoder_s, []), (1.0, [other])):
-        builder.add(single(OpKind.FORWARD, Lane.COMPUTE, seconds), device=0, after=after)
+        builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, seconds), device=0, after=after)
     schedule = builder.build()
     schedule.module[:] = [1, 0, 1, 1] if schedule.device[0] == 0 else [1, 1, 0, 1]
-    return TwoStreams(schedule).play(schedule.duration_s)
+    return PriorityStreamReplay(schedule).play(schedule.duration_s)
 
 
 def test_a_running_encoder_kernel_is_not_interrupted() -> None:
@@ -132,13 +138,13 @@ def test_a_running_encoder_kernel_is_not_interrupted() -> None:
 
 def test_the_llm_overtakes_encoder_work_that_is_late() -> None:
     """In the plan's order it would wait for an encoder kernel until 5 s."""
-    builder = Builder(["vit", LLM], 2)
-    other = builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 4.0), device=1)
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
-    builder.add(single(OpKind.FORWARD, Lane.COMPUTE, 2.0), device=0)
+    builder = ScheduleBuilder(["vit", LLM], 2)
+    other = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 4.0), device=1)
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 1.0), device=0, after=[other])
+    builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, 2.0), device=0)
     schedule = builder.build()
     here = np.flatnonzero(schedule.device == 0)
     schedule.module[:] = 1
     schedule.module[here[0]] = 0
-    assert evaluate(schedule).start_s[here].tolist() == [4.0, 5.0]
-    assert TwoStreams(schedule).play(schedule.duration_s).start_s[here].tolist() == [4.0, 0.0]
+    assert simulate_schedule(schedule).start_s[here].tolist() == [4.0, 5.0]
+    assert PriorityStreamReplay(schedule).play(schedule.duration_s).start_s[here].tolist() == [4.0, 0.0]
