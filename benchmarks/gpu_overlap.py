@@ -25,7 +25,7 @@ from benchmarks.gpu_streams import (
     spread,
     timer_of,
 )
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.cost.network import Collective
 
 FILLER_PARTS = 8  # of a GEMM: one part is much shorter than the collective
@@ -114,7 +114,7 @@ def compute_slowdown(worker: Worker) -> dict[str, Any]:
         name: median(row["slowdown"]["median"] for row in rows if row["kernel"] == name) for name in kernels
     }
     return {
-        "assumed": preset("default").residence_slowdown,
+        "assumed": get_preset("default").residence_slowdown,
         **medians,
         "gemm_beside_a_waiting_collective": waiting["slowdown"]["median"],
         "rows": [*rows, waiting],

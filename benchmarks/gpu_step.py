@@ -37,7 +37,7 @@ from optimus.job.job import Job
 from optimus.job.read import find_job, load_cluster
 from optimus.models.build import layer_count
 from optimus.planner.planning import make_plan
-from optimus.planner.systems.layer_partition import smallest_maximum_cut
+from optimus.planner.systems.layer_partition import minimize_largest_stage
 
 GPU_JOB, CPU_JOB = "gpu/bench-vl", "cpu/tiny-vl"
 CPU_SEQUENCES = 4  # of a smoke test
@@ -53,12 +53,12 @@ TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}  # relative, of losses a
 Cutter = Callable[[Sequence[float], int, int], Cut]  # of seconds by layer, encoder layers, ranks
 TORCH_VARIANTS: dict[str, tuple[str, Cutter]] = {
     "stage0 1F1B": ("1F1B", stage0_cut),
-    "balanced 1F1B": ("1F1B", lambda weights, _, ranks: smallest_maximum_cut(weights, ranks)),
+    "balanced 1F1B": ("1F1B", lambda weights, _, ranks: minimize_largest_stage(weights, ranks)),
     "balanced Interleaved": (
         "Interleaved1F1B",
-        lambda weights, _, ranks: smallest_maximum_cut(weights, 2 * ranks),
+        lambda weights, _, ranks: minimize_largest_stage(weights, 2 * ranks),
     ),
-    "balanced ZBV": ("ZBVZeroBubble", lambda weights, _, ranks: smallest_maximum_cut(weights, 2 * ranks)),
+    "balanced ZBV": ("ZBVZeroBubble", lambda weights, _, ranks: minimize_largest_stage(weights, 2 * ranks)),
 }
 CPU_VARIANTS = ("balanced 1F1B", "balanced ZBV")  # of a smoke test
 

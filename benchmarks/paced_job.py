@@ -20,7 +20,7 @@ from benchmarks.paced_torch import CutSearch, PacedTorchVariant, Programs, Torch
 from optimus.errors import UserError, one_of
 from optimus.ir.module_times import EncoderBlocks, Seconds
 from optimus.ir.plan import Plan
-from optimus.planner.systems.layer_partition import smallest_maximum_cut
+from optimus.planner.systems.layer_partition import minimize_largest_stage
 from optimus.planner.user_modules import plan_modules
 from optimus.schedule.stage_costs import Cut
 
@@ -153,10 +153,10 @@ class PacedJob:
         """Puts the encoder in stage 0, and the LLM's layers evenly behind it, or few of them on its rank."""
         first, stages = self.ranks * ENCODER_LAYERS, self.ranks * pipeline.chunks
         layers = [1.0] * (self.ranks * LLM_LAYERS)
-        sizes = [[b - a for a, b in pairwise(smallest_maximum_cut(layers, stages - 1))]]
+        sizes = [[b - a for a, b in pairwise(minimize_largest_stage(layers, stages - 1))]]
         if pipeline.chunks > 1:
             few = pipeline.chunks - 1  # one layer in every later chunk of that rank
-            spread = [b - a for a, b in pairwise(smallest_maximum_cut(layers[few:], stages - 1 - few))]
+            spread = [b - a for a, b in pairwise(minimize_largest_stage(layers[few:], stages - 1 - few))]
             for chunk in range(1, pipeline.chunks):
                 spread.insert(chunk * self.ranks - 1, 1)
             sizes.append(spread)

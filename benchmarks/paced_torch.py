@@ -25,7 +25,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from benchmarks.paced_clock import MEANS, Draws, PacedClock, PacedLink
 from benchmarks.variants import stages_of
 from optimus.engine.torch_private import fake_world
-from optimus.planner.systems.layer_partition import neighbours, proportional_cut, smallest_maximum_cut
+from optimus.planner.systems.layer_partition import (
+    cut_proportionally,
+    minimize_largest_stage,
+    neighbouring_cuts,
+)
 from optimus.schedule.stage_costs import Cut
 
 MAX_REPLAYS = 300  # of a search; a count and not a time, so that results repeat
@@ -259,7 +263,7 @@ def _improve(best: Cut, best_s: float, replayed_s: Callable[[Cut], float]) -> Cu
     replays, improved, seen = 0, True, {best}
     while improved and replays < MAX_REPLAYS:
         improved = False
-        for cut in neighbours(best):
+        for cut in neighbouring_cuts(best):
             if cut in seen or replays >= MAX_REPLAYS:
                 continue
             seen.add(cut)
@@ -274,10 +278,10 @@ def balanced_cuts(weights: Sequence[float], parts: int) -> tuple[Cut, ...]:
     """Returns cuts by seconds, from the front, from the back and by equal shares; and by layer counts."""
     count, even = len(weights), [1.0] * len(weights)
     cuts: dict[Cut, None] = {}
-    for cut_of in (smallest_maximum_cut, proportional_cut):
+    for cut_of in (minimize_largest_stage, cut_proportionally):
         cuts[cut_of(weights, parts)] = None
         cuts[tuple(count - place for place in reversed(cut_of(weights[::-1], parts)))] = None
-    return (*cuts, proportional_cut(even, parts))
+    return (*cuts, cut_proportionally(even, parts))
 
 
 # ---------------------------------------------------------------------------- replay

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.paced_clock import PacedLink
-from optimus.cost.assumptions import Assumptions, preset
-from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint
+from optimus.cost.assumptions import Assumptions, get_preset
+from optimus.cost.measured_profile import LayerClass, Profile, SegmentMeasurement, hash_module_shape
 from optimus.errors import UserError, one_of
 from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
@@ -25,7 +25,7 @@ from optimus.job.layout import Constraints, LayoutChoice, Limits
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.workload import PackedSequence, Workload
 from optimus.planner.context import PlanningContext
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
 
 VISION = "vision"
 TOKENS, WIDTH, IMAGES, MERGE = 64, 32, (8, 8), 4
@@ -44,7 +44,7 @@ LAYER_S: dict[OpKind, dict[str, float]] = {
              "norm2": 0.0, "up": KERNEL_S, "down": KERNEL_S},
     OpKind.WEIGHT_GRAD: {"qkv": KERNEL_S, "out": KERNEL_S, "up": KERNEL_S, "down": KERNEL_S},
 }  # fmt: skip
-END_S: dict[Layers, dict[OpKind, tuple[str, float]]] = {
+END_S: dict[LayerClass, dict[OpKind, tuple[str, float]]] = {
     "embedding": {OpKind.FORWARD: ("embedding", SMALL_S), OpKind.WEIGHT_GRAD: ("embedding", SMALL_S)},
     "head": dict.fromkeys((OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), ("head", KERNEL_S)),
     "projector": dict.fromkeys(
@@ -194,30 +194,30 @@ class TpJob:
         )
 
     def context(self, job: Job) -> PlanningContext:
-        context, _ = decide_context(job, ASSUMPTIONS, profile_of(job))
+        context, _ = choose_smallest_context(job, ASSUMPTIONS, profile_of(job))
         return context
 
 
 # No slow-down under collectives, no launch cost, no optimizer.
 ASSUMPTIONS: Assumptions = replace(
-    preset("default"), residence_slowdown=0.0, launch_s=0.0, optimizer_time=False
+    get_preset("default"), residence_slowdown=0.0, launch_s=0.0, optimizer_time=False
 )
 
 
 def profile_of(job: Job) -> Profile:
     """Returns the seconds of every kernel as planners read them: the LLM at tp 2, an image at tp 1."""
-    rows: list[SegmentTime] = []
+    rows: list[SegmentMeasurement] = []
     for module in job.model.modules:
         tp = TP if module.name == LLM else 1
         tokens = TOKENS if module.name == LLM else IMAGES[0] * MERGE
         rows += _rows(module.name, tp, tokens)
-    modules = tuple((module.name, fingerprint(module)) for module in job.model.modules)
+    modules = tuple((module.name, hash_module_shape(module)) for module in job.model.modules)
     return Profile(name="paced", modules=modules, segments=tuple(rows), issue_s=0.0)
 
 
-def _rows(module: str, tp: int, tokens: int) -> Iterator[SegmentTime]:
-    def row(layers: Layers, kind: OpKind, kernel: str, seconds: float) -> SegmentTime:
-        return SegmentTime(
+def _rows(module: str, tp: int, tokens: int) -> Iterator[SegmentMeasurement]:
+    def row(layers: LayerClass, kind: OpKind, kernel: str, seconds: float) -> SegmentMeasurement:
+        return SegmentMeasurement(
             module=module,
             layers=layers,
             segment=kernel,
@@ -234,7 +234,7 @@ def _rows(module: str, tp: int, tokens: int) -> Iterator[SegmentTime]:
     for kind, kernels in LAYER_S.items():
         for kernel, seconds in kernels.items():
             yield row("full", kind, kernel, seconds)
-    last: Layers = "head" if module == LLM else "projector"
+    last: LayerClass = "head" if module == LLM else "projector"
     first = END_S["embedding"] if module == LLM else PATCHES
     for layers, ends in (("embedding", first), (last, END_S[last])):
         for kind, (kernel, seconds) in ends.items():

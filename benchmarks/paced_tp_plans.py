@@ -12,10 +12,10 @@ from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, finish_plan
-from optimus.planner.systems.colocated import ColocatedEncoder
+from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.systems.colocated_plan import ColocatedEncoder
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.llm_only import llm_pipeline
+from optimus.planner.systems.llm_only import build_llm_pipeline
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.slots import SlotlessCandidate
 from optimus.schedule.fill import expand_to_all_tp_blocks, order_encoders_around_llm
@@ -70,7 +70,7 @@ class _Plans:
 
     def __init__(self, job: TpJob) -> None:
         self._job, self._context = job, job.context(job.job)
-        self._plain = llm_pipeline(self._context, order_name="1f1b")
+        self._plain = build_llm_pipeline(self._context, order_name="1f1b")
 
     @cached_property
     def coarse(self) -> tuple[FilledPlan, FilledPlan]:
@@ -91,7 +91,7 @@ class _Plans:
     def floor(self) -> FilledPlan:
         context = self._job.context(self._job.llm_only)
         plans = (
-            ColocationCandidate(context, llm_pipeline(context, order_name=order), {}).best_shifted()
+            ColocationCandidate(context, build_llm_pipeline(context, order_name=order), {}).best_shifted()
             for order in ORDERS
         )
         return min(plans, key=_step_s)
@@ -109,7 +109,7 @@ def _split_trials(job: TpJob, context: PlanningContext) -> Iterator[ColocationCa
         for split in (False, True):
             if split or order != "1f1b":
                 yield ColocationCandidate(
-                    context, llm_pipeline(context, order_name=order), _placement(job, split=split)
+                    context, build_llm_pipeline(context, order_name=order), _placement(job, split=split)
                 )
 
 
@@ -132,7 +132,7 @@ class _Dealt(ColocationCandidate):
     def coarse(self) -> FilledPlan:
         orders = list(order_encoders_around_llm(self.header, self.base))
         header, orders = expand_to_all_tp_blocks(self._whole.header(strategy="optimus"), self.header, orders)
-        return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=0.0)
+        return lower_to_plan(header, orders, self._whole.fixed_bytes(), estimate_s=0.0)
 
 
 def _coarse_plans(

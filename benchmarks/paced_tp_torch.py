@@ -34,7 +34,7 @@ from benchmarks.paced_torch import (
 from benchmarks.paced_tp_job import COLLECTIVE_S, LAYER_S, P2P_LINK, TOKENS, TP, WIDTH, TpJob
 from optimus.engine.process_groups import ProcessGroups
 from optimus.ir.op import OpKind
-from optimus.planner.systems.layer_partition import smallest_maximum_cut
+from optimus.planner.systems.layer_partition import minimize_largest_stage
 from optimus.schedule.stage_costs import Cut
 
 DTYPE = torch.bfloat16
@@ -70,7 +70,7 @@ def torch_variants(job: TpJob) -> dict[str, CutSearch]:
 def _stage0(job: TpJob, pipeline: TorchPipeline) -> CutSearch:
     """Puts the encoder in stage 0, and the LLM's layers evenly behind it."""
     first, halves = 2 * job.encoder_layers, _halves_s(job)
-    start = (0, *(first + at for at in smallest_maximum_cut(halves[first:], job.pp - 1)))
+    start = (0, *(first + at for at in minimize_largest_stage(halves[first:], job.pp - 1)))
     make = partial(_variant, job, pipeline)
     return CutSearch(pipeline=pipeline, starts=(start,), make=make, is_fixed=True)
 

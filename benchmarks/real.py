@@ -12,8 +12,8 @@ from benchmarks.ranks import Progress, Report, run_pinned_ranks
 from benchmarks.report import BenchResult, VariantTime
 from benchmarks.timing import Timings, alternate, check_losses, total_loss, variant_times
 from benchmarks.variants import OURS, Cut, StepSetup, TorchVariant, Variants, layers_in_order
-from optimus.cost.assumptions import preset
-from optimus.cost.measured import Profile
+from optimus.cost.assumptions import get_preset
+from optimus.cost.measured_profile import Profile
 from optimus.errors import UserError, nearest
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
@@ -21,11 +21,11 @@ from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.models.build import layer_count
 from optimus.planner.context import PlanningContext
-from optimus.planner.layouts import decide_context
-from optimus.planner.systems.colocated import encoder_layout
+from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.layer_partition import smallest_maximum_cut
-from optimus.planner.systems.llm_only import llm_pipeline
+from optimus.planner.systems.layer_partition import minimize_largest_stage
+from optimus.planner.systems.llm_only import build_llm_pipeline
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import profile_job
@@ -112,7 +112,7 @@ def prepare(names: Sequence[str], progress: Progress) -> StepSetup:
     links = measure_links()
     profile = replace(profile, name="of this machine", links=links)
     job = replace(job, cluster=describe_machine(links, ranks=2))
-    context, _ = decide_context(job, preset("default"), profile)
+    context, _ = choose_smallest_context(job, get_preset("default"), profile)
     plan, how = best_plan(context)
     weights = layer_seconds(context)
     encoder_layers = sum(layer_count(module) for module in job.model.encoders)
@@ -140,8 +140,8 @@ def best_plan(context: PlanningContext) -> tuple[Plan, str]:
     """Returns the best of a few LLM orders, by replay, and its description."""
     plans: list[tuple[float, int, Plan, str]] = []
     for chunks, order in ((1, "1f1b"), (2, "interleaved"), (1, "zero-bubble"), (2, "zero-bubble")):
-        llm = llm_pipeline(context, chunks=chunks, order_name=order)
-        layout = encoder_layout(llm.layout, pp=1, tp=1)
+        llm = build_llm_pipeline(context, chunks=chunks, order_name=order)
+        layout = encoder_layout_on_llm_gpus(llm.layout, pp=1, tp=1)
         whole = EncoderPlacement(layout=layout, recompute="none", split=False)
         filled = ColocationCandidate(
             context, llm, {encoder.name: whole for encoder in context.job.model.encoders}
@@ -176,7 +176,7 @@ def even_cut(weights: Sequence[float], ranks: tuple[tuple[int, ...], ...]) -> Cu
 
 def stage0_cut(weights: Sequence[float], encoder_layers: int, parts: int) -> Cut:
     """Cuts the LLM evenly, and puts the whole encoder in front of its first part."""
-    inner = smallest_maximum_cut(weights[encoder_layers:], parts)
+    inner = minimize_largest_stage(weights[encoder_layers:], parts)
     return (0, *(encoder_layers + at for at in inner[1:]))
 
 

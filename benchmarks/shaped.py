@@ -24,7 +24,7 @@ from benchmarks.ranks import PINNED_TIMEOUT_S, Progress, Report, prioritize_gloo
 from benchmarks.report import BenchResult
 from benchmarks.shaped_net import INTERFACE, enter_namespace, shaped_links
 from benchmarks.timing import Timings, alternate, check_losses, total_loss, variant_times
-from optimus.cost.measured import Profile
+from optimus.cost.measured_profile import Profile
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import ProcessGroups, make_groups
@@ -38,9 +38,9 @@ from optimus.job.layout import LayoutChoice
 from optimus.job.model import BF16_BYTES
 from optimus.job.read import find_job
 from optimus.models.collectives import TpGroup
+from optimus.planner.plan_replay import replay_plan
 from optimus.planner.planning import make_plan
-from optimus.planner.replaying import replay_plan
-from optimus.planner.systems.slots import without_slots
+from optimus.planner.systems.slots import remove_tp_slots
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import LocalTpGroup, profile_job
@@ -267,7 +267,7 @@ def prepare(comparison: LinkComparison, namespaces: Sequence[str], progress: Pro
     layout = replace(job.layout, modules={LLM: comparison.layout, **replicated})
     job = replace(job, cluster=cluster, layout=layout)
     plan = make_plan(job, profile=replace(profile, name="of this machine"), systems=()).plan
-    slotless = plan if tp == 1 else without_slots(plan).plan
+    slotless = plan if tp == 1 else remove_tp_slots(plan).plan
     plans = {name: plan if each.has_slots else slotless for name, each in comparison.variants.items()}
     return ShapedSetup(comparison=comparison, job=job, plans=plans, predicted_s=predict(comparison, plans))
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from optimus.job.read import load_job as load_job
     from optimus.job.read import make_job as make_job
     from optimus.planner.compare import compare_systems as simulate
-    from optimus.planner.planning import check_planned as check
+    from optimus.planner.planning import check_plan_or_result as check
     from optimus.planner.planning import make_plan as plan
     from optimus.planner.user_modules import plan_modules as plan_modules
     from optimus.render.html_report import write_report as report
     from optimus.sensitivity.assess import assess_plan as assess
-    from optimus.sensitivity.sweep import sweep_job as sweep
+    from optimus.sensitivity.job_sweep import sweep_job as sweep
     from optimus.sensitivity.why_not import explain_layout as why
 
 # Public names and their modules, imported on first use: `import optimus` costs nothing, and torch is imported
@@ -39,10 +39,10 @@ _PUBLIC = {
     "report": ("optimus.render.html_report", "write_report"),
     "assess": ("optimus.sensitivity.assess", "assess_plan"),
     "simulate": ("optimus.planner.compare", "compare_systems"),
-    "check": ("optimus.planner.planning", "check_planned"),
+    "check": ("optimus.planner.planning", "check_plan_or_result"),
     "plan": ("optimus.planner.planning", "make_plan"),
     "why": ("optimus.sensitivity.why_not", "explain_layout"),
-    "sweep": ("optimus.sensitivity.sweep", "sweep_job"),
+    "sweep": ("optimus.sensitivity.job_sweep", "sweep_job"),
     "export": ("optimus.exporters.registry", "export_plan"),
     "EncoderBlocks": ("optimus.ir.module_times", "EncoderBlocks"),
     "Seconds": ("optimus.ir.module_times", "Seconds"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optimus.cost.memory import Memory
+    from optimus.cost.memory import RankMemory
     from optimus.engine.batch_plan import SampleSizes
     from optimus.ir.op import Floats, OpKind, Schedule
     from optimus.job.job import Job
@@ -37,10 +37,10 @@ class SystemCandidate(Protocol):
 
     @property
     def context(self) -> PlanningContext:
-        """The job, its prices and the LLM's layout."""
+        """The job, its cost model and the LLM's layout."""
 
     @property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RankMemory, ...]:
         """Memory of one rank of every device of the schedule."""
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from random_plans import bound
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
@@ -17,11 +17,11 @@ from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, St
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
 from optimus.models.kernels import Numerics
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.llm_only import llm_pipeline
-from optimus.planner.systems.slots import without_slots
+from optimus.planner.systems.llm_only import build_llm_pipeline
+from optimus.planner.systems.slots import remove_tp_slots
 
 TOKENS = 24
 SEQUENCES = {
@@ -151,8 +151,8 @@ class Case:
     def plan(self) -> Plan:
         if self.strategy != "fill":
             return make_plan(self.job, strategy=self.strategy, assumptions=self.preset, systems=()).plan
-        context, _ = decide_context(self.job, preset(self.preset))
-        llm = llm_pipeline(context, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
+        context, _ = choose_smallest_context(self.job, get_preset(self.preset))
+        llm = build_llm_pipeline(context, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
         beside = {}
         for name, (pp, pieces, *rest) in zip(NAMES[: len(self.encoders)], self.encoders, strict=True):
             tp = rest[0] if rest else 1
@@ -165,7 +165,7 @@ class Case:
             )
         trial = ColocationCandidate(context, llm, beside)
         plan = bound(trial.plan(trial.fill.arrange(0.0)).plan, context)
-        return plan if self.slots else without_slots(plan).plan
+        return plan if self.slots else remove_tp_slots(plan).plan
 
     @property
     def all_numerics(self) -> dict[str, Numerics]:

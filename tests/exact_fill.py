@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from ortools.sat.python import cp_model
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.ir.op import Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import Bucket, Phase, Plan, PlannedModule, Template
 from optimus.ir.ranks import LLM
@@ -28,12 +28,12 @@ from optimus.job.job import Job
 from optimus.job.layout import Constraints, LayoutChoice, Limits
 from optimus.job.read import find_job
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, finish_plan
-from optimus.planner.layouts import decide_context
-from optimus.planner.systems.colocated import encoder_layout
+from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.llm_only import llm_pipeline
-from optimus.planner.systems.optimus_search import ColocationSearch, ScheduledCandidate
+from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
+from optimus.planner.systems.llm_only import build_llm_pipeline
 from optimus.schedule.fill import FillResult
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.plan_schedule import build_plan_schedule
@@ -72,8 +72,8 @@ class Instance(ColocationCandidate):
 
     def __init__(self, shape: Shape) -> None:
         context = _setting(shape)
-        llm = llm_pipeline(context, chunks=shape.chunks, order_name=shape.order)
-        layout = encoder_layout(llm.layout, pp=shape.encoder_stages, tp=shape.tp)
+        llm = build_llm_pipeline(context, chunks=shape.chunks, order_name=shape.order)
+        layout = encoder_layout_on_llm_gpus(llm.layout, pp=shape.encoder_stages, tp=shape.tp)
         (name,) = (encoder.name for encoder in context.job.model.encoders)
         beside = EncoderPlacement(layout=layout, recompute="none", pieces=shape.pieces, split=shape.split)
         super().__init__(context, llm, {name: beside}, None)
@@ -83,7 +83,7 @@ class Instance(ColocationCandidate):
     def lowered(self, arranged: FillResult) -> FilledPlan:
         """With the same durations."""
         fixed = self._colocated(folded=True).fixed_bytes()
-        return finish_plan(self.header, arranged.orders(), fixed, estimate_s=arranged.step_s)
+        return lower_to_plan(self.header, arranged.orders(), fixed, estimate_s=arranged.step_s)
 
     def ours(self) -> FillResult:
         """The best of the shifts that the search tries."""
@@ -131,7 +131,7 @@ def _setting(shape: Shape) -> PlanningContext:
         workload=replace(job.workload, sequences_per_step=2 * DP * shape.microbatches),
         layout=Constraints(modules={LLM: layout}, limits=Limits(microbatch_sequences=(2,))),
     )
-    return decide_context(job, preset(shape.assumed))[0]
+    return choose_smallest_context(job, get_preset(shape.assumed))[0]
 
 
 # ---------------------------------------------------------------------------- whole units

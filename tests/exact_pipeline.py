@@ -14,10 +14,10 @@ from random import Random
 
 from ortools.sat.python import cp_model
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
+from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.kernel import Kernel
-from optimus.cost.module import PricedLayer
-from optimus.cost.prices import Prices
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind
 from optimus.job.cluster import Link
 from optimus.job.layout import Constraints, Layout, Limits
@@ -224,7 +224,7 @@ def bare_setting(instance: Instance) -> BareSetting:
     names = [encoder] * instance.encoder_layers + [llm] * (len(instance.layers) - instance.encoder_layers)
     return BareSetting(
         job=job,
-        prices=Prices(cluster=cluster, assumptions=preset("clean")),
+        cost_model=ClusterCostModel(cluster=cluster, assumptions=get_preset("clean")),
         layout=layout,
         microbatch_sequences=1,
         bare=tuple(

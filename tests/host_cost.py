@@ -18,7 +18,7 @@ from engine_cases import Case
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.compile import Action
 from optimus.engine.config import TrainingConfig
@@ -33,9 +33,9 @@ from optimus.job.job import Job
 from optimus.job.model import Attention, Mlp, Model, Stack
 from optimus.job.workload import PackedSequence, Workload
 from optimus.models.segment import Segment, State
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.colocation_candidate import ColocationCandidate
-from optimus.planner.systems.llm_only import llm_pipeline
+from optimus.planner.systems.llm_only import build_llm_pipeline
 
 MEASUREMENTS, CALLS = 50, 20  # the minimum of so many blocks of so many calls
 MICROBATCHES = 4  # of seven segments: blocks short enough to run undisturbed now and then on a busy machine
@@ -110,9 +110,11 @@ class TinyRank:
 
     @cached_property
     def plan(self) -> Plan:
-        context, _ = decide_context(self.job, preset("default"))
+        context, _ = choose_smallest_context(self.job, get_preset("default"))
         return (
-            ColocationCandidate(context, llm_pipeline(context, order_name=self.order), {}).best_shifted().plan
+            ColocationCandidate(context, build_llm_pipeline(context, order_name=self.order), {})
+            .best_shifted()
+            .plan
         )
 
     def actions(self, kind: OpKind) -> list[Action]:

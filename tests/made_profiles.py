@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from optimus.cost.assumptions import preset
-from optimus.cost.measured import (
+from optimus.cost.assumptions import get_preset
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.measured_profile import (
     MEASURED_KINDS,
-    Conditions,
-    Layers,
+    LayerClass,
+    MeasurementConditions,
     Profile,
-    SegmentTime,
-    fingerprint,
-    layers_sort,
+    SegmentMeasurement,
+    classify_layer,
+    hash_module_shape,
 )
-from optimus.cost.module import PricedLayer, price_encoder, price_llm
-from optimus.cost.prices import Prices
+from optimus.cost.priced_layer import PricedLayer, price_encoder_layers, price_llm_layers
 from optimus.ir.op import Lane, OpKind
 from optimus.job.job import Job
 from optimus.job.layout import Layout
@@ -32,25 +32,27 @@ SEGMENTS = {
     "patches": ("patches",),
     "projector": ("projector",),
 }
-HERE = Conditions(host="test", date="2026-01-02", torch="2.13.0", threads=1, dtype="float32")
+HERE = MeasurementConditions(host="test", date="2026-01-02", torch="2.13.0", threads=1, dtype="float32")
 
 
 def priced(
     job: Job, module: Encoder | Llm, sequences: float, *, tp: int = 1, profile: Profile | None = None
 ) -> tuple[PricedLayer, ...]:
-    prices = Prices(cluster=job.cluster, assumptions=preset("default"), profile=profile or Profile())
+    cost_model = ClusterCostModel(
+        cluster=job.cluster, assumptions=get_preset("default"), profile=profile or Profile()
+    )
     layout = Layout(dp=1, pp=1, tp=tp)
     if isinstance(module, Encoder):
         load = job.workload.encoder_load(module.name, module.projector.merge).times(sequences)
-        return price_encoder(module, load, layout, prices, "none")
-    return price_llm(module, job.workload.llm_load().times(sequences), layout, prices, "none")
+        return price_encoder_layers(module, load, layout, cost_model, "none")
+    return price_llm_layers(module, job.workload.llm_load().times(sequences), layout, cost_model, "none")
 
 
-def sorts(module: Encoder | Llm) -> list[Layers]:
+def sorts(module: Encoder | Llm) -> list[LayerClass]:
     """The sort of every layer as the planner counts them."""
-    last: Layers = "projector" if isinstance(module, Encoder) else "head"
+    last: LayerClass = "projector" if isinstance(module, Encoder) else "head"
     stack = module.stack
-    return ["embedding", *(layers_sort(stack, index) for index in range(stack.layers)), last]
+    return ["embedding", *(classify_layer(stack, index) for index in range(stack.layers)), last]
 
 
 def segment_s(layer: PricedLayer, kind: OpKind, kernels: tuple[str, ...]) -> float:
@@ -71,7 +73,7 @@ def made_profile(
 ) -> Profile:
     """A profile whose medians are `seconds` of what the formula says."""
     rows = [
-        SegmentTime(
+        SegmentMeasurement(
             module=module.name,
             layers=sort,
             segment=segment,
@@ -94,7 +96,7 @@ def made_profile(
     return Profile(
         name="made",
         measured=HERE,
-        modules=tuple(sorted((module.name, fingerprint(module)) for module in job.model.modules)),
+        modules=tuple(sorted((module.name, hash_module_shape(module)) for module in job.model.modules)),
         segments=tuple(rows),
     )
 
@@ -105,5 +107,5 @@ def _tokens(job: Job, module: Encoder | Llm) -> float:
     return job.workload.llm_load().tokens
 
 
-def _one_of_each(module: Encoder | Llm, layers: tuple[PricedLayer, ...]) -> dict[Layers, PricedLayer]:
+def _one_of_each(module: Encoder | Llm, layers: tuple[PricedLayer, ...]) -> dict[LayerClass, PricedLayer]:
     return dict(zip(sorts(module), layers, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.docs.validation_tables import layer_shape as layer_shape
-from optimus.cost.assumptions import Assumptions, preset
+from optimus.cost.assumptions import Assumptions, get_preset
 from optimus.job.job import Job
 from optimus.job.read import find_job
 
@@ -22,4 +22,4 @@ def strong_3072() -> Job:
 
 def unfused(name: str = "clean") -> Assumptions:
     """A preset with attention scores stored, as in Korthikanti et al."""
-    return replace(preset(name), fused_attention=False)
+    return replace(get_preset(name), fused_attention=False)

@@ -8,7 +8,7 @@ from functools import cache
 from random import Random
 from typing import get_args
 
-from optimus.cost.assumptions import PRESETS, preset
+from optimus.cost.assumptions import PRESETS, get_preset
 from optimus.ir.ranks import LLM
 from optimus.job import catalog
 from optimus.job.checks import check_job
@@ -19,7 +19,7 @@ from optimus.job.model import Attention, Encoder, Experts, Llm, Mlp, Model, Proj
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
 from optimus.planner.context import PlanningContext
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
 
 MAX_GPUS = 64
 MOST_WORK = 60  # layers times microbatches times programs that play them, of most jobs
@@ -41,7 +41,7 @@ def random_job(rng: Random) -> Job:
 
 def random_setting(rng: Random, job: Job) -> PlanningContext:
     """A job under one of the sets of assumptions."""
-    return decide_context(job, preset(rng.choice(sorted(PRESETS))))[0]
+    return choose_smallest_context(job, get_preset(rng.choice(sorted(PRESETS))))[0]
 
 
 def _any_job(rng: Random) -> Job:

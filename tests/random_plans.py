@@ -15,10 +15,14 @@ from optimus.ir.plan import Bucket, Plan, PlannedChunk, PlannedModule, Program, 
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.encoder_layouts import why_not
-from optimus.planner.filled_plan import finish_plan
-from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules, encoder_layout
-from optimus.planner.systems.pipeline import PipelineCandidate, order_names
+from optimus.planner.encoder_layouts import encoder_layout_error
+from optimus.planner.filled_plan import lower_to_plan
+from optimus.planner.systems.colocated_plan import (
+    ColocatedEncoder,
+    ColocatedPlanBuilder,
+    encoder_layout_on_llm_gpus,
+)
+from optimus.planner.systems.pipeline import PipelineCandidate, available_op_orders
 from optimus.schedule.phase_templates import SECONDS_DIGITS, build_op_template
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
@@ -45,7 +49,7 @@ def random_draft(rng: Random, context: PlanningContext) -> Draft:
     """The LLM in one of the known op orders, every encoder in a layout of its own."""
     llm = random_llm(rng, context)
     encoders = [_random_choice(rng, context, llm, encoder) for encoder in context.job.model.encoders]
-    colocated = ColocatedModules(context, llm, encoders)
+    colocated = ColocatedPlanBuilder(context, llm, encoders)
     header = colocated.header(strategy="random")
     if rng.random() < 0.3:
         header = _with_split_backwards(rng, header, encoders)
@@ -61,7 +65,7 @@ def bound(plan: Plan, context: PlanningContext) -> Plan:
         part: asdict(getattr(context.job, part)) for part in ("model", "cluster", "workload")
     }
     parts["cluster"]["gpu"]["memory_bytes"] = plan.capacity_bytes
-    bound_to, hashes = bind({**parts, "profile": asdict(context.prices.profile)})
+    bound_to, hashes = bind({**parts, "profile": asdict(context.cost_model.profile)})
     return replace(plan, bound_to=bound_to, hashes=hashes)
 
 
@@ -74,7 +78,7 @@ def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) ->
     policy = rng.choice(list(context.policies((llm,))))
     layers = context.layers((llm,), size, policy)
     chunks = rng.choice((1, 1, 2, 3)) if microbatches % stages == 0 else 1
-    known = order_names(stages=stages, chunks=chunks, microbatches=microbatches) or ("interleaved",)
+    known = available_op_orders(stages=stages, chunks=chunks, microbatches=microbatches) or ("interleaved",)
     name = rng.choice([name for name in known if splits or name != "zero-bubble"])
     listed = None
     if name == "interleaved" and rng.random() < 0.5:
@@ -101,8 +105,10 @@ def _random_choice(
 ) -> ColocatedEncoder:
     sizes = [(pp, tp) for pp in range(1, llm.layout.pp + 1) for tp in (1, 2, 4, 8)]
     inside = [(pp, tp) for pp, tp in sizes if llm.layout.pp % pp == 0 and llm.layout.tp % tp == 0]
-    layouts = [encoder_layout(llm.layout, pp=pp, tp=tp) for pp, tp in inside]
-    layout = rng.choice([layout for layout in layouts if why_not(context, encoder, layout) is None])
+    layouts = [encoder_layout_on_llm_gpus(llm.layout, pp=pp, tp=tp) for pp, tp in inside]
+    layout = rng.choice(
+        [layout for layout in layouts if encoder_layout_error(context, encoder, layout) is None]
+    )
     pipelines = llm.layout.gpus // llm.layout.dp // (layout.pp * layout.tp)
     pieces = rng.choice((1, 1, 2, 3))
     recompute = dict(rng.choice(list(context.policies((encoder,)))))[encoder.name]
@@ -276,4 +282,4 @@ def random_plan(rng: Random, context: PlanningContext) -> Plan:
     """A random arrangement of a random draft, lowered."""
     draft = random_draft(rng, context)
     orders = random_arrangement(rng, draft.header, draft.order)
-    return finish_plan(draft.header, orders, draft.fixed, estimate_s=0.0).plan
+    return lower_to_plan(draft.header, orders, draft.fixed, estimate_s=0.0).plan

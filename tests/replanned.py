@@ -7,10 +7,10 @@ from dataclasses import replace
 from optimus.cost.assumptions import Assumptions
 from optimus.job.job import Job
 from optimus.job.workload import PackedSequence
-from optimus.sensitivity.perturb import CostModel
+from optimus.sensitivity.perturb import PerturbedCostModel
 
 
-def replanned(job: Job, assumptions: Assumptions, model: CostModel) -> tuple[Job, Assumptions]:
+def replanned(job: Job, assumptions: Assumptions, model: PerturbedCostModel) -> tuple[Job, Assumptions]:
     """Encoders that compute worse than the LLM get more tokens, slower TP links hide less than nothing."""
     link = job.cluster.between_nodes
     nic = link.bandwidth_bytes_per_s * model.dp_bandwidth

@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import setting_of
 
-from optimus.planner.systems.layer_partition import neighbours, proportional_cut, smallest_maximum_cut
-from optimus.planner.systems.stage0 import stage0_cut
+from optimus.planner.systems.layer_partition import (
+    cut_proportionally,
+    minimize_largest_stage,
+    neighbouring_cuts,
+)
+from optimus.planner.systems.stage0 import cut_encoders_into_stage0
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
@@ -27,7 +31,7 @@ def is_cut(cut: tuple[int, ...], count: int, parts: int) -> bool:
 def test_the_dynamic_program_is_optimal(weights: list[int], data: st.DataObject) -> None:
     count = len(weights)
     parts = data.draw(st.integers(1, count))
-    cut = smallest_maximum_cut(weights, parts)
+    cut = minimize_largest_stage(weights, parts)
     assert is_cut(cut, count, parts)
     every = ((0, *inner, count) for inner in combinations(range(1, count), parts - 1))
     assert slowest(weights, cut) == min(slowest(weights, other) for other in every)
@@ -36,14 +40,14 @@ def test_the_dynamic_program_is_optimal(weights: list[int], data: st.DataObject)
 @given(weights=WEIGHTS, data=st.data())
 def test_a_proportional_cut_leaves_no_part_empty(weights: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(weights)))
-    assert is_cut(proportional_cut([w + 1 for w in weights], parts), len(weights), parts)
+    assert is_cut(cut_proportionally([w + 1 for w in weights], parts), len(weights), parts)
 
 
 @given(weights=WEIGHTS, data=st.data())
 def test_neighbours_move_one_layer(weights: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(weights)))
-    cut = proportional_cut([w + 1 for w in weights], parts)
-    for other in neighbours(cut):
+    cut = cut_proportionally([w + 1 for w in weights], parts)
+    for other in neighbouring_cuts(cut):
         assert is_cut(other, len(weights), parts)
         assert sum(abs(a - b) for a, b in zip(cut, other, strict=True)) == 1
 
@@ -54,7 +58,7 @@ def test_stage0_holds_all_encoders_and_an_even_share_of_the_llm(name: str) -> No
     modules = context.job.model.modules
     layers = context.layers(modules, 2, tuple((m.name, "full") for m in modules))
     parts = context.layout.virtual_stages
-    cut = stage0_cut(layers, "llm", parts)
+    cut = cut_encoders_into_stage0(layers, "llm", parts)
     assert is_cut(cut, len(layers), parts)
     assert all(layer.module == "llm" for layer in layers[cut[1] :])
     blocks = [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.errors import UserError
 from optimus.ir.op import Lane, OpKind
 from optimus.ir.ranks import LLM
@@ -19,16 +19,16 @@ from optimus.job.workload import TokenPercentiles, sequences_from_percentiles
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.schedule.simulator import simulate_schedule
-from optimus.sensitivity.batch_steps import BatchSimulator, batch_loads, simulate_batches
+from optimus.sensitivity.batch_steps import BatchSimulator, encoder_loads_of_batch, simulate_batches
 from optimus.sensitivity.drawn_batches import (
     COMPUTE,
     DEALINGS,
     TOKENS,
-    Batches,
-    EncoderItems,
-    deal_batch,
+    DrawnBatches,
+    EncoderItemCosts,
+    deal_batch_to_replicas,
     draw_batches,
-    find_loads,
+    sum_encoder_loads,
 )
 
 SYSTEMS = ("stage0", "three-phase", "separate-gpus", "fsdp", "paper")
@@ -82,11 +82,11 @@ def test_where_all_sequences_are_alike_every_step_is_the_mean_step(even: Compari
 def test_a_dealing_moves_sequences_and_loses_none(dealing: str) -> None:
     loads = np.random.default_rng(3).random(50)
     feeding = BatchAssignment(replicas=4, microbatches=6)
-    slots = deal_batch(loads, feeding, dealing, order=[3, 1, 0, 2, 5, 4])
+    slots = deal_batch_to_replicas(loads, feeding, dealing, order=[3, 1, 0, 2, 5, 4])
     assert [len(own) for own in slots] == [6] * 4
     dealt = Counter(int(sequence) for own in slots for microbatch in own for sequence in microbatch)
     assert dealt == Counter(range(50))
-    plain = deal_batch(loads, feeding, "drawn")
+    plain = deal_batch_to_replicas(loads, feeding, "drawn")
     if dealing in ("sorted", "matched"):  # a replica keeps its microbatches, and they their contents
         for own, was in zip(slots, plain, strict=True):
             assert {tuple(m) for m in own} == {tuple(m) for m in was}
@@ -99,7 +99,7 @@ def test_reordering_evens_out_what_is_drawn() -> None:
     feeding = BatchAssignment(replicas=4, microbatches=4)
 
     def spread(dealing: str) -> float:
-        slots = deal_batch(loads, feeding, dealing, order=[0, 1, 2, 3])
+        slots = deal_batch_to_replicas(loads, feeding, dealing, order=[0, 1, 2, 3])
         sums = [loads[m].sum() for own in slots for m in own]
         return float(np.max(sums) / np.mean(sums))
 
@@ -111,7 +111,7 @@ def test_reordering_evens_out_replicas_of_few_sequences_a_microbatch(each: int) 
     """One of them cannot even out microbatches; but no replica gets all that are heavy."""
     loads = np.random.default_rng(5).pareto(1.5, 32 * each * 8)
     feeding = BatchAssignment(replicas=8, microbatches=32)
-    slots = deal_batch(loads, feeding, "reordered", order=list(range(32)))
+    slots = deal_batch_to_replicas(loads, feeding, "reordered", order=list(range(32)))
     sums = [sum(float(loads[m].sum()) for m in own) for own in slots]
     assert max(sums) < 1.02 * max(float(np.mean(sums)), float(loads.max()))
     assert {len(m) for own in slots for m in own} == {each}
@@ -126,12 +126,12 @@ def test_the_mean_of_many_batches_is_the_load_that_was_priced() -> None:
         "vision": EncoderBins(bins=2, sharing="pieces", priced_sequences=2.0)
     }  # two pieces of four sequences
     feeding = BatchAssignment(replicas=2, microbatches=8, encoders=bins)
-    loads = np.array([batch_loads(batches, b, feeding, "drawn", [])["vision"] for b in range(4)])
+    loads = np.array([encoder_loads_of_batch(batches, b, feeding, "drawn", [])["vision"] for b in range(4)])
     assert loads.shape == (4, 2, 2, 16)
     assert loads[:, COMPUTE].mean() == pytest.approx(1.0, rel=1e-12)
     assert loads[:, TOKENS].mean() == pytest.approx(1.0, rel=1e-12)
     # Short images cost less than their share of tokens, because attention grows with squares.
-    items = EncoderItems.of(job.workload, job.model.encoders[0])
+    items = EncoderItemCosts.of(job.workload, job.model.encoders[0])
     flops = {n: f for lengths, costs in zip(items.lengths, items.flops, strict=True)
              for n, f in zip(lengths, costs, strict=True)}  # fmt: skip
     assert flops[min(flops)] / min(flops) < flops[max(flops)] / max(flops)
@@ -145,7 +145,7 @@ def test_batches_are_the_same_every_time_and_for_every_system(mixed: Comparison)
     assert all(np.array_equal(first[name].steps_s, again[name].steps_s) for name in first)
 
 
-def total_tokens(batches: Batches, batch: int) -> float:
+def total_tokens(batches: DrawnBatches, batch: int) -> float:
     items = batches.items["vision"]
     return float(items.totals[TOKENS, batches.drawn[batch]].sum() / items.means[TOKENS])
 
@@ -156,18 +156,18 @@ def test_loads_of_a_batch_add_up_to_its_images(mixed: Comparison) -> None:
     for batch in range(2):
         for name in ("stage0", "separate-gpus", "paper"):
             feeding = feeding_of(mixed, name)
-            loads = batch_loads(batches, batch, feeding, "drawn", [])["vision"]
+            loads = encoder_loads_of_batch(batches, batch, feeding, "drawn", [])["vision"]
             sequences = loads[TOKENS].sum() * feeding.encoders["vision"].priced_sequences
             assert sequences == pytest.approx(total_tokens(batches, batch)), name
         feeding = feeding_of(mixed, "three-phase")  # the fullest group, not less than the mean one
-        loads = batch_loads(batches, batch, feeding, "drawn", [])["vision"]
+        loads = encoder_loads_of_batch(batches, batch, feeding, "drawn", [])["vision"]
         bins = feeding.encoders["vision"]
         assert loads.shape == (2, feeding.replicas, 1)
         least = total_tokens(batches, batch) / bins.bins / bins.priced_sequences
         assert loads[TOKENS].sum() >= least - 1e-9
         feeding = feeding_of(mixed, "fsdp")  # ranks meet at every layer: the slowest stands for all
-        loads = batch_loads(batches, batch, feeding, "drawn", [])["vision"]
-        own = find_loads(batches, batch, deal_batch(np.zeros(64), feeding, "drawn"),
+        loads = encoder_loads_of_batch(batches, batch, feeding, "drawn", [])["vision"]
+        own = sum_encoder_loads(batches, batch, deal_batch_to_replicas(np.zeros(64), feeding, "drawn"),
                          replace(feeding, locked=False))["vision"]  # fmt: skip
         assert loads.shape == (2, 1, feeding.microbatches)
         assert np.array_equal(loads[:, 0], own.max(axis=1))
@@ -186,7 +186,7 @@ def test_only_encoder_work_is_scaled(mixed: Comparison) -> None:
         OpKind.WEIGHT_GRAD,
     }
     duration_s = np.where(own & (schedule.lane <= Lane.TP), 2 * schedule.duration_s, schedule.duration_s)
-    assumed = preset("default")
+    assumed = get_preset("default")
     slowdown, launch_s = assumed.residence_slowdown, assumed.launch_s
     by_hand = simulate_schedule(
         replace(schedule, duration_s=duration_s), slowdown=slowdown, launch_s=launch_s

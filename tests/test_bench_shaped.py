@@ -22,7 +22,7 @@ from optimus.errors import UserError
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
-from optimus.planner.systems.slots import without_slots
+from optimus.planner.systems.slots import remove_tp_slots
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="makes network namespaces"
@@ -128,7 +128,7 @@ def test_prediction_fills_some_of_what_is_exposed(axis: Axis) -> None:
     job, comparison = find_job(JOB), COMPARISONS[axis]
     job = replace(job, layout=replace(job.layout, modules={LLM: comparison.layout}))
     plan = make_plan(job, systems=()).plan
-    slotless = without_slots(plan).plan
+    slotless = remove_tp_slots(plan).plan
     plans = {name: plan if each.has_slots else slotless for name, each in comparison.variants.items()}
     predicted_s = predict(comparison, plans)
     assert predicted_s[comparison.no_traffic] <= predicted_s[comparison.ours]

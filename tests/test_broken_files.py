@@ -20,7 +20,7 @@ from optimus.errors import OptimusError, UserError
 from optimus.ir.planfile import load_plan, plan_text
 from optimus.job import catalog
 from optimus.job.read import load_job
-from optimus.planner.replaying import replay_plan
+from optimus.planner.plan_replay import replay_plan
 from optimus.verify.validator import check_plan
 
 ROOT = Path(__file__).parents[1]

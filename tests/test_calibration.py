@@ -9,7 +9,7 @@ from made_profiles import made_profile
 from test_batches import few_layers
 
 from optimus.cli.comparison import comparison_json, comparison_text
-from optimus.cost.measured import ANALYTIC
+from optimus.cost.measured_profile import ANALYTIC
 from optimus.job.job import Job, Today
 from optimus.job.layout import LayoutChoice
 from optimus.planner.calibration import Calibration

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit
 from optimus.job import catalog
 from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import load_system
@@ -25,7 +25,7 @@ PAIRS = [(model, alias) for model in catalog.names("models") for alias in sorted
 def short_step(model: str, cluster: str, *, chunks: int | None = None) -> Job:
     """Sixteen microbatches of one size: the default batch has up to 256, and takes as much longer."""
     job = find_job(model, f"{cluster}:512")
-    layout = decide_context(job, preset("default"))[0].layout
+    layout = choose_smallest_context(job, get_preset("default"))[0].layout
     stated = f"llm=pp{layout.pp},tp{layout.tp},ep{layout.ep}" + (f",chunks{chunks}" if chunks else "")
     job = find_job(model, f"{cluster}:512", [stated])
     limits = replace(job.layout.limits, microbatch_sequences=(1,))
@@ -42,7 +42,7 @@ def check(system: SimulatedSystem) -> None:
 @pytest.mark.parametrize(("model", "cluster"), PAIRS)
 def test_every_model_simulates_on_every_cluster(model: str, cluster: str) -> None:
     """The systems that search least; all of them below."""
-    context, _ = decide_context(short_step(model, cluster, chunks=1), preset("default"))
+    context, _ = choose_smallest_context(short_step(model, cluster, chunks=1), get_preset("default"))
     pipelines = LlmPipelines(context)
     for name in ("stage0", "balanced", "fsdp"):
         try:

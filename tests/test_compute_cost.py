@@ -13,8 +13,8 @@ from optimus.cost.compute import (
     ATTENTION_BACKWARD_RELATIVE_EFFICIENCY,
     attention_s,
     gemm_s,
-    load_curves,
-    memory_bound_s,
+    load_efficiency_curves,
+    memory_bound_kernel_s,
 )
 from optimus.errors import UserError
 from optimus.job.cluster import Gpu
@@ -100,7 +100,7 @@ def test_gemm_is_never_faster_than_the_gpu(gpu: Gpu, m: int, n: int, k: int) -> 
 def test_nothing_costs_nothing() -> None:
     assert gemm_s(H100, 0, 4096, 4096) == 0
     assert attention_s(H100, flops=0, tokens=0, head_dim=128, causal=True) == 0
-    assert memory_bound_s(H100, 0) == 0
+    assert memory_bound_kernel_s(H100, 0) == 0
 
 
 # Fraction of peak, causal, head_dim 128 (reference/hardware.md, section 3). There the median is over all
@@ -128,14 +128,14 @@ def test_causal_attention(name: str, fractions: dict[int, float]) -> None:
 def test_encoder_attention(head_dim: int, best: dict[int, float]) -> None:
     """Hardware.md prints the best over batch on H100; the curves are medians, so a little below."""
     for tokens, expected in best.items():
-        fraction = load_curves("h100_sxm").attention[False].at(head_dim, tokens)
+        fraction = load_efficiency_curves("h100_sxm").attention[False].at(head_dim, tokens)
         assert 0.74 * expected <= fraction <= expected
 
 
 def test_derived_head_dim_128_agrees_with_flash_attention_3() -> None:
     """arXiv 2407.08608, figure 5, H100, no mask: TFLOPS by tokens."""
     for tokens, tflops in {2048: 625, 4096: 638, 8192: 646, 16384: 648}.items():
-        fraction = load_curves("h100_sxm").attention[False].at(128, tokens)
+        fraction = load_efficiency_curves("h100_sxm").attention[False].at(128, tokens)
         assert fraction * 989 == pytest.approx(tflops, rel=0.1)
 
 
@@ -159,12 +159,12 @@ def test_attention_backward() -> None:
 
 
 def test_memory_bound() -> None:
-    assert memory_bound_s(H100, 3.35e9) == pytest.approx(1.253e-3, rel=1e-3)
-    assert memory_bound_s(H100, 1) == pytest.approx(3e-6, rel=1e-3)
+    assert memory_bound_kernel_s(H100, 3.35e9) == pytest.approx(1.253e-3, rel=1e-3)
+    assert memory_bound_kernel_s(H100, 1) == pytest.approx(3e-6, rel=1e-3)
 
 
 def test_outside_tells_extrapolation() -> None:
-    gemm = load_curves("h100_sxm").gemm
+    gemm = load_efficiency_curves("h100_sxm").gemm
     assert not gemm.outside(64, 256, 16384)
     assert not gemm.outside(3000, 300, 5120)
     assert gemm.outside(63, 256, 256)
@@ -173,4 +173,4 @@ def test_outside_tells_extrapolation() -> None:
 
 def test_unknown_curves_name_the_known_ones() -> None:
     with pytest.raises(UserError, match="did you mean h100_sxm"):
-        load_curves("h100_sx")
+        load_efficiency_curves("h100_sx")

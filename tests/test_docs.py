@@ -23,7 +23,7 @@ import pytest
 from benchmarks.__main__ import Bench
 from optimus import cli
 from optimus.cost.assumptions import PRESETS, Assumptions
-from optimus.cost.memory import NOT_MODELLED, Memory
+from optimus.cost.memory import NOT_MODELLED, RankMemory
 from optimus.ir.op import Lane, OpKind
 from optimus.job import catalog, layout, model, schema, workload
 from optimus.job.read import load_job
@@ -331,7 +331,7 @@ def test_every_field_of_a_job_file_is_explained() -> None:
 
 def test_every_assumption_and_component_of_memory_is_explained() -> None:
     text = TABLES.read_text()
-    for name in (field.name for kind in (Assumptions, Memory) for field in fields(kind)):
+    for name in (field.name for kind in (Assumptions, RankMemory) for field in fields(kind)):
         assert name == "name" or f"`{name}`" in text, name
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("ortools")
 
 from exact_pipeline import ExactModel, Optimum, bare_setting, draw
 
-from optimus.planner.systems.layer_partition import strong_pipelines
+from optimus.planner.systems.layer_partition import search_pipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.simulator import simulate_schedule
 
@@ -60,7 +60,7 @@ def test_balanced_best_is_near_the_optimum(seed: int, table: list[Row]) -> None:
     optimum = ExactModel(instance).solve(seconds=60, workers=2)
     assert optimum.proven
     context = bare_setting(instance)
-    ours = strong_pipelines(context, context.job.model.modules, chunk_counts={chunks})[0]
+    ours = search_pipelines(context, context.job.model.modules, chunk_counts={chunks})[0]
     assert ours.layout.chunks == chunks and ours.microbatches == microbatches
 
     assert step_s(replaced_by(optimum, ours)) == pytest.approx(optimum.makespan, rel=1e-12)

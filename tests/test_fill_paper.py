@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from reference_replay import makespan, replay
 
 from optimus.ir.op import OpKind
-from optimus.planner.systems.paper_filling import MOST_SPLITS, all_splits, splits_to_try, uniform_split
+from optimus.planner.systems.paper_candidate import (
+    MOST_SPLITS,
+    candidate_microbatch_splits,
+    enumerate_microbatch_splits,
+    uniform_microbatch_split,
+)
 from optimus.schedule.fill_paper import (
     COMPUTE,
     LAUNCH,
@@ -36,26 +41,26 @@ DURATIONS = {OpKind.FORWARD: 1, OpKind.BACKWARD: 2}
 
 
 def test_eight_microbatches_over_two_pipelines_give_seven_splits() -> None:
-    assert list(all_splits(8, 2)) == [(n, 8 - n) for n in range(1, 8)]
+    assert list(enumerate_microbatch_splits(8, 2)) == [(n, 8 - n) for n in range(1, 8)]
 
 
 @pytest.mark.parametrize(("microbatches", "pipelines"), [(8, 1), (8, 3), (16, 4), (6, 6)])
 def test_splits_are_all_that_there_are(microbatches: int, pipelines: int) -> None:
-    splits = list(all_splits(microbatches, pipelines))
+    splits = list(enumerate_microbatch_splits(microbatches, pipelines))
     assert len(set(splits)) == len(splits) == math.comb(microbatches - 1, pipelines - 1)
     assert all(sum(split) == microbatches and min(split) >= 1 for split in splits)
 
 
 def test_alike_pipelines_need_one_of_their_permutations() -> None:
-    splits, whole = splits_to_try(8, 2, groups=[0, 0])
+    splits, whole = candidate_microbatch_splits(8, 2, groups=[0, 0])
     assert whole and splits == [(7, 1), (6, 2), (5, 3), (4, 4)]
-    assert len(splits_to_try(8, 2, groups=[0, 4])[0]) == 7
+    assert len(candidate_microbatch_splits(8, 2, groups=[0, 4])[0]) == 7
 
 
 def test_too_many_splits_leave_the_uniform_one_and_its_neighbours() -> None:
-    splits, whole = splits_to_try(64, 8, groups=range(8))
+    splits, whole = candidate_microbatch_splits(64, 8, groups=range(8))
     assert not whole and len(splits) <= MOST_SPLITS
-    assert uniform_split(64, 8) == (8,) * 8 == splits[0]
+    assert uniform_microbatch_split(64, 8) == (8,) * 8 == splits[0]
     assert len(splits) == 1 + 8 * 7
     assert all(sum(split) == 64 and max(split) - min(split) <= 2 for split in splits)
 
@@ -251,7 +256,7 @@ def test_fine_never_delays_more_than_coarse_and_keeps_all_in_time(
     frees: list[int], points: list[int], data: st.DataObject
 ) -> None:
     pipelines = [a_pipeline(free=float(free)) for free in frees]
-    split = data.draw(st.sampled_from(list(all_splits(6, len(frees)))))
+    split = data.draw(st.sampled_from(list(enumerate_microbatch_splits(6, len(frees)))))
     ready = Interchangeable(sorted(map(float, points)))
     filled = fill_bubbles(pipelines, ready, split)
     assert 0.0 <= filled.delay_s <= filled.coarse_delay_s

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optimus.cost import compute, network
-from optimus.cost.measured import LinkTime, SizeTime
+from optimus.cost.measured_profile import LinkMeasurement, MessageTime
 from optimus.cost.network import Collective
 from optimus.errors import UserError
 from optimus.job.cluster import FLAT, Cluster
@@ -19,9 +19,9 @@ from optimus.profiler import links, machine
 TINY = "cpu/tiny-vl"
 
 
-def times(*pairs: tuple[int, float]) -> list[SizeTime]:
+def times(*pairs: tuple[int, float]) -> list[MessageTime]:
     return [
-        SizeTime(size_bytes=size, median_s=seconds, p25_s=seconds, p75_s=seconds, repetitions=3)
+        MessageTime(size_bytes=size, median_s=seconds, p25_s=seconds, p75_s=seconds, repetitions=3)
         for size, seconds in pairs
     ]
 
@@ -102,7 +102,9 @@ def test_processes_that_take_too_long_are_ended() -> None:
 
 
 def machine_here(ranks: int = 2) -> Cluster:
-    send = LinkTime(operation="send", backend="gloo", ranks=2, latency_s=5e-5, bandwidth_bytes_per_s=2e9)
+    send = LinkMeasurement(
+        operation="send", backend="gloo", ranks=2, latency_s=5e-5, bandwidth_bytes_per_s=2e9
+    )
     return machine.describe_machine([send], ranks=ranks, measure_s=0.02)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reference_replay import dependency
 
 from optimus.ir.op import OpKind
-from optimus.planner.systems.pipeline_search import least_s, slides
+from optimus.planner.systems.op_order_search import sliding_cuts, step_lower_bound_s
 from optimus.schedule.local_search import shorten_pipeline_order
 from optimus.schedule.pipeline_orders import (
     PRIORITIES,
@@ -78,7 +78,7 @@ def test_orders_run_in_the_time_they_claim(
         assert sum(map(len, draft.order)) == len(draft.starts)
         assert len(draft.starts) == len(times.send_s) * microbatches * len(times.seconds)
         assert replayed_s(draft.order, times) == pytest.approx(draft.step_s, rel=1e-9, abs=1e-9)
-        assert draft.step_s >= least_s(times, microbatches) - 1e-9
+        assert draft.step_s >= step_lower_bound_s(times, microbatches) - 1e-9
     assert drafts[1].step_s <= drafts[0].step_s
 
 
@@ -116,6 +116,6 @@ def test_shaking_accepts_only_what_it_may() -> None:
 
 
 def test_slides_keep_every_virtual_stage_filled() -> None:
-    found = list(slides((0, 2, 3, 5)))
+    found = list(sliding_cuts((0, 2, 3, 5)))
     assert len(found) == len(set(found)) and (0, 2, 3, 5) not in found
     assert set(found) == {(0, 1, 3, 5), (0, 2, 4, 5), (0, 1, 2, 5), (0, 3, 4, 5)}

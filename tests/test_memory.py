@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from paper_parts import PAPER_JOBS, strong_3072
 
-from optimus.cost.assumptions import preset
-from optimus.cost.memory import high_water, states
-from optimus.cost.prices import Prices
+from optimus.cost.assumptions import get_preset
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.memory import model_state_memory, peak_activation_bytes
 from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Precision
@@ -25,8 +25,8 @@ from optimus.schedule.pipeline_orders import (
 def setting_of(name: str) -> PlanningContext:
     job = find_job(name)
     stated = job.layout.of("llm").stated()
-    prices = Prices(cluster=job.cluster, assumptions=preset("paper"))
-    return PlanningContext(job=job, prices=prices, layout=Layout(**stated), microbatch_sequences=2)
+    cost_model = ClusterCostModel(cluster=job.cluster, assumptions=get_preset("paper"))
+    return PlanningContext(job=job, cost_model=cost_model, layout=Layout(**stated), microbatch_sequences=2)
 
 
 @pytest.mark.parametrize("name", PAPER_JOBS)
@@ -39,11 +39,11 @@ def test_states_equal_the_papers_formula(name: str) -> None:
     held = expected = 0.0
     for encoder in job.model.encoders:
         layers = context.encoder_layers(encoder, encoder_layout, 2, "full")[1:-1]
-        memory = states(layers, job.model.precision)
+        memory = model_state_memory(layers, job.model.precision)
         held += memory.parameters + memory.gradients
         expected += 6 * encoder_layout.dp * encoder.stack.parameters() / n
     llm = context.llm_layers(llm_layout, 2, "full")[1:-1]
-    per_stage = states(llm, job.model.precision)
+    per_stage = model_state_memory(llm, job.model.precision)
     held += (per_stage.parameters + per_stage.gradients) / llm_layout.pp
     expected += 6 * llm_layout.dp * job.model.llm.stack.parameters() / n
     assert held == pytest.approx(expected, rel=1e-12)
@@ -52,32 +52,34 @@ def test_states_equal_the_papers_formula(name: str) -> None:
 def test_optimizer_states_are_divided_over_replicas() -> None:
     context = setting_of("paper/strong-3072")
     layers = context.llm_layers(context.layout, 2, "full")
-    memory = states(layers, Precision())
+    memory = model_state_memory(layers, Precision())
     assert memory.optimizer == pytest.approx(memory.parameters / 2 * 12 / 48)
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_1f1b_holds_p_minus_r_microbatches(stages: int) -> None:
     order = build_1f1b_order(stages=stages, microbatches=3 * stages)
-    assert [high_water(ops, [(1.0,)]) for ops in order] == [(float(stages - r),) for r in range(stages)]
+    assert [peak_activation_bytes(ops, [(1.0,)]) for ops in order] == [
+        (float(stages - r),) for r in range(stages)
+    ]
 
 
 def test_interleaving_holds_the_warm_up_and_one_more() -> None:
     stages, chunks = 4, 3
     order = build_interleaved_1f1b_order(stages=stages, chunks=chunks, microbatches=16)
-    held = [high_water(ops, [(1.0,)] * chunks)[0] for ops in order]
+    held = [peak_activation_bytes(ops, [(1.0,)] * chunks)[0] for ops in order]
     assert held == [2 * (stages - 1 - r) + (chunks - 1) * stages + 1 for r in range(stages)]
 
 
 def test_zero_bubble_keeps_activations_until_their_weight_gradient() -> None:
     order = build_zero_bubble_order(stages=4, chunks=1, microbatches=8)
-    held = [high_water(ops, [(1.0,)])[0] for ops in order]
+    held = [peak_activation_bytes(ops, [(1.0,)])[0] for ops in order]
     assert held == [4.0, 4.0, 4.0, 4.0]  # ZB-H1: 1F1B's peak, on every stage
 
 
 def test_components_stand_for_the_moment_of_the_peak() -> None:
     order = ((OpKind.FORWARD, 0, 0), (OpKind.BACKWARD, 0, 0), (OpKind.FORWARD, 1, 0), (OpKind.BACKWARD, 1, 0))
-    assert high_water(order, [(3.0, 0.0), (0.0, 2.0)]) == (3.0, 0.0)
+    assert peak_activation_bytes(order, [(3.0, 0.0), (0.0, 2.0)]) == (3.0, 0.0)
 
 
 def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
@@ -92,7 +94,7 @@ def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
         for layer in middle
         for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
     )
-    memory = states(middle, Precision())
+    memory = model_state_memory(middle, Precision())
     assert memory.gradients == memory.optimizer == 0 < memory.parameters
     projector = layers[-1]
     assert projector.trained and projector.kernels[OpKind.WEIGHT_GRAD]  # the adapter still learns
@@ -101,7 +103,7 @@ def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
 def test_what_a_split_backward_makes_again_waits_for_its_weight_gradient() -> None:
     """Zero-bubble, stage r runs W r backwards late: r + 1 recomputed microbatches at its peak of I."""
     order = build_zero_bubble_order(stages=4, chunks=1, microbatches=8)
-    alone = [high_water(ops, [(0.0,)], [(1.0,)])[0] for ops in order]
+    alone = [peak_activation_bytes(ops, [(0.0,)], [(1.0,)])[0] for ops in order]
     assert alone == [1.0, 2.0, 3.0, 4.0]
     whole = build_1f1b_order(stages=4, microbatches=8)
-    assert [high_water(ops, [(0.0,)], [(1.0,)])[0] for ops in whole] == [0.0] * 4
+    assert [peak_activation_bytes(ops, [(0.0,)], [(1.0,)])[0] for ops in whole] == [0.0] * 4

@@ -24,7 +24,7 @@ from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import PlanningResult, make_plan
-from optimus.planner.systems.optimus import search_optimus
+from optimus.planner.systems.optimus import search_optimus_plan
 from optimus.schedule.noisy_replay import (
     JITTER,
     JITTER_STRAGGLERS_HICCUPS,
@@ -37,7 +37,7 @@ from optimus.schedule.noisy_replay import (
 from optimus.schedule.plan_schedule import build_plan_schedule
 from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
 from optimus.schedule.simulator import simulate_schedule
-from optimus.sensitivity.noise import POLICIES, STATIC, TWO_STREAM, simulate_noise
+from optimus.sensitivity.noise_study import POLICIES, STATIC, TWO_STREAM, simulate_under_noise
 
 MOST_LOST = 3.0  # points of speed-up
 CLAIM = 1e-9
@@ -148,7 +148,7 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
     alone, other = llm.schedule(), moved.schedule()
     expected = llm_seconds(alone, ModulePlacement.of_pipeline(alone))
     assert llm_seconds(other, ModulePlacement.of_pipeline(other)) == pytest.approx(expected, rel=ROUNDED)
-    filled = search_optimus(context, [llm]).filled
+    filled = search_optimus_plan(context, [llm]).filled
     assert llm_seconds(filled.schedule(), ModulePlacement.of_plan(filled.plan)) == pytest.approx(
         expected, rel=ROUNDED
     )
@@ -186,8 +186,8 @@ def test_without_noise_a_plan_takes_what_its_proof_says(seed: int) -> None:
 
 
 def test_under_noise_is_paired_and_repeats(planned: PlanningResult) -> None:
-    found = simulate_noise(planned.plan, planned.comparison, seeds=3)
-    again = simulate_noise(planned.plan, planned.comparison, seeds=3)
+    found = simulate_under_noise(planned.plan, planned.comparison, seeds=3)
+    again = simulate_under_noise(planned.plan, planned.comparison, seeds=3)
     assert found == again
     assert found.against == min(
         ("stage0", "balanced-best"),
@@ -207,7 +207,7 @@ def test_under_noise_is_paired_and_repeats(planned: PlanningResult) -> None:
 
 
 def test_what_is_printed_is_what_was_found(planned: PlanningResult) -> None:
-    found = simulate_noise(planned.plan, planned.comparison, against="stage0", seeds=2)
+    found = simulate_under_noise(planned.plan, planned.comparison, against="stage0", seeds=2)
     static, two = (found.lost_points(policy, found.levels[-1]) for policy in POLICIES)
     words = " ".join(" ".join(noise_text(found)).split())
     assert static is not None and two is not None
@@ -224,14 +224,14 @@ def test_what_is_printed_is_what_was_found(planned: PlanningResult) -> None:
 
 def test_without_another_system_there_is_only_the_floor(planned: PlanningResult) -> None:
     systems = {name: planned.systems[name] for name in ("llm-only", planned.plan.strategy)}
-    found = simulate_noise(
+    found = simulate_under_noise(
         planned.plan, replace(planned.comparison, systems=systems), levels=(JITTER,), seeds=1
     )
     assert found.against is None and found.claimed_speedup is None
     assert found.lost_points(STATIC, found.levels[0]) is None
     assert noise_text(found)[0].startswith("noise          step over an equally noisy floor: static 1.")
     with pytest.raises(UserError, match="was not compared"):
-        simulate_noise(planned.plan, planned.comparison, against="fsdp")
+        simulate_under_noise(planned.plan, planned.comparison, against="fsdp")
 
 
 @pytest.mark.ci("search")
@@ -266,7 +266,7 @@ def test_little_of_the_speed_up_is_lost_at_3072_gpus(preset: str) -> None:
     made = make_plan(
         find_job("paper/strong-3072"), strategy="optimus", assumptions=preset, systems=["balanced-best"]
     )
-    found = simulate_noise(made.plan, made.comparison)
+    found = simulate_under_noise(made.plan, made.comparison)
     quiet = found.levels[0]
     assert quiet.ours_s[STATIC] == pytest.approx([made.step_s] * 8, abs=CLAIM)
     assert quiet.ours_s[TWO_STREAM][0] < 1.025 * made.step_s  # it starts work that does not fit the bubble

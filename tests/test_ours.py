@@ -10,23 +10,23 @@ import pytest
 from random_jobs import random_job, random_setting
 from random_plans import bound, random_llm
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
-from optimus.planner.encoder_layouts import own_layouts
+from optimus.planner.encoder_layouts import valid_encoder_layouts
 from optimus.planner.filled_plan import FilledPlan
-from optimus.planner.layouts import decide_context
-from optimus.planner.systems.base import simulated_step_s
-from optimus.planner.systems.colocated import encoder_layout, even_counts
+from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems.base import simulate_step_s
+from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus, split_layers_evenly
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.llm_only import LlmPipelines, llm_pipeline
-from optimus.planner.systems.optimus import search_optimus
-from optimus.planner.systems.optimus_search import ColocationSearch
-from optimus.planner.systems.traffic_cut import moved
+from optimus.planner.systems.colocation_search import ColocationSearch
+from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
+from optimus.planner.systems.optimus import search_optimus_plan
+from optimus.planner.systems.traffic_cut import move_layer
 from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
 from optimus.verify.validator import check_plan
 
@@ -55,7 +55,7 @@ def check_random(seeds: range) -> None:
         if not context.job.model.encoders:
             continue
         try:
-            found = search_optimus(context, [random_llm(Random(seed), context, splits=bool(seed % 2))])
+            found = search_optimus_plan(context, [random_llm(Random(seed), context, splits=bool(seed % 2))])
         except (DoesNotFit, UserError):
             continue
         violations = check_plan(bound(found.filled.plan, context)).violations
@@ -79,7 +79,7 @@ def random_way(seed: int) -> FilledPlan | None:
     rng = Random(seed)
     context = random_setting(rng, random_job(rng))
     llm = random_llm(rng, context, splits=rng.random() < 0.5)
-    layouts = [list(own_layouts(context, e, llm.layout)) for e in context.job.model.encoders]
+    layouts = [list(valid_encoder_layouts(context, e, llm.layout)) for e in context.job.model.encoders]
     if not layouts or not all(layouts):
         return None
     least = peak_microbatches_in_flight(llm.order)
@@ -87,10 +87,10 @@ def random_way(seed: int) -> FilledPlan | None:
     for encoder, possible in zip(context.job.model.encoders, layouts, strict=True):
         layout = rng.choice(possible)
         across, inner = llm.layout.tp // layout.tp, encoder.stack.layers
-        counts = even_counts(inner, layout.pp)
+        counts = split_layers_evenly(inner, layout.pp)
         for _ in range(rng.randrange(3)):
             giver, taker = rng.randrange(layout.pp), rng.randrange(layout.pp)
-            counts = moved(counts, giver, taker) if counts[giver] > 1 else counts
+            counts = move_layer(counts, giver, taker) if counts[giver] > 1 else counts
         beside[encoder.name] = EncoderPlacement(
             layout=layout,
             recompute=rng.choice(["none", "selective", "full"]),
@@ -163,10 +163,10 @@ def check_over_floor(name: str, assumed: str, record_property: Record) -> None:
     """Beside interleaved 1F1B, all traffic of encoders in full; the loop's time is nearly the replay's."""
     job = find_job(name)
     for made, limit in zip((job, with_small_images(job)), OVER_FLOOR_1F1B[name, assumed], strict=True):
-        context, _ = decide_context(made, preset(assumed))
+        context, _ = choose_smallest_context(made, get_preset(assumed))
         floor = LlmPipelines(context).floor_1f1b
-        floor_s = simulated_step_s(floor)
-        found = search_optimus(context, [floor])
+        floor_s = simulate_step_s(floor)
+        found = search_optimus_plan(context, [floor])
         over = found.filled.step_s / floor_s
         record_property("over floor-1f1b", round(over, 4))
         assert over <= limit, f"{over:.4f}"
@@ -188,11 +188,11 @@ def with_small_images(job: Job) -> Job:
 @pytest.mark.ci("search")
 def test_a_window_bounds_what_encoders_keep() -> None:
     """Of 32 microbatches at most 18 are kept: the replayed memory says so, and the step is no longer."""
-    context, _ = decide_context(find_job("paper/strong-1536"), preset("clean"))
+    context, _ = choose_smallest_context(find_job("paper/strong-1536"), get_preset("clean"))
     (encoder,) = context.job.model.encoders
-    llm = llm_pipeline(context, chunks=1, order_name="1f1b")
+    llm = build_llm_pipeline(context, chunks=1, order_name="1f1b")
     assert (peak_microbatches_in_flight(llm.order), llm.microbatches) == (8, 32)
-    layout = encoder_layout(llm.layout, pp=8, tp=8)
+    layout = encoder_layout_on_llm_gpus(llm.layout, pp=8, tp=8)
     steps, kept = [], []
     for window in (0, 18):
         beside = {encoder.name: EncoderPlacement(layout=layout, recompute="none", window=window)}
@@ -209,12 +209,16 @@ def test_a_window_bounds_what_encoders_keep() -> None:
 @pytest.mark.ci("search")
 def test_encoders_may_have_layouts_of_their_own() -> None:
     """Two of them in unequal layouts: the plan holds, and what a search tries takes them into account."""
-    context, _ = decide_context(find_job("paper/dual-22-11"), preset("clean"))
-    llm = llm_pipeline(context, chunks=1, order_name="1f1b")
+    context, _ = choose_smallest_context(find_job("paper/dual-22-11"), get_preset("clean"))
+    llm = build_llm_pipeline(context, chunks=1, order_name="1f1b")
     first, second = (encoder.name for encoder in context.job.model.encoders)
     beside = {
-        first: EncoderPlacement(layout=encoder_layout(llm.layout, pp=8, tp=8), recompute="none", pieces=2),
-        second: EncoderPlacement(layout=encoder_layout(llm.layout, pp=4, tp=4), recompute="none", pieces=2),
+        first: EncoderPlacement(
+            layout=encoder_layout_on_llm_gpus(llm.layout, pp=8, tp=8), recompute="none", pieces=2
+        ),
+        second: EncoderPlacement(
+            layout=encoder_layout_on_llm_gpus(llm.layout, pp=4, tp=4), recompute="none", pieces=2
+        ),
     }
     trial = ColocationCandidate(context, llm, beside)
     filled = trial.lowered(trial.fill.arrange(0.0))
@@ -229,10 +233,10 @@ def test_encoders_may_have_layouts_of_their_own() -> None:
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_an_image_is_never_cut(pieces: int) -> None:
     """Two images in a microbatch: a quarter of it takes as long as half of it."""
-    context, _ = decide_context(find_job("paper/strong-3072"), preset("clean"))
+    context, _ = choose_smallest_context(find_job("paper/strong-3072"), get_preset("clean"))
     (encoder,) = context.job.model.encoders
-    llm = llm_pipeline(context, chunks=12, order_name="interleaved")
-    layout = encoder_layout(llm.layout, pp=8, tp=8)
+    llm = build_llm_pipeline(context, chunks=12, order_name="interleaved")
+    layout = encoder_layout_on_llm_gpus(llm.layout, pp=8, tp=8)
     beside = {encoder.name: EncoderPlacement(layout=layout, recompute="none", pieces=pieces)}
     header = ColocationCandidate(context, llm, beside).header
     seconds = sum(phase.duration_s for phase in header.template_of(encoder.name, OpKind.FORWARD, 3, 0))
@@ -247,7 +251,9 @@ def test_an_image_is_never_cut(pieces: int) -> None:
 @pytest.mark.parametrize("chunks", [6, 10])
 def test_stated_chunks_are_kept(chunks: int) -> None:
     """The LLM alone would be fastest with 20; encoders lie beside it with as many as the job says."""
-    context, _ = decide_context(find_job("paper/B", layouts=[f"llm=chunks{chunks}"]), preset("default"))
+    context, _ = choose_smallest_context(
+        find_job("paper/B", layouts=[f"llm=chunks{chunks}"]), get_preset("default")
+    )
     floors = LlmPipelines(context)
     assert floors.floor.layout.chunks == 20
     assert {llm.layout.chunks for llm in floors.beside} == {chunks}
@@ -260,9 +266,9 @@ def test_chunks_left_open_are_also_halved() -> None:
     """Half as many chunks cost the LLM time, and leave the first microbatches of encoders more of it."""
     job = find_job("paper/B")
     open_job = replace(job, layout=replace(job.layout, modules={LLM: LayoutChoice(pp=4, tp=8)}))
-    context, _ = decide_context(open_job, preset("default"))
+    context, _ = choose_smallest_context(open_job, get_preset("default"))
     floors = LlmPipelines(context)
     assert [llm.layout.chunks for llm in floors.beside] == [20, 20, 10]
-    best = search_optimus(context, floors.beside)
+    best = search_optimus_plan(context, floors.beside)
     assert best.llm.layout.chunks == 10
-    assert best.filled.step_s < search_optimus(context, floors.both).filled.step_s
+    assert best.filled.step_s < search_optimus_plan(context, floors.both).filled.step_s

@@ -16,7 +16,7 @@ import pytest
 import optimus
 from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.binding import bound_parts, check_binding
 from optimus.ir.planfile import load_plan, plan_text
@@ -26,12 +26,12 @@ from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
-from optimus.planner.encoder_layouts import common_layouts
-from optimus.planner.layouts import decide_context
+from optimus.planner.encoder_layouts import common_encoder_layouts
+from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.plan_replay import replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
-from optimus.planner.ranking import rank_contexts
+from optimus.planner.ranking import rank_llm_layouts
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.replaying import replay_plan
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.paper import PaperSystem
 
@@ -67,8 +67,8 @@ def small_job(gpus: int = 16, **llm: int) -> Job:
 
 
 def test_encoder_layouts_divide_the_llm_s_over_all_gpus() -> None:
-    context, _ = decide_context(find_job("paper/strong-3072"), preset("default"))
-    found = list(common_layouts(context, context.layout))
+    context, _ = choose_smallest_context(find_job("paper/strong-3072"), get_preset("default"))
+    found = list(common_encoder_layouts(context, context.layout))
     assert len(found) == 16
     for each in found:
         layout = each.layout if isinstance(each, RejectedLayout) else each
@@ -77,28 +77,28 @@ def test_encoder_layouts_divide_the_llm_s_over_all_gpus() -> None:
 
 def test_a_stated_encoder_layout_is_kept_and_others_say_why_not() -> None:
     job = find_job("paper/strong-3072", layouts=["vision=pp4,tp8"])
-    context, _ = decide_context(job, preset("default"))
-    found = list(common_layouts(context, context.layout))
+    context, _ = choose_smallest_context(job, get_preset("default"))
+    found = list(common_encoder_layouts(context, context.layout))
     assert [str(each) for each in found if not isinstance(each, RejectedLayout)] == ["dp96 pp4 tp8"]
     assert {each.reason.partition(":")[0] for each in found if isinstance(each, RejectedLayout)} == {"stated"}
 
 
 def test_heads_are_padded_but_none_is_cut() -> None:
-    context, _ = decide_context(find_job(SMALL), preset("default"))
+    context, _ = choose_smallest_context(find_job(SMALL), get_preset("default"))
     assert context.job.model.encoders[0].stack.attention.heads == 18
-    assert "tp4" in str([str(each) for each in common_layouts(context, context.layout)])
+    assert "tp4" in str([str(each) for each in common_encoder_layouts(context, context.layout)])
     (vision,) = context.job.model.encoders
     attention = replace(vision.stack.attention, heads=2, kv_heads=2)
     narrow = replace(vision, stack=replace(vision.stack, attention=attention))
     job = replace(context.job, model=replace(context.job.model, encoders=(narrow,)))
-    found = common_layouts(replace(context, job=job), context.layout)
+    found = common_encoder_layouts(replace(context, job=job), context.layout)
     reasons = [each.reason for each in found if isinstance(each, RejectedLayout)]
     assert reasons == ["divisibility: vision has 2 heads, tp is 4"]
 
 
 @pytest.mark.ci("plan file")
 def test_memory_rejects_with_the_figure() -> None:
-    context, _ = decide_context(find_job("paper/strong-3072"), preset("default"))
+    context, _ = choose_smallest_context(find_job("paper/strong-3072"), get_preset("default"))
     (result,) = PaperSystem().candidates(LlmPipelines(context))
     rejected = result.rejected
     memory = [each for each in rejected if each.reason.startswith("memory")]
@@ -148,7 +148,7 @@ LONG = ("paper/strong-1536", "paper/strong-2048", "paper/dual-11-5", "paper/dual
 def test_the_validator_s_replay_equals_the_claim_on_every_catalog_job(name: str) -> None:
     """To a nanosecond; every rule holds."""
     job = find_job(name)
-    context, _ = decide_context(job, preset("default"))
+    context, _ = choose_smallest_context(job, get_preset("default"))
     (found,) = PaperSystem().candidates(LlmPipelines(context))
     from optimus.ir.binding import bind
     from optimus.verify.validator import check_plan
@@ -312,7 +312,7 @@ def test_a_model_without_encoders_has_nothing_to_place() -> None:
 
 def test_a_stated_encoder_layout_asks_for_an_llm_that_it_divides() -> None:
     """Layouts of the LLM that it does not divide are rejected with that reason."""
-    ranked = rank_contexts(find_job(SMALL, layouts=["vision=pp2"]), preset("default"))
+    ranked = rank_llm_layouts(find_job(SMALL, layouts=["vision=pp2"]), get_preset("default"))
     assert ranked.contexts and all(context.layout.pp % 2 == 0 for context in ranked.contexts)
     odd = [each for each in ranked.rejected if each.layout.pp % 2]
     assert odd and all(each.reason == "stated: vision pp2 does not divide the LLM's pp1" for each in odd)

@@ -16,20 +16,20 @@ from made_profiles import HERE, SEGMENTS, made_profile, priced, segment_s, sorts
 
 from optimus import cli
 from optimus.cost import profile_file
-from optimus.cost.assumptions import preset
-from optimus.cost.measured import (
+from optimus.cost.assumptions import get_preset
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.measured_profile import (
     KERNELS,
     MEASURED_KINDS,
-    LinkTime,
+    LinkMeasurement,
+    MessageTime,
     Profile,
-    SegmentTime,
-    SizeTime,
-    fingerprint,
-    representative_layers,
+    SegmentMeasurement,
+    first_layer_of_each_class,
+    hash_module_shape,
 )
-from optimus.cost.module import price_encoder, price_llm
-from optimus.cost.prices import Prices
-from optimus.cost.profile_file import load_profile, profile_text, read_profile, save_profile
+from optimus.cost.priced_layer import price_encoder_layers, price_llm_layers
+from optimus.cost.profile_file import format_profile, load_profile, parse_profile, save_profile
 from optimus.errors import UserError
 from optimus.ir.binding import bound_parts, check_binding, hash_of
 from optimus.ir.op import Lane, OpKind
@@ -43,17 +43,19 @@ from optimus.planner.planning import make_plan
 
 TINY = "cpu/tiny-vl"
 FLAT = "llm=pp1,tp1"  # one stage: no order of ops to search for
-SEND = LinkTime(
+SEND = LinkMeasurement(
     operation="send",
     backend="gloo",
     ranks=2,
     latency_s=5e-5,
     bandwidth_bytes_per_s=2e9,
-    sizes=(SizeTime(size_bytes=64, median_s=5e-5, p25_s=4e-5, p75_s=6e-5, repetitions=15),),
+    sizes=(MessageTime(size_bytes=64, median_s=5e-5, p25_s=4e-5, p75_s=6e-5, repetitions=15),),
 )
 
 
-def row(tokens: int = 256, seconds: float = 1e-3, kind: OpKind = OpKind.FORWARD, **other: Any) -> SegmentTime:
+def row(
+    tokens: int = 256, seconds: float = 1e-3, kind: OpKind = OpKind.FORWARD, **other: Any
+) -> SegmentMeasurement:
     fields: dict[str, Any] = {
         "module": "llm",
         "layers": "full",
@@ -67,10 +69,10 @@ def row(tokens: int = 256, seconds: float = 1e-3, kind: OpKind = OpKind.FORWARD,
         "p75_s": seconds * 2,
         "repetitions": 15,
     }
-    return SegmentTime(**{**fields, **other})
+    return SegmentMeasurement(**{**fields, **other})
 
 
-def profile_of(*rows: SegmentTime) -> Profile:
+def profile_of(*rows: SegmentMeasurement) -> Profile:
     return Profile(name="made", measured=HERE, modules=(("llm", "0" * 16),), segments=rows)
 
 
@@ -85,12 +87,12 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "p.yaml") == found
     assert save_profile(load_profile(tmp_path / "p.yaml"), tmp_path / "q.yaml") == digest
     assert [path.name for path in tmp_path.iterdir()] != [] and not list(tmp_path.glob(".*"))
-    lines = profile_text(found).splitlines()
+    lines = format_profile(found).splitlines()
     assert len(lines) < len(rows) + 20 and max(map(len, lines)) < 260  # one measurement per line
 
 
 def test_json_is_read_too_and_the_name_is_the_file_s(tmp_path: Path) -> None:
-    document = yaml.safe_load(profile_text(profile_of(row())))
+    document = yaml.safe_load(format_profile(profile_of(row())))
     del document["name"]
     (tmp_path / "h100.json").write_text(json.dumps(document, indent=1))
     found = load_profile(tmp_path / "h100.json")
@@ -123,33 +125,33 @@ MISTAKES = [  # what is replaced, by what, and what the error says
 
 @pytest.mark.parametrize(("text", "wrong", "message"), MISTAKES)
 def test_mistakes_are_named_by_field_and_line_with_a_way_out(text: str, wrong: str, message: str) -> None:
-    right = profile_text(profile_of(row(), row(kind=OpKind.INPUT_GRAD)))
+    right = format_profile(profile_of(row(), row(kind=OpKind.INPUT_GRAD)))
     assert text in right
-    read_profile(right, "p.yaml")
+    parse_profile(right, "p.yaml")
     with pytest.raises(UserError) as caught:
-        read_profile(right.replace(text, wrong, 1), "p.yaml")
+        parse_profile(right.replace(text, wrong, 1), "p.yaml")
     assert message in str(caught.value) and "p.yaml" in str(caught.value) and "\nhint: " in str(caught.value)
 
 
 def test_a_kernel_belongs_to_one_segment() -> None:
     twice = profile_of(row(), row(segment="out", kernels=("attention", "out")))
     with pytest.raises(UserError, match="names attention, which the segment attention covers"):
-        read_profile(profile_text(twice), "p.yaml")
+        parse_profile(format_profile(twice), "p.yaml")
     changing = profile_of(row(), row(512, kernels=("attention", "out")))
     with pytest.raises(UserError, match="differs from what attention of llm covers above"):
-        read_profile(profile_text(changing), "p.yaml")
+        parse_profile(format_profile(changing), "p.yaml")
 
 
 def test_files_without_end_and_other_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = replace(row(10**6), kernels=SEGMENTS["qkv"], layers="window-experts", median_s=1.23456e-5)
-    lines = profile_text(profile_of(long)).splitlines()
+    lines = format_profile(profile_of(long)).splitlines()
     assert profile_file.MAX_ROWS * len(lines[-1]) < MAX_BYTES  # what may be written may be read
     monkeypatch.setattr(profile_file, "MAX_ROWS", 20)
-    many = profile_text(profile_of(*(row(tokens) for tokens in range(1, 22))))
+    many = format_profile(profile_of(*(row(tokens) for tokens in range(1, 22))))
     with pytest.raises(UserError, match="segments has 21 rows, more than 20"):
-        read_profile(many, "p.yaml")
+        parse_profile(many, "p.yaml")
     (tmp_path / "big.yaml").write_text("x" * (2 << 20))
     for name, problem in (("big.yaml", "larger"), ("none.yaml", "does not exist"), ("a.plan", "not a .yaml")):
         with pytest.raises(UserError, match=problem):
@@ -231,7 +233,7 @@ def test_an_op_takes_as_long_as_was_measured(name: str, tp: int) -> None:
 def test_windowed_and_full_layers_have_their_own_seconds() -> None:
     job = find_job("qwen2.5-vl-72b", on="h100:512")
     vision = job.model.encoders[0]
-    assert set(representative_layers(vision.stack)) == {"full", "window"}
+    assert set(first_layer_of_each_class(vision.stack)) == {"full", "window"}
     rows = made_profile(job).segments
     slow = [replace(r, median_s=10 * r.median_s, p75_s=20.0) if r.layers == "full" else r for r in rows]
     before, after = (
@@ -298,7 +300,7 @@ def test_a_profile_of_another_model_is_refused() -> None:
     with pytest.raises(UserError, match="was measured with another llm than that of tiny-vl"):
         made_profile(other).check_model(job.model)
     deeper = replace(job.model.llm, stack=replace(job.model.llm.stack, layers=40), train=False)
-    assert fingerprint(deeper) == fingerprint(job.model.llm)
+    assert hash_module_shape(deeper) == hash_module_shape(job.model.llm)
     audio = replace(made_profile(job), modules=(("audio", "0" * 16),))
     with pytest.raises(UserError, match="measures audio, and the modules of tiny-vl are vision or llm"):
         audio.check_model(job.model)
@@ -310,12 +312,16 @@ def test_kinds_that_do_not_run_are_not_missed() -> None:
     vision = job.model.encoders[0]
     frozen = replace(vision, train=False, projector=replace(vision.projector, train=False))
     job = replace(job, model=replace(job.model, encoders=(frozen,)))
-    prices = Prices(cluster=job.cluster, assumptions=preset("default"), profile=made_profile(job))
-    price_llm(job.model.llm, job.workload.llm_load(), Layout(), prices, "full")
+    cost_model = ClusterCostModel(
+        cluster=job.cluster, assumptions=get_preset("default"), profile=made_profile(job)
+    )
+    price_llm_layers(job.model.llm, job.workload.llm_load(), Layout(), cost_model, "full")
     for sequences in (0.5, 1):
         load = job.workload.encoder_load("vision", frozen.projector.merge).times(sequences)
-        price_encoder(frozen, load, Layout(), prices, "none")
-    assert {each.tokens: each.unmeasured for each in prices.shortfalls} == {128: ()}  # smaller than measured
+        price_encoder_layers(frozen, load, Layout(), cost_model, "none")
+    assert {each.tokens: each.unmeasured for each in cost_model.profile_gaps} == {
+        128: ()
+    }  # smaller than measured
 
 
 # ---------------------------------------------------------------- plans
@@ -417,9 +423,9 @@ def test_without_torch_profile_says_what_to_install(
 def test_the_profile_of_the_page_is_one_of_the_job_it_speaks_of() -> None:
     text = (Path(__file__).parents[1] / "docs" / "profile.md").read_text()
     shown = text[text.index("```yaml\n") + 8 :].partition("```")[0]
-    found = read_profile(shown, "shown.yaml")
+    found = parse_profile(shown, "shown.yaml")
     found.check_model(find_job(TINY).model)
-    for kind in (SegmentTime, SizeTime, LinkTime):
+    for kind in (SegmentMeasurement, MessageTime, LinkMeasurement):
         for field in fields(kind):
             assert field.name in text
     assert f"{profile_file.MAX_ROWS:,} rows" in text

@@ -13,7 +13,7 @@ from optimus.errors import DoesNotFit, UserError
 from optimus.ir.plan import Plan
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.paper import PaperSystem, search_paper
+from optimus.planner.systems.paper import PaperSystem, search_paper_plan
 from optimus.verify.validator import check_plan
 
 STRATEGY = 33  # one plan in so many is the paper's; the others are arranged at random
@@ -34,7 +34,9 @@ def made(seed: int) -> Plan | None:
     try:
         if not context.job.model.encoders:
             return None
-        return bound(search_paper(context, [random_llm(rng, context, splits=False)]).filled.plan, context)
+        return bound(
+            search_paper_plan(context, [random_llm(rng, context, splits=False)]).filled.plan, context
+        )
     except (DoesNotFit, UserError):
         return None
 

@@ -8,17 +8,17 @@ from math import inf
 
 import pytest
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
-from optimus.planner.layouts import every_layout
-from optimus.planner.ranking import MOST_KEPT, rank_contexts
+from optimus.planner.layouts import enumerate_llm_layouts
+from optimus.planner.ranking import MOST_KEPT, rank_llm_layouts
 
 SMALL = "paper/small-a100"
-DEFAULT = preset("default")
+DEFAULT = get_preset("default")
 
 
 def stated(job: Job, layout: Layout) -> Job:
@@ -29,7 +29,7 @@ def stated(job: Job, layout: Layout) -> Job:
 
 def test_every_layout_uses_all_gpus_and_keeps_what_is_stated() -> None:
     job = find_job("qwen2.5-vl-72b", "h100:96", ["llm=tp4"])
-    found = list(every_layout(job))
+    found = list(enumerate_llm_layouts(job))
     assert all(layout.gpus == 96 and layout.tp == 4 for layout in found)
     assert {layout.pp for layout in found} == {1, 2, 3, 4, 6, 8, 12}
     assert {layout.cp for layout in found} == {1, 2}  # 8,192 tokens: no less than 4,096 on a rank
@@ -37,17 +37,17 @@ def test_every_layout_uses_all_gpus_and_keeps_what_is_stated() -> None:
 
 
 def test_a_stated_layout_is_not_searched() -> None:
-    ranked = rank_contexts(find_job(SMALL, layouts=["llm=pp2,tp2"]), DEFAULT)
+    ranked = rank_llm_layouts(find_job(SMALL, layouts=["llm=pp2,tp2"]), DEFAULT)
     assert [str(context.layout) for context in ranked.contexts] == ["dp2 pp2 tp2"]
     assert ranked.rejected == () and ranked.considered == 1
 
 
 def test_every_layout_is_kept_or_rejected_with_a_reason() -> None:
     job = find_job(SMALL)
-    ranked = rank_contexts(job, DEFAULT)
+    ranked = rank_llm_layouts(job, DEFAULT)
     kept = [context.layout for context in ranked.contexts]
     assert sorted(map(str, (*kept, *(each.layout for each in ranked.rejected)))) == sorted(
-        map(str, every_layout(job))
+        map(str, enumerate_llm_layouts(job))
     )
     assert 1 <= len(kept) <= 2 * MOST_KEPT
     assert {each.reason.partition(":")[0] for each in ranked.rejected} <= {"memory", "slower", "batch"}
@@ -55,7 +55,7 @@ def test_every_layout_is_kept_or_rejected_with_a_reason() -> None:
 
 def steps_of_all(job: Job, name: str) -> Iterator[tuple[str, float]]:
     """Each layout stated, and what the system then takes; inf where it does not fit."""
-    for layout in every_layout(job):
+    for layout in enumerate_llm_layouts(job):
         try:
             systems = compare_systems(stated(job, layout), names=[name]).systems
         except DoesNotFit:
@@ -79,7 +79,7 @@ def test_no_layout_beats_the_one_that_was_found(name: str) -> None:
 def test_layouts_rejected_as_slower_are() -> None:
     """The LLM alone, with everything tried there, does not beat the floor of the search."""
     job = find_job(SMALL)
-    ranked = rank_contexts(job, DEFAULT)
+    ranked = rank_llm_layouts(job, DEFAULT)
     floor_s = compare_systems(job, names=["llm-only"]).floor_s
     slower = [each.layout for each in ranked.rejected if each.reason.startswith("slower")]
     assert slower

@@ -30,15 +30,15 @@ from optimus.ir.op import Lane, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.planfile import plan_digest, save_plan
 from optimus.job.read import find_job
+from optimus.planner.plan_replay import replay_llm_alone, replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
-from optimus.planner.replaying import replay_llm_alone, replay_plan
 from optimus.render import timeline_chart
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 from optimus.render.html_report import render_report_page, rerun_comparison
 from optimus.render.report_data import ReportData, gather_report_data
 from optimus.render.timeline_chart import TICK_S, pack_timelines
 from optimus.schedule.bubbles import CAUSES
-from optimus.sensitivity.tornado import Perturbed, Tornado
+from optimus.sensitivity.tornado import Tornado, TornadoBar
 
 ROOT = Path(__file__).parents[1]
 SMALL, LARGE = "paper/small-a100", "paper/strong-3072"
@@ -187,7 +187,7 @@ def test_faster_traffic_and_compute_shorten_the_step() -> None:
 
 def test_a_finer_analysis_takes_the_place_of_ours() -> None:
     rows = tuple(
-        Perturbed(
+        TornadoBar(
             name=name, low_label="0 %", high_label="80 %", low_s=1.0, high_s=high,
             winner_low="paper", winner_high="three-phase",
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_plans import tiny_plan
 
-from optimus.planner.replaying import replay_plan
+from optimus.planner.plan_replay import replay_plan
 from optimus.schedule.bubbles import find_op_slack
 from optimus.schedule.simulator import simulate_schedule
 

@@ -16,9 +16,9 @@ import pytest
 from machine import allowed_s
 from service_user import NOBODY, PACKAGE
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.job.read import find_job
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.balanced import BalancedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
@@ -30,7 +30,7 @@ COMMAND = ["-B", "-m", "optimus", "simulate", "paper/strong-3072", "--json"]
 
 def paper_pipeline(microbatches: int) -> PipelineCandidate:
     """ViT-22B and GPT-175B balanced over 8 stages of 12 chunks, whole layers recomputed."""
-    context, _ = decide_context(find_job("paper/strong-3072"), preset("paper"))
+    context, _ = choose_smallest_context(find_job("paper/strong-3072"), get_preset("paper"))
     return replace(BalancedSystem().best_pipeline(LlmPipelines(context)), microbatches=microbatches)
 
 

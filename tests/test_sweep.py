@@ -21,7 +21,7 @@ from optimus.job.layout import Constraints, Layout, LayoutChoice
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
 from optimus.render.sweep_chart import render_sweep_page, render_sweep_svg, summarize_sweep
-from optimus.sensitivity.sweep import JobSweep, SweepFigures, SweepPoint, sweep_job
+from optimus.sensitivity.job_sweep import JobSweep, SweepFigures, SweepPoint, sweep_job
 
 TINY = "cpu/tiny-vl"
 FLAT = ["llm=pp1"]

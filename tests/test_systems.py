@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from paper_parts import PAPER_JOBS
 
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.ir.op import Lane, OpKind
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.balanced import BalancedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.registry import SYSTEMS, load_system, strategies
+from optimus.planner.systems.registry import SYSTEMS, load_system, plan_making_systems
 from optimus.planner.systems.stage0 import Stage0System
 from optimus.schedule.bubbles import CAUSES, busy_s, sum_bubbles_by_cause
 from optimus.schedule.simulator import simulate_schedule
@@ -37,7 +37,7 @@ def compared(name: str, on: str | None = None, assumptions: str = "default") -> 
 @pytest.mark.parametrize("assumptions", ["paper", "clean", "clean-slack"])
 @pytest.mark.parametrize("name", PAPER_JOBS)
 def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
-    context, _ = decide_context(find_job(name), preset(assumptions))
+    context, _ = choose_smallest_context(find_job(name), get_preset(assumptions))
     pipelines = LlmPipelines(context)
     for system in (Stage0System(), BalancedSystem()):
         pipeline = system.best_pipeline(pipelines)
@@ -105,12 +105,12 @@ def test_memory_names_the_worst_rank() -> None:
 
 
 def test_all_systems_are_made_for_a_paper_job() -> None:
-    assert set(compared("paper/A").systems) == set(SYSTEMS) - {"today", *strategies()}
+    assert set(compared("paper/A").systems) == set(SYSTEMS) - {"today", *plan_making_systems()}
 
 
 def test_systems_are_registered_under_their_names_and_a_plan_is_allowed_as_fill() -> None:
     assert [load_system(name).name for name in SYSTEMS] == list(SYSTEMS)
-    assert {load_system(name).allowed_as for name in strategies()} == {"fill"}
+    assert {load_system(name).allowed_as for name in plan_making_systems()} == {"fill"}
 
 
 # ------------------------------------------------------------------------ assumptions
@@ -119,7 +119,7 @@ def test_systems_are_registered_under_their_names_and_a_plan_is_allowed_as_fill(
 @pytest.mark.ci("foundation")
 def test_slower_assumptions_give_slower_steps() -> None:
     job = find_job("paper/A")
-    base = preset("default")
+    base = get_preset("default")
     steps = {}
     for label, changed in {
         "base": base,
@@ -194,7 +194,7 @@ def test_fsdp_hides_gathers_under_compute() -> None:
 
 
 def test_images_are_dealt_out_whole() -> None:
-    context, _ = decide_context(find_job("qwen2.5-vl-72b", "h100:512"), preset("default"))
+    context, _ = choose_smallest_context(find_job("qwen2.5-vl-72b", "h100:512"), get_preset("default"))
     encoder = context.job.model.encoders[0]
     per_sequence = np.mean([len(s.lengths(encoder.name)) for s in context.job.workload.sequences])
     assert context.dealt(encoder, 2, 1) == 2
@@ -205,7 +205,7 @@ def test_images_are_dealt_out_whole() -> None:
 
 def test_pieces_of_one_block_are_as_large_as_they_are_on_average() -> None:
     """Side by side the busiest counts; one after another only their sum does, but none is below an image."""
-    context, _ = decide_context(find_job("qwen2.5-vl-72b", "h100:512"), preset("default"))
+    context, _ = choose_smallest_context(find_job("qwen2.5-vl-72b", "h100:512"), get_preset("default"))
     encoder = context.job.model.encoders[0]
     images = context.images(encoder, 2)
     assert 6 < images < 8 and images % 1

@@ -14,7 +14,7 @@ from tiny_plans import tiny_plan
 import optimus
 from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.binding import bind, bound_parts
 from optimus.ir.plan import Plan
@@ -25,12 +25,12 @@ from optimus.job.job import Job
 from optimus.job.read import find_job, load_model, make_job
 from optimus.job.workload import PackedSequence
 from optimus.planner.compare import compare_systems
+from optimus.planner.plan_replay import replay_llm_alone, replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
-from optimus.planner.replaying import replay_llm_alone, replay_plan
 from optimus.schedule.bubbles import CAUSES, busy_s
-from optimus.sensitivity.time_breakdown import BUSY, LABELS, break_down, describe_difference
-from optimus.sensitivity.why_not import Reason, explain_layout
-from optimus.sensitivity.why_not_memory import find_need
+from optimus.sensitivity.time_breakdown import BUSY, LABELS, break_down_step, describe_step_difference
+from optimus.sensitivity.why_not import LayoutExplanation, explain_layout
+from optimus.sensitivity.why_not_memory import find_memory_requirement
 
 TINY = "cpu/tiny-vl"
 AT_ONCE = (TINY, "paper/dual-22-11")  # jobs that are rebuilt in every run of the tests
@@ -65,7 +65,7 @@ def file(narrow: PlanningResult, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def wider(file: Path) -> Reason:
+def wider(file: Path) -> LayoutExplanation:
     return explain_layout(file, "llm=pp1,tp2")
 
 
@@ -203,7 +203,7 @@ def test_a_batch_that_does_not_divide_is_a_rule() -> None:
 
 
 def test_a_layout_is_planned_as_plan_would_from_the_file_alone(
-    wider: Reason, narrow: PlanningResult, wide: PlanningResult
+    wider: LayoutExplanation, narrow: PlanningResult, wide: PlanningResult
 ) -> None:
     there = wide
     assert wider.other is not None and wider.plan is not None
@@ -214,7 +214,9 @@ def test_a_layout_is_planned_as_plan_would_from_the_file_alone(
     assert wider.verdict == "slower" and "tensor-parallel waits" in wider.reason
 
 
-def test_every_second_of_the_difference_is_accounted_for(wider: Reason, wide: PlanningResult) -> None:
+def test_every_second_of_the_difference_is_accounted_for(
+    wider: LayoutExplanation, wide: PlanningResult
+) -> None:
     assert wider.plan is not None and wider.other is not None
     total = wider.other.step_s - wider.plan.step_s
     assert sum(wider.differences_s.values()) == pytest.approx(total, abs=1e-12)
@@ -237,7 +239,7 @@ def test_every_second_of_the_difference_is_accounted_for(wider: Reason, wide: Pl
 def test_parts_of_any_plan_sum_to_its_step(seed: int) -> None:
     """Stages, encoders and TP blocks at random, each as much of the mean as any other."""
     played = replay_plan(tiny_plan(Random(seed), few=True))
-    spent = break_down(played)
+    spent = break_down_step(played)
     assert sum(spent.values()) == pytest.approx(played.timeline.step_s, abs=1e-12)
     assert min(spent.values()) >= 0 and spent["llm_compute"] > 0
 
@@ -277,7 +279,7 @@ def test_an_llm_of_which_nothing_is_asked_stays() -> None:
 
 @pytest.mark.ci("search")
 def test_both_spellings_and_all_kinds_of_plan_are_one_question(
-    file: Path, narrow: PlanningResult, wider: Reason
+    file: Path, narrow: PlanningResult, wider: LayoutExplanation
 ) -> None:
     for reason in (
         explain_layout(narrow, llm="pp1 tp2"),
@@ -289,7 +291,9 @@ def test_both_spellings_and_all_kinds_of_plan_are_one_question(
 
 def test_an_llm_that_does_not_fit_lacks_just_those_bytes() -> None:
     """With one byte less than what is said to be needed it does not fit, with as many it does."""
-    needed = find_need(tiny("llm=pp1,tp1", memory_bytes=0.8e9), preset("default"), None, "optimus")
+    needed = find_memory_requirement(
+        tiny("llm=pp1,tp1", memory_bytes=0.8e9), get_preset("default"), None, "optimus"
+    )
     assert needed is not None and needed.encoders is None and needed.needed_bytes == needed.llm_alone.total
     held = "reserve 0.5, communicators 0.4, model states 0.0"
     assert needed.description == f"the LLM alone needs 0.9 of 0.8 GB on stage 0 at dp2 pp1 tp1: {held}"
@@ -305,7 +309,7 @@ def test_encoders_that_do_not_fit_say_what_they_would_need(strategy: str) -> Non
     job = tiny("llm=pp1,tp1")
     plan = make_plan(job, strategy=strategy, systems=[]).plan
     asked = tiny("llm=pp1,tp2", memory_bytes=1.2e9)
-    need = find_need(asked, preset("default"), None, strategy)
+    need = find_memory_requirement(asked, get_preset("default"), None, strategy)
     assert need is not None and need.encoders is not None and need.needed_bytes > need.capacity_bytes
     assert need.llm_alone.total < need.needed_bytes == need.llm_alone.total + need.encoder_bytes
     short = tiny("llm=pp1,tp1", memory_bytes=need.needed_bytes - 1)
@@ -329,12 +333,12 @@ def test_parts_are_said_in_the_order_of_what_they_do() -> None:
         "tp": 0.04,
         "dp_all_gather": -0.01,
     }
-    words = describe_difference(2.27, 2.41, parts, not_hidden_s=None, equal=False)
+    words = describe_step_difference(2.27, 2.41, parts, not_hidden_s=None, equal=False)
     assert words == (
         "2.41 s, 6.2 % slower than the plan's 2.27 s: +0.11 s pipeline warm-up and cool-down, "
         "+0.04 s tensor-parallel waits, -0.01 s data-parallel waits"
     )
-    back = describe_difference(
+    back = describe_step_difference(
         2.41, 2.27, {name: -value for name, value in parts.items()}, not_hidden_s=(0.3, 0.2), equal=False
     )
     assert back == (
@@ -346,7 +350,9 @@ def test_parts_are_said_in_the_order_of_what_they_do() -> None:
 
 def test_small_differences_are_not_rounded_away() -> None:
     parts = dict.fromkeys(LABELS, 0.0) | {"optimizer": 0.00012}
-    assert "+0.00012 s optimizer" in describe_difference(1.0, 1.00012, parts, not_hidden_s=None, equal=False)
+    assert "+0.00012 s optimizer" in describe_step_difference(
+        1.0, 1.00012, parts, not_hidden_s=None, equal=False
+    )
 
 
 # ---------------------------------------------------------------- the command

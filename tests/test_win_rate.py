@@ -17,28 +17,28 @@ from test_batches import few_layers, uneven
 from optimus.cli import run
 from optimus.cli.flags import OK
 from optimus.cli.uncertainty import assessed_json, assessed_text
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.planning import make_plan
 from optimus.schedule.simulator import simulate_schedule
-from optimus.sensitivity.assess import Assessed
-from optimus.sensitivity.batch_steps import BatchSteps
-from optimus.sensitivity.perturb import Perturbable, draw_models, uncertain_parameters
+from optimus.sensitivity.assess import PlanAssessment
+from optimus.sensitivity.batch_steps import BatchStepTimes
+from optimus.sensitivity.perturb import PerturbableSchedule, draw_cost_models, uncertain_parameters
 from optimus.sensitivity.win_rate import (
     MAX_THREADS,
     SKIP_ABOVE_BEST,
     OtherWinner,
     WinRate,
-    base_model,
-    choose_systems,
-    find_rule,
-    find_win_rate,
-    in_threads,
+    choose_systems_to_simulate,
+    compute_win_rate,
+    find_win_rule,
+    map_in_threads,
+    unperturbed_cost_model,
 )
 
-BASE = base_model(preset("default"))
+BASE = unperturbed_cost_model(get_preset("default"))
 SYSTEMS = ("stage0", "three-phase", "fsdp", "paper")
 
 
@@ -49,13 +49,13 @@ def comparison() -> Comparison:
 
 @pytest.fixture(scope="module")
 def sure(comparison: Comparison) -> WinRate:
-    return find_win_rate(comparison)
+    return compute_win_rate(comparison)
 
 
 def test_what_a_profile_measured_is_among_what_is_drawn() -> None:
     """A machine on which collectives take half of the cores' time is not another one."""
     measured = replace(BASE, slowdown=0.6, launch_s=4e-5)
-    models = draw_models(measured, uncertain_parameters(measured), draws=200, seed=0)
+    models = draw_cost_models(measured, uncertain_parameters(measured), draws=200, seed=0)
     assert {model.slowdown for model in models} == {0.0, 0.6, 1.2}
     assert {model.launch_s for model in models} == {0.0, 4e-5, 8e-5}
     clean = replace(BASE, slowdown=0.0, launch_s=0.0)
@@ -66,7 +66,7 @@ def test_what_a_profile_measured_is_among_what_is_drawn() -> None:
 
 def test_every_doubt_covers_its_range_evenly() -> None:
     """A Latin hypercube: one draw in each 200th part; choices equally often."""
-    models = draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=0)
+    models = draw_cost_models(BASE, uncertain_parameters(BASE), draws=200, seed=0)
     for doubt in uncertain_parameters(BASE):
         values = np.array([getattr(model, doubt.field) for model in models])
         if doubt.choices:
@@ -75,8 +75,8 @@ def test_every_doubt_covers_its_range_evenly() -> None:
         else:
             parts = np.floor((values - doubt.low) / (doubt.high - doubt.low) * 200)
             assert sorted(parts.astype(int).tolist()) == list(range(200)), doubt
-    assert models == draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=0)
-    assert models != draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=1)
+    assert models == draw_cost_models(BASE, uncertain_parameters(BASE), draws=200, seed=0)
+    assert models != draw_cost_models(BASE, uncertain_parameters(BASE), draws=200, seed=1)
     pairs = np.array(
         [[getattr(model, doubt.field) for doubt in uncertain_parameters(BASE)] for model in models]
     )
@@ -87,7 +87,7 @@ def test_every_doubt_covers_its_range_evenly() -> None:
 
 def test_with_nothing_perturbed_the_step_is_the_system_s(comparison: Comparison) -> None:
     for system in comparison.systems.values():
-        assert Perturbable(system.schedule, ["vision"], BASE).step_s(BASE) == system.step_s
+        assert PerturbableSchedule(system.schedule, ["vision"], BASE).step_s(BASE) == system.step_s
 
 
 def test_each_doubt_scales_its_own_rows(comparison: Comparison) -> None:
@@ -115,7 +115,7 @@ def test_each_doubt_scales_its_own_rows(comparison: Comparison) -> None:
             factor *= 0.3 if op.communicator == Communicator.TP else 1
         by_hand.append(op.duration_s * factor)
     expected = simulate_schedule(replace(schedule, duration_s=np.array(by_hand)), slowdown=0.2).step_s
-    assert Perturbable(schedule, ["vision"], BASE).step_s(model) == pytest.approx(expected, rel=1e-12)
+    assert PerturbableSchedule(schedule, ["vision"], BASE).step_s(model) == pytest.approx(expected, rel=1e-12)
 
 
 def test_counts_are_those_of_the_steps(sure: WinRate, comparison: Comparison) -> None:
@@ -138,12 +138,12 @@ def test_threads_answer_in_order_and_end_when_nobody_reads() -> None:
         time.sleep((7 - number % 7) / 1000)
         return 1 / (number - 60)
 
-    assert list(in_threads(slow, range(50))) == [1 / (number - 60) for number in range(50)]
+    assert list(map_in_threads(slow, range(50))) == [1 / (number - 60) for number in range(50)]
     assert len(threads) == min(MAX_THREADS, len(os.sched_getaffinity(0)))
     with pytest.raises(ZeroDivisionError):
-        list(in_threads(slow, range(50, 70)))
+        list(map_in_threads(slow, range(50, 70)))
     begun.clear()
-    reading = in_threads(slow, range(61, 1000))
+    reading = map_in_threads(slow, range(61, 1000))
     assert next(reading) == 1
     reading.close()
     assert len(begun) < 900
@@ -151,18 +151,18 @@ def test_threads_answer_in_order_and_end_when_nobody_reads() -> None:
 
 def test_a_rule_finds_what_decides() -> None:
     """Winners made by a rule of which everything is known, with a little noise."""
-    models = draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
+    models = draw_cost_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
     overlapped = [model.tp_overlapped > 0.5 for model in models]
-    rule = find_rule(models, uncertain_parameters(BASE), overlapped)
+    rule = find_win_rule(models, uncertain_parameters(BASE), overlapped)
     assert rule is not None and str(rule) == "TP traffic is 70 % overlapped"
     assert rule.explains == rule.holds == 100
     slow = [model.dp_bandwidth < 0.9 and model.pp_bandwidth < 1.2 for model in models]
-    rule = find_rule(models, uncertain_parameters(BASE), slow)
+    rule = find_win_rule(models, uncertain_parameters(BASE), slow)
     assert rule is not None and rule.parameter.field == "dp_bandwidth" and not rule.above
     assert str(rule) == "DP bandwidth is -10 % or lower" and rule.explains == sum(slow)
     dice = np.random.default_rng(1).random(200) < 0.3
-    assert find_rule(models, uncertain_parameters(BASE), dice.tolist()) is None
-    assert find_rule(models, uncertain_parameters(BASE), [False] * 200) is None
+    assert find_win_rule(models, uncertain_parameters(BASE), dice.tolist()) is None
+    assert find_win_rule(models, uncertain_parameters(BASE), [False] * 200) is None
 
 
 def test_what_cannot_win_or_is_the_same_is_left_out(comparison: Comparison) -> None:
@@ -171,7 +171,7 @@ def test_what_cannot_win_or_is_the_same_is_left_out(comparison: Comparison) -> N
     slow = replace(best, name="slow", step_s=SKIP_ABOVE_BEST * best.step_s * 1.01)
     unfit = replace(best, name="unfit", fits=False)
     more = {**comparison.systems, "twin": twin, "slow": slow, "unfit": unfit}
-    chosen, left_out = choose_systems(replace(comparison, systems=more), draws=200)
+    chosen, left_out = choose_systems_to_simulate(replace(comparison, systems=more), draws=200)
     assert chosen[0] is best and {system.name for system in chosen} <= set(SYSTEMS)
     assert left_out["twin"] == f"the same as {best.name}" and "1.31 times" in left_out["slow"]
     assert "unfit" not in left_out
@@ -182,22 +182,24 @@ def test_of_too_many_ops_the_slowest_are_left_out(comparison: Comparison) -> Non
     close = {name: replace(system, step_s=1.0 + place / 100, fits=True)
              for place, (name, system) in enumerate(comparison.systems.items())}  # fmt: skip
     ranked = list(close)
-    few, left_out = choose_systems(replace(comparison, systems=close), draws=10**9)
+    few, left_out = choose_systems_to_simulate(replace(comparison, systems=close), draws=10**9)
     assert [system.name for system in few] == ranked[:2]
     assert left_out == dict.fromkeys(ranked[2:], "too many ops")
 
 
 def test_the_words_of_the_two_lines(sure: WinRate) -> None:
-    steps = BatchSteps(system="paper", dealing="drawn", steps_s=np.linspace(1.0, 2.0, 101), simulations=101)
+    steps = BatchStepTimes(
+        system="paper", dealing="drawn", steps_s=np.linspace(1.0, 2.0, 101), simulations=101
+    )
     other = replace(steps, system="today", steps_s=2 * steps.steps_s)
-    models = draw_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
-    rule = find_rule(models, uncertain_parameters(BASE), [model.tp_overlapped > 0.5 for model in models])
+    models = draw_cost_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
+    rule = find_win_rule(models, uncertain_parameters(BASE), [model.tp_overlapped > 0.5 for model in models])
     wins = (
         OtherWinner(system="balanced-best", wins=100, rule=rule),
         OtherWinner(system="fsdp", wins=1, rule=None),
     )
     said = replace(sure, winner="paper", same=99, of=200, otherwise=wins)
-    assessed = Assessed(steps={"paper": steps, "today": other}, sure=said)
+    assessed = PlanAssessment(steps={"paper": steps, "today": other}, sure=said)
     text = " ".join(" ".join(assessed_text(assessed)).split())
     assert text == (
         "steps mean 1.500 s, p95 1.950 s over 101 batches drawn from the workload "
@@ -206,7 +208,7 @@ def test_the_words_of_the_two_lines(sure: WinRate) -> None:
         "the 100 where TP traffic is 70 % overlapped; fsdp wins in 1"
     )
     faster = replace(steps, system="three-phase", steps_s=0.9 * steps.steps_s)
-    assessed = Assessed(steps={"paper": steps, "three-phase": faster}, sure=said)
+    assessed = PlanAssessment(steps={"paper": steps, "three-phase": faster}, sure=said)
     assert "p95 1.755 s): over these three-phase is the faster" in " ".join(assessed_text(assessed))
     keys = assessed_json(assessed)
     assert json.loads(json.dumps(keys)) == keys
@@ -249,11 +251,11 @@ def test_planning_again_under_perturbed_models_gives_the_same_winner() -> None:
     """
     job, names = find_job("paper/strong-3072"), ("balanced-best", "three-phase")
     planned = make_plan(job, systems=names, strategy="optimus")
-    found = find_win_rate(planned.comparison)
+    found = compute_win_rate(planned.comparison)
     told = 0
     for draw in (1, 198, 0, 199):
         replayed = {name: float(steps[draw]) for name, steps in found.steps_s.items()}
-        other, assumptions = replanned(job, preset("default"), found.models[draw])
+        other, assumptions = replanned(job, get_preset("default"), found.models[draw])
         systems = make_plan(other, systems=names, strategy="optimus", assumptions=assumptions).systems
         again = {name: systems[name].step_s for name in replayed}
         first, second, *_ = sorted(replayed, key=lambda name: replayed[name])

@@ -7,7 +7,7 @@ from statistics import fmean
 from benchmarks.docs.pages import DOCS, fill_tables, markdown
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
-from optimus.sensitivity.noise import POLICIES, simulate_noise
+from optimus.sensitivity.noise_study import POLICIES, simulate_under_noise
 
 PAGE = DOCS / "noise.md"
 CASES = [(f"strong-{gpus}", preset) for gpus in (3072, 1536) for preset in ("clean", "default")]
@@ -20,7 +20,7 @@ def rows(job: str, preset: str) -> list[str]:
     planned = make_plan(
         find_job(f"paper/{job}"), strategy="optimus", assumptions=preset, systems=["balanced-best"]
     )
-    noise = simulate_noise(planned.plan, planned.comparison)
+    noise = simulate_under_noise(planned.plan, planned.comparison)
     lines = []
     for level in noise.levels:
         cells = [f"{job}, {preset}", level.noise.name]

@@ -16,22 +16,22 @@ from benchmarks.docs.pages import (
     rounded,
     store_figures,
 )
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.ir.plan import Plan, PlannedModule
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.model import Recompute
 from optimus.job.read import find_job
 from optimus.job.workload import PackedSequence
-from optimus.planner.bounds import Bounds, find_bounds
-from optimus.planner.encoder_layouts import common_layouts
+from optimus.planner.encoder_layouts import common_encoder_layouts
 from optimus.planner.filled_plan import FilledPlan
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.rejected import RejectedLayout
+from optimus.planner.step_bounds import StepBounds, compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.paper import ADJUSTED, PaperSystem, warmups
-from optimus.planner.systems.paper_filling import Bases, PaperCandidate, PaperSchedule
+from optimus.planner.systems.paper import ADJUSTED, PaperSystem, warmup_variants
+from optimus.planner.systems.paper_candidate import LlmTimelineCache, PaperCandidate, PaperSchedule
 from optimus.planner.systems.registry import load_system
 from optimus.schedule.lower import simulate_plan
 from optimus.schedule.plan_schedule import build_plan_schedule
@@ -81,17 +81,17 @@ def all_cases() -> Iterator[PaperCase]:
 
 def figures(case: PaperCase) -> Figures:
     """Returns all figures of one case."""
-    assumptions = preset(case.preset)
+    assumptions = get_preset(case.preset)
     if case.recompute is not None:
         assumptions = replace(assumptions, recompute=case.recompute)
-    pipelines = LlmPipelines(decide_context(_job(case), assumptions)[0])
+    pipelines = LlmPipelines(choose_smallest_context(_job(case), assumptions)[0])
     names = ["llm-only", "stage0", "balanced", "balanced-best"]
     names += ["fsdp"] if case.job == "small-a100" else []
     systems = {name: load_system(name).simulate(pipelines) for name in names}
     begin = time.process_time()
     (candidate,) = PaperSystem().candidates(pipelines)
     seconds = time.process_time() - begin
-    bounds = find_bounds(pipelines.context, pipelines.floor, systems["llm-only"].step_s)
+    bounds = compute_step_bounds(pipelines.context, pipelines.floor, systems["llm-only"].step_s)
     result: Figures = {
         "systems": {name: _system(system) for name, system in systems.items()},
         "encoder_s": rounded(bounds.encoder_s),
@@ -118,13 +118,15 @@ def _job(case: PaperCase) -> Job:
 
 def best_estimate(pipelines: LlmPipelines) -> PaperSchedule:
     """Returns the choice of the paper's own ranking, which leaves out the encoders' parameter traffic."""
-    context, llm, bases = pipelines.context, pipelines.floor_1f1b, Bases()
+    context, llm, bases = pipelines.context, pipelines.floor_1f1b, LlmTimelineCache()
     (policy,) = context.policies(context.job.model.encoders)  # these presets state it
     choices = []
-    for layout in common_layouts(context, llm.layout):
+    for layout in common_encoder_layouts(context, llm.layout):
         if isinstance(layout, RejectedLayout):
             continue
-        fillings = [PaperCandidate(context, each, layout, dict(policy), bases) for each in warmups(llm)]
+        fillings = [
+            PaperCandidate(context, each, layout, dict(policy), bases) for each in warmup_variants(llm)
+        ]
         most = min(filling.most_microbatches(context.capacity_bytes) for filling in fillings)
         count = fillings[0].num_pipelines
         if count <= llm.microbatches <= count * most:
@@ -132,7 +134,7 @@ def best_estimate(pipelines: LlmPipelines) -> PaperSchedule:
     return min(choices, key=lambda choice: choice.estimate_s)
 
 
-def _choice(choice: PaperSchedule, filled: FilledPlan, bounds: Bounds) -> Figures:
+def _choice(choice: PaperSchedule, filled: FilledPlan, bounds: StepBounds) -> Figures:
     filling = choice.filling
     return {
         "layout": str(filling.layout),

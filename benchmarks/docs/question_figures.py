@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from benchmarks.docs.pages import Figures, rounded
-from optimus.cost.assumptions import preset
+from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit
 from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
@@ -17,11 +17,11 @@ from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
 from optimus.job.model import Encoder, Llm
 from optimus.job.read import find_job
 from optimus.job.workload import PackedSequence
-from optimus.planner.bounds import find_bounds
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import SearchResult
-from optimus.planner.layouts import decide_context
+from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.step_bounds import compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import load_system
@@ -255,7 +255,7 @@ def peaks(name: str, assumed: str) -> Figures:
 
 def at_capacities(name: str, assumed: str) -> Figures:
     """Plans every system on GPUs with less and less memory."""
-    context, _ = decide_context(SIZES[name](), preset(assumed))
+    context, _ = choose_smallest_context(SIZES[name](), get_preset(assumed))
     figures: Figures = {}
     for gigabytes in CAPACITIES:
         pipelines = LlmPipelines(with_capacity(context, gigabytes))
@@ -279,7 +279,7 @@ def bubbles(name: str, assumed: str) -> Figures:
     ours = comparison.systems["optimus"]
     assert ours.search_result is not None
     alone = llm_alone(ours.search_result)
-    bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
+    bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
     return {
         "before": _seconds(alone.schedule, alone.timeline),
         "after": _seconds(ours.schedule, ours.timeline),
@@ -327,7 +327,7 @@ def sweep_point(name: str, assumed: str) -> Figures:
     job = swept(float(ratio), int(tokens))
     comparison = compare_systems(job, names=("optimus", *SIMPLER), assumptions=assumed)
     encoder = job.model.encoders[0]
-    bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
+    bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
     return {
         **_systems(comparison),
         "ratio": rounded(encoder.parameters() / job.model.llm.parameters()),
@@ -348,7 +348,7 @@ def roomy_point(name: str, assumed: str) -> Figures:
 
 
 def _systems(comparison: Comparison) -> Figures:
-    bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
+    bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
     return {
         "floor_s": rounded(comparison.floor_s),
         "bound_s": rounded(bounds.bound_s),

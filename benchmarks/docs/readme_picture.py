@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from benchmarks.docs.pages import DOCS
 from optimus import EncoderBlocks, Seconds, plan_modules
 from optimus.ir.op import Lane, OpKind
-from optimus.planner.replaying import replay_plan
+from optimus.planner.plan_replay import replay_plan
 from optimus.verify.validator import check_plan
 
 STAGES, MICROBATCHES, BLOCKS = 4, 8, 4

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks.docs.pages import DOCS, fill_tables, markdown
-from optimus.cost.assumptions import Assumptions, preset
+from optimus.cost.assumptions import Assumptions, get_preset
+from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.kernel import Kernel
-from optimus.cost.layer import backward, forward
-from optimus.cost.prices import Prices
-from optimus.cost.shape import LayerShape
+from optimus.cost.layer_kernels import list_backward_kernels, list_forward_kernels
+from optimus.cost.layer_shape import LayerShape
 from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
@@ -42,11 +42,11 @@ def table_1() -> str:
 def kernels() -> str:
     """Compares times of single layers and collectives that the paper states."""
     vit, gpt = layer_shape("vision", tokens=4096, span=2048), layer_shape("llm", tokens=4096, span=2048)
-    both = [*forward(gpt), *backward(gpt, weights=True)]
+    both = [*list_forward_kernels(gpt), *list_backward_kernels(gpt, weights=True)]
     collectives = [kernel.duration_s for kernel in both if kernel.lane == Lane.TP]
     times = {
-        "ViT-22B layer, forward": (1.4, 1e3 * makespan_s(forward(vit)), "ms"),
-        "ViT-22B layer, backward": (2.0, 1e3 * makespan_s(backward(vit, weights=True)), "ms"),
+        "ViT-22B layer, forward": (1.4, 1e3 * makespan_s(list_forward_kernels(vit)), "ms"),
+        "ViT-22B layer, backward": (2.0, 1e3 * makespan_s(list_backward_kernels(vit, weights=True)), "ms"),
         "TP bubble of GPT-175B, mean": (300.0, 1e6 * sum(collectives) / len(collectives), "us"),
     }
     rows = [
@@ -68,7 +68,7 @@ def layer_shape(
         layer=0,
         load=Load(tokens=tokens, squares=tokens * span),
         layout=Layout(dp=48, pp=8, tp=tp),
-        prices=Prices(cluster=job.cluster, assumptions=assumptions or preset("paper")),
+        cost_model=ClusterCostModel(cluster=job.cluster, assumptions=assumptions or get_preset("paper")),
     )
 
 

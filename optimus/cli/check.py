@@ -66,10 +66,10 @@ class CheckCommand:
         if self.job is not None:
             from optimus.ir.binding import bound_parts
             from optimus.job.read import find_job
-            from optimus.planner.planning import report_mismatches
+            from optimus.planner.planning import add_binding_violations
 
             parts = bound_parts(find_job(self.job, self.on), load_profile_of(self.profile))
-            report = report_mismatches(report, plan, parts)
+            report = add_binding_violations(report, plan, parts)
         result, text = check_json(plan, report), check_text(plan, report)
         if self.grid:
             from optimus.verify.op_grid import op_grid

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from optimus.cli.simulate import CAUSES_REMARK, SCHEMA, SHORT_CAUSES
 from optimus.cli.text import columns, remark, wrap
-from optimus.cost.memory import NOT_MODELLED, Memory
+from optimus.cost.memory import NOT_MODELLED, RankMemory
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import OVERLAPPED_TP_SHARE, SimulatedSystem
 from optimus.render.format_numbers import format_gigabytes, format_parameter_count, format_seconds
@@ -56,7 +56,7 @@ def comparison_json(comparison: Comparison) -> dict[str, object]:
 
 def cost_model_json(comparison: Comparison) -> dict[str, object]:
     """Returns the source of the durations, and warnings where a profile was extrapolated."""
-    profile, calibration = comparison.context.prices.profile, comparison.calibration
+    profile, calibration = comparison.context.cost_model.profile, comparison.calibration
     source: dict[str, object] = {
         "source": comparison.source,
         "profile": profile.name or None,
@@ -222,7 +222,7 @@ def _measured_row(comparison: Comparison, system: SimulatedSystem, width: int) -
 def _memory(comparison: Comparison) -> list[str]:
     """Returns the memory of every system's worst rank, by component."""
     names = [
-        name for name in asdict(Memory()) if any(_component(s, name) for s in comparison.systems.values())
+        name for name in asdict(RankMemory()) if any(_component(s, name) for s in comparison.systems.values())
     ]
     header = ["worst rank, GB", "rank", "total", *(SHORT_COMPONENTS.get(name, name) for name in names)]
     rows = [

@@ -11,7 +11,7 @@ import tyro
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
-    from optimus.cost.measured import Profile
+    from optimus.cost.measured_profile import Profile
 
 OK, NO, USER_ERROR, OUR_BUG, INTERRUPTED = 0, 1, 2, 70, 130
 

@@ -74,9 +74,9 @@ class PlanCommand:
         result = {**plan_json(planned), "file": str(output), "sha256": digest}
         if self.noise:
             from optimus.cli.uncertainty import noise_json, noise_text
-            from optimus.sensitivity.noise import simulate_noise
+            from optimus.sensitivity.noise_study import simulate_under_noise
 
-            noise = simulate_noise(planned.plan, planned.comparison)
+            noise = simulate_under_noise(planned.plan, planned.comparison)
             lines += noise_text(noise)
             result["noise"] = noise_json(noise)
         lines += ["", *self._written(planned, output, digest)]
@@ -88,11 +88,11 @@ class PlanCommand:
 
     def _make_plan(self) -> tuple[PlanningResult, Path]:
         """Plans the job; mistakes in flags and files are found before the search."""
-        from optimus.cost.assumptions import preset
+        from optimus.cost.assumptions import get_preset
         from optimus.ir.planfile import is_plan_file
         from optimus.job.read import find_job
 
-        assumptions = preset(self.preset)
+        assumptions = get_preset(self.preset)
         if is_plan_file(self.job):
             raise UserError(
                 field="JOB", value=self.job, problem="is a plan already", hint="check, simulate or diff it"
@@ -352,9 +352,9 @@ def _memory(planned: PlanningResult) -> str:
 
 def _rejected(planned: PlanningResult) -> list[str]:
     """Counts rejected layouts by reason, with one example of each."""
-    from optimus.planner.rejected import count_by_reason
+    from optimus.planner.rejected import summarize_rejections
 
-    return wrap("rejected", "; ".join(count_by_reason(planned.rejected)) or "none")
+    return wrap("rejected", "; ".join(summarize_rejections(planned.rejected)) or "none")
 
 
 def _checked(planned: PlanningResult) -> str:

@@ -11,7 +11,7 @@ from optimus.cli.flags import OK, JobArgument, JsonFlag, OnFlag, import_trainer,
 from optimus.cli.text import closing, columns, next_commands, wrap
 
 if TYPE_CHECKING:
-    from optimus.cost.measured import LinkTime, Profile, SegmentTime
+    from optimus.cost.measured_profile import LinkMeasurement, Profile, SegmentMeasurement
     from optimus.ir.op import OpKind
     from optimus.job.cluster import Cluster
 
@@ -85,7 +85,7 @@ def profile_json(profile: Profile, *, file: Path, cluster_file: Path, digest: st
 
 def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
     """Returns the machine, a row per segment and size, the links, and the rates of one core."""
-    from optimus.cost.measured import MEASURED_KINDS
+    from optimus.cost.measured_profile import MEASURED_KINDS
 
     measured = profile.measured
     assert measured is not None
@@ -94,7 +94,7 @@ def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
         f"{measured.date} on {measured.host}, torch {measured.torch}, {measured.threads} thread, "
         f"{measured.dtype}{'; ' + measured.note if measured.note else ''}",
     )
-    rows: dict[tuple[str, str, str, int, int], dict[OpKind, SegmentTime]] = {}
+    rows: dict[tuple[str, str, str, int, int], dict[OpKind, SegmentMeasurement]] = {}
     for row in profile.segments:
         key = row.module, row.layers, row.segment, row.tokens, row.tp
         rows.setdefault(key, {})[row.kind] = row
@@ -114,10 +114,10 @@ def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
     return [*lines, *wrap(gpu.name, f"{rates}, memory {gpu.memory_bytes / 1e9:.1f} GB")]
 
 
-def _link_words(link: LinkTime) -> str:
+def _link_words(link: LinkMeasurement) -> str:
     rate = f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
     return f"{link.latency_s * 1e6:.0f} us and {rate} between {link.ranks} ranks over {link.backend}"
 
 
-def _milliseconds(row: SegmentTime | None) -> str:
+def _milliseconds(row: SegmentMeasurement | None) -> str:
     return "-" if row is None else f"{row.median_s * 1e3:.3f}"

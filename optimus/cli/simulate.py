@@ -28,7 +28,7 @@ from optimus.errors import UserError
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
-    from optimus.planner.replaying import ReplayedPlan
+    from optimus.planner.plan_replay import ReplayedPlan
 
 SCHEMA = "optimus.simulate/1"
 SHORT_CAUSES = {
@@ -72,7 +72,7 @@ class SimulateCommand:
     json: JsonFlag = False
 
     def __call__(self) -> int:
-        from optimus.cost.assumptions import preset
+        from optimus.cost.assumptions import get_preset
         from optimus.ir.planfile import is_plan_file
         from optimus.job.read import find_job
 
@@ -82,7 +82,7 @@ class SimulateCommand:
             check_writable("--trace", self.trace, *TRACE_ENDINGS)
         if is_plan_file(self.job):
             return self._replay()
-        assumptions = preset(self.preset)
+        assumptions = get_preset(self.preset)
         job = find_job(self.job, self.on, self.layout)
         profile = load_profile_of(self.profile)
         with progress_bar("simulating") as progress, announced_compilation():
@@ -123,7 +123,7 @@ class SimulateCommand:
                 raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
         plan = load_plan(Path(self.job))
         with announced_compilation():
-            from optimus.planner.replaying import replay_plan
+            from optimus.planner.plan_replay import replay_plan
 
             replayed = replay_plan(plan)
         lines = replay_text(replayed)

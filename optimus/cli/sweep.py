@@ -26,7 +26,7 @@ from optimus.cli.text import closing, columns, wrap
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
-    from optimus.sensitivity.sweep import JobSweep, SweepPoint
+    from optimus.sensitivity.job_sweep import JobSweep, SweepPoint
 
 SCHEMA = "optimus.sweep/1"
 ENDINGS = (".svg", ".html")
@@ -57,17 +57,17 @@ class SweepCommand:
     json: JsonFlag = False
 
     def __call__(self) -> int:
-        from optimus.cost.assumptions import preset
+        from optimus.cost.assumptions import get_preset
         from optimus.job.read import find_job
 
-        assumptions = preset(self.preset)
+        assumptions = get_preset(self.preset)
         ranges = {axis: _integers(axis, getattr(self, axis)) for axis in ("gpus", "batch", "pp", "tp")}
         if self.output is not None:
             check_writable("--output", self.output, *ENDINGS)
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
         with progress_bar("planning") as progress, announced_compilation():
             from optimus.render.sweep_chart import write_sweep
-            from optimus.sensitivity.sweep import sweep_job
+            from optimus.sensitivity.job_sweep import sweep_job
 
             sweep = sweep_job(
                 job,

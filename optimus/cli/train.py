@@ -37,7 +37,7 @@ from optimus.environment import Launched, launched
 from optimus.errors import OptimusError, UserError
 
 if TYPE_CHECKING:
-    from optimus.cost.measured import Profile
+    from optimus.cost.measured_profile import Profile
     from optimus.engine.config import StepMetrics, TrainingConfig, TrainingSummary
     from optimus.ir.plan import Plan
     from optimus.job.job import Job
@@ -252,7 +252,7 @@ def train(
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, PlanningResult):
-        profile, plan = plan.comparison.context.prices.profile, plan.plan
+        profile, plan = plan.comparison.context.cost_model.profile, plan.plan
     ready_plan(plan, job, profile)
     code, summary = run_ranks(job, plan, training)
     if code == INTERRUPTED:

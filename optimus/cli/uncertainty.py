@@ -6,13 +6,13 @@ from statistics import fmean
 
 from optimus.cli.text import wrap
 from optimus.render.format_numbers import format_seconds
-from optimus.sensitivity.assess import Assessed
-from optimus.sensitivity.batch_steps import BatchSteps
-from optimus.sensitivity.noise import POLICIES, NoiseLevel, UnderNoise
-from optimus.sensitivity.win_rate import MIN_WINS_FOR_RULE, OtherWinner, Rule, WinRate
+from optimus.sensitivity.assess import PlanAssessment
+from optimus.sensitivity.batch_steps import BatchStepTimes
+from optimus.sensitivity.noise_study import POLICIES, NoiseStudy, StepsUnderNoise
+from optimus.sensitivity.win_rate import MIN_WINS_FOR_RULE, OtherWinner, WinRate, WinRule
 
 
-def assessed_json(assessed: Assessed) -> dict[str, object]:
+def assessed_json(assessed: PlanAssessment) -> dict[str, object]:
     """Returns the keys `steps` and `sure`."""
     sure = assessed.sure
     return {
@@ -39,7 +39,7 @@ def assessed_json(assessed: Assessed) -> dict[str, object]:
     }
 
 
-def _rule_json(rule: Rule | None) -> dict[str, object] | None:
+def _rule_json(rule: WinRule | None) -> dict[str, object] | None:
     if rule is None:
         return None
     return {
@@ -51,12 +51,12 @@ def _rule_json(rule: Rule | None) -> dict[str, object] | None:
     }
 
 
-def assessed_text(assessed: Assessed) -> list[str]:
+def assessed_text(assessed: PlanAssessment) -> list[str]:
     """Returns the steps over drawn batches, and how often the plan wins."""
     return [*wrap("steps", _steps_words(assessed)), *wrap("sure?", _sure_words(assessed.sure))]
 
 
-def _steps_words(assessed: Assessed) -> str:
+def _steps_words(assessed: PlanAssessment) -> str:
     plan, *rivals = assessed.steps.values()
     batches = f"over {len(plan.steps_s)} batches drawn from the workload"
     if plan.simulations == 1:
@@ -70,7 +70,7 @@ def _steps_words(assessed: Assessed) -> str:
     return words
 
 
-def _batch_steps(steps: BatchSteps) -> str:
+def _batch_steps(steps: BatchStepTimes) -> str:
     return f"{steps.system}: mean {format_seconds(steps.mean_s)} s, p95 {format_seconds(steps.p95_s)} s"
 
 
@@ -90,7 +90,7 @@ def _rival_words(rival: OtherWinner) -> str:
     return f"{words}, {share} among the {rival.rule.holds} where {rival.rule}"
 
 
-def noise_text(noise: UnderNoise) -> list[str]:
+def noise_text(noise: NoiseStudy) -> list[str]:
     """Formats `noise  static loses 1.2 points of speed-up, two-stream 0.8 (10 % jitter, ...; 8 seeds)`."""
     level = noise.levels[-1]  # the worst
     if noise.against is None:
@@ -102,7 +102,7 @@ def noise_text(noise: UnderNoise) -> list[str]:
     return wrap("noise", f"{words} ({_conditions(level)})")
 
 
-def noise_json(noise: UnderNoise) -> dict[str, object]:
+def noise_json(noise: NoiseStudy) -> dict[str, object]:
     """Returns means over seeds; points are hundredths of the speed-up that the plan claims."""
     return {
         "against": noise.against,
@@ -112,7 +112,7 @@ def noise_json(noise: UnderNoise) -> dict[str, object]:
     }
 
 
-def _level_json(noise: UnderNoise, level: NoiseLevel) -> dict[str, object]:
+def _level_json(noise: NoiseStudy, level: StepsUnderNoise) -> dict[str, object]:
     return {
         "floor_s": fmean(level.floor_s),
         "against_s": fmean(level.other_s) if level.other_s else None,
@@ -128,11 +128,11 @@ def _level_json(noise: UnderNoise, level: NoiseLevel) -> dict[str, object]:
     }
 
 
-def _points(noise: UnderNoise, policy: str, level: NoiseLevel) -> str:
+def _points(noise: NoiseStudy, policy: str, level: StepsUnderNoise) -> str:
     lost = noise.lost_points(policy, level)
     assert lost is not None, "there is a system to compare with"
     return f"{round(lost, 1) + 0.0:.1f}"  # never -0.0
 
 
-def _conditions(level: NoiseLevel) -> str:
+def _conditions(level: StepsUnderNoise) -> str:
     return f"{level.noise.name}; {len(level.floor_s)} seeds"

@@ -14,7 +14,7 @@ from optimus.cli.text import columns, wrap
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
-    from optimus.sensitivity.why_not import PlanFigures, Reason
+    from optimus.sensitivity.why_not import LayoutExplanation, PlanFigures
 
 SCHEMA = "optimus.why/1"
 
@@ -60,7 +60,7 @@ class WhyCommand:
         return OK
 
 
-def why_json(reason: Reason) -> dict[str, object]:
+def why_json(reason: LayoutExplanation) -> dict[str, object]:
     """Returns the object of `optimus why --json`."""
     need = reason.need
     return {
@@ -104,7 +104,7 @@ def _planning_json(planning: PlanFigures) -> dict[str, object]:
     }
 
 
-def why_text(reason: Reason) -> list[str]:
+def why_text(reason: LayoutExplanation) -> list[str]:
     """Returns the reason, then for a layout that fits how its step and the plan's divide."""
     lines = wrap("asked", " ".join(reason.asked))
     lines += wrap("reason", reason.reason)
@@ -125,7 +125,7 @@ def _how(planning: PlanFigures) -> str:
     return "; ".join([*modules, size])
 
 
-def _table(reason: Reason, plan: PlanFigures, other: PlanFigures) -> list[str]:
+def _table(reason: LayoutExplanation, plan: PlanFigures, other: PlanFigures) -> list[str]:
     """Returns seconds of the mean GPU by part; parts that are zero in both are left out."""
     from optimus.sensitivity.time_breakdown import LABELS
 

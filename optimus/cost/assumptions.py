@@ -87,8 +87,8 @@ _CLEAN = replace(
     optimizer_time=False,
 )
 PRESETS = {
-    preset.name: preset
-    for preset in (
+    get_preset.name: get_preset
+    for get_preset in (
         _DEFAULT,
         _PAPER,
         replace(_PAPER, name="paper-first-chunk", dp_exposure="chunks"),
@@ -98,7 +98,7 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> Assumptions:
+def get_preset(name: str) -> Assumptions:
     """The set of assumptions called `name`."""
     if name not in PRESETS:
         raise UserError(field="--preset", value=name, problem="is not a preset", hint=nearest(name, PRESETS))

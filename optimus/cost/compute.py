@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class _LogGrid:
     """Positive values at every crossing of sorted axes, kept as logarithms."""
 
     log_axes: tuple[Floats, ...]
@@ -45,19 +45,19 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Curves:
+class EfficiencyCurves:
     """Measured efficiency curves of one system; the csv files say where, how and in which units."""
 
-    gemm: Grid  # (m, n, k) -> fraction of peak
-    attention: Mapping[bool, Grid]  # causal -> (head_dim, tokens) -> fraction of peak, forward
-    collectives: Mapping[str, Grid]  # name -> (ranks, bytes) -> seconds inside one node
+    gemm: _LogGrid  # (m, n, k) -> fraction of peak
+    attention: Mapping[bool, _LogGrid]  # causal -> (head_dim, tokens) -> fraction of peak, forward
+    collectives: Mapping[str, _LogGrid]  # name -> (ranks, bytes) -> seconds inside one node
 
 
 @functools.cache
-def load_curves(system: str) -> Curves:
+def load_efficiency_curves(system: str) -> EfficiencyCurves:
     """The curves of `catalog/curves/<system>`; `flat` reaches the peak everywhere and has no collectives."""
     if system == FLAT:
-        return Curves(gemm=_flat(3), attention={False: _flat(2), True: _flat(2)}, collectives={})
+        return EfficiencyCurves(gemm=_flat(3), attention={False: _flat(2), True: _flat(2)}, collectives={})
     folder = resources.files("optimus.catalog") / "curves"
     known = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     if system not in known:
@@ -67,16 +67,16 @@ def load_curves(system: str) -> Curves:
         _read_rows((folder / system / f"{name}.csv").read_text(encoding="utf-8"))
         for name in ("gemm", "attention", "collectives")
     )
-    return Curves(
+    return EfficiencyCurves(
         gemm=_to_grid(gemm),
         attention={bool(int(key)): _to_grid(rows) for key, rows in _split_by_first(attention).items()},
         collectives={key: _to_grid(rows) for key, rows in _split_by_first(collectives).items()},
     )
 
 
-def _flat(dimensions: int) -> Grid:
+def _flat(dimensions: int) -> _LogGrid:
     """1 at every point, of any size."""
-    return Grid((np.log([1.0, 2.0]),) * dimensions, np.zeros((2,) * dimensions))
+    return _LogGrid((np.log([1.0, 2.0]),) * dimensions, np.zeros((2,) * dimensions))
 
 
 def _read_rows(text: str) -> list[list[str]]:
@@ -91,13 +91,13 @@ def _split_by_first(rows: Sequence[Sequence[str]]) -> dict[str, list[Sequence[st
     return groups
 
 
-def _to_grid(rows: Sequence[Sequence[str]]) -> Grid:
+def _to_grid(rows: Sequence[Sequence[str]]) -> _LogGrid:
     logs = np.log(np.array(rows, dtype=np.float64))
     logs = logs[np.lexsort(logs.T[-2::-1])]  # first column slowest, as in the shape below
     axes = tuple(np.unique(column) for column in logs.T[:-1])
     shape = tuple(len(axis) for axis in axes)
     assert len(logs) == math.prod(shape), f"{len(logs)} rows do not fill a grid of {shape}"
-    return Grid(axes, logs[:, -1].reshape(shape))
+    return _LogGrid(axes, logs[:, -1].reshape(shape))
 
 
 BF16_BYTES = 2
@@ -129,7 +129,7 @@ def gemm_s(gpu: Gpu, m: float, n: float, k: float) -> float:
     """
     if min(m, n, k) <= 0:
         return 0.0
-    measured = load_curves(gpu.curves).gemm
+    measured = load_efficiency_curves(gpu.curves).gemm
     rows, columns, depth = (
         max(asked, kept) for asked, kept in zip((m, n, k), measured.clamp(m, n, k), strict=True)
     )
@@ -147,14 +147,14 @@ def attention_s(
     """
     if min(flops, tokens) <= 0:
         return 0.0
-    fraction = load_curves(gpu.curves).attention[causal].at(head_dim, tokens)
+    fraction = load_efficiency_curves(gpu.curves).attention[causal].at(head_dim, tokens)
     if backward:
         flops *= ATTENTION_BACKWARD_FLOPS
         fraction *= ATTENTION_BACKWARD_RELATIVE_EFFICIENCY
     return flops / (gpu.peak_flops * fraction)
 
 
-def memory_bound_s(gpu: Gpu, size_bytes: float) -> float:
+def memory_bound_kernel_s(gpu: Gpu, size_bytes: float) -> float:
     """A kernel that only reads and writes `size_bytes`: norms, activations, the optimizer."""
     if size_bytes <= 0:
         return 0.0

@@ -11,8 +11,8 @@ def forward_flops(module: Encoder | Llm, load: Load) -> float:
     stack = module.stack
     layers = sum(layer_flops(stack, layer, load) for layer in range(stack.layers))
     if isinstance(module, Llm):
-        return layers + head_flops(module, load)
-    return layers + embedding_flops(module, load) + projector_flops(module, load)
+        return layers + lm_head_flops(module, load)
+    return layers + patch_embedding_flops(module, load) + projector_flops(module, load)
 
 
 def layer_flops(stack: Stack, layer: int, load: Load) -> float:
@@ -20,10 +20,10 @@ def layer_flops(stack: Stack, layer: int, load: Load) -> float:
     attention = stack.attention
     weights = stack.layer_parameters(layer, active=True) - 2 * stack.norm_parameters
     per_pair = 2.0 * attention.heads * (attention.score_dim + attention.value_dim)
-    return 2.0 * weights * load.tokens + per_pair * attention_pairs(attention, layer, load)
+    return 2.0 * weights * load.tokens + per_pair * count_attended_pairs(attention, layer, load)
 
 
-def attention_pairs(attention: Attention, layer: int, load: Load) -> float:
+def count_attended_pairs(attention: Attention, layer: int, load: Load) -> float:
     """Pairs of tokens that see each other; a causal window still is full for all but its first tokens."""
     window = attention.window_of(layer)
     if window is None or window >= load.span:
@@ -32,12 +32,12 @@ def attention_pairs(attention: Attention, layer: int, load: Load) -> float:
     return pairs - 0.5 * window**2 * load.tokens / load.span if attention.causal else pairs
 
 
-def head_flops(llm: Llm, load: Load) -> float:
+def lm_head_flops(llm: Llm, load: Load) -> float:
     """The logits."""
     return 2.0 * load.tokens * llm.vocab * llm.stack.hidden
 
 
-def embedding_flops(encoder: Encoder, load: Load) -> float:
+def patch_embedding_flops(encoder: Encoder, load: Load) -> float:
     """Patches, or mel frames, to hidden states."""
     return 2.0 * load.tokens * encoder.patch_inputs * encoder.stack.hidden
 

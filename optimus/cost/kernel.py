@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from optimus.cost.measured import KERNELS, Layers, Shortfall
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.measured_profile import KERNELS, LayerClass, ProfileGap
 from optimus.cost.network import Collective
-from optimus.cost.prices import Prices
 from optimus.ir.op import Communicator, Lane, OpKind
 
 
@@ -24,10 +24,10 @@ class Kernel:
 
 
 @dataclass(kw_only=True)
-class KernelList:
+class KernelListBuilder:
     """Collects kernels; each waits for the one added before it unless told otherwise."""
 
-    prices: Prices
+    cost_model: ClusterCostModel
     kind: OpKind
     tp: int
     kernels: list[Kernel] = field(default_factory=list)
@@ -42,7 +42,7 @@ class KernelList:
         """A TP collective; none when the module is not divided."""
         if self.tp == 1:
             return None
-        seconds = self.prices.tp_s(kind, size_bytes, self.tp)
+        seconds = self.cost_model.tp_s(kind, size_bytes, self.tp)
         return self._add(name, Lane.TP, seconds, size_bytes, after, Communicator.TP)
 
     def group(
@@ -57,8 +57,8 @@ class KernelList:
     ) -> None:
         """A cp or ep collective, on the NIC when it leaves the node."""
         if ranks > 1:
-            seconds = self.prices.group_s(kind, size_bytes, ranks=ranks, stride=stride)
-            lane = self.prices.group_lane(ranks, stride)
+            seconds = self.cost_model.group_s(kind, size_bytes, ranks=ranks, stride=stride)
+            lane = self.cost_model.group_lane(ranks, stride)
             self._add(name, lane, seconds, size_bytes, None, communicator)
 
     def join(self, *places: int | None) -> None:
@@ -93,16 +93,22 @@ class KernelList:
 KernelsByKind = dict[OpKind, tuple[Kernel, ...]]
 
 
-def spread_profile(
-    kernels: KernelsByKind, prices: Prices, *, module: str, layers: Layers, tokens: float, tp: int
+def apply_measured_times(
+    kernels: KernelsByKind,
+    cost_model: ClusterCostModel,
+    *,
+    module: str,
+    layers: LayerClass,
+    tokens: float,
+    tp: int,
 ) -> KernelsByKind:
-    """Replaces modelled seconds of kernels by measured ones; notes in `prices` which were not measured.
+    """Replaces modelled seconds of kernels by measured ones; notes in `cost_model` which were not measured.
 
     A segment is measured as a whole and a kernel list is finer: a backward of `qkv` is an input gradient, a
     weight gradient and a norm, and TP collectives overlap with some of them only. The measured sum is divided
     in proportion to the modelled seconds, so that an op takes as long as measured and overlaps stay.
     """
-    profile = prices.profile
+    profile = cost_model.profile
     if not profile.segments or tokens <= 0:
         return kernels
     missing: set[str] = set()
@@ -115,14 +121,14 @@ def spread_profile(
             left = set(places)
             for estimate in profile.estimates(module, layers, kind, tokens=tokens, tp=tp):
                 mine = [at for at in places if _base(listed[at]) in estimate.kernels]
-                _divide(changed, mine, prices.measured_s(estimate.seconds))
+                _divide(changed, mine, cost_model.measured_s(estimate.seconds))
                 left -= set(mine)
                 beyond |= estimate.beyond and bool(mine)
             missing |= {f"{kind.word} {_base(listed[at])}" for at in left if _counts(listed[at])}
         result[op] = tuple(changed)
     if missing or beyond:
-        prices.shortfalls.add(
-            Shortfall(module=module, tp=tp, tokens=tokens, unmeasured=tuple(sorted(missing)), beyond=beyond)
+        cost_model.profile_gaps.add(
+            ProfileGap(module=module, tp=tp, tokens=tokens, unmeasured=tuple(sorted(missing)), beyond=beyond)
         )
     return result
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Ints, OpKind
 from optimus.job.model import Precision
 
@@ -32,7 +32,7 @@ NOT_MODELLED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank at its high-water mark."""
 
     parameters: float = 0.0
@@ -62,7 +62,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def states(layers: Iterable[PricedLayer], precision: Precision) -> Memory:
+def model_state_memory(layers: Iterable[PricedLayer], precision: Precision) -> RankMemory:
     """Model states on a rank: bf16 parameters, gradients, and the sharded optimizer.
 
     Parameters and gradients are the paper's k (DP_enc P_enc + DP_llm P_llm) / n with k = 6;
@@ -75,10 +75,10 @@ def states(layers: Iterable[PricedLayer], precision: Precision) -> Memory:
         if layer.trained:
             gradients += held * precision.gradient_bytes
             optimizer += layer.shard_parameters * precision.optimizer_bytes
-    return Memory(parameters=parameters, gradients=gradients, optimizer=optimizer)
+    return RankMemory(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
 
-def high_water(
+def peak_activation_bytes(
     order: tuple[tuple[OpKind, int, int], ...],
     saved_activation_bytes: ArrayLike,
     recomputed_bytes: ArrayLike = 0.0,
@@ -105,7 +105,7 @@ def _lives(order: tuple[tuple[OpKind, int, int], ...]) -> tuple[Ints, Ints, Ints
     return chunk, (kind == OpKind.FORWARD).astype(np.int64) - ends, again
 
 
-def working_bytes(layers: Iterable[PricedLayer]) -> float:
+def transient_bytes(layers: Iterable[PricedLayer]) -> float:
     """Beside what is kept: one layer's backward at a time, and messages between stages on their way."""
     held = list(layers)
     messages = max((MESSAGES * x.output_bytes * (x.layout.pp > 1) for x in held), default=0.0)

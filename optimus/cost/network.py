@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from optimus.cost.compute import load_curves
+from optimus.cost.compute import load_efficiency_curves
 from optimus.job.cluster import FLAT, Cluster
 
 
@@ -137,7 +137,7 @@ def _ring_over_link_s(
 
 def _within_node_s(cluster: Cluster, collective: Collective, size_bytes: float, ranks: int) -> float:
     """Measured; beyond the largest message its bandwidth stays, beyond 8 ranks so does the time."""
-    measured = load_curves(cluster.gpu.curves).collectives[collective]
+    measured = load_efficiency_curves(cluster.gpu.curves).collectives[collective]
     _, kept_bytes = measured.clamp(ranks, size_bytes)
     return measured.at(ranks, size_bytes) * max(1.0, size_bytes / kept_bytes)
 
@@ -146,7 +146,7 @@ def _local_bus_bytes_per_s(cluster: Cluster, collective: Collective, ranks: int)
     """Bus bandwidth among the ranks of a group that share a node, at the largest message measured."""
     if ranks == 1:
         return math.inf
-    measured = load_curves(cluster.gpu.curves).collectives[collective]
+    measured = load_efficiency_curves(cluster.gpu.curves).collectives[collective]
     kept_ranks, size_bytes = measured.clamp(ranks, math.inf)
     seconds = measured.at(kept_ranks, size_bytes)
     return _passes(collective) * (kept_ranks - 1) / kept_ranks * size_bytes / seconds

@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from optimus.cost.measured import (
+from optimus.cost.measured_profile import (
     KERNELS,
     MEASURED_KINDS,
-    Conditions,
-    LinkTime,
+    LinkMeasurement,
+    MeasurementConditions,
+    MessageTime,
     Profile,
-    SegmentTime,
-    SizeTime,
+    SegmentMeasurement,
 )
 from optimus.errors import UserError, nearest, one_of
 from optimus.ir.files import write_whole
@@ -38,7 +38,7 @@ _TAKEN = ("null", "true", "false", "nan", "inf", "infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostTimes:
+class _HostTimes:
     """`host:` of a profile."""
 
     issue_s: NonNegative | None = None
@@ -46,16 +46,16 @@ class HostTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileFile:
+class _ProfileFile:
     """A profile as it is written."""
 
     format: Literal["optimus.profile/1"]
     name: str | None = None
-    measured: Conditions
+    measured: MeasurementConditions
     modules: dict[str, str]
-    segments: tuple[SegmentTime, ...]
-    links: tuple[LinkTime, ...] = ()
-    host: HostTimes = HostTimes()
+    segments: tuple[SegmentMeasurement, ...]
+    links: tuple[LinkMeasurement, ...] = ()
+    host: _HostTimes = _HostTimes()
 
 
 # ---------------------------------------------------------------------------- reading
@@ -73,7 +73,7 @@ def load_profile(path: Path) -> Profile:
     return _read(load_yaml(path), path.name.removesuffix(path.suffix))
 
 
-def read_profile(text: str, file: str) -> Profile:
+def parse_profile(text: str, file: str) -> Profile:
     """The profile in a text; `file` is what errors call it."""
     return _read(parse_yaml(text, file=file), Path(file).stem)
 
@@ -82,7 +82,7 @@ def _read(root: Node, name: str) -> Profile:
     if "format" not in root:
         hint = f"give a file that `optimus profile` wrote: it begins with `format: {FORMAT}`"
         raise root["format"].error("is missing, so this is not a profile", hint)
-    file = read(ProfileFile, root)
+    file = read(_ProfileFile, root)
     _check_count(root["segments"], MAX_ROWS)
     for place, row in enumerate(file.segments):
         _check_segment(root["segments"][place], row, file.modules)
@@ -103,7 +103,7 @@ def _read(root: Node, name: str) -> Profile:
     )
 
 
-def _check_segment(node: Node, row: SegmentTime, modules: Mapping[str, str]) -> None:
+def _check_segment(node: Node, row: SegmentMeasurement, modules: Mapping[str, str]) -> None:
     if row.kind not in MEASURED_KINDS:
         kinds = one_of(kind.word for kind in MEASURED_KINDS)
         raise node["kind"].error(f"is not {kinds}", f"use {kinds}")
@@ -121,7 +121,7 @@ def _check_segment(node: Node, row: SegmentTime, modules: Mapping[str, str]) -> 
         raise node["module"].error("is not one of the modules that the file lists", hint)
 
 
-def _check_spread(node: Node, row: SegmentTime | SizeTime) -> None:
+def _check_spread(node: Node, row: SegmentMeasurement | MessageTime) -> None:
     """Refuses quartiles on the wrong side of the median."""
     if row.p25_s > row.median_s:
         raise node["p25_s"].error(f"is more than median_s = {row.median_s:g}", "give the lower quartile")
@@ -129,7 +129,7 @@ def _check_spread(node: Node, row: SegmentTime | SizeTime) -> None:
         raise node["p75_s"].error(f"is less than median_s = {row.median_s:g}", "give the upper quartile")
 
 
-def _refuse_contradictions(node: Node, rows: tuple[SegmentTime, ...]) -> None:
+def _refuse_contradictions(node: Node, rows: tuple[SegmentMeasurement, ...]) -> None:
     """Refuses rows that measure one place twice, and kernels that belong to two segments."""
     seen: dict[tuple[Any, ...], int] = {}
     owners: dict[tuple[str, str, str], str] = {}
@@ -166,10 +166,10 @@ def _values(row: Any) -> dict[str, Any]:
 
 def save_profile(profile: Profile, path: Path) -> str:
     """Writes a profile, whole or not at all, and returns the SHA-256 of its bytes."""
-    return write_whole(path, profile_text(profile))
+    return write_whole(path, format_profile(profile))
 
 
-def profile_text(profile: Profile) -> str:
+def format_profile(profile: Profile) -> str:
     """The document; seconds to six digits."""
     assert profile.measured is not None, "a profile says where it was measured"
     lines = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.planner.context import PlanningContext
 
 Sharing = Literal["pieces", "busiest", "replica", "all"]
@@ -42,7 +42,7 @@ class BatchAssignment:
     locked: bool = False
 
 
-def bins_on_llm_ranks(
+def encoder_bins_on_llm_ranks(
     context: PlanningContext, layers: Sequence[PricedLayer], sequences: float, tp: int
 ) -> dict[str, EncoderBins]:
     """Returns the bins of encoders that run on the ranks of an LLM stage.

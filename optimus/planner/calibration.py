@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimus.cost.measured import ANALYTIC
+from optimus.cost.measured_profile import ANALYTIC
 from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.llm_only import LlmPipelines
@@ -34,7 +34,7 @@ class Calibration:
         return f"{kept}calibrated on your measured {self.measured_s:.3g} s ({before})"
 
 
-def calibrate(context: PlanningContext) -> Calibration | None:
+def calibrate_on_measured_step(context: PlanningContext) -> Calibration | None:
     """What `today.measured` of the job says of the model; None if nothing, or if today's system cannot be."""
     today = context.job.today
     if today is None or today.measured_step_s is None:

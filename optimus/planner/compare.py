@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from optimus.cost.assumptions import Assumptions, preset
-from optimus.cost.measured import Profile
+from optimus.cost.assumptions import Assumptions, get_preset
+from optimus.cost.measured_profile import Profile
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
-from optimus.planner.calibration import Calibration, calibrate
+from optimus.planner.calibration import Calibration, calibrate_on_measured_step
 from optimus.planner.context import PlanningContext
-from optimus.planner.layouts import is_stated
-from optimus.planner.ranking import rank_contexts
+from optimus.planner.layouts import is_llm_layout_stated
+from optimus.planner.ranking import rank_llm_layouts
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.systems.base import SimulatedSystem, simulated_step_s
+from optimus.planner.systems.base import SimulatedSystem, simulate_step_s
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.planner.systems.registry import SYSTEMS, default_systems, load_system
+from optimus.planner.systems.registry import SYSTEMS, default_baselines, load_system
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,18 +40,18 @@ class Comparison:
     @property
     def profile_notes(self) -> list[str]:
         """Where the profile was silent or stretched, over everything that was priced."""
-        prices = self.context.prices
-        return prices.profile.notes(prices.shortfalls)
+        cost_model = self.context.cost_model
+        return cost_model.profile.notes(cost_model.profile_gaps)
 
     @property
     def is_stated(self) -> bool:
         """Whether the job left no choice of the LLM's layout."""
-        return is_stated(self.job)
+        return is_llm_layout_stated(self.job)
 
     @property
     def source(self) -> str:
         """Where seconds come from, in words."""
-        source = self.context.prices.profile.source
+        source = self.context.cost_model.profile.source
         return source if self.calibration is None else self.calibration.words(source)
 
     def over_floor(self, name: str) -> float:
@@ -70,13 +70,13 @@ def compare_systems(
 
     Each is taken at the best of the layouts that the job leaves open.
     """
-    assumed = preset(assumptions) if isinstance(assumptions, str) else assumptions
+    assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
     if profile is not None:
         profile.check_model(job.model)
         assumed = _with_host(assumed, profile)
     asked = _check_names(job, names)
-    ranked = rank_contexts(job, assumed, profile, progress)
-    calibration = calibrate(ranked.contexts[0])
+    ranked = rank_llm_layouts(job, assumed, profile, progress)
+    calibration = calibrate_on_measured_step(ranked.contexts[0])
     if calibration is not None:
         assumed = assumed.scaled(calibration.scale)
     searched = [LlmPipelines(context.under(assumed)) for context in ranked.contexts]
@@ -91,7 +91,7 @@ def compare_systems(
         missing={name: reason for name, reason in outcomes.items() if isinstance(reason, str)},
         floor=fastest_llm.floor,
         floor_s=floor_s,
-        floor_1f1b_s=min(simulated_step_s(pipelines.floor_1f1b) for pipelines in best.possible),
+        floor_1f1b_s=min(simulate_step_s(pipelines.floor_1f1b) for pipelines in best.possible),
         rejected=ranked.rejected,
         considered=ranked.considered,
         compared=len(searched),
@@ -127,7 +127,7 @@ class _BestOverLayouts:
         for pipelines in self._searched:
             self._report("llm-only")
             try:
-                self._floors_s[pipelines] = simulated_step_s(pipelines.floor)
+                self._floors_s[pipelines] = simulate_step_s(pipelines.floor)
             except DoesNotFit as no:
                 refusals.append(no)
         if not self._floors_s:
@@ -171,7 +171,7 @@ def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:
 
 def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:
     if names is None:
-        return default_systems(job)
+        return default_baselines(job)
     asked = list(dict.fromkeys(names))
     for name in asked:
         if name not in SYSTEMS:

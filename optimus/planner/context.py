@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from optimus.cost.assumptions import Assumptions
+from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.kernel import Kernel
-from optimus.cost.memory import Memory
-from optimus.cost.module import PricedLayer, price_encoder, price_llm
-from optimus.cost.prices import Prices
+from optimus.cost.memory import RankMemory
+from optimus.cost.priced_layer import PricedLayer, price_encoder_layers, price_llm_layers
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Template
 from optimus.job.job import Job
@@ -49,7 +49,7 @@ class PlanningCache:
         self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerPrefixSums]] = {}
         self.images: dict[str, float] = {}  # of every encoder in a mean sequence
         self.estimates: dict[PipelineKey, float] = {}
-        self.memories: dict[PipelineKey, tuple[Memory, ...]] = {}
+        self.memories: dict[PipelineKey, tuple[RankMemory, ...]] = {}
         self.cuts: dict[tuple[int, int], list[Cut]] = {}  # of layers, by their id, into so many parts
 
 
@@ -58,7 +58,7 @@ class PlanningContext:
     """A job with everything decided that all systems share. `layout.chunks` is the job's own V."""
 
     job: Job
-    prices: Prices
+    cost_model: ClusterCostModel
     layout: Layout
     microbatch_sequences: int
     uneven: bool = False  # replicas and microbatches may be of different sizes
@@ -68,15 +68,17 @@ class PlanningContext:
 
     def under(self, assumptions: Assumptions) -> PlanningContext:
         """The same under other assumptions."""
-        if assumptions == self.prices.assumptions:
+        if assumptions == self.cost_model.assumptions:
             return self
-        return replace(self, prices=replace(self.prices, assumptions=assumptions), cache=PlanningCache())
+        return replace(
+            self, cost_model=replace(self.cost_model, assumptions=assumptions), cache=PlanningCache()
+        )
 
     @property
     def chunks(self) -> ChunkPricer:
         if self.cache.chunks is None:
             names = [module.name for module in self.job.model.modules]
-            self.cache.chunks = ChunkPricer(names, self.prices.assumptions.residence_slowdown)
+            self.cache.chunks = ChunkPricer(names, self.cost_model.assumptions.residence_slowdown)
         return self.cache.chunks
 
     def phases(
@@ -101,7 +103,7 @@ class PlanningContext:
         """Running sums over `layers`, made once."""
         if id(layers) not in self.cache.sums:
             model = self.job.model
-            made = LayerPrefixSums(layers, self.chunks, self.prices, model.precision, model.llm.name)
+            made = LayerPrefixSums(layers, self.chunks, self.cost_model, model.precision, model.llm.name)
             self.cache.sums[id(layers)] = layers, made  # kept alive, so that its id stays its own
         return self.cache.sums[id(layers)][1]
 
@@ -155,7 +157,7 @@ class PlanningContext:
         """Recomputation to try, cheapest in time first: what is stated is kept, `auto` is open."""
         ladders = []
         for module in modules:
-            stated = module.recompute if module.recompute != "auto" else self.prices.assumptions.recompute
+            stated = module.recompute if module.recompute != "auto" else self.cost_model.assumptions.recompute
             ladder = ("none", "selective", "full") if stated in (None, "auto") else (stated,)
             ladders.append([(module.name, step) for step in ladder])
         weight = {"none": 0, "selective": 1, "full": 2}
@@ -169,8 +171,8 @@ class PlanningContext:
         key = encoder.name, layout, sequences, recompute
         if key not in self.cache.priced:
             load = self.job.workload.encoder_load(encoder.name, encoder.projector.merge)
-            self.cache.priced[key] = price_encoder(
-                encoder, load.times(sequences), layout, self.prices, recompute
+            self.cache.priced[key] = price_encoder_layers(
+                encoder, load.times(sequences), layout, self.cost_model, recompute
             )
         return self.cache.priced[key]
 
@@ -179,11 +181,11 @@ class PlanningContext:
         if key not in self.cache.priced:
             model = self.job.model
             upstream = any(e.train or e.projector.train for e in model.encoders)
-            self.cache.priced[key] = price_llm(
+            self.cache.priced[key] = price_llm_layers(
                 model.llm,
                 self.job.workload.llm_load().times(sequences),
                 layout,
-                self.prices,
+                self.cost_model,
                 recompute,
                 upstream_trained=upstream,
             )

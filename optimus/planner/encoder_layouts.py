@@ -8,30 +8,30 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.systems.colocated import encoder_layout
+from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
 
 
-def common_layouts(context: PlanningContext, llm: Layout) -> Iterator[Layout | RejectedLayout]:
+def common_encoder_layouts(context: PlanningContext, llm: Layout) -> Iterator[Layout | RejectedLayout]:
     """Layouts for all encoders alike: PP_enc divides PP_llm, TP_enc divides TP_llm, over all GPUs."""
     encoders = context.job.model.encoders
     for layout in _all_layouts(llm):
-        reasons = [why_not(context, encoder, layout) for encoder in encoders]
+        reasons = [encoder_layout_error(context, encoder, layout) for encoder in encoders]
         found = next((reason for reason in reasons if reason), None)
         yield RejectedLayout(layout=layout, reason=found, module=context.encoder_names) if found else layout
 
 
-def own_layouts(context: PlanningContext, encoder: Encoder, llm: Layout) -> Iterator[Layout]:
+def valid_encoder_layouts(context: PlanningContext, encoder: Encoder, llm: Layout) -> Iterator[Layout]:
     """Layouts that one encoder may have beside the LLM."""
-    return (layout for layout in _all_layouts(llm) if why_not(context, encoder, layout) is None)
+    return (layout for layout in _all_layouts(llm) if encoder_layout_error(context, encoder, layout) is None)
 
 
 def _all_layouts(llm: Layout) -> Iterator[Layout]:
     for pp in _divisors(llm.pp):
         for tp in _divisors(llm.tp):
-            yield encoder_layout(llm, pp=pp, tp=tp)
+            yield encoder_layout_on_llm_gpus(llm, pp=pp, tp=tp)
 
 
-def why_not(context: PlanningContext, encoder: Encoder, layout: Layout) -> str | None:
+def encoder_layout_error(context: PlanningContext, encoder: Encoder, layout: Layout) -> str | None:
     """The reason why an encoder cannot be divided so, or is not to be.
 
     Heads need not be a multiple of tp: they are padded, and priced so, for every system.

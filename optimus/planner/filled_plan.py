@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from optimus.cost.memory import Memory
+from optimus.cost.memory import RankMemory
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Claims, Plan, Program
 from optimus.ir.ranks import LLM
@@ -41,10 +41,10 @@ class FilledPlan:
         return self.lowered.schedule
 
     @property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RankMemory, ...]:
         """Of one rank of every device class."""
         return tuple(
-            as_memory(held.fixed, held.llm_activations, held.encoder_activations, held.seam)
+            _to_rank_memory(held.fixed, held.llm_activations, held.encoder_activations, held.seam)
             for held in self.plan.memory
         )
 
@@ -60,7 +60,7 @@ class FilledPlan:
         return (seconds["slots"] + seconds["between"]) / total if total else 1.0
 
 
-def finish_plan(
+def lower_to_plan(
     header: Plan, orders: Sequence[Program], fixed: Sequence[Mapping[str, int]], *, estimate_s: float
 ) -> FilledPlan:
     """Lowers `orders` and states what the result costs: the replay's makespan, memory, where work lies."""
@@ -78,9 +78,9 @@ def finish_plan(
     return FilledPlan(plan=plan, lowered=lowered)
 
 
-def as_memory(fixed: Mapping[str, int], llm: int, encoders: int, seam: int) -> Memory:
+def _to_rank_memory(fixed: Mapping[str, int], llm: int, encoders: int, seam: int) -> RankMemory:
     """A class's bytes in the components that systems are compared by."""
-    return Memory(
+    return RankMemory(
         parameters=fixed["parameters"],
         gradients=fixed["gradients"],
         optimizer=fixed["optimizer"],
@@ -130,7 +130,7 @@ class SearchResult:
         return self.filled.plan
 
     @property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RankMemory, ...]:
         """Memory of one rank of every device class."""
         return self.filled.memories
 

@@ -7,15 +7,15 @@ from itertools import product
 from math import prod
 
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.measured import Profile
-from optimus.cost.memory import states
-from optimus.cost.prices import Prices
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.measured_profile import Profile
+from optimus.cost.memory import model_state_memory
 from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningCache, PlanningContext
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.systems.layer_partition import first_fitting
+from optimus.planner.systems.layer_partition import first_fitting_pipeline
 from optimus.planner.systems.pipeline import PipelineCandidate
 
 MAX_TP = 8  # never across nodes
@@ -24,7 +24,7 @@ MAX_EP = 64
 MIN_CP_TOKENS = 4096  # of a sequence on each rank: context parallelism is for long ones
 
 
-def decide_context(
+def choose_smallest_context(
     job: Job, assumptions: Assumptions, profile: Profile | None = None
 ) -> tuple[PlanningContext, tuple[RejectedLayout, ...]]:
     """One setting without a search, the smallest that fits, and the layouts passed over on the way.
@@ -32,13 +32,13 @@ def decide_context(
     Open axes grow in this order until all layers fit in one pipeline: tp up to 8 at pp 1, then
     pp, then ep beyond a node; first without recomputing whole layers, then with.
     """
-    prices = Prices(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
-    if is_stated(job):
-        return stated_context(job, prices), ()
+    cost_model = ClusterCostModel(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
+    if is_llm_layout_stated(job):
+        return _context_at_stated_layout(job, cost_model), ()
     rejected: list[RejectedLayout] = []
     for full_recompute in (False, True):
         for layout in _layouts(job):
-            context = context_at(job, prices, layout)
+            context = _context_at(job, cost_model, layout)
             if isinstance(context, str):
                 rejected.append(RejectedLayout(layout=layout, reason=context))
                 continue
@@ -46,25 +46,25 @@ def decide_context(
             if reason is None:
                 return context, tuple(rejected)
             rejected.append(RejectedLayout(layout=layout, reason=reason))
-    raise no_layout_fits(job, rejected)
+    raise _no_layout_fits(job, rejected)
 
 
-def is_stated(job: Job) -> bool:
+def is_llm_layout_stated(job: Job) -> bool:
     """Whether the job leaves no choice of the LLM's layout."""
     return {"pp", "tp"} <= set(job.layout.of("llm").stated())
 
 
-def stated_context(job: Job, prices: Prices) -> PlanningContext:
+def _context_at_stated_layout(job: Job, cost_model: ClusterCostModel) -> PlanningContext:
     """At the layout that the job states."""
     for layout in _layouts(job):
-        context = context_at(job, prices, layout)
+        context = _context_at(job, cost_model, layout)
         if isinstance(context, str):
             raise _batch_error(job, layout)
         return context
-    raise no_layout_fits(job, [])
+    raise _no_layout_fits(job, [])
 
 
-def no_layout_fits(job: Job, rejected: Sequence[RejectedLayout]) -> DoesNotFit:
+def _no_layout_fits(job: Job, rejected: Sequence[RejectedLayout]) -> DoesNotFit:
     """What is said when nothing is left."""
     tried = {str(r.layout): r.reason for r in rejected}
     nearest = (
@@ -77,7 +77,7 @@ def no_layout_fits(job: Job, rejected: Sequence[RejectedLayout]) -> DoesNotFit:
     )
 
 
-def every_layout(job: Job) -> Iterator[Layout]:
+def enumerate_llm_layouts(job: Job) -> Iterator[Layout]:
     """All layouts that agree with what is stated, by their size."""
     stated, stack = job.layout.of("llm").stated(), job.model.llm.stack
     gpus, limit = job.cluster.gpus, job.layout.limits.max_pp or MAX_PP
@@ -134,15 +134,15 @@ def _expert_spreads(job: Job) -> list[int]:
     return [ep for ep in (first, 2 * first, 4 * first, MAX_EP) if ep <= MAX_EP and experts.count % ep == 0]
 
 
-def context_at(
-    job: Job, prices: Prices, layout: Layout, cache: PlanningCache | None = None
+def _context_at(
+    job: Job, cost_model: ClusterCostModel, layout: Layout, cache: PlanningCache | None = None
 ) -> PlanningContext | str:
     """The setting at a layout, or why there is none."""
     sizes = job.layout.limits.microbatch_sequences
     for sequences in sizes:
         context = PlanningContext(
             job=job,
-            prices=prices,
+            cost_model=cost_model,
             layout=layout,
             microbatch_sequences=sequences,
             cache=cache or PlanningCache(),
@@ -169,7 +169,7 @@ def _batch_error(job: Job, layout: Layout) -> UserError:
 
 def _why_too_large(context: PlanningContext, *, full_recompute: bool) -> str | None:
     """None if all layers fit in one pipeline at this layout."""
-    found = fitting_pipeline(context)
+    found = _find_fitting_pipeline(context)
     if isinstance(found, str):
         return found
     policies = list(context.policies(context.job.model.modules))
@@ -178,16 +178,16 @@ def _why_too_large(context: PlanningContext, *, full_recompute: bool) -> str | N
     return None
 
 
-def fitting_pipeline(context: PlanningContext) -> PipelineCandidate | str:
+def _find_fitting_pipeline(context: PlanningContext) -> PipelineCandidate | str:
     """All layers in one pipeline with the least recomputation that fits, or why there is none."""
     job, capacity = context.job, context.capacity_bytes
     modules = job.model.modules
     policies = list(context.policies(modules))
     layers = context.layers(modules, context.microbatch_sequences, policies[-1])
-    held = states(layers, job.model.precision).states / context.layout.pp
+    held = model_state_memory(layers, job.model.precision).states / context.layout.pp
     if held > capacity:
         return f"memory: model states alone {held / 1e9:.1f} of {capacity / 1e9:.0f} GB"
-    found = first_fitting(context, modules)
+    found = first_fitting_pipeline(context, modules)
     if not found.fits:
         return f"memory: at least {found.peak_bytes / 1e9:.1f} of {capacity / 1e9:.0f} GB"
     return found

@@ -8,19 +8,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.measured import Profile
-from optimus.cost.memory import Memory
+from optimus.cost.measured_profile import Profile
+from optimus.cost.memory import RankMemory
 from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.ir.binding import bind, bound_parts, mismatches
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
-from optimus.planner.bounds import Bounds, find_bounds
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.filled_plan import SearchResult
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.remedies import suggest_remedies
+from optimus.planner.remedies import _suggest_remedies
+from optimus.planner.step_bounds import StepBounds, compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
-from optimus.planner.systems.registry import applicable, default_systems, strategies
+from optimus.planner.systems.registry import applicable_systems, default_baselines, plan_making_systems
 from optimus.verify.validator import MAX_VIOLATIONS, Report, Violation, check_plan
 
 MIN_SPEEDUP_WORTH_FILLING = 1.02  # over the best simpler system; below it that system is recommended
@@ -32,7 +32,7 @@ class PlanningResult:
 
     plan: Plan
     comparison: Comparison
-    bounds: Bounds
+    bounds: StepBounds
     report: Report
     found: SearchResult
     search_s: float
@@ -54,7 +54,7 @@ class PlanningResult:
         return self.comparison.systems
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> RankMemory:
         """Of the worst rank."""
         return self.system.memory
 
@@ -108,8 +108,8 @@ def make_plan(
     """
     _check(job, strategy)
     begin = time.monotonic()
-    others = default_systems(job) if systems is None else systems
-    names = dict.fromkeys(["llm-only", *applicable(others, job), strategy])
+    others = default_baselines(job) if systems is None else systems
+    names = dict.fromkeys(["llm-only", *applicable_systems(others, job), strategy])
     try:
         comparison = compare_systems(
             job, names=names, assumptions=assumptions, profile=profile, progress=progress
@@ -122,7 +122,7 @@ def make_plan(
     found = system.search_result
     assert found is not None, "candidates of a system that makes a plan are search results"
     comparison = replace(comparison, context=found.context)
-    bounds = find_bounds(comparison.context, comparison.floor, comparison.floor_s)
+    bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
     progress("check", len(names), len(names) + 1)
     plan = _with_notes(_bound(found.plan, job, comparison), comparison, bounds, found)
     report = check_plan(plan)
@@ -138,12 +138,12 @@ def make_plan(
 
 def _check(job: Job, strategy: str) -> None:
     """Whether there is anything to plan."""
-    if strategy not in strategies():
+    if strategy not in plan_making_systems():
         raise UserError(
             field="--strategy",
             value=strategy,
             problem="is not a strategy",
-            hint=nearest(strategy, strategies()),
+            hint=nearest(strategy, plan_making_systems()),
         )
     if not job.model.encoders:
         raise DoesNotFit(
@@ -158,12 +158,12 @@ def _check(job: Job, strategy: str) -> None:
         )
 
 
-def check_planned(plan: Plan | PlanningResult) -> Report:
+def check_plan_or_result(plan: Plan | PlanningResult) -> Report:
     """Checks a plan, or what `make_plan` returned, by all nine rules."""
     return check_plan(plan.plan if isinstance(plan, PlanningResult) else plan)
 
 
-def report_mismatches(report: Report, plan: Plan, parts: Mapping[str, Any]) -> Report:
+def add_binding_violations(report: Report, plan: Plan, parts: Mapping[str, Any]) -> Report:
     """The report with a violation of `binding` for every field in which a plan and a job differ."""
     found = tuple(
         Violation(
@@ -182,11 +182,11 @@ def report_mismatches(report: Report, plan: Plan, parts: Mapping[str, Any]) -> R
 
 
 def _bound(plan: Plan, job: Job, comparison: Comparison) -> Plan:
-    fields, hashes = bind(bound_parts(job, comparison.context.prices.profile))
+    fields, hashes = bind(bound_parts(job, comparison.context.cost_model.profile))
     return replace(plan, bound_to=fields, hashes=hashes)
 
 
-def _with_notes(plan: Plan, comparison: Comparison, bounds: Bounds, found: SearchResult) -> Plan:
+def _with_notes(plan: Plan, comparison: Comparison, bounds: StepBounds, found: SearchResult) -> Plan:
     """Figures for readers of the file; none depends on how long anything took."""
     notes = {
         "preset": comparison.assumptions.describe(),
@@ -220,5 +220,5 @@ def _seconds(system: SimulatedSystem) -> float:
 
 def _with_remedies(no: DoesNotFit, job: Job, assumptions: Assumptions | str) -> DoesNotFit:
     """The same no, with what was tried and would fit."""
-    remedies = suggest_remedies(job, assumptions)
+    remedies = _suggest_remedies(job, assumptions)
     return DoesNotFit(no.problem, remedies or no.hint or "nothing that was tried makes it fit")

@@ -12,23 +12,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.measured import Profile
-from optimus.cost.prices import Prices
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.measured_profile import Profile
 from optimus.ir.op import OpKind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningCache, PlanningContext
 from optimus.planner.layouts import (
-    context_at,
+    _context_at,
+    _context_at_stated_layout,
+    _find_fitting_pipeline,
+    _no_layout_fits,
     encoder_layout_conflict,
-    every_layout,
-    fitting_pipeline,
-    is_stated,
-    no_layout_fits,
-    stated_context,
+    enumerate_llm_layouts,
+    is_llm_layout_stated,
 )
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.systems.layer_partition import even_chunks, strong_pipelines
+from optimus.planner.systems.layer_partition import even_chunk_counts, search_pipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 
 MOST_ESTIMATED = 10  # layouts whose pipelines are made
@@ -37,7 +37,7 @@ CLOSE = 1.15  # if their estimates are this close to the best
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RankedContexts:
+class RankedLayouts:
     """Settings that deserve a full look, the most promising first, and what was passed over."""
 
     contexts: tuple[PlanningContext, ...]
@@ -52,29 +52,31 @@ class _Candidate:
     alone_s: float = 0.0  # of the LLM's own step
 
 
-def rank_contexts(
+def rank_llm_layouts(
     job: Job,
     assumptions: Assumptions,
     profile: Profile | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> RankedContexts:
+) -> RankedLayouts:
     """The settings of a job; one if its layout is stated. DoesNotFit if there is none."""
-    prices = Prices(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
-    if is_stated(job):
-        return RankedContexts(contexts=(stated_context(job, prices),), rejected=(), considered=1)
+    cost_model = ClusterCostModel(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
+    if is_llm_layout_stated(job):
+        return RankedLayouts(
+            contexts=(_context_at_stated_layout(job, cost_model),), rejected=(), considered=1
+        )
     rejected: list[RejectedLayout] = []
     bounded: list[_Candidate] = []
-    layouts, cache = list(every_layout(job)), PlanningCache()
+    layouts, cache = list(enumerate_llm_layouts(job)), PlanningCache()
     for place, layout in enumerate(layouts):
         progress("layouts", place, len(layouts) + MOST_ESTIMATED)
-        context = encoder_layout_conflict(job, layout) or context_at(job, prices, layout, cache)
-        fitting = context if isinstance(context, str) else fitting_pipeline(context)
+        context = encoder_layout_conflict(job, layout) or _context_at(job, cost_model, layout, cache)
+        fitting = context if isinstance(context, str) else _find_fitting_pipeline(context)
         if isinstance(fitting, str):
             rejected.append(RejectedLayout(layout=layout, reason=fitting))
         else:
             bounded.append(_Candidate(context=fitting.context, seconds=_work_s(fitting)))
     if not bounded:
-        raise no_layout_fits(job, rejected)
+        raise _no_layout_fits(job, rejected)
     estimated = _estimated(sorted(bounded, key=_seconds), rejected, progress, len(layouts))
     kept = dict.fromkeys((*_closest(estimated, _seconds), *_closest(estimated, _alone_s)))
     rejected += [
@@ -82,7 +84,7 @@ def rank_contexts(
         for each in estimated
         if each not in kept
     ]
-    return RankedContexts(
+    return RankedLayouts(
         contexts=tuple(each.context for each in kept), rejected=tuple(rejected), considered=len(layouts)
     )
 
@@ -130,8 +132,8 @@ def _estimated(
 def _quick_s(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> float | None:
     """A step of the best pipeline before its cut is improved; V such that the LLM's layers are even."""
     stated = context.job.layout.of("llm").chunks
-    counts = {stated} if stated else even_chunks(context)
-    made = strong_pipelines(context, modules, chunk_counts=counts, starts=1, evaluations=0)
+    counts = {stated} if stated else even_chunk_counts(context)
+    made = search_pipelines(context, modules, chunk_counts=counts, starts=1, evaluations=0)
     return made[0].estimate_s if made else None
 
 

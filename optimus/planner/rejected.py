@@ -23,7 +23,7 @@ class RejectedLayout:
         return str(self.layout) if self.module == "llm" else f"{self.module} {self.layout}"
 
 
-def count_by_reason(rejected: Sequence[RejectedLayout]) -> list[str]:
+def summarize_rejections(rejected: Sequence[RejectedLayout]) -> list[str]:
     """`3 memory (e.g. vision dp96 pp4 tp8, 88.4 of 80 GB)`: how often each sort of reason was met."""
     by_sort: dict[str, list[str]] = {}
     for each in rejected:

@@ -6,23 +6,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from optimus.cost.assumptions import Assumptions, preset
+from optimus.cost.assumptions import Assumptions, get_preset
 from optimus.errors import OptimusError, one_of
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutChoice
-from optimus.planner.encoder_layouts import common_layouts
-from optimus.planner.layouts import decide_context, encoder_layout_conflict
+from optimus.planner.encoder_layouts import common_encoder_layouts
+from optimus.planner.layouts import choose_smallest_context, encoder_layout_conflict
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.systems.layer_partition import first_fitting
-from optimus.planner.systems.paper_filling import PaperCandidate
+from optimus.planner.systems.layer_partition import first_fitting_pipeline
+from optimus.planner.systems.paper_candidate import PaperCandidate
 
 MOST_TIMES = 64  # as many GPUs are tried
 MOST_HINTS = 3
 
 
-def suggest_remedies(job: Job, assumptions: Assumptions | str) -> str:
+def _suggest_remedies(job: Job, assumptions: Assumptions | str) -> str:
     """A hint that names the changes under which the job fits; empty if none of them helps."""
-    assumed = preset(assumptions) if isinstance(assumptions, str) else assumptions
+    assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
     found: dict[str, str] = {}  # sort of change -> words
     for sort, words, changed in _changes(job):
         if sort not in found and _fits(changed, assumed):
@@ -69,13 +69,13 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
 def _fits(job: Job, assumptions: Assumptions) -> bool:
     """Whether some layout of the encoders fits beside the LLM; nothing is scheduled."""
     try:
-        context, _ = decide_context(job, assumptions)
-        llm = first_fitting(context, (job.model.llm,))
+        context, _ = choose_smallest_context(job, assumptions)
+        llm = first_fitting_pipeline(context, (job.model.llm,))
     except OptimusError:
         return False
     if not llm.fits:
         return False
-    for layout in common_layouts(context, llm.layout):
+    for layout in common_encoder_layouts(context, llm.layout):
         if isinstance(layout, RejectedLayout):
             continue
         *_, policy = context.policies(job.model.encoders)

@@ -15,9 +15,9 @@ from optimus.ir.op import OpKind
 from optimus.ir.plan import Bucket, Claims, Phase, Plan, PlannedChunk, PlannedModule, Template
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
-from optimus.planner.filled_plan import FilledPlan, finish_plan
-from optimus.planner.systems.colocated import even_counts
-from optimus.planner.systems.pipeline import make_order
+from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.systems.colocated_plan import split_layers_evenly
+from optimus.planner.systems.pipeline import build_op_order
 from optimus.schedule.fill import Fill, FillResult
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import lower_to_programs
@@ -80,7 +80,7 @@ def plan_modules(
         hashes=hashes,
         finish_s=(0.0,) * pp,
     )
-    pipeline = make_order(order, stages=pp, chunks=chunks, microbatches=microbatches)
+    pipeline = build_op_order(order, stages=pp, chunks=chunks, microbatches=microbatches)
     return _fill(header, LlmTimeline(header, pipeline)).plan
 
 
@@ -98,7 +98,7 @@ def _fill(header: Plan, base: LlmTimeline) -> FilledPlan:
     tightened = [draft.fill.tightened(draft) for draft in drafts]
     fixed = [{"parameters": 0}] * header.ranks.num_classes
     best = min([*drafts, *tightened], key=_replayed_s)
-    return finish_plan(best.fill.header, best.orders(), fixed, estimate_s=best.step_s)
+    return lower_to_plan(best.fill.header, best.orders(), fixed, estimate_s=best.step_s)
 
 
 def _replayed_s(arranged: FillResult) -> float:
@@ -180,7 +180,7 @@ def _module(
 ) -> PlannedModule:
     layout = Layout(dp=llm.gpus // encoder.pp, pp=encoder.pp)
     blocks, stages = encoder.blocks, encoder.pp
-    counts = even_counts(len(blocks), stages)
+    counts = split_layers_evenly(len(blocks), stages)
     ends = list(accumulate(counts))
     parts = [blocks[end - count : end] for end, count in zip(ends, counts, strict=True)]
     chunks = tuple(_chunk(f"{name}.{at}", part, templates, split=False) for at, part in enumerate(parts))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
-from optimus.cost.measured import LinkTime, SizeTime
+from optimus.cost.measured_profile import LinkMeasurement, MessageTime
 from optimus.environment import keep_gloo_on_loopback
 from optimus.errors import OptimusError
 
@@ -38,7 +38,7 @@ class LinksNotMeasured(OptimusError):
 
 def measure_links(
     *, sizes: Sequence[int] = SIZES, repetitions: int = 15, timeout_s: float = 60.0
-) -> tuple[LinkTime, ...]:
+) -> tuple[LinkMeasurement, ...]:
     """Sends one way and all-reduces between two processes with one thread each, on cores of their own."""
     times = _on_two_ranks(partial(_link_times, tuple(sizes), repetitions), timeout_s)
     return tuple(fit_link(operation, times[operation]) for operation in ("send", "all_reduce"))
@@ -95,11 +95,11 @@ def _on_two_ranks(measure: Callable[[int], Any], timeout_s: float) -> Any:
             answers.close()
 
 
-def fit_link(operation: Literal["send", "all_reduce"], times: Sequence[SizeTime]) -> LinkTime:
+def fit_link(operation: Literal["send", "all_reduce"], times: Sequence[MessageTime]) -> LinkMeasurement:
     """Latency of the smallest message; bandwidth of what the largest takes beyond it."""
     small, large = min(times, key=lambda t: t.size_bytes), max(times, key=lambda t: t.size_bytes)
     gap = max(large.median_s - small.median_s, LEAST_GAP_S)
-    return LinkTime(
+    return LinkMeasurement(
         operation=operation,
         backend="gloo",
         ranks=RANKS,
@@ -109,10 +109,10 @@ def fit_link(operation: Literal["send", "all_reduce"], times: Sequence[SizeTime]
     )
 
 
-def summarize(size_bytes: int, seconds: Sequence[float]) -> SizeTime:
+def summarize(size_bytes: int, seconds: Sequence[float]) -> MessageTime:
     """Median and quartiles of repetitions."""
     p25, median, p75 = statistics.quantiles(seconds, n=4, method="inclusive")
-    return SizeTime(size_bytes=size_bytes, median_s=median, p25_s=p25, p75_s=p75, repetitions=len(seconds))
+    return MessageTime(size_bytes=size_bytes, median_s=median, p25_s=p25, p75_s=p75, repetitions=len(seconds))
 
 
 def _await(ranks: Sequence[Any], answers: Any, deadline_s: float) -> Any:
@@ -150,7 +150,7 @@ def _rank(rank: int, store: str, measure: Callable[[int], Any], timeout_s: float
         dist.destroy_process_group()
 
 
-def _link_times(sizes: tuple[int, ...], repetitions: int, rank: int) -> dict[str, list[SizeTime]]:
+def _link_times(sizes: tuple[int, ...], repetitions: int, rank: int) -> dict[str, list[MessageTime]]:
     return {
         "send": [_timed(size, repetitions, _there_and_back(rank), share=0.5) for size in sizes],
         "all_reduce": [_timed(size, repetitions, dist.all_reduce, share=1.0) for size in sizes],
@@ -168,7 +168,7 @@ def _slowdown(repetitions: int, rank: int) -> float:
     return slowdown_of(lambda: rows @ weight, launch, repetitions)
 
 
-def _timed(size: int, repetitions: int, play: Callable[[Tensor], Any], *, share: float) -> SizeTime:
+def _timed(size: int, repetitions: int, play: Callable[[Tensor], Any], *, share: float) -> MessageTime:
     """`share` of every repetition's seconds, after some that only warm up."""
     message = torch.zeros(max(1, size // 4))
     seconds = []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from optimus.cost.measured import Conditions, LinkTime
+from optimus.cost.measured_profile import LinkMeasurement, MeasurementConditions
 from optimus.environment import usable_cores
 from optimus.job.cluster import FLAT, GB, Cluster, Gpu, Link
 
@@ -24,9 +24,9 @@ RESERVE_BYTES = 0.5 * GB  # a Python process with torch loaded
 DTYPE = "float32"
 
 
-def conditions(note: str = "", *, dtype: str = DTYPE) -> Conditions:
+def conditions(note: str = "", *, dtype: str = DTYPE) -> MeasurementConditions:
     """Where and when something is measured: here, now, with one thread."""
-    return Conditions(
+    return MeasurementConditions(
         host=platform.node() or "unknown",
         date=datetime.now(UTC).date().isoformat(),
         torch=str(torch.__version__),
@@ -37,7 +37,7 @@ def conditions(note: str = "", *, dtype: str = DTYPE) -> Conditions:
 
 
 def describe_machine(
-    links: Sequence[LinkTime], *, ranks: int | None = None, measure_s: float = MEASURE_S
+    links: Sequence[LinkMeasurement], *, ranks: int | None = None, measure_s: float = MEASURE_S
 ) -> Cluster:
     """This host as one node of `ranks` cores (all of them, if not said) joined by what `links` measured."""
     cores = usable_cores()

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.cost.measured import Layers, Profile, SegmentTime, fingerprint, representative_layers
+from optimus.cost.measured_profile import (
+    LayerClass,
+    Profile,
+    SegmentMeasurement,
+    first_layer_of_each_class,
+    hash_module_shape,
+)
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
@@ -90,7 +96,7 @@ def profile_job(
             problem="measures CPU time, and this machine has a GPU",
             hint="hide it (CUDA_VISIBLE_DEVICES=) to profile the CPU; GPUs are not measured yet",
         )
-    rows: list[SegmentTime] = []
+    rows: list[SegmentMeasurement] = []
     with one_thread():
         parts = [
             (load, sort, layer)
@@ -103,7 +109,7 @@ def profile_job(
             rows += _measure(load, sort, layer)
     return Profile(
         measured=conditions("CPU time of one thread", dtype=str(dtype).removeprefix("torch.")),
-        modules=tuple((module.name, fingerprint(module)) for module in job.model.modules),
+        modules=tuple((module.name, hash_module_shape(module)) for module in job.model.modules),
         segments=tuple(rows),
         issue_s=0.0,
     )
@@ -112,10 +118,10 @@ def profile_job(
 # ---------------------------------------------------------------------------- what to measure
 
 
-def _layers_to_measure(module: Encoder | Llm) -> Iterator[tuple[Layers, int]]:
+def _layers_to_measure(module: Encoder | Llm) -> Iterator[tuple[LayerClass, int]]:
     """Both ends and the first layer of every sort, counted with the ends."""
     yield "embedding", 0
-    for sort, layer in representative_layers(module.stack).items():
+    for sort, layer in first_layer_of_each_class(module.stack).items():
         yield sort, layer + 1
     yield ("head" if isinstance(module, Llm) else "projector"), layer_count(module) - 1
 
@@ -163,7 +169,7 @@ def _shared(load: _Load, tp: int) -> _Load:
 # ---------------------------------------------------------------------------- measuring
 
 
-def _measure(load: _Load, sort: Layers, layer: int) -> list[SegmentTime]:
+def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasurement]:
     """The segments of one layer: whole backwards and split ones in turn; only these where it is divided."""
     module, tp = load.module, load.tp_group.size
     (built,) = build_layers(
@@ -239,10 +245,10 @@ def _play(
 
 
 def _row(
-    load: _Load, sort: Layers, name: str, kernels: tuple[str, ...], kind: OpKind, seconds: list[float]
-) -> SegmentTime:
+    load: _Load, sort: LayerClass, name: str, kernels: tuple[str, ...], kind: OpKind, seconds: list[float]
+) -> SegmentMeasurement:
     p25, middle, p75 = quantiles(seconds, n=4)
-    return SegmentTime(
+    return SegmentMeasurement(
         module=load.module.name,
         layers=sort,
         segment=name,

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from optimus.cost.assumptions import PRESETS
-from optimus.cost.measured import Profile
+from optimus.cost.measured_profile import Profile
 from optimus.ir.binding import bound_parts, check_binding
 from optimus.ir.files import write_whole
 from optimus.ir.plan import Plan
@@ -16,8 +16,8 @@ from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.planner.compare import Comparison, compare_systems
+from optimus.planner.plan_replay import replay_plan
 from optimus.planner.planning import PlanningResult
-from optimus.planner.replaying import replay_plan
 from optimus.planner.systems.registry import SYSTEMS
 from optimus.render.candidates_chart import render_candidates_section
 from optimus.render.format_numbers import format_gigabytes, format_percent, format_seconds

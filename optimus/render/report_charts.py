@@ -19,7 +19,7 @@ from optimus.render.markup import (
 from optimus.render.palette import PARTS, memory_css_class
 from optimus.render.report_data import PlanSummary, StepBreakdown, SystemStepTime, WorstRankMemory
 from optimus.schedule.bubbles import CAUSES
-from optimus.sensitivity.tornado import Perturbed, Tornado
+from optimus.sensitivity.tornado import Tornado, TornadoBar
 
 STEP_AXIS_ROOM = 1.02  # length of the axis over the longest bar
 MIN_LABELLED_SHARE = 0.055  # a part at least this share of the axis has its figure inside
@@ -223,7 +223,7 @@ def _sensitivity_title(tornado: Tornado) -> str:
     return f"{wins}; the plan's step moves most with {most.name}"
 
 
-def _reach(row: Perturbed) -> float:
+def _reach(row: TornadoBar) -> float:
     return abs(row.high_s - row.low_s)
 
 
@@ -257,7 +257,7 @@ def render_sensitivity_section(tornado: Tornado) -> str:
 
 
 def _tornado_row(
-    tornado: Tornado, wide: Perturbed, narrow: Perturbed | None, left: float, width: float
+    tornado: Tornado, wide: TornadoBar, narrow: TornadoBar | None, left: float, width: float
 ) -> str:
     pieces = [_tornado_bar("t-wide", wide, left, width)]
     if narrow is not None:
@@ -271,7 +271,7 @@ def _tornado_row(
     )
 
 
-def _tornado_bar(name: str, row: Perturbed, left: float, width: float) -> str:
+def _tornado_bar(name: str, row: TornadoBar, left: float, width: float) -> str:
     begin, end = sorted((row.low_s, row.high_s))
     low, high = format_seconds(row.low_s), format_seconds(row.high_s)
     tip = f"{row.name}: {row.low_label} {low} s, {row.high_label} {high} s"
@@ -280,7 +280,7 @@ def _tornado_bar(name: str, row: Perturbed, left: float, width: float) -> str:
 
 
 def _sensitivity_cells(
-    tornado: Tornado, rows: list[Perturbed], narrow: dict[str, Perturbed]
+    tornado: Tornado, rows: list[TornadoBar], narrow: dict[str, TornadoBar]
 ) -> tuple[list[str], list[list[str]]]:
     """Returns a row per assumption; names the winner where it differs from the unperturbed one."""
     body = []
@@ -299,7 +299,7 @@ def _sensitivity_cells(
     return header, [[*cells[:2], *[""] * (width - len(cells)), *cells[2:]] for cells in body]
 
 
-def _cell(tornado: Tornado, row: Perturbed, *, high: bool) -> str:
+def _cell(tornado: Tornado, row: TornadoBar, *, high: bool) -> str:
     label, step_s, winner = (
         (row.high_label, row.high_s, row.winner_high) if high else (row.low_label, row.low_s, row.winner_low)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optimus import __version__
-from optimus.cost.measured import ANALYTIC
+from optimus.cost.measured_profile import ANALYTIC
 from optimus.cost.memory import NOT_MODELLED
 from optimus.errors import UserError
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
@@ -17,12 +17,12 @@ from optimus.ir.plan import Plan
 from optimus.ir.planfile import plan_digest
 from optimus.ir.ranks import LLM
 from optimus.planner.compare import Comparison
-from optimus.planner.replaying import ReplayedPlan, replay_llm_alone, replay_plan
+from optimus.planner.plan_replay import ReplayedPlan, replay_llm_alone, replay_plan
 from optimus.render.timeline_svg import TimelineRow, build_timeline_rows
 from optimus.schedule.bubbles import average_bubbles, find_op_slack, sum_bubbles_by_cause
 from optimus.schedule.plan_claims import live_bytes_by_line
 from optimus.schedule.simulator import Timeline
-from optimus.sensitivity.tornado import Tornado, find_tornado
+from optimus.sensitivity.tornado import Tornado, compute_tornado
 
 MAX_ROWS = 32  # device classes that are drawn; of more, the first TP block of every stage
 LLM_PART, ENCODER_PART, OPTIMIZER_PART = "llm", "encoder", "optimizer"
@@ -161,7 +161,7 @@ def gather_report_data(
         breakdown=_break_down(plan, replay, comparison),
         timelines=_timelines(plan, replay),
         memory=_worst_rank(plan, replay),
-        tornado=tornado or find_tornado(plan, replay.schedule, comparison),
+        tornado=tornado or compute_tornado(plan, replay.schedule, comparison),
         candidates=None if comparison is None else _candidates(plan, comparison),
         provenance=_provenance(plan, digest or plan_digest(plan), comparison),
     )

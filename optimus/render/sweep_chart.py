@@ -20,7 +20,7 @@ from optimus.render.markup import (
     render_svg_text,
     render_table,
 )
-from optimus.sensitivity.sweep import JobSweep, SweepFigures, SweepPoint
+from optimus.sensitivity.job_sweep import JobSweep, SweepFigures, SweepPoint
 
 WIDTH, HEIGHT = 1000, 440
 LEFT, RIGHT, TOP, BOTTOM = 84, 220, 64, 58  # around the plot; names of lines stand at its right

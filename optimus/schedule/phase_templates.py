@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from optimus.cost.kernel import Kernel
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import Phase, Template
 

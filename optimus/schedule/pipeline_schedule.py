@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.module import PricedLayer
-from optimus.cost.prices import Prices
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Ints, Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.job.model import FP32_BYTES, Precision
@@ -34,7 +34,7 @@ class PipelineSpec:
     chunks: Sequence[PricedChunk]
     traffic: Sequence[ParameterTraffic]  # of every virtual stage
     layout: Layout
-    prices: Prices
+    cost_model: ClusterCostModel
 
     @property
     def stages(self) -> int:
@@ -61,7 +61,7 @@ def build_pipeline_schedule(plan: PipelineSpec, chunks: ChunkPricer, *, kernels:
     """Ops of all stages in program order; with `kernels`, every op expanded to its kernels."""
     builder = ScheduleBuilder(chunks.modules, plan.stages)
     blocks = add_pipeline_to_schedule(builder, plan, chunks, kernels=kernels)
-    if plan.prices.assumptions.optimizer_time:
+    if plan.cost_model.assumptions.optimizer_time:
         for stage in range(plan.stages):
             builder.add(make_optimizer_graph(plan.traffic_of(stage)), device=stage, after=blocks.reduces)
     return builder.build()
@@ -103,7 +103,7 @@ def _add_stage(
     order = plan.order[stage]
     kind, chunk, microbatch = np.array(order, np.int64).T
     virtual = chunk * plan.stages + stage
-    exposure = TrafficOverlap(chunks=plan.traffic_of(stage), assumptions=plan.prices.assumptions)
+    exposure = TrafficOverlap(chunks=plan.traffic_of(stage), assumptions=plan.cost_model.assumptions)
     traffic = _StageTraffic(builder, stage, exposure)
     traffic.gather()
     blocks = builder.add_many(templates.ops[kind, virtual], stage, chunk, microbatch)
@@ -163,9 +163,9 @@ class _PipelineGraphs:
         return make_single_kernel_graph(kind, Lane.COMPUTE, chunk.seconds[kind])
 
     def _send(self, chunk: PricedChunk, direction: int) -> KernelGraph:
-        prices, size = self._plan.prices, chunk.output_bytes
+        cost_model, size = self._plan.cost_model, chunk.output_bytes
         kind = OpKind.SEND_F if direction == FORWARD else OpKind.SEND_B
-        seconds = prices.send_s(size, across_nodes=prices.stages_cross_nodes(self._plan.layout))
+        seconds = cost_model.send_s(size, across_nodes=cost_model.stages_cross_nodes(self._plan.layout))
         return make_single_kernel_graph(kind, Lane.P2P, seconds, segment=direction, size_bytes=size)
 
 
@@ -186,14 +186,16 @@ class ParameterTraffic:
     update_s: float = 0.0
 
     @staticmethod
-    def of(sizes: Mapping[DpGroup, tuple[float, float]], updated: float, prices: Prices) -> ParameterTraffic:
+    def of(
+        sizes: Mapping[DpGroup, tuple[float, float]], updated: float, cost_model: ClusterCostModel
+    ) -> ParameterTraffic:
         """From bytes to gather and to reduce in every group, and the parameters of a rank's shard."""
         return ParameterTraffic(
-            gather_s=sum(prices.gather_s(size, ranks=r, stride=s) for (r, s), (size, _) in sizes.items()),
+            gather_s=sum(cost_model.gather_s(size, ranks=r, stride=s) for (r, s), (size, _) in sizes.items()),
             gather_bytes=sum(size for size, _ in sizes.values()),
-            reduce_s=sum(prices.reduce_s(size, ranks=r, stride=s) for (r, s), (_, size) in sizes.items()),
+            reduce_s=sum(cost_model.reduce_s(size, ranks=r, stride=s) for (r, s), (_, size) in sizes.items()),
             reduce_bytes=sum(size for _, size in sizes.values()),
-            update_s=prices.memory_s(updated * OPTIMIZER_TRAFFIC_BYTES),
+            update_s=cost_model.memory_s(updated * OPTIMIZER_TRAFFIC_BYTES),
         )
 
 
@@ -207,7 +209,11 @@ def split_parameters_by_dp_group(layer: PricedLayer) -> tuple[tuple[DpGroup, flo
 
 
 def price_parameter_traffic(
-    layers: Sequence[PricedLayer], prices: Prices, precision: Precision, *, gathers_frozen: bool = False
+    layers: Sequence[PricedLayer],
+    cost_model: ClusterCostModel,
+    precision: Precision,
+    *,
+    gathers_frozen: bool = False,
 ) -> ParameterTraffic:
     """Of a chunk's trained layers (and, where parameters are sharded too, gathers of frozen ones).
 
@@ -223,7 +229,7 @@ def price_parameter_traffic(
                 reduced += parameters * precision.gradient_bytes
             sizes[group] = gathered, reduced
     updated = sum(layer.shard_parameters for layer in layers if layer.trained)
-    return ParameterTraffic.of(sizes, updated, prices)
+    return ParameterTraffic.of(sizes, updated, cost_model)
 
 
 def make_optimizer_graph(chunks: Iterable[ParameterTraffic]) -> KernelGraph:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.cost.kernel import Kernel
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Communicator, Ints, Lane, OpKind, Schedule
 from optimus.schedule.simulator import simulate_schedule
 

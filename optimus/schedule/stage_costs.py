@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.memory import Memory, working_bytes
-from optimus.cost.module import PricedLayer
-from optimus.cost.prices import Prices
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.memory import RankMemory, transient_bytes
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Floats, Ints, OpKind, Schedule
 from optimus.job.model import Precision
 from optimus.schedule.pipeline_schedule import (
@@ -39,8 +39,8 @@ class StageBytes:
     kept: Floats  # [chunk, stage, (LLM, encoders)]
     made_again: Floats  # the same, of what a backward recomputes, and gradients of logits
 
-    def states_of(self, stage: int) -> Memory:
-        return Memory(
+    def states_of(self, stage: int) -> RankMemory:
+        return RankMemory(
             parameters=float(self.parameters[stage]),
             gradients=float(self.gradients[stage]),
             optimizer=float(self.optimizer[stage]),
@@ -55,11 +55,11 @@ class LayerPrefixSums:
         self,
         layers: Sequence[PricedLayer],
         chunks: ChunkPricer,
-        prices: Prices,
+        cost_model: ClusterCostModel,
         precision: Precision,
         llm: str,
     ) -> None:
-        self._layers, self._prices = layers, prices
+        self._layers, self._cost_model = layers, cost_model
         single = [chunks.make([layer]).seconds for layer in layers]
         self._seconds = {kind: _running([seconds[kind] for seconds in single]) for kind in CHUNK_OP_KINDS}
 
@@ -96,7 +96,7 @@ class LayerPrefixSums:
     def send_s(self, cut: Cut, *, across_nodes: bool) -> Floats:
         """For what every virtual stage sends on."""
         outputs = [self._layers[end - 1].output_bytes if end > begin else 0.0 for begin, end in _runs(cut)]
-        return np.array([self._prices.send_s(size, across_nodes=across_nodes) for size in outputs])
+        return np.array([self._cost_model.send_s(size, across_nodes=across_nodes) for size in outputs])
 
     def traffic(self, cut: Cut) -> list[ParameterTraffic]:
         """Data-parallel traffic of every virtual stage."""
@@ -109,7 +109,7 @@ class LayerPrefixSums:
         """Of one virtual stage; many are alike, and each sort is priced once."""
         if row not in self._traffic:
             sizes = {group: (row[2 * at], row[2 * at + 1]) for at, group in enumerate(self._groups)}
-            self._traffic[row] = ParameterTraffic.of(sizes, row[-1], self._prices)
+            self._traffic[row] = ParameterTraffic.of(sizes, row[-1], self._cost_model)
         return self._traffic[row]
 
     def stage_bytes(self, cut: Cut, stages: int) -> StageBytes:
@@ -132,7 +132,7 @@ class LayerPrefixSums:
 
     def _working_bytes(self, run: tuple[int, int]) -> float:
         if run not in self._working:
-            self._working[run] = working_bytes(self._layers[slice(*run)])
+            self._working[run] = transient_bytes(self._layers[slice(*run)])
         return self._working[run]
 
 

@@ -19,10 +19,10 @@ from optimus.sensitivity.drawn_batches import (
     DEALINGS,
     SEED,
     TOKENS,
-    Batches,
-    deal_batch,
+    DrawnBatches,
+    deal_batch_to_replicas,
     draw_batches,
-    find_loads,
+    sum_encoder_loads,
 )
 
 MAX_SIMULATED_OPS = 100_000_000  # over all systems; the first is always simulated
@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BatchSteps:
+class BatchStepTimes:
     """Step times of one system, batch by batch."""
 
     system: str
@@ -151,14 +151,14 @@ def simulate_batches(
     seed: int = SEED,
     all_replicas: bool = False,
     progress: Progress = lambda name, done, total: None,
-) -> dict[str, BatchSteps]:
+) -> dict[str, BatchStepTimes]:
     """Simulates each named system over the same batches; beyond MAX_SIMULATED_OPS later ones are left out."""
     if dealing not in DEALINGS:
         hint = nearest(dealing, DEALINGS)
         raise UserError(field="dealing", value=dealing, problem="is not a dealing", hint=hint)
     batches, assumed = draw_batches(comparison.job, count=count, seed=seed), comparison.assumptions
     different = 1 if batches.are_even else count
-    by_system: dict[str, BatchSteps] = {}
+    by_system: dict[str, BatchStepTimes] = {}
     systems, simulated_ops = list(dict.fromkeys(names)), 0
     for place, name in enumerate(systems):
         system = comparison.systems[name]
@@ -177,17 +177,17 @@ def simulate_batches(
         order, steps = simulator.order(dealing), []
         for batch in range(count):
             progress(f"steps of {name}", place * count + batch, len(systems) * count)
-            steps.append(simulator.step_s(batch_loads(batches, batch, assignment, dealing, order)))
-        by_system[name] = BatchSteps(
+            steps.append(simulator.step_s(encoder_loads_of_batch(batches, batch, assignment, dealing, order)))
+        by_system[name] = BatchStepTimes(
             system=name, dealing=dealing, steps_s=np.array(steps), simulations=simulator.simulations
         )
         simulated_ops += simulator.simulations * len(system.schedule)
     return by_system
 
 
-def batch_loads(
-    batches: Batches, batch: int, assignment: BatchAssignment, dealing: str, order: list[int]
+def encoder_loads_of_batch(
+    batches: DrawnBatches, batch: int, assignment: BatchAssignment, dealing: str, order: list[int]
 ) -> dict[str, Floats]:
     """Returns the loads of the encoder microbatches of one batch under a dealing."""
-    slots = deal_batch(batches.loads[batches.drawn[batch]], assignment, dealing, order)
-    return find_loads(batches, batch, slots, assignment)
+    slots = deal_batch_to_replicas(batches.loads[batches.drawn[batch]], assignment, dealing, order)
+    return sum_encoder_loads(batches, batch, slots, assignment)

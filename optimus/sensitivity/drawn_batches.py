@@ -29,7 +29,7 @@ Slots = Sequence[Sequence[Ints]]  # by replica and microbatch: places of sequenc
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EncoderItems:
+class EncoderItemCosts:
     """Cost of the images (or clips) of every sequence of a workload for one encoder.
 
     Compute is measured in forward FLOPs (linear in tokens plus attention's squares), traffic in tokens.
@@ -39,7 +39,7 @@ class EncoderItems:
     flops: tuple[tuple[float, ...], ...]
 
     @classmethod
-    def of(cls, workload: Workload, encoder: Encoder) -> EncoderItems:
+    def of(cls, workload: Workload, encoder: Encoder) -> EncoderItemCosts:
         merge = encoder.projector.merge
         lengths = tuple(
             tuple(n * merge for n in sequence.lengths(encoder.name)) for sequence in workload.sequences
@@ -64,11 +64,11 @@ def _flops(encoder: Encoder, tokens: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Batches:
+class DrawnBatches:
     """Drawn batches, the same for every system: `drawn[b]` are indices into `workload.sequences`."""
 
     workload: Workload
-    items: Mapping[str, EncoderItems]
+    items: Mapping[str, EncoderItemCosts]
     drawn: Ints
     loads: Floats = field(repr=False)  # of every sequence of the workload: all encoders, the mean's is 1
 
@@ -81,20 +81,24 @@ class Batches:
         return len(set(self.workload.sequences)) == 1
 
 
-def draw_batches(job: Job, *, count: int = BATCHES, seed: int = SEED) -> Batches:
+def draw_batches(job: Job, *, count: int = BATCHES, seed: int = SEED) -> DrawnBatches:
     """Draws `count` batches of a step's sequences, with replacement."""
     workload = job.workload
-    items = {encoder.name: EncoderItems.of(workload, encoder) for encoder in job.model.encoders}
+    items = {encoder.name: EncoderItemCosts.of(workload, encoder) for encoder in job.model.encoders}
     size = count, workload.sequences_per_step
     drawn = np.random.default_rng(seed).integers(len(workload.sequences), size=size)
     flops = sum((encoder.totals[0] for encoder in items.values()), start=np.zeros(len(workload.sequences)))
-    return Batches(workload=workload, items=items, drawn=drawn, loads=flops / max(float(flops.mean()), 1e-30))
+    return DrawnBatches(
+        workload=workload, items=items, drawn=drawn, loads=flops / max(float(flops.mean()), 1e-30)
+    )
 
 
 # ---------------------------------------------------------------- dealing
 
 
-def deal_batch(loads: Floats, assignment: BatchAssignment, dealing: str, order: Sequence[int] = ()) -> Slots:
+def deal_batch_to_replicas(
+    loads: Floats, assignment: BatchAssignment, dealing: str, order: Sequence[int] = ()
+) -> Slots:
     """Deals a batch to replicas and microbatches; `order` lists positions, heaviest first."""
     replicas = np.array_split(np.arange(len(loads)), assignment.replicas)
     slots = [np.array_split(replica, assignment.microbatches) for replica in replicas]
@@ -137,7 +141,9 @@ def _evenly(loads: Floats, slots: Slots) -> Slots:
 COMPUTE, TOKENS = 0, 1
 
 
-def find_loads(batches: Batches, batch: int, slots: Slots, assignment: BatchAssignment) -> dict[str, Floats]:
+def sum_encoder_loads(
+    batches: DrawnBatches, batch: int, slots: Slots, assignment: BatchAssignment
+) -> dict[str, Floats]:
     """Returns each encoder's loads (compute or tokens, replica, encoder microbatch), 1 where as priced.
 
     There is one replica where the replicas' microbatches are encoded together or wait for each other, and
@@ -153,7 +159,7 @@ def find_loads(batches: Batches, batch: int, slots: Slots, assignment: BatchAssi
     return by_encoder
 
 
-def _dealt(items: EncoderItems, sequences: Ints, bins: int, *, longest_first: bool) -> Floats:
+def _dealt(items: EncoderItemCosts, sequences: Ints, bins: int, *, longest_first: bool) -> Floats:
     """Returns FLOPs and tokens of each bin, with every item dealt to the least loaded bin."""
     if bins == 1:
         whole: Floats = items.totals[:, sequences].sum(axis=1, keepdims=True)
@@ -168,7 +174,7 @@ def _dealt(items: EncoderItems, sequences: Ints, bins: int, *, longest_first: bo
     return np.array([np.bincount(np.array(places, int), flops, bins), filled])
 
 
-def _pieces(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
+def _pieces(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
     """Returns loads of encoder microbatches, items dealt in the order of the batch, as the engine does."""
     rows = [
         np.concatenate([_dealt(items, m, bins.bins, longest_first=False) for m in replica], axis=1)
@@ -177,7 +183,7 @@ def _pieces(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
     return np.stack(rows, axis=1)
 
 
-def _busiest(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
+def _busiest(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
     """Returns loads of the fullest rank of a stage, items dealt longest first."""
     rows = [
         np.stack([_dealt(items, m, bins.bins, longest_first=True).max(axis=1) for m in replica], axis=1)
@@ -186,7 +192,7 @@ def _busiest(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
     return np.stack(rows, axis=1)
 
 
-def _replica(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
+def _replica(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
     """Returns loads of the fullest group of a replica, over all its microbatches."""
     rows = [
         _dealt(items, np.concatenate(replica), bins.bins, longest_first=True).max(axis=1) for replica in dealt
@@ -194,13 +200,13 @@ def _replica(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
     return np.stack(rows, axis=1)[:, :, None]
 
 
-def _all(items: EncoderItems, dealt: Slots, bins: EncoderBins) -> Floats:
+def _all(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
     """Returns loads of each microbatch over all replicas together."""
     columns = [np.concatenate([replica[m] for replica in dealt]) for m in range(len(dealt[0]))]
     return np.stack([items.totals[:, m].sum(axis=1) for m in columns], axis=1)[:, None, :]
 
 
-_SHARING: Mapping[str, Callable[[EncoderItems, Slots, EncoderBins], Floats]] = {
+_SHARING: Mapping[str, Callable[[EncoderItemCosts, Slots, EncoderBins], Floats]] = {
     "pieces": _pieces,
     "busiest": _busiest,
     "replica": _replica,

@@ -16,7 +16,7 @@ DEFAULT_SLOWDOWN, DEFAULT_LAUNCH_S = 0.1, 5e-6  # centres of the ranges where th
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostModel:
+class PerturbedCostModel:
     """A perturbed cost model: factors on the base model's figures, and values in place of its assumptions."""
 
     llm_efficiency: float = 1.0
@@ -70,7 +70,7 @@ class UncertainParameter:
         return f"{100 * (value - 1):+.0f} %" if self.unit == "change" else f"{100 * value:.0f} %"
 
 
-def uncertain_parameters(base: CostModel, time_scale: float = 1.0) -> tuple[UncertainParameter, ...]:
+def uncertain_parameters(base: PerturbedCostModel, time_scale: float = 1.0) -> tuple[UncertainParameter, ...]:
     """Returns all parameters that are perturbed together, with their ranges.
 
     Slow-down and launch time take 0, 1 and 2 times the value of `base`, which may be measured. `time_scale`
@@ -118,9 +118,9 @@ def _up_to_twice(value: float) -> tuple[float, ...]:
     return 0.0, value, 2 * value
 
 
-def draw_models(
-    base: CostModel, parameters: Sequence[UncertainParameter], *, draws: int, seed: int
-) -> list[CostModel]:
+def draw_cost_models(
+    base: PerturbedCostModel, parameters: Sequence[UncertainParameter], *, draws: int, seed: int
+) -> list[PerturbedCostModel]:
     """Draws a Latin hypercube: every parameter takes each of `draws` equal parts of its range once."""
     random = np.random.default_rng(seed)
     values = {
@@ -136,14 +136,14 @@ def _quantiles(random: np.random.Generator, draws: int) -> list[float]:
     return quantiles
 
 
-class Perturbable:
+class PerturbableSchedule:
     """A schedule that is simulated under perturbed cost models, in its given order.
 
     Latencies scale with the bandwidth of their links; an encoder's compute, TP traffic and messages scale
     with image tokens. Ops of no single module (pipeline messages, the optimizer) do not.
     """
 
-    def __init__(self, schedule: Schedule, encoders: Collection[str], base: CostModel) -> None:
+    def __init__(self, schedule: Schedule, encoders: Collection[str], base: PerturbedCostModel) -> None:
         self._schedule, self._base = schedule, base
         numbers = [schedule.modules.index(name) for name in encoders if name in schedule.modules]
         is_encoder = np.isin(schedule.module, numbers)
@@ -154,12 +154,12 @@ class Perturbable:
         self._images = is_encoder & moves & (schedule.communicator != Communicator.DP)
         self._tp = schedule.communicator == Communicator.TP
 
-    def step_s(self, model: CostModel) -> float:
+    def step_s(self, model: PerturbedCostModel) -> float:
         """Returns the step time under `model`."""
         scaled = replace(self._schedule, duration_s=self._schedule.duration_s * self._factors(model))
         return simulate_schedule(scaled, slowdown=model.slowdown, launch_s=model.launch_s).step_s
 
-    def _factors(self, model: CostModel) -> Floats:
+    def _factors(self, model: PerturbedCostModel) -> Floats:
         factors = np.ones(len(self._schedule))
         factors[self._llm] = 1 / model.llm_efficiency
         factors[self._encoders] = 1 / model.encoder_efficiency

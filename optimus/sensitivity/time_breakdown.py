@@ -9,7 +9,7 @@ import numpy as np
 
 from optimus.ir.op import Lane, OpKind
 from optimus.ir.ranks import LLM
-from optimus.planner.replaying import ReplayedPlan
+from optimus.planner.plan_replay import ReplayedPlan
 
 # Labels of the parts in the order of tables; bubbles last.
 LABELS = {
@@ -39,7 +39,7 @@ BUSY = tuple(LABELS)[:5]
 _LLM, _LLM_RECOMPUTE, _ENCODER, _ENCODER_RECOMPUTE, _OPTIMIZER = range(len(BUSY))
 
 
-def break_down(replayed: ReplayedPlan) -> dict[str, float]:
+def break_down_step(replayed: ReplayedPlan) -> dict[str, float]:
     """Returns seconds of the mean GPU by the keys of LABELS; they sum to the step.
 
     Compute includes the slow-down under collectives.
@@ -59,12 +59,12 @@ def break_down(replayed: ReplayedPlan) -> dict[str, float]:
     return {name: busy.get(name, getattr(replayed.bubbles, name, 0.0)) for name in LABELS}
 
 
-def differences(plan: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+def subtract_breakdowns(plan: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     """Returns what `other` spends more than `plan`, by part; the parts sum to the difference of the steps."""
     return {name: other[name] - plan[name] for name in LABELS}
 
 
-def describe_difference(
+def describe_step_difference(
     plan_s: float,
     other_s: float,
     differences_s: Mapping[str, float],

@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Plan
 from optimus.planner.compare import Comparison
-from optimus.sensitivity.perturb import CostModel, Perturbable, UncertainParameter, uncertain_parameters
+from optimus.sensitivity.perturb import (
+    PerturbableSchedule,
+    PerturbedCostModel,
+    UncertainParameter,
+    uncertain_parameters,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Perturbed:
+class TornadoBar:
     """Steps with one assumption at the ends of its range; winners only where systems were compared."""
 
     name: str
@@ -29,13 +34,13 @@ class Tornado:
     """Steps with each assumption at the ends of its range, and of a narrower range inside it."""
 
     step_s: float
-    wide: tuple[Perturbed, ...]
-    narrow: tuple[Perturbed, ...] = ()
+    wide: tuple[TornadoBar, ...]
+    narrow: tuple[TornadoBar, ...] = ()
     winner: str | None = None  # with nothing perturbed
     how: str = ""  # what was simulated, in one sentence
 
 
-def find_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None = None) -> Tornado:
+def compute_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None = None) -> Tornado:
     """Perturbs a plan, and all systems that fit where a comparison is given."""
     schedules = {plan.strategy: schedule}
     if comparison is not None:
@@ -47,7 +52,9 @@ def find_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None =
     several = len(schedules) > 1
     base = _base_of(plan)
     parameters = uncertain_parameters(base, _noted(plan, "time_scale", 1.0))
-    perturbables = {name: Perturbable(ops, list(plan.encoders), base) for name, ops in schedules.items()}
+    perturbables = {
+        name: PerturbableSchedule(ops, list(plan.encoders), base) for name, ops in schedules.items()
+    }
     what = "all systems that fit were simulated again" if several else "only this plan was simulated again"
     kept = "with their schedules as they are" if several else "with its schedule as it is"
     more = "" if several else ": whether another system would win is not known"
@@ -59,10 +66,10 @@ def find_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None =
     )
 
 
-def _base_of(plan: Plan) -> CostModel:
+def _base_of(plan: Plan) -> PerturbedCostModel:
     """Returns the cost model that the plan was made with."""
     hidden = _noted(plan, "tp_overlapped_share", 0.0)
-    return CostModel(slowdown=plan.slowdown, launch_s=plan.launch_s, tp_overlapped=hidden)
+    return PerturbedCostModel(slowdown=plan.slowdown, launch_s=plan.launch_s, tp_overlapped=hidden)
 
 
 def _noted(plan: Plan, name: str, default: float) -> float:
@@ -73,8 +80,11 @@ def _noted(plan: Plan, name: str, default: float) -> float:
 
 
 def _perturbed(
-    strategy: str, perturbables: Mapping[str, Perturbable], base: CostModel, parameter: UncertainParameter
-) -> Perturbed:
+    strategy: str,
+    perturbables: Mapping[str, PerturbableSchedule],
+    base: PerturbedCostModel,
+    parameter: UncertainParameter,
+) -> TornadoBar:
     low, high = (
         {
             name: system.step_s(replace(base, **{parameter.field: value}))
@@ -82,7 +92,7 @@ def _perturbed(
         }
         for value in parameter.ends
     )
-    return Perturbed(
+    return TornadoBar(
         name=parameter.name,
         low_label=parameter.show(parameter.ends[0]),
         high_label=parameter.show(parameter.ends[1]),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.measured import Profile
+from optimus.cost.measured_profile import Profile
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.binding import bound_parts, check_binding
 from optimus.ir.plan import Plan
@@ -19,10 +19,10 @@ from optimus.job.checks import check_job
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, Layout, LayoutChoice, parse_layout
 from optimus.job.read import stated_on_top
+from optimus.planner.plan_replay import ReplayedPlan, replay_llm_alone, replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
-from optimus.planner.replaying import ReplayedPlan, replay_llm_alone, replay_plan
-from optimus.sensitivity.time_breakdown import break_down, describe_difference, differences
-from optimus.sensitivity.why_not_memory import MemoryNeed, find_need
+from optimus.sensitivity.time_breakdown import break_down_step, describe_step_difference, subtract_breakdowns
+from optimus.sensitivity.why_not_memory import MemoryRequirement, find_memory_requirement
 
 Verdict = Literal["own", "rule", "memory", "impossible", "slower", "faster", "equal"]
 EQUAL_WITHIN = 1e-6  # relative difference below which two steps count as equal
@@ -48,7 +48,7 @@ class PlanFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reason:
+class LayoutExplanation:
     """Why a plan does not use a layout: one sentence in `reason`, and its figures."""
 
     asked: tuple[str, ...]
@@ -59,14 +59,14 @@ class Reason:
     hint: str = ""  # what would make it possible
     plan: PlanFigures | None = None  # of a layout that fits: both in full
     other: PlanFigures | None = None
-    need: MemoryNeed | None = None  # of one that does not fit
+    need: MemoryRequirement | None = None  # of one that does not fit
 
     @property
     def differences_s(self) -> dict[str, float]:
         """Seconds that the layout spends more than the plan, by part; they sum to the steps' difference."""
         if self.plan is None or self.other is None:
             return {}
-        return differences(self.plan.spent_s, self.other.spent_s)
+        return subtract_breakdowns(self.plan.spent_s, self.other.spent_s)
 
 
 def explain_layout(
@@ -76,7 +76,7 @@ def explain_layout(
     profile: Profile | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     **layouts: str,
-) -> Reason:
+) -> LayoutExplanation:
     """Explains why a plan does not use a layout, stated as `llm="pp8 tp4"` or `"llm=pp8,tp4"`.
 
     Axes that are not stated are searched as `make_plan` does; an LLM of which no axis is stated keeps its
@@ -107,7 +107,7 @@ def _question(
             plan=plan.plan,
             job=compared.job,
             assumptions=compared.assumptions,
-            profile=compared.context.prices.profile,
+            profile=compared.context.cost_model.profile,
         )
     loaded = plan if isinstance(plan, Plan) else load_plan(Path(plan))
     if loaded.bound_to.get("profile", {}) != {"kernels": []} and profile is None:
@@ -172,8 +172,8 @@ class _Explainer:
         bare = replace(self.question.job.layout, modules=kept)
         return stated_on_top(bare, self.asked, self.question.job.model, field=FIELD)
 
-    def _reason(self, verdict: Verdict, sentence: str, **more: Any) -> Reason:
-        return Reason(
+    def _reason(self, verdict: Verdict, sentence: str, **more: Any) -> LayoutExplanation:
+        return LayoutExplanation(
             asked=self.asked,
             verdict=verdict,
             reason=sentence,
@@ -182,14 +182,14 @@ class _Explainer:
             **more,
         )
 
-    def if_chosen(self) -> Reason | None:
+    def if_chosen(self) -> LayoutExplanation | None:
         """Returns the reason if the plan has this layout already."""
         for name, choice in self.choices.items():
             if any(getattr(self.layouts[name], axis) != size for axis, size in choice.stated().items()):
                 return None
         return self._reason("own", "this is the plan's layout")
 
-    def if_invalid(self) -> Reason | None:
+    def if_invalid(self) -> LayoutExplanation | None:
         """Returns the reason if model, GPUs or batch are not divisible by the layout."""
         try:
             check_job(self.job)
@@ -197,11 +197,11 @@ class _Explainer:
             return self._invalid(error)
         return None
 
-    def _invalid(self, error: UserError) -> Reason:
+    def _invalid(self, error: UserError) -> LayoutExplanation:
         what = error.field if error.value is None else f"{error.field} = {error.value}"
         return self._reason("rule", f"breaks a rule: {what} {error.problem}", hint=error.hint)
 
-    def by_planning(self, progress: Callable[[str, int, int], None]) -> Reason:
+    def by_planning(self, progress: Callable[[str, int, int], None]) -> LayoutExplanation:
         """Plans the job at the layout by the same strategy, and compares part by part."""
         question = self.question
         try:
@@ -221,24 +221,26 @@ class _Explainer:
             return self._does_not_fit(no)
         return self._compare(planned)
 
-    def _does_not_fit(self, no: DoesNotFit) -> Reason:
+    def _does_not_fit(self, no: DoesNotFit) -> LayoutExplanation:
         question = self.question
-        need = find_need(self.job, question.assumptions, question.profile, question.plan.strategy)
+        need = find_memory_requirement(
+            self.job, question.assumptions, question.profile, question.plan.strategy
+        )
         if need is None:
             return self._reason("impossible", f"cannot be planned: {no.problem}", hint=no.hint)
         return self._reason("memory", f"does not fit: {need.description}", hint=no.hint, need=need)
 
-    def _compare(self, planned: PlanningResult) -> Reason:
+    def _compare(self, planned: PlanningResult) -> LayoutExplanation:
         assert planned.report.ok, f"the plan does not hold: {planned.report.violations[0]}"
         plan = _figures(self.question.plan, self.question.job)
         other = _figures(planned.plan, self.job)
         verdict: Verdict = "slower" if other.step_s > plan.step_s else "faster"
         if abs(other.step_s - plan.step_s) <= EQUAL_WITHIN * plan.step_s:
             verdict = "equal"
-        sentence = describe_difference(
+        sentence = describe_step_difference(
             plan.step_s,
             other.step_s,
-            differences(plan.spent_s, other.spent_s),
+            subtract_breakdowns(plan.spent_s, other.spent_s),
             not_hidden_s=_both(plan.not_hidden_s, other.not_hidden_s),
             equal=verdict == "equal",
         )
@@ -265,7 +267,7 @@ def _figures(plan: Plan, job: Job) -> PlanFigures:
         / plan.microbatches,
         recompute={name: module.recompute for name, module in plan.modules.items()},
         peak_bytes=max(held.peak for held in plan.memory),
-        spent_s=break_down(replayed),
+        spent_s=break_down_step(replayed),
         llm_alone_s=_llm_alone_s(plan),
     )
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.measured import Profile
-from optimus.cost.memory import Memory
+from optimus.cost.measured_profile import Profile
+from optimus.cost.memory import RankMemory
 from optimus.errors import OptimusError
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
-from optimus.planner.encoder_layouts import common_layouts
-from optimus.planner.layouts import decide_context
+from optimus.planner.encoder_layouts import common_encoder_layouts
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.systems.layer_partition import first_fitting
-from optimus.planner.systems.optimus_search import ColocationSearch
-from optimus.planner.systems.paper_filling import PaperCandidate
+from optimus.planner.systems.colocation_search import ColocationSearch
+from optimus.planner.systems.layer_partition import first_fitting_pipeline
+from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.pipeline import PipelineCandidate
 
 SHOWN_COMPONENTS = 3  # in a sentence
@@ -24,22 +24,22 @@ LABELS = {"llm_activations": "LLM activations", "encoder_activations": "encoder 
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryNeed:
+class MemoryRequirement:
     """Bytes of the worst rank with the most recomputation allowed, and the capacity of a GPU."""
 
     needed_bytes: float
     capacity_bytes: float
     llm_layout: Layout
     stage: int  # of the LLM alone, its worst
-    llm_alone: Memory  # there
+    llm_alone: RankMemory  # there
     encoders: Layout | None = None  # the layout that needs least; None: the LLM alone does not fit
 
     @property
     def largest(self) -> str:
         """The component with the most bytes."""
-        if self.encoders is not None and self.encoder_bytes > max(by_size(self.llm_alone).values()):
+        if self.encoders is not None and self.encoder_bytes > max(_by_size(self.llm_alone).values()):
             return "encoders"
-        return next(iter(by_size(self.llm_alone)))
+        return next(iter(_by_size(self.llm_alone)))
 
     @property
     def encoder_bytes(self) -> float:
@@ -49,7 +49,7 @@ class MemoryNeed:
     @property
     def description(self) -> str:
         """E.g. `the LLM alone needs 132.4 of 80.0 GB on stage 0 at dp4 pp1 tp1: optimizer 60.1, ...`."""
-        parts = list(by_size(self.llm_alone).items())[:SHOWN_COMPONENTS]
+        parts = list(_by_size(self.llm_alone).items())[:SHOWN_COMPONENTS]
         held = ", ".join(f"{LABELS.get(name, name)} {_gb(size)}" for name, size in parts)
         if self.encoders is None:
             needs = f"the LLM alone needs {_gb(self.needed_bytes)} of {_gb(self.capacity_bytes)} GB"
@@ -65,24 +65,26 @@ class MemoryNeed:
         return f"{needs} {where}: {llm}, encoders {_gb(self.encoder_bytes)}"
 
 
-def find_need(
+def find_memory_requirement(
     job: Job, assumptions: Assumptions, profile: Profile | None, strategy: str
-) -> MemoryNeed | None:
+) -> MemoryRequirement | None:
     """Returns the memory that a job needs at its stated layout, or None if memory is not the reason."""
     try:
-        context, _ = decide_context(job, assumptions, profile)
+        context, _ = choose_smallest_context(job, assumptions, profile)
     except OptimusError:
         return None
-    llm = _most_recomputed(context, first_fitting(context, (job.model.llm,)))
+    llm = _most_recomputed(context, first_fitting_pipeline(context, (job.model.llm,)))
     stage = max(range(llm.layout.pp), key=lambda place: llm.memories[place].total)
     capacity, alone = context.capacity_bytes, llm.memories[stage]
-    need = MemoryNeed(
+    need = MemoryRequirement(
         needed_bytes=alone.total, capacity_bytes=capacity, llm_layout=llm.layout, stage=stage, llm_alone=alone
     )
     if not llm.fits:
         return need
     layouts = [
-        layout for layout in common_layouts(context, llm.layout) if not isinstance(layout, RejectedLayout)
+        layout
+        for layout in common_encoder_layouts(context, llm.layout)
+        if not isinstance(layout, RejectedLayout)
     ]
     estimates = {layout: _with_encoders(context, llm, layout, strategy) for layout in layouts}
     needed = {layout: size for layout, size in estimates.items() if size is not None}
@@ -92,7 +94,7 @@ def find_need(
     return replace(need, needed_bytes=needed[best], encoders=best)
 
 
-def by_size(memory: Memory) -> dict[str, float]:
+def _by_size(memory: RankMemory) -> dict[str, float]:
     """Returns the components, largest first, with model states summed."""
     parts = {
         "model states": memory.states,

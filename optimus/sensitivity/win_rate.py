@@ -18,10 +18,10 @@ from optimus.planner.systems.base import SimulatedSystem
 from optimus.sensitivity.perturb import (
     DRAWS,
     SEED,
-    CostModel,
-    Perturbable,
+    PerturbableSchedule,
+    PerturbedCostModel,
     UncertainParameter,
-    draw_models,
+    draw_cost_models,
     uncertain_parameters,
 )
 
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class WinRule:
     """The one assumption, above or below a value, that separates a system's wins from its losses best."""
 
     parameter: UncertainParameter
@@ -56,7 +56,7 @@ class OtherWinner:
 
     system: str
     wins: int
-    rule: Rule | None
+    rule: WinRule | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,20 +68,20 @@ class WinRate:
     of: int
     otherwise: tuple[OtherWinner, ...]  # most wins first
     steps_s: Mapping[str, Floats]  # of every simulated system, by cost model
-    models: tuple[CostModel, ...]
+    models: tuple[PerturbedCostModel, ...]
     left_out: Mapping[str, str]  # systems that were not simulated, with the reason
 
 
-def base_model(assumptions: Assumptions) -> CostModel:
+def unperturbed_cost_model(assumptions: Assumptions) -> PerturbedCostModel:
     """Returns the unperturbed cost model of a set of assumptions."""
-    return CostModel(
+    return PerturbedCostModel(
         slowdown=assumptions.residence_slowdown,
         launch_s=assumptions.launch_s,
         tp_overlapped=assumptions.tp_overlapped_share,
     )
 
 
-def find_win_rate(
+def compute_win_rate(
     comparison: Comparison,
     *,
     draws: int = DRAWS,
@@ -89,16 +89,16 @@ def find_win_rate(
     progress: Progress = lambda name, done, total: None,
 ) -> WinRate:
     """Simulates the systems' schedules, unchanged, under cost models that perturb all parameters at once."""
-    base = base_model(comparison.assumptions)
+    base = unperturbed_cost_model(comparison.assumptions)
     encoders = [encoder.name for encoder in comparison.job.model.encoders]
-    chosen, left_out = choose_systems(comparison, draws)
+    chosen, left_out = choose_systems_to_simulate(comparison, draws)
     parameters = uncertain_parameters(base, comparison.assumptions.time_scale)
-    models = draw_models(base, parameters, draws=draws, seed=seed)
+    models = draw_cost_models(base, parameters, draws=draws, seed=seed)
     steps: dict[str, Floats] = {}
     for place, system in enumerate(chosen):
-        schedule = Perturbable(system.schedule, encoders, base)
+        schedule = PerturbableSchedule(system.schedule, encoders, base)
         system_steps_s = np.empty(draws)
-        for draw, step_s in enumerate(in_threads(schedule.step_s, models)):
+        for draw, step_s in enumerate(map_in_threads(schedule.step_s, models)):
             progress(f"perturbed {system.name}", place * draws + draw, len(chosen) * draws)
             system_steps_s[draw] = step_s
         steps[system.name] = system_steps_s
@@ -111,7 +111,7 @@ def find_win_rate(
         of=draws,
         otherwise=tuple(
             OtherWinner(
-                system=name, wins=wins, rule=find_rule(models, parameters, [w == name for w in winners])
+                system=name, wins=wins, rule=find_win_rule(models, parameters, [w == name for w in winners])
             )
             for name, wins in counts.most_common()
             if name != names[0]
@@ -122,7 +122,9 @@ def find_win_rate(
     )
 
 
-def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
+def map_in_threads(
+    function: Callable[[Item], Result], items: Iterable[Item]
+) -> Generator[Result, None, None]:
     """Yields the results in the order of the items; compiled loops release the GIL."""
     with ThreadPoolExecutor(min(usable_cores(), MAX_THREADS)) as pool:
         futures = [pool.submit(function, item) for item in items]
@@ -134,7 +136,9 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Gen
                 future.cancel()
 
 
-def choose_systems(comparison: Comparison, draws: int) -> tuple[list[SimulatedSystem], dict[str, str]]:
+def choose_systems_to_simulate(
+    comparison: Comparison, draws: int
+) -> tuple[list[SimulatedSystem], dict[str, str]]:
     """Returns the systems to simulate, fastest first, and why others are left out."""
     ranked = sorted(
         (system for name, system in comparison.systems.items() if system.fits and name != "llm-only"),
@@ -165,14 +169,14 @@ def _is_same(one: SimulatedSystem, other: SimulatedSystem) -> bool:
     return same and np.array_equal(one.schedule.duration_s, other.schedule.duration_s)
 
 
-def find_rule(
-    models: Sequence[CostModel], parameters: Collection[UncertainParameter], wins: Sequence[bool]
-) -> Rule | None:
+def find_win_rule(
+    models: Sequence[PerturbedCostModel], parameters: Collection[UncertainParameter], wins: Sequence[bool]
+) -> WinRule | None:
     """Returns the assumption and threshold that separate wins from losses best, or None if none does well."""
     won = np.array(wins)
     if not MIN_WINS_FOR_RULE <= won.sum() < len(won):
         return None
-    best: Rule | None = None
+    best: WinRule | None = None
     best_score = MIN_RULE_SCORE
     for parameter in parameters:
         values = np.array([getattr(model, parameter.field) for model in models])
@@ -183,7 +187,7 @@ def find_rule(
                 if score > best_score + 1e-9:
                     explains = int((holds & won).sum())
                     best_score = score
-                    best = Rule(
+                    best = WinRule(
                         parameter=parameter,
                         above=above,
                         value=value,

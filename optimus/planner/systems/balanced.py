@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem
-from optimus.planner.systems.layer_partition import smallest_maximum_cut
+from optimus.planner.systems.layer_partition import minimize_largest_stage
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.stage0 import FixedCutSystem
@@ -22,7 +22,7 @@ class BalancedSystem(FixedCutSystem):
 
     def cut(self, context: PlanningContext, layers: Sequence[PricedLayer], parts: int) -> Cut:
         """Minimizes the largest FLOPs of a virtual stage, since the paper takes layer times from FLOPs."""
-        return smallest_maximum_cut([layer.flops * (3 if layer.trained else 1) for layer in layers], parts)
+        return minimize_largest_stage([layer.flops * (3 if layer.trained else 1) for layer in layers], parts)
 
 
 class BalancedBestSystem(BaseSystem):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import numpy as np
 
 from optimus.cost.flops import step_flops
-from optimus.cost.memory import Memory
+from optimus.cost.memory import RankMemory
 from optimus.errors import DoesNotFit
 from optimus.ir.op import Communicator, Floats, Schedule
 from optimus.job.job import Job
@@ -18,7 +18,7 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import SearchResult
 from optimus.protocols import SystemCandidate
 from optimus.schedule.bubbles import Bubbles, average_bubbles, sum_bubbles_by_cause
-from optimus.schedule.simulator import Timeline, simulate_schedule
+from optimus.schedule.simulator import Timeline
 
 if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
@@ -38,7 +38,7 @@ class SimulatedSystem:
     overlapped_step_s: float  # of the same schedule with OVERLAPPED_TP_SHARE of the TP traffic hidden
     mfu: float
     tokens_per_s_per_gpu: float
-    memory: Memory  # of the worst rank
+    memory: RankMemory  # of the worst rank
     worst_rank: str
     bubbles: Bubbles
     fits: bool
@@ -61,7 +61,7 @@ class BaseCandidate(ABC):
 
     @property
     @abstractmethod
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RankMemory, ...]:
         """Memory of one rank of every device of the schedule."""
 
     @property
@@ -100,7 +100,9 @@ class BaseSystem(ABC):
 
     def simulate(self, pipelines: LlmPipelines) -> SimulatedSystem:
         """Simulates the fastest candidate that fits."""
-        return self.simulate_candidate(fastest(pipelines.context, self.name, self.candidates(pipelines)))
+        return self.simulate_candidate(
+            select_fastest(pipelines.context, self.name, self.candidates(pipelines))
+        )
 
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
         """Simulates one candidate and derives the figures that systems are compared by."""
@@ -133,16 +135,18 @@ C = TypeVar("C", bound=SystemCandidate)
 
 def simulate_in_context(context: PlanningContext, schedule: Schedule) -> Timeline:
     """Simulates a schedule under the context's assumptions."""
-    assumptions = context.prices.assumptions
-    return simulate_schedule(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
+    assumptions = context.cost_model.assumptions
+    return _simulate_schedule(
+        schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s
+    )
 
 
-def simulated_step_s(candidate: SystemCandidate) -> float:
+def simulate_step_s(candidate: SystemCandidate) -> float:
     """Returns the step time of a candidate, simulated kernel by kernel."""
     return simulate_in_context(candidate.context, candidate.schedule()).step_s
 
 
-def fastest(context: PlanningContext, name: str, candidates: Iterable[C]) -> C:
+def select_fastest(context: PlanningContext, name: str, candidates: Iterable[C]) -> C:
     """Returns the fastest candidate that fits: all are ranked by estimate, the first few simulated."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
@@ -152,12 +156,12 @@ def fastest(context: PlanningContext, name: str, candidates: Iterable[C]) -> C:
         )
     ranked = sorted(fitting, key=lambda candidate: candidate.estimate_s)
     close = [c for c in ranked if c.estimate_s <= SIMULATE_WITHIN * ranked[0].estimate_s]
-    return close[0] if len(close) == 1 else min(close[:SIMULATE_AT_MOST], key=simulated_step_s)
+    return close[0] if len(close) == 1 else min(close[:SIMULATE_AT_MOST], key=simulate_step_s)
 
 
 def _overlap_tp(context: PlanningContext, schedule: Schedule) -> Schedule:
     """Hides at least OVERLAPPED_TP_SHARE of the schedule's TP traffic."""
-    hidden = context.prices.assumptions.tp_overlapped_share
+    hidden = context.cost_model.assumptions.tp_overlapped_share
     factor = min(1.0, (1.0 - OVERLAPPED_TP_SHARE) / (1.0 - hidden)) if hidden < 1.0 else 1.0
     scale = np.where(schedule.communicator == Communicator.TP, factor, 1.0)
     return replace(schedule, duration_s=schedule.duration_s * scale)

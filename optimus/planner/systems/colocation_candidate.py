@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, finish_plan
+from optimus.planner.filled_plan import FilledPlan, lower_to_plan
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules
+from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.fill import Fill, FillResult, expand_to_all_tp_blocks
 from optimus.schedule.llm_timeline import LlmTimeline
@@ -71,18 +71,20 @@ class ColocationCandidate:
         return LlmTimeline(self.header, self.llm.order) if self._find_base is None else self._find_base(self)
 
     @cached_property
-    def _scheduled(self) -> ColocatedModules:
+    def _scheduled(self) -> ColocatedPlanBuilder:
         """What is arranged: one block for all of a TP group, if they are alike."""
         return self._colocated(folded=True) if self.folded else self._whole
 
     @cached_property
-    def _whole(self) -> ColocatedModules:
+    def _whole(self) -> ColocatedPlanBuilder:
         """Every block by itself."""
         return self._colocated(folded=False)
 
-    def _colocated(self, *, folded: bool) -> ColocatedModules:
+    def _colocated(self, *, folded: bool) -> ColocatedPlanBuilder:
         encoders = self.context.job.model.encoders
-        return ColocatedModules(self.context, self.llm, [self._encoder(e, folded=folded) for e in encoders])
+        return ColocatedPlanBuilder(
+            self.context, self.llm, [self._encoder(e, folded=folded) for e in encoders]
+        )
 
     def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
         chosen, llm = self.beside[encoder.name], self.llm
@@ -147,7 +149,7 @@ class ColocationCandidate:
         header, orders = self.header, arranged.orders()
         if self.folded:
             header, orders = expand_to_all_tp_blocks(self._whole.header(strategy="optimus"), header, orders)
-        return finish_plan(header, orders, self._whole.fixed_bytes(), estimate_s=arranged.step_s)
+        return lower_to_plan(header, orders, self._whole.fixed_bytes(), estimate_s=arranged.step_s)
 
     @cached_property
     def most_bytes(self) -> float:
@@ -244,5 +246,5 @@ class ColocationCandidate:
     def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[OpKind], microbatches: float) -> float:
         """Seconds of these layers for their microbatches, and of their traffic."""
         seconds = self.context.chunks.make(layers).seconds
-        traffic = price_parameter_traffic(layers, self.context.prices, self.context.job.model.precision)
+        traffic = price_parameter_traffic(layers, self.context.cost_model, self.context.job.model.precision)
         return traffic.gather_s + traffic.reduce_s + microbatches * sum(seconds[kind] for kind in kinds)

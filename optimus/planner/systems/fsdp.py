@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from optimus.cost.memory import Memory, communicator_bytes, working_bytes
-from optimus.cost.module import PricedLayer
+from optimus.cost.memory import RankMemory, communicator_bytes, transient_bytes
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.job.layout import Layout
-from optimus.planner.batch_assignment import BatchAssignment, bins_on_llm_ranks
+from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
 from optimus.planner.context import PlanningContext, Policy, describe_recompute
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
 from optimus.planner.systems.llm_only import LlmPipelines
@@ -38,7 +38,7 @@ class FsdpCandidate(BaseCandidate):
         """Of every layer; a frozen one is gathered too."""
         precision = self.context.job.model.precision
         return [
-            price_parameter_traffic([layer], self.context.prices, precision, gathers_frozen=True)
+            price_parameter_traffic([layer], self.context.cost_model, precision, gathers_frozen=True)
             for layer in self.layers
         ]
 
@@ -65,7 +65,7 @@ class FsdpCandidate(BaseCandidate):
                     OpKind.REDUCE_GRAD, Lane.DP, traffic.reduce_s, size_bytes=traffic.reduce_bytes
                 )
                 reduces.append(builder.add(reduce, device=0, microbatch=microbatch, after=[block]))
-        if context.prices.assumptions.optimizer_time:
+        if context.cost_model.assumptions.optimizer_time:
             builder.add(make_optimizer_graph(self._traffic), device=0, after=reduces)
         return builder.build()
 
@@ -85,7 +85,7 @@ class FsdpCandidate(BaseCandidate):
         return chunks.template(chunks.make([self.layers[step[1]]]), step[0])
 
     @property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RankMemory, ...]:
         return (self._memory,)
 
     @property
@@ -100,7 +100,7 @@ class FsdpCandidate(BaseCandidate):
         return max(self.accumulate * (seconds[OpKind.FORWARD] + seconds[OpKind.BACKWARD]), traffic_s)
 
     @cached_property
-    def _memory(self) -> Memory:
+    def _memory(self) -> RankMemory:
         """Shards of all states, the layers in flight gathered, activations of one microbatch."""
         job, layout = self.context.job, self.layout
         precision, llm = job.model.precision, job.model.llm.name
@@ -116,12 +116,12 @@ class FsdpCandidate(BaseCandidate):
         gathered = sum(held) if self.keeps_gathered else IN_FLIGHT * whole
         parameters += gathered * precision.parameter_bytes
         gradients += whole * precision.gradient_bytes
-        return Memory(
+        return RankMemory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
             llm_activations=sum(x.activation_bytes for x in self.layers if x.module == llm)
-            + working_bytes(self.layers),
+            + transient_bytes(self.layers),
             encoder_activations=sum(x.activation_bytes for x in self.layers if x.module != llm),
             logits=sum(layer.logits_bytes for layer in self.layers),
             communicators=communicator_bytes(layout.tp, layout.dp, layout.ep),
@@ -133,7 +133,7 @@ class FsdpCandidate(BaseCandidate):
         return BatchAssignment(
             replicas=self.layout.dp,
             microbatches=self.accumulate,
-            encoders=bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
+            encoders=encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
             locked=True,
         )
 

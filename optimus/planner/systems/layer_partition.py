@@ -8,17 +8,21 @@ from itertools import chain, product
 
 import numpy as np
 
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Floats, OpKind
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext, Policy
+from optimus.planner.systems.op_order_search import (
+    can_list_schedule,
+    list_schedule_pipeline,
+    search_op_orders,
+)
 from optimus.planner.systems.pipeline import (
     GREEDY,
     ORDERS,
     PipelineCandidate,
-    order_names,
+    available_op_orders,
 )
-from optimus.planner.systems.pipeline_search import can_list, list_schedule, reorder
 from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
 from optimus.schedule.stage_costs import Cut
 
@@ -28,7 +32,7 @@ EVALUATIONS = 80  # for each finalist, a fifth for the others; a count, not a ti
 MOST_LISTED = 12  # specs that only a greedy order can run, and that takes time to make
 
 
-def smallest_maximum_cut(weights: Floats | Sequence[float], parts: int) -> Cut:
+def minimize_largest_stage(weights: Floats | Sequence[float], parts: int) -> Cut:
     """F(l, m) = min over j of max(F(j, m - 1), sum of weights j+1..l): the paper's dynamic program."""
     prefix = np.concatenate([[0.0], np.cumsum(weights)])
     count = len(prefix) - 1
@@ -48,7 +52,7 @@ def smallest_maximum_cut(weights: Floats | Sequence[float], parts: int) -> Cut:
     return (0, *reversed(cut))
 
 
-def proportional_cut(weights: Floats | Sequence[float], parts: int) -> Cut:
+def cut_proportionally(weights: Floats | Sequence[float], parts: int) -> Cut:
     """Boundaries where the running sum passes equal shares, every part non-empty."""
     running = np.cumsum(weights)
     count = len(running)
@@ -60,7 +64,7 @@ def proportional_cut(weights: Floats | Sequence[float], parts: int) -> Cut:
     return (*cut, count)
 
 
-def even_chunks(context: PlanningContext) -> set[int]:
+def even_chunk_counts(context: PlanningContext) -> set[int]:
     """V such that every virtual stage gets as many of the LLM's layers; and 1."""
     layers, stages = context.job.model.llm.stack.layers, context.layout.pp
     return {1, *(v for v in range(2, layers // stages + 1) if layers % (v * stages) == 0)}
@@ -78,7 +82,7 @@ class _Spec:
     cut: Cut
 
 
-def strong_pipelines(
+def search_pipelines(
     context: PlanningContext,
     modules: tuple[Encoder | Llm, ...],
     *,
@@ -105,10 +109,10 @@ def strong_pipelines(
         pipeline = _build(context, modules, policies, spec)
         if pipeline is not None:
             found = sorted([*found, pipeline], key=_estimate)
-    improved = sorted((improve(start, evaluations // 5) for start in found[:starts]), key=_estimate)
-    improved = [improve(start, evaluations) for start in improved[:FINALISTS]] + improved[FINALISTS:]
+    improved = sorted((_improve_cut(start, evaluations // 5) for start in found[:starts]), key=_estimate)
+    improved = [_improve_cut(start, evaluations) for start in improved[:FINALISTS]] + improved[FINALISTS:]
     if GREEDY in orders and evaluations:
-        improved += sorted(reorder(sorted(improved, key=_estimate)), key=_estimate)[:FINALISTS]
+        improved += sorted(search_op_orders(sorted(improved, key=_estimate)), key=_estimate)[:FINALISTS]
     return sorted(improved, key=_estimate)
 
 
@@ -116,7 +120,7 @@ def _estimate(pipeline: PipelineCandidate) -> float:
     return pipeline.estimate_s
 
 
-def first_fitting(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> PipelineCandidate:
+def first_fitting_pipeline(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> PipelineCandidate:
     """A pipeline of these modules that fits, V = 1, with the least recomputation; nothing is timed.
 
     If none fits, the one that needs least.
@@ -152,8 +156,8 @@ def _specs(
         microbatches, sequences = divided
         layers = context.layers(modules, sequences, policy)
         seconds = {kind: context.sums(layers).layer_seconds(kind) for kind in CHUNK_OP_KINDS}
-        named = order_names(stages=stages, chunks=chunks, microbatches=microbatches)
-        other = (GREEDY,) if not named and can_list(stages, chunks, microbatches) else ()
+        named = available_op_orders(stages=stages, chunks=chunks, microbatches=microbatches)
+        other = (GREEDY,) if not named and can_list_schedule(stages, chunks, microbatches) else ()
         names = [name for name in (*named, *other) if name in orders]
         cuts = _cuts(context, layers, stages * chunks) if names else []
         for cut, name in product(cuts, names):
@@ -187,7 +191,7 @@ def _cuts(context: PlanningContext, layers: tuple[PricedLayer, ...], parts: int)
     if key not in known:
         sums = context.sums(layers)
         weights = sums.layer_seconds(OpKind.FORWARD) + sums.layer_seconds(OpKind.BACKWARD)
-        known[key] = sorted({smallest_maximum_cut(weights, parts), proportional_cut(weights, parts)})
+        known[key] = sorted({minimize_largest_stage(weights, parts), cut_proportionally(weights, parts)})
     return known[key]
 
 
@@ -198,7 +202,7 @@ def _build(
     for policy in policies:
         pipeline = _pipeline(context, modules, policy, spec)
         if spec.order_name == GREEDY:
-            listed = list(list_schedule(pipeline))
+            listed = list(list_schedule_pipeline(pipeline))
             if listed:
                 return min(listed, key=lambda made: made.estimate_s)
         elif pipeline.fits:
@@ -221,7 +225,7 @@ def _pipeline(
     )
 
 
-def improve(start: PipelineCandidate, evaluations: int) -> PipelineCandidate:
+def _improve_cut(start: PipelineCandidate, evaluations: int) -> PipelineCandidate:
     """Moves layers between virtual stages, one at a time, while the step gets shorter."""
     best, used, found = start, 0, True
     while found and used < evaluations:
@@ -242,13 +246,13 @@ def _moves(pipeline: PipelineCandidate) -> Iterator[Cut]:
     sums, cut = pipeline.sums, pipeline.cut
     seconds = sums.seconds(OpKind.FORWARD, cut) + sums.seconds(OpKind.BACKWARD, cut)
     seen = {cut}
-    for other in chain(transfers(cut, seconds, pipeline.layout.pp), neighbours(cut)):
+    for other in chain(_rebalancing_cuts(cut, seconds, pipeline.layout.pp), neighbouring_cuts(cut)):
         if other not in seen:
             seen.add(other)
             yield other
 
 
-def transfers(cut: Cut, seconds: Floats, stages: int) -> Iterator[Cut]:
+def _rebalancing_cuts(cut: Cut, seconds: Floats, stages: int) -> Iterator[Cut]:
     """Cuts in which a busy stage gives a layer and an idle one gets one; those between pass theirs on."""
     busy = seconds.reshape(-1, stages).sum(axis=0)
     order = np.argsort(busy, kind="stable").tolist()
@@ -269,7 +273,7 @@ def _pass_on(cut: Cut, giver: int, taker: int) -> Cut:
     return (*cut[: low + 1], *moved, *cut[high + 1 :])
 
 
-def neighbours(cut: Cut) -> Iterator[Cut]:
+def neighbouring_cuts(cut: Cut) -> Iterator[Cut]:
     """Cuts that differ in one boundary by one layer."""
     for place in range(1, len(cut) - 1):
         for step in (-1, 1):

@@ -11,8 +11,8 @@ from optimus.errors import DoesNotFit
 from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.base import BaseSystem, fastest
-from optimus.planner.systems.layer_partition import EVALUATIONS, smallest_maximum_cut, strong_pipelines
+from optimus.planner.systems.base import BaseSystem, select_fastest
+from optimus.planner.systems.layer_partition import EVALUATIONS, minimize_largest_stage, search_pipelines
 from optimus.planner.systems.pipeline import ORDERS, PipelineCandidate
 
 PLAIN_ORDERS = ("1f1b", "interleaved")
@@ -71,13 +71,13 @@ class LlmPipelines:
     @cached_property
     def all_modules(self) -> list[PipelineCandidate]:
         """Pipelines of all modules, not of the LLM alone."""
-        return strong_pipelines(self.context, self.context.job.model.modules)
+        return search_pipelines(self.context, self.context.job.model.modules)
 
     def _llm_alone(self, orders: Collection[str], chunks: int | None = None) -> PipelineCandidate:
         """What is found for the LLM, and what is found for all modules less its encoders."""
         context, llm = self.context, self.context.job.model.llm
         counts = None if chunks is None else {chunks}
-        pipelines = strong_pipelines(context, (llm,), orders=orders, chunk_counts=counts)
+        pipelines = search_pipelines(context, (llm,), orders=orders, chunk_counts=counts)
         pipelines += [
             made.only(llm.name)
             for made in self.all_modules
@@ -88,7 +88,7 @@ class LlmPipelines:
                 f"the LLM alone does not fit at {context.layout} on {context.job.cluster.name}",
                 "use more GPUs per replica (tp, pp), recompute: full, or a GPU with more memory",
             )
-        return fastest(context, "llm-only", pipelines)
+        return select_fastest(context, "llm-only", pipelines)
 
     def roomier(
         self, pipeline: PipelineCandidate, added_bytes: Sequence[float]
@@ -97,7 +97,7 @@ class LlmPipelines:
         found: dict[object, PipelineCandidate] = {}
         for free_bytes in added_bytes:
             context = replace(self.context, kept_free_bytes=free_bytes)
-            made = strong_pipelines(
+            made = search_pipelines(
                 context,
                 (self.context.job.model.llm,),
                 chunk_counts=None if self._stated is None else {self._stated},
@@ -118,7 +118,7 @@ class LlmPipelines:
             yield replace(pipeline, layers=layers, policy=policy)
 
 
-def llm_pipeline(
+def build_llm_pipeline(
     context: PlanningContext, *, chunks: int = 1, order_name: str = "1f1b", recompute: str = "none"
 ) -> PipelineCandidate:
     """Returns the LLM's pipeline in one op order, cut so that its longest virtual stage is shortest."""
@@ -133,7 +133,7 @@ def llm_pipeline(
     return PipelineCandidate(
         context=context,
         layers=layers,
-        cut=smallest_maximum_cut(weights, layout.virtual_stages),
+        cut=minimize_largest_stage(weights, layout.virtual_stages),
         order_name=order_name,
         microbatches=microbatches,
         layout=layout,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.filled_plan import FilledPlan, SearchResult
-from optimus.planner.rejected import RejectedLayout, count_by_reason
+from optimus.planner.rejected import RejectedLayout, summarize_rejections
 from optimus.planner.systems.base import BaseSystem
+from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.optimus_search import ColocationSearch, ScheduledCandidate
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.simulator import ScheduleDeadlock
 
@@ -34,7 +34,7 @@ class OptimusSystem(BaseSystem):
         """Returns the best plan."""
         if not pipelines.context.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
-        return [search_optimus(pipelines.context, pipelines.beside, pipelines.roomier)]
+        return [search_optimus_plan(pipelines.context, pipelines.beside, pipelines.roomier)]
 
 
 Roomier = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]
@@ -44,7 +44,7 @@ def _none(llm: PipelineCandidate, added_bytes: Sequence[float]) -> Iterable[Pipe
     return ()
 
 
-def search_optimus(
+def search_optimus_plan(
     context: PlanningContext, llms: Sequence[PipelineCandidate], roomier: Roomier = _none
 ) -> SearchResult:
     """The best beside any LLM pipeline, or where nothing fits beside it one that is `roomier`, by replay."""
@@ -77,7 +77,7 @@ def search_optimus(
     ranked = sorted([*refined, *(tried for _, tried in pool[len(close) :])], key=lambda tried: tried.step_s)
     best = _first_that_fits(ranked, rejected)
     if best is None:
-        words = "; ".join(count_by_reason(rejected))
+        words = "; ".join(summarize_rejections(rejected))
         raise DoesNotFit(
             f"encoders fit beside the LLM at {context.layout} in none of {considered} layouts: {words}",
             "use recompute: full, more GPUs, more tp or pp, or another system",

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from optimus.errors import DoesNotFit, one_of
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext, describe_recompute
-from optimus.planner.encoder_layouts import common_layouts
+from optimus.planner.encoder_layouts import common_encoder_layouts
 from optimus.planner.filled_plan import FilledPlan, ScheduledLayout, SearchResult
-from optimus.planner.rejected import RejectedLayout, count_by_reason
+from optimus.planner.rejected import RejectedLayout, summarize_rejections
 from optimus.planner.systems.base import BaseSystem
-from optimus.planner.systems.layer_partition import strong_pipelines
+from optimus.planner.systems.layer_partition import search_pipelines
 from optimus.planner.systems.llm_only import PLAIN_ORDERS, LlmPipelines
-from optimus.planner.systems.paper_filling import Bases, PaperCandidate, PaperSchedule
+from optimus.planner.systems.paper_candidate import LlmTimelineCache, PaperCandidate, PaperSchedule
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.pipeline_orders import build_interleaved_1f1b_order, minimal_warmup_counts
 
@@ -45,7 +45,7 @@ class PaperSystem(BaseSystem):
             raise DoesNotFit("there is no encoder to place", "use llm-only")
         llms, stated = [pipelines.floor_1f1b], context.job.layout.of("llm").chunks
         if stated not in (None, pipelines.floor_1f1b.layout.chunks):
-            llms += strong_pipelines(
+            llms += search_pipelines(
                 context,
                 (context.job.model.llm,),
                 orders=PLAIN_ORDERS,
@@ -56,7 +56,7 @@ class PaperSystem(BaseSystem):
         results, refusals = [], []
         for llm in llms:
             try:
-                results.append(search_paper(context, [llm, *pipelines.more_recomputed(llm)]))
+                results.append(search_paper_plan(context, [llm, *pipelines.more_recomputed(llm)]))
             except DoesNotFit as no:
                 refusals.append(no)
         if not results:
@@ -64,7 +64,7 @@ class PaperSystem(BaseSystem):
         return [min(results, key=lambda result: result.filled.step_s)]
 
 
-def search_paper(context: PlanningContext, llms: Sequence[PipelineCandidate]) -> PaperSearchResult:
+def search_paper_plan(context: PlanningContext, llms: Sequence[PipelineCandidate]) -> PaperSearchResult:
     """Schedules every layout that fits beside each LLM pipeline; the first pipeline for which one fits wins.
 
     Splits are ranked by the algorithm's own estimate. It leaves out the encoders' parameter traffic, which
@@ -73,8 +73,8 @@ def search_paper(context: PlanningContext, llms: Sequence[PipelineCandidate]) ->
     for llm in llms:
         considered, rejected = 0, list[RejectedLayout]()
         choices: list[PaperSchedule] = []
-        variants, bases = list(warmups(llm)), Bases()
-        for layout in common_layouts(context, llm.layout):
+        variants, bases = list(warmup_variants(llm)), LlmTimelineCache()
+        for layout in common_encoder_layouts(context, llm.layout):
             considered += 1
             if isinstance(layout, RejectedLayout):
                 rejected.append(layout)
@@ -103,7 +103,7 @@ def search_paper(context: PlanningContext, llms: Sequence[PipelineCandidate]) ->
                 rejected=rejected,
                 tried=_tried(choices, plans, rejected),
             )
-    words = "; ".join(count_by_reason(rejected))
+    words = "; ".join(summarize_rejections(rejected))
     raise DoesNotFit(
         f"encoders fit beside the LLM at {context.layout} in none of {considered} layouts: {words}",
         _hint(rejected),
@@ -134,7 +134,7 @@ def _hint(rejected: Sequence[RejectedLayout]) -> str:
 
 
 def _schedule(
-    context: PlanningContext, llms: Sequence[PipelineCandidate], bases: Bases, layout: Layout
+    context: PlanningContext, llms: Sequence[PipelineCandidate], bases: LlmTimelineCache, layout: Layout
 ) -> PaperSchedule | RejectedLayout:
     """The best split in one layout, with the least recomputation that fits and the best of the warm-ups."""
     encoders, llm = context.job.model.encoders, llms[0]
@@ -157,7 +157,7 @@ def _schedule(
     )
 
 
-def warmups(llm: PipelineCandidate) -> Iterator[PipelineCandidate]:
+def warmup_variants(llm: PipelineCandidate) -> Iterator[PipelineCandidate]:
     """The pipeline as it is, and with the paper's adjusted warm-up, which defers later forwards."""
     yield llm
     layout = llm.layout

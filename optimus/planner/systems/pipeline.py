@@ -8,11 +8,11 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from optimus.cost.memory import Memory, communicator_bytes, high_water
-from optimus.cost.module import PricedLayer
+from optimus.cost.memory import RankMemory, communicator_bytes, peak_activation_bytes
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.job.layout import Layout
-from optimus.planner.batch_assignment import BatchAssignment, bins_on_llm_ranks
+from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
 from optimus.planner.context import PipelineKey, PlanningContext, Policy, describe_recompute
 from optimus.planner.systems.base import BaseCandidate
 from optimus.schedule.pipeline_orders import (
@@ -51,7 +51,7 @@ class PipelineCandidate(BaseCandidate):
         layout = self.layout
         if self.listed is not None:
             return self.listed
-        return make_order(
+        return build_op_order(
             self.order_name, stages=layout.pp, chunks=layout.chunks, microbatches=self.microbatches
         )
 
@@ -63,7 +63,7 @@ class PipelineCandidate(BaseCandidate):
             chunks=[chunks.make(self.layers[a:b]) for a, b in pairwise(self.cut)],
             traffic=self.sums.traffic(self.cut),
             layout=self.layout,
-            prices=self.context.prices,
+            cost_model=self.context.cost_model,
         )
 
     @cached_property
@@ -83,7 +83,7 @@ class PipelineCandidate(BaseCandidate):
     def op_schedule(self) -> Schedule:
         """Every op as one piece."""
         sums, cut, layout = self.sums, self.cut, self.layout
-        across = self.context.prices.stages_cross_nodes(layout)
+        across = self.context.cost_model.stages_cross_nodes(layout)
         seconds = StageSeconds(
             ops={kind: sums.seconds(kind, cut) for kind in CHUNK_OP_KINDS},
             sends=sums.send_s(cut, across_nodes=across),
@@ -98,7 +98,7 @@ class PipelineCandidate(BaseCandidate):
         graph = self.context.cache.graphs.get(key)
         if graph is None:
             schedule = build_pipeline_schedule(self.plan, self.context.chunks, kernels=False)
-            graph = RetimableSchedule(schedule, self.layout.pp, self.context.prices.assumptions)
+            graph = RetimableSchedule(schedule, self.layout.pp, self.context.cost_model.assumptions)
             self.context.cache.graphs[key] = graph
         return graph
 
@@ -118,14 +118,16 @@ class PipelineCandidate(BaseCandidate):
         if self.listed is None and self.microbatches > LONG_STEP * stages:
             short, longer = (replace(self, microbatches=count * stages).estimate_s for count in (3, 4))
             return longer + (self.microbatches / stages - 4) * (longer - short)
-        slowdown = self.context.prices.assumptions.residence_slowdown
+        slowdown = self.context.cost_model.assumptions.residence_slowdown
         return simulate_schedule(self.op_schedule(), slowdown=slowdown).step_s
 
     @cached_property
     def seam_times(self) -> tuple[Floats, Floats, float]:
         """When the first virtual stage starts each forward and ends each backward, and the step's end."""
         schedule = self.op_schedule()
-        timeline = simulate_schedule(schedule, slowdown=self.context.prices.assumptions.residence_slowdown)
+        timeline = simulate_schedule(
+            schedule, slowdown=self.context.cost_model.assumptions.residence_slowdown
+        )
         entry = (schedule.device == 0) & (schedule.chunk == 0) & (schedule.lane == Lane.COMPUTE)
         starts, ends = np.zeros(self.microbatches), np.zeros(self.microbatches)
         forward = entry & (schedule.kind == OpKind.FORWARD)
@@ -135,7 +137,7 @@ class PipelineCandidate(BaseCandidate):
         return starts, ends, timeline.step_s
 
     @cached_property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RankMemory, ...]:
         """Of one rank of every stage."""
         if self.listed is not None:  # thousands of orders are looked at once, each as long as its step
             return self._counted()
@@ -144,7 +146,7 @@ class PipelineCandidate(BaseCandidate):
             known[self._key] = self._counted()
         return known[self._key]
 
-    def _counted(self) -> tuple[Memory, ...]:
+    def _counted(self) -> tuple[RankMemory, ...]:
         held = self.sums.stage_bytes(self.cut, self.layout.pp)
         return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
 
@@ -153,7 +155,7 @@ class PipelineCandidate(BaseCandidate):
         return BatchAssignment(
             replicas=self.layout.dp,
             microbatches=self.microbatches,
-            encoders=bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
+            encoders=encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
         )
 
     def describe(self) -> str:
@@ -182,10 +184,12 @@ class PipelineCandidate(BaseCandidate):
             policy=tuple(step for step in self.policy if step[0] == module),
         )
 
-    def _memory_of(self, stage: int, held: StageBytes) -> Memory:
+    def _memory_of(self, stage: int, held: StageBytes) -> RankMemory:
         layout = self.layout
         order = self.shortened.order[stage]
-        llm_bytes, encoder_bytes = high_water(order, held.kept[:, stage], held.made_again[:, stage])
+        llm_bytes, encoder_bytes = peak_activation_bytes(
+            order, held.kept[:, stage], held.made_again[:, stage]
+        )
         return replace(
             held.states_of(stage),
             llm_activations=llm_bytes + float(held.working[stage]),
@@ -198,7 +202,7 @@ class PipelineCandidate(BaseCandidate):
 
 
 @lru_cache(maxsize=256)
-def make_order(name: str, *, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
+def build_op_order(name: str, *, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
     """The op order called `name`."""
     if name == "1f1b":
         return build_1f1b_order(stages=stages, microbatches=microbatches)
@@ -208,7 +212,7 @@ def make_order(name: str, *, stages: int, chunks: int, microbatches: int) -> Pip
     return build_zero_bubble_order(stages=stages, chunks=chunks, microbatches=microbatches)
 
 
-def order_names(*, stages: int, chunks: int, microbatches: int) -> tuple[str, ...]:
+def available_op_orders(*, stages: int, chunks: int, microbatches: int) -> tuple[str, ...]:
     """Op orders that exist for these counts."""
     if chunks == 1:
         return ("1f1b", "zero-bubble") if stages > 1 and microbatches >= stages else ("1f1b",)

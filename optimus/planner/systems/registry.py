@@ -34,18 +34,18 @@ def load_system(name: str) -> System:
     return system
 
 
-def strategies() -> list[str]:
+def plan_making_systems() -> list[str]:
     """Returns the names of systems that make a plan: they schedule encoder work into bubbles."""
     return [name for name in SYSTEMS if load_system(name).makes_plan]
 
 
-def applicable(names: Iterable[str], job: Job) -> list[str]:
+def applicable_systems(names: Iterable[str], job: Job) -> list[str]:
     """Returns the names without known systems for which the job lacks a section."""
     return [name for name in names if name not in SYSTEMS or load_system(name).applies_to(job)]
 
 
-def default_systems(job: Job) -> list[str]:
+def default_baselines(job: Job) -> list[str]:
     """Returns the systems that apply, that the job allows, and that make no plan."""
-    systems = [load_system(name) for name in applicable(SYSTEMS, job)]
+    systems = [load_system(name) for name in applicable_systems(SYSTEMS, job)]
     allowed = {None, *job.layout.limits.allow}
     return [system.name for system in systems if not system.makes_plan and system.allowed_as in allowed]

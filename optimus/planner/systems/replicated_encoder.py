@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from optimus.cost.memory import Memory, states, working_bytes
-from optimus.cost.module import PricedLayer
+from optimus.cost.memory import RankMemory, model_state_memory, transient_bytes
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
@@ -44,7 +44,9 @@ class ReplicatedEncoder:
     def traffic(self) -> list[ParameterTraffic]:
         """Of every bucket."""
         precision = self.context.job.model.precision
-        return [price_parameter_traffic(bucket, self.context.prices, precision) for bucket in self.buckets]
+        return [
+            price_parameter_traffic(bucket, self.context.cost_model, precision) for bucket in self.buckets
+        ]
 
     def forwards(
         self, builder: ScheduleBuilder, device: int, microbatch: int, *, first: bool, after: list[int]
@@ -94,8 +96,8 @@ class ReplicatedEncoder:
         return chunks.template(chunks.make(layers), kind)
 
     @property
-    def states(self) -> Memory:
-        return states(self.layers, self.context.job.model.precision)
+    def states(self) -> RankMemory:
+        return model_state_memory(self.layers, self.context.job.model.precision)
 
     @property
     def saved_activation_bytes(self) -> float:
@@ -104,7 +106,7 @@ class ReplicatedEncoder:
 
     @property
     def working_bytes(self) -> float:
-        return working_bytes(self.layers)
+        return transient_bytes(self.layers)
 
     @cached_property
     def seconds(self) -> float:
@@ -121,7 +123,7 @@ class ReplicatedEncoder:
         return self.layers[-1].output_bytes
 
 
-def replicate_over_all_gpus(
+def replicate_on_all_gpus(
     context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str
 ) -> ReplicatedEncoder:
     """Over every GPU of the job, for a whole step: images are dealt out whole, as evenly as can be."""
@@ -140,7 +142,7 @@ def replicate_over_all_gpus(
     )
 
 
-def replicate_to_feed(
+def replicate_on_separate_gpus(
     context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str, gpus: int, sequences: float
 ) -> ReplicatedEncoder:
     """Over `gpus` GPUs that feed all LLM replicas: a piece is a group's part of one microbatch of each."""
@@ -169,7 +171,7 @@ def pareto_front(choices: Sequence[ReplicatedEncoder]) -> list[ReplicatedEncoder
     ]
 
 
-def encoder_choices(context: PlanningContext, encoder: Encoder) -> Iterator[tuple[int, str]]:
+def encoder_tp_and_recompute(context: PlanningContext, encoder: Encoder) -> Iterator[tuple[int, str]]:
     """(tp, recomputation) to try, least recomputation first."""
     for policy in context.policies((encoder,)):
         for tp in (1, 2, 4, 8):

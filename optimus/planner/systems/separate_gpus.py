@@ -10,20 +10,20 @@ from itertools import product
 
 import numpy as np
 
-from optimus.cost.memory import Memory, communicator_bytes, high_water
+from optimus.cost.memory import RankMemory, communicator_bytes, peak_activation_bytes
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
-from optimus.planner.systems.layer_partition import strong_pipelines
+from optimus.planner.systems.layer_partition import search_pipelines
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.replicated_encoder import (
     ReplicatedEncoder,
-    encoder_choices,
+    encoder_tp_and_recompute,
     pareto_front,
-    replicate_to_feed,
+    replicate_on_separate_gpus,
 )
 from optimus.schedule.pipeline_schedule import (
     PipelineBlockIds,
@@ -88,7 +88,7 @@ class SeparateGpusCandidate(BaseCandidate):
                     previous, reduces = [block], reduces + sent_back
                 else:
                     previous = [builder.add(self._whole(spread, kind), device=device, after=previous)]
-        if context.prices.assumptions.optimizer_time:
+        if context.cost_model.assumptions.optimizer_time:
             for stage in range(self.stages):
                 builder.add(make_optimizer_graph(plan.traffic_of(stage)), device=stage, after=reduces)
             own = make_optimizer_graph([part for spread in self.encoders for part in spread.traffic])
@@ -98,7 +98,7 @@ class SeparateGpusCandidate(BaseCandidate):
     @cached_property
     def estimate_s(self) -> float:
         """Step time with every op as one piece."""
-        slowdown = self.context.prices.assumptions.residence_slowdown
+        slowdown = self.context.cost_model.assumptions.residence_slowdown
         return simulate_schedule(self._build(kernels=False), slowdown=slowdown).step_s
 
     @property
@@ -108,7 +108,7 @@ class SeparateGpusCandidate(BaseCandidate):
         return max(self.llm.estimate_s, len(self._order) / 2 * once_s) + once_s
 
     @cached_property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RankMemory, ...]:
         return (*self.llm.memories, self._encoder_memory())
 
     @property
@@ -164,14 +164,14 @@ class SeparateGpusCandidate(BaseCandidate):
     def _send(self, kind: OpKind) -> KernelGraph:
         """A group's part of one microbatch; groups send side by side, each on its own NICs."""
         size = sum(spread.output_bytes for spread in self.encoders)
-        seconds = self.context.prices.send_s(size, across_nodes=True)
+        seconds = self.context.cost_model.send_s(size, across_nodes=True)
         return make_single_kernel_graph(kind, Lane.P2P, seconds, size_bytes=size)
 
-    def _encoder_memory(self) -> Memory:
-        memory = Memory(reserve=self.context.job.cluster.reserve_bytes)
+    def _encoder_memory(self) -> RankMemory:
+        memory = RankMemory(reserve=self.context.job.cluster.reserve_bytes)
         order = tuple((kind, 0, microbatch) for kind, microbatch in self._order)
         for spread in self.encoders:
-            held, (kept,) = spread.states, high_water(order, [(spread.saved_activation_bytes,)])
+            held, (kept,) = spread.states, peak_activation_bytes(order, [(spread.saved_activation_bytes,)])
             memory = replace(
                 memory,
                 parameters=memory.parameters + held.parameters,
@@ -215,7 +215,7 @@ def _shares(context: PlanningContext, floor: PipelineCandidate) -> Iterator[Sepa
     for shrunk in _smaller_layouts(context):
         own = replace(context, layout=shrunk, uneven=True)
         chunks = floor.layout.virtual_stages // shrunk.pp
-        pipelines = strong_pipelines(own, (model.llm,), chunk_counts={1, chunks}, starts=1, evaluations=0)
+        pipelines = search_pipelines(own, (model.llm,), chunk_counts={1, chunks}, starts=1, evaluations=0)
         if not pipelines:
             continue
         llm = pipelines[0]
@@ -223,8 +223,10 @@ def _shares(context: PlanningContext, floor: PipelineCandidate) -> Iterator[Sepa
         per_encoder = [
             pareto_front(
                 [
-                    replicate_to_feed(own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences)
-                    for tp, again in encoder_choices(own, e)
+                    replicate_on_separate_gpus(
+                        own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences
+                    )
+                    for tp, again in encoder_tp_and_recompute(own, e)
                     if gpus >= tp
                 ]
             )

@@ -8,7 +8,7 @@ from functools import cached_property
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import Phase, Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.planner.filled_plan import FilledPlan, finish_plan
+from optimus.planner.filled_plan import FilledPlan, lower_to_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate
 from optimus.schedule.fill import FillResult
 
@@ -26,7 +26,7 @@ class SlotlessCandidate(ColocationCandidate):
         return replace(header, templates=templates)
 
     def lowered(self, arranged: FillResult) -> FilledPlan:
-        return without_slots(super().lowered(arranged).plan)
+        return remove_tp_slots(super().lowered(arranged).plan)
 
 
 def _blocking(phase: Phase) -> Phase:
@@ -36,11 +36,11 @@ def _blocking(phase: Phase) -> Phase:
     return replace(phase, kind=OpKind.FORWARD, lane=Lane.COMPUTE, communicator=Communicator.NONE)
 
 
-def without_slots(plan: Plan) -> FilledPlan:
+def remove_tp_slots(plan: Plan) -> FilledPlan:
     """Every device keeps the order of each module's own phases, so that sums are made in the same order."""
     orders = [_waited(plan, device, program) for device, program in enumerate(plan.programs)]
     fixed = [memory.fixed for memory in plan.memory]
-    return finish_plan(plan, orders, fixed, estimate_s=plan.claims.estimate_s)
+    return lower_to_plan(plan, orders, fixed, estimate_s=plan.claims.estimate_s)
 
 
 def _waited(plan: Plan, device: int, program: Program) -> Program:

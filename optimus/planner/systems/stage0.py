@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.errors import UserError, one_of
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, SimulatedSystem
-from optimus.planner.systems.layer_partition import even_chunks
+from optimus.planner.systems.layer_partition import even_chunk_counts
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.stage_costs import Cut
@@ -83,10 +83,10 @@ class Stage0System(FixedCutSystem):
 
     def cut(self, context: PlanningContext, layers: Sequence[PricedLayer], parts: int) -> Cut:
         """Puts encoders into the first virtual stage and spreads the LLM's layers evenly."""
-        return stage0_cut(layers, context.job.model.llm.name, parts)
+        return cut_encoders_into_stage0(layers, context.job.model.llm.name, parts)
 
 
-def stage0_cut(layers: Sequence[PricedLayer], llm: str, parts: int) -> Cut:
+def cut_encoders_into_stage0(layers: Sequence[PricedLayer], llm: str, parts: int) -> Cut:
     """Returns Megatron-LM's default: encoders in the first virtual stage, the LLM's layers spread evenly."""
     first = next(place for place, layer in enumerate(layers) if layer.module == llm)
     blocks = len(layers) - first - 2  # without embedding and head
@@ -101,7 +101,7 @@ def stage0_cut(layers: Sequence[PricedLayer], llm: str, parts: int) -> Cut:
 def _even_counts(pipelines: LlmPipelines) -> set[int]:
     """V that divide the LLM's layers evenly, up to the V of its best 1F1B pipeline."""
     most = pipelines.floor_1f1b.layout.chunks
-    return {chunks for chunks in even_chunks(pipelines.context) if chunks <= most}
+    return {chunks for chunks in even_chunk_counts(pipelines.context) if chunks <= most}
 
 
 def _no_microbatches(context: PlanningContext, counts: Collection[int]) -> UserError:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from optimus.cost.memory import Memory, communicator_bytes
+from optimus.cost.memory import RankMemory, communicator_bytes
 from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.job.model import BF16_BYTES
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
@@ -16,9 +16,9 @@ from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.replicated_encoder import (
     ReplicatedEncoder,
-    encoder_choices,
+    encoder_tp_and_recompute,
     pareto_front,
-    replicate_over_all_gpus,
+    replicate_on_all_gpus,
 )
 from optimus.schedule.pipeline_schedule import add_pipeline_to_schedule, make_optimizer_graph
 from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
@@ -42,7 +42,7 @@ class ThreePhaseCandidate(BaseCandidate):
         reduces = list(blocks.reduces)
         for stage in range(plan.stages):
             reduces += self._backwards(builder, stage, back)
-        if context.prices.assumptions.optimizer_time:
+        if context.cost_model.assumptions.optimizer_time:
             for stage in range(plan.stages):
                 traffic = [
                     *plan.traffic_of(stage),
@@ -58,7 +58,7 @@ class ThreePhaseCandidate(BaseCandidate):
         return self.llm.estimate_s + encoder_s
 
     @property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RankMemory, ...]:
         """The LLM's, with every encoder's states, activations of all its pieces, and the seam."""
         return tuple(self._with_encoders(memory, stage) for stage, memory in enumerate(self.llm.memories))
 
@@ -102,12 +102,12 @@ class ThreePhaseCandidate(BaseCandidate):
     def _seam(self, builder: ScheduleBuilder, kind: OpKind, stage: int, after: Sequence[int]) -> int:
         """Encoder outputs of one group travel to stage 0, or their gradients back."""
         size = sum(spread.pieces * spread.output_bytes for spread in self.encoders)
-        seconds = self.context.prices.send_s(size, across_nodes=True)
+        seconds = self.context.cost_model.send_s(size, across_nodes=True)
         return builder.add(
             make_single_kernel_graph(kind, Lane.P2P, seconds, size_bytes=size), device=stage, after=after
         )
 
-    def _with_encoders(self, memory: Memory, stage: int) -> Memory:
+    def _with_encoders(self, memory: RankMemory, stage: int) -> RankMemory:
         for spread in self.encoders:
             held = spread.states
             memory = replace(
@@ -162,8 +162,8 @@ def _three_phase_candidates(
     per_encoder = [
         pareto_front(
             [
-                replicate_over_all_gpus(context, e, tp=tp, recompute=again)
-                for tp, again in encoder_choices(context, e)
+                replicate_on_all_gpus(context, e, tp=tp, recompute=again)
+                for tp, again in encoder_tp_and_recompute(context, e)
             ]
         )
         for e in context.job.model.encoders

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, permutations
 
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.colocated import even_counts
+from optimus.planner.systems.colocated_plan import split_layers_evenly
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.pipeline_schedule import price_parameter_traffic
 
 
-def counts_by_traffic(
+def _split_layers_by_traffic(
     context: PlanningContext, layers: Sequence[PricedLayer], base: LlmTimeline, stages: int
 ) -> tuple[int, ...]:
     """Inner layers of every stage: single layers are moved while the delay falls."""
     precision = context.job.model.precision
-    traffic = [price_parameter_traffic([layer], context.prices, precision) for layer in layers]
+    traffic = [price_parameter_traffic([layer], context.cost_model, precision) for layer in layers]
     gathers = [0.0, *accumulate(part.gather_s for part in traffic)]
     reduces = [0.0, *accumulate(part.reduce_s for part in traffic)]
     edges = [base.edges_s(stage, stages) for stage in range(stages)]
@@ -37,16 +37,16 @@ def counts_by_traffic(
         ]
         return max(lates) + max(ends), sum(end * end for end in ends)
 
-    counts = even_counts(len(layers) - 2, stages)
+    counts = split_layers_evenly(len(layers) - 2, stages)
     best = delay(counts)
     while True:
-        nearby = [moved(counts, a, b) for a, b in permutations(range(stages), 2) if counts[a] > 1]
+        nearby = [move_layer(counts, a, b) for a, b in permutations(range(stages), 2) if counts[a] > 1]
         found = min(((delay(each), each) for each in nearby), default=(best, counts))
         if found[0] >= best:
             return counts
         best, counts = found
 
 
-def moved(counts: tuple[int, ...], giver: int, taker: int) -> tuple[int, ...]:
+def move_layer(counts: tuple[int, ...], giver: int, taker: int) -> tuple[int, ...]:
     """With one layer taken from one stage and given to another."""
     return tuple(count - (at == giver) + (at == taker) for at, count in enumerate(counts))

@@ -10,9 +10,9 @@ from math import ceil
 
 from optimus import __version__
 from optimus.cost.kernel import Kernel
-from optimus.cost.memory import communicator_bytes, states, working_bytes
-from optimus.cost.module import PricedLayer
+from optimus.cost.memory import communicator_bytes, model_state_memory, transient_bytes
 from optimus.cost.network import Collective
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.kernel_names import KernelName, recomputed_kernels, repeats_gathers
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Claims, Plan, PlannedChunk, PlannedModule, Template
@@ -51,23 +51,23 @@ class ColocatedEncoder:
     @cached_property
     def stages(self) -> list[tuple[PricedLayer, ...]]:
         """Layers divided over stages; the ends go with their neighbours."""
-        counts = self.counts or even_counts(len(self.layers) - 2, self.layout.pp)
+        counts = self.counts or split_layers_evenly(len(self.layers) - 2, self.layout.pp)
         cuts = [0, *(1 + total for total in accumulate(counts))]
         cuts[-1] = len(self.layers)
         return [self.layers[a:b] for a, b in pairwise(cuts)]
 
 
-def even_counts(inner: int, stages: int) -> tuple[int, ...]:
+def split_layers_evenly(inner: int, stages: int) -> tuple[int, ...]:
     """Layers of every stage, as even as they can be; later ones get one more."""
     return tuple(inner // stages + (stage >= stages - inner % stages) for stage in range(stages))
 
 
-def encoder_layout(llm: Layout, *, pp: int, tp: int) -> Layout:
+def encoder_layout_on_llm_gpus(llm: Layout, *, pp: int, tp: int) -> Layout:
     """An encoder's layout over the LLM's GPUs: dp follows."""
     return Layout(dp=llm.gpus // (pp * tp), pp=pp, tp=tp)
 
 
-class ColocatedModules:
+class ColocatedPlanBuilder:
     """Makes the header of a plan from one LLM pipeline and encoders in layouts of their own."""
 
     def __init__(
@@ -79,7 +79,7 @@ class ColocatedModules:
 
     def header(self, *, strategy: str) -> Plan:
         """Everything but programs and claims."""
-        assumptions = self.context.prices.assumptions
+        assumptions = self.context.cost_model.assumptions
         modules = {choice.encoder.name: self._encoder(choice) for choice in self.encoders}
         modules[LLM] = self._llm()
         modules = {name: self._with_recomputation(module) for name, module in modules.items()}
@@ -105,8 +105,8 @@ class ColocatedModules:
     def _llm(self) -> PlannedModule:
         plan = self.llm.plan
         kinds = sorted({op.kind for op in plan.order[0]})
-        prices = self.context.prices
-        across = prices.stages_cross_nodes(plan.layout)
+        cost_model = self.context.cost_model
+        across = cost_model.stages_cross_nodes(plan.layout)
         chunks = []
         for virtual, chunk in enumerate(plan.chunks):
             templates = {kind: self._llm_template(chunk, kind, first=virtual == 0) for kind in kinds}
@@ -117,7 +117,7 @@ class ColocatedModules:
                     saved_activation_bytes=round(chunk.saved_activation_bytes),
                     recomputed_bytes=round(sum(x.recomputed_bytes + x.logits_bytes for x in chunk.layers)),
                     output_bytes=round(chunk.output_bytes),
-                    send_s=round(prices.send_s(chunk.output_bytes, across_nodes=across), SECONDS_DIGITS),
+                    send_s=round(cost_model.send_s(chunk.output_bytes, across_nodes=across), SECONDS_DIGITS),
                 )
             )
         return PlannedModule(
@@ -143,9 +143,9 @@ class ColocatedModules:
         return self._name(LLM, kind, phases)
 
     def _encoder(self, choice: ColocatedEncoder) -> PlannedModule:
-        name, prices = choice.encoder.name, self.context.prices
+        name, cost_model = choice.encoder.name, self.context.cost_model
         precision = self.context.job.model.precision
-        across = prices.stages_cross_nodes(self.llm.layout)
+        across = cost_model.stages_cross_nodes(self.llm.layout)
         chunks, buckets = [], []
         for layers in choice.stages:
             phases = {kind: self.context.phases(layers, kind) for kind in choice.kinds}
@@ -160,10 +160,10 @@ class ColocatedModules:
                     if choice.split
                     else 0,
                     output_bytes=round(output),
-                    send_s=round(prices.send_s(output, across_nodes=across), SECONDS_DIGITS),
+                    send_s=round(cost_model.send_s(output, across_nodes=across), SECONDS_DIGITS),
                 )
             )
-            traffic = [price_parameter_traffic([layer], prices, precision) for layer in layers]
+            traffic = [price_parameter_traffic([layer], cost_model, precision) for layer in layers]
             buckets.append(
                 tuple(_bucket(0, at, at + 1, part) for at, part in enumerate(traffic) if _moves(part))
             )
@@ -177,7 +177,7 @@ class ColocatedModules:
             pipelines=choice.pipelines,
             bin_tokens=self._bin_tokens(choice),
             seam_bytes=round(rows),
-            seam_s=round(prices.send_s(rows, across_nodes=across), SECONDS_DIGITS),
+            seam_s=round(cost_model.send_s(rows, across_nodes=across), SECONDS_DIGITS),
         )
 
     def _bin_tokens(self, choice: ColocatedEncoder) -> int:
@@ -200,17 +200,17 @@ class ColocatedModules:
     @cached_property
     def _seam_collectives(self) -> dict[OpKind, tuple[Kernel, ...]]:
         """Rows that reach single ranks of stage 0 are gathered for all, tp first; backward is the adjoint."""
-        layout, prices = self.llm.layout, self.context.prices
+        layout, cost_model = self.llm.layout, self.context.cost_model
         size = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
 
         def around(kind: Collective, name: str) -> tuple[Kernel, ...]:
             found = []
             if layout.tp > 1 and size:
-                seconds = prices.tp_s(kind, size, layout.tp)
+                seconds = cost_model.tp_s(kind, size, layout.tp)
                 found.append(make_collective_kernel(f"{name}.tp", Lane.TP, Communicator.TP, seconds, size))
             if layout.cp > 1 and size:
-                seconds = prices.group_s(kind, size, ranks=layout.cp, stride=layout.tp)
-                lane = prices.group_lane(layout.cp, layout.tp)
+                seconds = cost_model.group_s(kind, size, ranks=layout.cp, stride=layout.tp)
+                lane = cost_model.group_lane(layout.cp, layout.tp)
                 found.append(make_collective_kernel(f"{name}.cp", lane, Communicator.CP, seconds, size))
             ordered = found if kind == Collective.ALL_GATHER else found[::-1]
             return tuple(replace(k, after=(place - 1,) if place else ()) for place, k in enumerate(ordered))
@@ -231,7 +231,7 @@ class ColocatedModules:
     def _llm_buckets(self, stage: int) -> tuple[Bucket, ...]:
         """Of one stage: what the assumptions leave exposed, and what runs under compute chunk by chunk."""
         plan = self.llm.plan
-        exposure = TrafficOverlap(chunks=plan.traffic_of(stage), assumptions=plan.prices.assumptions)
+        exposure = TrafficOverlap(chunks=plan.traffic_of(stage), assumptions=plan.cost_model.assumptions)
         quantities = ("gather_s", "gather_bytes", "reduce_s", "reduce_bytes")
         found = []
         if exposure.mode != "chunks":
@@ -248,13 +248,13 @@ class ColocatedModules:
 
     def _finish_s(self, stage: int) -> float:
         """The optimizer's pass over a rank's shards."""
-        if not self.context.prices.assumptions.optimizer_time:
+        if not self.context.cost_model.assumptions.optimizer_time:
             return 0.0
-        precision, prices = self.context.job.model.precision, self.context.prices
+        precision, cost_model = self.context.job.model.precision, self.context.cost_model
         parts = list(self.llm.plan.traffic_of(stage))
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
-            parts.append(price_parameter_traffic(layers, prices, precision))
+            parts.append(price_parameter_traffic(layers, cost_model, precision))
         return round(sum(part.update_s for part in parts), SECONDS_DIGITS)
 
     # ------------------------------------------------------------------------ memory
@@ -276,8 +276,8 @@ class ColocatedModules:
         groups = [layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep]
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
-            held.append(states(layers, context.job.model.precision))
-            working += working_bytes(layers)
+            held.append(model_state_memory(layers, context.job.model.precision))
+            working += transient_bytes(layers)
             leaves = choice.layout.pp > 1 or stage > 0 or layout.pp > choice.layout.pp  # rows cross the seam
             groups += [choice.layout.dp, choice.layout.tp, min(choice.layout.pp, 2), 2 if leaves else 1]
         total = {part: sum(getattr(memory, part) for memory in held) for part in PARTS}

@@ -27,36 +27,40 @@ SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.
 Drafts = list[tuple[TimedOrder, Cut]]
 
 
-def reorder(starts: Sequence[PipelineCandidate]) -> Iterator[PipelineCandidate]:
+def search_op_orders(starts: Sequence[PipelineCandidate]) -> Iterator[PipelineCandidate]:
     """The first of these pipelines, best first, in orders made for its durations; and the first small one."""
-    listed = [start for start in starts if can_list(start.layout.pp, start.layout.chunks, start.microbatches)]
+    listed = [
+        start
+        for start in starts
+        if can_list_schedule(start.layout.pp, start.layout.chunks, start.microbatches)
+    ]
     near = [start for start in listed if start.estimate_s <= NEAR * starts[0].estimate_s]
     small = [start for start in near if _num_ops(start) <= SMALL_OPS][:1]
     for start in listed[:1]:
         if start not in small:
-            yield from list_schedule(start)
+            yield from list_schedule_pipeline(start)
     for start in small:
-        for kinds in ways(start):
+        for kinds in _backward_variants(start):
             yield from _search(start, kinds)
 
 
-def can_list(stages: int, chunks: int, microbatches: int) -> bool:
+def can_list_schedule(stages: int, chunks: int, microbatches: int) -> bool:
     """Whether list scheduling is worth its time: a long step has small bubbles anyway."""
     few = stages * chunks * microbatches * len(SPLIT) <= LISTED_OPS
     return stages > 1 and few and microbatches <= LONG_STEP * stages
 
 
-def list_schedule(start: PipelineCandidate) -> Iterator[PipelineCandidate]:
+def list_schedule_pipeline(start: PipelineCandidate) -> Iterator[PipelineCandidate]:
     """`start` in greedy orders, each with as many activations alive as fit."""
-    for kinds in ways(start):
+    for kinds in _backward_variants(start):
         found = _most_alive(start, kinds)
         if found is not None:
             yield found[1]
 
 
-def op_times(pipeline: PipelineCandidate, cut: Cut, kinds: Sequence[OpKind]) -> OpTimes:
+def op_times_at_cut(pipeline: PipelineCandidate, cut: Cut, kinds: Sequence[OpKind]) -> OpTimes:
     """Seconds of the pipeline's ops and sends, were its layers cut so."""
-    across = pipeline.context.prices.stages_cross_nodes(pipeline.layout)
+    across = pipeline.context.cost_model.stages_cross_nodes(pipeline.layout)
     return OpTimes(
         stages=pipeline.layout.pp,
         seconds={kind: pipeline.sums.seconds(kind, cut).tolist() for kind in kinds},
@@ -64,7 +68,7 @@ def op_times(pipeline: PipelineCandidate, cut: Cut, kinds: Sequence[OpKind]) -> 
     )
 
 
-def ways(pipeline: PipelineCandidate) -> list[tuple[OpKind, ...]]:
+def _backward_variants(pipeline: PipelineCandidate) -> list[tuple[OpKind, ...]]:
     """Kinds of ops: weight gradients split off; or backwards whole, unless the parts never take longer."""
     inputs, weights, whole = (
         pipeline.sums.layer_seconds(kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD, OpKind.BACKWARD)
@@ -73,7 +77,7 @@ def ways(pipeline: PipelineCandidate) -> list[tuple[OpKind, ...]]:
     return [SPLIT, WHOLE] if costs else [SPLIT]
 
 
-def least_s(times: OpTimes, microbatches: int) -> float:
+def step_lower_bound_s(times: OpTimes, microbatches: int) -> float:
     """No order is shorter: a stage waits for its first forward, works, and its last backward goes on."""
     forward, backward = times.seconds[OpKind.FORWARD], times.seconds[times.backward]
     last = times.seconds[OpKind.WEIGHT_GRAD][0] if OpKind.WEIGHT_GRAD in times.seconds else 0.0
@@ -87,7 +91,7 @@ def least_s(times: OpTimes, microbatches: int) -> float:
     return least
 
 
-def slides(cut: Cut) -> Iterator[Cut]:
+def sliding_cuts(cut: Cut) -> Iterator[Cut]:
     """Cuts in which one virtual stage gives a layer to another and all between them slide by one."""
     for first, end in combinations(range(1, len(cut)), 2):
         for step in (-1, 1):
@@ -98,7 +102,7 @@ def slides(cut: Cut) -> Iterator[Cut]:
 
 def _most_alive(start: PipelineCandidate, kinds: Sequence[OpKind]) -> tuple[int, PipelineCandidate] | None:
     """The largest cap, from none at all downwards, with which a greedy order fits; and the best such."""
-    cap, times = start.layout.chunks * start.microbatches, op_times(start, start.cut, kinds)
+    cap, times = start.layout.chunks * start.microbatches, op_times_at_cut(start, start.cut, kinds)
     for _ in range(CAPS):
         made = [_ordered(start, start.cut, draft) for draft in _drafts(times, start.microbatches, cap)]
         fitting = next((pipeline for pipeline in made if pipeline.fits), None)
@@ -131,7 +135,7 @@ def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[Pipel
     for count, budget in SHAKEN_OPS:
         shaken: Drafts = []
         for draft, cut in drafts[:count]:
-            least = least_s(draft.times, start.microbatches)
+            least = step_lower_bound_s(draft.times, start.microbatches)
             if least < best_s:
                 draft = shorten_pipeline_order(
                     draft,
@@ -155,12 +159,12 @@ def _explore(start: PipelineCandidate, kinds: Sequence[OpKind], cap: int) -> Dra
     budget = EXPLORED_OPS // (_num_ops(start) * len(PRIORITIES))
 
     def look_at(cut: Cut) -> None:
-        drafts[cut] = _drafts(op_times(start, cut, kinds), start.microbatches, cap)[0]
+        drafts[cut] = _drafts(op_times_at_cut(start, cut, kinds), start.microbatches, cap)[0]
         heappush(waiting, (drafts[cut].step_s, cut))
 
     look_at(start.cut)
     while waiting and len(drafts) < budget:
-        for other in slides(heappop(waiting)[1]):
+        for other in sliding_cuts(heappop(waiting)[1]):
             if other not in drafts:
                 look_at(other)
     return _by_step([(draft, cut) for cut, draft in drafts.items()])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from optimus.cost.kernel import Kernel, KernelList
+from optimus.cost.kernel import Kernel, KernelListBuilder
+from optimus.cost.layer_shape import Gemm, LayerShape
 from optimus.cost.network import Collective
-from optimus.cost.shape import Gemm, LayerShape
 from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import Communicator, OpKind
 from optimus.job.model import BF16_BYTES, Experts, Mlp
 
 
-def forward(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> list[Kernel]:
+def list_forward_kernels(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> list[Kernel]:
     """Norm, gather, QKV, attention, output, scatter; norm, gather, up, down, scatter."""
     kernels = shape.kernels(kind)
     size = shape.hidden_bytes
@@ -32,7 +32,7 @@ def forward(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> list[Kernel]:
     return kernels.kernels
 
 
-def _mlp_forward(kernels: KernelList, shape: LayerShape, mlp: Mlp) -> None:
+def _mlp_forward(kernels: KernelListBuilder, shape: LayerShape, mlp: Mlp) -> None:
     size = shape.hidden_bytes
     kernels.collective(KernelName.GATHER2, Collective.ALL_GATHER, size)
     up_s = shape.forward_s([shape.up_gemm(mlp)])
@@ -41,7 +41,7 @@ def _mlp_forward(kernels: KernelList, shape: LayerShape, mlp: Mlp) -> None:
     kernels.collective(KernelName.SCATTER2, Collective.REDUCE_SCATTER, size)
 
 
-def backward(shape: LayerShape, *, weights: bool) -> list[Kernel]:
+def list_backward_kernels(shape: LayerShape, *, weights: bool) -> list[Kernel]:
     """Kind B (input and weight gradients, Megatron's overlaps), or kind I without `weights`."""
     kernels = shape.kernels(OpKind.BACKWARD if weights else OpKind.INPUT_GRAD)
     experts = shape.stack.experts
@@ -69,7 +69,7 @@ def backward(shape: LayerShape, *, weights: bool) -> list[Kernel]:
     return kernels.kernels
 
 
-def _mlp_backward(kernels: KernelList, shape: LayerShape, mlp: Mlp, *, weights: bool) -> None:
+def _mlp_backward(kernels: KernelListBuilder, shape: LayerShape, mlp: Mlp, *, weights: bool) -> None:
     extra = shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp, backward=True)
     _row_backward(kernels, shape, KernelName.DOWN, [shape.down_gemm(mlp)], weights=weights, extra_s=extra)
     _column_backward(
@@ -78,7 +78,7 @@ def _mlp_backward(kernels: KernelList, shape: LayerShape, mlp: Mlp, *, weights: 
 
 
 def _row_backward(
-    kernels: KernelList,
+    kernels: KernelListBuilder,
     shape: LayerShape,
     name: KernelName,
     gemms: list[Gemm],
@@ -94,12 +94,18 @@ def _row_backward(
 
 
 def _column_backward(
-    kernels: KernelList, shape: LayerShape, name: KernelName, gemms: list[Gemm], *, weights: bool, size: float
+    kernels: KernelListBuilder,
+    shape: LayerShape,
+    name: KernelName,
+    gemms: list[Gemm],
+    *,
+    weights: bool,
+    size: float,
 ) -> None:
     """A column-parallel linear: its input is gathered under dgrad, its result scattered under wgrad."""
     before = kernels.last
     dgrad_s, wgrad_s = shape.input_gradient_s(gemms), shape.weight_gradient_s(gemms)
-    if not weights or shape.prices.assumptions.tp_backward == "exposed":
+    if not weights or shape.cost_model.assumptions.tp_backward == "exposed":
         kernels.compute(name.dgrad, dgrad_s)
         kernels.collective(name.scatter, Collective.REDUCE_SCATTER, size)
         if weights:
@@ -113,7 +119,7 @@ def _column_backward(
     kernels.join(wgrad, scattered)
 
 
-def weight_gradients(shape: LayerShape) -> list[Kernel]:
+def list_weight_grad_kernels(shape: LayerShape) -> list[Kernel]:
     """Kind W: what kind I left out; inputs of column-parallel linears are gathered under other products."""
     kernels = shape.kernels(OpKind.WEIGHT_GRAD)
     experts = shape.stack.experts
@@ -131,7 +137,7 @@ def weight_gradients(shape: LayerShape) -> list[Kernel]:
 
 
 def _gather_under(
-    kernels: KernelList,
+    kernels: KernelListBuilder,
     shape: LayerShape,
     row: KernelName,
     row_gemms: list[Gemm],
@@ -147,7 +153,7 @@ def _gather_under(
 
 
 def _context_exchange(
-    kernels: KernelList, shape: LayerShape, kind: Collective = Collective.ALL_GATHER
+    kernels: KernelListBuilder, shape: LayerShape, kind: Collective = Collective.ALL_GATHER
 ) -> None:
     """Context parallelism: every rank gathers the keys and values of the whole sequence, exposed."""
     layout, attention = shape.layout, shape.stack.attention
@@ -156,7 +162,7 @@ def _context_exchange(
     kernels.group(name, kind, size, Communicator.CP, ranks=layout.cp, stride=layout.tp)
 
 
-def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: list[OpKind]) -> None:
+def _experts(kernels: KernelListBuilder, shape: LayerShape, experts: Experts, parts: list[OpKind]) -> None:
     """Router, dispatch, grouped products, combine; shared experts as an ordinary MLP beside them."""
     size, ep = shape.dispatch_bytes(experts), shape.layout.ep
     router = [(shape.shard, float(experts.count), float(shape.stack.hidden))]
@@ -192,10 +198,10 @@ def _experts(kernels: KernelList, shape: LayerShape, experts: Experts, parts: li
         _mlp_backward(kernels, shape, shared, weights=OpKind.WEIGHT_GRAD in parts)
 
 
-def selective_recompute(shape: LayerShape) -> list[Kernel]:
+def list_selective_recompute_kernels(shape: LayerShape) -> list[Kernel]:
     """Kind R, selective: the scores where they would be stored, else norms and the non-linearity."""
     kernels = shape.kernels(OpKind.RECOMPUTE)
-    if not shape.prices.assumptions.fused_attention:
+    if not shape.cost_model.assumptions.fused_attention:
         kernels.compute(KernelName.ATTENTION, shape.attention_s())
         return kernels.kernels
     experts = shape.stack.experts

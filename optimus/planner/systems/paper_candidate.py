@@ -13,8 +13,8 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, Ranks
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, finish_plan
-from optimus.planner.systems.colocated import ColocatedEncoder, ColocatedModules
+from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.fill_paper import (
     COMPUTE,
@@ -34,28 +34,30 @@ MOST_SPLITS = 5_000
 Split = tuple[int, ...]
 
 
-def all_splits(microbatches: int, pipelines: int) -> Iterator[Split]:
+def enumerate_microbatch_splits(microbatches: int, pipelines: int) -> Iterator[Split]:
     """Every way to give each pipeline at least one of the microbatches."""
     for cuts in combinations(range(1, microbatches), pipelines - 1):
         edges = (0, *cuts, microbatches)
         yield tuple(b - a for a, b in pairwise(edges))
 
 
-def uniform_split(microbatches: int, pipelines: int) -> Split:
+def uniform_microbatch_split(microbatches: int, pipelines: int) -> Split:
     """As even as it can be."""
     each, rest = divmod(microbatches, pipelines)
     return tuple(each + (number < rest) for number in range(pipelines))
 
 
-def splits_to_try(microbatches: int, pipelines: int, groups: Sequence[int]) -> tuple[list[Split], bool]:
+def candidate_microbatch_splits(
+    microbatches: int, pipelines: int, groups: Sequence[int]
+) -> tuple[list[Split], bool]:
     """All splits that differ (pipelines of one group are alike), or the uniform one and its neighbours.
 
     The second value says whether all were taken.
     """
     if comb(microbatches - 1, pipelines - 1) <= MOST_SPLITS:
-        splits = all_splits(microbatches, pipelines)
+        splits = enumerate_microbatch_splits(microbatches, pipelines)
         return list(dict.fromkeys(_sorted_in_groups(split, groups) for split in splits)), True
-    uniform = uniform_split(microbatches, pipelines)
+    uniform = uniform_microbatch_split(microbatches, pipelines)
     found = [uniform]
     for giver in range(pipelines):
         for taker in range(pipelines):
@@ -99,7 +101,7 @@ class PaperSchedule:
         return sum(filled.inside_s(coarse=coarse) for filled in both) / total if total else 1.0
 
 
-class Bases:
+class LlmTimelineCache:
     """Timelines of LLM pipelines, each played once."""
 
     def __init__(self) -> None:
@@ -120,10 +122,10 @@ class PaperCandidate:
         llm: PipelineCandidate,
         layout: Layout,
         recompute: dict[str, str],
-        bases: Bases | None = None,
+        bases: LlmTimelineCache | None = None,
     ) -> None:
         self.context, self.llm, self.layout, self.recompute = context, llm, layout, recompute
-        self._bases = bases or Bases()
+        self._bases = bases or LlmTimelineCache()
         names = [encoder.name for encoder in context.job.model.encoders]
         self._ranks = Ranks(layouts={**dict.fromkeys(names, layout), LLM: llm.layout})
         self.num_pipelines = self._ranks.num_pipelines(names[0]) if names else 0
@@ -145,8 +147,8 @@ class PaperCandidate:
             for encoder in context.job.model.encoders
         ]
 
-    def colocated(self, pipelines: Sequence[int]) -> ColocatedModules:
-        return ColocatedModules(self.context, self.llm, self.encoders(pipelines))
+    def colocated(self, pipelines: Sequence[int]) -> ColocatedPlanBuilder:
+        return ColocatedPlanBuilder(self.context, self.llm, self.encoders(pipelines))
 
     @cached_property
     def header(self) -> Plan:
@@ -247,7 +249,9 @@ class PaperCandidate:
 
         Even ones come first; hopeless ones are left early.
         """
-        splits, whole = splits_to_try(self.llm.microbatches, self.num_pipelines, self.first_stages)
+        splits, whole = candidate_microbatch_splits(
+            self.llm.microbatches, self.num_pipelines, self.first_stages
+        )
         fitting = [split for split in splits if max(split) <= most]
         found: PaperSchedule | None = None
         for split in sorted(fitting, key=lambda split: sum(count * count for count in split)):
@@ -278,10 +282,10 @@ class PaperCandidate:
     def plan(self, choice: PaperSchedule) -> FilledPlan:
         """The choice as programs, with what they cost."""
         pipelines, fillers = self.fillers(choice)
-        header = with_pipelines(self.header, pipelines)
+        header = _with_pipelines(self.header, pipelines)
         orders = self.base.arrange(header, fillers)
         fixed = self.colocated(pipelines).fixed_bytes()
-        return finish_plan(header, orders, fixed, estimate_s=choice.estimate_s)
+        return lower_to_plan(header, orders, fixed, estimate_s=choice.estimate_s)
 
     @cached_property
     def _fixed(self) -> list[Mapping[str, int]]:
@@ -369,7 +373,7 @@ class PaperCandidate:
             at += size
 
 
-def with_pipelines(plan: Plan, pipelines: tuple[int, ...]) -> Plan:
+def _with_pipelines(plan: Plan, pipelines: tuple[int, ...]) -> Plan:
     """A header in which every encoder's microbatches have their pipelines."""
     modules = {
         name: module if name == LLM else replace(module, pipelines=pipelines)

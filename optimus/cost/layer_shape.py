@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optimus.cost.flops import attention_pairs
-from optimus.cost.kernel import KernelList
-from optimus.cost.prices import Prices
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.flops import count_attended_pairs
+from optimus.cost.kernel import KernelListBuilder
 from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, FP32_BYTES, Experts, Mlp, Stack
@@ -27,7 +27,7 @@ class LayerShape:
     layer: int
     load: Load  # of the whole microbatch
     layout: Layout
-    prices: Prices
+    cost_model: ClusterCostModel
 
     @property
     def tokens(self) -> float:
@@ -52,8 +52,8 @@ class LayerShape:
             return self.load.squares
         return self.load.tokens * window
 
-    def kernels(self, kind: OpKind) -> KernelList:
-        return KernelList(prices=self.prices, kind=kind, tp=self.layout.tp)
+    def kernels(self, kind: OpKind) -> KernelListBuilder:
+        return KernelListBuilder(cost_model=self.cost_model, kind=kind, tp=self.layout.tp)
 
     @property
     def heads(self) -> int:
@@ -70,15 +70,15 @@ class LayerShape:
 
     def norm_s(self, *, backward: bool = False) -> float:
         tensors = NORM_BACKWARD_TENSORS if backward else NORM_TENSORS
-        return self.prices.memory_s(tensors * self.shard * self.stack.hidden * BF16_BYTES)
+        return self.cost_model.memory_s(tensors * self.shard * self.stack.hidden * BF16_BYTES)
 
     def attention_s(self, *, backward: bool = False) -> float:
         attention = self.stack.attention
-        pairs = attention_pairs(attention, self.layer, self.load) / self.layout.cp
+        pairs = count_attended_pairs(attention, self.layer, self.load) / self.layout.cp
         heads = self.heads
         flops = 2.0 * pairs * (attention.score_dim + attention.value_dim) * heads
         span = self.squares / self.load.tokens if self.load.tokens else 0.0
-        return self.prices.attention_s(
+        return self.cost_model.attention_s(
             flops=flops, tokens=span, head_dim=attention.score_dim, causal=attention.causal, backward=backward
         )
 
@@ -119,16 +119,16 @@ class LayerShape:
     def activation_s(self, mlp: Mlp, tokens: float, *, tp: int, backward: bool = False) -> float:
         """The non-linearity: reads what `up` wrote, writes what `down` reads (twice that backward)."""
         size = tokens * (mlp.up_width + mlp.width) / tp * BF16_BYTES
-        return self.prices.memory_s(size * (2 if backward else 1)) if mlp.width else 0.0
+        return self.cost_model.memory_s(size * (2 if backward else 1)) if mlp.width else 0.0
 
     def forward_s(self, gemms: list[Gemm]) -> float:
-        return sum(self.prices.gemm_s(m, n, k) for m, n, k in gemms)
+        return sum(self.cost_model.gemm_s(m, n, k) for m, n, k in gemms)
 
     def input_gradient_s(self, gemms: list[Gemm]) -> float:
-        return sum(self.prices.gemm_s(m, k, n) for m, n, k in gemms)
+        return sum(self.cost_model.gemm_s(m, k, n) for m, n, k in gemms)
 
     def weight_gradient_s(self, gemms: list[Gemm]) -> float:
-        return sum(self.prices.gemm_s(k, n, m) for m, n, k in gemms)
+        return sum(self.cost_model.gemm_s(k, n, m) for m, n, k in gemms)
 
     # Mixture of experts ----------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class LayerShape:
         return self.shard * experts.active * self.stack.hidden * BF16_BYTES
 
 
-def activation_bytes(shape: LayerShape, recompute: str) -> float:
+def saved_activation_bytes(shape: LayerShape, recompute: str) -> float:
     """Bytes of activations that a rank saves from a layer's forward to its backward.
 
     Without recomputation a GPT layer keeps sbh(34 + 5as/h)/t bytes when scores are stored,
@@ -163,7 +163,7 @@ def activation_bytes(shape: LayerShape, recompute: str) -> float:
         widths += attention.latent.width
     masks = 2.0 * hidden if stack.dropout else 0.0
     widths += _mlp_widths(shape)
-    fused = shape.prices.assumptions.fused_attention
+    fused = shape.cost_model.assumptions.fused_attention
     stored = BF16_BYTES * widths + masks
     if fused and recompute == "selective":
         stored -= BF16_BYTES * (2 * hidden + _nonlinear_widths(shape))
@@ -176,7 +176,7 @@ def activation_bytes(shape: LayerShape, recompute: str) -> float:
     return stored * shape.shard + scores
 
 
-def gradient_bytes(shape: LayerShape) -> float:
+def activation_gradient_bytes(shape: LayerShape) -> float:
     """The most gradients of activations while a layer's backward runs: behind the MLP's non-linearity."""
     return BF16_BYTES * _mlp_widths(shape) * shape.shard
 

@@ -7,14 +7,14 @@ from functools import cached_property
 
 from optimus.cost import compute, network
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.measured import Profile, Shortfall
+from optimus.cost.measured_profile import Profile, ProfileGap
 from optimus.ir.op import Lane
 from optimus.job.cluster import Cluster
 from optimus.job.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prices:
+class ClusterCostModel:
     """Seconds of kernels on one cluster."""
 
     cluster: Cluster
@@ -33,7 +33,7 @@ class Prices:
         return self._scaled(seconds / self.assumptions.efficiency)
 
     def memory_s(self, size_bytes: float) -> float:
-        return self._scaled(compute.memory_bound_s(self.cluster.gpu, size_bytes))
+        return self._scaled(compute.memory_bound_kernel_s(self.cluster.gpu, size_bytes))
 
     def tp_s(self, collective: network.Collective, size_bytes: float, tp: int) -> float:
         """A collective inside a layer, less what the framework already hides."""
@@ -88,6 +88,6 @@ class Prices:
         return layout.gpus > self.cluster.gpus_per_node
 
     @cached_property
-    def shortfalls(self) -> set[Shortfall]:
+    def profile_gaps(self) -> set[ProfileGap]:
         """Gaps of the profile met so far; for warnings, never for a price."""
         return set()

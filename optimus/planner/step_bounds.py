@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optimus.cost.module import PricedLayer
+from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.replicated_encoder import (
     ReplicatedEncoder,
-    encoder_choices,
-    replicate_over_all_gpus,
+    encoder_tp_and_recompute,
+    replicate_on_all_gpus,
 )
 from optimus.schedule.schedule_builder import ScheduleBuilder
 from optimus.schedule.simulator import simulate_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
+class StepBounds:
     """Lower bounds of a step in seconds; `encoder_s`: encoders alone on all GPUs, with their traffic."""
 
     floor_s: float
@@ -46,17 +46,17 @@ class Bounds:
         return 1.0 - (step_s - self.floor_s) / self.encoder_s if self.encoder_s else 1.0
 
 
-def find_bounds(context: PlanningContext, floor: PipelineCandidate, floor_s: float) -> Bounds:
+def compute_step_bounds(context: PlanningContext, floor: PipelineCandidate, floor_s: float) -> StepBounds:
     """Bounds of every system at this layout of the LLM."""
     encoders = context.job.model.encoders
     choices = [
         [
-            replicate_over_all_gpus(context, encoder, tp=tp, recompute=recompute)
-            for tp, recompute in encoder_choices(context, encoder)
+            replicate_on_all_gpus(context, encoder, tp=tp, recompute=recompute)
+            for tp, recompute in encoder_tp_and_recompute(context, encoder)
         ]
         for encoder in encoders
     ]
-    return Bounds(
+    return StepBounds(
         floor_s=floor_s,
         work_s=_llm_work_s(floor) + sum(min(map(_work_s, each)) for each in choices),
         critical_path_s=_llm_path_s(floor) + sum(min(map(_path_s, each)) for each in choices),
@@ -75,7 +75,7 @@ def _alone_s(spread: ReplicatedEncoder) -> float:
     for piece in range(spread.pieces):
         block, _ = spread.backwards(builder, 0, piece, last=piece == spread.pieces - 1, after=after)
         after = [block]
-    slowdown = spread.context.prices.assumptions.residence_slowdown
+    slowdown = spread.context.cost_model.assumptions.residence_slowdown
     return simulate_schedule(builder.build(), slowdown=slowdown).step_s
 
 

@@ -15,7 +15,7 @@ from optimus.job.model import Encoder, Llm, Model, Stack
 from optimus.job.typed import Amount, Count, NonNegative, Whole
 
 # Sorts of layers that the cost model tells apart; all layers of one sort have one price.
-Layers = Literal["embedding", "full", "full-experts", "window", "window-experts", "projector", "head"]
+LayerClass = Literal["embedding", "full", "full-experts", "window", "window-experts", "projector", "head"]
 # What a segment may stand for: the cost model's compute kernels, without what follows a dot.
 KERNELS = (
     KernelName.NORM1,
@@ -39,7 +39,7 @@ SHOWN = 4  # kernels that a note names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditions:
+class MeasurementConditions:
     """Host, date and software of a measurement."""
 
     host: str
@@ -51,11 +51,11 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentTime:
+class SegmentMeasurement:
     """Measured seconds of a segment of one sort of layer, for one kind of op at one size."""
 
     module: str
-    layers: Layers
+    layers: LayerClass
     segment: str
     kernels: tuple[str, ...]  # of the cost model, which the segment covers
     kind: OpKind  # F, I, W or B
@@ -68,7 +68,7 @@ class SegmentTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeTime:
+class MessageTime:
     """Measured seconds of one message size."""
 
     size_bytes: Whole
@@ -79,7 +79,7 @@ class SizeTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkTime:
+class LinkMeasurement:
     """Sends one way, or all-reduces, between processes: latency and bandwidth, and what they come from."""
 
     operation: Literal["send", "all_reduce"]
@@ -87,11 +87,11 @@ class LinkTime:
     ranks: Count
     latency_s: NonNegative
     bandwidth_bytes_per_s: Amount  # of a send; of an all-reduce, of its whole tensor
-    sizes: tuple[SizeTime, ...] = ()
+    sizes: tuple[MessageTime, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class _SegmentEstimate:
     """Seconds of a segment at the size asked for. `beyond`: outside of what was measured."""
 
     kernels: tuple[str, ...]
@@ -100,7 +100,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shortfall:
+class ProfileGap:
     """Kernels and sizes of priced layers that a profile does not cover."""
 
     module: str
@@ -115,10 +115,10 @@ class Profile:
     """A measured profile; empty for purely analytic prices."""
 
     name: str = ""
-    measured: Conditions | None = None
+    measured: MeasurementConditions | None = None
     modules: tuple[tuple[str, str], ...] = ()  # name and fingerprint of what was measured
-    segments: tuple[SegmentTime, ...] = ()
-    links: tuple[LinkTime, ...] = ()
+    segments: tuple[SegmentMeasurement, ...] = ()
+    links: tuple[LinkMeasurement, ...] = ()
     issue_s: float | None = None  # host time to issue one kernel
     slowdown: float | None = None  # of compute under a collective: share of its time that it takes longer
 
@@ -128,9 +128,9 @@ class Profile:
         return f"profile {self.name}" if self.segments else ANALYTIC
 
     @cached_property
-    def _points(self) -> dict[tuple[str, str, OpKind, int], dict[str, list[SegmentTime]]]:
+    def _points(self) -> dict[tuple[str, str, OpKind, int], dict[str, list[SegmentMeasurement]]]:
         """Rows by module, sort of layer, kind and tp; then by segment, smallest first."""
-        points: dict[tuple[str, str, OpKind, int], dict[str, list[SegmentTime]]] = {}
+        points: dict[tuple[str, str, OpKind, int], dict[str, list[SegmentMeasurement]]] = {}
         for row in sorted(self.segments, key=lambda row: row.tokens):
             key = row.module, row.layers, row.kind, row.tp
             points.setdefault(key, {}).setdefault(row.segment, []).append(row)
@@ -144,8 +144,8 @@ class Profile:
         return widths
 
     def estimates(
-        self, module: str, layers: Layers, kind: OpKind, *, tokens: float, tp: int
-    ) -> tuple[Estimate, ...]:
+        self, module: str, layers: LayerClass, kind: OpKind, *, tokens: float, tp: int
+    ) -> tuple[_SegmentEstimate, ...]:
         """Every segment measured here. R runs as F does; B is I and W where it was not measured itself.
 
         A width that was not measured divides the work of the nearest that was.
@@ -154,7 +154,7 @@ class Profile:
         if width is None:
             return ()
 
-        def rows(kind: OpKind) -> dict[str, list[SegmentTime]]:
+        def rows(kind: OpKind) -> dict[str, list[SegmentMeasurement]]:
             return self._points.get((module, layers, kind, width), {})
 
         whole = rows(OpKind.FORWARD if kind == OpKind.RECOMPUTE else kind)
@@ -186,7 +186,7 @@ class Profile:
 
     def check_model(self, model: Model) -> None:
         """Refuses a profile of another model: its seconds would be taken for this one's."""
-        fingerprints = {module.name: fingerprint(module) for module in model.modules}
+        fingerprints = {module.name: hash_module_shape(module) for module in model.modules}
         known = [name for name, _ in self.modules if name in fingerprints]
         if self.segments and not known:
             raise UserError(
@@ -213,10 +213,10 @@ class Profile:
         )
         return sorted(rows)
 
-    def notes(self, shortfalls: Iterable[Shortfall]) -> list[str]:
+    def notes(self, profile_gaps: Iterable[ProfileGap]) -> list[str]:
         """Warnings: what was priced by the formula after all, and sizes outside of those measured."""
-        grouped: dict[tuple[str, int], list[Shortfall]] = {}
-        for gap in sorted(shortfalls, key=lambda gap: (gap.module, gap.tp, gap.tokens)):
+        grouped: dict[tuple[str, int], list[ProfileGap]] = {}
+        for gap in sorted(profile_gaps, key=lambda gap: (gap.module, gap.tp, gap.tokens)):
             grouped.setdefault((gap.module, gap.tp), []).append(gap)
         warnings = []
         for (module, tp), group in grouped.items():
@@ -239,7 +239,7 @@ class Profile:
         return warnings
 
 
-def layers_sort(stack: Stack, layer: int) -> Layers:
+def classify_layer(stack: Stack, layer: int) -> LayerClass:
     """The sort of a layer of a stack: what of it the cost model prices alike."""
     windowed, experts = stack.attention.window_of(layer) is not None, stack.has_experts(layer)
     if experts:
@@ -247,15 +247,15 @@ def layers_sort(stack: Stack, layer: int) -> Layers:
     return "window" if windowed else "full"
 
 
-def representative_layers(stack: Stack) -> dict[Layers, int]:
+def first_layer_of_each_class(stack: Stack) -> dict[LayerClass, int]:
     """The first layer of every sort: what a profiler has to measure."""
-    first_layers: dict[Layers, int] = {}
+    first_layers: dict[LayerClass, int] = {}
     for layer in range(stack.layers):
-        first_layers.setdefault(layers_sort(stack, layer), layer)
+        first_layers.setdefault(classify_layer(stack, layer), layer)
     return first_layers
 
 
-def fingerprint(module: Encoder | Llm) -> str:
+def hash_module_shape(module: Encoder | Llm) -> str:
     """A hash of the shapes of a module's layers: not of their number, nor of what is trained."""
     fields = asdict(module)
     for name in ("name", "train", "recompute", "source", "feeds"):
@@ -269,7 +269,7 @@ def fingerprint(module: Encoder | Llm) -> str:
     return hashes["module"][:16]
 
 
-def _at(points: list[SegmentTime], tokens: float) -> Estimate:
+def _at(points: list[SegmentMeasurement], tokens: float) -> _SegmentEstimate:
     """Straight lines between sizes; outside, the nearest size in proportion."""
     first, last = points[0], points[-1]
     if not first.tokens <= tokens <= last.tokens:
@@ -280,11 +280,11 @@ def _at(points: list[SegmentTime], tokens: float) -> Estimate:
         a, b = points[max(high - 1, 0)], points[high]
         share = (tokens - a.tokens) / (b.tokens - a.tokens) if b.tokens > a.tokens else 1.0
         seconds, beyond = a.median_s + share * (b.median_s - a.median_s), False
-    return Estimate(kernels=first.kernels, seconds=seconds, beyond=beyond)
+    return _SegmentEstimate(kernels=first.kernels, seconds=seconds, beyond=beyond)
 
 
-def _sum(parts: list[Estimate]) -> Estimate:
-    return Estimate(
+def _sum(parts: list[_SegmentEstimate]) -> _SegmentEstimate:
+    return _SegmentEstimate(
         kernels=parts[0].kernels,
         seconds=sum(part.seconds for part in parts),
         beyond=any(part.beyond for part in parts),

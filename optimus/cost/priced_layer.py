@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from optimus.cost import flops
-from optimus.cost.kernel import Kernel, KernelList, spread_profile
-from optimus.cost.layer import backward, forward, selective_recompute, weight_gradients
-from optimus.cost.measured import Layers, layers_sort
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.kernel import Kernel, KernelListBuilder, apply_measured_times
+from optimus.cost.layer_kernels import (
+    list_backward_kernels,
+    list_forward_kernels,
+    list_selective_recompute_kernels,
+    list_weight_grad_kernels,
+)
+from optimus.cost.layer_shape import LayerShape, activation_gradient_bytes, saved_activation_bytes
+from optimus.cost.measured_profile import LayerClass, classify_layer
 from optimus.cost.network import Collective
-from optimus.cost.prices import Prices
-from optimus.cost.shape import LayerShape, activation_bytes, gradient_bytes
 from optimus.ir.kernel_names import KernelName
 from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
@@ -48,8 +53,8 @@ class PricedLayer:
         return dense + self.expert_parameters / self.layout.expert_replica_ranks
 
 
-def price_encoder(
-    encoder: Encoder, load: Load, layout: Layout, prices: Prices, recompute: str
+def price_encoder_layers(
+    encoder: Encoder, load: Load, layout: Layout, cost_model: ClusterCostModel, recompute: str
 ) -> tuple[PricedLayer, ...]:
     """Patch embedding, layers, projector."""
     tokens, hidden, tp = load.tokens / layout.cp, encoder.stack.hidden, layout.tp
@@ -64,18 +69,18 @@ def price_encoder(
         name=f"{encoder.name}.embedding",
         module=encoder.name,
         layout=layout,
-        kernels=_encoder_embedding_kernels(encoder, tokens, layout, prices),
+        kernels=_encoder_embedding_kernels(encoder, tokens, layout, cost_model),
         parameters=encoder.embedding_parameters,
         activation_bytes=kept * tokens / tp * encoder.patch_inputs * BF16_BYTES,
         output_bytes=state_bytes,
         trained=encoder.train,
-        flops=flops.embedding_flops(encoder, load),
+        flops=flops.patch_embedding_flops(encoder, load),
     )
     last = PricedLayer(
         name=f"{encoder.name}.projector",
         module=encoder.name,
         layout=layout,
-        kernels=_projector_kernels(encoder, tokens, layout, prices),
+        kernels=_projector_kernels(encoder, tokens, layout, cost_model),
         parameters=encoder.projector_parameters + encoder.stack.norm_parameters,
         activation_bytes=learns
         * (state_bytes + llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES)
@@ -89,18 +94,24 @@ def price_encoder(
         encoder.stack,
         load,
         layout,
-        prices,
+        cost_model,
         recompute,
         train=encoder.train,
         passes_gradients=encoder.train,
     )
-    first = _measured(first, "embedding", tokens, prices)
-    last = _measured(last, "projector", tokens, prices)
+    first = _measured(first, "embedding", tokens, cost_model)
+    last = _measured(last, "projector", tokens, cost_model)
     return (first, *layers, last)
 
 
-def price_llm(
-    llm: Llm, load: Load, layout: Layout, prices: Prices, recompute: str, *, upstream_trained: bool = True
+def price_llm_layers(
+    llm: Llm,
+    load: Load,
+    layout: Layout,
+    cost_model: ClusterCostModel,
+    recompute: str,
+    *,
+    upstream_trained: bool = True,
 ) -> tuple[PricedLayer, ...]:
     """Embedding, layers, head. A frozen LLM still passes gradients to what is trained before it."""
     tokens, hidden, tp = load.tokens / layout.cp, llm.stack.hidden, layout.tp
@@ -110,13 +121,13 @@ def price_llm(
         name=f"{llm.name}.embedding",
         module=llm.name,
         layout=layout,
-        kernels=_llm_embedding_kernels(llm, tokens, layout, prices),
+        kernels=_llm_embedding_kernels(llm, tokens, layout, cost_model),
         parameters=llm.embedding_parameters / tp,
         activation_bytes=0.0,
         output_bytes=state_bytes,
         trained=llm.train,
     )
-    kernels = _llm_head_kernels(llm, tokens, layout, prices)
+    kernels = _llm_head_kernels(llm, tokens, layout, cost_model)
     tied = llm.vocab * hidden / tp if llm.tied and layout.pp > 1 else 0.0  # the last stage's own copy
     head = PricedLayer(
         name=f"{llm.name}.head",
@@ -129,14 +140,14 @@ def price_llm(
         activation_bytes=2 * state_bytes,
         output_bytes=0.0,
         trained=llm.train,
-        flops=flops.head_flops(llm, load),
+        flops=flops.lm_head_flops(llm, load),
         logits_bytes=tokens * llm.vocab / tp * KEPT_BYTES_PER_LOGIT,
     )
     layers = _stack_layers(
-        llm.name, llm.stack, load, layout, prices, recompute, train=llm.train, passes_gradients=passes
+        llm.name, llm.stack, load, layout, cost_model, recompute, train=llm.train, passes_gradients=passes
     )
-    embedding = _measured(embedding, "embedding", tokens, prices)
-    head = _measured(head, "head", tokens, prices)
+    embedding = _measured(embedding, "embedding", tokens, cost_model)
+    head = _measured(head, "head", tokens, cost_model)
     return (embedding, *layers, head)
 
 
@@ -145,7 +156,7 @@ def _stack_layers(
     stack: Stack,
     load: Load,
     layout: Layout,
-    prices: Prices,
+    cost_model: ClusterCostModel,
     recompute: str,
     *,
     train: bool,
@@ -158,18 +169,20 @@ def _stack_layers(
         sort = (stack.has_experts(index), stack.attention.window_of(index))
         if sort not in priced:
             shape = LayerShape(
-                module=module, stack=stack, layer=index, load=load, layout=layout, prices=prices
+                module=module, stack=stack, layer=index, load=load, layout=layout, cost_model=cost_model
             )
             layer = _price_layer(shape, recompute, train=train, passes_gradients=passes_gradients)
-            priced[sort] = _measured(layer, layers_sort(stack, index), shape.tokens, prices)
+            priced[sort] = _measured(layer, classify_layer(stack, index), shape.tokens, cost_model)
         layers.append(replace(priced[sort], name=f"{module}.{index}"))
     return layers
 
 
-def _measured(layer: PricedLayer, sort: Layers, tokens: float, prices: Prices) -> PricedLayer:
+def _measured(
+    layer: PricedLayer, sort: LayerClass, tokens: float, cost_model: ClusterCostModel
+) -> PricedLayer:
     """The layer at what a profile says of it."""
-    kernels = spread_profile(
-        layer.kernels, prices, module=layer.module, layers=sort, tokens=tokens, tp=layer.layout.tp
+    kernels = apply_measured_times(
+        layer.kernels, cost_model, module=layer.module, layers=sort, tokens=tokens, tp=layer.layout.tp
     )
     return replace(layer, kernels=kernels)
 
@@ -177,29 +190,29 @@ def _measured(layer: PricedLayer, sort: Layers, tokens: float, prices: Prices) -
 def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradients: bool) -> PricedLayer:
     again: tuple[Kernel, ...] = ()
     if recompute == "full":
-        again = tuple(forward(shape, OpKind.RECOMPUTE))
+        again = tuple(list_forward_kernels(shape, OpKind.RECOMPUTE))
     elif recompute == "selective":
-        again = tuple(selective_recompute(shape))
-    inputs = _chain(again, tuple(backward(shape, weights=False))) if passes_gradients else ()
-    both = _chain(again, tuple(backward(shape, weights=True))) if train else inputs
+        again = tuple(list_selective_recompute_kernels(shape))
+    inputs = _chain(again, tuple(list_backward_kernels(shape, weights=False))) if passes_gradients else ()
+    both = _chain(again, tuple(list_backward_kernels(shape, weights=True))) if train else inputs
     stack, layout = shape.stack, shape.layout
     experts, replicated = stack.expert_parameters(shape.layer), stack.replicated_parameters(shape.layer)
-    kept = activation_bytes(shape, recompute) if passes_gradients else 0.0
+    kept = saved_activation_bytes(shape, recompute) if passes_gradients else 0.0
     return PricedLayer(
         name="",
         module=shape.module,
         layout=layout,
         kernels={
-            OpKind.FORWARD: tuple(forward(shape)),
+            OpKind.FORWARD: tuple(list_forward_kernels(shape)),
             OpKind.BACKWARD: both,
             OpKind.INPUT_GRAD: inputs,
-            OpKind.WEIGHT_GRAD: tuple(weight_gradients(shape)) if train else (),
+            OpKind.WEIGHT_GRAD: tuple(list_weight_grad_kernels(shape)) if train else (),
         },
         parameters=replicated + (stack.layer_parameters(shape.layer) - experts - replicated) / layout.tp,
         expert_parameters=experts / layout.ep,
         activation_bytes=kept,
-        recomputed_bytes=activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
-        gradient_bytes=gradient_bytes(shape) if passes_gradients else 0.0,
+        recomputed_bytes=saved_activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
+        gradient_bytes=activation_gradient_bytes(shape) if passes_gradients else 0.0,
         output_bytes=shape.shard * stack.hidden * BF16_BYTES,
         trained=train,
         flops=flops.layer_flops(stack, shape.layer, shape.load),
@@ -227,44 +240,46 @@ LOSS_BYTES_PER_LOGIT = BF16_BYTES + 2 * FP32_BYTES
 KEPT_BYTES_PER_LOGIT = BF16_BYTES + FP32_BYTES
 
 
-def _kernel_list(prices: Prices, kind: OpKind, tp: int) -> KernelList:
-    return KernelList(prices=prices, kind=kind, tp=tp)
+def _kernel_list(cost_model: ClusterCostModel, kind: OpKind, tp: int) -> KernelListBuilder:
+    return KernelListBuilder(cost_model=cost_model, kind=kind, tp=tp)
 
 
-def _llm_embedding_kernels(llm: Llm, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
+def _llm_embedding_kernels(
+    llm: Llm, tokens: float, layout: Layout, cost_model: ClusterCostModel
+) -> KernelsByKind:
     """A look-up in a table split over the vocabulary; the sum is scattered over the sequence."""
     size = tokens * llm.stack.hidden * BF16_BYTES
-    forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
-    forward.compute(KernelName.EMBEDDING, prices.memory_s(2 * size))
+    forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
+    forward.compute(KernelName.EMBEDDING, cost_model.memory_s(2 * size))
     forward.collective(KernelName.EMBEDDING.scatter, Collective.REDUCE_SCATTER, size)
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels), OpKind.INPUT_GRAD: ()}
     for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
-        back = _kernel_list(prices, kind, layout.tp)
+        back = _kernel_list(cost_model, kind, layout.tp)
         if llm.train:
             back.collective(KernelName.EMBEDDING.gather, Collective.ALL_GATHER, size)
-            back.compute(KernelName.EMBEDDING.wgrad, prices.memory_s(3 * size))
+            back.compute(KernelName.EMBEDDING.wgrad, cost_model.memory_s(3 * size))
         result[kind] = tuple(back.kernels)
     return result
 
 
-def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
+def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, cost_model: ClusterCostModel) -> KernelsByKind:
     """Final norm, logits and loss; the weight gradient stays in kind W when it is split off."""
     hidden, columns = llm.stack.hidden, llm.vocab / layout.tp
     size = tokens * hidden * BF16_BYTES
-    norm_s = prices.memory_s(4 * tokens * hidden / layout.tp * BF16_BYTES)
-    loss_s = prices.memory_s(tokens * columns * LOSS_BYTES_PER_LOGIT)
-    forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
+    norm_s = cost_model.memory_s(4 * tokens * hidden / layout.tp * BF16_BYTES)
+    loss_s = cost_model.memory_s(tokens * columns * LOSS_BYTES_PER_LOGIT)
+    forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
     forward.compute(KernelName.HEAD_NORM, norm_s)
     forward.collective(KernelName.HEAD.gather, Collective.ALL_GATHER, size)
-    forward.compute(KernelName.HEAD, prices.gemm_s(tokens, columns, hidden) + loss_s)
+    forward.compute(KernelName.HEAD, cost_model.gemm_s(tokens, columns, hidden) + loss_s)
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels)}
     for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
-        back = _kernel_list(prices, kind, layout.tp)
+        back = _kernel_list(cost_model, kind, layout.tp)
         if kind != OpKind.WEIGHT_GRAD:
-            back.compute(KernelName.HEAD.dgrad, prices.gemm_s(tokens, hidden, columns) + loss_s)
+            back.compute(KernelName.HEAD.dgrad, cost_model.gemm_s(tokens, hidden, columns) + loss_s)
             back.collective(KernelName.HEAD.scatter, Collective.REDUCE_SCATTER, size)
         if kind != OpKind.INPUT_GRAD and llm.train:
-            back.compute(KernelName.HEAD.wgrad, prices.gemm_s(hidden, columns, tokens))
+            back.compute(KernelName.HEAD.wgrad, cost_model.gemm_s(hidden, columns, tokens))
         if kind != OpKind.WEIGHT_GRAD:
             back.compute(KernelName.HEAD_NORM, norm_s)
         result[kind] = tuple(back.kernels)
@@ -272,39 +287,43 @@ def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, prices: Prices) -
 
 
 def _encoder_embedding_kernels(
-    encoder: Encoder, tokens: float, layout: Layout, prices: Prices
+    encoder: Encoder, tokens: float, layout: Layout, cost_model: ClusterCostModel
 ) -> KernelsByKind:
     """Patches (or mel frames) to hidden states, every rank its own tokens; no input gradient."""
     shard, hidden, inputs = tokens / layout.tp, encoder.stack.hidden, encoder.patch_inputs
-    forward = _kernel_list(prices, OpKind.FORWARD, layout.tp)
-    forward.compute(KernelName.PATCHES, prices.gemm_s(shard, hidden, inputs))
+    forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
+    forward.compute(KernelName.PATCHES, cost_model.gemm_s(shard, hidden, inputs))
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels), OpKind.INPUT_GRAD: ()}
     for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
-        back = _kernel_list(prices, kind, layout.tp)
+        back = _kernel_list(cost_model, kind, layout.tp)
         if encoder.train:
-            back.compute(KernelName.PATCHES.wgrad, prices.gemm_s(inputs, hidden, shard))
+            back.compute(KernelName.PATCHES.wgrad, cost_model.gemm_s(inputs, hidden, shard))
         result[kind] = tuple(back.kernels)
     return result
 
 
-def _projector_kernels(encoder: Encoder, tokens: float, layout: Layout, prices: Prices) -> KernelsByKind:
+def _projector_kernels(
+    encoder: Encoder, tokens: float, layout: Layout, cost_model: ClusterCostModel
+) -> KernelsByKind:
     """Encoder tokens to LLM tokens, once per LLM layer fed; every rank its own tokens."""
     rows = tokens / layout.tp / encoder.projector.merge
     gemms = encoder.projector.linears(encoder.stack.hidden)
     times = len(encoder.feeds)
-    prices_of = {
-        OpKind.FORWARD: sum(prices.gemm_s(rows, n, k) for k, n in gemms),
-        OpKind.INPUT_GRAD: sum(prices.gemm_s(rows, k, n) for k, n in gemms) if encoder.train else 0.0,
-        OpKind.WEIGHT_GRAD: sum(prices.gemm_s(k, n, rows) for k, n in gemms)
+    seconds_by_kind = {
+        OpKind.FORWARD: sum(cost_model.gemm_s(rows, n, k) for k, n in gemms),
+        OpKind.INPUT_GRAD: sum(cost_model.gemm_s(rows, k, n) for k, n in gemms) if encoder.train else 0.0,
+        OpKind.WEIGHT_GRAD: sum(cost_model.gemm_s(k, n, rows) for k, n in gemms)
         if encoder.projector.train
         else 0.0,
     }
     if encoder.projector.train and not encoder.train:  # gradients still pass between its own linears
-        prices_of[OpKind.INPUT_GRAD] = sum(prices.gemm_s(rows, k, n) for k, n in gemms[1:])
-    prices_of[OpKind.BACKWARD] = prices_of[OpKind.INPUT_GRAD] + prices_of[OpKind.WEIGHT_GRAD]
+        seconds_by_kind[OpKind.INPUT_GRAD] = sum(cost_model.gemm_s(rows, k, n) for k, n in gemms[1:])
+    seconds_by_kind[OpKind.BACKWARD] = (
+        seconds_by_kind[OpKind.INPUT_GRAD] + seconds_by_kind[OpKind.WEIGHT_GRAD]
+    )
     result: KernelsByKind = {}
-    for kind, seconds in prices_of.items():
-        kernels = _kernel_list(prices, kind, layout.tp)
+    for kind, seconds in seconds_by_kind.items():
+        kernels = _kernel_list(cost_model, kind, layout.tp)
         if seconds > 0:
             kernels.compute(KernelName.PROJECTOR, times * seconds)
         result[kind] = tuple(kernels.kernels)

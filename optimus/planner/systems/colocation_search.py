@@ -16,13 +16,13 @@ import numpy as np
 
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
-from optimus.planner.encoder_layouts import common_layouts, own_layouts
+from optimus.planner.encoder_layouts import common_encoder_layouts, valid_encoder_layouts
 from optimus.planner.filled_plan import ScheduledLayout
 from optimus.planner.rejected import RejectedLayout
-from optimus.planner.systems.colocated import even_counts
+from optimus.planner.systems.colocated_plan import split_layers_evenly
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.planner.systems.traffic_cut import counts_by_traffic, moved
+from optimus.planner.systems.traffic_cut import _split_layers_by_traffic, move_layer
 from optimus.schedule.fill import FillResult
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
@@ -101,7 +101,7 @@ class ColocationSearch:
     def _layouts(self) -> list[ColocationCandidate]:
         """Layouts common to all encoders, each with what costs least time and fits."""
         found: list[Layout] = []
-        for layout in common_layouts(self.context, self.llm.layout):
+        for layout in common_encoder_layouts(self.context, self.llm.layout):
             self.considered += 1
             if isinstance(layout, RejectedLayout):
                 self.rejected.append(layout)
@@ -238,7 +238,7 @@ class ColocationSearch:
             for encoder in self.context.job.model.encoders:
                 own = {
                     str(layout): {**layouts, encoder.name: layout}
-                    for layout in own_layouts(self.context, encoder, self.llm.layout)
+                    for layout in valid_encoder_layouts(self.context, encoder, self.llm.layout)
                     if layout != layouts[encoder.name]
                 }
                 yield from (trial.beside for trial in self._fitting(own, 1))
@@ -277,10 +277,10 @@ class ColocationSearch:
         stages = header.modules[name].layout.pp
         ends = [tried.arranged.ends_s[stage_of == stage].max() for stage in range(stages)]
         inner = self.context.job.model.encoder(name).stack.layers
-        counts = chosen.counts or even_counts(inner, stages)
+        counts = chosen.counts or split_layers_evenly(inner, stages)
         *others, last = np.argsort(ends).tolist()
         for taker in others[:2] if counts[last] > 1 else ():
-            beside = {**tried.beside, name: replace(chosen, counts=moved(counts, last, taker))}
+            beside = {**tried.beside, name: replace(chosen, counts=move_layer(counts, last, taker))}
             trial = self._trial(beside)
             if self._ops_left > 0 and trial.fits:
                 yield self._arranged(trial, tried.arranged.shift_s)
@@ -291,7 +291,7 @@ class ColocationSearch:
         for name, chosen in tried.beside.items():
             encoder = self.context.job.model.encoder(name)
             layers = self.context.encoder_layers(encoder, chosen.layout, self.llm.sequences, chosen.recompute)
-            counts = counts_by_traffic(self.context, layers, tried.trial.base, chosen.layout.pp)
+            counts = _split_layers_by_traffic(self.context, layers, tried.trial.base, chosen.layout.pp)
             found[name] = replace(chosen, counts=counts)
         yield found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from optimus.cost.assumptions import Assumptions
-from optimus.cost.measured import Profile
+from optimus.cost.measured_profile import Profile
 from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.ir.ranks import LLM
 from optimus.job.checks import check_job

@@ -27,7 +27,7 @@ Steps = tuple[float, ...]  # seconds of a step, by seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseLevel:
+class StepsUnderNoise:
     """Steps under one noise level, with the same seeds for all systems."""
 
     noise: DurationNoise
@@ -45,14 +45,14 @@ class NoiseLevel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnderNoise:
+class NoiseStudy:
     """Steps and speed-up of a plan under noise, level by level."""
 
     against: str | None  # the system that the speed-up is over
     claimed_speedup: float | None  # of the plan without noise
-    levels: tuple[NoiseLevel, ...]
+    levels: tuple[StepsUnderNoise, ...]
 
-    def lost_points(self, policy: str, level: NoiseLevel) -> float | None:
+    def lost_points(self, policy: str, level: StepsUnderNoise) -> float | None:
         """Returns the percentage points of speed-up lost; negative if noise hurts the other system more."""
         speedup = level.speedup(policy)
         if speedup is None or self.claimed_speedup is None:
@@ -60,14 +60,14 @@ class UnderNoise:
         return 100 * (self.claimed_speedup - speedup)
 
 
-def simulate_noise(
+def simulate_under_noise(
     plan: Plan,
     comparison: Comparison,
     *,
     against: str | None = None,
     levels: Sequence[DurationNoise] = NOISE_LEVELS,
     seeds: int = SEEDS,
-) -> UnderNoise:
+) -> NoiseStudy:
     """Simulates a plan of `comparison` under every noise level, in both order policies.
 
     `static` keeps the plan's order on every lane; `two-stream` gives the LLM's kernels priority. The floor
@@ -77,11 +77,11 @@ def simulate_noise(
     policies = _Policies(plan, ours.schedule)
     floor = _simulator(plan, comparison.floor.schedule())
     others = None if other is None else _simulator(plan, comparison.systems[other].schedule)
-    return UnderNoise(
+    return NoiseStudy(
         against=other,
         claimed_speedup=None if other is None else comparison.systems[other].step_s / plan.claims.step_s,
         levels=tuple(
-            NoiseLevel(
+            StepsUnderNoise(
                 noise=noise,
                 floor_s=floor(noise, seeds),
                 other_s=() if others is None else others(noise, seeds),
