@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from benchmarks.paced_tp_job import TP, VISION, TpJob
+from benchmarks.without_tp_slots import SlotlessCandidate
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.layout import Layout
@@ -17,7 +18,6 @@ from optimus.planner.systems.colocated_plan import ColocatedEncoder
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import build_llm_pipeline
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.planner.systems.slots import SlotlessCandidate
 from optimus.schedule.fill import expand_to_all_tp_blocks, order_encoders_around_llm
 
 OURS, FLOOR = "ours", "the LLM alone"

@@ -24,6 +24,7 @@ from benchmarks.ranks import PINNED_TIMEOUT_S, Progress, Report, prioritize_gloo
 from benchmarks.report import BenchResult
 from benchmarks.shaped_net import INTERFACE, enter_namespace, shaped_links
 from benchmarks.timing import Timings, alternate, check_losses, total_loss, variant_times
+from benchmarks.without_tp_slots import remove_tp_slots
 from optimus.cost.measured_profile import Profile
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
@@ -40,7 +41,6 @@ from optimus.job.read import find_job
 from optimus.models.collectives import TpGroup
 from optimus.planner.plan_replay import replay_plan
 from optimus.planner.planning import make_plan
-from optimus.planner.systems.slots import remove_tp_slots
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_machine
 from optimus.profiler.segments import LocalTpGroup, profile_job

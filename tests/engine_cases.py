@@ -8,6 +8,7 @@ from typing import Any
 
 from random_plans import bound
 
+from benchmarks.without_tp_slots import remove_tp_slots
 from optimus.cost.assumptions import get_preset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -21,7 +22,6 @@ from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import build_llm_pipeline
-from optimus.planner.systems.slots import remove_tp_slots
 
 TOKENS = 24
 SEQUENCES = {

@@ -15,8 +15,8 @@ from optimus.ir.plan import Bucket, Plan, PlannedChunk, PlannedModule, Program, 
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.encoder_layouts import encoder_layout_error
 from optimus.planner.filled_plan import lower_to_plan
+from optimus.planner.layouts import encoder_layout_error
 from optimus.planner.systems.colocated_plan import (
     ColocatedEncoder,
     ColocatedPlanBuilder,

@@ -14,7 +14,7 @@ from optimus.planner.systems.layer_partition import (
     minimize_largest_stage,
     neighbouring_cuts,
 )
-from optimus.planner.systems.stage0 import cut_encoders_into_stage0
+from optimus.planner.systems.single_pipeline import cut_encoders_into_stage0
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 

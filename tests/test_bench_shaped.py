@@ -18,11 +18,11 @@ from benchmarks.__main__ import run
 from benchmarks.shaped import COMPARISONS, JOB, Axis, ShapedSetup, bench_shaped, compare, predict
 from benchmarks.shaped_net import enter_namespace, shaped_links
 from benchmarks.timing import Timings
+from benchmarks.without_tp_slots import remove_tp_slots
 from optimus.errors import UserError
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
-from optimus.planner.systems.slots import remove_tp_slots
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="makes network namespaces"

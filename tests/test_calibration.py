@@ -12,8 +12,7 @@ from optimus.cli.comparison import comparison_json, comparison_text
 from optimus.cost.measured_profile import ANALYTIC
 from optimus.job.job import Job, Today
 from optimus.job.layout import LayoutChoice
-from optimus.planner.calibration import Calibration
-from optimus.planner.compare import compare_systems
+from optimus.planner.compare import Calibration, compare_systems
 from optimus.planner.planning import make_plan
 
 SYSTEMS = ("today", "three-phase", "separate-gpus", "fsdp", "paper")

@@ -17,16 +17,14 @@ from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
-from optimus.planner.encoder_layouts import valid_encoder_layouts
 from optimus.planner.filled_plan import FilledPlan
-from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.layouts import choose_smallest_context, valid_encoder_layouts
 from optimus.planner.systems.base import simulate_step_s
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus, split_layers_evenly
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.colocation_search import ColocationSearch
+from optimus.planner.systems.colocation_search import ColocationSearch, move_layer
 from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
 from optimus.planner.systems.optimus import search_optimus_plan
-from optimus.planner.systems.traffic_cut import move_layer
 from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
 from optimus.verify.validator import check_plan
 

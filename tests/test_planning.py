@@ -26,12 +26,10 @@ from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
-from optimus.planner.encoder_layouts import common_encoder_layouts
-from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.filled_plan import RejectedLayout
+from optimus.planner.layouts import choose_smallest_context, common_encoder_layouts, rank_llm_layouts
 from optimus.planner.plan_replay import replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
-from optimus.planner.ranking import rank_llm_layouts
-from optimus.planner.rejected import RejectedLayout
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.paper import PaperSystem
 

@@ -14,8 +14,7 @@ from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
-from optimus.planner.layouts import enumerate_llm_layouts
-from optimus.planner.ranking import MOST_KEPT, rank_llm_layouts
+from optimus.planner.layouts import MOST_KEPT, enumerate_llm_layouts, rank_llm_layouts
 
 SMALL = "paper/small-a100"
 DEFAULT = get_preset("default")

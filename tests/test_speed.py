@@ -19,9 +19,9 @@ from service_user import NOBODY, PACKAGE
 from optimus.cost.assumptions import get_preset
 from optimus.job.read import find_job
 from optimus.planner.layouts import choose_smallest_context
-from optimus.planner.systems.balanced import BalancedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.single_pipeline import BalancedSystem
 from optimus.schedule.simulator import simulate_schedule
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone]

@@ -15,10 +15,9 @@ from optimus.ir.op import Lane, OpKind
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.layouts import choose_smallest_context
-from optimus.planner.systems.balanced import BalancedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, load_system, plan_making_systems
-from optimus.planner.systems.stage0 import Stage0System
+from optimus.planner.systems.single_pipeline import BalancedSystem, Stage0System
 from optimus.schedule.bubbles import CAUSES, busy_s, sum_bubbles_by_cause
 from optimus.schedule.simulator import simulate_schedule
 

@@ -29,8 +29,7 @@ from optimus.planner.plan_replay import replay_llm_alone, replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
 from optimus.schedule.bubbles import CAUSES, busy_s
 from optimus.sensitivity.time_breakdown import BUSY, LABELS, break_down_step, describe_step_difference
-from optimus.sensitivity.why_not import LayoutExplanation, explain_layout
-from optimus.sensitivity.why_not_memory import find_memory_requirement
+from optimus.sensitivity.why_not import LayoutExplanation, explain_layout, find_memory_requirement
 
 TINY = "cpu/tiny-vl"
 AT_ONCE = (TINY, "paper/dual-22-11")  # jobs that are rebuilt in every run of the tests

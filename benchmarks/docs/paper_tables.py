@@ -23,10 +23,8 @@ from optimus.job.job import Job
 from optimus.job.model import Recompute
 from optimus.job.read import find_job
 from optimus.job.workload import PackedSequence
-from optimus.planner.encoder_layouts import common_encoder_layouts
-from optimus.planner.filled_plan import FilledPlan
-from optimus.planner.layouts import choose_smallest_context
-from optimus.planner.rejected import RejectedLayout
+from optimus.planner.filled_plan import FilledPlan, RejectedLayout
+from optimus.planner.layouts import choose_smallest_context, common_encoder_layouts
 from optimus.planner.step_bounds import StepBounds, compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.llm_only import LlmPipelines

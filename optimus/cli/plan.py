@@ -352,7 +352,7 @@ def _memory(planned: PlanningResult) -> str:
 
 def _rejected(planned: PlanningResult) -> list[str]:
     """Counts rejected layouts by reason, with one example of each."""
-    from optimus.planner.rejected import summarize_rejections
+    from optimus.planner.filled_plan import summarize_rejections
 
     return wrap("rejected", "; ".join(summarize_rejections(planned.rejected)) or "none")
 

@@ -13,7 +13,6 @@ from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
-from optimus.planner.rejected import RejectedLayout
 from optimus.schedule.lower import LoweredPlan, lower_to_programs
 from optimus.schedule.phase_templates import SECONDS_DIGITS
 from optimus.schedule.plan_claims import compute_class_memory, encoder_seconds_by_region
@@ -172,3 +171,27 @@ class SearchResult:
             priced = context.piece(encoder, sequences, count, across)
             bins[encoder.name] = EncoderBins(bins=count, sharing="pieces", priced_sequences=priced)
         return BatchAssignment(replicas=replicas, microbatches=plan.microbatches, encoders=bins)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejectedLayout:
+    """A layout that was not taken, and why."""
+
+    layout: Layout
+    reason: str
+    module: str = "llm"
+    peak_bytes: float | None = None  # what it would need, where memory is the reason
+
+    @property
+    def words(self) -> str:
+        """`vision dp96 pp4 tp8`, or the LLM's alone."""
+        return str(self.layout) if self.module == "llm" else f"{self.module} {self.layout}"
+
+
+def summarize_rejections(rejected: Sequence[RejectedLayout]) -> list[str]:
+    """`3 memory (e.g. vision dp96 pp4 tp8, 88.4 of 80 GB)`: how often each sort of reason was met."""
+    by_sort: dict[str, list[str]] = {}
+    for each in rejected:
+        sort, _, rest = each.reason.partition(":")
+        by_sort.setdefault(sort, []).append(f"{each.words}, {rest.strip()}")
+    return [f"{len(found)} {sort} (e.g. {found[-1]})" for sort, found in sorted(by_sort.items())]

@@ -18,7 +18,7 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import SearchResult
 from optimus.protocols import SystemCandidate
 from optimus.schedule.bubbles import Bubbles, average_bubbles, sum_bubbles_by_cause
-from optimus.schedule.simulator import Timeline
+from optimus.schedule.simulator import Timeline, simulate_schedule
 
 if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
@@ -107,12 +107,12 @@ class BaseSystem(ABC):
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
         """Simulates one candidate and derives the figures that systems are compared by."""
         context, memories, schedule = candidate.context, candidate.memories, candidate.schedule()
-        job, timeline = context.job, simulate_in_context(context, schedule)
+        job, timeline = context.job, _simulate_in_context(context, schedule)
         worst = max(range(len(memories)), key=lambda device: memories[device].total)
         model = job.model if self.runs_encoders else replace(job.model, encoders=())
         peak_flops = job.cluster.gpu.peak_flops * job.cluster.gpus
         tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
-        overlapped = simulate_in_context(context, _overlap_tp(context, schedule))
+        overlapped = _simulate_in_context(context, _overlap_tp(context, schedule))
         return SimulatedSystem(
             name=self.name,
             how=candidate.describe(),
@@ -133,17 +133,15 @@ class BaseSystem(ABC):
 C = TypeVar("C", bound=SystemCandidate)
 
 
-def simulate_in_context(context: PlanningContext, schedule: Schedule) -> Timeline:
+def _simulate_in_context(context: PlanningContext, schedule: Schedule) -> Timeline:
     """Simulates a schedule under the context's assumptions."""
     assumptions = context.cost_model.assumptions
-    return _simulate_schedule(
-        schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s
-    )
+    return simulate_schedule(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
 
 
 def simulate_step_s(candidate: SystemCandidate) -> float:
     """Returns the step time of a candidate, simulated kernel by kernel."""
-    return simulate_in_context(candidate.context, candidate.schedule()).step_s
+    return _simulate_in_context(candidate.context, candidate.schedule()).step_s
 
 
 def select_fastest(context: PlanningContext, name: str, candidates: Iterable[C]) -> C:

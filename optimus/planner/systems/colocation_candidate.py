@@ -14,8 +14,7 @@ from optimus.ir.plan import Plan
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, lower_to_plan
-from optimus.planner.rejected import RejectedLayout
+from optimus.planner.filled_plan import FilledPlan, RejectedLayout, lower_to_plan
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.fill import Fill, FillResult, expand_to_all_tp_blocks

@@ -14,7 +14,7 @@ from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext, Policy
 from optimus.planner.systems.op_order_search import (
     can_list_schedule,
-    list_schedule_pipeline,
+    greedy_order_candidates,
     search_op_orders,
 )
 from optimus.planner.systems.pipeline import (
@@ -202,7 +202,7 @@ def _build(
     for policy in policies:
         pipeline = _pipeline(context, modules, policy, spec)
         if spec.order_name == GREEDY:
-            listed = list(list_schedule_pipeline(pipeline))
+            listed = list(greedy_order_candidates(pipeline))
             if listed:
                 return min(listed, key=lambda made: made.estimate_s)
         elif pipeline.fits:

@@ -38,7 +38,7 @@ def search_op_orders(starts: Sequence[PipelineCandidate]) -> Iterator[PipelineCa
     small = [start for start in near if _num_ops(start) <= SMALL_OPS][:1]
     for start in listed[:1]:
         if start not in small:
-            yield from list_schedule_pipeline(start)
+            yield from greedy_order_candidates(start)
     for start in small:
         for kinds in _backward_variants(start):
             yield from _search(start, kinds)
@@ -50,7 +50,7 @@ def can_list_schedule(stages: int, chunks: int, microbatches: int) -> bool:
     return stages > 1 and few and microbatches <= LONG_STEP * stages
 
 
-def list_schedule_pipeline(start: PipelineCandidate) -> Iterator[PipelineCandidate]:
+def greedy_order_candidates(start: PipelineCandidate) -> Iterator[PipelineCandidate]:
     """`start` in greedy orders, each with as many activations alive as fit."""
     for kinds in _backward_variants(start):
         found = _most_alive(start, kinds)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext, describe_recompute
-from optimus.planner.filled_plan import FilledPlan, SearchResult
-from optimus.planner.rejected import RejectedLayout, summarize_rejections
+from optimus.planner.filled_plan import FilledPlan, RejectedLayout, SearchResult, summarize_rejections
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
 from optimus.planner.systems.llm_only import LlmPipelines

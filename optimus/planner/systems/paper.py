@@ -8,9 +8,14 @@ from dataclasses import dataclass, replace
 from optimus.errors import DoesNotFit, one_of
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext, describe_recompute
-from optimus.planner.encoder_layouts import common_encoder_layouts
-from optimus.planner.filled_plan import FilledPlan, ScheduledLayout, SearchResult
-from optimus.planner.rejected import RejectedLayout, summarize_rejections
+from optimus.planner.filled_plan import (
+    FilledPlan,
+    RejectedLayout,
+    ScheduledLayout,
+    SearchResult,
+    summarize_rejections,
+)
+from optimus.planner.layouts import common_encoder_layouts
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.layer_partition import search_pipelines
 from optimus.planner.systems.llm_only import PLAIN_ORDERS, LlmPipelines

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 # The order in which systems are printed. Strings, so that the command line can list names without numpy.
 SYSTEMS = {
     "llm-only": "llm_only.LlmOnlySystem",
-    "stage0": "stage0.Stage0System",
-    "balanced": "balanced.BalancedSystem",
-    "balanced-best": "balanced.BalancedBestSystem",
+    "stage0": "single_pipeline.Stage0System",
+    "balanced": "single_pipeline.BalancedSystem",
+    "balanced-best": "single_pipeline.BalancedBestSystem",
     "three-phase": "three_phase.ThreePhaseSystem",
     "separate-gpus": "separate_gpus.SeparateGpusSystem",
     "fsdp": "fsdp.FsdpSystem",

@@ -9,12 +9,11 @@ from optimus.errors import DoesNotFit
 from optimus.job.job import Job, Today
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.balanced import BalancedSystem
 from optimus.planner.systems.base import BaseSystem, SimulatedSystem
 from optimus.planner.systems.fsdp import FsdpSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import load_system
-from optimus.planner.systems.stage0 import Stage0System
+from optimus.planner.systems.single_pipeline import BalancedSystem, Stage0System
 from optimus.protocols import System, SystemCandidate
 
 
