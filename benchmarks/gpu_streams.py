@@ -21,7 +21,7 @@ from optimus.cost.network import Collective
 from optimus.cost.network import collective_s as assumed_s
 from optimus.job.cluster import Cluster
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
-from optimus.profiler.links import summarize
+from optimus.profiler.links import summarize_repetitions
 
 WARM_UP_CALLS = 3
 CALIBRATION_RUNS = 5  # to find the seconds of one kernel
@@ -296,7 +296,7 @@ def _curve(
             worker.synchronize()
             if turn:
                 seconds.append(timer.elapsed_s(begin, end) / times)
-        row: dict[str, Any] = asdict(summarize(traffic.size_bytes, seconds))
+        row: dict[str, Any] = asdict(summarize_repetitions(traffic.size_bytes, seconds))
         if cluster is not None:
             row["assumed_s"] = assumed_s(
                 cluster, collective, traffic.size_bytes, ranks=worker.world, stride=1

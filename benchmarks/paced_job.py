@@ -18,8 +18,7 @@ import torch
 from benchmarks.paced_clock import PacedLink
 from benchmarks.paced_torch import CutSearch, PacedTorchVariant, Programs, TorchPipeline, balanced_cuts
 from optimus.errors import UserError, one_of
-from optimus.ir.module_times import EncoderBlocks, Seconds
-from optimus.ir.plan import Plan
+from optimus.ir.plan import EncoderBlocks, Plan, Seconds
 from optimus.planner.systems.layer_partition import minimize_largest_stage
 from optimus.planner.user_modules import plan_modules
 from optimus.schedule.stage_costs import Cut

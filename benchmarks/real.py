@@ -27,7 +27,7 @@ from optimus.planner.systems.colocation_candidate import ColocationCandidate, En
 from optimus.planner.systems.layer_partition import minimize_largest_stage
 from optimus.planner.systems.llm_only import build_llm_pipeline
 from optimus.profiler.links import measure_links
-from optimus.profiler.machine import describe_machine
+from optimus.profiler.machine import describe_host_as_cluster
 from optimus.profiler.segments import profile_job
 
 JOB = "cpu/bench-vl"
@@ -111,7 +111,7 @@ def prepare(names: Sequence[str], progress: Progress) -> StepSetup:
     (profile,) = run_pinned_ranks(_profile, 1, job)
     links = measure_links()
     profile = replace(profile, name="of this machine", links=links)
-    job = replace(job, cluster=describe_machine(links, ranks=2))
+    job = replace(job, cluster=describe_host_as_cluster(links, ranks=2))
     context, _ = choose_smallest_context(job, get_preset("default"), profile)
     plan, how = best_plan(context)
     weights = layer_seconds(context)

@@ -42,8 +42,8 @@ from optimus.models.collectives import TpGroup
 from optimus.planner.plan_replay import replay_plan
 from optimus.planner.planning import make_plan
 from optimus.profiler.links import measure_links
-from optimus.profiler.machine import describe_machine
-from optimus.profiler.segments import LocalTpGroup, profile_job
+from optimus.profiler.machine import describe_host_as_cluster
+from optimus.profiler.segments import SingleProcessTpGroup, profile_job
 
 JOB = "cpu/bench-vl"
 RANKS = 2
@@ -85,7 +85,7 @@ class LocalTpGroups(ProcessGroups):
 
     def tp_group(self, plan: Plan, module: str) -> TpGroup:
         group = super().tp_group(plan, module)
-        return LocalTpGroup(rank=group.rank, size=group.size)
+        return SingleProcessTpGroup(rank=group.rank, size=group.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ def prepare(comparison: LinkComparison, namespaces: Sequence[str], progress: Pro
     progress("profile", 0, 1)
     # Both ranks profile at the same time, as they will run.
     profile, _ = run_pinned_ranks(partial(_profile, job, comparison), RANKS)
-    machine = describe_machine(measure_links(), ranks=RANKS)
+    machine = describe_host_as_cluster(measure_links(), ranks=RANKS)
     link = Link(
         bandwidth_bytes_per_s=comparison.mbit_per_s * 1e6 / 8,
         latency_s=machine.within_node.latency_s,

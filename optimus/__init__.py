@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from optimus.engine.fill_schedule import FillSchedule as FillSchedule
     from optimus.engine.process_groups import replica_mesh as replica_mesh
     from optimus.engine.stage_profile import profile_stages as profile_stages
-    from optimus.exporters.registry import export_plan as export
-    from optimus.ir.module_times import EncoderBlocks as EncoderBlocks
-    from optimus.ir.module_times import Seconds as Seconds
+    from optimus.exporters.targets import export_plan as export
+    from optimus.ir.plan import EncoderBlocks as EncoderBlocks
+    from optimus.ir.plan import Seconds as Seconds
     from optimus.ir.planfile import load_plan as load_plan
     from optimus.ir.planfile import save_plan as save_plan
     from optimus.job.read import find_job as find_job
@@ -43,9 +43,9 @@ _PUBLIC = {
     "plan": ("optimus.planner.planning", "make_plan"),
     "why": ("optimus.sensitivity.why_not", "explain_layout"),
     "sweep": ("optimus.sensitivity.job_sweep", "sweep_job"),
-    "export": ("optimus.exporters.registry", "export_plan"),
-    "EncoderBlocks": ("optimus.ir.module_times", "EncoderBlocks"),
-    "Seconds": ("optimus.ir.module_times", "Seconds"),
+    "export": ("optimus.exporters.targets", "export_plan"),
+    "EncoderBlocks": ("optimus.ir.plan", "EncoderBlocks"),
+    "Seconds": ("optimus.ir.plan", "Seconds"),
     "plan_modules": ("optimus.planner.user_modules", "plan_modules"),
     "train": ("optimus.cli.train", "train"),
     "FillSchedule": ("optimus.engine.fill_schedule", "FillSchedule"),

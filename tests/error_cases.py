@@ -13,7 +13,7 @@ from typing import Any
 from optimus.cli.sweep import SweepCommand
 from optimus.cli.why import WhyCommand
 from optimus.errors import UserError
-from optimus.ir.binding import bind, bound_parts
+from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
 from optimus.job.read import find_job, load_job, make_job
 
@@ -148,7 +148,7 @@ def crowded() -> dict[str, Any]:
     job = find_job("cpu/tiny-vl")
     many = replace(job.workload.sequences[0], items=(("vision", (1,) * 64),))
     changed = replace(job, workload=replace(job.workload, sequences=(many,)))
-    bound_to, hashes = bind(bound_parts(changed))
+    bound_to, hashes = flatten_and_hash_parts(list_bound_parts(changed))
     return {"bound_to": bound_to, "hashes": hashes}
 
 

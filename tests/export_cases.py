@@ -8,7 +8,7 @@ from typing import Any
 
 from plan_by_hand import plan_by_hand
 
-from optimus.ir.binding import bind, bound_parts
+from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
@@ -30,7 +30,7 @@ def uneven_plan() -> Plan:
     modules = {"vision": plan.modules["enc0"], LLM: plan.modules[LLM]}
     chunks = tuple(replace(modules[LLM].chunks[0], layers=count) for count in LAYERS)
     modules[LLM] = replace(modules[LLM], chunks=chunks)
-    fields, hashes = bind(bound_parts(find_job("paper/small-a100", None)))
+    fields, hashes = flatten_and_hash_parts(list_bound_parts(find_job("paper/small-a100", None)))
     return replace(plan, order="interleaved", modules=modules, bound_to=fields, hashes=hashes)
 
 

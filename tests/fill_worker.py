@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.process_groups import replica_mesh
-from optimus.ir.module_times import EncoderBlocks, Seconds
-from optimus.ir.plan import Plan
+from optimus.ir.plan import EncoderBlocks, Plan, Seconds
 from optimus.ir.ranks import LLM
 from optimus.planner.user_modules import plan_modules
 

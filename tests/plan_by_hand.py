@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optimus.ir.binding import bind
+from optimus.ir.binding import flatten_and_hash_parts
 from optimus.ir.op import Communicator, Lane, OpKind
-from optimus.ir.plan import Bucket, Claims, ClassMemory, Phase, Plan, PlannedChunk, PlannedModule, Program
-from optimus.ir.ranks import LLM, Ranks
+from optimus.ir.plan import (
+    Bucket,
+    DeviceClassMemory,
+    Phase,
+    Plan,
+    PlanClaims,
+    PlannedChunk,
+    PlannedModule,
+    Program,
+)
+from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 
 PARTS = {
@@ -72,7 +81,7 @@ def plan_by_hand(
 ) -> Plan:
     """A plan with encoders `enc0`, `enc1` ... whose microbatches go round their pipelines."""
     layouts = {**{f"enc{number}": layout for number, layout in enumerate(encoders)}, LLM: llm}
-    ranks = Ranks(layouts=layouts)
+    ranks = RankGrid(layouts=layouts)
     modules, templates = {}, {}
     for place, (module_name, layout) in enumerate(layouts.items()):
         more: dict[str, object] = {}
@@ -88,8 +97,8 @@ def plan_by_hand(
         modules[module_name] = module(layout, module_name, **more)
         for kind in (OpKind.FORWARD, OpKind.BACKWARD):
             templates[f"{module_name}-{kind.word}"] = template(kind, 1.0 + place / 7 + kind)
-    bound_to, hashes = bind(PARTS)
-    of_class = ClassMemory(
+    bound_to, hashes = flatten_and_hash_parts(PARTS)
+    of_class = DeviceClassMemory(
         fixed={"parameters": 10**9, "optimizer": 10**10},
         llm_activations=5000,
         encoder_activations=100,
@@ -107,7 +116,7 @@ def plan_by_hand(
         launch_s=5e-06,
         capacity_bytes=80 * 10**9,
         memory=(of_class,) * ranks.num_classes,
-        claims=Claims(step_s=12.5, estimate_s=12.25, encoder_s={"before": 0.5, "slots": 1.5}),
+        claims=PlanClaims(step_s=12.5, estimate_s=12.25, encoder_s={"before": 0.5, "slots": 1.5}),
         programs=(),
         bound_to=bound_to,
         hashes=hashes,

@@ -8,9 +8,8 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from optimus.ir.binding import bind
-from optimus.ir.kernel_names import repeats_gathers
-from optimus.ir.op import OpKind
+from optimus.ir.binding import flatten_and_hash_parts
+from optimus.ir.op import OpKind, regathers_inputs
 from optimus.ir.plan import Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder
@@ -65,7 +64,7 @@ def bound(plan: Plan, context: PlanningContext) -> Plan:
         part: asdict(getattr(context.job, part)) for part in ("model", "cluster", "workload")
     }
     parts["cluster"]["gpu"]["memory_bytes"] = plan.capacity_bytes
-    bound_to, hashes = bind({**parts, "profile": asdict(context.cost_model.profile)})
+    bound_to, hashes = flatten_and_hash_parts({**parts, "profile": asdict(context.cost_model.profile)})
     return replace(plan, bound_to=bound_to, hashes=hashes)
 
 
@@ -139,7 +138,7 @@ def _with_split_backwards(rng: Random, plan: Plan, choices: Sequence[ColocatedEn
             chunks.append(chunk)
         names = {template for chunk in chunks for template in chunk.templates.values()}
         phases = [(phase.name, phase.kind) for template in names for phase in templates[template]]
-        modules[name] = replace(modules[name], chunks=tuple(chunks), regather=repeats_gathers(phases))
+        modules[name] = replace(modules[name], chunks=tuple(chunks), regather=regathers_inputs(phases))
     return replace(plan, modules=modules, templates=templates)
 
 

@@ -17,8 +17,7 @@ from optimus.engine.batch_plan import (
     plan_batch,
 )
 from optimus.errors import UserError
-from optimus.ir.module_times import EncoderBlocks, Seconds
-from optimus.ir.plan import Plan
+from optimus.ir.plan import EncoderBlocks, Plan, Seconds
 from optimus.planner.user_modules import plan_modules
 
 ONE = Seconds(forward_s=1.0, backward_s=2.0)

@@ -23,7 +23,7 @@ from benchmarks.variants import (
 )  # fmt: skip
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
-from optimus.ir.module_times import Seconds
+from optimus.ir.plan import Seconds
 from optimus.job.read import find_job
 from optimus.planner.user_modules import plan_modules
 

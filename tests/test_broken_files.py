@@ -17,7 +17,7 @@ from test_read import _spots as spots
 from tiny_plans import tiny_plan
 
 from optimus.errors import OptimusError, UserError
-from optimus.ir.planfile import load_plan, plan_text
+from optimus.ir.planfile import format_plan, load_plan
 from optimus.job import catalog
 from optimus.job.read import load_job
 from optimus.planner.plan_replay import replay_plan
@@ -83,7 +83,7 @@ def outcomes_of_jobs(count: int, seed: int, folder: Path) -> Counter[str]:
 
 def outcomes_of_plans(count: int, seed: int, folder: Path) -> Counter[str]:
     """What can be read is also checked and played."""
-    texts = [plan_text(tiny_plan(random.Random(number))) for number in range(20)]
+    texts = [format_plan(tiny_plan(random.Random(number))) for number in range(20)]
     chance, path, found = random.Random(seed), folder / "broken.plan.json", Counter[str]()
     for _ in range(count):
         path.write_bytes(mutated_plan(chance.choice(texts), chance))

@@ -14,16 +14,16 @@ from tiny_plans import tiny_plan
 
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan, Program
-from optimus.verify.deadlock import check_hosts, check_streams
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_coverage
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage
 from optimus.verify.validator import check_plan
-from optimus.verify.waits import Derivation, Waits
+from optimus.verify.wait_graph import find_host_deadlock, find_stream_deadlock
+from optimus.verify.waits import LineWaits, WaitDerivation
 
 
-def waits_of(plan: Plan) -> Waits:
+def waits_of(plan: Plan) -> LineWaits:
     lines, asked = PlanLines(plan), ExpectedLines(plan)
-    assert not list(check_coverage(lines, asked))
-    return Derivation(lines, asked).derive()
+    assert not list(check_line_coverage(lines, asked))
+    return WaitDerivation(lines, asked).derive()
 
 
 def disordered(plan: Plan, rng: Random) -> Plan:
@@ -40,14 +40,14 @@ def compare(seeds: range) -> Counter[str]:
         rng = Random(seed)
         plan = disordered(tiny_plan(rng, few=True), rng)
         waits, slow = waits_of(plan), SlowPlan(plan)
-        hosts = check_hosts(waits) is not None
+        hosts = find_host_deadlock(waits) is not None
         assert hosts == can_stop(slow), seed
         found["hosts stop" if hosts else "hosts go"] += 1
         if seed % 4:
             continue  # the other models on some of them: it takes as long
-        streams = check_streams(waits, one_queue=False) is not None
+        streams = find_stream_deadlock(waits, one_queue=False) is not None
         assert streams == streams_stop(slow, one_queue=False), seed
-        one_queue = check_streams(waits, one_queue=True) is not None
+        one_queue = find_stream_deadlock(waits, one_queue=True) is not None
         assert one_queue == streams_stop(slow, one_queue=True), seed
         found["streams stop" if streams else "streams go"] += 1
         found["one queue stops" if one_queue else "one queue goes"] += 1
@@ -117,7 +117,7 @@ def test_sends_that_face_each_other_stop() -> None:
     plan = pipeline_of_two(first, second)
     report = check_plan(plan)
     assert not report.rules["pairs"] and not report.rules["deadlock"]
-    circle = check_hosts(waits_of(plan))
+    circle = find_host_deadlock(waits_of(plan))
     assert circle is not None
     texts = {waits_of(plan).lines.text(line).split(": ")[1] for line in circle.lines}
     assert {"llm.send-f 0 1 0", "llm.send-b 0 0 0"} <= texts
@@ -133,7 +133,7 @@ def test_sends_that_face_each_other_stop() -> None:
         (B, 1),
     ]
     plan = pipeline_of_two(good, second)
-    assert check_hosts(waits_of(plan)) is None and not can_stop(SlowPlan(plan))
+    assert find_host_deadlock(waits_of(plan)) is None and not can_stop(SlowPlan(plan))
     assert check_plan(plan).rules["pairs"] and check_plan(plan).rules["deadlock"]
 
 
@@ -143,11 +143,11 @@ def test_one_queue_is_stricter_than_queues_per_communicator() -> None:
     for seed in range(30):
         plan = tiny_plan(Random(seed))
         waits = waits_of(plan)
-        assert check_streams(waits, one_queue=False) is None
-        single = check_streams(waits, one_queue=True) is None
+        assert find_stream_deadlock(waits, one_queue=False) is None
+        single = find_stream_deadlock(waits, one_queue=True) is None
         kinds.add(single)
         report = check_plan(plan)
         assert report.ok and report.single_connection_holds == single
-        circle = check_streams(waits, one_queue=True)
+        circle = find_stream_deadlock(waits, one_queue=True)
         assert (circle is None) == single and (circle is None or len(circle.lines) > 1)
     assert kinds == {True, False}

@@ -29,6 +29,7 @@ from optimus.job import catalog, layout, model, schema, workload
 from optimus.job.read import load_job
 from optimus.planner.systems.registry import SYSTEMS
 from optimus.schedule.bubbles import CAUSES
+from optimus.verify.validator import RULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -299,6 +300,14 @@ def test_presets_and_systems_that_pages_name_exist(page: Path) -> None:
 def test_every_system_has_a_heading_and_no_other_has() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "systems.md").read_text(), re.MULTILINE)
     assert headings == list(SYSTEMS)
+
+
+def test_every_rule_of_a_check_is_explained_and_counted() -> None:
+    text = (ROOT / "docs" / "plan-file.md").read_text().split("## What a check proves")[1]
+    assert re.findall(r"^\| (\w+) \|", text.split("\n## ")[0], re.MULTILINE) == ["rule", *RULES]
+    count = ("seven", "eight", "nine", "ten", "eleven")[len(RULES) - 7]
+    assert f"is checked by {count} rules" in (ROOT / "README.md").read_text()
+    assert f"`optimus check PLAN`: {count} rules" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_glossary_has_the_words_of_the_house() -> None:

@@ -17,8 +17,8 @@ from export_cases import parsed, uneven_plan, with_llm
 from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
 from optimus.errors import DoesNotFit, UserError
-from optimus.exporters.registry import export_plan
-from optimus.ir.binding import hash_of
+from optimus.exporters.targets import export_plan
+from optimus.ir.binding import hash_fields
 from optimus.ir.plan import Plan
 from optimus.ir.planfile import save_plan
 from optimus.ir.ranks import LLM
@@ -188,7 +188,7 @@ def test_broken_microbatches_are_an_answer_no(
     uneven: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workload = {**uneven.bound_to["workload"], "sequences_per_step": 17}
-    hashes = {**uneven.hashes, "workload": hash_of(workload)}
+    hashes = {**uneven.hashes, "workload": hash_fields(workload)}
     plan = replace(uneven, bound_to={**uneven.bound_to, "workload": workload}, hashes=hashes)
     with pytest.raises(DoesNotFit, match="not whole"):
         export_plan(plan, "torchtitan")

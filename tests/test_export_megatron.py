@@ -10,10 +10,10 @@ import pytest
 from export_cases import parsed, planned, uneven_plan, with_llm, words
 
 from optimus.exporters import megatron
-from optimus.exporters.facts import Facts
-from optimus.exporters.megatron import model_flags
-from optimus.exporters.registry import export_plan
-from optimus.ir.binding import bind, bound_parts
+from optimus.exporters.megatron import list_model_flags
+from optimus.exporters.plan_facts import PlanFacts
+from optimus.exporters.targets import export_plan
+from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
@@ -41,7 +41,7 @@ def uneven() -> Plan:
 
 def of_model(plan: Plan, name: str, on: str) -> Plan:
     """The same plan, said to be for another model: for what depends on its shape alone."""
-    fields, hashes = bind(bound_parts(find_job(name, on)))
+    fields, hashes = flatten_and_hash_parts(list_bound_parts(find_job(name, on)))
     return replace(plan, bound_to=fields, hashes=hashes)
 
 
@@ -137,18 +137,18 @@ def test_megatron_cores_data_parallelism_takes_the_flags(uneven: Plan) -> None:
         "megatron.core.distributed", exc_type=ImportError
     ).DistributedDataParallelConfig
     plan = with_llm(uneven, layout=uneven.modules[LLM].layout.with_(dp=2))
-    flags = {flag[0][2:] for flag in megatron._parallel(Facts(plan=plan))}
+    flags = {flag[0][2:] for flag in megatron._parallel(PlanFacts(plan=plan))}
     names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert all(getattr(config(**dict.fromkeys(names, True)), name) for name in names)
     assert {name.replace("_", "-") for name in names} <= flags
-    assert "overlap-grad-reduce" not in {flag[0][2:] for flag in megatron._parallel(Facts(plan=uneven))}
+    assert "overlap-grad-reduce" not in {flag[0][2:] for flag in megatron._parallel(PlanFacts(plan=uneven))}
 
 
 @pytest.mark.parametrize(("model", "on"), [("qwen3-vl-235b", "h100:256"), ("kimi-k2.5", "h200:1024")])
 def test_shapes_of_experts_and_latent_attention(uneven: Plan, model: str, on: str) -> None:
     plan = with_llm(of_model(uneven, model, on), recompute="selective")
-    facts, stack = Facts(plan=plan), find_job(model, on).model.llm.stack
-    made = [*megatron._parallel(facts), *megatron._recompute(facts), *model_flags(facts)]
+    facts, stack = PlanFacts(plan=plan), find_job(model, on).model.llm.stack
+    made = [*megatron._parallel(facts), *megatron._recompute(facts), *list_model_flags(facts)]
     flags = parsed("\n".join(" ".join(flag) for flag in made))
     assert set(flags) <= MEGATRON_FLAGS
     flags["pipeline-model-parallel-size"] = ["1"]  # its layers are not cut for this model
@@ -170,7 +170,7 @@ def test_shapes_of_experts_and_latent_attention(uneven: Plan, model: str, on: st
 def test_uneven_cuts_as_megatron_core_reads_them(layers: list[int], words: str) -> None:
     module = "megatron.core.transformer.pipeline_parallel_layer_layout"
     reader = pytest.importorskip(module, exc_type=ImportError).PipelineParallelLayerLayout
-    assert megatron.layout_string(layers) == words
+    assert megatron.format_pipeline_layout(layers) == words
     read = reader(words, pipeline_model_parallel_size=1)
     read.validate_layer_layout(num_layers=sum(layers), mtp_num_layers=0)
     assert [len([t for t in stage if t.name == "decoder"]) for stage in read.layout[0]] == layers
@@ -180,7 +180,7 @@ def test_what_megatron_recomputes(uneven: Plan) -> None:
     def flags(recompute: str, *, fused: bool = True) -> dict[str, list[str]]:
         notes = {**uneven.notes, "preset": {"fused_attention": fused}}
         plan = with_llm(replace(uneven, notes=notes), recompute=recompute)
-        return parsed("\n".join(" ".join(flag) for flag in megatron._recompute(Facts(plan=plan))))
+        return parsed("\n".join(" ".join(flag) for flag in megatron._recompute(PlanFacts(plan=plan))))
 
     assert flags("none") == {}
     assert flags("full")["recompute-method"] == ["uniform"]

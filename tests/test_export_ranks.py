@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from plan_by_hand import plan_by_hand
 
-from optimus.exporters.rank_groups import ranks_document
-from optimus.exporters.target import json_text
+from optimus.exporters.exported_plan import format_json
+from optimus.exporters.rank_groups import describe_rank_groups
 from optimus.ir.op import Communicator
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -97,7 +97,7 @@ def test_ranks_are_megatrons(seed: int) -> None:
 
 
 def export_ranks(plan: Plan) -> str:
-    return json_text(ranks_document(plan))
+    return format_json(describe_rank_groups(plan))
 
 
 def test_ranks_of_a_hundred_thousand_gpus_are_a_short_file() -> None:

@@ -11,8 +11,8 @@ import pytest
 from export_cases import planned, uneven_plan, with_llm, words
 
 from optimus.exporters import torchtitan
-from optimus.exporters.facts import Facts
-from optimus.exporters.registry import export_plan
+from optimus.exporters.plan_facts import PlanFacts
+from optimus.exporters.targets import export_plan
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 
@@ -104,7 +104,7 @@ def test_the_file_for_torchtitan_sets_known_fields(uneven: Plan, recompute: str)
 
 
 def test_modules_of_virtual_stages_are_the_plans(uneven: Plan) -> None:
-    names = torchtitan.module_names(Facts(plan=uneven))
+    names = torchtitan.list_modules_per_stage(PlanFacts(plan=uneven))
     layers = [[name for name in stage if name.startswith("layers.")] for stage in names]
     assert [name for stage in layers for name in stage] == [f"layers.{n}" for n in range(80)]
     held = [chunk.layers for chunk in uneven.modules[LLM].chunks]
@@ -113,9 +113,13 @@ def test_modules_of_virtual_stages_are_the_plans(uneven: Plan) -> None:
 
 
 def test_without_a_pipeline_torchtitan_accumulates() -> None:
-    facts = Facts(plan=planned("paper/small-a100", "llm=pp1,tp4"))
-    assert torchtitan.training(facts) == {"local_batch_size": 2, "global_batch_size": 16, "seq_len": 2048}
-    assert "pipeline_parallel_schedule" not in torchtitan.parallelism(facts)
+    facts = PlanFacts(plan=planned("paper/small-a100", "llm=pp1,tp4"))
+    assert torchtitan.build_training_fields(facts) == {
+        "local_batch_size": 2,
+        "global_batch_size": 16,
+        "seq_len": 2048,
+    }
+    assert "pipeline_parallel_schedule" not in torchtitan.build_parallelism_fields(facts)
 
 
 @pytest.mark.parametrize("order", ["1f1b", "interleaved", "zero-bubble"])

@@ -34,14 +34,14 @@ def tiny_cluster() -> Cluster:
 
 
 def test_a_link_is_the_latency_of_small_and_the_bandwidth_of_large_messages() -> None:
-    found = links.fit_link("send", times((0, 5e-5), (1_000_000, 1.05e-3), (1000, 6e-5)))
+    found = links.fit_latency_and_bandwidth("send", times((0, 5e-5), (1_000_000, 1.05e-3), (1000, 6e-5)))
     assert found.latency_s == 5e-5 and found.bandwidth_bytes_per_s == pytest.approx(1e9)
-    noisy = links.fit_link("send", times((64, 2e-4), (1_000_000, 1e-4)))
+    noisy = links.fit_latency_and_bandwidth("send", times((64, 2e-4), (1_000_000, 1e-4)))
     assert 0 < noisy.bandwidth_bytes_per_s < 1e12  # unknown, but a number
 
 
 def test_repetitions_are_summed_up_by_quartiles() -> None:
-    found = links.summarize(64, [5.0, 1.0, 2.0, 4.0, 3.0])
+    found = links.summarize_repetitions(64, [5.0, 1.0, 2.0, 4.0, 3.0])
     assert (found.p25_s, found.median_s, found.p75_s, found.repetitions) == (2.0, 3.0, 4.0, 5)
 
 
@@ -81,19 +81,19 @@ class World:
 @pytest.mark.parametrize("slowdown", [0.0, 0.1, 0.42, 3.0])
 def test_what_compute_pays_for_a_collective_is_found(slowdown: float) -> None:
     world = World(slowdown)
-    found = links.slowdown_of(world.compute, world.launch, 5, clock=world.clock)
+    found = links._measure_slowdown_under(world.compute, world.launch, 5, clock=world.clock)
     assert found == pytest.approx(slowdown, abs=1e-9)
 
 
 @pytest.mark.ci("engine")
 def test_two_processes_measure_what_compute_pays_for_a_collective() -> None:
     """Gloo copies and adds on the core that computes: it cannot be for nothing."""
-    assert 0.02 < links.measure_slowdown(repetitions=5) < 20
+    assert 0.02 < links.measure_slowdown_under_all_reduce(repetitions=5) < 20
 
 
 @pytest.mark.ci("engine")
 def test_processes_that_take_too_long_are_ended() -> None:
-    with pytest.raises(links.LinksNotMeasured, match="in time") as caught:
+    with pytest.raises(links.LinkMeasurementError, match="in time") as caught:
         links.measure_links(timeout_s=0.01)
     assert "hint: " in str(caught.value)
 
@@ -105,7 +105,7 @@ def machine_here(ranks: int = 2) -> Cluster:
     send = LinkMeasurement(
         operation="send", backend="gloo", ranks=2, latency_s=5e-5, bandwidth_bytes_per_s=2e9
     )
-    return machine.describe_machine([send], ranks=ranks, measure_s=0.02)
+    return machine.describe_host_as_cluster([send], ranks=ranks, measure_s=0.02)
 
 
 def test_this_machine_is_a_cluster_that_jobs_can_run_on(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_this_machine_is_a_cluster_that_jobs_can_run_on(tmp_path: Path) -> None:
     assert cluster.gpu.curves == FLAT and cluster.gpu.name == "cpu-core"
     assert 1e8 < cluster.gpu.peak_flops < 1e13 and 1e8 < cluster.gpu.memory_bandwidth_bytes_per_s < 1e12
     file = tmp_path / "machine.yaml"
-    file.write_text(machine.cluster_text(cluster))
+    file.write_text(machine.format_cluster_file(cluster))
     found = load_cluster(f"{file}:2")
     assert (found.name, found.gpus, found.gpu.source) == (cluster.name, 2, cluster.gpu.source)
     assert found.gpu.peak_flops == pytest.approx(cluster.gpu.peak_flops, rel=1e-3)

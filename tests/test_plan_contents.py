@@ -12,12 +12,12 @@ from optimus.ir.plan import Bucket, Plan, PlannedModule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
-from optimus.verify.header import (
-    check_capacity,
-    check_layers,
-    check_parameters,
+from optimus.verify.rules import (
+    check_gpu_capacity,
     check_recomputation,
-    check_seam,
+    check_seam_gathers,
+    check_template_layers,
+    check_trained_layers_in_buckets,
 )
 from optimus.verify.validator import check_plan
 
@@ -42,7 +42,13 @@ def with_buckets(plan: Plan, change: Callable[[Bucket], Bucket | None]) -> Plan:
 
 
 def test_the_plan_itself_holds(plan: Plan) -> None:
-    for check in (check_capacity, check_layers, check_parameters, check_recomputation, check_seam):
+    for check in (
+        check_gpu_capacity,
+        check_template_layers,
+        check_trained_layers_in_buckets,
+        check_recomputation,
+        check_seam_gathers,
+    ):
         assert not list(check(plan))
     assert check_plan(plan).ok
 
@@ -56,11 +62,11 @@ def test_recomputation_that_is_not_stated(plan: Plan) -> None:
 
 
 def test_gradients_that_are_never_reduced(plan: Plan) -> None:
-    found = list(check_parameters(with_buckets(plan, lambda bucket: None)))
+    found = list(check_trained_layers_in_buckets(with_buckets(plan, lambda bucket: None)))
     assert any(where.startswith("llm") for where, _ in found)
     assert any(where.startswith("vision") and "is in no bucket" in problem for where, problem in found)
     empty = with_buckets(plan, lambda bucket: replace(bucket, end_layer=bucket.first_layer))
-    assert list(check_parameters(empty)) == found
+    assert list(check_trained_layers_in_buckets(empty)) == found
 
 
 def test_forwards_that_do_not_wait_for_parameters(plan: Plan) -> None:
@@ -76,7 +82,7 @@ def test_rows_that_reach_other_ranks_and_are_not_gathered(plan: Plan) -> None:
     moved = tuple(
         replace(phase, after=tuple(a - shift for a in phase.after if a >= shift)) for phase in without
     )
-    found = list(check_seam(replace(plan, templates={**plan.templates, name: moved})))
+    found = list(check_seam_gathers(replace(plan, templates={**plan.templates, name: moved})))
     assert found == [("llm virtual stage 0", "F does not begin with a gather of the seam's rows over tp")]
 
 

@@ -8,9 +8,8 @@ from statistics import median
 import pytest
 
 from optimus.errors import UserError
-from optimus.ir.module_times import EncoderBlocks, Seconds
-from optimus.ir.plan import Plan
-from optimus.ir.planfile import plan_text
+from optimus.ir.plan import EncoderBlocks, Plan, Seconds
+from optimus.ir.planfile import format_plan
 from optimus.planner.user_modules import plan_modules
 from optimus.verify.validator import check_plan
 
@@ -304,7 +303,7 @@ def test_half_of_the_plans_are_faster_by_a_twentieth() -> None:
 def test_plans_are_the_same_on_every_rank() -> None:
     """An assignment of encoder microbatches is drawn at random, always from the same seed."""
     case = next(case for case in CASES if case.name == "zero-bubble pp4, light, pieces 2")
-    assert plan_text(case.plan()) == plan_text(case.plan())
+    assert format_plan(case.plan()) == format_plan(case.plan())
 
 
 def test_what_cannot_be_divided_is_refused_by_name() -> None:

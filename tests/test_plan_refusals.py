@@ -16,20 +16,20 @@ from plan_by_hand import llm_alone, two_pipelines
 
 from optimus.errors import UserError
 from optimus.ir import planfile
-from optimus.ir.planfile import load_plan, plan_text, read_plan, save_plan
+from optimus.ir.planfile import format_plan, load_plan, parse_plan, save_plan
 
 Document = dict[str, Any]
 
 
 def refused(text: str) -> UserError:
     with pytest.raises(UserError) as caught:
-        read_plan(text, "x.json")
+        parse_plan(text, "x.json")
     assert caught.value.file == "x.json" and caught.value.hint and caught.value.field
     return caught.value
 
 
 def edited(edit: Callable[[Document], Any]) -> str:
-    document = json.loads(plan_text(two_pipelines()))
+    document = json.loads(format_plan(two_pipelines()))
     edit(document)
     return json.dumps(document)
 
@@ -154,7 +154,7 @@ def test_what_is_wrong_is_named(edit: Callable[[Document], Any], field: str, pro
 
 
 def test_a_wrong_line_is_found_in_the_file() -> None:
-    text = plan_text(two_pipelines())
+    text = format_plan(two_pipelines())
     broken = text.replace('"llm.F 0 1 2"', '"llm.F 0 1 9"', 1)
     assert refused(broken).line == broken[: broken.index("llm.F 0 1 9")].count("\n") + 1
     first = text.index("class 1")
@@ -186,7 +186,7 @@ def test_what_is_not_a_document(text: str, problem: str) -> None:
 
 
 def test_numbers_that_are_not_finite() -> None:
-    text = plan_text(two_pipelines())
+    text = format_plan(two_pipelines())
     assert refused(text.replace('"slowdown": 0.05', '"slowdown": 1e999')).field == "slowdown"
     assert refused(text.replace('"figures": [1', '"figures": [1e999')).field == "notes.figures[0]"
     assert refused(text.replace('"figures": [1', f'"figures": [{10**30}')).field == "notes.figures[0]"
@@ -205,7 +205,7 @@ def test_what_is_not_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert problem(tmp_path) == "is not a file"
     os.mkfifo(tmp_path / "pipe")
     assert problem(tmp_path / "pipe") == "is not a file"
-    path.write_bytes(gzip.compress(plan_text(llm_alone()).encode()))
+    path.write_bytes(gzip.compress(format_plan(llm_alone()).encode()))
     assert "is not UTF-8" in problem(path)
     path.write_bytes(b'{"schema": "\xff"}')
     assert "is not UTF-8" in problem(path)
@@ -232,7 +232,7 @@ def to_format_0(document: Document) -> None:
 
 @pytest.mark.parametrize("to_old", [to_format_0, to_format_1])
 def test_older_formats_are_read(to_old: Callable[[Document], None]) -> None:
-    assert plan_text(read_plan(edited(to_old), "x.json")) == plan_text(two_pipelines())
+    assert format_plan(parse_plan(edited(to_old), "x.json")) == format_plan(two_pipelines())
 
     def with_recomputation(document: Document) -> None:
         document["templates"]["llm-B"][0][:2] = ["attention", "R"]
@@ -242,7 +242,7 @@ def test_older_formats_are_read(to_old: Callable[[Document], None]) -> None:
         with_recomputation(document)
         to_old(document)
 
-    old = read_plan(edited(both), "x.json").modules
+    old = parse_plan(edited(both), "x.json").modules
     assert old["llm"].recomputed == ("attention",) and old["llm"].regather
     assert old["enc0"].recomputed == () and not old["enc0"].regather
 
@@ -261,7 +261,7 @@ def test_formats_that_cannot_be_read() -> None:
     assert "update" in refused(edited(put("optimus.plan/3", "schema"))).hint
 
     def old(value: Any, field: str) -> UserError:
-        document = json.loads(plan_text(two_pipelines()))
+        document = json.loads(format_plan(two_pipelines()))
         to_format_1(document)
         return refused(json.dumps({**document, field: value}))
 
@@ -273,7 +273,7 @@ def test_formats_that_cannot_be_read() -> None:
 
 def test_numbers_that_would_cost_minutes() -> None:
     """They are refused because they are mistakes: nobody has that many GPUs, layers or microbatches."""
-    alone = json.loads(plan_text(llm_alone()))
+    alone = json.loads(format_plan(llm_alone()))
     alone["microbatches"] = 2**31 - 1
     assert "has fewer lines than microbatches" in refused(json.dumps(alone)).problem
     alone["microbatches"], alone["modules"]["llm"]["layout"]["dp"] = 3, 2**31 - 1

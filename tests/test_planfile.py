@@ -23,7 +23,7 @@ from tiny_plans import tiny_plan
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Bucket, Plan, PlannedChunk
-from optimus.ir.planfile import load_plan, plan_text, read_plan, save_plan
+from optimus.ir.planfile import format_plan, load_plan, parse_plan, save_plan
 from optimus.job.layout import Layout
 
 PLANS = [two_pipelines, two_encoders, llm_alone]
@@ -35,7 +35,7 @@ def test_what_is_written_is_read_again(make: Callable[[], Plan], tmp_path: Path)
     assert save_plan(plan, path) == hashlib.sha256(path.read_bytes()).hexdigest()
     assert list(tmp_path.iterdir()) == [path]
     again = load_plan(path)
-    assert plan_text(again) == path.read_text() == plan_text(make())
+    assert format_plan(again) == path.read_text() == format_plan(make())
     for name in ("modules", "templates", "memory", "claims", "bound_to", "hashes", "notes", "finish_s"):
         assert getattr(again, name) == getattr(plan, name), name
     for program, same in zip(plan.programs, again.programs, strict=True):
@@ -45,14 +45,14 @@ def test_what_is_written_is_read_again(make: Callable[[], Plan], tmp_path: Path)
 def test_random_plans_are_read_again() -> None:
     for seed in range(30):
         plan = tiny_plan(random.Random(seed))
-        again = read_plan(plan_text(plan), "x")
-        assert plan_text(again) == plan_text(plan)
+        again = parse_plan(format_plan(plan), "x")
+        assert format_plan(again) == format_plan(plan)
         assert (again.modules, again.templates, again.memory) == (plan.modules, plan.templates, plan.memory)
 
 
 def test_one_line_per_op() -> None:
     plan = two_pipelines()
-    lines = plan_text(plan).splitlines()
+    lines = format_plan(plan).splitlines()
     assert lines[:2] == ["{", '"schema": "optimus.plan/2",']
     ops = [line for line in lines if re.fullmatch(r'"[a-z0-9]+\.[FBIWa-z-]+ \d+ \d+ \d+",?', line)]
     assert len(ops) == sum(map(len, plan.programs))
@@ -73,11 +73,11 @@ def test_the_header_of_a_large_plan_is_short() -> None:
     )
     modules = {**plan.modules, "llm": replace(llm, chunks=chunks, buckets=buckets)}
     plan = replace(plan, memory=memory, modules=modules)
-    text = plan_text(plan)
+    text = format_plan(plan)
     assert plan.ranks.num_classes == 64
     assert text[: text.index('"templates": {')].count("\n") <= 100
-    assert plan_text(read_plan(text, "x")) == text
-    alike = plan_text(plan_by_hand(Layout(dp=1, pp=16, tp=8, chunks=4), *encoders, microbatches=8))
+    assert format_plan(parse_plan(text, "x")) == text
+    alike = format_plan(plan_by_hand(Layout(dp=1, pp=16, tp=8, chunks=4), *encoders, microbatches=8))
     assert len(alike[: alike.index('"memory"')]) < 6000  # equal chunks and buckets stand there once
 
 
@@ -118,7 +118,7 @@ def test_split_backwards_and_whole_stages_are_read_again() -> None:
     )
     llm = replace(plan.modules["llm"], chunks=(chunk, chunk), buckets=((bucket,), ()))
     plan = replace(plan, modules={"llm": llm}, programs=tuple(type(p).of([]) for p in plan.programs))
-    again = read_plan(plan_text(plan), "x")
+    again = parse_plan(format_plan(plan), "x")
     assert again.modules == plan.modules and again.name == plan.name and len(again.programs[1]) == 0
 
 
@@ -227,7 +227,7 @@ def restructured(text: str, chance: random.Random) -> str:
 @pytest.mark.ci("plan file")
 def test_broken_files(tmp_path: Path) -> None:
     chance, path = random.Random(7), tmp_path / "plan.json"
-    texts = [plan_text(make()) for make in PLANS]
+    texts = [format_plan(make()) for make in PLANS]
     outcomes: Counter[str] = Counter()
     for _ in range(3_000):
         path.write_bytes(mutated(chance.choice(texts), chance))
@@ -238,7 +238,7 @@ def test_broken_files(tmp_path: Path) -> None:
             printed = str(error).encode()
             outcomes["refused" if b"\nhint: " in printed else "without a hint"] += 1
         else:
-            assert plan_text(read_plan(plan_text(plan), "x")) == plan_text(plan)
+            assert format_plan(parse_plan(format_plan(plan), "x")) == format_plan(plan)
             outcomes["read"] += 1
         assert time.process_time() - started < 2
     assert outcomes["refused"] > 1500 and outcomes["read"] > 30 and len(outcomes) == 2, outcomes

@@ -18,8 +18,8 @@ from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
 from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
-from optimus.ir.binding import bound_parts, check_binding
-from optimus.ir.planfile import load_plan, plan_text
+from optimus.ir.binding import list_bound_parts, require_plan_of_job
+from optimus.ir.planfile import format_plan, load_plan
 from optimus.ir.ranks import LLM
 from optimus.job import catalog
 from optimus.job.job import Job
@@ -148,10 +148,10 @@ def test_the_validator_s_replay_equals_the_claim_on_every_catalog_job(name: str)
     job = find_job(name)
     context, _ = choose_smallest_context(job, get_preset("default"))
     (found,) = PaperSystem().candidates(LlmPipelines(context))
-    from optimus.ir.binding import bind
+    from optimus.ir.binding import flatten_and_hash_parts
     from optimus.verify.validator import check_plan
 
-    fields, hashes = bind(bound_parts(job))
+    fields, hashes = flatten_and_hash_parts(list_bound_parts(job))
     report = check_plan(replace(found.filled.plan, bound_to=fields, hashes=hashes))
     assert report.ok, report.violations[:3]
     assert report.step_s == pytest.approx(found.filled.step_s, abs=1e-9)
@@ -187,7 +187,7 @@ def test_a_saved_plan_comes_back_and_plays_the_same(planned: PlanningResult, tmp
     path = tmp_path / "small.plan.json"
     optimus.save_plan(planned.plan, path)
     plan = optimus.load_plan(path)
-    assert plan_text(plan) == plan_text(planned.plan) == path.read_text()
+    assert format_plan(plan) == format_plan(planned.plan) == path.read_text()
     assert optimus.check(plan).ok and optimus.check(planned).ok
     assert replay_plan(plan).timeline.step_s == pytest.approx(planned.step_s, abs=1e-9)
 
@@ -208,11 +208,13 @@ def test_two_runs_give_identical_bytes(tmp_path: Path) -> None:
 
 def test_a_plan_is_bound_to_its_job_and_not_to_how_it_is_run(planned: PlanningResult) -> None:
     job = find_job(SMALL)
-    check_binding(planned.plan, bound_parts(job))
-    check_binding(planned.plan, bound_parts(replace(job, run=replace(job.run, settings={"lr": 1.0}))))
+    require_plan_of_job(planned.plan, list_bound_parts(job))
+    require_plan_of_job(
+        planned.plan, list_bound_parts(replace(job, run=replace(job.run, settings={"lr": 1.0})))
+    )
     other = replace(job, cluster=replace(job.cluster, gpus=16))
     with pytest.raises(UserError) as caught:
-        check_binding(planned.plan, bound_parts(other))
+        require_plan_of_job(planned.plan, list_bound_parts(other))
     assert all(part in str(caught.value) for part in ("gpus", "8", "16"))
 
 
@@ -272,7 +274,7 @@ def test_check_refuses_a_plan_of_another_job(tmp_path: Path, capsys: pytest.Capt
 def test_a_changed_plan_does_not_pass(
     planned: PlanningResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = plan_text(planned.plan).split("\n")
+    lines = format_plan(planned.plan).split("\n")
     at = next(number for number, line in enumerate(lines) if line.startswith('"llm.F 0 '))
     lines[at + 1], lines[at + 2] = lines[at + 2], lines[at + 1]
     path = tmp_path / "changed.plan.json"

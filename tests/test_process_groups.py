@@ -17,9 +17,8 @@ from torch import distributed as dist
 from optimus.engine import process_groups as engine_groups
 from optimus.engine.process_groups import group_axes, make_groups, seam_edge, stage_edge
 from optimus.engine.torch_private import fake_world
-from optimus.ir.module_times import EncoderBlocks, Seconds
 from optimus.ir.op import RECVS, SENDS, OpKind
-from optimus.ir.plan import Plan
+from optimus.ir.plan import EncoderBlocks, Plan, Seconds
 from optimus.planner.user_modules import plan_modules
 
 FULL, FROZEN = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0), Seconds(forward_s=1.0, backward_s=0.0)

@@ -31,9 +31,9 @@ from optimus.cost.measured_profile import (
 from optimus.cost.priced_layer import price_encoder_layers, price_llm_layers
 from optimus.cost.profile_file import format_profile, load_profile, parse_profile, save_profile
 from optimus.errors import UserError
-from optimus.ir.binding import bound_parts, check_binding, hash_of
+from optimus.ir.binding import hash_fields, list_bound_parts, require_plan_of_job
 from optimus.ir.op import Lane, OpKind
-from optimus.ir.planfile import plan_text
+from optimus.ir.planfile import format_plan
 from optimus.job import catalog
 from optimus.job.layout import Layout
 from optimus.job.nodes import MAX_BYTES
@@ -289,8 +289,8 @@ def test_a_measured_slow_down_replaces_the_assumed_one_and_binds_a_plan() -> Non
     assert compare_systems(job, names=["stage0"], profile=profile).assumptions.residence_slowdown == 0.5
     clean = compare_systems(job, names=["stage0"], profile=profile, assumptions="clean")
     assert clean.assumptions.residence_slowdown == 0
-    assert bound_parts(job, plain) != bound_parts(job, profile)
-    assert "slowdown" not in bound_parts(job, plain)["profile"]
+    assert list_bound_parts(job, plain) != list_bound_parts(job, profile)
+    assert "slowdown" not in list_bound_parts(job, plain)["profile"]
 
 
 def test_a_profile_of_another_model_is_refused() -> None:
@@ -334,15 +334,17 @@ def test_a_plan_is_bound_to_its_profile() -> None:
     shuffled = replace(profile, segments=profile.segments[::-1], name="other", links=(SEND,))
     again = make_plan(job, profile=shuffled, systems=[])
     assert planned.report.ok  # and how it was measured does not matter:
-    assert plan_text(planned.plan) == plan_text(again.plan)
+    assert format_plan(planned.plan) == format_plan(again.plan)
     assert planned.step_s > 1.5 * make_plan(job, systems=[]).step_s
-    check_binding(planned.plan, bound_parts(job, shuffled))
+    require_plan_of_job(planned.plan, list_bound_parts(job, shuffled))
     with pytest.raises(UserError, match=r"profile\.kernels is \[\]"):
-        check_binding(planned.plan, bound_parts(job))
+        require_plan_of_job(planned.plan, list_bound_parts(job))
     changed = replace(profile, segments=(replace(profile.segments[0], median_s=1.0), *profile.segments[1:]))
     with pytest.raises(UserError, match=r"profile\.kernels"):
-        check_binding(planned.plan, bound_parts(job, changed))
-    assert hash_of({"kernels": []}) == hash_of(bound_parts(job)["profile"])  # as plans without one have
+        require_plan_of_job(planned.plan, list_bound_parts(job, changed))
+    assert hash_fields({"kernels": []}) == hash_fields(
+        list_bound_parts(job)["profile"]
+    )  # as plans without one have
 
 
 # ---------------------------------------------------------------- the command line
@@ -385,10 +387,10 @@ def test_profile_writes_a_profile_and_a_cluster(
 ) -> None:
     job = find_job(TINY)
     stub(monkeypatch, "segments", profile_job=lambda job, progress: made_profile(job))
-    stub(monkeypatch, "links", measure_links=lambda: (SEND,), measure_slowdown=lambda: 0.25)
+    stub(monkeypatch, "links", measure_links=lambda: (SEND,), measure_slowdown_under_all_reduce=lambda: 0.25)
     described = {
-        "describe_machine": lambda links, ranks: job.cluster,
-        "cluster_text": lambda cluster: "x: 1\n",
+        "describe_host_as_cluster": lambda links, ranks: job.cluster,
+        "format_cluster_file": lambda cluster: "x: 1\n",
     }
     stub(monkeypatch, "machine", **described)
     file = tmp_path / "p.yaml"

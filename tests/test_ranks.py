@@ -12,13 +12,13 @@ from plan_by_hand import plan_by_hand
 
 from optimus.ir.op import Communicator, OpKind
 from optimus.ir.plan import Plan
-from optimus.ir.ranks import LLM, Place, Ranks
+from optimus.ir.ranks import LLM, RankCoordinates, RankGrid
 from optimus.job.layout import Layout
 
 TP, CP, EP, DP, PP = Communicator.TP, Communicator.CP, Communicator.EP, Communicator.DP, Communicator.PP
 LARGE = [
-    Ranks(layouts={"vit": Layout(dp=6248, pp=4, tp=4), LLM: Layout(dp=781, pp=16, tp=8, chunks=2)}),
-    Ranks(
+    RankGrid(layouts={"vit": Layout(dp=6248, pp=4, tp=4), LLM: Layout(dp=781, pp=16, tp=8, chunks=2)}),
+    RankGrid(
         layouts={
             "vit": Layout(dp=12480, pp=4, tp=2),
             "audio": Layout(dp=49920, pp=2, tp=1),
@@ -40,12 +40,12 @@ SMALL = [
 
 
 def test_two_encoder_pipelines_lie_in_one_llm_pipeline() -> None:
-    ranks = Ranks(layouts={"vit": Layout(dp=2, pp=2, tp=2), LLM: Layout(dp=1, pp=4, tp=2)})
+    ranks = RankGrid(layouts={"vit": Layout(dp=2, pp=2, tp=2), LLM: Layout(dp=1, pp=4, tp=2)})
     assert ranks.world == 8 and ranks.num_classes == 4
     assert [ranks.pipeline_of("vit", device) for device in range(4)] == [0, 0, 1, 1]
     assert [ranks.stage_of("vit", device) for device in range(4)] == [0, 1, 0, 1]
     assert [ranks.next_stage("vit", device) for device in range(4)] == [1, 0, 3, 2]
-    assert ranks.place("vit", 5) == Place(dp=1, pp=0, cp=0, tp=1)
+    assert ranks.place("vit", 5) == RankCoordinates(dp=1, pp=0, cp=0, tp=1)
     assert ranks.group_of("vit", TP, 5) == (4, 5)
     assert ranks.group_of("vit", PP, 5) == (5, 7)
     assert ranks.group_of("vit", DP, 5) == (1, 5)
@@ -54,7 +54,7 @@ def test_two_encoder_pipelines_lie_in_one_llm_pipeline() -> None:
 
 def test_two_encoder_pipelines_lie_in_one_tp_group() -> None:
     """Encoder TP 1 in LLM TP 2: the two ranks of a stage belong to different pipelines and classes."""
-    ranks = Ranks(layouts={"vit": Layout(dp=4, pp=2, tp=1), LLM: Layout(dp=1, pp=4, tp=2)})
+    ranks = RankGrid(layouts={"vit": Layout(dp=4, pp=2, tp=1), LLM: Layout(dp=1, pp=4, tp=2)})
     assert ranks.num_classes == 8
     assert [ranks.pipeline_of("vit", device) for device in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert ranks.group_classes(LLM, TP, 0) == (0, 1)
@@ -64,13 +64,13 @@ def test_two_encoder_pipelines_lie_in_one_tp_group() -> None:
 # ---------------------------------------------------------------------------- every rank of a large job
 
 
-def grid(ranks: Ranks) -> NDArray[np.int64]:
+def grid(ranks: RankGrid) -> NDArray[np.int64]:
     """Ranks by LLM stage, replica, context and TP: written down once more, by other means."""
     llm = ranks.llm
     return np.arange(ranks.world).reshape(llm.pp, llm.dp, llm.cp, llm.tp)
 
 
-def groups_on_grid(ranks: Ranks, module: str, communicator: Communicator) -> NDArray[np.int64]:
+def groups_on_grid(ranks: RankGrid, module: str, communicator: Communicator) -> NDArray[np.int64]:
     """All groups of a module, one per row, by cutting the grid."""
     llm, layout = ranks.llm, ranks.layouts[module]
     # LLM stage = a * pp + p, TP rank = b * tp + t
@@ -85,12 +85,12 @@ def groups_on_grid(ranks: Ranks, module: str, communicator: Communicator) -> NDA
 
 @pytest.mark.ci("plan file")
 @pytest.mark.parametrize("ranks", LARGE, ids=["pp16", "cp2"])
-def test_coordinates_of_a_large_job_cover_every_layout(ranks: Ranks) -> None:
+def test_coordinates_of_a_large_job_cover_every_layout(ranks: RankGrid) -> None:
     world = grid(ranks)
     for stage, replica, context, t in np.ndindex(world.shape):
         rank = ranks.rank_of(stage, replica, context, t)
         assert rank == world[stage, replica, context, t]
-        assert ranks.place(LLM, rank) == Place(dp=replica, pp=stage, cp=context, tp=t)
+        assert ranks.place(LLM, rank) == RankCoordinates(dp=replica, pp=stage, cp=context, tp=t)
         assert ranks.class_of(rank) == ranks.class_at(stage, context, t // ranks.block)
     for module, layout in ranks.layouts.items():
         places = [ranks.place(module, rank) for rank in range(ranks.world)]
@@ -102,7 +102,7 @@ def test_coordinates_of_a_large_job_cover_every_layout(ranks: Ranks) -> None:
 @pytest.mark.ci("plan file")
 @pytest.mark.parametrize("ranks", LARGE, ids=["pp16", "cp2"])
 @pytest.mark.parametrize("communicator", [TP, CP, DP, PP], ids=lambda communicator: communicator.name)
-def test_groups_of_a_large_job_partition_the_world(ranks: Ranks, communicator: Communicator) -> None:
+def test_groups_of_a_large_job_partition_the_world(ranks: RankGrid, communicator: Communicator) -> None:
     for module, layout in ranks.layouts.items():
         groups = groups_on_grid(ranks, module, communicator)
         sizes = {TP: layout.tp, CP: layout.cp, PP: layout.pp, DP: layout.dp * layout.cp}
@@ -116,7 +116,7 @@ def test_groups_of_a_large_job_partition_the_world(ranks: Ranks, communicator: C
 
 @pytest.mark.ci("plan file")
 @pytest.mark.parametrize("ranks", LARGE, ids=["pp16", "cp2"])
-def test_peers_of_a_large_job(ranks: Ranks) -> None:
+def test_peers_of_a_large_job(ranks: RankGrid) -> None:
     """The same arithmetic that takes one rank takes them all."""
     every: Any = np.arange(ranks.world)
     classes: Any = ranks.class_of(every)
@@ -148,7 +148,7 @@ def test_peers_of_a_large_job(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("layouts", SMALL)
 def test_classes_that_meet_are_the_classes_of_the_group(layouts: dict[str, Layout]) -> None:
-    ranks = Ranks(layouts=layouts)
+    ranks = RankGrid(layouts=layouts)
     for module, layout in layouts.items():
         for communicator in (TP, CP, EP, DP, PP):
             for rank in range(ranks.world):
@@ -184,7 +184,7 @@ def rank_generator() -> Any:
 @pytest.mark.ci("plan file")
 def test_groups_of_the_llm_are_megatrons(rank_generator: Any, llm: Layout) -> None:
     """As parallel_state makes them: experts, without tensor parallelism, from a generator of their own."""
-    ranks, order = Ranks(layouts={LLM: llm}), "tp-cp-ep-dp-pp"
+    ranks, order = RankGrid(layouts={LLM: llm}), "tp-cp-ep-dp-pp"
     dense = rank_generator(tp=llm.tp, ep=1, dp=llm.dp, pp=llm.pp, cp=llm.cp, order=order)
     expert_dp = llm.expert_replica_ranks
     expert = rank_generator(tp=1, ep=llm.ep, dp=expert_dp, pp=llm.pp, cp=1, order=order)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from machine import allowed_s
 
 from optimus.errors import OptimusError, UserError
-from optimus.ir.binding import bind, bound_parts
+from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.job.job import Job
 from optimus.job.layout import LayoutChoice
 from optimus.job.read import find_job, load_cluster, load_job, load_model, make_job
@@ -154,7 +154,7 @@ def test_a_job_file_moves_to_another_cluster(tmp_path: Path) -> None:
 
 def hashes(job: Job) -> dict[str, str]:
     """Hashes that bind a plan to the job."""
-    return bind(bound_parts(job))[1]
+    return flatten_and_hash_parts(list_bound_parts(job))[1]
 
 
 def test_run_and_sources_never_change_the_hashes(tmp_path: Path) -> None:

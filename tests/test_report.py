@@ -28,7 +28,7 @@ from optimus.cli.flags import OK, USER_ERROR
 from optimus.errors import UserError
 from optimus.ir.op import Lane, OpKind
 from optimus.ir.plan import Plan
-from optimus.ir.planfile import plan_digest, save_plan
+from optimus.ir.planfile import hash_plan, save_plan
 from optimus.job.read import find_job
 from optimus.planner.plan_replay import replay_llm_alone, replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
@@ -155,7 +155,7 @@ def test_without_the_job_it_says_what_it_does_not_know() -> None:
 def test_the_foot_says_where_figures_come_from() -> None:
     foot = " ".join(Page(render_report_page(alone())).of("p")[-3:])
     assert "analytic, uncalibrated" in foot and "preset default" in foot
-    assert plan_digest(planned().plan) in foot and optimus.__version__ in foot
+    assert hash_plan(planned().plan) in foot and optimus.__version__ in foot
     assert "power capping" in foot
 
 

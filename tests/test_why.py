@@ -16,10 +16,9 @@ from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
 from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
-from optimus.ir.binding import bind, bound_parts
+from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts, rebuild_job
 from optimus.ir.plan import Plan
-from optimus.ir.planfile import plan_text, read_plan, save_plan
-from optimus.ir.rebuild_job import rebuild_job
+from optimus.ir.planfile import format_plan, parse_plan, save_plan
 from optimus.job import catalog
 from optimus.job.job import Job
 from optimus.job.read import find_job, load_model, make_job
@@ -80,11 +79,11 @@ def wider(file: Path) -> LayoutExplanation:
 )
 def test_a_job_is_rebuilt_from_what_its_plan_is_bound_to(name: str, narrow: PlanningResult) -> None:
     job = find_job(name)
-    bound_to, hashes = bind(bound_parts(job))
+    bound_to, hashes = flatten_and_hash_parts(list_bound_parts(job))
     again = rebuild_job(replace(narrow.plan, bound_to=bound_to, hashes=hashes, name=name))
     assert (again.name, again.model, again.workload) == (name, job.model, job.workload)
-    assert bound_parts(again)["cluster"].keys() == bound_parts(job)["cluster"].keys()
-    assert bind(bound_parts(again))[1] == hashes
+    assert list_bound_parts(again)["cluster"].keys() == list_bound_parts(job)["cluster"].keys()
+    assert flatten_and_hash_parts(list_bound_parts(again))[1] == hashes
 
 
 @pytest.mark.ci("search")
@@ -93,13 +92,13 @@ def test_every_model_is_rebuilt(name: str, narrow: PlanningResult) -> None:
     if not load_model(name).encoders:
         return
     job = make_job(model=name, on="h100:64")
-    bound_to, hashes = bind(bound_parts(job))
+    bound_to, hashes = flatten_and_hash_parts(list_bound_parts(job))
     assert rebuild_job(replace(narrow.plan, bound_to=bound_to, hashes=hashes)).model == job.model
 
 
 def test_limits_are_those_of_the_job_or_in_older_files_the_usual_ones(narrow: PlanningResult) -> None:
     assert tiny().layout.limits.microbatch_sequences == (1,)
-    assert rebuild_job(read_plan(plan_text(narrow.plan), "a")).layout.limits == tiny().layout.limits
+    assert rebuild_job(parse_plan(format_plan(narrow.plan), "a")).layout.limits == tiny().layout.limits
     notes = {name: note for name, note in narrow.plan.notes.items() if name != "limits"}
     old = replace(narrow.plan, notes=notes)
     assert rebuild_job(old).layout.limits.microbatch_sequences == (1, 2)
@@ -132,7 +131,7 @@ def many_images(plan: Plan) -> tuple[Job, Plan]:
     sequence = PackedSequence(text=128, items=(("vision", (1,) * 100 + (28,)),))
     job = tiny("llm=pp1,tp1")
     job = replace(job, workload=replace(job.workload, sequences=(sequence,)))
-    bound_to, hashes = bind(bound_parts(job))
+    bound_to, hashes = flatten_and_hash_parts(list_bound_parts(job))
     return job, replace(plan, bound_to=bound_to, hashes=hashes)
 
 
@@ -148,7 +147,7 @@ def test_what_is_too_long_for_the_file_is_asked_for_by_name(narrow: PlanningResu
 
 def test_a_plan_made_with_a_profile_needs_it(narrow: PlanningResult) -> None:
     profile = made_profile(tiny())
-    bound_to, hashes = bind(bound_parts(tiny(), profile))
+    bound_to, hashes = flatten_and_hash_parts(list_bound_parts(tiny(), profile))
     plan = replace(narrow.plan, bound_to=bound_to, hashes=hashes)
     with pytest.raises(UserError) as error:
         explain_layout(plan, "llm=tp2")
@@ -312,7 +311,7 @@ def test_encoders_that_do_not_fit_say_what_they_would_need(strategy: str) -> Non
     assert need is not None and need.encoders is not None and need.needed_bytes > need.capacity_bytes
     assert need.llm_alone.total < need.needed_bytes == need.llm_alone.total + need.encoder_bytes
     short = tiny("llm=pp1,tp1", memory_bytes=need.needed_bytes - 1)
-    bound_to, hashes = bind(bound_parts(short))
+    bound_to, hashes = flatten_and_hash_parts(list_bound_parts(short))
     reason = explain_layout(replace(plan, bound_to=bound_to, hashes=hashes), llm="pp1 tp2")
     assert reason.verdict == "memory" and reason.need is not None
     assert (
@@ -405,7 +404,7 @@ def test_every_layout_that_plan_proposes_to_ask_about_has_an_answer(narrow: Plan
 @pytest.mark.parametrize("strategy", ["optimus", "paper"])
 def test_pipelines_are_compared_cause_by_cause(strategy: str) -> None:
     job = tiny("llm=pp1,tp1").replace(sequences_per_step=4)
-    plan = read_plan(plan_text(make_plan(job, strategy=strategy, systems=[]).plan), "a")
+    plan = parse_plan(format_plan(make_plan(job, strategy=strategy, systems=[]).plan), "a")
     reason = explain_layout(plan, "llm=pp2,tp1")
     there = make_plan(
         tiny("llm=pp2,tp1").replace(sequences_per_step=4),

@@ -9,8 +9,17 @@ from random import Random
 from typing import Any
 
 from optimus.ir.op import Communicator, Lane, OpKind
-from optimus.ir.plan import WHOLE_STAGE, Bucket, Claims, Phase, Plan, PlannedChunk, PlannedModule, Template
-from optimus.ir.ranks import LLM, Ranks
+from optimus.ir.plan import (
+    WHOLE_STAGE,
+    Bucket,
+    Phase,
+    Plan,
+    PlanClaims,
+    PlannedChunk,
+    PlannedModule,
+    Template,
+)
+from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -40,7 +49,7 @@ def tiny_header(rng: Random, *, few: bool) -> Plan:
     layouts[LLM] = llm
     microbatches = rng.choice((1, 2)) if few else rng.randint(2, 4)
     templates: dict[str, Template] = {}
-    ranks = Ranks(layouts=layouts)
+    ranks = RankGrid(layouts=layouts)
     modules = {}
     for name, layout in layouts.items():
         kinds: tuple[OpKind, ...] = rng.choice(
@@ -65,7 +74,7 @@ def tiny_header(rng: Random, *, few: bool) -> Plan:
         launch_s=rng.choice((0.0, 0.0, 0.01, 0.3)),
         capacity_bytes=0,
         memory=(),
-        claims=Claims(step_s=0.0, estimate_s=0.0, encoder_s={}),
+        claims=PlanClaims(step_s=0.0, estimate_s=0.0, encoder_s={}),
         programs=(),
         bound_to=PARTS,
         hashes=HASHES,
@@ -73,7 +82,7 @@ def tiny_header(rng: Random, *, few: bool) -> Plan:
     )
 
 
-def _with_seam(llm: PlannedModule, ranks: Ranks, templates: dict[str, Template]) -> PlannedModule:
+def _with_seam(llm: PlannedModule, ranks: RankGrid, templates: dict[str, Template]) -> PlannedModule:
     """The first forward gathers what reached other TP and CP ranks."""
     groups = [Communicator.TP] * (ranks.positions > 1) + [Communicator.CP] * (ranks.llm.cp > 1)
     if not groups:
@@ -105,7 +114,7 @@ def _divisor(rng: Random, number: int) -> int:
     return rng.choice([divisor for divisor in range(1, number + 1) if number % divisor == 0])
 
 
-def _encoder(rng: Random, ranks: Ranks, name: str, microbatches: int, *, few: bool) -> dict[str, Any]:
+def _encoder(rng: Random, ranks: RankGrid, name: str, microbatches: int, *, few: bool) -> dict[str, Any]:
     pieces = 1 if few else rng.choice((1, 1, 2))
     count = ranks.num_pipelines(name)
     pipelines = tuple(rng.randrange(count) for _ in range(microbatches * pieces))
@@ -209,7 +218,7 @@ def _buckets(rng: Random, layout: Layout, layers: int, *, few: bool) -> tuple[Bu
 def large_header(rng: Random, *, microbatches: int, layers: int) -> Plan:
     """Eight stages of two chunks, and two encoder pipelines side by side in each two of them."""
     layouts = {"vit": Layout(dp=16, pp=2, tp=2), LLM: Layout(dp=2, pp=8, tp=4, chunks=2)}
-    count = Ranks(layouts=layouts).num_pipelines("vit")
+    count = RankGrid(layouts=layouts).num_pipelines("vit")
     templates: dict[str, Template] = {}
     kinds = (OpKind.FORWARD, OpKind.BACKWARD)
     pipelines = tuple(number % count for number in range(microbatches))
@@ -218,7 +227,7 @@ def large_header(rng: Random, *, microbatches: int, layers: int) -> Plan:
         name: _module(rng, name, layout, kinds, templates, layers=layers, **({} if name == LLM else seam))
         for name, layout in layouts.items()
     }
-    modules[LLM] = _with_seam(modules[LLM], Ranks(layouts=layouts), templates)
+    modules[LLM] = _with_seam(modules[LLM], RankGrid(layouts=layouts), templates)
     header = replace(
         tiny_header(rng, few=True), microbatches=microbatches, modules=modules, templates=templates
     )

@@ -10,19 +10,19 @@ from random import Random
 from tiny_headers import large_header, tiny_header
 
 from optimus.ir.op import OpKind
-from optimus.ir.plan import REGIONS, Claims, ClassMemory, Plan, Program, Template
+from optimus.ir.plan import REGIONS, DeviceClassMemory, Plan, PlanClaims, Program, Template
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, backward_kind, check_coverage
-from optimus.verify.memory_replay import replay_bytes
-from optimus.verify.time_replay import replay
-from optimus.verify.validator import encoder_seconds
-from optimus.verify.waits import Derivation
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage, input_grad_kind
+from optimus.verify.memory_replay import replay_peak_bytes
+from optimus.verify.validator import replayed_encoder_seconds
+from optimus.verify.wait_graph import replay_times
+from optimus.verify.waits import WaitDerivation
 
 Row = tuple[int, int, int, int, int]
 
 
 def tiny_plan(rng: Random, *, few: bool = False) -> Plan:
-    """A plan that holds all nine rules; with `few`, of two or three classes and few lines."""
+    """A plan that holds every rule; with `few`, of two or three classes and few lines."""
     plan = _Arrangement(tiny_header(rng, few=few), rng).plan()
     return with_claims(plan)
 
@@ -35,15 +35,19 @@ def large_plan(rng: Random, *, microbatches: int, layers: int) -> Plan:
 def with_claims(plan: Plan) -> Plan:
     """The plan with the claims that its replay gives."""
     lines, asked = PlanLines(plan), ExpectedLines(plan)
-    problems = list(check_coverage(lines, asked))
+    problems = list(check_line_coverage(lines, asked))
     assert not problems, problems
-    derived = Derivation(lines, asked)
+    derived = WaitDerivation(lines, asked)
     waits = derived.derive()
-    played = replay(waits)
+    played = replay_times(waits)
     assert played.complete
-    seconds = encoder_seconds(derived, waits, played).tolist()
-    memory = tuple(ClassMemory(fixed={"parameters": 1000}, **alive.peak) for alive in replay_bytes(derived))
-    claims = Claims(step_s=played.step_s, estimate_s=0.0, encoder_s=dict(zip(REGIONS, seconds, strict=True)))
+    seconds = replayed_encoder_seconds(derived, waits, played).tolist()
+    memory = tuple(
+        DeviceClassMemory(fixed={"parameters": 1000}, **alive.peak) for alive in replay_peak_bytes(derived)
+    )
+    claims = PlanClaims(
+        step_s=played.step_s, estimate_s=0.0, encoder_s=dict(zip(REGIONS, seconds, strict=True))
+    )
     return replace(plan, claims=claims, memory=memory, capacity_bytes=max(m.peak for m in memory))
 
 
@@ -98,7 +102,7 @@ class _Arrangement:
         )
 
     def _backward(self, name: str, virtual: int, microbatch: int) -> list[_Task]:
-        kind = backward_kind(self.header, name, virtual)
+        kind = input_grad_kind(self.header, name, virtual)
         return [] if kind is None else [self.tasks[name, kind, virtual, microbatch]]
 
     def _inputs(self, task: _Task) -> list[_Task]:
@@ -211,7 +215,7 @@ class _Arrangement:
                 ):
                     entry, last = self.ranks.entry_of(here), layout.pp - 1
                     transfer(maker, here, entry, name, OpKind.SEND_SEAM, last, last, microbatch)
-                    if backward_kind(self.header, name, last) is not None:
+                    if input_grad_kind(self.header, name, last) is not None:
                         pieces = self.header.modules[name].microbatches_per_llm_microbatch
                         (back,) = self._backward(LLM, 0, microbatch // pieces)
                         transfer(back, entry, here, name, OpKind.SEND_SEAM_B, last, last, microbatch)

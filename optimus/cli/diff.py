@@ -14,7 +14,7 @@ from optimus.cli.text import columns, remark, wrap
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
-    from optimus.ir.diff import Change, Difference
+    from optimus.ir.plan_diff import PlanDifference, SettingChange
 
 SCHEMA = "optimus.diff/1"
 
@@ -28,7 +28,7 @@ class DiffCommand:
     json: JsonFlag = False
 
     def __call__(self) -> int:
-        from optimus.ir.diff import compare_plans
+        from optimus.ir.plan_diff import compare_plans
         from optimus.ir.planfile import load_plan
 
         difference = compare_plans(load_plan(self.a), load_plan(self.b))
@@ -36,7 +36,7 @@ class DiffCommand:
         return OK if difference.same else NO
 
 
-def diff_json(difference: Difference) -> dict[str, object]:
+def diff_json(difference: PlanDifference) -> dict[str, object]:
     """Returns the object of `optimus diff --json`."""
     return {
         "schema": SCHEMA,
@@ -61,7 +61,7 @@ def _pair(values: tuple[float, float]) -> dict[str, float]:
     return {"a": values[0], "b": values[1]}
 
 
-def diff_text(difference: Difference) -> list[str]:
+def diff_text(difference: PlanDifference) -> list[str]:
     """Returns a table of differences, counts of added, removed and moved lines, and the first of them."""
     if difference.same:
         return ["The plans are the same."]
@@ -79,11 +79,11 @@ def diff_text(difference: Difference) -> list[str]:
     return [*lines, "", *_lines(difference)]
 
 
-def _row(label: str, change: Change) -> list[str]:
+def _row(label: str, change: SettingChange) -> list[str]:
     return [label, change.a or "-", change.b or "-", ""]
 
 
-def _lines(difference: Difference) -> list[str]:
+def _lines(difference: PlanDifference) -> list[str]:
     first = difference.first
     if first is None:
         return remark(f"All {difference.lines[0]:,} lines are the same.")

@@ -13,7 +13,7 @@ from optimus.cli.text import plan_title, wrap
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
-    from optimus.exporters.target import ExportedPlan, TargetStep
+    from optimus.exporters.exported_plan import ExportedPlan, TargetStepTime
 
 SCHEMA = "optimus.export/1"
 
@@ -35,20 +35,20 @@ class ExportCommand:
     json: JsonFlag = False
 
     def __call__(self) -> int:
-        from optimus.exporters.registry import check_target, export_plan
-        from optimus.ir.files import write_whole
-        from optimus.ir.planfile import ENDING, load_plan
+        from optimus.exporters.targets import export_plan, require_known_target
+        from optimus.ir.files import write_file_atomically
+        from optimus.ir.planfile import PLAN_FILE_ENDING, load_plan
 
-        check_target(self.to)
+        require_known_target(self.to)
         export = export_plan(load_plan(self.plan), self.to, file=str(self.plan))
-        stem = self.plan.name.removesuffix(ENDING).removesuffix(".json")
+        stem = self.plan.name.removesuffix(PLAN_FILE_ENDING).removesuffix(".json")
         folder = self.output or Path(f"{stem}-{self.to}")
         _make_folder(folder)
         files = [folder / name for name in export.files]
         for path in files:
             check_writable("--output", path)
         for path, text in zip(files, export.files.values(), strict=True):
-            write_whole(path, text)
+            write_file_atomically(path, text)
         show(export_json(export, files), export_text(export, files), as_json=self.json)
         return OK
 
@@ -83,20 +83,20 @@ def export_json(export: ExportedPlan, files: Sequence[Path]) -> dict[str, object
 
 def export_text(export: ExportedPlan, files: Sequence[Path]) -> list[str]:
     """Returns the files written, what the target cannot run, and the steps it takes."""
-    from optimus.exporters.registry import SYSTEMS
-    from optimus.exporters.target import AS_WRITTEN, describe_step
+    from optimus.exporters.exported_plan import AS_WRITTEN, describe_step_time
+    from optimus.exporters.targets import SYSTEMS
 
     plan = export.plan
     lines = plan_title(plan, f"for {export.version}")
     lines += wrap("wrote", " ".join(map(str, files)))
     for feature in export.not_supported:
         lines += wrap("cannot run", f"{feature.what}: {feature.why}")
-    lines += wrap("as written", describe_step(plan, export.as_written, AS_WRITTEN, about=True))
-    best = describe_step(plan, export.best_there, SYSTEMS[export.target])
+    lines += wrap("as written", describe_step_time(plan, export.as_written, AS_WRITTEN, about=True))
+    best = describe_step_time(plan, export.best_there, SYSTEMS[export.target])
     if export.best_there is not None and export.best_there.system not in AS_WRITTEN:
         best += " (not these files; optimus simulate shows its layout)"
     return [*lines, *wrap("best there", best)]
 
 
-def _price_json(price: TargetStep | None) -> dict[str, object] | None:
+def _price_json(price: TargetStepTime | None) -> dict[str, object] | None:
     return None if price is None else asdict(price)

@@ -53,11 +53,11 @@ class ProfileCommand:
                 measured,
                 name=output.name.removesuffix(".yaml"),
                 links=links.measure_links(),
-                slowdown=links.measure_slowdown(),
+                slowdown=links.measure_slowdown_under_all_reduce(),
             )
-            cluster = machine.describe_machine(profile.links, ranks=job.cluster.gpus)
+            cluster = machine.describe_host_as_cluster(profile.links, ranks=job.cluster.gpus)
         digest = save_profile(profile, output)
-        cluster_file.write_text(machine.cluster_text(cluster))
+        cluster_file.write_text(machine.format_cluster_file(cluster))
         lines = profile_text(profile, cluster)
         lines += ["", *closing("wrote", f"{output} (sha256 {digest[:12]}) and {cluster_file}")]
         on = f"--on {cluster_file}:{cluster.gpus}"

@@ -166,7 +166,7 @@ class TrainCommand:
     def _rank(self, place: Launched) -> int:
         """Trains one rank in this process; rank 0 prints the result."""
         from optimus.engine.config import PLAN
-        from optimus.ir.planfile import plan_digest, save_plan
+        from optimus.ir.planfile import hash_plan, save_plan
         from optimus.job.read import find_job
 
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
@@ -174,7 +174,7 @@ class TrainCommand:
         plan = self._plan(job, profile)
         trainer = import_trainer("optimus.engine.trainer")
         make_folder("--run-dir", self.run_dir)
-        digest = save_plan(plan, self.run_dir / PLAN) if place.rank == 0 else plan_digest(plan)
+        digest = save_plan(plan, self.run_dir / PLAN) if place.rank == 0 else hash_plan(plan)
         with training_progress(training.steps) if self._shows_progress else nullcontext() as report:
 
             def on_step(metrics: StepMetrics) -> None:
@@ -200,13 +200,13 @@ class TrainCommand:
 
     def _plan(self, job: Job, profile: Profile | None) -> Plan:
         """Loads the plan that was named and checks that it is for this job, or makes a new one."""
-        from optimus.verify.validator import ready_plan
+        from optimus.verify.validator import require_valid_plan
 
         if self.plan is not None:
             from optimus.ir.planfile import load_plan
 
             plan = load_plan(self.plan)
-            ready_plan(plan, job, profile, file=str(self.plan))
+            require_valid_plan(plan, job, profile, file=str(self.plan))
             return plan
         from optimus.planner.planning import make_plan
 
@@ -217,7 +217,7 @@ class TrainCommand:
             plan = make_plan(
                 job, assumptions=self.preset, profile=profile, systems=(), progress=progress
             ).plan
-        ready_plan(plan, job, profile)
+        require_valid_plan(plan, job, profile)
         return plan
 
 
@@ -244,7 +244,7 @@ def train(
     """
     from optimus.engine.config import read_training_config
     from optimus.planner.planning import PlanningResult, make_plan
-    from optimus.verify.validator import ready_plan
+    from optimus.verify.validator import require_valid_plan
 
     require_torch()
     folder = None if run_dir is None else make_folder("run_dir", Path(run_dir))
@@ -253,7 +253,7 @@ def train(
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, PlanningResult):
         profile, plan = plan.comparison.context.cost_model.profile, plan.plan
-    ready_plan(plan, job, profile)
+    require_valid_plan(plan, job, profile)
     code, summary = run_ranks(job, plan, training)
     if code == INTERRUPTED:
         raise KeyboardInterrupt

@@ -5,8 +5,7 @@ from __future__ import annotations
 from optimus.cost.kernel import Kernel, KernelListBuilder
 from optimus.cost.layer_shape import Gemm, LayerShape
 from optimus.cost.network import Collective
-from optimus.ir.kernel_names import KernelName
-from optimus.ir.op import Communicator, OpKind
+from optimus.ir.op import Communicator, KernelName, OpKind
 from optimus.job.model import BF16_BYTES, Experts, Mlp
 
 

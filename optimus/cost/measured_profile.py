@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from optimus.errors import UserError, one_of
-from optimus.ir.binding import bind
-from optimus.ir.kernel_names import KernelName
-from optimus.ir.op import OpKind
+from optimus.ir.binding import flatten_and_hash_parts
+from optimus.ir.op import KernelName, OpKind
 from optimus.job.model import Encoder, Llm, Model, Stack
 from optimus.job.typed import Amount, Count, NonNegative, Whole
 
@@ -265,7 +264,7 @@ def hash_module_shape(module: Encoder | Llm) -> str:
     fields.get("projector", {}).pop("train", None)
     if fields["stack"]["experts"]:
         fields["stack"]["experts"].pop("leading_dense_layers")
-    _, hashes = bind({"module": fields})
+    _, hashes = flatten_and_hash_parts({"module": fields})
     return hashes["module"][:16]
 
 

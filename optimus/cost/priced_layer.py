@@ -16,8 +16,7 @@ from optimus.cost.layer_kernels import (
 from optimus.cost.layer_shape import LayerShape, activation_gradient_bytes, saved_activation_bytes
 from optimus.cost.measured_profile import LayerClass, classify_layer
 from optimus.cost.network import Collective
-from optimus.ir.kernel_names import KernelName
-from optimus.ir.op import OpKind
+from optimus.ir.op import KernelName, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, FP32_BYTES, Encoder, Llm, Stack
 from optimus.job.workload import Load

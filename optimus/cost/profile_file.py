@@ -19,7 +19,7 @@ from optimus.cost.measured_profile import (
     SegmentMeasurement,
 )
 from optimus.errors import UserError, nearest, one_of
-from optimus.ir.files import write_whole
+from optimus.ir.files import write_file_atomically
 from optimus.ir.op import OpKind
 from optimus.job.nodes import Node, load_yaml, parse_yaml
 from optimus.job.typed import NonNegative, read
@@ -166,7 +166,7 @@ def _values(row: Any) -> dict[str, Any]:
 
 def save_profile(profile: Profile, path: Path) -> str:
     """Writes a profile, whole or not at all, and returns the SHA-256 of its bytes."""
-    return write_whole(path, format_profile(profile))
+    return write_file_atomically(path, format_profile(profile))
 
 
 def format_profile(profile: Profile) -> str:

@@ -14,8 +14,7 @@ from optimus.engine.compile import MessageSpecs
 from optimus.engine.p2p import TensorSpec
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
-from optimus.ir.kernel_names import KernelName
-from optimus.ir.op import OpKind
+from optimus.ir.op import KernelName, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm, Model

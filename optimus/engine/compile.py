@@ -21,8 +21,7 @@ from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
 from optimus.engine.process_groups import ProcessGroups, seam_edge, stage_edge
 from optimus.engine.side_stream import SideStream
 from optimus.errors import UserError
-from optimus.ir.kernel_names import KernelName
-from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, RECVS, SEAMS, SENDS, OpKind
+from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, RECVS, SEAMS, SENDS, KernelName, OpKind
 from optimus.ir.plan import Phase, Plan, Template
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import ALL_LAYERS, ChunkPhase

@@ -22,7 +22,7 @@ from optimus.engine.torch_private import FakeTensorMode, fake_world
 from optimus.errors import UserError
 from optimus.ir.op import COLLECTIVE_PHASES, RECVS, SEAMS, SENDS, OpKind
 from optimus.ir.plan import Plan
-from optimus.ir.ranks import LLM, Place
+from optimus.ir.ranks import LLM, RankCoordinates
 from optimus.job.job import Job
 from optimus.models.kernels import GPU_LINEAR, Kernels
 
@@ -73,7 +73,7 @@ class DryRun:
     world: int
     device_class: int
     class_name: str
-    places: Mapping[str, Place]
+    places: Mapping[str, RankCoordinates]
     communicators: tuple[Communicator, ...]
     groups_made: int  # calls that make them: the same number in every world
     program: Mapping[str, Mapping[str, int]]  # lines by module and kind

@@ -41,7 +41,7 @@ from optimus.engine.stage_profile import StageProfiles, profile_stages
 from optimus.engine.torch_private import end_fsdp_forward
 from optimus.errors import UserError
 from optimus.ir.plan import Plan, PlannedModule
-from optimus.ir.planfile import plan_digest
+from optimus.ir.planfile import hash_plan
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.segment import Gradients, ModuleSegment, Segment, State, WeightGradStore
@@ -354,7 +354,7 @@ def _check_plan(plan: Plan) -> None:
             field=first.where, problem=f"breaks the rule `{first.rule}`: {first.problem}", hint="plan again"
         )
     digests: list[Any] = [None] * world
-    dist.all_gather_object(digests, plan_digest(plan))
+    dist.all_gather_object(digests, hash_plan(plan))
     if len(set(digests)) > 1:
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         raise UserError(

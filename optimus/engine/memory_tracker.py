@@ -25,7 +25,7 @@ from optimus.ir.op import Ints, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.protocols import Batch, Recorder
-from optimus.verify.memory_replay import ACTIVATIONS, bytes_along
+from optimus.verify.memory_replay import ACTIVATIONS, replay_live_bytes
 
 LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(len(ACTIVATIONS))
 STATES = ("parameters", "gradients", "optimizer")
@@ -50,7 +50,7 @@ def _compare(
     plan: Plan, rank: int, tracker: MemoryTracker, states: Mapping[str, int], dtype: str
 ) -> MemoryUse:
     device = plan.ranks.class_of(rank)
-    alive, fixed = bytes_along(plan, device), plan.memory[device].fixed
+    alive, fixed = replay_live_bytes(plan, device), plan.memory[device].fixed
     working = sum(fixed[name] for name in WORKING)
     planned = {name: fixed[name] for name in STATES}
     peak_bytes = tracker.peak_bytes

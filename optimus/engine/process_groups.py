@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from optimus.ir.op import Communicator, OpKind
 from optimus.ir.plan import Plan
-from optimus.ir.ranks import LLM, Ranks
+from optimus.ir.ranks import LLM, RankGrid
 from optimus.models.collectives import TpGroup
 
 Members = tuple[int, ...]
@@ -110,11 +110,11 @@ def _learns(plan: Plan, name: str) -> bool:
     )
 
 
-def _replicas(ranks: Ranks, module: str) -> Callable[[int], Members]:
+def _replicas(ranks: RankGrid, module: str) -> Callable[[int], Members]:
     return lambda rank: ranks.group_of(module, Communicator.DP, rank)
 
 
-def _sharers(ranks: Ranks, module: str) -> Callable[[int], Members]:
+def _sharers(ranks: RankGrid, module: str) -> Callable[[int], Members]:
     return lambda rank: ranks.group_of(module, Communicator.TP, rank)
 
 
@@ -129,7 +129,7 @@ def _colours(pp: int, chunks: int) -> list[str]:
     return ["even"] + ["odd"] * (pp > 2) + ["wrap"] * (chunks > 1)
 
 
-def _pairs(ranks: Ranks, module: str, colour: str) -> Callable[[int], Members]:
+def _pairs(ranks: RankGrid, module: str, colour: str) -> Callable[[int], Members]:
     """Both ends of the edge of this colour at a rank's stage, if it has one."""
     pp = ranks.layouts[module].pp
 
@@ -144,20 +144,20 @@ def _pairs(ranks: Ranks, module: str, colour: str) -> Callable[[int], Members]:
     return members
 
 
-def _remote_pipelines(ranks: Ranks, module: str) -> list[int]:
+def _remote_pipelines(ranks: RankGrid, module: str) -> list[int]:
     """Pipelines of an encoder whose last stage is not on LLM stage 0."""
     return [
         pipeline for pipeline in range(ranks.num_pipelines(module)) if _last_stage(ranks, module, pipeline)
     ]
 
 
-def _last_stage(ranks: Ranks, module: str, pipeline: int) -> int:
+def _last_stage(ranks: RankGrid, module: str, pipeline: int) -> int:
     """The LLM's stage on which an encoder pipeline ends."""
     layout, llm = ranks.layouts[module], ranks.llm
     return pipeline // (llm.tp // layout.tp) // llm.cp * layout.pp + layout.pp - 1
 
 
-def _seam_ends(ranks: Ranks, module: str, pipeline: int, like: int) -> Members:
+def _seam_ends(ranks: RankGrid, module: str, pipeline: int, like: int) -> Members:
     """The ranks on LLM stage 0 and at the last stage of an encoder pipeline, where `like` stands in both.
 
     None if the pipeline does not reach that place of the tensor-parallel group.
@@ -170,7 +170,7 @@ def _seam_ends(ranks: Ranks, module: str, pipeline: int, like: int) -> Members:
     return ranks.rank_of(0, place.dp, context, place.tp), ranks.rank_of(last, place.dp, context, place.tp)
 
 
-def _seam(ranks: Ranks, module: str, pipeline: int) -> Callable[[int], Members]:
+def _seam(ranks: RankGrid, module: str, pipeline: int) -> Callable[[int], Members]:
     def members(rank: int) -> Members:
         ends = _seam_ends(ranks, module, pipeline, rank)
         return tuple(sorted(ends)) if rank in ends else ()
@@ -178,7 +178,7 @@ def _seam(ranks: Ranks, module: str, pipeline: int) -> Callable[[int], Members]:
     return members
 
 
-def _ends(ranks: Ranks) -> Callable[[int], Members]:
+def _ends(ranks: RankGrid) -> Callable[[int], Members]:
     """First and last stage of an LLM pipeline: they share tied embeddings."""
 
     def members(rank: int) -> Members:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from optimus.engine.p2p import TensorSpec
-from optimus.ir.module_times import Seconds
+from optimus.ir.plan import Seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from optimus.exporters.facts import Facts
-from optimus.exporters.rank_groups import ranks_document
-from optimus.exporters.target import (
+from optimus.exporters.exported_plan import (
     AS_WRITTEN,
     EMPTY_ENDS,
     ExportedPlan,
-    NotSupported,
-    best_of,
-    comment,
-    json_text,
-    limitations,
-    not_supported_of_encoders,
+    UnsupportedFeature,
+    describe_limitations,
+    find_fastest_system,
+    format_comment_lines,
+    format_json,
+    list_unsupported_encoder_features,
 )
+from optimus.exporters.plan_facts import PlanFacts
+from optimus.exporters.rank_groups import describe_rank_groups
 
 VERSION = "megatron-core 0.16.1"
 ARGUMENTS = "megatron.args"
@@ -31,30 +31,36 @@ USE = (
 )
 
 
-def export_megatron(facts: Facts) -> ExportedPlan:
+def export_megatron(facts: PlanFacts) -> ExportedPlan:
     """Returns the arguments for the plan's LLM layout, the rank groups, and what Megatron-LM cannot run."""
     plan = facts.plan
-    unsupported = not_supported(facts)
+    unsupported = _list_unsupported(facts)
     head = [f"{plan.name}: the LLM of this plan, for Megatron-LM ({VERSION}), on {plan.ranks.world} GPUs."]
-    head += [*USE, *limitations(plan, "Megatron-LM", unsupported, SYSTEMS)]
-    lines = [*comment(head), *(" ".join(flag) for flag in flags(facts))]
+    head += [*USE, *describe_limitations(plan, "Megatron-LM", unsupported, SYSTEMS)]
+    lines = [*format_comment_lines(head), *(" ".join(flag) for flag in _list_flags(facts))]
     return ExportedPlan(
         plan=plan,
         target="megatron",
         version=VERSION,
-        files={ARGUMENTS: "\n".join(lines) + "\n", "ranks.json": json_text(ranks_document(plan))},
+        files={ARGUMENTS: "\n".join(lines) + "\n", "ranks.json": format_json(describe_rank_groups(plan))},
         not_supported=tuple(unsupported),
-        as_written=best_of(plan, AS_WRITTEN),
-        best_there=best_of(plan, SYSTEMS),
+        as_written=find_fastest_system(plan, AS_WRITTEN),
+        best_there=find_fastest_system(plan, SYSTEMS),
     )
 
 
-def flags(facts: Facts) -> list[Flag]:
+def _list_flags(facts: PlanFacts) -> list[Flag]:
     """Returns all arguments, each with its values; none needs quotes."""
-    return [*_parallel(facts), *_pipeline(facts), *_batch(facts), *_recompute(facts), *model_flags(facts)]
+    return [
+        *_parallel(facts),
+        *_pipeline(facts),
+        *_batch(facts),
+        *_recompute(facts),
+        *list_model_flags(facts),
+    ]
 
 
-def _parallel(facts: Facts) -> list[Flag]:
+def _parallel(facts: PlanFacts) -> list[Flag]:
     layout = facts.layout
     arguments: list[Flag] = [
         ("--tensor-model-parallel-size", str(layout.tp)),
@@ -74,31 +80,31 @@ def _parallel(facts: Facts) -> list[Flag]:
     return arguments
 
 
-def _pipeline(facts: Facts) -> list[Flag]:
+def _pipeline(facts: PlanFacts) -> list[Flag]:
     """Returns no flag for even stages without virtual ones, a layout string where stages are unequal."""
     layout, layers = facts.layout, facts.layers_of_virtual_stages()
     if layout.pp == 1:
         return []
     if len(set(layers)) > 1:
-        return [("--pipeline-model-parallel-layout", layout_string(layers))]
+        return [("--pipeline-model-parallel-layout", format_pipeline_layout(layers))]
     return [("--num-layers-per-virtual-pipeline-stage", str(layers[0]))] if layout.chunks > 1 else []
 
 
-def layout_string(layers: list[int]) -> str:
+def format_pipeline_layout(layers: list[int]) -> str:
     """Returns e.g. `Ettt|tttt|ttL` (E embedding, t layer, L head); no shell expands it."""
     stages = ["t" * count for count in layers]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     return "|".join(stages)
 
 
-def _batch(facts: Facts) -> list[Flag]:
+def _batch(facts: PlanFacts) -> list[Flag]:
     return [
         ("--micro-batch-size", str(facts.microbatch_sequences)),
         ("--global-batch-size", str(facts.sequences_per_step)),
     ]
 
 
-def _recompute(facts: Facts) -> list[Flag]:
+def _recompute(facts: PlanFacts) -> list[Flag]:
     """Returns the recomputation flags.
 
     Selective recomputes attention scores where they are stored, else norms and MLPs: Megatron-LM has no flag
@@ -123,7 +129,7 @@ def _recompute(facts: Facts) -> list[Flag]:
 # ---------------------------------------------------------------------------- shape of the LLM
 
 
-def model_flags(facts: Facts) -> list[Flag]:
+def list_model_flags(facts: PlanFacts) -> list[Flag]:
     """Returns the flags of the LLM's shape, from the fields that the plan is bound to."""
     return [
         *_stack(facts),
@@ -135,11 +141,11 @@ def model_flags(facts: Facts) -> list[Flag]:
     ]
 
 
-def _size(flag: str, facts: Facts, field: str) -> Flag:
+def _size(flag: str, facts: PlanFacts, field: str) -> Flag:
     return flag, str(facts.count(field))
 
 
-def _stack(facts: Facts) -> list[Flag]:
+def _stack(facts: PlanFacts) -> list[Flag]:
     arguments = [
         _size("--num-layers", facts, "llm.stack.layers"),
         _size("--hidden-size", facts, "llm.stack.hidden"),
@@ -158,7 +164,7 @@ def _stack(facts: Facts) -> list[Flag]:
     return arguments
 
 
-def _attention(facts: Facts) -> list[Flag]:
+def _attention(facts: PlanFacts) -> list[Flag]:
     heads, groups = facts.count("llm.stack.attention.heads"), facts.count("llm.stack.attention.kv_heads")
     arguments: list[Flag] = [("--num-attention-heads", str(heads))]
     if facts.get("model", "llm.stack.attention.latent.query_rank") is None:
@@ -170,7 +176,7 @@ def _attention(facts: Facts) -> list[Flag]:
     return arguments
 
 
-def _latent(facts: Facts) -> list[Flag]:
+def _latent(facts: PlanFacts) -> list[Flag]:
     latent = "llm.stack.attention.latent"
     if facts.get("model", f"{latent}.query_rank") is None:
         return []
@@ -184,7 +190,7 @@ def _latent(facts: Facts) -> list[Flag]:
     ]
 
 
-def _experts(facts: Facts) -> list[Flag]:
+def _experts(facts: PlanFacts) -> list[Flag]:
     experts = "llm.stack.experts"
     if facts.get("model", f"{experts}.count") is None:
         return []
@@ -201,7 +207,7 @@ def _experts(facts: Facts) -> list[Flag]:
     return arguments
 
 
-def _ends(facts: Facts) -> list[Flag]:
+def _ends(facts: PlanFacts) -> list[Flag]:
     positions = facts.model("llm.positions")
     arguments: list[Flag] = [
         ("--seq-length", str(facts.sequence_tokens)),
@@ -214,7 +220,7 @@ def _ends(facts: Facts) -> list[Flag]:
     return arguments
 
 
-def _precision(facts: Facts) -> list[Flag]:
+def _precision(facts: PlanFacts) -> list[Flag]:
     in_fp32 = facts.model("precision.gradients") == "fp32"
     return [("--bf16",), ("--accumulate-allreduce-grads-in-fp32",) if in_fp32 else ("--grad-reduce-in-bf16",)]
 
@@ -222,10 +228,10 @@ def _precision(facts: Facts) -> list[Flag]:
 # ---------------------------------------------------------------------------- what it cannot run
 
 
-def not_supported(facts: Facts) -> list[NotSupported]:
+def _list_unsupported(facts: PlanFacts) -> list[UnsupportedFeature]:
     """Returns the features of the plan that Megatron-LM cannot run."""
     plan = facts.plan
-    unsupported = not_supported_of_encoders(
+    unsupported = list_unsupported_encoder_features(
         facts,
         stages="its pipeline layout refuses encoder layers; MIMO refuses pp above 1 for an encoder "
         "on the LLM's GPUs",
@@ -235,11 +241,11 @@ def not_supported(facts: Facts) -> list[NotSupported]:
     if plan.order not in ORDERS:
         fallback = "interleaved 1F1B" if facts.layout.chunks > 1 else "1F1B"
         unsupported.append(
-            NotSupported(what=f"the LLM's order {plan.order}", why=f"it runs {fallback} instead")
+            UnsupportedFeature(what=f"the LLM's order {plan.order}", why=f"it runs {fallback} instead")
         )
     if facts.layout.pp > 1 and facts.layout.chunks > 1 and plan.microbatches % facts.layout.pp:
         unsupported.append(
-            NotSupported(
+            UnsupportedFeature(
                 what=f"{plan.microbatches} microbatches in virtual stages",
                 why=f"it refuses a number that is not a multiple of pp = {facts.layout.pp}",
             )
@@ -251,5 +257,5 @@ def not_supported(facts: Facts) -> list[NotSupported]:
             why = "the arguments recompute norms and whole MLPs: as little memory, more time"
         else:
             why = "the arguments recompute norms and the experts' non-linearities, not those of dense MLPs"
-        unsupported.append(NotSupported(what="recomputing only norms and non-linearities", why=why))
+        unsupported.append(UnsupportedFeature(what="recomputing only norms and non-linearities", why=why))
     return unsupported

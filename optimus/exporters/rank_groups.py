@@ -9,7 +9,7 @@ import numpy as np
 
 from optimus.ir.op import Communicator, Ints
 from optimus.ir.plan import Plan
-from optimus.ir.ranks import LLM, Ranks
+from optimus.ir.ranks import LLM, RankGrid
 
 SCHEMA = "optimus.ranks/1"
 MAX_LISTED_RANKS = 2048  # of the groups of one axis
@@ -23,7 +23,7 @@ RULE = (
 ORDER = "tp-cp-ep-dp-pp"  # Megatron's default
 
 
-def ranks_document(plan: Plan) -> dict[str, Any]:
+def describe_rank_groups(plan: Plan) -> dict[str, Any]:
     """Returns the contents of `ranks.json`."""
     ranks = plan.ranks
     return {
@@ -35,8 +35,8 @@ def ranks_document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _module(ranks: Ranks, name: str) -> dict[str, Any]:
-    shape = shape_of(ranks, name)
+def _module(ranks: RankGrid, name: str) -> dict[str, Any]:
+    shape = _grid_shape(ranks, name)
     groups = {axis: _groups(ranks, name, axis) for axis in ("tp", "cp", "dp", "pp", "ep")}
     return {
         "layout": asdict(ranks.layouts[name]),
@@ -46,39 +46,39 @@ def _module(ranks: Ranks, name: str) -> dict[str, Any]:
     }
 
 
-def shape_of(ranks: Ranks, name: str) -> tuple[int, ...]:
+def _grid_shape(ranks: RankGrid, name: str) -> tuple[int, ...]:
     """Returns the grid of a module: the LLM's, with pp and tp split where the module's are smaller."""
     llm, module = ranks.llm, ranks.layouts[name]
     return llm.pp // module.pp, module.pp, llm.dp, llm.cp, llm.tp // module.tp, module.tp
 
 
-def along(name: str, axis: str) -> tuple[str, ...]:
+def _group_axes(name: str, axis: str) -> tuple[str, ...]:
     """Returns the axes of the grid along which the ranks of a group differ."""
     if axis == "dp":
         return "pp_outer", "dp", "cp", "tp_outer"
     return () if axis == "cp" and name != LLM else (axis,)
 
 
-def all_groups(ranks: Ranks, name: str, axis: str) -> Ints:
+def _list_groups(ranks: RankGrid, name: str, axis: str) -> Ints:
     """Returns every group of an axis, one per row."""
     all_ranks = np.arange(ranks.world, dtype=np.int32)
     if axis == "ep":
         return all_ranks.reshape(-1, ranks.layouts[name].ep)
-    inner = [GRID.index(dim) for dim in along(name, axis)]
+    inner = [GRID.index(dim) for dim in _group_axes(name, axis)]
     outer = [place for place in range(len(GRID)) if place not in inner]
-    shape = shape_of(ranks, name)
+    shape = _grid_shape(ranks, name)
     cut = all_ranks.reshape(shape).transpose(outer + inner)
     size = int(np.prod([shape[place] for place in inner]))
     groups: Ints = cut.reshape(-1, size)
     return groups
 
 
-def _groups(ranks: Ranks, name: str, axis: str) -> dict[str, Any]:
-    groups = all_groups(ranks, name, axis)
+def _groups(ranks: RankGrid, name: str, axis: str) -> dict[str, Any]:
+    groups = _list_groups(ranks, name, axis)
     first = tuple(groups[0].tolist())
     assert first == ranks.group_of(name, Communicator[axis.upper()], first[0]), (name, axis)
     return {
-        "along": "consecutive" if axis == "ep" else list(along(name, axis)),
+        "along": "consecutive" if axis == "ep" else list(_group_axes(name, axis)),
         "size": groups.shape[1],
         "count": groups.shape[0],
         "first": groups[: max(1, MAX_LISTED_RANKS // groups.shape[1])].tolist(),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from optimus.exporters.facts import Facts
-from optimus.exporters.rank_groups import ranks_document
-from optimus.exporters.target import (
+from optimus.exporters.exported_plan import (
     AS_WRITTEN,
     EMPTY_ENDS,
     ExportedPlan,
-    NotSupported,
-    best_of,
-    comment,
-    json_text,
-    limitations,
-    not_supported_of_encoders,
+    UnsupportedFeature,
+    describe_limitations,
+    find_fastest_system,
+    format_comment_lines,
+    format_json,
+    list_unsupported_encoder_features,
 )
+from optimus.exporters.plan_facts import PlanFacts
+from optimus.exporters.rank_groups import describe_rank_groups
 
 VERSION = "torchtitan 0.3.0"
 CONFIG = "torchtitan_plan.py"
@@ -56,30 +56,33 @@ def planned(config):
 '''
 
 
-def export_torchtitan(facts: Facts) -> ExportedPlan:
+def export_torchtitan(facts: PlanFacts) -> ExportedPlan:
     """Returns a Python file that sets parallelism, batch and recomputation, rank groups, and the limits."""
     plan = facts.plan
-    unsupported = not_supported(facts)
+    unsupported = _list_unsupported(facts)
     head = [f"{plan.name}: the LLM of this plan, for {VERSION}, on {plan.ranks.world} GPUs."]
-    head += [*USE, *limitations(plan, "torchtitan", unsupported, SYSTEMS)]
+    head += [*USE, *describe_limitations(plan, "torchtitan", unsupported, SYSTEMS)]
     body = BODY.format(
         layers=facts.layers,
-        parallelism=_literal(parallelism(facts)),
-        training=_literal(training(facts)),
+        parallelism=_literal(build_parallelism_fields(facts)),
+        training=_literal(build_training_fields(facts)),
         policy=POLICIES[facts.recompute],
     )
     return ExportedPlan(
         plan=plan,
         target="torchtitan",
         version=VERSION,
-        files={CONFIG: "\n".join(comment(head)) + "\n" + body, "ranks.json": json_text(ranks_document(plan))},
+        files={
+            CONFIG: "\n".join(format_comment_lines(head)) + "\n" + body,
+            "ranks.json": format_json(describe_rank_groups(plan)),
+        },
         not_supported=tuple(unsupported),
-        as_written=best_of(plan, AS_WRITTEN),
-        best_there=best_of(plan, SYSTEMS),
+        as_written=find_fastest_system(plan, AS_WRITTEN),
+        best_there=find_fastest_system(plan, SYSTEMS),
     )
 
 
-def parallelism(facts: Facts) -> dict[str, Any]:
+def build_parallelism_fields(facts: PlanFacts) -> dict[str, Any]:
     """Returns fields of `ParallelismConfig`."""
     layout, plan = facts.layout, facts.plan
     fields: dict[str, Any] = {
@@ -96,11 +99,11 @@ def parallelism(facts: Facts) -> dict[str, Any]:
         nearest = "interleaved" if layout.chunks > 1 else "1f1b"
         fields["pipeline_parallel_schedule"] = SCHEDULES.get(plan.order, SCHEDULES[nearest])
         fields["pipeline_parallel_microbatch_size"] = facts.microbatch_sequences
-        fields["module_fqns_per_model_part"] = module_names(facts)
+        fields["module_fqns_per_model_part"] = list_modules_per_stage(facts)
     return fields
 
 
-def module_names(facts: Facts) -> list[list[str]]:
+def list_modules_per_stage(facts: PlanFacts) -> list[list[str]]:
     """Returns torchtitan's module names of every virtual stage; the encoder precedes the embedding."""
     layers, next_layer, stages = facts.layers_of_virtual_stages(), 0, list[list[str]]()
     for count in layers:
@@ -111,7 +114,7 @@ def module_names(facts: Facts) -> list[list[str]]:
     return stages
 
 
-def training(facts: Facts) -> dict[str, Any]:
+def build_training_fields(facts: PlanFacts) -> dict[str, Any]:
     """Returns fields of `TrainingConfig`; without a pipeline, microbatches are gradient accumulation."""
     sequences, pipelined = facts.microbatch_sequences, facts.layout.pp > 1
     fields: dict[str, Any] = {
@@ -124,10 +127,10 @@ def training(facts: Facts) -> dict[str, Any]:
     return fields
 
 
-def not_supported(facts: Facts) -> list[NotSupported]:
+def _list_unsupported(facts: PlanFacts) -> list[UnsupportedFeature]:
     """Returns the features of the plan that torchtitan cannot run."""
     plan = facts.plan
-    unsupported = not_supported_of_encoders(
+    unsupported = list_unsupported_encoder_features(
         facts,
         stages="its encoder is one module, in the first stage",
         layout=f"one mesh holds all modules: the encoder gets the LLM's tp{facts.layout.tp}",
@@ -136,30 +139,32 @@ def not_supported(facts: Facts) -> list[NotSupported]:
         if module.recompute != facts.recompute:
             what = f"recompute {module.recompute} in {name} with {facts.recompute} in the LLM"
             unsupported.append(
-                NotSupported(what=what, why="one policy of checkpointing holds for all modules")
+                UnsupportedFeature(what=what, why="one policy of checkpointing holds for all modules")
             )
         if facts.encoder_field(name, "modality") not in (None, "vision", "video"):
             what = f"the encoder {name}"
-            unsupported.append(NotSupported(what=what, why="its models have vision encoders only"))
+            unsupported.append(UnsupportedFeature(what=what, why="its models have vision encoders only"))
     if len(plan.encoders) > 1:
         what = f"{len(plan.encoders)} encoders"
-        unsupported.append(NotSupported(what=what, why=f"its models have one, {ENCODER}"))
+        unsupported.append(UnsupportedFeature(what=what, why=f"its models have one, {ENCODER}"))
     return unsupported + _not_supported_of_pipeline(facts)
 
 
-def _not_supported_of_pipeline(facts: Facts) -> list[NotSupported]:
-    plan, llm, unsupported = facts.plan, facts.layout, list[NotSupported]()
+def _not_supported_of_pipeline(facts: PlanFacts) -> list[UnsupportedFeature]:
+    plan, llm, unsupported = facts.plan, facts.layout, list[UnsupportedFeature]()
     if llm.pp > 1 and plan.order not in SCHEDULES:
         what = f"the LLM's order {plan.order}"
-        unsupported.append(NotSupported(what=what, why="the nearest of torch's schedules runs instead"))
+        unsupported.append(UnsupportedFeature(what=what, why="the nearest of torch's schedules runs instead"))
     rounds = max(1, plan.microbatches // llm.pp)
     if llm.pp > 1 and plan.order != "1f1b" and plan.microbatches % rounds:
         why = f"torch asks for a multiple of {rounds} rounds of its schedule"
-        unsupported.append(NotSupported(what=f"{plan.microbatches} microbatches", why=why))
+        unsupported.append(UnsupportedFeature(what=f"{plan.microbatches} microbatches", why=why))
     if facts.has_empty_ends:
         unsupported.append(EMPTY_ENDS)
     if facts.model("precision.gradients") != "fp32":
-        unsupported.append(NotSupported(what="gradients reduced in bf16", why="it reduces them in float32"))
+        unsupported.append(
+            UnsupportedFeature(what="gradients reduced in bf16", why="it reduces them in float32")
+        )
     return unsupported
 
 

@@ -1,4 +1,4 @@
-"""Binds a plan to its job and refuses it, by the field that differs, for any other."""
+"""Binds a plan to its job: refuses it for any other job, and rebuilds the job from the plan alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from typing import Any, Protocol
 
 from optimus.errors import UserError
 from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
+from optimus.job.checks import check_job
+from optimus.job.cluster import Cluster
 from optimus.job.job import Job
+from optimus.job.layout import Constraints, Limits
+from optimus.job.model import Model
+from optimus.job.nodes import Node, argument, parse_field
+from optimus.job.typed import read
+from optimus.job.workload import Workload
 
-MAX_VALUE = 200  # characters of JSON; a longer value is replaced by its hash
+MAX_VALUE_CHARACTERS = 200  # characters of JSON; a longer value is replaced by its hash
 ABSENT = "(absent)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mismatch:
+class BindingMismatch:
     """Field whose value differs from the one the plan was made for."""
 
     part: str
@@ -27,7 +35,7 @@ class Mismatch:
     given: Any
 
 
-class Measured(Protocol):
+class BoundProfile(Protocol):
     """Part of a profile that a plan is bound to."""
 
     @property
@@ -39,7 +47,7 @@ class Measured(Protocol):
     def bound(self) -> Any: ...
 
 
-def bound_parts(job: Job, profile: Measured | None = None) -> dict[str, Any]:
+def list_bound_parts(job: Job, profile: BoundProfile | None = None) -> dict[str, Any]:
     """Returns the parts of a job that a plan is bound to; `run:` is not one of them."""
     measured: dict[str, Any] = {"kernels": [] if profile is None else profile.bound()}
     if profile is not None and profile.issue_s is not None:
@@ -54,33 +62,33 @@ def bound_parts(job: Job, profile: Measured | None = None) -> dict[str, Any]:
     }
 
 
-def bind(parts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+def flatten_and_hash_parts(parts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Returns the flat fields of every part, and a hash of each, as a plan stores them."""
     bound_to = {part: dict(_flat(value, "")) for part, value in parts.items()}
-    return bound_to, {part: hash_of(fields) for part, fields in bound_to.items()}
+    return bound_to, {part: hash_fields(fields) for part, fields in bound_to.items()}
 
 
-def hash_of(fields: Mapping[str, Any]) -> str:
+def hash_fields(fields: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of flat fields, independent of their order."""
     return _sha256(_json(fields))
 
 
-def mismatches(plan: Plan, parts: Mapping[str, Any]) -> list[Mismatch]:
+def find_binding_mismatches(plan: Plan, parts: Mapping[str, Any]) -> list[BindingMismatch]:
     """Returns every field in which `parts` differ from what the plan was made for."""
-    given_parts, _ = bind(parts)
+    given_parts, _ = flatten_and_hash_parts(parts)
     differing = []
     for part in [*plan.bound_to, *(part for part in given_parts if part not in plan.bound_to)]:
         planned, given = plan.bound_to.get(part, {}), given_parts.get(part, {})
         for field in [*planned, *(field for field in given if field not in planned)]:
             was, now = planned.get(field, ABSENT), given.get(field, ABSENT)
             if _json(was) != _json(now):  # 8 and 8.0 have different hashes
-                differing.append(Mismatch(part=part, field=field, planned=was, given=now))
+                differing.append(BindingMismatch(part=part, field=field, planned=was, given=now))
     return differing
 
 
-def check_binding(plan: Plan, parts: Mapping[str, Any], *, file: str | None = None) -> None:
+def require_plan_of_job(plan: Plan, parts: Mapping[str, Any], *, file: str | None = None) -> None:
     """Raises if a plan was made for another job."""
-    differing = mismatches(plan, parts)
+    differing = find_binding_mismatches(plan, parts)
     if not differing:
         return
     first, more = differing[0], len(differing) - 1
@@ -111,7 +119,7 @@ def _short(value: Any) -> Any:
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     text = json.dumps(value, sort_keys=True, default=str)
-    return json.loads(text) if len(text) <= MAX_VALUE else f"sha256:{_sha256(text)}"
+    return json.loads(text) if len(text) <= MAX_VALUE_CHARACTERS else f"sha256:{_sha256(text)}"
 
 
 def _json(value: Any) -> str:
@@ -125,3 +133,64 @@ def _sha256(text: str) -> str:
 def _shown(value: Any) -> str:
     text = str(value) if value == ABSENT else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_JOB_PARTS = {"model": Model, "cluster": Cluster, "workload": Workload}
+_HASH_PREFIX = "sha256:"  # replaces a value that is too long for the file
+_MISSING = "name the job that the plan was made for with --job"
+
+
+def rebuild_job(plan: Plan) -> Job:
+    """Returns the job without stated layouts; `run` and `today` are not in the file.
+
+    Model, cluster and workload are exact: their hashes are those of the plan.
+    """
+    for part in _JOB_PARTS:
+        if part not in plan.bound_to:
+            raise UserError(field=f"bound_to.{part}", problem="is missing", hint=_MISSING)
+        for field, value in plan.bound_to[part].items():
+            if isinstance(value, str) and value.startswith(_HASH_PREFIX):
+                problem = "is too long for the plan file, which holds its hash only"
+                raise UserError(field=f"{part}.{field}", problem=problem, hint=_MISSING)
+    try:
+        parts: dict[str, Any] = {name: read(kind, _node(plan, name)) for name, kind in _JOB_PARTS.items()}
+        job = Job(name=plan.name, layout=Constraints(limits=_limits(plan, parts["workload"])), **parts)
+        bound_to, _ = flatten_and_hash_parts(list_bound_parts(job))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, UserError, ValueError) as error:
+        problem = f"does not describe a job: {error.problem if isinstance(error, UserError) else error}"
+        raise UserError(field="bound_to", problem=problem, hint=_MISSING) from None
+    for name in _JOB_PARTS:
+        if bound_to[name] != plan.bound_to[name] or hash_fields(plan.bound_to[name]) != plan.hashes.get(name):
+            problem = f"holds a {name} that is not the one of the plan's hash"
+            raise UserError(field="bound_to", problem=problem, hint=_MISSING)
+    check_job(job)
+    return job
+
+
+def _limits(plan: Plan, workload: Workload) -> Limits:
+    """Returns the limits in the notes, or in older files the defaults after the plan's microbatch size."""
+    if "limits" in plan.notes:
+        return read(Limits, argument("notes.limits", plan.notes["limits"]))
+    planned = max(1, workload.sequences_per_step // (plan.modules[LLM].layout.dp * plan.microbatches))
+    sizes = dict.fromkeys((planned, *Limits().microbatch_sequences))
+    return Limits(microbatch_sequences=tuple(sizes))
+
+
+def _node(plan: Plan, part: str) -> Node:
+    """Returns the tree of flat fields such as `encoders[0].stack.hidden`."""
+    root: dict[Any, Any] = {}
+    for field, value in plan.bound_to[part].items():
+        *blocks, last = parse_field(field)
+        block = root
+        for step in blocks:
+            block = block.setdefault(step, {})
+        block[last] = value
+    return argument(f"bound_to.{part}", _with_lists(root))
+
+
+def _with_lists(tree: Any) -> Any:
+    """Returns the tree with lists in place of mappings whose keys are indices."""
+    if not isinstance(tree, dict):
+        return tree
+    values = {step: _with_lists(value) for step, value in tree.items()}
+    return [values[index] for index in range(len(values))] if 0 in values else values

@@ -9,7 +9,7 @@ from pathlib import Path
 from optimus.errors import UserError
 
 
-def write_whole(path: Path, text: str) -> str:
+def write_file_atomically(path: Path, text: str) -> str:
     """Writes a file, or leaves the previous one on failure; returns the SHA-256 of its bytes."""
     content = text.encode()
     try:

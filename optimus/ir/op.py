@@ -1,11 +1,11 @@
-"""Defines kinds of ops and schedules: columns of ops in program order, with an `Op` view."""
+"""Defines the units of work: kinds of ops, lanes, kernel names, and schedules as columns of ops."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,7 +98,7 @@ class Communicator(IntEnum):
     PP = 4
 
 
-class OpName(NamedTuple):
+class ShortOpName(NamedTuple):
     """Short form of an op: `2F0` is chunk 2, forward, microbatch 0; `vision:0F3` is an encoder's."""
 
     kind: OpKind
@@ -111,7 +111,7 @@ class OpName(NamedTuple):
         return f"{prefix}{self.chunk}{self.kind.short}{self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> OpName:
+    def parse(cls, text: str) -> ShortOpName:
         """Reads what `str` writes; raises ValueError for any other text."""
         match = _SHORT_FORM.fullmatch(text)
         if match is None or match[3] not in KIND_OF_SHORT:
@@ -120,7 +120,7 @@ class OpName(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
+class ScheduledOp:
     """Row of a schedule."""
 
     id: int
@@ -187,8 +187,8 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.kind)
 
-    def __getitem__(self, index: int) -> Op:
-        return Op(
+    def __getitem__(self, index: int) -> ScheduledOp:
+        return ScheduledOp(
             id=index,
             kind=OpKind(self.kind[index]),
             module=self.modules[self.module[index]],
@@ -204,8 +204,72 @@ class Schedule:
             label="" if self.label is None or self.label[index] < 0 else self.labels[self.label[index]],
         )
 
-    def __iter__(self) -> Iterator[Op]:
+    def __iter__(self) -> Iterator[ScheduledOp]:
         return (self[index] for index in range(len(self)))
 
     def deps_of(self, index: int) -> Ints:
         return self.deps[self.dep_offset[index] : self.dep_offset[index + 1]]
+
+
+class KernelName(StrEnum):
+    """Kernels and collectives of a layer and of a module's ends."""
+
+    NORM1 = "norm1"
+    LATENT = "latent"  # compressed queries, keys and values
+    QKV = "qkv"
+    ATTENTION = "attention"
+    OUT = "out"
+    NORM2 = "norm2"
+    UP = "up"
+    DOWN = "down"
+    ROUTER = "router"
+    EXPERTS = "experts"
+    PATCHES = "patches"
+    PROJECTOR = "projector"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    HEAD_NORM = "head.norm"
+    CHEAP = "cheap"  # norms and the non-linearity of a layer, recomputed together
+    GATHER1 = "gather1"  # input of QKV, over the TP group
+    SCATTER1 = "scatter1"  # output of attention
+    GATHER2 = "gather2"  # input of the MLP
+    SCATTER2 = "scatter2"  # output of the MLP
+    CONTEXT = "context"  # keys and values, over the CP group
+    DISPATCH = "dispatch"  # tokens to experts
+    COMBINE = "combine"  # tokens back from experts
+    SEAM = "seam"  # encoder outputs at LLM stage 0
+
+    @property
+    def dgrad(self) -> str:
+        """Name of the input gradient's kernel."""
+        return f"{self}.dgrad"
+
+    @property
+    def wgrad(self) -> str:
+        """Name of the weight gradient's kernel."""
+        return f"{self}.wgrad"
+
+    @property
+    def gather(self) -> str:
+        """Name of an all-gather for this kernel."""
+        return f"{self}.gather"
+
+    @property
+    def scatter(self) -> str:
+        """Name of a reduce-scatter for this kernel."""
+        return f"{self}.scatter"
+
+
+REGATHER_NAMES = (KernelName.QKV.gather, KernelName.UP.gather)  # of inputs, for weight gradients
+
+NamedPhase = tuple[str, OpKind | None]
+
+
+def list_recomputed_kernels(phases: Iterable[NamedPhase]) -> tuple[str, ...]:
+    """Returns the names of the phases that compute a forward again, each once."""
+    return tuple(dict.fromkeys(name for name, kind in phases if kind == OpKind.RECOMPUTE))
+
+
+def regathers_inputs(phases: Iterable[NamedPhase]) -> bool:
+    """Returns whether a phase gathers the input of a column-parallel linear a second time."""
+    return any(kind == OpKind.LAUNCH and name in REGATHER_NAMES for name, kind in phases)

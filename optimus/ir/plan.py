@@ -1,8 +1,8 @@
-"""Defines plans: the programs of all device classes, and the data to run, verify and time them."""
+"""Defines a plan in memory, and the measured seconds of user modules that it can be made from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from optimus.ir.op import Communicator, Ints, Lane, OpKind
-from optimus.ir.ranks import LLM, Ranks
+from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.typed import INT32, INT64, NonNegative, Range, Whole
 
@@ -123,7 +123,7 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassMemory:
+class DeviceClassMemory:
     """Bytes on a rank of one device class: fixed components and claimed peaks of activations."""
 
     fixed: Mapping[str, int]  # by component
@@ -140,7 +140,7 @@ REGIONS = ("before", "slots", "between", "after")  # where encoder compute lies 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claims:
+class PlanClaims:
     """Figures that the planner claims; a check recomputes all but the estimate."""
 
     step_s: NonNegative
@@ -162,8 +162,8 @@ class Plan:
     slowdown: float  # compute takes 1 + slowdown times as long while a collective is on its device
     launch_s: float  # host time to launch one op
     capacity_bytes: int
-    memory: tuple[ClassMemory, ...]
-    claims: Claims
+    memory: tuple[DeviceClassMemory, ...]
+    claims: PlanClaims
     programs: tuple[Program, ...]  # by device class
     # The plan is bound to flat fields of model, cluster, workload and profile, and a hash of each.
     bound_to: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -173,8 +173,8 @@ class Plan:
     finish_s: tuple[float, ...] = ()  # of every LLM stage: the optimizer
 
     @cached_property
-    def ranks(self) -> Ranks:
-        return Ranks(layouts={name: module.layout for name, module in self.modules.items()})
+    def ranks(self) -> RankGrid:
+        return RankGrid(layouts={name: module.layout for name, module in self.modules.items()})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,3 +190,24 @@ class Plan:
         planned = self.modules[module]
         name = planned.chunks[chunk * planned.layout.pp + stage].templates.get(kind)
         return () if name is None else self.templates[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds of a stage or block on one microbatch; `weight_s` of `backward_s` can be deferred."""
+
+    forward_s: float
+    backward_s: float  # 0 if frozen
+    weight_s: float = 0.0
+    send_s: float = 0.0  # of its output to another rank
+    gather_s: float = 0.0  # of its parameters, if they are sharded over its replicas
+    reduce_s: float = 0.0  # of its gradients over them
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderBlocks:
+    """One encoder as blocks in order; `pieces` are its microbatches in one of the LLM's."""
+
+    blocks: Sequence[Seconds]
+    pp: int = 1
+    pieces: int = 1

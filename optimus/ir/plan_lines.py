@@ -23,7 +23,7 @@ _EXAMPLE = "write module and kind, chunk, microbatch and place, such as llm.F 3 
 _HEADS, _NEITHER = 2**40, 2**50  # offset of heads, above all numbers; mark of words that are neither
 
 
-def program_lines(program: Program, names: Sequence[str]) -> list[str]:
+def format_program_lines(program: Program, names: Sequence[str]) -> list[str]:
     """Returns every line of a program as text: `llm.F 3 12 4`."""
     heads = [f"{name}.{kind.word}" for name in names for kind in OpKind]
     words = map(heads.__getitem__, _heads_of(program).tolist())
@@ -31,7 +31,7 @@ def program_lines(program: Program, names: Sequence[str]) -> list[str]:
     return list(map("%s %d %d %d".__mod__, zip(words, *columns, strict=True)))
 
 
-def opening(plan: Plan, device: int) -> str:
+def format_program_opening(plan: Plan, device: int) -> str:
     """Returns the text before a program's first line, which names its ranks."""
     stage, context, position = plan.ranks.coordinates(device)
     return f"class {device}: stage {stage}, context {context}, tp block {position}"
@@ -43,7 +43,7 @@ def _heads_of(program: Program) -> Ints:
     return numbers
 
 
-def known_heads(names: Sequence[str]) -> dict[str, int]:
+def number_line_heads(names: Sequence[str]) -> dict[str, int]:
     """Returns the number of every module and kind that may open a line."""
     return {
         f"{name}.{kind.word}": module * len(OpKind) + kind
@@ -53,7 +53,7 @@ def known_heads(names: Sequence[str]) -> dict[str, int]:
     }
 
 
-def read_program(node: Node, heads: dict[str, int]) -> Program:
+def parse_program_lines(node: Node, heads: dict[str, int]) -> Program:
     """Reads the lines after the opening of a program."""
     lines = node.value[1:]
     if set(map(type, lines)) - {str}:
@@ -96,7 +96,7 @@ def _refuse_unknown(node: Node, cells: NDArray[Any], heads: dict[str, int]) -> N
 # ---------------------------------------------------------------------------- what a line may name
 
 
-def refuse_out_of_range(plan: Plan, programs: Node) -> None:
+def check_lines_in_range(plan: Plan, programs: Node) -> None:
     """Raises if a line names a chunk, microbatch or place that is out of range."""
     per_stage = plan.ranks.num_classes // plan.ranks.llm.pp
     limits = {

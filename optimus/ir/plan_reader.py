@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from optimus.errors import nearest
-from optimus.ir.binding import hash_of
+from optimus.ir.binding import hash_fields
 from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, COMPUTE_PHASES, Communicator, Lane, OpKind
 from optimus.ir.plan import (
     ALL,
@@ -16,15 +16,20 @@ from optimus.ir.plan import (
     WHOLE_STAGE,
     Bucket,
     Bytes,
-    Claims,
-    ClassMemory,
+    DeviceClassMemory,
     Phase,
     Plan,
+    PlanClaims,
     PlannedChunk,
     PlannedModule,
     Template,
 )
-from optimus.ir.plan_lines import known_heads, opening, read_program, refuse_out_of_range
+from optimus.ir.plan_lines import (
+    check_lines_in_range,
+    format_program_opening,
+    number_line_heads,
+    parse_program_lines,
+)
 from optimus.ir.ranks import LLM
 from optimus.job.checks import choices
 from optimus.job.layout import Axis, Layout
@@ -49,7 +54,7 @@ MAX_GPUS, MAX_MODULES = 10_000_000, 100  # beyond them a number is a mistake, an
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleEntry:
+class _ModuleEntry:
     """A module of the file; `chunks` and `buckets` are places in the file's tables."""
 
     layout: Layout
@@ -66,7 +71,7 @@ class ModuleEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFile:
+class _PlanDocument:
     """The document; memory and programs, one entry per device class, are read when the classes are known."""
 
     schema: object
@@ -79,12 +84,12 @@ class PlanFile:
     launch_s: NonNegative
     finish_s: tuple[NonNegative, ...]
     capacity_bytes: Bytes
-    claims: Claims
+    claims: PlanClaims
     hashes: dict[str, str]
     bound_to: dict[str, dict[str, Any]]
     notes: dict[str, Any]
     legend: object
-    modules: dict[str, ModuleEntry]
+    modules: dict[str, _ModuleEntry]
     chunks: tuple[Annotated[PlannedChunk, ROW], ...]
     buckets: tuple[Annotated[Bucket, ROW], ...]
     memory: object
@@ -92,11 +97,11 @@ class PlanFile:
     programs: object
 
 
-def read_document(root: Node) -> Plan:
+def read_plan_document(root: Node) -> Plan:
     """The plan of a document in the current format."""
     if "legend" in root and root["legend"].value != LEGEND:
         raise root["legend"].error("is not the legend of this format", "plan again: it is never edited")
-    file = read(PlanFile, root, complete=True)
+    file = read(_PlanDocument, root, complete=True)
     for name, template in file.templates.items():
         _check_template(root["templates"][name], template)
     for place, chunk in enumerate(file.chunks):
@@ -168,7 +173,7 @@ def _check_layout(node: Node, layout: Layout, llm: Layout | None) -> None:
         raise node["dp"].error(f"makes {layout.gpus} GPUs, and the LLM has {llm.gpus}", f"use {dp}")
 
 
-def _module(node: Node, name: str, file: PlanFile) -> PlannedModule:
+def _module(node: Node, name: str, file: _PlanDocument) -> PlannedModule:
     entry, llm = file.modules[name], file.modules[LLM].layout
     layout = entry.layout
     _check_length(node["chunks"], layout.virtual_stages, "chunks")
@@ -210,11 +215,11 @@ def _check_indices(node: Node, indices: tuple[int, ...], count: int) -> None:
 # ---------------------------------------------------------------------------- the rest
 
 
-def _check_hashes(node: Node, file: PlanFile) -> None:
+def _check_hashes(node: Node, file: _PlanDocument) -> None:
     """Refuses hashes that are not those of the fields in `bound_to`."""
     refuse_unknown(node, file.bound_to)
     for part, fields in file.bound_to.items():
-        if file.hashes.get(part) != hash_of(fields):
+        if file.hashes.get(part) != hash_fields(fields):
             problem = f"is not the hash of bound_to.{part}"
             raise node[part].error(problem, "plan again: what a plan is bound to is never edited")
 
@@ -223,16 +228,16 @@ def _with_classes(plan: Plan, memory: Node, programs: Node) -> Plan:
     """The plan with its memory and programs; the number of device classes follows from the layouts."""
     classes = plan.ranks.num_classes
     _check_length(programs, classes, "device classes")
-    heads = known_heads(plan.names)
+    heads = number_line_heads(plan.names)
     for device in range(classes):
-        if programs[device][0].value != opening(plan, device):
-            hint = f'open with "{opening(plan, device)}"'
+        if programs[device][0].value != format_program_opening(plan, device):
+            hint = f'open with "{format_program_opening(plan, device)}"'
             raise programs[device].error("does not open with its device class", hint)
-    read_programs = tuple(read_program(programs[device], heads) for device in range(classes))
+    read_programs = tuple(parse_program_lines(programs[device], heads) for device in range(classes))
     if plan.microbatches > max(1, sum(map(len, read_programs))):
         raise programs.error(f"has fewer lines than microbatches = {plan.microbatches:,}", "plan again")
     plan = replace(plan, memory=_read_memory(memory, classes), programs=read_programs)
-    refuse_out_of_range(plan, programs)
+    check_lines_in_range(plan, programs)
     return plan
 
 
@@ -288,7 +293,7 @@ def _check_bucket(node: Node, bucket: Bucket) -> None:
         raise node[BUCKET.index("lane")].error("is not a lane of buckets", "use tp, dp or host")
 
 
-def _read_memory(node: Node, classes: int) -> tuple[ClassMemory, ...]:
+def _read_memory(node: Node, classes: int) -> tuple[DeviceClassMemory, ...]:
     """The memory of every device class."""
     _check_length(node, classes + 1, "rows, the names included")
     columns = read(tuple[str, ...], node[0])
@@ -302,7 +307,7 @@ def _read_memory(node: Node, classes: int) -> tuple[ClassMemory, ...]:
             name: read(Bytes, cell) for name, cell in cells.items() if name in ALIVE or cell.value is not None
         }
         alive = {name: sizes.pop(name) for name in ALIVE}
-        memory.append(ClassMemory(fixed=sizes, **alive))
+        memory.append(DeviceClassMemory(fixed=sizes, **alive))
     return tuple(memory)
 
 

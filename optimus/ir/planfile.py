@@ -11,17 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from optimus import __version__
-from optimus.ir.files import write_whole
-from optimus.ir.kernel_names import NamedPhase, recomputed_kernels, repeats_gathers
-from optimus.ir.op import COMPUTE_OPS, KIND_OF_WORD
-from optimus.ir.plan import FORMAT, SCHEMA, Bucket, ClassMemory, Plan, PlannedChunk, PlannedModule, Template
-from optimus.ir.plan_lines import opening, program_lines
-from optimus.ir.plan_reader import ALIVE, LEGEND, read_document
+from optimus.ir.files import write_file_atomically
+from optimus.ir.op import COMPUTE_OPS, KIND_OF_WORD, NamedPhase, list_recomputed_kernels, regathers_inputs
+from optimus.ir.plan import (
+    FORMAT,
+    SCHEMA,
+    Bucket,
+    DeviceClassMemory,
+    Plan,
+    PlannedChunk,
+    PlannedModule,
+    Template,
+)
+from optimus.ir.plan_lines import format_program_lines, format_program_opening
+from optimus.ir.plan_reader import ALIVE, LEGEND, read_plan_document
 from optimus.job.nodes import Node, parse_json, read_text
 from optimus.job.typed import read
 
 Row = list[Any]
-ENDING = ".plan.json"
+PLAN_FILE_ENDING = ".plan.json"
 MAX_BYTES = 200_000_000
 TABLE_LINES = 16  # a longer table has several rows on a line, so that the header stays short
 
@@ -29,28 +37,31 @@ TABLE_LINES = 16  # a longer table has several rows on a line, so that the heade
 # ---------------------------------------------------------------------------- writing
 
 
-def plan_digest(plan: Plan) -> str:
+def hash_plan(plan: Plan) -> str:
     """Returns the SHA-256 of the bytes that `save_plan` writes."""
-    return hashlib.sha256(plan_text(plan).encode()).hexdigest()
+    return hashlib.sha256(format_plan(plan).encode()).hexdigest()
 
 
 def save_plan(plan: Plan, path: Path) -> str:
     """Writes a plan atomically and returns the SHA-256 of its bytes."""
-    return write_whole(path, plan_text(plan))
+    return write_file_atomically(path, format_plan(plan))
 
 
-def plan_text(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """Returns the document: a header of short lines, a template per line, then an op per line."""
-    parts = [f"{_json(name)}: {_laid_out(name, value)}" for name, value in header(plan).items()]
+    parts = [f"{_json(name)}: {_laid_out(name, value)}" for name, value in plan_header_fields(plan).items()]
     programs = [
-        _json([opening(plan, device), *program_lines(program, plan.names)], between=",\n")[:-1] + "\n]"
+        _json(
+            [format_program_opening(plan, device), *format_program_lines(program, plan.names)], between=",\n"
+        )[:-1]
+        + "\n]"
         for device, program in enumerate(plan.programs)
     ]
     parts.append('"programs": [\n' + ",\n".join(programs) + "\n]")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def header(plan: Plan) -> dict[str, Any]:
+def plan_header_fields(plan: Plan) -> dict[str, Any]:
     """Returns the document without programs; tables hold every distinct row once."""
     chunks, buckets = _Table(), _Table()
     modules = {name: _module(module, chunks, buckets) for name, module in plan.modules.items()}
@@ -114,7 +125,7 @@ def _bucket_row(bucket: Bucket) -> Row:
     return [*layers, *gather, *reduce, bucket.lane.name.lower(), bool(bucket.gates)]
 
 
-def _memory_rows(memory: Sequence[ClassMemory]) -> list[Row]:
+def _memory_rows(memory: Sequence[DeviceClassMemory]) -> list[Row]:
     """Returns the column names, then one row per device class; null for an absent component."""
     components = list(dict.fromkeys(name for of_class in memory for name in of_class.fixed))
     rows = [
@@ -178,7 +189,7 @@ def _laid_out(name: str, value: Any) -> str:
 def is_plan_file(name: str) -> bool:
     """Returns whether a name has the ending of plan files, or its file the schema of one."""
     path = Path(name)
-    if name.endswith(ENDING):
+    if name.endswith(PLAN_FILE_ENDING):
         return True
     if path.suffix != ".json" or not path.is_file():
         return False
@@ -188,17 +199,17 @@ def is_plan_file(name: str) -> bool:
 
 def load_plan(path: Path) -> Plan:
     """Loads a plan; raises a `UserError` that locates the first mistake."""
-    return read_plan(read_text(path, limit=MAX_BYTES), str(path))
+    return parse_plan(read_text(path, limit=MAX_BYTES), str(path))
 
 
-def read_plan(text: str, file: str) -> Plan:
+def parse_plan(text: str, file: str) -> Plan:
     """Reads a plan from text; `file` names it in errors."""
     root = parse_json(text, file=file, name="plan", hint="undo the last edit, or plan again")
     if "schema" not in root:
         raise root.error("has no schema, so it is not a plan", "give a file that `optimus plan` wrote")
     for migrate in _migrations(root["schema"]):
         migrate(root)
-    return read_document(root)
+    return read_plan_document(root)
 
 
 def _migrate_from_0(root: Node) -> None:
@@ -224,8 +235,8 @@ def _migrate_from_1(root: Node) -> None:
         document["legend"] = LEGEND
     for module in _objects(document.get("modules")).values():
         phases = list(_named_phases(document, _objects(module).get("chunks")))
-        _objects(module).setdefault("recomputed", list(recomputed_kernels(phases)))
-        _objects(module).setdefault("regather", repeats_gathers(phases))
+        _objects(module).setdefault("recomputed", list(list_recomputed_kernels(phases)))
+        _objects(module).setdefault("regather", regathers_inputs(phases))
 
 
 def _named_phases(document: dict[str, Any], chunks: Any) -> Iterator[NamedPhase]:

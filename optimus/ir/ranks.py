@@ -22,7 +22,7 @@ LLM = "llm"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankCoordinates:
     """Coordinates of a rank in a module's layout."""
 
     dp: int
@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class RankGrid:
     """Ranks of a job; `layouts` holds the LLM's and every encoder's, over the same GPUs."""
 
     layouts: Mapping[str, Layout]
@@ -152,17 +152,17 @@ class Ranks:
 
     # ------------------------------------------------------------------------ single ranks
 
-    def place(self, module: str, rank: int) -> Place:
+    def place(self, module: str, rank: int) -> RankCoordinates:
         """Returns a rank's coordinates in a module's layout."""
         llm, layout = self.llm, self.layouts[module]
         rest, t = divmod(rank, llm.tp)
         rest, context = divmod(rest, llm.cp)
         stage, replica = divmod(rest, llm.dp)
         if module == LLM:
-            return Place(dp=replica, pp=stage, cp=context, tp=t)
+            return RankCoordinates(dp=replica, pp=stage, cp=context, tp=t)
         pipeline = ((stage // layout.pp) * llm.cp + context) * (llm.tp // layout.tp) + t // layout.tp
         dp = replica * self.num_pipelines(module) + pipeline
-        return Place(dp=dp, pp=stage % layout.pp, cp=0, tp=t % layout.tp)
+        return RankCoordinates(dp=dp, pp=stage % layout.pp, cp=0, tp=t % layout.tp)
 
     def rank_of(self, stage: int, replica: int, context: int, t: int) -> int:
         """Returns the rank at LLM coordinates."""

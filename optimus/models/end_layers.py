@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optimus.ir.kernel_names import KernelName
+from optimus.ir.op import KernelName
 from optimus.job.model import Encoder, Llm
 from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout

@@ -46,8 +46,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from optimus.ir.kernel_names import KernelName
-from optimus.ir.op import OpKind
+from optimus.ir.op import KernelName, OpKind
 from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import AllGather, TpCollective
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.ir.kernel_names import KernelName
+from optimus.ir.op import KernelName
 from optimus.models.collectives import AsyncCollective, TpGroup
 from optimus.models.segment import Gradients, NeedsGrad, Segment, State, WeightGradStore
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimus.ir.kernel_names import KernelName
+from optimus.ir.op import KernelName
 from optimus.job.model import Stack
 from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout

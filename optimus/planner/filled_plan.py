@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from optimus.cost.memory import RankMemory
 from optimus.ir.op import Schedule
-from optimus.ir.plan import Claims, Plan, Program
+from optimus.ir.plan import Plan, PlanClaims, Program
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
@@ -64,7 +64,7 @@ def lower_to_plan(
 ) -> FilledPlan:
     """Lowers `orders` and states what the result costs: the replay's makespan, memory, where work lies."""
     lowered = lower_to_programs(header, orders)
-    claims = Claims(
+    claims = PlanClaims(
         step_s=round(lowered.timeline.step_s, SECONDS_DIGITS),
         estimate_s=round(estimate_s, SECONDS_DIGITS),
         encoder_s={

@@ -12,7 +12,7 @@ from optimus.cost.assumptions import Assumptions, get_preset
 from optimus.cost.measured_profile import Profile
 from optimus.cost.memory import RankMemory
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest, one_of
-from optimus.ir.binding import bind, bound_parts, mismatches
+from optimus.ir.binding import find_binding_mismatches, flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutChoice
@@ -24,7 +24,7 @@ from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.layer_partition import first_fitting_pipeline
 from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.registry import applicable_systems, default_baselines, plan_making_systems
-from optimus.verify.validator import MAX_VIOLATIONS, Report, Violation, check_plan
+from optimus.verify.validator import MAX_VIOLATIONS, CheckReport, Violation, check_plan
 
 MIN_SPEEDUP_WORTH_FILLING = 1.02  # over the best simpler system; below it that system is recommended
 
@@ -36,7 +36,7 @@ class PlanningResult:
     plan: Plan
     comparison: Comparison
     bounds: StepBounds
-    report: Report
+    report: CheckReport
     found: SearchResult
     search_s: float
 
@@ -161,12 +161,12 @@ def _check(job: Job, strategy: str) -> None:
         )
 
 
-def check_plan_or_result(plan: Plan | PlanningResult) -> Report:
-    """Checks a plan, or what `make_plan` returned, by all nine rules."""
+def check_plan_or_result(plan: Plan | PlanningResult) -> CheckReport:
+    """Checks a plan, or what `make_plan` returned, by every rule."""
     return check_plan(plan.plan if isinstance(plan, PlanningResult) else plan)
 
 
-def add_binding_violations(report: Report, plan: Plan, parts: Mapping[str, Any]) -> Report:
+def add_binding_violations(report: CheckReport, plan: Plan, parts: Mapping[str, Any]) -> CheckReport:
     """The report with a violation of `binding` for every field in which a plan and a job differ."""
     found = tuple(
         Violation(
@@ -174,7 +174,7 @@ def add_binding_violations(report: Report, plan: Plan, parts: Mapping[str, Any])
             where=f"{each.part}.{each.field}",
             problem=f"the plan was made for {each.planned}, the job has {each.given}",
         )
-        for each in mismatches(plan, parts)
+        for each in find_binding_mismatches(plan, parts)
     )
     holds = report.rules["binding"] and not found
     return replace(
@@ -185,7 +185,7 @@ def add_binding_violations(report: Report, plan: Plan, parts: Mapping[str, Any])
 
 
 def _bound(plan: Plan, job: Job, comparison: Comparison) -> Plan:
-    fields, hashes = bind(bound_parts(job, comparison.context.cost_model.profile))
+    fields, hashes = flatten_and_hash_parts(list_bound_parts(job, comparison.context.cost_model.profile))
     return replace(plan, bound_to=fields, hashes=hashes)
 
 

@@ -9,10 +9,19 @@ from random import Random
 
 from optimus import __version__
 from optimus.errors import UserError, one_of
-from optimus.ir.binding import bind
-from optimus.ir.module_times import EncoderBlocks, Seconds
+from optimus.ir.binding import flatten_and_hash_parts
 from optimus.ir.op import OpKind
-from optimus.ir.plan import Bucket, Claims, Phase, Plan, PlannedChunk, PlannedModule, Template
+from optimus.ir.plan import (
+    Bucket,
+    EncoderBlocks,
+    Phase,
+    Plan,
+    PlanClaims,
+    PlannedChunk,
+    PlannedModule,
+    Seconds,
+    Template,
+)
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.planner.filled_plan import FilledPlan, lower_to_plan
@@ -61,7 +70,9 @@ def plan_modules(
     )
     modules[LLM] = PlannedModule(layout=llm, chunks=made, buckets=buckets)
     told = {"stages": list(map(asdict, stages)), "encoders": {n: asdict(e) for n, e in encoders.items()}}
-    fields, hashes = bind({"model": told, "cluster": {"ranks": ranks}, "workload": {}, "profile": {}})
+    fields, hashes = flatten_and_hash_parts(
+        {"model": told, "cluster": {"ranks": ranks}, "workload": {}, "profile": {}}
+    )
     header = Plan(
         name="modules",
         tool=f"optimus {__version__}",
@@ -74,7 +85,7 @@ def plan_modules(
         launch_s=0.0,
         capacity_bytes=UNLIMITED_BYTES,
         memory=(),
-        claims=Claims(step_s=0.0, estimate_s=0.0, encoder_s={}),
+        claims=PlanClaims(step_s=0.0, estimate_s=0.0, encoder_s={}),
         programs=(),
         bound_to=fields,
         hashes=hashes,

@@ -20,16 +20,16 @@ from optimus.cost.measured_profile import LinkMeasurement, MessageTime
 from optimus.environment import keep_gloo_on_loopback
 from optimus.errors import OptimusError
 
-SIZES = (64, 4096, 65_536, 1_048_576, 8_388_608)  # bytes
+MESSAGE_BYTES = (64, 4096, 65_536, 1_048_576, 8_388_608)  # bytes
 RANKS = 2
-WARM_UP = 3
-UNDER_BYTES = (
+WARM_UP_REPETITIONS = 3
+ALL_REDUCE_BYTES = (
     64 * 1_048_576
 )  # of an all-reduce under which products run: it takes many of the system's time slices
-LEAST_GAP_S = 1e-5  # a larger message that was not slower: its bandwidth is not known, only large
+MIN_TIME_DIFFERENCE_S = 1e-5  # a larger message that was not slower: its bandwidth is not known, only large
 
 
-class LinksNotMeasured(OptimusError):
+class LinkMeasurementError(OptimusError):
     """The processes that measure did not come to an end."""
 
     def __str__(self) -> str:
@@ -37,20 +37,22 @@ class LinksNotMeasured(OptimusError):
 
 
 def measure_links(
-    *, sizes: Sequence[int] = SIZES, repetitions: int = 15, timeout_s: float = 60.0
+    *, sizes: Sequence[int] = MESSAGE_BYTES, repetitions: int = 15, timeout_s: float = 60.0
 ) -> tuple[LinkMeasurement, ...]:
     """Sends one way and all-reduces between two processes with one thread each, on cores of their own."""
     times = _on_two_ranks(partial(_link_times, tuple(sizes), repetitions), timeout_s)
-    return tuple(fit_link(operation, times[operation]) for operation in ("send", "all_reduce"))
+    return tuple(
+        fit_latency_and_bandwidth(operation, times[operation]) for operation in ("send", "all_reduce")
+    )
 
 
-def measure_slowdown(*, repetitions: int = 15, timeout_s: float = 60.0) -> float:
+def measure_slowdown_under_all_reduce(*, repetitions: int = 15, timeout_s: float = 60.0) -> float:
     """By how much longer products take under an all-reduce, as a share of what they take alone."""
     found: float = _on_two_ranks(partial(_slowdown, repetitions), timeout_s)
     return found
 
 
-def slowdown_of(
+def _measure_slowdown_under(
     compute: Callable[[], Any],
     launch: Callable[[], dist.Work],
     repetitions: int,
@@ -58,7 +60,7 @@ def slowdown_of(
 ) -> float:
     """Of `compute`, called as often as it fits under what was launched, and as often alone, in turn."""
     shares = []
-    for turn in range(WARM_UP + repetitions):
+    for turn in range(WARM_UP_REPETITIONS + repetitions):
         work, count, begin = launch(), 0, clock()
         while not work.is_completed():
             compute()
@@ -68,7 +70,7 @@ def slowdown_of(
         begin = clock()
         for _ in range(count):
             compute()
-        if turn >= WARM_UP and count:
+        if turn >= WARM_UP_REPETITIONS and count:
             shares.append(under_s / (clock() - begin) - 1.0)
     return max(0.0, statistics.median(shares)) if shares else 0.0
 
@@ -95,10 +97,12 @@ def _on_two_ranks(measure: Callable[[int], Any], timeout_s: float) -> Any:
             answers.close()
 
 
-def fit_link(operation: Literal["send", "all_reduce"], times: Sequence[MessageTime]) -> LinkMeasurement:
+def fit_latency_and_bandwidth(
+    operation: Literal["send", "all_reduce"], times: Sequence[MessageTime]
+) -> LinkMeasurement:
     """Latency of the smallest message; bandwidth of what the largest takes beyond it."""
     small, large = min(times, key=lambda t: t.size_bytes), max(times, key=lambda t: t.size_bytes)
-    gap = max(large.median_s - small.median_s, LEAST_GAP_S)
+    gap = max(large.median_s - small.median_s, MIN_TIME_DIFFERENCE_S)
     return LinkMeasurement(
         operation=operation,
         backend="gloo",
@@ -109,7 +113,7 @@ def fit_link(operation: Literal["send", "all_reduce"], times: Sequence[MessageTi
     )
 
 
-def summarize(size_bytes: int, seconds: Sequence[float]) -> MessageTime:
+def summarize_repetitions(size_bytes: int, seconds: Sequence[float]) -> MessageTime:
     """Median and quartiles of repetitions."""
     p25, median, p75 = statistics.quantiles(seconds, n=4, method="inclusive")
     return MessageTime(size_bytes=size_bytes, median_s=median, p25_s=p25, p75_s=p75, repetitions=len(seconds))
@@ -120,9 +124,9 @@ def _await(ranks: Sequence[Any], answers: Any, deadline_s: float) -> Any:
     while answers.empty():
         failed = next((process for process in ranks if process.exitcode not in (None, 0)), None)
         if failed is not None:
-            raise LinksNotMeasured(f"could not be measured: a process ended with {failed.exitcode}")
+            raise LinkMeasurementError(f"could not be measured: a process ended with {failed.exitcode}")
         if time.monotonic() > deadline_s:
-            raise LinksNotMeasured("were not measured in time")
+            raise LinkMeasurementError("were not measured in time")
         time.sleep(0.01)
     return answers.get()
 
@@ -158,27 +162,27 @@ def _link_times(sizes: tuple[int, ...], repetitions: int, rank: int) -> dict[str
 
 
 def _slowdown(repetitions: int, rank: int) -> float:
-    message, rows, weight = torch.zeros(UNDER_BYTES // 4), torch.randn(64, 256), torch.randn(256, 256)
+    message, rows, weight = torch.zeros(ALL_REDUCE_BYTES // 4), torch.randn(64, 256), torch.randn(256, 256)
 
     def launch() -> dist.Work:
         dist.barrier()
         found: dist.Work = dist.all_reduce(message, async_op=True)
         return found
 
-    return slowdown_of(lambda: rows @ weight, launch, repetitions)
+    return _measure_slowdown_under(lambda: rows @ weight, launch, repetitions)
 
 
 def _timed(size: int, repetitions: int, play: Callable[[Tensor], Any], *, share: float) -> MessageTime:
     """`share` of every repetition's seconds, after some that only warm up."""
     message = torch.zeros(max(1, size // 4))
     seconds = []
-    for turn in range(WARM_UP + repetitions):
+    for turn in range(WARM_UP_REPETITIONS + repetitions):
         dist.barrier()
         begin = time.perf_counter()
         play(message)
-        if turn >= WARM_UP:
+        if turn >= WARM_UP_REPETITIONS:
             seconds.append(share * (time.perf_counter() - begin))
-    return summarize(message.numel() * 4, seconds)
+    return summarize_repetitions(message.numel() * 4, seconds)
 
 
 def _there_and_back(rank: int) -> Callable[[Tensor], None]:

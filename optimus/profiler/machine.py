@@ -24,7 +24,7 @@ RESERVE_BYTES = 0.5 * GB  # a Python process with torch loaded
 DTYPE = "float32"
 
 
-def conditions(note: str = "", *, dtype: str = DTYPE) -> MeasurementConditions:
+def describe_measurement(note: str = "", *, dtype: str = DTYPE) -> MeasurementConditions:
     """Where and when something is measured: here, now, with one thread."""
     return MeasurementConditions(
         host=platform.node() or "unknown",
@@ -36,14 +36,14 @@ def conditions(note: str = "", *, dtype: str = DTYPE) -> MeasurementConditions:
     )
 
 
-def describe_machine(
+def describe_host_as_cluster(
     links: Sequence[LinkMeasurement], *, ranks: int | None = None, measure_s: float = MEASURE_S
 ) -> Cluster:
     """This host as one node of `ranks` cores (all of them, if not said) joined by what `links` measured."""
     cores = usable_cores()
     ranks = ranks or cores
     send = next(link for link in links if link.operation == "send")
-    peak, copy = peak_flops(measure_s), copy_bytes_per_s(measure_s)
+    peak, copy = _measure_peak_flops(measure_s), _measure_copy_bytes_per_s(measure_s)
     shared = f"; {ranks} ranks share {cores} cores and would be slower at once" if ranks > cores else ""
     source = f"measured on {_processor()}, {datetime.now(UTC).date().isoformat()}, one thread"
     link = Link(
@@ -70,7 +70,7 @@ def describe_machine(
     )
 
 
-def cluster_text(cluster: Cluster) -> str:
+def format_cluster_file(cluster: Cluster) -> str:
     """A cluster file: `cluster: {use: FILE.yaml, gpus: 2}` in a job, or `--on FILE.yaml:2`."""
 
     def link(name: str, of: Link) -> list[str]:
@@ -101,23 +101,23 @@ def cluster_text(cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def peak_flops(measure_s: float = MEASURE_S) -> float:
+def _measure_peak_flops(measure_s: float = MEASURE_S) -> float:
     """FLOP/s of a float32 product on one core, the best of many."""
     a, b = torch.rand(2, MATMUL_ROWS, MATMUL_ROWS)
-    with one_thread():
+    with limit_torch_to_one_thread():
         return 2 * MATMUL_ROWS**3 / _best_s(lambda: torch.mm(a, b), measure_s)
 
 
-def copy_bytes_per_s(measure_s: float = MEASURE_S) -> float:
+def _measure_copy_bytes_per_s(measure_s: float = MEASURE_S) -> float:
     """Bytes read and written per second by a copy on one core, the best of many."""
     source = torch.rand(COPY_BYTES // 4)
     target = torch.empty_like(source)
-    with one_thread():
+    with limit_torch_to_one_thread():
         return 2 * COPY_BYTES / _best_s(lambda: target.copy_(source), measure_s)
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def limit_torch_to_one_thread() -> Iterator[None]:
     """What is measured inside runs on one core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -25,8 +25,7 @@ from optimus.cost.measured_profile import (
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
-from optimus.ir.kernel_names import KernelName
-from optimus.ir.op import OpKind
+from optimus.ir.op import KernelName, OpKind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
 from optimus.models.build import build_layers, layer_count, segment_name, tensor_parallel_layer
@@ -35,17 +34,17 @@ from optimus.models.collectives import AsyncCollective, TpGroup
 from optimus.models.microbatch_inputs import LlmContext, SeamRoute, encoder_inputs, llm_inputs
 from optimus.models.sample import PlacedItem, Sample, placed_items
 from optimus.models.segment import Segment
-from optimus.profiler.machine import conditions, one_thread
+from optimus.profiler.machine import describe_measurement, limit_torch_to_one_thread
 
 REPETITIONS = 24
-WARM_UP = 3
+WARM_UP_REPETITIONS = 3
 DTYPE = torch.float32
 Progress = Callable[[str, int, int], None]
 # Parts of divided layers that have no kernel of their own in a plan: whose time theirs is.
-BELONGS_TO = {"residual_add": KernelName.NORM1, "place_rows": KernelName.EMBEDDING}
+MEASURED_WITH = {"residual_add": KernelName.NORM1, "place_rows": KernelName.EMBEDDING}
 
 
-class LocalTpGroup(TpGroup):
+class SingleProcessTpGroup(TpGroup):
     """A tensor-parallel group of one real rank: its compute is real, and collectives complete at once.
 
     Rows of other ranks are copies of its own, so that values stay ordinary; they mean nothing.
@@ -79,7 +78,7 @@ class _Load:
     inputs: tuple[Tensor, ...]
     context: Any
     dtype: torch.dtype
-    tp_group: TpGroup = LocalTpGroup()
+    tp_group: TpGroup = SingleProcessTpGroup()
 
 
 def profile_job(
@@ -97,7 +96,7 @@ def profile_job(
             hint="hide it (CUDA_VISIBLE_DEVICES=) to profile the CPU; GPUs are not measured yet",
         )
     rows: list[SegmentMeasurement] = []
-    with one_thread():
+    with limit_torch_to_one_thread():
         parts = [
             (load, sort, layer)
             for whole in _loads(job, dtype)
@@ -108,7 +107,7 @@ def profile_job(
             progress(f"{load.module.name} {sort}", done, len(parts))
             rows += _measure(load, sort, layer)
     return Profile(
-        measured=conditions("CPU time of one thread", dtype=str(dtype).removeprefix("torch.")),
+        measured=describe_measurement("CPU time of one thread", dtype=str(dtype).removeprefix("torch.")),
         modules=tuple((module.name, hash_module_shape(module)) for module in job.model.modules),
         segments=tuple(rows),
         issue_s=0.0,
@@ -156,7 +155,7 @@ def _shared(load: _Load, tp: int) -> _Load:
     """What the first of `tp` ranks has of it."""
     if tp == 1:
         return load
-    tp_group = LocalTpGroup(size=tp)
+    tp_group = SingleProcessTpGroup(size=tp)
     rows = tp_group.rows(load.tokens)
     if isinstance(load.context, LlmContext):
         nothing = torch.empty(0, dtype=torch.int64)
@@ -184,13 +183,13 @@ def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasureme
         else ((OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD),)
     )
     times: dict[tuple[str, OpKind], list[float]] = {}
-    for repetition in range(WARM_UP + REPETITIONS):
+    for repetition in range(WARM_UP_REPETITIONS + REPETITIONS):
         for kinds in ways:
             timed: dict[tuple[str, OpKind], float] = {}
             for kind, phase, seconds in _play(SegmentedChunk([parts]), kinds, load, first=layer == 0):
                 key = names[_base(phase)], kind
                 timed[key] = timed.get(key, 0.0) + seconds
-            if repetition >= WARM_UP:
+            if repetition >= WARM_UP_REPETITIONS:
                 for key, seconds in timed.items():
                     times.setdefault(key, []).append(seconds)
     kernels = {name: tuple(base for base, own in names.items() if own == name) for name in names.values()}
@@ -216,7 +215,7 @@ def _names(load: _Load, layer: int, segments: Sequence[Segment]) -> dict[str, st
 
 def _base(phase: ChunkPhase) -> str:
     name = phase.kernels[0].partition(".")[0]
-    return BELONGS_TO.get(name, name)
+    return MEASURED_WITH.get(name, name)
 
 
 def _trained(module: Encoder | Llm) -> Encoder | Llm:

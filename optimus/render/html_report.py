@@ -9,8 +9,8 @@ from pathlib import Path
 
 from optimus.cost.assumptions import PRESETS
 from optimus.cost.measured_profile import Profile
-from optimus.ir.binding import bound_parts, check_binding
-from optimus.ir.files import write_whole
+from optimus.ir.binding import list_bound_parts, require_plan_of_job
+from optimus.ir.files import write_file_atomically
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
@@ -60,7 +60,7 @@ def write_report(
         comparison = None if job is None else rerun_comparison(plan, job, profile, progress=progress)
     progress("drawing", 0, 1)
     data = gather_report_data(plan, digest=digest, comparison=comparison, tornado=sure)
-    write_whole(Path(path), render_report_page(data))
+    write_file_atomically(Path(path), render_report_page(data))
     if trace is not None:
         replay = replay_plan(plan)
         write_trace({plan.strategy: (replay.schedule, replay.timeline)}, Path(trace))
@@ -75,7 +75,7 @@ def rerun_comparison(
     progress: Progress = lambda name, done, total: None,
 ) -> Comparison:
     """Simulates the systems that the plan was compared with, at its LLM layout and with its assumptions."""
-    check_binding(plan, bound_parts(job, profile))
+    require_plan_of_job(plan, list_bound_parts(job, profile))
     layout, choice = plan.modules[LLM].layout, job.layout.modules.get(LLM, LayoutChoice())
     stated = replace(choice, pp=layout.pp, cp=layout.cp, ep=layout.ep, tp=layout.tp)
     at_layout = replace(job.layout, modules={**job.layout.modules, LLM: stated})

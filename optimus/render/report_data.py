@@ -14,7 +14,7 @@ from optimus.cost.memory import NOT_MODELLED
 from optimus.errors import UserError
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.ir.plan import Plan
-from optimus.ir.planfile import plan_digest
+from optimus.ir.planfile import hash_plan
 from optimus.ir.ranks import LLM
 from optimus.planner.compare import Comparison
 from optimus.planner.plan_replay import ReplayedPlan, replay_llm_alone, replay_plan
@@ -163,7 +163,7 @@ def gather_report_data(
         memory=_worst_rank(plan, replay),
         tornado=tornado or compute_tornado(plan, replay.schedule, comparison),
         candidates=None if comparison is None else _candidates(plan, comparison),
-        provenance=_provenance(plan, digest or plan_digest(plan), comparison),
+        provenance=_provenance(plan, digest or hash_plan(plan), comparison),
     )
 
 

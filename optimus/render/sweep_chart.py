@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus.ir.files import write_whole
+from optimus.ir.files import write_file_atomically
 from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
 from optimus.render.format_numbers import format_gigabytes, format_seconds, format_three_digits
 from optimus.render.markup import (
@@ -189,7 +189,9 @@ def _impossible(sweep: JobSweep, plot: _LogPlot) -> Iterator[str]:
 
 def write_sweep(sweep: JobSweep, path: Path) -> None:
     """Writes the picture as .svg, or a page with the table as .html."""
-    write_whole(path, render_sweep_page(sweep) if path.suffix == ".html" else render_sweep_svg(sweep))
+    write_file_atomically(
+        path, render_sweep_page(sweep) if path.suffix == ".html" else render_sweep_svg(sweep)
+    )
 
 
 def render_sweep_page(sweep: JobSweep) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from optimus.errors import UserError
-from optimus.ir.op import SENDS, Communicator, Lane, Op, OpKind, Schedule
+from optimus.ir.op import SENDS, Communicator, Lane, OpKind, Schedule, ScheduledOp
 from optimus.schedule.simulator import Timeline
 
 STREAM = {Lane.COMPUTE: 7, Lane.TP: 20, Lane.DP: 24, Lane.P2P: 28, Lane.HOST: 32}
@@ -130,7 +130,7 @@ def _events(process: _Process) -> Iterator[Event]:
         yield _event(process.pid, schedule[place], begin_ns, end_ns)
 
 
-def _event(pid: int, op: Op, begin_ns: int, end_ns: int) -> Event:
+def _event(pid: int, op: ScheduledOp, begin_ns: int, end_ns: int) -> Event:
     on_host = op.lane == Lane.HOST
     stream = STREAM[op.lane]
     args = {} if on_host else {"device": op.device, "stream": stream, "correlation": op.id}
@@ -156,7 +156,7 @@ def _event(pid: int, op: Op, begin_ns: int, end_ns: int) -> Event:
     }
 
 
-def _name(op: Op) -> str:
+def _name(op: ScheduledOp) -> str:
     """Returns `vision F layer 3 qkv chunk 0 mb 12`; traffic begins with the name of an NCCL kernel."""
     if op.kind == OpKind.OPTIMIZER:
         return "optimizer"
@@ -177,7 +177,7 @@ def _collective(label: str) -> str:
     return next((function for word, function in known.items() if word in label), ANY_COLLECTIVE)
 
 
-def _colour(op: Op) -> str:
+def _colour(op: ScheduledOp) -> str:
     if op.lane != Lane.COMPUTE:
         return TRAFFIC_COLOUR
     if op.module == "all":

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from optimus.ir.op import Ints, Lane, OpKind
-from optimus.ir.plan import REGIONS, ClassMemory, Plan, Program
+from optimus.ir.plan import REGIONS, DeviceClassMemory, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.schedule.lower import LoweredPlan
 from optimus.schedule.program_table import HeaderArrays, ProgramTable
@@ -17,7 +17,7 @@ LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(3)
 
 def compute_class_memory(
     plan: Plan, programs: Sequence[Program], fixed: Sequence[Mapping[str, int]]
-) -> tuple[ClassMemory, ...]:
+) -> tuple[DeviceClassMemory, ...]:
     """High-water marks of what lives along every program, beside what is always there."""
     found = []
     for device, alive in enumerate(live_bytes_by_line(plan, programs)):
@@ -25,7 +25,7 @@ def compute_class_memory(
         most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(3, np.int64)
         llm, encoders, seam = (int(value) for value in most)
         found.append(
-            ClassMemory(
+            DeviceClassMemory(
                 fixed=dict(fixed[device]), llm_activations=llm, encoder_activations=encoders, seam=seam
             )
         )

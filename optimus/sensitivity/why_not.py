@@ -11,11 +11,10 @@ from optimus.cost.assumptions import Assumptions
 from optimus.cost.measured_profile import Profile
 from optimus.cost.memory import RankMemory
 from optimus.errors import DoesNotFit, OptimusError, UserError
-from optimus.ir.binding import bound_parts, check_binding
+from optimus.ir.binding import list_bound_parts, rebuild_job, require_plan_of_job
 from optimus.ir.plan import Plan
 from optimus.ir.planfile import load_plan
 from optimus.ir.ranks import LLM
-from optimus.ir.rebuild_job import rebuild_job
 from optimus.job.checks import check_job
 from optimus.job.job import Job
 from optimus.job.layout import Constraints, Layout, LayoutChoice, parse_layout
@@ -124,7 +123,7 @@ def _question(
             hint="name the file with --profile",
         )
     planned_job = rebuild_job(loaded) if job is None else job
-    check_binding(loaded, bound_parts(planned_job, profile), file=None)
+    require_plan_of_job(loaded, list_bound_parts(planned_job, profile), file=None)
     return _Question(plan=loaded, job=planned_job, assumptions=_assumptions(loaded), profile=profile)
 
 

@@ -1,1 +1,1 @@
-"""Verifies plans by nine rules and an independent replay of time and memory."""
+"""Verifies plans by rules and an independent replay of time and memory."""

@@ -16,7 +16,7 @@ Problems = Iterator[tuple[str, str]]  # where, problem
 _ONE = np.zeros(1, np.int64)
 
 
-class BlockKey(NamedTuple):
+class LineBlockKey(NamedTuple):
     """Key of a block: the lines of one kind of one chunk of a module on a device class."""
 
     device: int
@@ -25,15 +25,15 @@ class BlockKey(NamedTuple):
     chunk: int
 
 
-class Block(NamedTuple):
+class _LineBlock(NamedTuple):
     """Expected lines of a key: one per microbatch and place."""
 
-    key: BlockKey
+    key: LineBlockKey
     microbatches: Ints
     places: Ints
 
 
-def backward_kind(plan: Plan, module: str, virtual: int) -> OpKind | None:
+def input_grad_kind(plan: Plan, module: str, virtual: int) -> OpKind | None:
     """Returns the kind of op that computes a virtual stage's input gradient; None if it has no backward."""
     kinds = plan.modules[module].chunks[virtual].templates
     return (
@@ -45,7 +45,7 @@ def backward_kind(plan: Plan, module: str, virtual: int) -> OpKind | None:
     )
 
 
-def bucket_chunk(bucket: Bucket) -> int:
+def _bucket_chunk(bucket: Bucket) -> int:
     """Returns the chunk that lines of a bucket carry: 0 for a bucket of the whole stage."""
     return max(bucket.chunk, 0)
 
@@ -67,7 +67,7 @@ class ExpectedLines:
         """Returns, per virtual stage, whether the gradient of its output is needed."""
         needs_grad: list[bool] = []
         for virtual in range(len(self.plan.modules[name].chunks)):
-            here = backward_kind(self.plan, name, virtual) is not None
+            here = input_grad_kind(self.plan, name, virtual) is not None
             needs_grad.append(here or bool(needs_grad and needs_grad[-1]))
         return needs_grad
 
@@ -90,7 +90,7 @@ class ExpectedLines:
         ]
         return [(sender, self.microbatches(name, sender)) for sender in senders]
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[_LineBlock]:
         """Yields all blocks in order of device class, module, kind and chunk."""
         for device in range(self.ranks.num_classes):
             for name in self.plan.modules:
@@ -98,18 +98,18 @@ class ExpectedLines:
                 yield from self._transfers(device, name)
                 yield from self._seam(device, name)
                 yield from self._buckets(device, name)
-            yield Block(BlockKey(device, self.plan.names[-1], OpKind.OPTIMIZER, 0), _ONE, _ONE)
+            yield _LineBlock(LineBlockKey(device, self.plan.names[-1], OpKind.OPTIMIZER, 0), _ONE, _ONE)
 
-    def _ops(self, device: int, name: str) -> Iterator[Block]:
+    def _ops(self, device: int, name: str) -> Iterator[_LineBlock]:
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
         mine = self.microbatches(name, device)
         for kind in COMPUTE_OPS:
             for chunk in range(module.layout.chunks):
                 phases = len(self.plan.template_of(name, kind, stage, chunk))
                 if phases:
-                    yield Block(BlockKey(device, name, kind, chunk), mine, np.arange(phases))
+                    yield _LineBlock(LineBlockKey(device, name, kind, chunk), mine, np.arange(phases))
 
-    def _transfers(self, device: int, name: str) -> Iterator[Block]:
+    def _transfers(self, device: int, name: str) -> Iterator[_LineBlock]:
         """Yields transfers between virtual stages; none where both are on the same class."""
         layout, stage = self.plan.modules[name].layout, self.ranks.stage_of(name, device)
         if layout.pp == 1:
@@ -125,9 +125,9 @@ class ExpectedLines:
         ):
             for chunk in range(layout.chunks):
                 if needed[chunk]:
-                    yield Block(BlockKey(device, name, kind, chunk), mine, _ONE)
+                    yield _LineBlock(LineBlockKey(device, name, kind, chunk), mine, _ONE)
 
-    def _seam(self, device: int, name: str) -> Iterator[Block]:
+    def _seam(self, device: int, name: str) -> Iterator[_LineBlock]:
         """Yields transfers between an encoder's last stage and LLM stage 0."""
         if name == LLM:
             return
@@ -143,14 +143,16 @@ class ExpectedLines:
             (OpKind.RECV_SEAM_B, sent if back else None),
         ):
             if rows is not None:
-                yield Block(BlockKey(device, name, kind, 0), rows, _ONE)
+                yield _LineBlock(LineBlockKey(device, name, kind, 0), rows, _ONE)
 
-    def _buckets(self, device: int, name: str) -> Iterator[Block]:
+    def _buckets(self, device: int, name: str) -> Iterator[_LineBlock]:
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
-        chunk_of = np.array([bucket_chunk(bucket) for bucket in module.buckets[stage]], np.int64)
+        chunk_of = np.array([_bucket_chunk(bucket) for bucket in module.buckets[stage]], np.int64)
         for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
             for chunk in sorted(set(chunk_of.tolist())):
-                yield Block(BlockKey(device, name, kind, chunk), _ONE, np.flatnonzero(chunk_of == chunk))
+                yield _LineBlock(
+                    LineBlockKey(device, name, kind, chunk), _ONE, np.flatnonzero(chunk_of == chunk)
+                )
 
 
 class PlanLines:
@@ -164,7 +166,7 @@ class PlanLines:
         self.device: Ints = np.repeat(np.arange(len(sizes)), sizes)
         rows = np.concatenate([program.rows for program in programs]).astype(np.int64)
         self.module, self.kind, self.chunk, self.microbatch, self.place = rows.T
-        self._blocks: dict[BlockKey, tuple[Ints, Ints]] = {}
+        self._blocks: dict[LineBlockKey, tuple[Ints, Ints]] = {}
 
     def __len__(self) -> int:
         return len(self.device)
@@ -187,7 +189,7 @@ class PlanLines:
             identity = identity * (1 + column.max(initial=0)) + column
         return identity
 
-    def locate(self, blocks: list[Block], order: Ints) -> None:
+    def locate(self, blocks: list[_LineBlock], order: Ints) -> None:
         """Records that the lines of the blocks, one after another, are at rows `order`."""
         at = 0
         for key, microbatches, places in blocks:
@@ -198,15 +200,15 @@ class PlanLines:
 
     def at(self, device: int, module: str, kind: OpKind, chunk: int = 0) -> Ints:
         """Returns the rows of a block, microbatches by places; empty if there is no such block."""
-        block = self._blocks.get(BlockKey(device, module, kind, chunk))
+        block = self._blocks.get(LineBlockKey(device, module, kind, chunk))
         return np.zeros((0, 0), np.int64) if block is None else block[1]
 
-    def all_blocks(self) -> Iterator[tuple[BlockKey, Ints, Ints]]:
+    def all_blocks(self) -> Iterator[tuple[LineBlockKey, Ints, Ints]]:
         """Yields every block with its microbatches and the rows of its lines."""
         return ((key, *block) for key, block in self._blocks.items())
 
 
-def check_coverage(lines: PlanLines, expected: ExpectedLines) -> Problems:
+def check_line_coverage(lines: PlanLines, expected: ExpectedLines) -> Problems:
     """Yields missing, repeated and unexpected lines; if there are none, records where the blocks are."""
     plan, blocks = lines.plan, list(expected.blocks())
     wanted = sum(len(block.microbatches) * len(block.places) for block in blocks)
@@ -238,7 +240,7 @@ def check_coverage(lines: PlanLines, expected: ExpectedLines) -> Problems:
         yield _name(plan, key, size), "is missing"
 
 
-def _sizes(plan: Plan, blocks: list[Block]) -> tuple[int, ...]:
+def _sizes(plan: Plan, blocks: list[_LineBlock]) -> tuple[int, ...]:
     """Returns upper bounds of module, kind, chunk, microbatch and place."""
     return (
         len(plan.names),
@@ -249,7 +251,7 @@ def _sizes(plan: Plan, blocks: list[Block]) -> tuple[int, ...]:
     )
 
 
-def _keys(plan: Plan, blocks: list[Block], size: tuple[int, ...]) -> Ints:
+def _keys(plan: Plan, blocks: list[_LineBlock], size: tuple[int, ...]) -> Ints:
     """Returns every expected line as one number; ascending, because blocks come in this order."""
     modules, kinds, chunks, microbatches, places = size
     number = {name: index for index, name in enumerate(plan.names)}

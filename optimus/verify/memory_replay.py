@@ -9,14 +9,14 @@ import numpy as np
 from optimus.ir.op import Ints, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_coverage
-from optimus.verify.waits import Derivation
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage
+from optimus.verify.waits import WaitDerivation
 
 ACTIVATIONS = ("llm_activations", "encoder_activations", "seam")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveBytes:
+class _PeakBytes:
     """Peak bytes of one device class by component, and the bytes left at the end."""
 
     peak: dict[str, int]
@@ -25,7 +25,7 @@ class LiveBytes:
     lowest: int  # below 0 if bytes are freed before they are allocated
 
 
-def replay_bytes(derived: Derivation) -> list[LiveBytes]:
+def replay_peak_bytes(derived: WaitDerivation) -> list[_PeakBytes]:
     """Returns the peak of every device class. Bytes that a line frees are alive while it runs."""
     allocated, freed_by = _changes(derived)
     return [
@@ -33,12 +33,12 @@ def replay_bytes(derived: Derivation) -> list[LiveBytes]:
     ]
 
 
-def bytes_along(plan: Plan, device: int) -> Ints:
+def replay_live_bytes(plan: Plan, device: int) -> Ints:
     """Returns the bytes alive while each line of a class runs, by component; the plan must be valid."""
     lines, expected = PlanLines(plan), ExpectedLines(plan)
-    broken = next(iter(check_coverage(lines, expected)), None)
+    broken = next(iter(check_line_coverage(lines, expected)), None)
     assert broken is None, broken
-    derived = Derivation(lines, expected)
+    derived = WaitDerivation(lines, expected)
     allocated, freed_by = _changes(derived)
     mine = slice(int(derived.lines.first[device]), int(derived.lines.first[device + 1]))
     alive: Ints = (
@@ -47,7 +47,7 @@ def bytes_along(plan: Plan, device: int) -> Ints:
     return alive
 
 
-def _changes(derived: Derivation) -> tuple[Ints, Ints]:
+def _changes(derived: WaitDerivation) -> tuple[Ints, Ints]:
     """Returns the bytes that every line allocates, and those it frees, by component."""
     lines = derived.lines
     allocated = np.zeros((len(ACTIVATIONS), len(lines)), np.int64)
@@ -73,7 +73,7 @@ def _changes(derived: Derivation) -> tuple[Ints, Ints]:
     return allocated, freed_by
 
 
-def _add_seam(derived: Derivation, device: int, forward: Ints, allocated: Ints, freed_by: Ints) -> None:
+def _add_seam(derived: WaitDerivation, device: int, forward: Ints, allocated: Ints, freed_by: Ints) -> None:
     """Adds encoder rows at LLM stage 0, alive from their arrival to the end of the forward they feed."""
     for name, module in derived.plan.encoders.items():
         for arrived, microbatches in derived.arrivals(name, device, last=True):
@@ -85,13 +85,13 @@ def _add_seam(derived: Derivation, device: int, forward: Ints, allocated: Ints, 
             )
 
 
-def _alive(lines: PlanLines, device: int, allocated: Ints, freed_by: Ints) -> LiveBytes:
+def _alive(lines: PlanLines, device: int, allocated: Ints, freed_by: Ints) -> _PeakBytes:
     mine = slice(int(lines.first[device]), int(lines.first[device + 1]))
     if mine.start == mine.stop:
-        return LiveBytes(peak=dict.fromkeys(ACTIVATIONS, 0), line=mine.start, left=0, lowest=0)
+        return _PeakBytes(peak=dict.fromkeys(ACTIVATIONS, 0), line=mine.start, left=0, lowest=0)
     freed = np.cumsum(freed_by[:, mine], axis=1)
     after = np.cumsum(allocated[:, mine], axis=1) - freed
     during = after + freed_by[:, mine]
     at = int(np.argmax(during.sum(axis=0)))
     peak = dict(zip(ACTIVATIONS, during[:, at].tolist(), strict=True))
-    return LiveBytes(peak=peak, line=mine.start + at, left=int(after[:, -1].sum()), lowest=int(after.min()))
+    return _PeakBytes(peak=peak, line=mine.start + at, left=int(after[:, -1].sum()), lowest=int(after.min()))

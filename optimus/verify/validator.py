@@ -1,4 +1,4 @@
-"""Verifies a plan by nine rules, sharing no code with the planner."""
+"""Verifies a plan by every rule of `RULES`, sharing no code with the planner."""
 
 from __future__ import annotations
 
@@ -11,30 +11,47 @@ from itertools import chain, islice
 import numpy as np
 
 from optimus.errors import UserError
-from optimus.ir.binding import Measured, bound_parts, check_binding
+from optimus.ir.binding import BoundProfile, list_bound_parts, require_plan_of_job
 from optimus.ir.op import COMPUTE_PHASES, NUM_LANES, Floats, OpKind
 from optimus.ir.plan import REGIONS, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.verify.deadlock import Cycle, check_hosts, check_streams
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_coverage
-from optimus.verify.header import (
-    check_capacity,
-    check_header,
-    check_layers,
-    check_parameters,
+from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage
+from optimus.verify.memory_replay import ACTIVATIONS, replay_peak_bytes
+from optimus.verify.rules import (
+    check_collective_order,
+    check_gpu_capacity,
+    check_lines_after_inputs,
+    check_plan_header,
     check_recomputation,
-    check_seam,
+    check_seam_gathers,
+    check_template_layers,
+    check_trained_layers_in_buckets,
+    check_transfer_order,
 )
-from optimus.verify.line_order import check_data, check_groups, check_pairs
-from optimus.verify.memory_replay import ACTIVATIONS, replay_bytes
-from optimus.verify.time_replay import Replay, replay
-from optimus.verify.waits import NO_LANE, Derivation, Waits
+from optimus.verify.wait_graph import (
+    ReplayedTimes,
+    WaitCycle,
+    find_host_deadlock,
+    find_stream_deadlock,
+    replay_times,
+)
+from optimus.verify.waits import NO_LANE, LineWaits, WaitDerivation
 
-RULES = ("coverage", "data", "pairs", "deadlock", "groups", "memory", "lanes", "claim", "binding")
+RULES = {  # what each rule proves, in order
+    "coverage": "every phase of every op exactly once, on the rank that owns it",
+    "data": "no op runs before its inputs, none after the optimizer",
+    "pairs": "both ends of every pair send and receive in the same order",
+    "deadlock": "no cycle of waits, with blocking sends and with one FIFO per communicator",
+    "groups": "collectives run in the same order on all ranks of a group",
+    "memory": "within the GPU's capacity at every line, all freed at the end",
+    "lanes": "one op at a time per lane, encoder work where the plan says",
+    "claim": "an independent replay takes the claimed time",
+    "binding": "model, cluster, workload and profile match the plan's hashes",
+}
 BOUND_PARTS = ("model", "cluster", "workload", "profile")
 MAX_VIOLATIONS = 20  # kept per rule; the rest is counted
-TOLERANCE = 1e-9  # of replayed seconds, relative above 1 s
+TOLERANCE_S = 1e-9  # of replayed seconds, relative above 1 s
 MAX_CYCLE_LINES = 12  # shown
 
 
@@ -51,7 +68,7 @@ class Violation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class CheckReport:
     """Result of a check. A rule that could not be evaluated does not hold."""
 
     rules: dict[str, bool]
@@ -90,38 +107,46 @@ class _ReportBuilder:
         self.rules[rule] = not kept
         return not kept
 
-    def done(self, step_s: float | None, single_connection_holds: bool) -> Report:
-        return Report(
+    def done(self, step_s: float | None, single_connection_holds: bool) -> CheckReport:
+        order = list(RULES)
+        return CheckReport(
             rules={rule: self.rules[rule] for rule in RULES},
-            violations=tuple(sorted(self.violations, key=lambda violation: RULES.index(violation.rule))),
+            violations=tuple(sorted(self.violations, key=lambda violation: order.index(violation.rule))),
             more=self.more,
             step_s=step_s,
             single_connection_holds=single_connection_holds,
         )
 
 
-def check_plan(plan: Plan) -> Report:
-    """Verifies a plan by all nine rules."""
+def check_plan(plan: Plan) -> CheckReport:
+    """Verifies a plan by every rule."""
     report = _ReportBuilder()
-    report.add("binding", check_binding_hashes(plan))
-    if not report.add("coverage", check_header(plan)):
+    report.add("binding", _check_binding_hashes(plan))
+    if not report.add("coverage", check_plan_header(plan)):
         return _unseen(report, "the header is not sound")
-    if not report.add("coverage", chain(check_layers(plan), check_recomputation(plan))):
+    if not report.add("coverage", chain(check_template_layers(plan), check_recomputation(plan))):
         return _unseen(report, "templates and modules do not agree")
     lines, expected = PlanLines(plan), ExpectedLines(plan)
-    if not report.add("coverage", check_coverage(lines, expected)):
+    if not report.add("coverage", check_line_coverage(lines, expected)):
         return _unseen(report, "coverage does not hold")
-    derived = Derivation(lines, expected)
+    derived = WaitDerivation(lines, expected)
     waits = derived.derive()
-    report.add("data", chain(check_parameters(plan), check_seam(plan), check_data(derived, waits)))
-    report.add("pairs", check_pairs(waits))
-    report.add("groups", check_groups(waits))
-    report.add("memory", chain(check_capacity(plan), _memory(derived)))
-    single = check_streams(waits, one_queue=True)
-    streams = check_streams(waits, one_queue=False) if single else None
-    cycles = [check_hosts(waits), streams]
+    report.add(
+        "data",
+        chain(
+            check_trained_layers_in_buckets(plan),
+            check_seam_gathers(plan),
+            check_lines_after_inputs(derived, waits),
+        ),
+    )
+    report.add("pairs", check_transfer_order(waits))
+    report.add("groups", check_collective_order(waits))
+    report.add("memory", chain(check_gpu_capacity(plan), _memory(derived)))
+    single = find_stream_deadlock(waits, one_queue=True)
+    streams = find_stream_deadlock(waits, one_queue=False) if single else None
+    cycles = [find_host_deadlock(waits), streams]
     deadlocks = [_describe_cycle(lines, cycle) for cycle in cycles if cycle is not None]
-    replayed = replay(waits)
+    replayed = replay_times(waits)
     if not replayed.complete:
         first = lines.text(int(np.flatnonzero(replayed.end_s < 0)[0]))
         report.add("deadlock", deadlocks or [(first, "never ends if every lane runs in program order")])
@@ -134,14 +159,14 @@ def check_plan(plan: Plan) -> Report:
     return report.done(replayed.step_s, single is None)
 
 
-def _unseen(report: _ReportBuilder, reason: str) -> Report:
+def _unseen(report: _ReportBuilder, reason: str) -> CheckReport:
     for rule in RULES:
         if rule not in report.rules:
             report.add(rule, [("plan", f"not evaluated: {reason}")])
     return report.done(None, single_connection_holds=False)
 
 
-def _describe_cycle(lines: PlanLines, cycle: Cycle) -> tuple[str, str]:
+def _describe_cycle(lines: PlanLines, cycle: WaitCycle) -> tuple[str, str]:
     named = [lines.text(line) for line in cycle.lines[:MAX_CYCLE_LINES]]
     rest = len(cycle.lines) - len(named)
     more = f", and {rest} more" if rest else ""
@@ -151,16 +176,16 @@ def _describe_cycle(lines: PlanLines, cycle: Cycle) -> tuple[str, str]:
 
 
 def _differs(where: str, replayed: float, claimed: float) -> Problems:
-    if not abs(replayed - claimed) <= TOLERANCE * max(1.0, abs(replayed)):
+    if not abs(replayed - claimed) <= TOLERANCE_S * max(1.0, abs(replayed)):
         yield where, f"{claimed!r} is claimed, {replayed!r} was replayed"
 
 
 # ---------------------------------------------------------------------------- memory
 
 
-def _memory(derived: Derivation) -> Problems:
+def _memory(derived: WaitDerivation) -> Problems:
     plan = derived.plan
-    replayed = replay_bytes(derived)
+    replayed = replay_peak_bytes(derived)
     if len(plan.memory) != len(replayed):
         yield "memory", f"{len(plan.memory)} entries for {len(replayed)} device classes"
         return
@@ -182,7 +207,7 @@ def _memory(derived: Derivation) -> Problems:
 # ---------------------------------------------------------------------------- lanes
 
 
-def _lanes(derived: Derivation, waits: Waits, replayed: Replay) -> Problems:
+def _lanes(derived: WaitDerivation, waits: LineWaits, replayed: ReplayedTimes) -> Problems:
     """Checks that a lane runs one op at a time and that encoder compute is where the plan claims."""
     lines = waits.lines
     rows = np.flatnonzero(waits.lane != NO_LANE)
@@ -194,7 +219,7 @@ def _lanes(derived: Derivation, waits: Waits, replayed: Replay) -> Problems:
             lines.text(int(rows[at + 1])),
             f"starts on a lane that is occupied by {lines.text(int(rows[at]))}",
         )
-    for region, seconds in zip(REGIONS, encoder_seconds(derived, waits, replayed), strict=True):
+    for region, seconds in zip(REGIONS, replayed_encoder_seconds(derived, waits, replayed), strict=True):
         claimed = lines.plan.claims.encoder_s.get(region)
         if claimed is None:
             yield f"encoder_s {region}", "no claim"
@@ -202,7 +227,7 @@ def _lanes(derived: Derivation, waits: Waits, replayed: Replay) -> Problems:
             yield from _differs(f"encoder_s {region}", float(seconds), claimed)
 
 
-def encoder_seconds(derived: Derivation, waits: Waits, replayed: Replay) -> Floats:
+def replayed_encoder_seconds(derived: WaitDerivation, waits: LineWaits, replayed: ReplayedTimes) -> Floats:
     """Returns replayed encoder compute in each of REGIONS, summed over device classes."""
     lines = waits.lines
     llm = list(lines.plan.modules).index(LLM)
@@ -227,7 +252,7 @@ def encoder_seconds(derived: Derivation, waits: Waits, replayed: Replay) -> Floa
 # ---------------------------------------------------------------------------- binding
 
 
-def check_binding_hashes(plan: Plan) -> Problems:
+def _check_binding_hashes(plan: Plan) -> Problems:
     """Checks that the plan is bound to every part and that its hashes are those of the stored fields."""
     for part in BOUND_PARTS:
         if part not in plan.bound_to or part not in plan.hashes:
@@ -240,9 +265,11 @@ def check_binding_hashes(plan: Plan) -> Problems:
         yield part, "has a hash, but no fields"
 
 
-def ready_plan(plan: Plan, job: Job, profile: Measured | None = None, *, file: str | None = None) -> None:
+def require_valid_plan(
+    plan: Plan, job: Job, profile: BoundProfile | None = None, *, file: str | None = None
+) -> None:
     """Raises if a plan was made for another job or violates a rule."""
-    check_binding(plan, bound_parts(job, profile), file=file)
+    require_plan_of_job(plan, list_bound_parts(job, profile), file=file)
     report = check_plan(plan)
     if not report.ok:
         first = report.violations[0]

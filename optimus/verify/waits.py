@@ -18,14 +18,14 @@ from optimus.ir.op import (
 )
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Template
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import BlockKey, ExpectedLines, PlanLines, backward_kind
+from optimus.verify.expected_lines import ExpectedLines, LineBlockKey, PlanLines, input_grad_kind
 
 NO_LANE = -1  # of receives
 RECV_OF = {OpKind.SEND_F: OpKind.RECV_F, OpKind.SEND_B: OpKind.RECV_B}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Waits:
+class LineWaits:
     """Columns of dependencies; one entry per line unless noted otherwise."""
 
     lines: PlanLines
@@ -51,10 +51,10 @@ class Waits:
     @property
     def lane_order(self) -> tuple[Ints, Ints]:
         """Pairs of consecutive lines on a lane."""
-        return chained(self.lines.device * NUM_LANES + self.lane, self.lane != NO_LANE)
+        return consecutive_lines(self.lines.device * NUM_LANES + self.lane, self.lane != NO_LANE)
 
 
-def chained(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
+def consecutive_lines(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
     """Returns pairs of consecutive lines of each queue, among those taken."""
     rows = np.flatnonzero(taken)
     rows = rows[np.argsort(queue[rows], kind="stable")]
@@ -62,7 +62,7 @@ def chained(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
     return rows[:-1][same], rows[1:][same]
 
 
-class TemplateColumns:
+class _TemplateColumns:
     """Template as columns, for all ops that follow it at once."""
 
     def __init__(self, template: Template) -> None:
@@ -93,13 +93,13 @@ class TemplateColumns:
         return np.flatnonzero((self.layer >= bucket.first_layer) & (self.layer < bucket.end_layer))
 
 
-class Derivation:
+class WaitDerivation:
     """Derives the dependencies of a plan that satisfies coverage, block by block."""
 
     def __init__(self, lines: PlanLines, expected: ExpectedLines) -> None:
         self.lines, self.plan, self.expected, self.ranks = lines, lines.plan, expected, expected.ranks
         count = len(lines)
-        self.phases = {name: TemplateColumns(template) for name, template in self.plan.templates.items()}
+        self.phases = {name: _TemplateColumns(template) for name, template in self.plan.templates.items()}
         self._before: list[Ints] = []
         self._after: list[Ints] = []
         self._sends: list[Ints] = []
@@ -111,7 +111,7 @@ class Derivation:
         self._groups: dict[tuple[str, int, tuple[int, ...]], int] = {}
         self._group_at: dict[tuple[str, int, int], int] = {}
 
-    def derive(self) -> Waits:
+    def derive(self) -> LineWaits:
         for where, microbatches, rows in self.lines.all_blocks():
             if where.kind in COMPUTE_OPS:
                 self._op(where, rows)
@@ -126,7 +126,7 @@ class Derivation:
         self._wait(send, recv)
         self._wait(*self._posted())
         meeting, size = self._meetings()
-        return Waits(
+        return LineWaits(
             lines=self.lines,
             before=np.concatenate(none + self._before),
             after=np.concatenate(none + self._after),
@@ -144,14 +144,14 @@ class Derivation:
 
     # ------------------------------------------------------------------------ ops
 
-    def shape(self, name: str, kind: OpKind, virtual: int) -> TemplateColumns:
+    def shape(self, name: str, kind: OpKind, virtual: int) -> _TemplateColumns:
         """Returns the template of an op."""
         return self.phases[self.plan.modules[name].chunks[virtual].templates[kind]]
 
     def virtual(self, device: int, name: str, chunk: int) -> int:
         return chunk * self.plan.modules[name].layout.pp + self.ranks.stage_of(name, device)
 
-    def _op(self, where: BlockKey, rows: Ints) -> None:
+    def _op(self, where: LineBlockKey, rows: Ints) -> None:
         device, name, kind, chunk = where
         virtual = self.virtual(device, name, chunk)
         shape = self.shape(name, kind, virtual)
@@ -228,13 +228,13 @@ class Derivation:
         return self.lines.at(device, name, kind, chunk)[:, shape.exits]
 
     def _backward_ends(self, device: int, name: str, chunk: int) -> Ints:
-        kind = backward_kind(self.plan, name, self.virtual(device, name, chunk))
+        kind = input_grad_kind(self.plan, name, self.virtual(device, name, chunk))
         assert kind is not None, "the header was checked"
         return self._ends(device, name, kind, chunk)
 
     # ------------------------------------------------------------------------ communication
 
-    def _send(self, where: BlockKey, microbatches: Ints, rows: Ints) -> None:
+    def _send(self, where: LineBlockKey, microbatches: Ints, rows: Ints) -> None:
         device, name, kind, chunk = where
         module, virtual = self.plan.modules[name], self.virtual(device, name, chunk)
         self._lane[rows] = Lane.P2P
@@ -266,7 +266,7 @@ class Derivation:
         self._sends.append(send.ravel())
         self._recvs.append(recv.ravel())
 
-    def _buckets(self, where: BlockKey, rows: Ints) -> None:
+    def _buckets(self, where: LineBlockKey, rows: Ints) -> None:
         device, name, kind, _ = where
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
         for row in rows.tolist():
@@ -289,7 +289,7 @@ class Derivation:
                     here = np.full(len(phases), row)
                     self._wait(here, phases) if gathers else self._wait(phases, here)
 
-    def _finish(self, where: BlockKey, rows: Ints) -> None:
+    def _finish(self, where: LineBlockKey, rows: Ints) -> None:
         stage = self.ranks.coordinates(where.device)[0]
         self._duration[rows] = self.plan.finish_s[stage] if self.plan.finish_s else 0.0
         self._lane[rows] = Lane.COMPUTE

@@ -13,10 +13,9 @@ from optimus.cost.kernel import Kernel
 from optimus.cost.memory import communicator_bytes, model_state_memory, transient_bytes
 from optimus.cost.network import Collective
 from optimus.cost.priced_layer import PricedLayer
-from optimus.ir.kernel_names import KernelName, recomputed_kernels, repeats_gathers
-from optimus.ir.op import Communicator, Lane, OpKind
-from optimus.ir.plan import WHOLE_STAGE, Bucket, Claims, Plan, PlannedChunk, PlannedModule, Template
-from optimus.ir.ranks import LLM, Ranks
+from optimus.ir.op import Communicator, KernelName, Lane, OpKind, list_recomputed_kernels, regathers_inputs
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, PlanClaims, PlannedChunk, PlannedModule, Template
+from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
@@ -95,7 +94,7 @@ class ColocatedPlanBuilder:
             launch_s=assumptions.launch_s,
             capacity_bytes=round(self.context.capacity_bytes),
             memory=(),
-            claims=Claims(step_s=0.0, estimate_s=0.0, encoder_s={}),
+            claims=PlanClaims(step_s=0.0, estimate_s=0.0, encoder_s={}),
             programs=(),
             finish_s=tuple(self._finish_s(stage) for stage in range(self.llm.layout.pp)),
         )
@@ -131,7 +130,7 @@ class ColocatedPlanBuilder:
         """States what the module's templates compute and gather a second time."""
         names = dict.fromkeys(name for chunk in module.chunks for name in chunk.templates.values())
         phases = [(phase.name, phase.kind) for name in names for phase in self._templates[name]]
-        return replace(module, recomputed=recomputed_kernels(phases), regather=repeats_gathers(phases))
+        return replace(module, recomputed=list_recomputed_kernels(phases), regather=regathers_inputs(phases))
 
     def _llm_template(self, chunk: PricedChunk, kind: OpKind, *, first: bool) -> str:
         """The name of a chunk's template; most chunks are made of the same kernels."""
@@ -262,7 +261,7 @@ class ColocatedPlanBuilder:
     def fixed_bytes(self) -> list[Mapping[str, int]]:
         """Of every device class: what is there all the time."""
         layouts = {choice.encoder.name: choice.layout for choice in self.encoders}
-        ranks = Ranks(layouts={**layouts, LLM: self.llm.layout})
+        ranks = RankGrid(layouts={**layouts, LLM: self.llm.layout})
         stages = [self.fixed_of(stage) for stage in range(self.llm.layout.pp)]
         return [stages[ranks.coordinates(device)[0]] for device in range(ranks.num_classes)]
 

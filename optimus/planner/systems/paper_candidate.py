@@ -10,7 +10,7 @@ from math import comb
 
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
-from optimus.ir.ranks import LLM, Ranks
+from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, lower_to_plan
@@ -127,7 +127,7 @@ class PaperCandidate:
         self.context, self.llm, self.layout, self.recompute = context, llm, layout, recompute
         self._bases = bases or LlmTimelineCache()
         names = [encoder.name for encoder in context.job.model.encoders]
-        self._ranks = Ranks(layouts={**dict.fromkeys(names, layout), LLM: llm.layout})
+        self._ranks = RankGrid(layouts={**dict.fromkeys(names, layout), LLM: llm.layout})
         self.num_pipelines = self._ranks.num_pipelines(names[0]) if names else 0
 
     def encoders(self, pipelines: Sequence[int]) -> list[ColocatedEncoder]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from optimus.errors import UserError, nearest
 from optimus.exporters import megatron, torchtitan
-from optimus.exporters.facts import Facts
-from optimus.exporters.target import ExportedPlan
+from optimus.exporters.exported_plan import ExportedPlan
+from optimus.exporters.plan_facts import PlanFacts
 from optimus.ir.plan import Plan
 
-TARGETS: dict[str, Callable[[Facts], ExportedPlan]] = {
+TARGETS: dict[str, Callable[[PlanFacts], ExportedPlan]] = {
     "megatron": megatron.export_megatron,
     "torchtitan": torchtitan.export_torchtitan,
 }
@@ -19,11 +19,11 @@ SYSTEMS = {"megatron": megatron.SYSTEMS, "torchtitan": torchtitan.SYSTEMS}  # th
 
 def export_plan(plan: Plan, target: str, *, file: str | None = None) -> ExportedPlan:
     """Exports a plan to a target; errors call the plan `file`."""
-    check_target(target)
-    return TARGETS[target](Facts(plan=plan, file=file))
+    require_known_target(target)
+    return TARGETS[target](PlanFacts(plan=plan, file=file))
 
 
-def check_target(name: str) -> None:
+def require_known_target(name: str) -> None:
     """Refuses an unknown target."""
     if name not in TARGETS:
         raise UserError(field="--to", value=name, problem="is not a target", hint=nearest(name, TARGETS))

@@ -1,19 +1,21 @@
-"""Checks the header of a plan: layouts, templates, layers, buckets, the seam, recomputation, capacity."""
+"""Checks the header of a plan and the order of its lines, one function per condition."""
 
 from __future__ import annotations
 
 from math import isfinite
 
-from optimus.ir.kernel_names import REGATHERS
-from optimus.ir.op import Communicator, OpKind
+import numpy as np
+
+from optimus.ir.op import REGATHER_NAMES, SEAMS, Communicator, Ints, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Template
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import Problems, backward_kind
+from optimus.verify.expected_lines import PlanLines, Problems, input_grad_kind
+from optimus.verify.waits import LineWaits, WaitDerivation
 
 _MAX_BYTES = 2**53  # sums stay exact in float64
 
 
-def check_header(plan: Plan) -> Problems:
+def check_plan_header(plan: Plan) -> Problems:
     """Yields problems of the tables from which the expected lines follow."""
     if LLM not in plan.modules or list(plan.modules)[-1] != LLM:
         yield "modules", f"the last module is not {LLM}"
@@ -72,14 +74,14 @@ def _module_problems(plan: Plan, name: str) -> Problems:
             OpKind.WEIGHT_GRAD in kinds and OpKind.INPUT_GRAD not in kinds
         ):
             yield f"{name} virtual stage {virtual}", "has another backward than B, I, or I and W"
-        backward = backward_kind(plan, name, virtual) is not None
+        backward = input_grad_kind(plan, name, virtual) is not None
         if needs_grad and not backward:
             yield (
                 f"{name} virtual stage {virtual}",
                 "has no backward, but an earlier stage needs its gradient",
             )
         needs_grad = needs_grad or backward
-    if name != LLM and needs_grad and backward_kind(plan, LLM, 0) is None:
+    if name != LLM and needs_grad and input_grad_kind(plan, LLM, 0) is None:
         yield name, "needs a gradient, but the LLM's first virtual stage has no backward"
 
 
@@ -106,7 +108,7 @@ def _number_problems(plan: Plan) -> Problems:
             yield f"template {name}", "a phase waits for one that does not precede it"
 
 
-def check_layers(plan: Plan) -> Problems:
+def check_template_layers(plan: Plan) -> Problems:
     """Checks that templates name only layers of their chunk."""
     for name, module in plan.modules.items():
         for virtual, chunk in enumerate(module.chunks):
@@ -128,12 +130,12 @@ def check_recomputation(plan: Plan) -> Problems:
                 ", ".join(sorted(names)) or "nothing" for names in (module.recomputed, recomputed)
             )
             yield name, f"states that it recomputes {stated}; its templates recompute {needed}"
-        gathers = any(phase.kind == OpKind.LAUNCH and phase.name in REGATHERS for phase in phases)
+        gathers = any(phase.kind == OpKind.LAUNCH and phase.name in REGATHER_NAMES for phase in phases)
         if module.regather != gathers:
             yield name, f"states regather = {module.regather}; its templates say {gathers}"
 
 
-def check_parameters(plan: Plan) -> Problems:
+def check_trained_layers_in_buckets(plan: Plan) -> Problems:
     """Checks that replicated weights that are trained are gathered before their forward and reduced."""
     for name, module in plan.modules.items():
         if module.layout.replica_ranks == 1:
@@ -159,7 +161,7 @@ def _holds(bucket: Bucket, chunk: int, layer: int) -> bool:
     return bucket.chunk == WHOLE_STAGE or (bucket.chunk == chunk and inside)
 
 
-def check_seam(plan: Plan) -> Problems:
+def check_seam_gathers(plan: Plan) -> Problems:
     """Checks that seam rows of other TP or CP ranks are gathered before the compute of an LLM forward."""
     needed = {Communicator.TP} if plan.ranks.positions > 1 else set()
     needed |= {Communicator.CP} if plan.ranks.llm.cp > 1 else set()
@@ -183,8 +185,115 @@ def _leading_launches(template: Template) -> set[Communicator]:
     return leading if all(phase.kind == OpKind.LAUNCH for phase in entries) else set()
 
 
-def check_capacity(plan: Plan) -> Problems:
+def check_gpu_capacity(plan: Plan) -> Problems:
     """Checks that the capacity does not exceed the GPU's that the plan is bound to."""
     bound = plan.bound_to.get("cluster", {}).get("gpu.memory_bytes")
     if isinstance(bound, int | float) and plan.capacity_bytes > bound:
         yield "capacity_bytes", f"{plan.capacity_bytes} are more than the GPU's {bound:.0f}"
+
+
+def check_lines_after_inputs(derived: WaitDerivation, waits: LineWaits) -> Problems:
+    """Checks that lines follow what they wait for on their class, and the rules of order."""
+    lines = waits.lines
+    for where, _, rows in lines.all_blocks():
+        if where.kind <= OpKind.WEIGHT_GRAD and rows.shape[1] > 1 and (np.diff(rows, axis=1) <= 0).any():
+            early = rows[:, 1:][np.diff(rows, axis=1) <= 0]
+            for line in early.tolist():
+                yield lines.text(line), "comes before the previous phase of its op"
+    wrong = (lines.device[waits.before] == lines.device[waits.after]) & (waits.before >= waits.after)
+    for before, after in zip(waits.before[wrong].tolist(), waits.after[wrong].tolist(), strict=True):
+        yield lines.text(after), f"comes before what it waits for: {lines.text(before)}"
+    for device, end in enumerate(lines.first[1:].tolist()):
+        if end == lines.first[device] or lines.kind[end - 1] != OpKind.OPTIMIZER:
+            yield f"class {device}", "the last line is not finish"
+    for name, shape in derived.phases.items():
+        for launch, wait in shape.wait_of.items():
+            if wait < 0:
+                yield f"template {name} phase {launch}", "is a launch that no phase of its op waits for"
+    yield from _neighbours(derived, waits)
+
+
+def _neighbours(derived: WaitDerivation, waits: LineWaits) -> Problems:
+    """Checks lines that must directly follow a certain phase, or any phase of the LLM."""
+    lines = waits.lines
+    rows = np.arange(len(lines))
+    latest = np.maximum.accumulate(np.where(lines.kind <= OpKind.WEIGHT_GRAD, rows, -1))
+    previous = np.concatenate([[-1], latest[:-1]])  # latest phase before each line, on its class
+    previous[previous < lines.first[:-1][lines.device]] = -1
+    follows = _predecessors(derived, lines)
+    for line in rows[(follows >= 0) & (previous != follows)].tolist():
+        yield lines.text(line), f"does not directly follow {lines.text(int(follows[line]))}"
+    llm = list(lines.plan.modules).index(LLM)
+    receives = (lines.module == llm) & np.isin(lines.kind, (OpKind.RECV_F, OpKind.RECV_B))
+    receives |= lines.kind == OpKind.RECV_SEAM
+    for line in rows[receives & (previous >= 0) & (lines.module[previous] != llm)].tolist():
+        yield lines.text(line), f"is posted behind filler, {lines.text(int(previous[line]))}"
+
+
+def _predecessors(derived: WaitDerivation, lines: PlanLines) -> Ints:
+    """Returns the phase that each LLM launch and each send must directly follow; -1 for the rest."""
+    plan = lines.plan
+    follows = np.full(len(lines), -1)
+    for (device, name, kind, chunk), microbatches, rows in lines.all_blocks():
+        virtual = derived.virtual(device, name, chunk) if name in plan.modules else 0
+        if kind <= OpKind.WEIGHT_GRAD and name == LLM:
+            launches = [place for place, _ in derived.shape(name, kind, virtual).launches if place]
+            follows[rows[:, launches]] = rows[:, [place - 1 for place in launches]]
+        elif kind in (OpKind.SEND_F, OpKind.SEND_SEAM):
+            follows[rows] = lines.at(device, name, OpKind.FORWARD, chunk)[:, -1:]
+        elif kind in (OpKind.SEND_B, OpKind.SEND_SEAM_B):
+            seam = kind == OpKind.SEND_SEAM_B
+            producer, at = (LLM, 0) if seam else (name, virtual)
+            backward = lines.at(
+                device, producer, input_grad_kind(plan, producer, at) or OpKind.BACKWARD, 0 if seam else chunk
+            )
+            of = microbatches // plan.modules[name].microbatches_per_llm_microbatch if seam else slice(None)
+            follows[rows] = backward[of, -1:]
+    return follows
+
+
+def check_transfer_order(waits: LineWaits) -> Problems:
+    """Checks that two classes order their transfers of a module, pipeline or seam, in the same way."""
+    lines = waits.lines
+    here, there = lines.device[waits.send], lines.device[waits.recv]
+    low, high = np.minimum(here, there), np.maximum(here, there)
+    at_low = np.where(here < there, waits.send, waits.recv)
+    at_high = np.where(here < there, waits.recv, waits.send)
+    seam = np.isin(lines.kind[waits.send], SEAMS)
+    order_low = np.lexsort((at_low, seam, lines.module[waits.send], high, low))
+    order_high = np.lexsort((at_high, seam, lines.module[waits.send], high, low))
+    for at in np.flatnonzero(order_low != order_high).tolist():
+        one, other = int(at_low[order_low[at]]), int(at_high[order_high[at]])
+        yield lines.text(one), f"at the other end the transfer in this position is {lines.text(other)}"
+
+
+def check_collective_order(waits: LineWaits) -> Problems:
+    """Checks that two classes order the collectives of the groups they share in the same way."""
+    lines, members = waits.lines, waits.group_members
+    num_classes = len(lines.first) - 1
+    groups_of: list[set[int]] = [set() for _ in range(num_classes)]
+    for group, classes in enumerate(members):
+        for device in classes if len(classes) > 1 else ():
+            groups_of[device].add(group)
+    cache: dict[tuple[int, frozenset[int]], Ints] = {}
+
+    def issued(device: int, shared: frozenset[int]) -> Ints:
+        """Returns the lines of a class that belong to one of the groups, in order."""
+        if (device, shared) not in cache:
+            first, end = lines.first[device], lines.first[device + 1]
+            wanted = np.zeros(len(members) + 1, bool)  # the last is for lines of no group
+            wanted[list(shared)] = True
+            cache[device, shared] = first + np.flatnonzero(wanted[waits.group[first:end]])
+        return cache[device, shared]
+
+    for one in range(num_classes):
+        for other in range(one + 1, num_classes):
+            shared = frozenset(groups_of[one] & groups_of[other])
+            if not shared:
+                continue
+            mine, theirs = issued(one, shared), issued(other, shared)
+            if len(mine) != len(theirs):
+                yield f"classes {one} and {other}", f"{len(mine)} collectives meet {len(theirs)}"
+            elif (differ := np.flatnonzero(lines.identity[mine] != lines.identity[theirs])).size:
+                at = int(differ[0])
+                yield lines.text(int(mine[at])), f"meets {lines.text(int(theirs[at]))}"

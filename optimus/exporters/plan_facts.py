@@ -10,11 +10,11 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 
-ENDS = 2  # embedding and head: the first and the last layer of the LLM's chunks
+END_LAYERS = 2  # embedding and head: the first and the last layer of the LLM's chunks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class PlanFacts:
     """A plan with typed access to the fields of its model and workload."""
 
     plan: Plan
@@ -94,11 +94,11 @@ class Facts:
     def layers_of_virtual_stages(self) -> list[int]:
         """Returns the LLM's transformer layers in every virtual stage, in the order of the forward."""
         layers = [chunk.layers for chunk in self.plan.modules[LLM].chunks]
-        if sum(layers) != self.layers + ENDS:
+        if sum(layers) != self.layers + END_LAYERS:
             raise UserError(
                 field="modules.llm.chunks",
                 problem=f"hold {sum(layers)} layers, and {self.layers} with embedding and head make "
-                f"{self.layers + ENDS}",
+                f"{self.layers + END_LAYERS}",
                 hint="give a file that `optimus plan` wrote",
                 file=self.file,
             )

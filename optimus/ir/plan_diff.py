@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from optimus.ir.plan import Plan
-from optimus.ir.plan_lines import program_lines
-from optimus.ir.planfile import header
+from optimus.ir.plan_lines import format_program_lines
+from optimus.ir.planfile import plan_header_fields
 
 FOR_READERS = ("name", "tool", "notes")  # nothing depends on them
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class SettingChange:
     """Setting that differs between the plans; None if a plan has no such module."""
 
     field: str
@@ -24,7 +24,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstLine:
+class FirstDifferingLine:
     """First line that differs: its position and its text in each plan (None after the end of a program)."""
 
     device: int
@@ -34,20 +34,20 @@ class FirstLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class PlanDifference:
     """Difference of plan B from plan A."""
 
     names: tuple[str, str]
     step_s: tuple[float, float]
     peak_bytes: tuple[int, int]  # of the worst device class
-    layouts: tuple[Change, ...]
-    settings: tuple[Change, ...]
+    layouts: tuple[SettingChange, ...]
+    settings: tuple[SettingChange, ...]
     fields: tuple[str, ...]  # of the header, that differ
     lines: tuple[int, int]
     only_a: int
     only_b: int
     moved: int  # fewest moves that put the common lines into the same order
-    first: FirstLine | None
+    first: FirstDifferingLine | None
 
     @property
     def ratio(self) -> float | None:
@@ -61,7 +61,7 @@ class Difference:
         return self.first is None and set(self.fields) <= set(FOR_READERS)
 
 
-def compare_plans(a: Plan, b: Plan) -> Difference:
+def compare_plans(a: Plan, b: Plan) -> PlanDifference:
     """Returns all differences of plan B from plan A."""
     only_a = only_b = moved = 0
     first, none = None, list[str]()
@@ -71,8 +71,8 @@ def compare_plans(a: Plan, b: Plan) -> Difference:
             kept = _kept(lines_a, lines_b)
             only_a, only_b = only_a + len(lines_a) - len(kept), only_b + len(lines_b) - len(kept)
             moved += len(kept) - _longest_increasing(kept)
-    header_a, header_b = header(a), header(b)
-    return Difference(
+    header_a, header_b = plan_header_fields(a), plan_header_fields(b)
+    return PlanDifference(
         names=(a.name, b.name),
         step_s=(a.claims.step_s, b.claims.step_s),
         peak_bytes=(_peak(a), _peak(b)),
@@ -88,7 +88,7 @@ def compare_plans(a: Plan, b: Plan) -> Difference:
 
 
 def _lines(plan: Plan) -> list[list[str]]:
-    return [program_lines(program, plan.names) for program in plan.programs]
+    return [format_program_lines(program, plan.names) for program in plan.programs]
 
 
 def _peak(plan: Plan) -> int:
@@ -107,15 +107,15 @@ def _settings(plan: Plan) -> dict[str, str]:
     return settings
 
 
-def _changes(a: dict[str, str], b: dict[str, str]) -> tuple[Change, ...]:
+def _changes(a: dict[str, str], b: dict[str, str]) -> tuple[SettingChange, ...]:
     fields = [field for field in {**a, **b} if a.get(field) != b.get(field)]
-    return tuple(Change(field=field, a=a.get(field), b=b.get(field)) for field in fields)
+    return tuple(SettingChange(field=field, a=a.get(field), b=b.get(field)) for field in fields)
 
 
-def _first(device: int, a: list[str], b: list[str]) -> FirstLine:
+def _first(device: int, a: list[str], b: list[str]) -> FirstDifferingLine:
     pairs = enumerate(zip_longest(a, b), start=1)
     line, (text_a, text_b) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-    return FirstLine(device=device, line=line, a=text_a, b=text_b)
+    return FirstDifferingLine(device=device, line=line, a=text_a, b=text_b)
 
 
 def _kept(a: list[str], b: list[str]) -> list[int]:

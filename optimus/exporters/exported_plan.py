@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optimus.exporters.facts import Facts
+from optimus.exporters.plan_facts import PlanFacts
 from optimus.ir.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotSupported:
+class UnsupportedFeature:
     """A feature of the plan that the target cannot run."""
 
     what: str
@@ -20,7 +20,7 @@ class NotSupported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetStep:
+class TargetStepTime:
     """Step time of a system that the target can run, absolute and over the plan's."""
 
     system: str
@@ -36,16 +36,16 @@ class ExportedPlan:
     target: str
     version: str  # of the target, against which names and behaviour were checked
     files: Mapping[str, str]
-    not_supported: tuple[NotSupported, ...]
-    as_written: TargetStep | None  # approximately what the files run: encoders in the LLM's first stage
-    best_there: TargetStep | None  # None if no system that the target can run was compared and fits
+    not_supported: tuple[UnsupportedFeature, ...]
+    as_written: TargetStepTime | None  # approximately what the files run: encoders in the LLM's first stage
+    best_there: TargetStepTime | None  # None if no system that the target can run was compared and fits
 
 
 AS_WRITTEN = ("stage0",)
 JSON_WIDTH = 110
 
 
-def best_of(plan: Plan, systems: Sequence[str]) -> TargetStep | None:
+def find_fastest_system(plan: Plan, systems: Sequence[str]) -> TargetStepTime | None:
     """Returns the fastest of `systems` that fits and was compared when the plan was made."""
     compared, unfit = plan.notes.get("systems_s"), plan.notes.get("systems_unfit", [])
     if not isinstance(compared, Mapping):
@@ -59,16 +59,18 @@ def best_of(plan: Plan, systems: Sequence[str]) -> TargetStep | None:
         return None
     fastest = min(times, key=lambda name: times[name])
     step_s = times[fastest]
-    return TargetStep(system=fastest, step_s=step_s, over_plan=step_s / plan.claims.step_s)
+    return TargetStepTime(system=fastest, step_s=step_s, over_plan=step_s / plan.claims.step_s)
 
 
-EMPTY_ENDS = NotSupported(
+EMPTY_ENDS = UnsupportedFeature(
     what="a first or last virtual stage without layers",
     why="it keeps the embedding in the first and the head in the last; the files say so",
 )
 
 
-def describe_step(plan: Plan, step: TargetStep | None, systems: Sequence[str], *, about: bool = False) -> str:
+def describe_step_time(
+    plan: Plan, step: TargetStepTime | None, systems: Sequence[str], *, about: bool = False
+) -> str:
     """Describes a step time relative to the plan's."""
     if step is None:
         return f"unknown: {' and '.join(systems)} not compared when the plan was made, or too large"
@@ -77,46 +79,52 @@ def describe_step(plan: Plan, step: TargetStep | None, systems: Sequence[str], *
     return f"{'about ' if about else ''}{step.system}, {step.step_s:.3f} s per step: {relative}"
 
 
-def comment(lines: Sequence[str]) -> list[str]:
+def format_comment_lines(lines: Sequence[str]) -> list[str]:
     """Returns the lines as comments of a shell or Python file."""
     return [f"# {line}".rstrip() for line in lines]
 
 
-def limitations(
-    plan: Plan, target: str, unsupported: Sequence[NotSupported], systems: Sequence[str]
+def describe_limitations(
+    plan: Plan, target: str, unsupported: Sequence[UnsupportedFeature], systems: Sequence[str]
 ) -> list[str]:
     """Returns the head of a file: what the target cannot run, and what that costs."""
     lines = [f"{target} cannot run of this plan:"]
     lines += [f"- {feature.what}: {feature.why}" for feature in unsupported] or [
         "- nothing: it can run all of it"
     ]
-    written = describe_step(plan, best_of(plan, AS_WRITTEN), AS_WRITTEN, about=True)
-    best = describe_step(plan, best_of(plan, systems), systems)
+    written = describe_step_time(plan, find_fastest_system(plan, AS_WRITTEN), AS_WRITTEN, about=True)
+    best = describe_step_time(plan, find_fastest_system(plan, systems), systems)
     return [*lines, f"What these settings run: {written}.", f"The best system that it can run: {best}."]
 
 
-def not_supported_of_encoders(facts: Facts, *, stages: str, layout: str) -> list[NotSupported]:
+def list_unsupported_encoder_features(
+    facts: PlanFacts, *, stages: str, layout: str
+) -> list[UnsupportedFeature]:
     """Returns the encoder features that a trainer with encoders in the first stage only cannot run.
 
     `stages` and `layout` are the target's own reasons against several stages and a layout per module.
     """
-    llm, unsupported = facts.layout, list[NotSupported]()
+    llm, unsupported = facts.layout, list[UnsupportedFeature]()
     if facts.plan.encoders:
         why = "it runs an encoder only as part of the first pipeline stage's forward and backward"
-        unsupported.append(NotSupported(what="encoder work in the LLM's idle time", why=why))
+        unsupported.append(UnsupportedFeature(what="encoder work in the LLM's idle time", why=why))
     for name, module in facts.plan.encoders.items():
         encoder = module.layout
         if encoder.pp > 1:
-            unsupported.append(NotSupported(what=f"{name} over {encoder.pp} pipeline stages", why=stages))
+            unsupported.append(
+                UnsupportedFeature(what=f"{name} over {encoder.pp} pipeline stages", why=stages)
+            )
         if (encoder.tp, encoder.pp) != (llm.tp, llm.pp) or llm.cp > 1:
-            unsupported.append(NotSupported(what=f"{name} in a layout of its own ({encoder})", why=layout))
+            unsupported.append(
+                UnsupportedFeature(what=f"{name} in a layout of its own ({encoder})", why=layout)
+            )
         if module.microbatches_per_llm_microbatch > 1:
             what = f"{name} in {module.microbatches_per_llm_microbatch} pieces per microbatch of the LLM"
-            unsupported.append(NotSupported(what=what, why="it runs an encoder on whole microbatches"))
+            unsupported.append(UnsupportedFeature(what=what, why="it runs an encoder on whole microbatches"))
     return unsupported
 
 
-def json_text(value: Any) -> str:
+def format_json(value: Any) -> str:
     """Formats JSON for readers: an entry per line, but short values and lists of numbers on one line."""
     return _laid_out(value, "") + "\n"
 

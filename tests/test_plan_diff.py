@@ -9,9 +9,9 @@ from dataclasses import replace
 from plan_by_hand import plan_by_hand
 
 from optimus.cli.diff import diff_json, diff_text
-from optimus.ir.diff import Change, FirstLine, compare_plans
 from optimus.ir.plan import Plan, Program
-from optimus.ir.planfile import plan_text
+from optimus.ir.plan_diff import FirstDifferingLine, SettingChange, compare_plans
+from optimus.ir.planfile import format_plan
 from optimus.job.layout import Layout
 
 
@@ -45,7 +45,7 @@ def test_moving_a_line_is_a_small_difference() -> None:
         assert (found.moved, found.only_a, found.only_b) == (1, 0, 0)
         assert found.first is not None and (found.first.device, found.first.line) == (2, min(line, to) + 1)
         assert found.fields == () and not found.same
-        texts = plan_text(a).splitlines(), plan_text(b).splitlines()
+        texts = format_plan(a).splitlines(), format_plan(b).splitlines()
         changed = [
             line for line in difflib.unified_diff(*texts, n=0) if line[0] in "+-" and line[1] not in "+-"
         ]
@@ -64,7 +64,7 @@ def test_lines_that_came_and_went() -> None:
     twice = compare_plans(a, with_rows(a, 1, [*rows[:4], rows[3], *rows[4:]]))
     assert (twice.moved, twice.only_a, twice.only_b) == (0, 0, 1)
     ended = compare_plans(a, with_rows(a, 3, a.programs[3].rows.tolist()[:-1]))
-    assert ended.first == FirstLine(device=3, line=len(a.programs[3]), a="all.finish 0 0 0", b=None)
+    assert ended.first == FirstDifferingLine(device=3, line=len(a.programs[3]), a="all.finish 0 0 0", b=None)
 
 
 def test_swapping_two_distant_lines_moves_two() -> None:
@@ -85,8 +85,8 @@ def test_other_layouts_and_figures() -> None:
     assert found.step_s == (12.5, 10.0) and found.ratio == 0.8
     assert found.peak_bytes == (a.memory[0].peak, memory[0].peak)
     assert found.layouts == (
-        Change(field="enc0", a="dp2 pp2 tp2", b="dp4 pp1 tp2"),
-        Change(field="llm", a="dp1 pp4 tp2", b="dp2 pp2 tp2 chunks2"),
+        SettingChange(field="enc0", a="dp2 pp2 tp2", b="dp4 pp1 tp2"),
+        SettingChange(field="llm", a="dp1 pp4 tp2", b="dp2 pp2 tp2 chunks2"),
     )
     assert {change.field: (change.a, change.b) for change in found.settings} == {
         "order": ("gpipe", "1f1b"),
@@ -102,5 +102,5 @@ def test_other_layouts_and_figures() -> None:
 
 def test_a_module_that_only_one_has() -> None:
     found = compare_plans(small_plan(), plan_by_hand(Layout(dp=1, pp=4, tp=2)))
-    assert Change(field="enc0", a="dp2 pp2 tp2", b=None) in found.layouts
+    assert SettingChange(field="enc0", a="dp2 pp2 tp2", b=None) in found.layouts
     assert found.only_a > 0 == found.only_b
