@@ -86,7 +86,9 @@ class _Plans:
 
     @cached_property
     def split(self) -> FilledPlan:
-        return min((trial.best_shifted() for trial in _split_trials(self._job, self._context)), key=_step_s)
+        return min(
+            (candidate.best_shifted() for candidate in _split_trials(self._job, self._context)), key=_step_s
+        )
 
     def floor(self) -> FilledPlan:
         context = self._job.context(self._job.llm_only)
@@ -100,7 +102,7 @@ class _Plans:
 def _placement(job: TpJob, *, split: bool = False) -> dict[str, EncoderPlacement]:
     """Returns an encoder replicated on every rank, with a piece of every microbatch per TP block."""
     layout = Layout(dp=job.ranks, pp=1, tp=1)
-    return {VISION: EncoderPlacement(layout=layout, recompute="none", pieces=TP, split=split)}
+    return {VISION: EncoderPlacement(layout=layout, recompute="none", pieces=TP, split_backward=split)}
 
 
 def _split_trials(job: TpJob, context: PlanningContext) -> Iterator[ColocationCandidate]:
@@ -131,8 +133,10 @@ class _Dealt(ColocationCandidate):
 
     def coarse(self) -> FilledPlan:
         orders = list(order_encoders_around_llm(self.header, self.base))
-        header, orders = expand_to_all_tp_blocks(self._whole.header(strategy="optimus"), self.header, orders)
-        return lower_to_plan(header, orders, self._whole.fixed_bytes(), estimate_s=0.0)
+        header, orders = expand_to_all_tp_blocks(
+            self._unfolded.header(strategy="optimus"), self.header, orders
+        )
+        return lower_to_plan(header, orders, self._unfolded.fixed_bytes(), estimate_s=0.0)
 
 
 def _coarse_plans(
@@ -141,9 +145,9 @@ def _coarse_plans(
     """Returns plans with encoders before and after the LLM: dealt evenly, and at best."""
     plans = {}
     for counts in _counts(job.microbatches, job.pp):
-        trial = _Dealt(context, llm, _placement(job))
-        trial.counts = counts
-        plans[counts] = trial.coarse()
+        candidate = _Dealt(context, llm, _placement(job))
+        candidate.counts = counts
+        plans[counts] = candidate.coarse()
     even = plans[(job.microbatches // job.pp,) * job.pp]
     return even, min(plans.values(), key=_step_s)
 

@@ -142,7 +142,7 @@ def best_plan(context: PlanningContext) -> tuple[Plan, str]:
     for chunks, order in ((1, "1f1b"), (2, "interleaved"), (1, "zero-bubble"), (2, "zero-bubble")):
         llm = build_llm_pipeline(context, chunks=chunks, order_name=order)
         layout = encoder_layout_on_llm_gpus(llm.layout, pp=1, tp=1)
-        whole = EncoderPlacement(layout=layout, recompute="none", split=False)
+        whole = EncoderPlacement(layout=layout, recompute="none", split_backward=False)
         filled = ColocationCandidate(
             context, llm, {encoder.name: whole for encoder in context.job.model.encoders}
         ).best_shifted()

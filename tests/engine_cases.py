@@ -153,18 +153,19 @@ class Case:
             return make_plan(self.job, strategy=self.strategy, assumptions=self.preset, systems=()).plan
         context, _ = choose_smallest_context(self.job, get_preset(self.preset))
         llm = build_llm_pipeline(context, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
-        beside = {}
+        placements = {}
         for name, (pp, pieces, *rest) in zip(NAMES[: len(self.encoders)], self.encoders, strict=True):
             tp = rest[0] if rest else 1
-            beside[name] = EncoderPlacement(
+            placements[name] = EncoderPlacement(
                 layout=Layout(dp=self.ranks // pp // tp, pp=pp, tp=tp),
                 pieces=pieces,
                 recompute=self.recompute,
                 window=self.window,
-                split=self.split and (self.window > 0 or self.tp > 1),  # both kinds of backward are run
+                split_backward=self.split
+                and (self.window > 0 or self.tp > 1),  # both kinds of backward are run
             )
-        trial = ColocationCandidate(context, llm, beside)
-        plan = bound(trial.plan(trial.fill.arrange(0.0)).plan, context)
+        candidate = ColocationCandidate(context, llm, placements)
+        plan = bound(candidate.plan(candidate.fill.arrange(0.0)).plan, context)
         return plan if self.slots else remove_tp_slots(plan).plan
 
     @property

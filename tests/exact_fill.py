@@ -75,20 +75,22 @@ class Instance(ColocationCandidate):
         llm = build_llm_pipeline(context, chunks=shape.chunks, order_name=shape.order)
         layout = encoder_layout_on_llm_gpus(llm.layout, pp=shape.encoder_stages, tp=shape.tp)
         (name,) = (encoder.name for encoder in context.job.model.encoders)
-        beside = EncoderPlacement(layout=layout, recompute="none", pieces=shape.pieces, split=shape.split)
-        super().__init__(context, llm, {name: beside}, None)
+        placements = EncoderPlacement(
+            layout=layout, recompute="none", pieces=shape.pieces, split_backward=shape.split
+        )
+        super().__init__(context, llm, {name: placements}, None)
         self.header = on_grid(self.header, shape.share)
         self.base = LlmTimeline(self.header, llm.order)
 
     def lowered(self, arranged: FillResult) -> FilledPlan:
         """With the same durations."""
-        fixed = self._colocated(folded=True).fixed_bytes()
+        fixed = self._plan_builder(folded=True).fixed_bytes()
         return lower_to_plan(self.header, arranged.orders(), fixed, estimate_s=arranged.step_s)
 
     def ours(self) -> FillResult:
         """The best of the shifts that the search tries."""
-        unshifted = ScheduledCandidate(trial=self, arranged=self.fill.arrange(0.0))
-        return ColocationSearch(self.context, self.llm)._shifted(unshifted).arranged
+        unshifted = ScheduledCandidate(candidate=self, arranged=self.fill.arrange(0.0))
+        return ColocationSearch(self.context, self.llm)._search_shift(unshifted).arranged
 
     def starts(self, filled: FilledPlan) -> Ints:
         """When every line of the fill begins in a plan, in units."""

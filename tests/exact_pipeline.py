@@ -23,7 +23,7 @@ from optimus.job.cluster import Link
 from optimus.job.layout import Constraints, Layout, Limits
 from optimus.job.model import Encoder, Llm
 from optimus.job.read import find_job
-from optimus.planner.context import PlanningContext, Policy
+from optimus.planner.context import PlanningContext, RecomputePolicy
 from optimus.schedule.pipeline_orders import PipelineOp, PipelineOrder
 from optimus.schedule.stage_costs import Cut
 
@@ -203,7 +203,7 @@ class BareSetting(PlanningContext):
         self,
         modules: tuple[Encoder | Llm, ...],
         sequences: float,
-        policy: Policy,
+        policy: RecomputePolicy,
         layout: Layout | None = None,
     ) -> tuple[PricedLayer, ...]:
         return self.bare

@@ -74,15 +74,15 @@ def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) ->
     divided = context.microbatches(size)
     assert divided is not None
     microbatches, llm = divided[0], context.job.model.llm
-    policy = rng.choice(list(context.policies((llm,))))
+    policy = rng.choice(list(context.recompute_policies((llm,))))
     layers = context.layers((llm,), size, policy)
     chunks = rng.choice((1, 1, 2, 3)) if microbatches % stages == 0 else 1
     known = available_op_orders(stages=stages, chunks=chunks, microbatches=microbatches) or ("interleaved",)
     name = rng.choice([name for name in known if splits or name != "zero-bubble"])
-    listed = None
+    explicit_order = None
     if name == "interleaved" and rng.random() < 0.5:
         warmup = minimal_warmup_counts(stages, chunks)
-        listed = build_interleaved_1f1b_order(
+        explicit_order = build_interleaved_1f1b_order(
             stages=stages, chunks=chunks, microbatches=microbatches, warmup=warmup
         )
     inner = sorted(rng.randint(0, len(layers)) for _ in range(stages * chunks - 1))
@@ -95,7 +95,7 @@ def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) ->
         layout=context.layout.with_(chunks=chunks),
         sequences=size,
         policy=policy,
-        listed=listed,
+        explicit_order=explicit_order,
     )
 
 
@@ -110,7 +110,7 @@ def _random_choice(
     )
     pipelines = llm.layout.gpus // llm.layout.dp // (layout.pp * layout.tp)
     pieces = rng.choice((1, 1, 2, 3))
-    recompute = dict(rng.choice(list(context.policies((encoder,)))))[encoder.name]
+    recompute = dict(rng.choice(list(context.recompute_policies((encoder,)))))[encoder.name]
     return ColocatedEncoder(
         encoder=encoder,
         layout=layout,
@@ -258,8 +258,8 @@ def _all_ops(plan: Plan, order: PipelineOrder) -> list[_Op]:
         for source in filter(None, before):
             source.feeds.append(op)
             op.missing += 1
-    for stage, listed in enumerate(order):
-        own = [ops[LLM, op.kind, op.chunk * len(order) + stage, op.microbatch] for op in listed]
+    for stage, explicit_order in enumerate(order):
+        own = [ops[LLM, op.kind, op.chunk * len(order) + stage, op.microbatch] for op in explicit_order]
         for one, following in pairwise(own):
             one.feeds.append(following)
             following.missing += 1

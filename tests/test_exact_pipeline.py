@@ -71,7 +71,7 @@ def test_balanced_best_is_near_the_optimum(seed: int, table: list[Row]) -> None:
 
 def replaced_by(optimum: Optimum, pipeline: PipelineCandidate) -> PipelineCandidate:
     """CP-SAT's cut and order, for our timeline to play."""
-    return replace(pipeline, cut=optimum.cut, order_name="exact", listed=optimum.order)
+    return replace(pipeline, cut=optimum.cut, order_name="exact", explicit_order=optimum.order)
 
 
 def step_s(pipeline: PipelineCandidate) -> float:

@@ -81,7 +81,7 @@ def random_way(seed: int) -> FilledPlan | None:
     if not layouts or not all(layouts):
         return None
     least = peak_microbatches_in_flight(llm.order)
-    beside = {}
+    placements = {}
     for encoder, possible in zip(context.job.model.encoders, layouts, strict=True):
         layout = rng.choice(possible)
         across, inner = llm.layout.tp // layout.tp, encoder.stack.layers
@@ -89,30 +89,30 @@ def random_way(seed: int) -> FilledPlan | None:
         for _ in range(rng.randrange(3)):
             giver, taker = rng.randrange(layout.pp), rng.randrange(layout.pp)
             counts = move_layer(counts, giver, taker) if counts[giver] > 1 else counts
-        beside[encoder.name] = EncoderPlacement(
+        placements[encoder.name] = EncoderPlacement(
             layout=layout,
             recompute=rng.choice(["none", "selective", "full"]),
             pieces=rng.choice([across, 2 * across, 1]),
-            counts=counts,
-            split=rng.random() < 0.5,
+            layers_per_stage=counts,
+            split_backward=rng.random() < 0.5,
             window=rng.choice([0, least + llm.layout.pp, 2 * least + 2]),
-            backwards=rng.random() < 0.3,
+            reverse_pipelines=rng.random() < 0.3,
         )
-    if len({chosen.layout.tp for chosen in beside.values()}) > 1:  # then blocks must be alike
-        beside = {
+    if len({chosen.layout.tp for chosen in placements.values()}) > 1:  # then blocks must be alike
+        placements = {
             name: replace(chosen, pieces=max(chosen.pieces, llm.layout.tp // chosen.layout.tp))
-            for name, chosen in beside.items()
+            for name, chosen in placements.items()
         }
-    trial = ColocationCandidate(context, llm, beside)
-    arranged = trial.fill.arrange(rng.choice([0.0, 0.1, 0.5]) * trial.base.step_s)
+    candidate = ColocationCandidate(context, llm, placements)
+    arranged = candidate.fill.arrange(rng.choice([0.0, 0.1, 0.5]) * candidate.base.step_s)
     if rng.random() < 0.05:
-        arranged = trial.fill.tightened(arranged)
-    filled = trial.lowered(arranged)
+        arranged = candidate.fill.tightened(arranged)
+    filled = candidate.lowered(arranged)
     stages = [filled.plan.ranks.coordinates(device)[0] for device in range(len(filled.plan.memory))]
     working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
     for stage, held in zip(stages, filled.plan.memory, strict=True):  # the LLM's own as it was reckoned
         own = llm.memories[stage].llm_activations - float(working[stage])
-        assert held.peak - held.llm_activations + own <= trial.most_bytes + 1
+        assert held.peak - held.llm_activations + own <= candidate.peak_bytes_bound + 1
     return replace(filled, plan=bound(replace(filled.plan, capacity_bytes=10**15), context))
 
 
@@ -193,11 +193,11 @@ def test_a_window_bounds_what_encoders_keep() -> None:
     layout = encoder_layout_on_llm_gpus(llm.layout, pp=8, tp=8)
     steps, kept = [], []
     for window in (0, 18):
-        beside = {encoder.name: EncoderPlacement(layout=layout, recompute="none", window=window)}
-        trial = ColocationCandidate(context, llm, beside)
-        made = trial.plan(trial.fill.arrange(0.0))
+        placements = {encoder.name: EncoderPlacement(layout=layout, recompute="none", window=window)}
+        candidate = ColocationCandidate(context, llm, placements)
+        made = candidate.plan(candidate.fill.arrange(0.0))
         assert not check_plan(bound(made.plan, context)).violations
-        assert max(held.peak for held in made.plan.memory) <= trial.most_bytes
+        assert max(held.peak for held in made.plan.memory) <= candidate.peak_bytes_bound
         steps.append(made.step_s)
         kept.append(max(held.encoder_activations for held in made.plan.memory))
     assert kept[1] == pytest.approx(18 / 32 * kept[0])
@@ -210,7 +210,7 @@ def test_encoders_may_have_layouts_of_their_own() -> None:
     context, _ = choose_smallest_context(find_job("paper/dual-22-11"), get_preset("clean"))
     llm = build_llm_pipeline(context, chunks=1, order_name="1f1b")
     first, second = (encoder.name for encoder in context.job.model.encoders)
-    beside = {
+    placements = {
         first: EncoderPlacement(
             layout=encoder_layout_on_llm_gpus(llm.layout, pp=8, tp=8), recompute="none", pieces=2
         ),
@@ -218,13 +218,13 @@ def test_encoders_may_have_layouts_of_their_own() -> None:
             layout=encoder_layout_on_llm_gpus(llm.layout, pp=4, tp=4), recompute="none", pieces=2
         ),
     }
-    trial = ColocationCandidate(context, llm, beside)
-    filled = trial.lowered(trial.fill.arrange(0.0))
+    candidate = ColocationCandidate(context, llm, placements)
+    filled = candidate.lowered(candidate.fill.arrange(0.0))
     assert not check_plan(bound(filled.plan, context)).violations
     assert {name: module.layout.tp for name, module in filled.plan.encoders.items()} == {first: 8, second: 4}
     search = ColocationSearch(context, llm)
-    common = search.tried()[0]
-    apart = list(search._apart(common))
+    common = search.schedule_common_layouts()[0]
+    apart = list(search._separate_layouts(common))
     assert apart and all(len({chosen.layout for chosen in way.values()}) == 2 for way in apart)
 
 
@@ -235,8 +235,8 @@ def test_an_image_is_never_cut(pieces: int) -> None:
     (encoder,) = context.job.model.encoders
     llm = build_llm_pipeline(context, chunks=12, order_name="interleaved")
     layout = encoder_layout_on_llm_gpus(llm.layout, pp=8, tp=8)
-    beside = {encoder.name: EncoderPlacement(layout=layout, recompute="none", pieces=pieces)}
-    header = ColocationCandidate(context, llm, beside).header
+    placements = {encoder.name: EncoderPlacement(layout=layout, recompute="none", pieces=pieces)}
+    header = ColocationCandidate(context, llm, placements).header
     seconds = sum(phase.duration_s for phase in header.template_of(encoder.name, OpKind.FORWARD, 3, 0))
     whole = {encoder.name: EncoderPlacement(layout=layout, recompute="none", pieces=2)}
     one_image = ColocationCandidate(context, llm, whole).header.template_of(
@@ -254,8 +254,10 @@ def test_stated_chunks_are_kept(chunks: int) -> None:
     )
     floors = LlmPipelines(context)
     assert floors.floor.layout.chunks == 20
-    assert {llm.layout.chunks for llm in floors.beside} == {chunks}
-    roomier = [llm for free in (4e9, 16e9) for llm in floors.roomier(floors.beside[0], [free])]
+    assert {llm.layout.chunks for llm in floors.for_colocation} == {chunks}
+    roomier = [
+        llm for free in (4e9, 16e9) for llm in floors.with_free_memory(floors.for_colocation[0], [free])
+    ]
     assert roomier and {llm.layout.chunks for llm in roomier} == {chunks}
 
 
@@ -266,7 +268,7 @@ def test_chunks_left_open_are_also_halved() -> None:
     open_job = replace(job, layout=replace(job.layout, modules={LLM: LayoutChoice(pp=4, tp=8)}))
     context, _ = choose_smallest_context(open_job, get_preset("default"))
     floors = LlmPipelines(context)
-    assert [llm.layout.chunks for llm in floors.beside] == [20, 20, 10]
-    best = search_optimus_plan(context, floors.beside)
+    assert [llm.layout.chunks for llm in floors.for_colocation] == [20, 20, 10]
+    best = search_optimus_plan(context, floors.for_colocation)
     assert best.llm.layout.chunks == 10
-    assert best.filled.step_s < search_optimus_plan(context, floors.both).filled.step_s
+    assert best.filled.step_s < search_optimus_plan(context, floors.floors).filled.step_s

@@ -196,9 +196,9 @@ def test_images_are_dealt_out_whole() -> None:
     context, _ = choose_smallest_context(find_job("qwen2.5-vl-72b", "h100:512"), get_preset("default"))
     encoder = context.job.model.encoders[0]
     per_sequence = np.mean([len(s.lengths(encoder.name)) for s in context.job.workload.sequences])
-    assert context.dealt(encoder, 2, 1) == 2
+    assert context.busiest_group_sequences(encoder, 2, 1) == 2
     for groups in (3, 8, 64):
-        share = context.dealt(encoder, 2, groups)
+        share = context.busiest_group_sequences(encoder, 2, groups)
         assert share * per_sequence == pytest.approx(np.ceil(2 * per_sequence / groups))
 
 
@@ -206,10 +206,14 @@ def test_pieces_of_one_block_are_as_large_as_they_are_on_average() -> None:
     """Side by side the busiest counts; one after another only their sum does, but none is below an image."""
     context, _ = choose_smallest_context(find_job("qwen2.5-vl-72b", "h100:512"), get_preset("default"))
     encoder = context.job.model.encoders[0]
-    images = context.images(encoder, 2)
+    images = context.count_images(encoder, 2)
     assert 6 < images < 8 and images % 1
-    assert context.piece(encoder, 2, pieces=1, across=4) == 2
-    assert context.piece(encoder, 2, pieces=2, across=1) == 1
-    assert context.piece(encoder, 2, pieces=4, across=4) == context.dealt(encoder, 2, 4)
-    assert context.piece(encoder, 2, pieces=8, across=4) == pytest.approx(context.dealt(encoder, 2, 4) / 2)
-    assert context.piece(encoder, 2, pieces=64, across=4) == pytest.approx(2 / images)
+    assert context.sequences_per_piece(encoder, 2, pieces=1, across=4) == 2
+    assert context.sequences_per_piece(encoder, 2, pieces=2, across=1) == 1
+    assert context.sequences_per_piece(encoder, 2, pieces=4, across=4) == context.busiest_group_sequences(
+        encoder, 2, 4
+    )
+    assert context.sequences_per_piece(encoder, 2, pieces=8, across=4) == pytest.approx(
+        context.busiest_group_sequences(encoder, 2, 4) / 2
+    )
+    assert context.sequences_per_piece(encoder, 2, pieces=64, across=4) == pytest.approx(2 / images)

@@ -117,7 +117,7 @@ def _bounds(planned: PlanningResult) -> Figures:
     bounds = planned.bounds
     return {
         "bound_s": rounded(bounds.bound_s),
-        "binds": bounds.binds,
+        "binds": bounds.largest_name,
         "encoder_s": rounded(bounds.encoder_s),
         "hidden_strict": rounded(planned.hidden_strict),
     }

@@ -99,7 +99,7 @@ def figures(case: PaperCase) -> Figures:
     }
     if case.both:
         best = best_estimate(pipelines)
-        result["best_estimate"] = _choice(best, best.filling.plan(best), bounds)
+        result["best_estimate"] = _choice(best, best.candidate.plan(best), bounds)
     return result
 
 
@@ -117,7 +117,7 @@ def _job(case: PaperCase) -> Job:
 def best_estimate(pipelines: LlmPipelines) -> PaperSchedule:
     """Returns the choice of the paper's own ranking, which leaves out the encoders' parameter traffic."""
     context, llm, bases = pipelines.context, pipelines.floor_1f1b, LlmTimelineCache()
-    (policy,) = context.policies(context.job.model.encoders)  # these presets state it
+    (policy,) = context.recompute_policies(context.job.model.encoders)  # these presets state it
     choices = []
     for layout in common_encoder_layouts(context, llm.layout):
         if isinstance(layout, RejectedLayout):
@@ -125,7 +125,7 @@ def best_estimate(pipelines: LlmPipelines) -> PaperSchedule:
         fillings = [
             PaperCandidate(context, each, layout, dict(policy), bases) for each in warmup_variants(llm)
         ]
-        most = min(filling.most_microbatches(context.capacity_bytes) for filling in fillings)
+        most = min(filling.max_microbatches(context.capacity_bytes) for filling in fillings)
         count = fillings[0].num_pipelines
         if count <= llm.microbatches <= count * most:
             choices += [filling.best(most) for filling in fillings]
@@ -133,7 +133,7 @@ def best_estimate(pipelines: LlmPipelines) -> PaperSchedule:
 
 
 def _choice(choice: PaperSchedule, filled: FilledPlan, bounds: StepBounds) -> Figures:
-    filling = choice.filling
+    filling = choice.candidate
     return {
         "layout": str(filling.layout),
         "adjusted": filling.llm.order_name == ADJUSTED,

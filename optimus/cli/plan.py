@@ -165,7 +165,7 @@ def plan_json(planned: PlanningResult) -> dict[str, object]:
         "floor_1f1b_s": comparison.floor_1f1b_s,
         "step_over_floor_1f1b": planned.step_s / comparison.floor_1f1b_s,
         "bound_s": bounds.bound_s,
-        "bound": bounds.binds,
+        "bound": bounds.largest_name,
         "bounds_s": {
             "floor": bounds.floor_s,
             "total work": bounds.work_s,
@@ -313,9 +313,9 @@ def _hidden_lines(planned: PlanningResult) -> list[str]:
     hidden += "" if coarse is None else f" (coarse {coarse:.0%})"
     hidden += f"; idle time left: {_bubbles(planned.system)}"
     over = planned.step_s / bounds.bound_s
-    bound = f"{format_seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.binds} binds); "
+    bound = f"{format_seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.largest_name} binds); "
     bound += f"the step is {over:.3f} times the bound"
-    without = "" if planned.found.is_estimated_whole else ", without them,"
+    without = "" if planned.found.estimate_includes_traffic else ", without them,"
     claim = (
         f"{format_seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; "
         f"the scheduler's estimate{without} is {format_seconds(plan.claims.estimate_s)} s"

@@ -53,6 +53,6 @@ def encoder_bins_on_llm_ranks(
     for encoder in context.job.model.encoders:
         layout = next(layer.layout for layer in layers if layer.module == encoder.name)
         ranks = 1 if layout.tp == tp else tp
-        priced = sequences if ranks == 1 else context.dealt(encoder, sequences, ranks)
+        priced = sequences if ranks == 1 else context.busiest_group_sequences(encoder, sequences, ranks)
         bins[encoder.name] = EncoderBins(bins=ranks, sharing="busiest", priced_sequences=priced)
     return bins

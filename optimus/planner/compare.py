@@ -78,7 +78,7 @@ def compare_systems(
     calibration = calibrate_on_measured_step(ranked.contexts[0])
     if calibration is not None:
         assumed = assumed.scaled(calibration.scale)
-    searched = [LlmPipelines(context.under(assumed)) for context in ranked.contexts]
+    searched = [LlmPipelines(context.with_assumptions(assumed)) for context in ranked.contexts]
     best = _BestOverLayouts(asked, searched, progress)
     floor_s, fastest_llm = best.floor()
     outcomes = {name: best.simulate(name) for name in asked}

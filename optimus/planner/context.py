@@ -1,4 +1,4 @@
-"""What every system is built from: a job, its prices, and the layout of its LLM."""
+"""Holds what all systems share while a job is planned: the job, its cost model, the LLM's layout, caches."""
 
 from __future__ import annotations
 
@@ -22,52 +22,51 @@ from optimus.schedule.pipeline_orders import PipelineOrder
 from optimus.schedule.schedule_builder import ChunkPricer
 from optimus.schedule.stage_costs import Cut, LayerPrefixSums, RetimableSchedule
 
-SMALL_ENCODER = 0.03  # share of a GPU's memory up to which an encoder's parameters are copied to every rank
-Policy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
+SMALL_ENCODER_SHARE = 0.03  # of a GPU's memory: parameters of smaller encoders are copied to every rank
+RecomputePolicy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
 PipelineKey = tuple[
     int, Cut, PipelineOrder | str, int, Layout
 ]  # id of layers, cut, order, microbatches, layout
 
 
-def describe_recompute(policy: Policy) -> str:
-    """`recompute none`, or module by module where they differ."""
+def describe_recompute(policy: RecomputePolicy) -> str:
+    """Returns `recompute none`, or the recomputation of every module where they differ."""
     if len({step for _, step in policy}) == 1:
         return f"recompute {policy[0][1]}"
     return "recompute " + " ".join(f"{name} {step}" for name, step in policy)
 
 
 class PlanningCache:
-    """What was made for a job and its prices, at any layout: settings that share it do not make it again."""
+    """Priced layers, templates, op graphs and estimates of a job and its cost model, at any layout."""
 
     def __init__(self) -> None:
         self.chunks: ChunkPricer | None = None
         self.priced: dict[object, tuple[PricedLayer, ...]] = {}
-        # Of op orders, for stages, chunks and microbatches.
+        # By op order, stages, chunks and microbatches.
         self.graphs: dict[tuple[PipelineOrder | str, int, int, int], RetimableSchedule] = {}
         self.templates: dict[object, Template] = {}
         self.equal: dict[Template, Template] = {}
         self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerPrefixSums]] = {}
-        self.images: dict[str, float] = {}  # of every encoder in a mean sequence
+        self.images: dict[str, float] = {}  # per mean sequence, by encoder
         self.estimates: dict[PipelineKey, float] = {}
         self.memories: dict[PipelineKey, tuple[RankMemory, ...]] = {}
-        self.cuts: dict[tuple[int, int], list[Cut]] = {}  # of layers, by their id, into so many parts
+        self.cuts: dict[tuple[int, int], list[Cut]] = {}  # by id of layers and number of parts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanningContext:
-    """A job with everything decided that all systems share. `layout.chunks` is the job's own V."""
+    """A job, its cost model and one layout of the LLM; `layout.chunks` is the V that the job states."""
 
     job: Job
     cost_model: ClusterCostModel
     layout: Layout
     microbatch_sequences: int
     uneven: bool = False  # replicas and microbatches may be of different sizes
-    kept_free_bytes: float = 0.0  # of every GPU, for what others will add
-
+    kept_free_bytes: float = 0.0  # of every GPU, for encoders that are placed later
     cache: PlanningCache = field(default_factory=PlanningCache)
 
-    def under(self, assumptions: Assumptions) -> PlanningContext:
-        """The same under other assumptions."""
+    def with_assumptions(self, assumptions: Assumptions) -> PlanningContext:
+        """Returns the context under other assumptions, with an empty cache."""
         if assumptions == self.cost_model.assumptions:
             return self
         return replace(
@@ -81,7 +80,7 @@ class PlanningContext:
             self.cache.chunks = ChunkPricer(names, self.cost_model.assumptions.residence_slowdown)
         return self.cache.chunks
 
-    def phases(
+    def build_template(
         self,
         layers: Sequence[PricedLayer],
         kind: OpKind,
@@ -89,27 +88,25 @@ class PlanningContext:
         first: tuple[Kernel, ...] = (),
         last: tuple[Kernel, ...] = (),
     ) -> Template:
-        """One op of a chunk of these layers; equal ones are the same object.
-
-        Layers are kept, so that ids stay their own.
-        """
+        """Returns the phases of one op of a chunk of these layers; equal templates are the same object."""
+        # Ids stay valid: the cache keeps the priced layers alive.
         key = tuple(id(layer.kernels[kind]) for layer in layers), kind, first, last
         if key not in self.cache.templates:
-            made = build_op_template(layers, kind, first=first, last=last)
-            self.cache.templates[key] = self.cache.equal.setdefault(made, made)
+            template = build_op_template(layers, kind, first=first, last=last)
+            self.cache.templates[key] = self.cache.equal.setdefault(template, template)
         return self.cache.templates[key]
 
     def sums(self, layers: tuple[PricedLayer, ...]) -> LayerPrefixSums:
-        """Running sums over `layers`, made once."""
+        """Returns running sums over `layers`, computed once."""
         if id(layers) not in self.cache.sums:
             model = self.job.model
-            made = LayerPrefixSums(layers, self.chunks, self.cost_model, model.precision, model.llm.name)
-            self.cache.sums[id(layers)] = layers, made  # kept alive, so that its id stays its own
+            sums = LayerPrefixSums(layers, self.chunks, self.cost_model, model.precision, model.llm.name)
+            self.cache.sums[id(layers)] = layers, sums  # kept alive: the key is their id
         return self.cache.sums[id(layers)][1]
 
     @property
     def encoder_names(self) -> str:
-        """All encoders in one word: `vision+audio`."""
+        """Names of all encoders as one word: `vision+audio`."""
         return "+".join(encoder.name for encoder in self.job.model.encoders)
 
     @property
@@ -117,44 +114,45 @@ class PlanningContext:
         return self.job.cluster.gpu.memory_bytes - self.kept_free_bytes
 
     def microbatches(self, sequences: int, *, multiple_of: int = 1) -> tuple[int, float] | None:
-        """Microbatches per step and replica, and sequences in each; None if the batch does not divide.
+        """Returns microbatches per replica, and sequences in each; None if the batch does not divide.
 
         Where replicas may be uneven, the busiest gets whole sequences, in microbatches of about equal size.
         """
-        own = self.job.workload.sequences_per_step / self.layout.dp
-        count = math.ceil(own / sequences)
+        per_replica = self.job.workload.sequences_per_step / self.layout.dp
+        count = math.ceil(per_replica / sequences)
         if self.uneven:
             count = math.ceil(count / multiple_of) * multiple_of
-            return count, math.ceil(own) / count
-        return (count, sequences) if count * sequences == own and count % multiple_of == 0 else None
+            return count, math.ceil(per_replica) / count
+        return (count, sequences) if count * sequences == per_replica and count % multiple_of == 0 else None
 
-    def images(self, encoder: Encoder, sequences: float) -> float:
-        """Images (or clips) in so many mean sequences."""
-        name, every = encoder.name, self.job.workload.sequences
+    def count_images(self, encoder: Encoder, sequences: float) -> float:
+        """Returns the images (or clips) in so many mean sequences."""
+        name, samples = encoder.name, self.job.workload.sequences
         if name not in self.cache.images:
-            self.cache.images[name] = sum(len(each.lengths(name)) for each in every) / len(every)
+            self.cache.images[name] = sum(len(sample.lengths(name)) for sample in samples) / len(samples)
         return sequences * self.cache.images[name]
 
-    def dealt(self, encoder: Encoder, sequences: float, groups: int) -> float:
-        """Sequences' worth of whole images that the busiest of `groups` gets when they are dealt out."""
-        images = self.images(encoder, sequences)
+    def busiest_group_sequences(self, encoder: Encoder, sequences: float, groups: int) -> float:
+        """Returns the sequences' worth of whole images that the busiest of `groups` gets."""
+        images = self.count_images(encoder, sequences)
         if not images:
             return 0.0
         return sequences if groups == 1 else math.ceil(images / groups) * sequences / images
 
-    def piece(self, encoder: Encoder, sequences: float, pieces: int, across: int) -> float:
-        """Sequences' worth of one of `pieces` on the `across` blocks of an LLM rank group.
+    def sequences_per_piece(self, encoder: Encoder, sequences: float, pieces: int, across: int) -> float:
+        """Returns the sequences' worth of one of the `pieces` (encoder microbatches) of an LLM microbatch.
 
-        Blocks that get as many each work side by side, and the busiest counts; what one block gets, one
-        after another, is as much as it is on average, but never less than an image.
+        A TP group of the LLM holds `across` blocks of the encoder. Blocks that get equally many pieces run in
+        parallel, and the busiest counts; pieces that one block runs in turn have the mean size, but at least
+        one image.
         """
         blocks = across if pieces % across == 0 else 1
-        own = self.dealt(encoder, sequences, blocks) * blocks / pieces
-        images = self.images(encoder, sequences)
-        return own if pieces == blocks or not images else max(own, sequences / images)
+        mean = self.busiest_group_sequences(encoder, sequences, blocks) * blocks / pieces
+        images = self.count_images(encoder, sequences)
+        return mean if pieces == blocks or not images else max(mean, sequences / images)
 
-    def policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[Policy]:
-        """Recomputation to try, cheapest in time first: what is stated is kept, `auto` is open."""
+    def recompute_policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[RecomputePolicy]:
+        """Yields the recomputation of all modules to try, least first; only `auto` is open."""
         ladders = []
         for module in modules:
             stated = module.recompute if module.recompute != "auto" else self.cost_model.assumptions.recompute
@@ -167,7 +165,7 @@ class PlanningContext:
     def encoder_layers(
         self, encoder: Encoder, layout: Layout, sequences: float, recompute: str
     ) -> tuple[PricedLayer, ...]:
-        """An encoder's layers for a microbatch of `sequences` sequences (a fraction is a piece of one)."""
+        """Returns an encoder's layers, priced for a microbatch of `sequences` (may be below 1)."""
         key = encoder.name, layout, sequences, recompute
         if key not in self.cache.priced:
             load = self.job.workload.encoder_load(encoder.name, encoder.projector.merge)
@@ -195,10 +193,10 @@ class PlanningContext:
         self,
         modules: tuple[Encoder | Llm, ...],
         sequences: float,
-        policy: Policy,
+        policy: RecomputePolicy,
         layout: Layout | None = None,
     ) -> tuple[PricedLayer, ...]:
-        """Modules one after another in one layout, the LLM's own by default."""
+        """Returns the layers of modules in sequence, priced at one layout, the LLM's own by default."""
         recompute, where = dict(policy), layout or self.layout
         key = tuple(module.name for module in modules), where, sequences, policy
         if key in self.cache.priced:
@@ -206,37 +204,37 @@ class PlanningContext:
         layers: list[PricedLayer] = []
         for module in modules:
             if isinstance(module, Encoder):
-                layers += self._encoder_beside_llm(module, where, sequences, recompute[module.name])
+                layers += self._encoder_on_llm_stage(module, where, sequences, recompute[module.name])
             else:
                 layers += self.llm_layers(where, sequences, recompute[module.name])
         self.cache.priced[key] = tuple(layers)
         return self.cache.priced[key]
 
-    def _encoder_beside_llm(
+    def _encoder_on_llm_stage(
         self, encoder: Encoder, layout: Layout, sequences: float, recompute: str
     ) -> tuple[PricedLayer, ...]:
-        """An encoder on the ranks of one LLM stage: divided as the LLM is, or its images dealt out.
+        """Prices an encoder on the ranks of one LLM stage: tensor-parallel as the LLM, or replicated.
 
-        A small encoder wastes a wide TP group; then every rank holds all of it and takes a share of
-        the images, as trainers with small vision towers do. The faster of the two is taken.
+        A small encoder wastes a wide TP group; then every rank holds a replica and takes a share of the
+        images, as trainers with small vision towers do. The faster of the two is taken.
         """
-        divided = self.encoder_layers(encoder, layout, sequences, recompute)
-        whole_bytes = encoder.parameters() * self.job.model.precision.parameter_bytes
-        if layout.tp == 1 or whole_bytes > SMALL_ENCODER * self.capacity_bytes:
-            return divided
-        dealt_layout = layout.with_(dp=layout.dp * layout.tp, tp=1, ep=1)
-        dealt = self.encoder_layers(
-            encoder, dealt_layout, self.dealt(encoder, sequences, layout.tp), recompute
+        sharded = self.encoder_layers(encoder, layout, sequences, recompute)
+        replica_bytes = encoder.parameters() * self.job.model.precision.parameter_bytes
+        if layout.tp == 1 or replica_bytes > SMALL_ENCODER_SHARE * self.capacity_bytes:
+            return sharded
+        replicated_layout = layout.with_(dp=layout.dp * layout.tp, tp=1, ep=1)
+        replicated = self.encoder_layers(
+            encoder, replicated_layout, self.busiest_group_sequences(encoder, sequences, layout.tp), recompute
         )
-        # Dealt out, each of tp ranks does this much at the same time.
-        key = "beside", encoder.name, layout, sequences, recompute
+        # Replicated, each of the tp ranks does this much at the same time.
+        key = "on LLM stage", encoder.name, layout, sequences, recompute
         if key not in self.cache.priced:
-            faster = layout.tp * self.gpu_seconds(dealt) < self.gpu_seconds(divided)
-            self.cache.priced[key] = dealt if faster else divided
+            faster = layout.tp * self.gpu_seconds(replicated) < self.gpu_seconds(sharded)
+            self.cache.priced[key] = replicated if faster else sharded
         return self.cache.priced[key]
 
     def gpu_seconds(self, layers: tuple[PricedLayer, ...]) -> float:
-        """Forward and backward of one microbatch, times the GPUs of a TP group."""
+        """Returns forward and backward seconds of one microbatch, times the GPUs of a TP group."""
         seconds = self.chunks.make(layers).seconds
         layout = layers[0].layout
         return (seconds[OpKind.FORWARD] + seconds[OpKind.BACKWARD]) * layout.tp * layout.cp

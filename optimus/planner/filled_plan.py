@@ -113,7 +113,9 @@ class SearchResult:
     considered: int
     hidden_share: float
     notes: Mapping[str, Any] = field(default_factory=dict)  # for readers of the plan file
-    is_estimated_whole: bool = True  # transfers and encoder traffic are in the algorithm's own estimate
+    estimate_includes_traffic: bool = (
+        True  # transfers and encoder traffic are in the algorithm's own estimate
+    )
     remarks: tuple[str, ...] = ()  # on the search, for those who read its result
     rejected: list[RejectedLayout] = field(default_factory=list)
     tried: list[ScheduledLayout] = field(default_factory=list)
@@ -168,7 +170,7 @@ class SearchResult:
                 module.microbatches_per_llm_microbatch,
                 plan.modules[LLM].layout.tp // module.layout.tp,
             )
-            priced = context.piece(encoder, sequences, count, across)
+            priced = context.sequences_per_piece(encoder, sequences, count, across)
             bins[encoder.name] = EncoderBins(bins=count, sharing="pieces", priced_sequences=priced)
         return BatchAssignment(replicas=replicas, microbatches=plan.microbatches, encoders=bins)
 

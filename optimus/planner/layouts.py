@@ -180,7 +180,7 @@ def _why_too_large(context: PlanningContext, *, full_recompute: bool) -> str | N
     found = _find_fitting_pipeline(context)
     if isinstance(found, str):
         return found
-    policies = list(context.policies(context.job.model.modules))
+    policies = list(context.recompute_policies(context.job.model.modules))
     if not full_recompute and any(step == "full" for _, step in found.policy) and len(policies) > 1:
         return "memory: fits only with whole layers recomputed"
     return None
@@ -190,7 +190,7 @@ def _find_fitting_pipeline(context: PlanningContext) -> PipelineCandidate | str:
     """All layers in one pipeline with the least recomputation that fits, or why there is none."""
     job, capacity = context.job, context.capacity_bytes
     modules = job.model.modules
-    policies = list(context.policies(modules))
+    policies = list(context.recompute_policies(modules))
     layers = context.layers(modules, context.microbatch_sequences, policies[-1])
     held = model_state_memory(layers, job.model.precision).states / context.layout.pp
     if held > capacity:

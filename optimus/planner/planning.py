@@ -196,7 +196,7 @@ def _with_notes(plan: Plan, comparison: Comparison, bounds: StepBounds, found: S
         "floor_s": comparison.floor_s,
         "floor_1f1b_s": comparison.floor_1f1b_s,
         "bound_s": bounds.bound_s,
-        "bound": bounds.binds,
+        "bound": bounds.largest_name,
         "mfu": comparison.systems[plan.strategy].mfu,
         "hidden_share_strict": bounds.hidden_share(plan.claims.step_s),
         "hidden_share_placed": found.hidden_share,
@@ -289,9 +289,12 @@ def _fits(job: Job, assumptions: Assumptions) -> bool:
     for layout in common_encoder_layouts(context, llm.layout):
         if isinstance(layout, RejectedLayout):
             continue
-        *_, policy = context.policies(job.model.encoders)
-        filling = PaperCandidate(context, llm, layout, dict(policy))
-        even = -(-llm.microbatches // filling.num_pipelines)
-        if filling.num_pipelines <= llm.microbatches and filling.most_bytes(even) <= context.capacity_bytes:
+        *_, policy = context.recompute_policies(job.model.encoders)
+        candidate = PaperCandidate(context, llm, layout, dict(policy))
+        even = -(-llm.microbatches // candidate.num_pipelines)
+        if (
+            candidate.num_pipelines <= llm.microbatches
+            and candidate.peak_bytes_bound(even) <= context.capacity_bytes
+        ):
             return True
     return False

@@ -32,7 +32,7 @@ class StepBounds:
         return max(self.floor_s, self.work_s, self.critical_path_s)
 
     @property
-    def binds(self) -> str:
+    def largest_name(self) -> str:
         """Which bound is the largest."""
         named = {
             "floor": self.floor_s,
@@ -64,27 +64,29 @@ def compute_step_bounds(context: PlanningContext, floor: PipelineCandidate, floo
     )
 
 
-def _alone_s(spread: ReplicatedEncoder) -> float:
+def _alone_s(replicated: ReplicatedEncoder) -> float:
     """All forwards, then all backwards of an encoder on all GPUs, with gathers and reduces under them."""
-    if not spread.pieces:
+    if not replicated.pieces:
         return 0.0
-    builder = ScheduleBuilder(spread.context.chunks.modules, 1)
+    builder = ScheduleBuilder(replicated.context.chunks.modules, 1)
     after: list[int] = []
-    for piece in range(spread.pieces):
-        after = [spread.forwards(builder, 0, piece, first=piece == 0, after=after)]
-    for piece in range(spread.pieces):
-        block, _ = spread.backwards(builder, 0, piece, last=piece == spread.pieces - 1, after=after)
+    for piece in range(replicated.pieces):
+        after = [replicated.add_forward(builder, 0, piece, first=piece == 0, after=after)]
+    for piece in range(replicated.pieces):
+        block, _ = replicated.add_backward(
+            builder, 0, piece, last=piece == replicated.pieces - 1, after=after
+        )
         after = [block]
-    slowdown = spread.context.cost_model.assumptions.residence_slowdown
+    slowdown = replicated.context.cost_model.assumptions.residence_slowdown
     return simulate_schedule(builder.build(), slowdown=slowdown).step_s
 
 
-def _work_s(spread: ReplicatedEncoder) -> float:
+def _work_s(replicated: ReplicatedEncoder) -> float:
     """An encoder's kernels on the mean GPU, without communication and as if images could be cut."""
-    context, sequences = spread.context, spread.context.microbatch_sequences
-    layers = context.encoder_layers(spread.encoder, spread.layout, sequences, spread.recompute)
+    context, sequences = replicated.context, replicated.context.microbatch_sequences
+    layers = context.encoder_layers(replicated.encoder, replicated.layout, sequences, replicated.recompute)
     microbatches = context.job.workload.sequences_per_step / sequences
-    return _compute_s(layers) * microbatches / spread.layout.dp
+    return _compute_s(layers) * microbatches / replicated.layout.dp
 
 
 def _llm_work_s(floor: PipelineCandidate) -> float:
@@ -112,11 +114,11 @@ def _llm_path_s(floor: PipelineCandidate) -> float:
     )
 
 
-def _path_s(spread: ReplicatedEncoder) -> float:
+def _path_s(replicated: ReplicatedEncoder) -> float:
     """One piece forward, and the shorter of its backwards."""
-    seconds = spread.context.chunks.make(spread.layers).seconds
+    seconds = replicated.context.chunks.make(replicated.layers).seconds
     return (
         seconds[OpKind.FORWARD] + min(seconds[OpKind.INPUT_GRAD], seconds[OpKind.BACKWARD])
-        if spread.pieces
+        if replicated.pieces
         else 0.0
     )

@@ -378,7 +378,7 @@ def _by_size(memory: RankMemory) -> dict[str, float]:
 
 
 def _most_recomputed(context: PlanningContext, llm: PipelineCandidate) -> PipelineCandidate:
-    *_, policy = context.policies((context.job.model.llm,))
+    *_, policy = context.recompute_policies((context.job.model.llm,))
     return replace(llm, layers=context.layers((context.job.model.llm,), llm.sequences, policy), policy=policy)
 
 
@@ -386,14 +386,14 @@ def _with_encoders(
     context: PlanningContext, llm: PipelineCandidate, layout: Layout, strategy: str
 ) -> float | None:
     """Returns the strategy's estimate of the worst rank's bytes, or None if it cannot run."""
-    *_, policy = context.policies(context.job.model.encoders)
+    *_, policy = context.recompute_policies(context.job.model.encoders)
     if strategy == "paper":
-        filling = PaperCandidate(context, llm, layout, dict(policy))
-        if filling.num_pipelines > llm.microbatches:
+        candidate = PaperCandidate(context, llm, layout, dict(policy))
+        if candidate.num_pipelines > llm.microbatches:
             return None
-        return filling.most_bytes(-(-llm.microbatches // filling.num_pipelines))
-    ways = ColocationSearch(context, llm).ladder({name: layout for name, _ in policy})
-    return min(trial.most_bytes for trial in ways)
+        return candidate.peak_bytes_bound(-(-llm.microbatches // candidate.num_pipelines))
+    candidates = ColocationSearch(context, llm).memory_ladder({name: layout for name, _ in policy})
+    return min(candidate.peak_bytes_bound for candidate in candidates)
 
 
 def _gb(size_bytes: float) -> str:

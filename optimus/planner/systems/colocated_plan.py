@@ -1,4 +1,4 @@
-"""Encoders and LLM on the same GPUs, each in its own layout: a plan before anything is arranged."""
+"""Builds the header of a plan whose encoders and LLM share the GPUs, each in its own layout."""
 
 from __future__ import annotations
 
@@ -24,63 +24,65 @@ from optimus.schedule.phase_templates import PASS_THROUGH_TEMPLATES, SECONDS_DIG
 from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap, price_parameter_traffic
 from optimus.schedule.schedule_builder import PricedChunk
 
+STATES = ("parameters", "gradients", "optimizer")  # components of RankMemory
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ColocatedEncoder:
-    """One encoder in its own layout over all GPUs."""
+    """One encoder in its own layout over all GPUs; `pieces` of its microbatches make up one of the LLM's."""
 
     encoder: Encoder
     layout: Layout
     layers: tuple[PricedLayer, ...]  # for one encoder microbatch
-    pieces: int  # encoder microbatches in one of the LLM's
+    pieces: int
     pipelines: tuple[int, ...]  # which pipeline runs each encoder microbatch
     recompute: str
-    counts: tuple[int, ...] = ()  # inner layers of every stage; as even as they can be if left out
-    split: bool = False  # gradients of weights are made apart from those of inputs
+    layers_per_stage: tuple[int, ...] = ()  # inner layers; as even as they can be if left out
+    split_backward: bool = False  # into input and weight gradients
 
     @property
     def kinds(self) -> tuple[OpKind, ...]:
-        """What an encoder microbatch is cut into on every stage."""
+        """Ops of an encoder microbatch on every stage."""
         return (
             (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
-            if self.split
+            if self.split_backward
             else (OpKind.FORWARD, OpKind.BACKWARD)
         )
 
     @cached_property
     def stages(self) -> list[tuple[PricedLayer, ...]]:
-        """Layers divided over stages; the ends go with their neighbours."""
-        counts = self.counts or split_layers_evenly(len(self.layers) - 2, self.layout.pp)
+        """Layers of every stage; embedding and projector go with their neighbours."""
+        counts = self.layers_per_stage or split_layers_evenly(len(self.layers) - 2, self.layout.pp)
         cuts = [0, *(1 + total for total in accumulate(counts))]
         cuts[-1] = len(self.layers)
         return [self.layers[a:b] for a, b in pairwise(cuts)]
 
 
 def split_layers_evenly(inner: int, stages: int) -> tuple[int, ...]:
-    """Layers of every stage, as even as they can be; later ones get one more."""
+    """Returns the layers of every stage, as even as they can be; later stages get one more."""
     return tuple(inner // stages + (stage >= stages - inner % stages) for stage in range(stages))
 
 
 def encoder_layout_on_llm_gpus(llm: Layout, *, pp: int, tp: int) -> Layout:
-    """An encoder's layout over the LLM's GPUs: dp follows."""
+    """Returns an encoder's layout over all GPUs of the LLM; dp follows from pp and tp."""
     return Layout(dp=llm.gpus // (pp * tp), pp=pp, tp=tp)
 
 
 class ColocatedPlanBuilder:
-    """Makes the header of a plan from one LLM pipeline and encoders in layouts of their own."""
+    """Builds the header of a plan from one LLM pipeline and encoders in layouts of their own."""
 
     def __init__(
         self, context: PlanningContext, llm: PipelineCandidate, encoders: Sequence[ColocatedEncoder]
     ) -> None:
         self.context, self.llm, self.encoders = context, llm, tuple(encoders)
         self._templates: dict[str, Template] = {}
-        self._names: dict[int, str] = {}  # by the ids of templates, which the setting keeps
+        self._names: dict[int, str] = {}  # by the ids of templates, which the context keeps alive
 
     def header(self, *, strategy: str) -> Plan:
-        """Everything but programs and claims."""
+        """Returns the plan without programs and claims."""
         assumptions = self.context.cost_model.assumptions
-        modules = {choice.encoder.name: self._encoder(choice) for choice in self.encoders}
-        modules[LLM] = self._llm()
+        modules = {choice.encoder.name: self._plan_encoder(choice) for choice in self.encoders}
+        modules[LLM] = self._plan_llm()
         modules = {name: self._with_recomputation(module) for name, module in modules.items()}
         return Plan(
             name=self.context.job.name,
@@ -101,7 +103,7 @@ class ColocatedPlanBuilder:
 
     # ------------------------------------------------------------------------ modules
 
-    def _llm(self) -> PlannedModule:
+    def _plan_llm(self) -> PlannedModule:
         plan = self.llm.plan
         kinds = sorted({op.kind for op in plan.order[0]})
         cost_model = self.context.cost_model
@@ -133,22 +135,25 @@ class ColocatedPlanBuilder:
         return replace(module, recomputed=list_recomputed_kernels(phases), regather=regathers_inputs(phases))
 
     def _llm_template(self, chunk: PricedChunk, kind: OpKind, *, first: bool) -> str:
-        """The name of a chunk's template; most chunks are made of the same kernels."""
+        """Returns the name of a chunk's template; chunks of the same kernels share one."""
         seam = self._seam_collectives.get(kind, ()) if first else ()
         before, after = (seam, ()) if kind == OpKind.FORWARD else ((), seam)
         phases = (
-            self.context.phases(chunk.layers, kind, first=before, last=after) or PASS_THROUGH_TEMPLATES[kind]
+            self.context.build_template(chunk.layers, kind, first=before, last=after)
+            or PASS_THROUGH_TEMPLATES[kind]
         )
         return self._name(LLM, kind, phases)
 
-    def _encoder(self, choice: ColocatedEncoder) -> PlannedModule:
+    def _plan_encoder(self, choice: ColocatedEncoder) -> PlannedModule:
         name, cost_model = choice.encoder.name, self.context.cost_model
         precision = self.context.job.model.precision
         across = cost_model.stages_cross_nodes(self.llm.layout)
         chunks, buckets = [], []
         for layers in choice.stages:
-            phases = {kind: self.context.phases(layers, kind) for kind in choice.kinds}
-            templates = {kind: self._name(name, kind, found) for kind, found in phases.items() if found}
+            phases = {kind: self.context.build_template(layers, kind) for kind in choice.kinds}
+            templates = {
+                kind: self._name(name, kind, template) for kind, template in phases.items() if template
+            }
             output = layers[-1].output_bytes
             chunks.append(
                 PlannedChunk(
@@ -156,7 +161,7 @@ class ColocatedPlanBuilder:
                     layers=len(layers),
                     saved_activation_bytes=round(sum(layer.activation_bytes for layer in layers)),
                     recomputed_bytes=round(sum(layer.recomputed_bytes for layer in layers))
-                    if choice.split
+                    if choice.split_backward
                     else 0,
                     output_bytes=round(output),
                     send_s=round(cost_model.send_s(output, across_nodes=across), SECONDS_DIGITS),
@@ -164,7 +169,7 @@ class ColocatedPlanBuilder:
             )
             traffic = [price_parameter_traffic([layer], cost_model, precision) for layer in layers]
             buckets.append(
-                tuple(_bucket(0, at, at + 1, part) for at, part in enumerate(traffic) if _moves(part))
+                tuple(_bucket(0, at, at + 1, part) for at, part in enumerate(traffic) if _has_traffic(part))
             )
         rows = choice.layers[-1].output_bytes
         return PlannedModule(
@@ -180,14 +185,14 @@ class ColocatedPlanBuilder:
         )
 
     def _bin_tokens(self, choice: ColocatedEncoder) -> int:
-        """Whole merge groups on every rank that shares the encoder's layers."""
+        """Returns the tokens of an encoder microbatch, rounded up to whole merge groups on every TP rank."""
         workload, encoder = self.context.job.workload, choice.encoder
         sequences, merge = ceil(self.llm.sequences), encoder.projector.merge
         needed = workload.bin_tokens(encoder.name, merge, sequences, choice.pieces)
         return ceil(needed / (merge * choice.layout.tp)) * merge * choice.layout.tp
 
     def _name(self, module: str, kind: OpKind, phases: Template) -> str:
-        """Equal templates are written once."""
+        """Returns the name of a template; equal templates are stored once."""
         if id(phases) not in self._names:
             number = sum(known.startswith(f"{module}.{kind.word}.") for known in self._templates)
             self._names[id(phases)] = f"{module}.{kind.word}.{number}"
@@ -198,55 +203,52 @@ class ColocatedPlanBuilder:
 
     @cached_property
     def _seam_collectives(self) -> dict[OpKind, tuple[Kernel, ...]]:
-        """Rows that reach single ranks of stage 0 are gathered for all, tp first; backward is the adjoint."""
+        """Collectives that gather encoder outputs on all ranks of stage 0, tp first, and their adjoints."""
         layout, cost_model = self.llm.layout, self.context.cost_model
         size = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
 
-        def around(kind: Collective, name: str) -> tuple[Kernel, ...]:
-            found = []
+        def list_kernels(kind: Collective, name: str) -> tuple[Kernel, ...]:
+            kernels = []
             if layout.tp > 1 and size:
                 seconds = cost_model.tp_s(kind, size, layout.tp)
-                found.append(make_collective_kernel(f"{name}.tp", Lane.TP, Communicator.TP, seconds, size))
+                kernels.append(make_collective_kernel(f"{name}.tp", Lane.TP, Communicator.TP, seconds, size))
             if layout.cp > 1 and size:
                 seconds = cost_model.group_s(kind, size, ranks=layout.cp, stride=layout.tp)
                 lane = cost_model.group_lane(layout.cp, layout.tp)
-                found.append(make_collective_kernel(f"{name}.cp", lane, Communicator.CP, seconds, size))
-            ordered = found if kind == Collective.ALL_GATHER else found[::-1]
+                kernels.append(make_collective_kernel(f"{name}.cp", lane, Communicator.CP, seconds, size))
+            ordered = kernels if kind == Collective.ALL_GATHER else kernels[::-1]
             return tuple(replace(k, after=(place - 1,) if place else ()) for place, k in enumerate(ordered))
 
-        backward = around(Collective.REDUCE_SCATTER, KernelName.SEAM.scatter) if self._learns else ()
+        trains = any(choice.encoder.train or choice.encoder.projector.train for choice in self.encoders)
+        backward = list_kernels(Collective.REDUCE_SCATTER, KernelName.SEAM.scatter) if trains else ()
         return {
-            OpKind.FORWARD: around(Collective.ALL_GATHER, KernelName.SEAM.gather),
+            OpKind.FORWARD: list_kernels(Collective.ALL_GATHER, KernelName.SEAM.gather),
             OpKind.BACKWARD: backward,
             OpKind.INPUT_GRAD: backward,
         }
 
-    @property
-    def _learns(self) -> bool:
-        return any(choice.encoder.train or choice.encoder.projector.train for choice in self.encoders)
-
     # ------------------------------------------------------------------------ traffic
 
     def _llm_buckets(self, stage: int) -> tuple[Bucket, ...]:
-        """Of one stage: what the assumptions leave exposed, and what runs under compute chunk by chunk."""
+        """Returns one stage's buckets: the traffic that stays exposed, then what overlaps with each chunk."""
         plan = self.llm.plan
         exposure = TrafficOverlap(chunks=plan.traffic_of(stage), assumptions=plan.cost_model.assumptions)
         quantities = ("gather_s", "gather_bytes", "reduce_s", "reduce_bytes")
-        found = []
+        buckets = []
         if exposure.mode != "chunks":
             lane = Lane.HOST if exposure.mode == "slack" else Lane.DP
             part = ParameterTraffic(**{quantity: exposure.exposed(quantity) for quantity in quantities})
-            found.append(_bucket(WHOLE_STAGE, 0, 0, part, lane=lane))
+            buckets.append(_bucket(WHOLE_STAGE, 0, 0, part, lane=lane))
         if exposure.mode != "all":
             for number in range(len(exposure.chunks)):
                 layers = len(plan.chunks[number * plan.stages + stage].layers)
                 part = ParameterTraffic(**{each: exposure.hidden(each, number) for each in quantities})
                 gates = exposure.mode == "chunks" or number > 0
-                found.append(_bucket(number, 0, layers, part, gates=gates))
-        return tuple(bucket for bucket in found if bucket.gather_s or bucket.reduce_s)
+                buckets.append(_bucket(number, 0, layers, part, gates=gates))
+        return tuple(bucket for bucket in buckets if bucket.gather_s or bucket.reduce_s)
 
     def _finish_s(self, stage: int) -> float:
-        """The optimizer's pass over a rank's shards."""
+        """Returns the time of the optimizer's pass over a rank's shards."""
         if not self.context.cost_model.assumptions.optimizer_time:
             return 0.0
         precision, cost_model = self.context.job.model.precision, self.context.cost_model
@@ -259,40 +261,37 @@ class ColocatedPlanBuilder:
     # ------------------------------------------------------------------------ memory
 
     def fixed_bytes(self) -> list[Mapping[str, int]]:
-        """Of every device class: what is there all the time."""
+        """Returns the bytes that one rank of every device class holds all the time, by component."""
         layouts = {choice.encoder.name: choice.layout for choice in self.encoders}
         ranks = RankGrid(layouts={**layouts, LLM: self.llm.layout})
-        stages = [self.fixed_of(stage) for stage in range(self.llm.layout.pp)]
+        stages = [self.fixed_bytes_of(stage) for stage in range(self.llm.layout.pp)]
         return [stages[ranks.coordinates(device)[0]] for device in range(ranks.num_classes)]
 
-    def fixed_of(self, stage: int) -> dict[str, int]:
-        """Of one stage: what is there all the time."""
+    def fixed_bytes_of(self, stage: int) -> dict[str, int]:
+        """Returns the bytes that a rank of one stage holds all the time, by component."""
         layout, context = self.llm.layout, self.context
-        bytes_of = self.llm.sums.stage_bytes(self.llm.cut, layout.pp)
-        own = bytes_of.states_of(stage)
-        working = float(bytes_of.working[stage])
-        held = [own]
+        stage_bytes = self.llm.sums.stage_bytes(self.llm.cut, layout.pp)
+        llm_states = stage_bytes.states_of(stage)
+        working = float(stage_bytes.working[stage])
+        states = [llm_states]
         groups = [layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep]
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
-            held.append(model_state_memory(layers, context.job.model.precision))
+            states.append(model_state_memory(layers, context.job.model.precision))
             working += transient_bytes(layers)
             leaves = choice.layout.pp > 1 or stage > 0 or layout.pp > choice.layout.pp  # rows cross the seam
             groups += [choice.layout.dp, choice.layout.tp, min(choice.layout.pp, 2), 2 if leaves else 1]
-        total = {part: sum(getattr(memory, part) for memory in held) for part in PARTS}
+        total = {part: sum(getattr(memory, part) for memory in states) for part in STATES}
         total |= {
             "working": working,
-            "logits": own.logits,
+            "logits": llm_states.logits,
             "communicators": communicator_bytes(*groups),
             "reserve": context.job.cluster.reserve_bytes,
         }
         return {part: round(value) for part, value in total.items()}
 
 
-PARTS = ("parameters", "gradients", "optimizer")
-
-
-def _moves(part: ParameterTraffic) -> bool:
+def _has_traffic(part: ParameterTraffic) -> bool:
     return part.gather_s > 0 or part.reduce_s > 0
 
 

@@ -1,4 +1,4 @@
-"""One way to lay encoders beside an LLM pipeline: its header, what it holds at most, and its plan."""
+"""Places encoders on the GPUs of one LLM pipeline: the plan header, a memory bound, and the lowered plan."""
 
 from __future__ import annotations
 
@@ -22,43 +22,47 @@ from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import lower_to_programs
 from optimus.schedule.pipeline_schedule import price_parameter_traffic
 
-FEW_LINES = 20_000  # up to here two plans are lowered
-SMALL_LINES = 2_000  # up to here other deals are tried, and trials replayed
-MANY_LINES = 400_000  # up to here whole microbatches are, where pieces waste
+LOWER_TWO_UP_TO_LINES = 20_000  # program lines up to which two plans are lowered and the replay decides
+SMALL_LINES = 2_000  # program lines up to which other assignments are tried and candidates are replayed
+MAX_UNFOLDED_LINES = 400_000  # program lines up to which whole microbatches are tried where pieces waste time
 SHIFT_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)  # of the LLM's own step: how much later the LLM begins
-WASTED = 1.2  # times what all images need
+MAX_PADDING_RATIO = 1.2  # images that pieces have time for, over those that there are
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderPlacement:
-    """How one encoder lies beside the LLM."""
+    """Layout and microbatches of one encoder on the LLM's GPUs.
+
+    A piece is one encoder microbatch; `pieces` of them make up one LLM microbatch.
+    """
 
     layout: Layout
     recompute: str
     pieces: int = 1
-    counts: tuple[int, ...] = ()
-    split: bool = True  # gradients of weights apart from those of inputs
-    window: int = 0  # LLM microbatches that an encoder may be ahead of its own backwards; 0: all
-    backwards: bool = False  # the last pipeline gets the first microbatch
+    layers_per_stage: tuple[int, ...] = ()  # inner layers; as even as they can be if left out
+    split_backward: bool = True  # into input and weight gradients
+    window: int = 0  # LLM microbatches whose encoder activations may be resident at a time; 0: all
+    reverse_pipelines: bool = False  # the last encoder pipeline gets the first microbatch
 
 
 class ColocationCandidate:
-    """One LLM pipeline with encoders beside it, ready to be arranged.
+    """One LLM pipeline with encoders placed on its GPUs, ready to be scheduled.
 
-    Blocks of a TP group are folded if each has a piece of every microbatch: all of them do the same.
+    A TP group of the LLM holds several blocks of an encoder whose tp is smaller. If every block has a piece
+    of every microbatch, all blocks do the same, and they are folded: one is scheduled for all.
     """
 
     def __init__(
         self,
         context: PlanningContext,
         llm: PipelineCandidate,
-        beside: Mapping[str, EncoderPlacement],
+        placements: Mapping[str, EncoderPlacement],
         find_base: Callable[[ColocationCandidate], LlmTimeline] | None = None,
     ) -> None:
-        self.context, self.llm, self.beside = context, llm, beside
-        self.folded = all(c.pieces % (llm.layout.tp // c.layout.tp) == 0 for c in beside.values())
+        self.context, self.llm, self.placements = context, llm, placements
+        self.folded = all(c.pieces % (llm.layout.tp // c.layout.tp) == 0 for c in placements.values())
         assert self.folded or self._may_unfold
-        self._find_base = find_base  # of the same pipeline beside other encoder layouts
+        self._find_base = find_base  # the timeline of the same pipeline with other encoder layouts
 
     @cached_property
     def header(self) -> Plan:
@@ -71,64 +75,63 @@ class ColocationCandidate:
 
     @cached_property
     def _scheduled(self) -> ColocatedPlanBuilder:
-        """What is arranged: one block for all of a TP group, if they are alike."""
-        return self._colocated(folded=True) if self.folded else self._whole
+        """Modules as they are scheduled: one block for all of a TP group, if they are alike."""
+        return self._plan_builder(folded=True) if self.folded else self._unfolded
 
     @cached_property
-    def _whole(self) -> ColocatedPlanBuilder:
-        """Every block by itself."""
-        return self._colocated(folded=False)
+    def _unfolded(self) -> ColocatedPlanBuilder:
+        """Modules with every block by itself."""
+        return self._plan_builder(folded=False)
 
-    def _colocated(self, *, folded: bool) -> ColocatedPlanBuilder:
+    def _plan_builder(self, *, folded: bool) -> ColocatedPlanBuilder:
         encoders = self.context.job.model.encoders
         return ColocatedPlanBuilder(
-            self.context, self.llm, [self._encoder(e, folded=folded) for e in encoders]
+            self.context, self.llm, [self._encoder(encoder, folded=folded) for encoder in encoders]
         )
 
     def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
-        chosen, llm = self.beside[encoder.name], self.llm
+        chosen, llm = self.placements[encoder.name], self.llm
         across = llm.layout.tp // chosen.layout.tp if folded else 1
         layout = chosen.layout.with_(dp=chosen.layout.dp // across, tp=chosen.layout.tp * across)
-        pieces, pipelines = chosen.pieces // across, layout.dp // llm.layout.dp
-        dealt = [number % pipelines for number in range(llm.microbatches * pieces)]
+        pieces, num_pipelines = chosen.pieces // across, layout.dp // llm.layout.dp
+        pipelines = [number % num_pipelines for number in range(llm.microbatches * pieces)]
+        if chosen.reverse_pipelines:
+            pipelines = [num_pipelines - 1 - pipeline for pipeline in pipelines]
         return ColocatedEncoder(
             encoder=encoder,
             layout=layout,
             layers=self.context.encoder_layers(
-                encoder,
-                chosen.layout,
-                self._piece(encoder),
-                chosen.recompute,
+                encoder, chosen.layout, self._sequences_per_piece(encoder), chosen.recompute
             ),
             pieces=pieces,
-            pipelines=tuple(pipelines - 1 - each if chosen.backwards else each for each in dealt),
+            pipelines=tuple(pipelines),
             recompute=chosen.recompute,
-            counts=chosen.counts,
-            split=chosen.split and encoder.train,
+            layers_per_stage=chosen.layers_per_stage,
+            split_backward=chosen.split_backward and encoder.train,
         )
 
-    def _across(self, encoder: Encoder) -> int:
-        """Blocks of the encoder in a TP group of the LLM."""
-        return self.llm.layout.tp // self.beside[encoder.name].layout.tp
+    def _blocks(self, encoder: Encoder) -> int:
+        """Returns the blocks of the encoder in a TP group of the LLM."""
+        return self.llm.layout.tp // self.placements[encoder.name].layout.tp
 
-    def _piece(self, encoder: Encoder) -> float:
-        pieces = self.beside[encoder.name].pieces
-        return self.context.piece(encoder, self.llm.sequences, pieces, self._across(encoder))
+    def _sequences_per_piece(self, encoder: Encoder) -> float:
+        pieces = self.placements[encoder.name].pieces
+        return self.context.sequences_per_piece(encoder, self.llm.sequences, pieces, self._blocks(encoder))
 
     @cached_property
     def fill(self) -> Fill:
-        return Fill(self.header, self.base, {name: self._window(name) for name in self.beside})
+        return Fill(self.header, self.base, {name: self._pipeline_window(name) for name in self.placements})
 
-    def _window(self, name: str, window: int | None = None) -> int:
-        """Microbatches of one encoder pipeline that may be kept at a time."""
+    def _pipeline_window(self, name: str, window: int | None = None) -> int:
+        """Returns how many microbatches of one encoder pipeline may be resident at a time."""
         module = self.header.modules[name]
-        window = (self.beside[name].window if window is None else window) or self.llm.microbatches
+        window = (self.placements[name].window if window is None else window) or self.llm.microbatches
         return -(-window * module.microbatches_per_llm_microbatch // (1 + max(module.pipelines)))
 
     def plan(self, arranged: FillResult) -> FilledPlan:
-        """The faster of an arrangement and what looking ahead makes of it; of many lines, by the estimate."""
+        """Lowers the faster of a schedule and its tightened form; of many lines, the faster by estimate."""
         both = [arranged, self.fill.tightened(arranged)]
-        if len(self.fill.schedule) > FEW_LINES:
+        if len(self.fill.schedule) > LOWER_TWO_UP_TO_LINES:
             both = [min(both, key=lambda each: each.step_s)]
         return min(map(self.lowered, both), key=lambda plan: (not plan.fits, plan.step_s))
 
@@ -138,112 +141,120 @@ class ColocationCandidate:
         return min(map(self.plan, arranged), key=lambda plan: plan.step_s)
 
     def step_s(self, arranged: FillResult) -> float:
-        """By which trials are compared: the loop knows no host, so that small jobs with one are replayed."""
+        """Returns the step time by which candidates are compared.
+
+        `fill` does not model launches by the host, so that small jobs are replayed with them.
+        """
         if not self.header.launch_s or len(self.fill.schedule) > SMALL_LINES:
             return arranged.step_s
         return lower_to_programs(self.header, arranged.orders()).timeline.step_s
 
     def lowered(self, arranged: FillResult) -> FilledPlan:
-        """For all blocks, lowered and replayed."""
+        """Lowers a schedule for all blocks and replays it."""
         header, orders = self.header, arranged.orders()
         if self.folded:
-            header, orders = expand_to_all_tp_blocks(self._whole.header(strategy="optimus"), header, orders)
-        return lower_to_plan(header, orders, self._whole.fixed_bytes(), estimate_s=arranged.step_s)
+            header, orders = expand_to_all_tp_blocks(
+                self._unfolded.header(strategy="optimus"), header, orders
+            )
+        return lower_to_plan(header, orders, self._unfolded.fixed_bytes(), estimate_s=arranged.step_s)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes_bound <= self.context.capacity_bytes
 
     @cached_property
-    def most_bytes(self) -> float:
-        """At most what a rank holds: all its encoder microbatches at once."""
-        return self._most_bytes()
+    def peak_bytes_bound(self) -> float:
+        """Upper bound on a rank's memory, with as many encoder microbatches resident as the windows allow."""
+        return self._peak_bytes_bound()
 
     @property
     def widest_window(self) -> int:
-        """The most LLM microbatches, less than all, of which all encoders may keep something; 0: none."""
+        """The largest window, below all LLM microbatches, with which every rank fits; 0 if none does."""
         windows = range(1, self.llm.microbatches)
-        return bisect_right(windows, self.context.capacity_bytes, key=self._most_bytes)
+        return bisect_right(windows, self.context.capacity_bytes, key=self._peak_bytes_bound)
 
-    def _most_bytes(self, window: int | None = None) -> float:
-        """With this window, or with those that are chosen."""
-        llm, ranks, found = self.llm, self.header.ranks, []
+    def _peak_bytes_bound(self, window: int | None = None) -> float:
+        """Returns the bound with `window` for all encoders, or with the windows of the placements."""
+        llm, ranks, peaks = self.llm, self.header.ranks, []
         working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
         for device in range(ranks.num_classes):
             stage, _, _ = ranks.coordinates(device)
             held = llm.memories[stage].llm_activations - float(working[stage])
             for name, module in self.header.encoders.items():
-                mine = module.pipelines.count(ranks.pipeline_of(name, device))
-                mine = min(mine, self._window(name, window))
+                resident = module.pipelines.count(ranks.pipeline_of(name, device))
+                resident = min(resident, self._pipeline_window(name, window))
                 chunk = module.chunks[ranks.stage_of(name, device)]
-                # Gradients of weights may wait, and with them what was made again for them.
-                held += mine * (chunk.saved_activation_bytes + chunk.recomputed_bytes)
+                # Weight gradients may wait, and with them the activations that were recomputed for them.
+                held += resident * (chunk.saved_activation_bytes + chunk.recomputed_bytes)
                 held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
-            found.append(held + sum(self._whole.fixed_of(stage).values()))
-        return max(found)
+            peaks.append(held + sum(self._unfolded.fixed_bytes_of(stage).values()))
+        return max(peaks)
 
     @property
     def _may_unfold(self) -> bool:
-        """No TP group of an encoder spans several blocks: two of them could not agree who goes first."""
-        return len({chosen.layout.tp for chosen in self.beside.values()}) == 1
+        """Whether all encoders have one tp: blocks of a wider one's TP group could order ops differently."""
+        return len({chosen.layout.tp for chosen in self.placements.values()}) == 1
 
     @property
-    def other_deals(self) -> list[dict[str, Any]]:
-        """Changes of all encoders that may be worth a try.
+    def assignment_changes(self) -> list[dict[str, Any]]:
+        """Fields of all placements to change, where another assignment of microbatches may be faster.
 
-        Whole microbatches for pipelines side by side launch less than pieces do, which counts in a small job,
-        and are even where there are fewer images than blocks. Dealt backwards, later stages get more of them.
+        Whole microbatches on parallel pipelines need fewer launches than pieces, which counts in a small job,
+        and are even where there are fewer images than blocks. In reverse, later stages get more of them.
         """
-        small, lines = len(self.fill.schedule) <= SMALL_LINES, len(self.fill.schedule)
-        across = max(map(self._across, self.context.job.model.encoders))
-        uneven = self._wasted > WASTED and across * lines <= MANY_LINES
+        lines = len(self.fill.schedule)
+        small = lines <= SMALL_LINES
+        blocks = max(map(self._blocks, self.context.job.model.encoders))
+        uneven = self._padding_ratio > MAX_PADDING_RATIO and blocks * lines <= MAX_UNFOLDED_LINES
         if not (small or uneven) or not self._may_unfold:
             return []
-        cut = any(chosen.pieces > 1 for chosen in self.beside.values())
-        several = any(max(module.pipelines) for module in self.header.encoders.values())
-        found: list[dict[str, Any]] = [{"pieces": 1}] if cut else []
-        return [*found, {"backwards": True}] if small and (cut or several) else found
+        in_pieces = any(chosen.pieces > 1 for chosen in self.placements.values())
+        several_pipelines = any(max(module.pipelines) for module in self.header.encoders.values())
+        changes: list[dict[str, Any]] = [{"pieces": 1}] if in_pieces else []
+        if small and (in_pieces or several_pipelines):
+            changes.append({"reverse_pipelines": True})
+        return changes
 
     @property
-    def may_cut(self) -> bool:
+    def can_halve_microbatches(self) -> bool:
         """Whether the busiest block of any encoder has images enough for twice as many pieces."""
         llm, context = self.llm, self.context
-        found = []
         for encoder in context.job.model.encoders:
-            blocks = self._across(encoder) if self.folded else 1
-            images = context.images(encoder, context.dealt(encoder, llm.sequences, blocks))
-            found.append(images >= 2 * self.beside[encoder.name].pieces // blocks)
-        return any(found)
+            blocks = self._blocks(encoder) if self.folded else 1
+            busiest = context.busiest_group_sequences(encoder, llm.sequences, blocks)
+            if context.count_images(encoder, busiest) >= 2 * self.placements[encoder.name].pieces // blocks:
+                return True
+        return False
 
     @property
-    def _wasted(self) -> float:
-        """What blocks have time for, over what there is: the busiest sets the pace of all."""
-        sequences = self.llm.sequences
+    def _padding_ratio(self) -> float:
+        """Images that all pieces have time for, over those that there are: the busiest sets the time."""
         return max(
-            self.beside[e.name].pieces * self._piece(e) / sequences for e in self.context.job.model.encoders
+            self.placements[e.name].pieces * self._sequences_per_piece(e) / self.llm.sequences
+            for e in self.context.job.model.encoders
         )
 
-    @property
-    def fits(self) -> bool:
-        return self.most_bytes <= self.context.capacity_bytes
+    def reject_for_memory(self, needed_bytes: float) -> RejectedLayout:
+        """Returns the rejection of this candidate because it needs more memory than a GPU has."""
+        reason = f"memory: {needed_bytes / 1e9:.1f} of {self.context.capacity_bytes / 1e9:.1f} GB"
+        return replace(self.reject(reason), peak_bytes=needed_bytes)
 
-    def too_large(self, needs: float) -> RejectedLayout:
-        """Why this is not taken."""
-        reason = f"memory: {needs / 1e9:.1f} of {self.context.capacity_bytes / 1e9:.1f} GB"
-        return replace(self.refused(reason), peak_bytes=needs)
-
-    def refused(self, reason: str) -> RejectedLayout:
-        """For a reason; named by the first encoder's layout."""
-        layout = next(iter(self.beside.values())).layout
+    def reject(self, reason: str) -> RejectedLayout:
+        """Returns the rejection of this candidate, under the first encoder's layout."""
+        layout = next(iter(self.placements.values())).layout
         return RejectedLayout(layout=layout, reason=reason, module=self.context.encoder_names)
 
     @property
     def encoder_s(self) -> float:
-        """Traffic and compute of the encoders on their busiest stage: what cannot all be hidden."""
-        found = 0.0
-        for each in self._scheduled.encoders:
-            share = len(each.pipelines) / (1 + max(each.pipelines))
-            found += max(self._stage_s(layers, each.kinds, share) for layers in each.stages)
-        return found
+        """Traffic and compute of the encoders on their busiest stages."""
+        total_s = 0.0
+        for encoder in self._scheduled.encoders:
+            microbatches = len(encoder.pipelines) / (1 + max(encoder.pipelines))
+            total_s += max(self._stage_s(layers, encoder.kinds, microbatches) for layers in encoder.stages)
+        return total_s
 
     def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[OpKind], microbatches: float) -> float:
-        """Seconds of these layers for their microbatches, and of their traffic."""
+        """Returns the seconds of these layers for their microbatches, and of their parameter traffic."""
         seconds = self.context.chunks.make(layers).seconds
         traffic = price_parameter_traffic(layers, self.context.cost_model, self.context.job.model.precision)
         return traffic.gather_s + traffic.reduce_s + microbatches * sum(seconds[kind] for kind in kinds)

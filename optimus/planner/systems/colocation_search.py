@@ -1,5 +1,6 @@
-"""Searches layouts, pieces and layers of every encoder beside one LLM pipeline, scheduled by `fill`.
+"""Searches the placement of every encoder on the GPUs of one LLM pipeline.
 
+A placement is a layout, a microbatch size and layers per stage; every candidate is scheduled by `fill`.
 Budgets are counts of evaluations and of the ops in them, so that the same job gives the same plan on every
 machine.
 """
@@ -28,135 +29,147 @@ from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
 from optimus.schedule.pipeline_schedule import price_parameter_traffic
 
-MOST_LAYOUTS = 6  # scheduled beside one LLM pipeline, the most promising first
-MOST_SHIFTED = 2  # of them with other shifts of the LLM
-HALVINGS = 3  # of the shift of the LLM
-MOST_MOVES = 6  # of a layer from one stage to another
-FAR = 1.01  # behind, with the same shift of the LLM: not looked at further
-NOTHING = 2e-4  # share of a step by which it may become longer if less memory is held
-MOST_OPS = 3_000_000  # played beside one LLM pipeline, and as many again to refine what was found
-MOST_DOUBLED = 4  # times that an LLM pipeline is asked to leave encoders twice the room
-LITTLE = 2e-3  # share of a step: delays below it are not worth a search
+MAX_LAYOUTS = 6  # encoder layouts that are scheduled around one LLM pipeline, the most promising first
+MAX_SHIFTED_LAYOUTS = 2  # of them that are also scheduled with a later start of the LLM
+SHIFT_HALVINGS = 3  # steps of the binary search for the LLM's shift
+MAX_LAYER_MOVES = 6  # of one layer from one encoder stage to another
+SEARCH_SHIFT_WITHIN = (
+    1.01  # times the best step, with the same shift of the LLM: slower placements are dropped
+)
+IGNORE_SLOWDOWN_SHARE = 2e-4  # of a step: it may get this much longer if less memory is needed
+MAX_SIMULATED_OPS = 3_000_000  # around one LLM pipeline, and as many again to refine a candidate
+MAX_ROOM_DOUBLINGS = 4  # times that an LLM pipeline is asked to leave encoders twice the memory
+IGNORE_DELAY_SHARE = 2e-3  # of a step: shorter delays are not worth a search
+
+Placements = Mapping[str, EncoderPlacement]  # by encoder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduledCandidate:
-    """A way to lay encoders beside the LLM, and the best arrangement that was found for it."""
+    """Encoder placements around one LLM pipeline, with the best schedule known for them."""
 
-    trial: ColocationCandidate
+    candidate: ColocationCandidate
     arranged: FillResult
 
     @property
-    def beside(self) -> Mapping[str, EncoderPlacement]:
-        return self.trial.beside
+    def placements(self) -> Placements:
+        return self.candidate.placements
 
     @cached_property
     def step_s(self) -> float:
-        return self.trial.step_s(self.arranged)
+        return self.candidate.step_s(self.arranged)
 
 
 class ColocationSearch:
-    """Everything that is tried beside one LLM pipeline."""
+    """Search over the encoder placements around one LLM pipeline."""
 
     def __init__(self, context: PlanningContext, llm: PipelineCandidate) -> None:
         self.context, self.llm = context, llm
         self.rejected: list[RejectedLayout] = []
         self.considered = 0
         self._base: LlmTimeline | None = None
-        self._ops_left = MOST_OPS
-        self._kept_bytes = self._least_bytes = inf  # of a rank: if nothing is made again, and at least
+        self._ops_left = MAX_SIMULATED_OPS
+        # Peak bytes of a rank over all layouts so far: without recomputation, and with the least memory.
+        self._bytes_without_recompute = self._least_bytes = inf
 
-    def tried(self) -> list[ScheduledCandidate]:
-        """The most promising ways that fit by their bytes, one layout for all encoders, the fastest first."""
-        found: list[ScheduledCandidate] = []
-        for trial in self._layouts():
-            if not found or self._ops_left > 0:
-                found.append(self._arranged(trial))
-        found.sort(key=_step_s)
-        shifted = [self._shifted(each) for each in found[:MOST_SHIFTED]]
-        return sorted([*shifted, *found[MOST_SHIFTED:]], key=_step_s)
+    def schedule_common_layouts(self) -> list[ScheduledCandidate]:
+        """Schedules the most promising layouts, each for all encoders alike; returns the fastest first."""
+        scheduled: list[ScheduledCandidate] = []
+        for candidate in self._common_layouts():
+            if not scheduled or self._ops_left > 0:
+                scheduled.append(self._schedule(candidate))
+        scheduled.sort(key=_step_s)
+        shifted = [self._search_shift(each) for each in scheduled[:MAX_SHIFTED_LAYOUTS]]
+        return sorted([*shifted, *scheduled[MAX_SHIFTED_LAYOUTS:]], key=_step_s)
 
-    def keeps_all(self, tried: ScheduledCandidate) -> bool:
-        """Whether encoders make no more again than they are told to."""
-        least = dict(next(self.context.policies(self.context.job.model.encoders)))
-        return all(chosen.recompute == least[name] for name, chosen in tried.beside.items())
+    def adds_no_recompute(self, scheduled: ScheduledCandidate) -> bool:
+        """Returns whether encoders recompute no more than the job states."""
+        least = dict(next(self.context.recompute_policies(self.context.job.model.encoders)))
+        return all(chosen.recompute == least[name] for name, chosen in scheduled.placements.items())
 
     @property
     def added_bytes(self) -> list[float]:
-        """What encoders add to the LLM's fullest rank: at least, and more up to all they may keep."""
-        least, kept = (each - self.llm.peak_bytes for each in (self._least_bytes, self._kept_bytes))
-        return [least * 2**doubled for doubled in range(MOST_DOUBLED) if least * 2**doubled < kept] + [kept]
+        """Bytes that encoders add to the LLM's fullest rank: the least, its doubles, the most."""
+        least = self._least_bytes - self.llm.peak_bytes
+        most = self._bytes_without_recompute - self.llm.peak_bytes
+        doubled = [least * 2**times for times in range(MAX_ROOM_DOUBLINGS)]
+        return [size for size in doubled if size < most] + [most]
 
-    def as_layout(self, tried: ScheduledCandidate) -> ScheduledLayout:
-        """For those who look at what was tried."""
+    def to_scheduled_layout(self, scheduled: ScheduledCandidate) -> ScheduledLayout:
+        """Summarizes a candidate for reports."""
         return ScheduledLayout(
-            layout=next(iter(tried.beside.values())).layout,
+            layout=next(iter(scheduled.placements.values())).layout,
             module=self.context.encoder_names,
-            step_s=tried.step_s,
-            peak_bytes=tried.trial.most_bytes,
+            step_s=scheduled.step_s,
+            peak_bytes=scheduled.candidate.peak_bytes_bound,
             replayed=False,
         )
 
     # ------------------------------------------------------------------------ layouts
 
-    def _layouts(self) -> list[ColocationCandidate]:
-        """Layouts common to all encoders, each with what costs least time and fits."""
-        found: list[Layout] = []
+    def _common_layouts(self) -> list[ColocationCandidate]:
+        """Returns the most promising layouts that fit, each for all encoders alike."""
+        layouts: list[Layout] = []
         for layout in common_encoder_layouts(self.context, self.llm.layout):
             self.considered += 1
             if isinstance(layout, RejectedLayout):
                 self.rejected.append(layout)
             else:
-                found.append(layout)
+                layouts.append(layout)
         names = [encoder.name for encoder in self.context.job.model.encoders]
-        return self._fitting({str(layout): dict.fromkeys(names, layout) for layout in found}, MOST_LAYOUTS)
+        return self._fitting([dict.fromkeys(names, layout) for layout in layouts], MAX_LAYOUTS)
 
-    def _fitting(self, ways: Mapping[str, Mapping[str, Layout]], most: int) -> list[ColocationCandidate]:
-        """The most promising of these ways that fit, each with what costs least time."""
-        ladders = [list(self.ladder(layouts)) for layouts in ways.values()]
+    def _fitting(self, choices: Iterable[Mapping[str, Layout]], most: int) -> list[ColocationCandidate]:
+        """Returns the `most` most promising layouts that fit, each with the least recomputation that fits."""
+        ladders = [list(self.memory_ladder(layouts)) for layouts in choices]
         fitting: list[ColocationCandidate] = []
-        for ladder in _promising(ladders):
-            self._kept_bytes = min(self._kept_bytes, ladder[0].most_bytes)
-            found = next((trial for trial in ladder if trial.fits), None)
-            frugal = found or min(ladder, key=lambda trial: trial.most_bytes)
-            self._least_bytes = min(self._least_bytes, frugal.most_bytes)
-            if found is not None:
-                fitting.append(found)
+        for ladder in _most_promising_first(ladders):
+            self._bytes_without_recompute = min(self._bytes_without_recompute, ladder[0].peak_bytes_bound)
+            fits = next((candidate for candidate in ladder if candidate.fits), None)
+            smallest = fits or min(ladder, key=lambda candidate: candidate.peak_bytes_bound)
+            self._least_bytes = min(self._least_bytes, smallest.peak_bytes_bound)
+            if fits is not None:
+                fitting.append(fits)
             else:
-                self.rejected.append(frugal.too_large(frugal.most_bytes))
+                self.rejected.append(smallest.reject_for_memory(smallest.peak_bytes_bound))
             if len(fitting) == most:
                 break
         return fitting
 
-    def ladder(self, layouts: Mapping[str, Layout]) -> Iterator[ColocationCandidate]:
-        """With all kept, then as many microbatches at a time as fit, then more and more made again."""
-        for policy in self.context.policies(self.context.job.model.encoders):
-            chosen = {
+    def memory_ladder(self, layouts: Mapping[str, Layout]) -> Iterator[ColocationCandidate]:
+        """Yields candidates that need less and less memory, up to the first that fits.
+
+        For every recomputation policy: all encoder microbatches resident, then a window of as many as fit.
+        """
+        for policy in self.context.recompute_policies(self.context.job.model.encoders):
+            placements = {
                 name: EncoderPlacement(
                     layout=layouts[name],
                     recompute=recompute,
                     pieces=self._pieces(name, layouts[name]),
-                    split=recompute != "full",
+                    split_backward=recompute != "full",
                 )
                 for name, recompute in policy
             }
-            whole = self._trial(chosen)
-            yield whole
-            if whole.fits:
+            unbounded = self._candidate(placements)
+            yield unbounded
+            if unbounded.fits:
                 return
             for window in self._windows[-1:]:
-                bounded = max(whole.widest_window, window)
-                yield self._trial({name: replace(each, window=bounded) for name, each in chosen.items()})
+                bounded = max(unbounded.widest_window, window)
+                yield self._candidate(
+                    {name: replace(each, window=bounded) for name, each in placements.items()}
+                )
 
     def _pieces(self, name: str, layout: Layout) -> int:
-        """One for each block of a TP group; two if there is only one, and images for both."""
+        """Returns one piece for each block of a TP group; two if there is one block, and images for both."""
         across = self.llm.layout.tp // layout.tp
-        images = self.context.images(self.context.job.model.encoder(name), self.llm.sequences)
+        images = self.context.count_images(self.context.job.model.encoder(name), self.llm.sequences)
         return 2 if across == 1 and images >= 2 else across
 
     @cached_property
     def _windows(self) -> list[int]:
-        """LLM microbatches of which an encoder may keep something at a time.
+        """LLM microbatches whose encoder activations may be resident at a time, the larger window first.
 
         Twice as many as are in flight in the LLM cost no time, one more for every stage costs little.
         """
@@ -165,26 +178,26 @@ class ColocationSearch:
 
     # ------------------------------------------------------------------------ evaluations
 
-    def _trial(self, beside: Mapping[str, EncoderPlacement]) -> ColocationCandidate:
-        return ColocationCandidate(self.context, self.llm, beside, self._shared_base)
+    def _candidate(self, placements: Placements) -> ColocationCandidate:
+        return ColocationCandidate(self.context, self.llm, placements, self._shared_base)
 
-    def _shared_base(self, trial: ColocationCandidate) -> LlmTimeline:
-        """The LLM's own step, played once."""
+    def _shared_base(self, candidate: ColocationCandidate) -> LlmTimeline:
+        """Returns the LLM's own step, which is simulated once."""
         if self._base is None:
-            self._base = LlmTimeline(trial.header, self.llm.order)
+            self._base = LlmTimeline(candidate.header, self.llm.order)
         return self._base
 
-    def _arranged(self, trial: ColocationCandidate, shift_s: float = 0.0) -> ScheduledCandidate:
-        self._ops_left -= len(trial.fill.schedule)
-        return ScheduledCandidate(trial=trial, arranged=trial.fill.arrange(shift_s))
+    def _schedule(self, candidate: ColocationCandidate, shift_s: float = 0.0) -> ScheduledCandidate:
+        self._ops_left -= len(candidate.fill.schedule)
+        return ScheduledCandidate(candidate=candidate, arranged=candidate.fill.arrange(shift_s))
 
-    def _shifted(self, unshifted: ScheduledCandidate) -> ScheduledCandidate:
-        """Arranged with the best shift of the LLM: the least that keeps encoders ahead."""
+    def _search_shift(self, unshifted: ScheduledCandidate) -> ScheduledCandidate:
+        """Searches the shift of the LLM with the shortest step: the least that keeps encoders ahead."""
         best, low_s, high_s = unshifted, 0.0, unshifted.arranged.late_s
-        for _ in range(HALVINGS if high_s > LITTLE * unshifted.arranged.step_s else 0):
+        for _ in range(SHIFT_HALVINGS if high_s > IGNORE_DELAY_SHARE * unshifted.arranged.step_s else 0):
             if self._ops_left <= 0:
                 break
-            middle = self._arranged(unshifted.trial, (low_s + high_s) / 2)
+            middle = self._schedule(unshifted.candidate, (low_s + high_s) / 2)
             best = min(best, middle, key=_step_s)
             shift_s = middle.arranged.shift_s
             ahead = middle.arranged.late_s - shift_s < (high_s - low_s) / 2
@@ -193,159 +206,186 @@ class ColocationSearch:
 
     # ------------------------------------------------------------------------ refinement
 
-    def refined(self, tried: ScheduledCandidate) -> ScheduledCandidate:
-        """With layouts apart, other numbers of layers on stages, and smaller pieces, while that helps."""
-        self._ops_left = MOST_OPS
-        for change in (self._apart, self._split, self._dealt, self._cut_again, self._cut_again):
-            tried = self._faster(tried, change(tried))
-        starts = tried, self._faster(tried, self._counted(tried))
-        even = tried.step_s <= (1 + LITTLE) * starts[1].step_s
-        return self._frugal(min(map(self._levelled, starts if even else starts[1:]), key=_step_s))
+    def refine(self, scheduled: ScheduledCandidate) -> ScheduledCandidate:
+        """Changes one property of the placements after another while the step gets shorter.
 
-    def _frugal(self, tried: ScheduledCandidate) -> ScheduledCandidate:
-        """With the smallest window that costs nearly nothing, where more is kept."""
+        In turn: separate layouts, split backwards, the assignment of microbatches, smaller microbatches, and
+        layers per stage; then the window shrinks.
+        """
+        self._ops_left = MAX_SIMULATED_OPS
+        for change in (
+            self._separate_layouts,
+            self._toggle_split_backward,
+            self._reassign_microbatches,
+            self._halve_microbatches,
+            self._halve_microbatches,
+        ):
+            scheduled = self._select_faster(scheduled, change(scheduled))
+        starts = scheduled, self._select_faster(scheduled, self._layers_by_traffic(scheduled))
+        even = scheduled.step_s <= (1 + IGNORE_DELAY_SHARE) * starts[1].step_s
+        levelled = min(map(self._level_stages, starts if even else starts[1:]), key=_step_s)
+        return self._shrink_window(levelled)
+
+    def _shrink_window(self, scheduled: ScheduledCandidate) -> ScheduledCandidate:
+        """Takes the smallest window that costs at most IGNORE_SLOWDOWN_SHARE of the step."""
         for window in reversed(self._windows):
             fewer = {
                 name: replace(chosen, window=window if not chosen.window else min(window, chosen.window))
-                for name, chosen in tried.beside.items()
+                for name, chosen in scheduled.placements.items()
             }
             if self._ops_left <= 0:
                 break
-            bounded = self._arranged(self._trial(fewer), tried.arranged.shift_s)
-            if bounded.step_s <= (1 + NOTHING) * tried.step_s:
+            bounded = self._schedule(self._candidate(fewer), scheduled.arranged.shift_s)
+            if bounded.step_s <= (1 + IGNORE_SLOWDOWN_SHARE) * scheduled.step_s:
                 return bounded
-        return tried
+        return scheduled
 
-    def _faster(
-        self, tried: ScheduledCandidate, ways: Iterable[Mapping[str, EncoderPlacement]]
+    def _select_faster(
+        self, scheduled: ScheduledCandidate, changes: Iterable[Placements]
     ) -> ScheduledCandidate:
-        """The best of these ways, if it fits and is faster than what is there.
+        """Returns the fastest of the changed placements that fit, or `scheduled` if none is faster.
 
-        With the same shift of the LLM first: who is far behind with it is not looked at further.
+        A change is scheduled with the same shift of the LLM first, and dropped if it is far slower with it.
         """
-        for beside in ways:
-            trial = self._trial(beside)
-            if not trial.fits or self._ops_left <= 0:
+        for placements in changes:
+            candidate = self._candidate(placements)
+            if not candidate.fits or self._ops_left <= 0:
                 continue
-            same = self._arranged(trial, tried.arranged.shift_s)
-            if same.step_s < FAR * tried.step_s:
-                tried = min(tried, same, self._shifted(self._arranged(trial)), key=_step_s)
-        return tried
+            same_shift = self._schedule(candidate, scheduled.arranged.shift_s)
+            if same_shift.step_s < SEARCH_SHIFT_WITHIN * scheduled.step_s:
+                shifted = self._search_shift(self._schedule(candidate))
+                scheduled = min(scheduled, same_shift, shifted, key=_step_s)
+        return scheduled
 
-    def _apart(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
-        """One of several encoders in another layout."""
-        layouts = {name: chosen.layout for name, chosen in tried.beside.items()}
+    def _separate_layouts(self, scheduled: ScheduledCandidate) -> Iterator[Placements]:
+        """Yields placements in which one of several encoders has another layout."""
+        layouts = {name: chosen.layout for name, chosen in scheduled.placements.items()}
         if len(layouts) > 1:
             for encoder in self.context.job.model.encoders:
-                own = {
-                    str(layout): {**layouts, encoder.name: layout}
+                changed = [
+                    {**layouts, encoder.name: layout}
                     for layout in valid_encoder_layouts(self.context, encoder, self.llm.layout)
                     if layout != layouts[encoder.name]
-                }
-                yield from (trial.beside for trial in self._fitting(own, 1))
+                ]
+                yield from (candidate.placements for candidate in self._fitting(changed, 1))
 
-    def _split(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
-        """Backwards in one, or apart where they are not."""
-        yield {name: replace(chosen, split=not chosen.split) for name, chosen in tried.beside.items()}
+    def _toggle_split_backward(self, scheduled: ScheduledCandidate) -> Iterator[Placements]:
+        """Yields placements that split backwards into input and weight gradients, or no longer do."""
+        yield {
+            name: replace(chosen, split_backward=not chosen.split_backward)
+            for name, chosen in scheduled.placements.items()
+        }
 
-    def _dealt(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
-        """Microbatches dealt to pipelines in other ways, where that may help."""
-        for change in tried.trial.other_deals:
-            yield {name: replace(chosen, **change) for name, chosen in tried.beside.items()}
+    def _reassign_microbatches(self, scheduled: ScheduledCandidate) -> Iterator[Placements]:
+        """Yields placements with other assignments of microbatches to pipelines, where they may help."""
+        for change in scheduled.candidate.assignment_changes:
+            yield {name: replace(chosen, **change) for name, chosen in scheduled.placements.items()}
 
-    def _cut_again(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
-        """In pieces of half the size, where there are images for them."""
-        finer = {name: replace(chosen, pieces=2 * chosen.pieces) for name, chosen in tried.beside.items()}
-        if tried.trial.may_cut:
-            yield finer
+    def _halve_microbatches(self, scheduled: ScheduledCandidate) -> Iterator[Placements]:
+        """Yields placements with encoder microbatches of half the size, where there are images for them."""
+        if scheduled.candidate.can_halve_microbatches:
+            yield {
+                name: replace(chosen, pieces=2 * chosen.pieces)
+                for name, chosen in scheduled.placements.items()
+            }
 
-    def _levelled(self, tried: ScheduledCandidate) -> ScheduledCandidate:
-        """Layers moved one by one from the stage that ends last to one that ends early, while that helps."""
-        for _ in range(MOST_MOVES):
-            moves = (found for name in tried.beside for found in self._moved(tried, name))
-            better = next((found for found in moves if found.step_s < tried.step_s), None)
-            if better is None:
+    def _level_stages(self, scheduled: ScheduledCandidate) -> ScheduledCandidate:
+        """Moves single layers from the stage that ends last to one that ends early, while that helps."""
+        for _ in range(MAX_LAYER_MOVES):
+            moves = (move for name in scheduled.placements for move in self._move_one_layer(scheduled, name))
+            faster = next((move for move in moves if move.step_s < scheduled.step_s), None)
+            if faster is None:
                 break
-            tried = better
-        return tried
+            scheduled = faster
+        return scheduled
 
-    def _moved(self, tried: ScheduledCandidate, name: str) -> Iterator[ScheduledCandidate]:
-        """One layer of an encoder from its last stage to end to each of the two that end first."""
-        header, chosen = tried.trial.header, tried.beside[name]
+    def _move_one_layer(self, scheduled: ScheduledCandidate, name: str) -> Iterator[ScheduledCandidate]:
+        """Yields schedules with one layer moved from the last stage to end to each of the first two."""
+        header, chosen = scheduled.candidate.header, scheduled.placements[name]
         stage_of = np.array(
             [header.ranks.stage_of(name, device) for device in range(header.ranks.num_classes)]
         )
         stages = header.modules[name].layout.pp
-        ends = [tried.arranged.ends_s[stage_of == stage].max() for stage in range(stages)]
-        inner = self.context.job.model.encoder(name).stack.layers
-        counts = chosen.counts or split_layers_evenly(inner, stages)
-        *others, last = np.argsort(ends).tolist()
-        for taker in others[:2] if counts[last] > 1 else ():
-            beside = {**tried.beside, name: replace(chosen, counts=move_layer(counts, last, taker))}
-            trial = self._trial(beside)
-            if self._ops_left > 0 and trial.fits:
-                yield self._arranged(trial, tried.arranged.shift_s)
+        ends_s = [scheduled.arranged.ends_s[stage_of == stage].max() for stage in range(stages)]
+        inner_layers = self.context.job.model.encoder(name).stack.layers
+        counts = chosen.layers_per_stage or split_layers_evenly(inner_layers, stages)
+        *earlier, last = np.argsort(ends_s).tolist()
+        for taker in earlier[:2] if counts[last] > 1 else ():
+            moved = replace(chosen, layers_per_stage=move_layer(counts, last, taker))
+            candidate = self._candidate({**scheduled.placements, name: moved})
+            if self._ops_left > 0 and candidate.fits:
+                yield self._schedule(candidate, scheduled.arranged.shift_s)
 
-    def _counted(self, tried: ScheduledCandidate) -> Iterator[Mapping[str, EncoderPlacement]]:
-        """Layers on stages by what their traffic leaves open."""
-        found = {}
-        for name, chosen in tried.beside.items():
+    def _layers_by_traffic(self, scheduled: ScheduledCandidate) -> Iterator[Placements]:
+        """Yields placements whose layers per stage minimize the delay by the encoders' parameter traffic."""
+        placements = {}
+        for name, chosen in scheduled.placements.items():
             encoder = self.context.job.model.encoder(name)
             layers = self.context.encoder_layers(encoder, chosen.layout, self.llm.sequences, chosen.recompute)
-            counts = _split_layers_by_traffic(self.context, layers, tried.trial.base, chosen.layout.pp)
-            found[name] = replace(chosen, counts=counts)
-        yield found
+            counts = _split_layers_by_traffic(
+                self.context, layers, scheduled.candidate.base, chosen.layout.pp
+            )
+            placements[name] = replace(chosen, layers_per_stage=counts)
+        yield placements
 
 
-def _promising(ladders: Sequence[Sequence[ColocationCandidate]]) -> list[Sequence[ColocationCandidate]]:
-    """By the busiest stage's seconds, but the best of every tp before the second of any.
+def _most_promising_first(
+    ladders: Sequence[Sequence[ColocationCandidate]],
+) -> list[Sequence[ColocationCandidate]]:
+    """Orders ladders by the busiest stage's seconds, but the best of every tp before the second of any.
 
     A small tp has less to do, a large one can hide more of it: only a schedule tells.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     turns: list[tuple[int, int, Sequence[ColocationCandidate]]] = []
     for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
-        tp = tuple(chosen.layout.tp for chosen in ladder[0].beside.values())
+        tp = tuple(chosen.layout.tp for chosen in ladder[0].placements.values())
         turns.append((seen[tp], len(turns), ladder))
         seen[tp] += 1
     return [ladder for _, _, ladder in sorted(turns, key=lambda turn: turn[:2])]
 
 
-def _step_s(made: ScheduledCandidate) -> float:
-    return made.step_s
+def _step_s(scheduled: ScheduledCandidate) -> float:
+    return scheduled.step_s
+
+
+# ---------------------------------------------------------------------------- layers per stage
 
 
 def _split_layers_by_traffic(
     context: PlanningContext, layers: Sequence[PricedLayer], base: LlmTimeline, stages: int
 ) -> tuple[int, ...]:
-    """Inner layers of every stage: single layers are moved while the delay falls."""
+    """Splits an encoder's inner layers over stages so that its parameter traffic delays the step least.
+
+    Gathers of a stage run before the LLM's first forward there, reduces after its last backward; both share
+    the NIC with the LLM's. Later stages begin later and end earlier: they have room for more layers. Starting
+    from an even split, single layers move while the delay falls.
+    """
     precision = context.job.model.precision
     traffic = [price_parameter_traffic([layer], context.cost_model, precision) for layer in layers]
-    gathers = [0.0, *accumulate(part.gather_s for part in traffic)]
-    reduces = [0.0, *accumulate(part.reduce_s for part in traffic)]
+    gathers_s = [0.0, *accumulate(part.gather_s for part in traffic)]  # of the first n layers
+    reduces_s = [0.0, *accumulate(part.reduce_s for part in traffic)]
     edges = [base.edges_s(stage, stages) for stage in range(stages)]
 
-    def delay(counts: tuple[int, ...]) -> tuple[float, float]:
-        """By how much gathers delay the beginning and reduces the end; then how uneven the ends are."""
+    def delay_s(counts: tuple[int, ...]) -> tuple[float, float]:
+        """Returns how far gathers delay the begin and reduces the end; then how uneven the ends are."""
         cuts = [0, *(1 + total for total in accumulate(counts[:-1])), len(layers)]
-        lates = [
-            gathers[b] - gathers[a] - free for (a, b), (free, _) in zip(pairwise(cuts), edges, strict=True)
-        ]
-        ends = [
-            reduces[b] - reduces[a] + over for (a, b), (_, over) in zip(pairwise(cuts), edges, strict=True)
-        ]
-        return max(lates) + max(ends), sum(end * end for end in ends)
+        begins_s, ends_s = [], []
+        for (first, end), (free_s, over_s) in zip(pairwise(cuts), edges, strict=True):
+            begins_s.append(gathers_s[end] - gathers_s[first] - free_s)
+            ends_s.append(reduces_s[end] - reduces_s[first] + over_s)
+        return max(begins_s) + max(ends_s), sum(end_s * end_s for end_s in ends_s)
 
     counts = split_layers_evenly(len(layers) - 2, stages)
-    best = delay(counts)
+    best = delay_s(counts)
     while True:
-        nearby = [move_layer(counts, a, b) for a, b in permutations(range(stages), 2) if counts[a] > 1]
-        found = min(((delay(each), each) for each in nearby), default=(best, counts))
-        if found[0] >= best:
+        neighbours = [move_layer(counts, a, b) for a, b in permutations(range(stages), 2) if counts[a] > 1]
+        delay, neighbour = min(((delay_s(each), each) for each in neighbours), default=(best, counts))
+        if delay >= best:
             return counts
-        best, counts = found
+        best, counts = delay, neighbour
 
 
 def move_layer(counts: tuple[int, ...], giver: int, taker: int) -> tuple[int, ...]:
-    """With one layer taken from one stage and given to another."""
+    """Returns the layers of every stage after one layer has moved from stage `giver` to stage `taker`."""
     return tuple(count - (at == giver) + (at == taker) for at, count in enumerate(counts))

@@ -12,7 +12,7 @@ from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
-from optimus.planner.context import PlanningContext, Policy, describe_recompute
+from optimus.planner.context import PlanningContext, RecomputePolicy, describe_recompute
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.schedule.pipeline_schedule import ParameterTraffic, make_optimizer_graph, price_parameter_traffic
@@ -30,7 +30,7 @@ class FsdpCandidate(BaseCandidate):
     layers: tuple[PricedLayer, ...]
     sequences: int
     accumulate: int
-    policy: Policy
+    policy: RecomputePolicy
     keeps_gathered: bool = False  # parameters stay gathered from the first forward on (ZeRO-2)
 
     @cached_property
@@ -182,7 +182,7 @@ def _first_fitting(
     context: PlanningContext, layout: Layout, sequences: int, accumulate: int, *, keeps_gathered: bool
 ) -> FsdpCandidate | None:
     modules = context.job.model.modules
-    for policy in context.policies(modules):
+    for policy in context.recompute_policies(modules):
         choice = FsdpCandidate(
             context=context,
             layout=layout,

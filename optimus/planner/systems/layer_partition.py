@@ -11,7 +11,7 @@ import numpy as np
 from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Floats, OpKind
 from optimus.job.model import Encoder, Llm
-from optimus.planner.context import PlanningContext, Policy
+from optimus.planner.context import PlanningContext, RecomputePolicy
 from optimus.planner.systems.op_order_search import (
     can_list_schedule,
     greedy_order_candidates,
@@ -95,11 +95,12 @@ def search_pipelines(
 
     Specs are tried by their bound, so that most are never built: the rest cannot beat what was found.
     """
-    policies = list(context.policies(modules))
+    policies = list(context.recompute_policies(modules))
     found: list[PipelineCandidate] = []
     kept, listed = min(starts, FINALISTS), 0
     for spec in sorted(
-        _specs(context, modules, policies[0], orders, chunk_counts), key=lambda s: (s.bound_s, s.order_name)
+        _specs(context, modules, policies[0], orders, chunk_counts),
+        key=lambda s: (s.bound_s, s.order_name),
     ):
         if len(found) >= kept and spec.bound_s >= found[kept - 1].estimate_s:
             break
@@ -125,7 +126,7 @@ def first_fitting_pipeline(context: PlanningContext, modules: tuple[Encoder | Ll
 
     If none fits, the one that needs least.
     """
-    policies = list(context.policies(modules))
+    policies = list(context.recompute_policies(modules))
     specs = sorted(
         _specs(context, modules, policies[0], ("1f1b", "zero-bubble"), {1}), key=lambda s: s.bound_s
     )
@@ -140,7 +141,7 @@ def first_fitting_pipeline(context: PlanningContext, modules: tuple[Encoder | Ll
 def _specs(
     context: PlanningContext,
     modules: tuple[Encoder | Llm, ...],
-    policy: Policy,
+    policy: RecomputePolicy,
     orders: Collection[str],
     chunk_counts: Collection[int] | None,
 ) -> Iterator[_Spec]:
@@ -196,7 +197,10 @@ def _cuts(context: PlanningContext, layers: tuple[PricedLayer, ...], parts: int)
 
 
 def _build(
-    context: PlanningContext, modules: tuple[Encoder | Llm, ...], policies: Sequence[Policy], spec: _Spec
+    context: PlanningContext,
+    modules: tuple[Encoder | Llm, ...],
+    policies: Sequence[RecomputePolicy],
+    spec: _Spec,
 ) -> PipelineCandidate | None:
     """The spec with the first policy under which it fits."""
     for policy in policies:
@@ -211,7 +215,7 @@ def _build(
 
 
 def _pipeline(
-    context: PlanningContext, modules: tuple[Encoder | Llm, ...], policy: Policy, spec: _Spec
+    context: PlanningContext, modules: tuple[Encoder | Llm, ...], policy: RecomputePolicy, spec: _Spec
 ) -> PipelineCandidate:
     return PipelineCandidate(
         context=context,

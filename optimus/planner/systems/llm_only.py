@@ -36,13 +36,13 @@ class LlmPipelines:
         return self.floor if self.floor.order_name in PLAIN_ORDERS else self._llm_alone(PLAIN_ORDERS)
 
     @property
-    def both(self) -> list[PipelineCandidate]:
+    def floors(self) -> list[PipelineCandidate]:
         """The best of all orders, and of those without split backwards."""
         return list({id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values())
 
     @cached_property
-    def beside(self) -> list[PipelineCandidate]:
-        """Pipelines for encoders to lie beside: `both` at the V that the job states, if it states one.
+    def for_colocation(self) -> list[PipelineCandidate]:
+        """Pipelines for encoders to lie beside: `floors` at the V that the job states, if it states one.
 
         Else at their best V; and where that is large, the best of half as many chunks: its first microbatches
         follow each other at a greater distance.
@@ -50,7 +50,7 @@ class LlmPipelines:
         if self._stated is not None:
             found = [self._at(self._stated, orders) for orders in (ORDERS, PLAIN_ORDERS)]
         else:
-            found = [*self.both, *self._halved()]
+            found = [*self.floors, *self._halved()]
         return list({_sort(each): each for each in found}.values())
 
     def _halved(self) -> Iterator[PipelineCandidate]:
@@ -65,7 +65,7 @@ class LlmPipelines:
 
     def _at(self, chunks: int, orders: Collection[str]) -> PipelineCandidate:
         """The best with so many chunks; what is known already is not looked for again."""
-        known = (each for each in self.both if each.layout.chunks == chunks and each.order_name in orders)
+        known = (each for each in self.floors if each.layout.chunks == chunks and each.order_name in orders)
         return next(known, None) or self._llm_alone(orders, chunks)
 
     @cached_property
@@ -90,7 +90,7 @@ class LlmPipelines:
             )
         return select_fastest(context, "llm-only", pipelines)
 
-    def roomier(
+    def with_free_memory(
         self, pipeline: PipelineCandidate, added_bytes: Sequence[float]
     ) -> Iterator[PipelineCandidate]:
         """The best pipeline that leaves each of `added_bytes` free; then this one with more made again."""
@@ -112,7 +112,7 @@ class LlmPipelines:
     def more_recomputed(self, pipeline: PipelineCandidate) -> Iterator[PipelineCandidate]:
         """An LLM pipeline with more recomputation than its own."""
         llm = self.context.job.model.llm
-        policies = list(self.context.policies((llm,)))
+        policies = list(self.context.recompute_policies((llm,)))
         for policy in policies[policies.index(pipeline.policy) + 1 :]:
             layers = self.context.layers((llm,), pipeline.sequences, policy)
             yield replace(pipeline, layers=layers, policy=policy)
@@ -145,7 +145,7 @@ def build_llm_pipeline(
 def _sort(pipeline: PipelineCandidate) -> object:
     """What tells pipelines of one setting apart."""
     made = pipeline
-    return made.cut, made.order_name, made.listed, made.microbatches, made.layout, made.policy
+    return made.cut, made.order_name, made.explicit_order, made.microbatches, made.layout, made.policy
 
 
 class LlmOnlySystem(BaseSystem):

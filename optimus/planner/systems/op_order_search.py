@@ -175,7 +175,7 @@ def _by_step(drafts: Drafts) -> Drafts:
 
 
 def _ordered(start: PipelineCandidate, cut: Cut, draft: TimedOrder) -> PipelineCandidate:
-    return replace(start, cut=cut, order_name=GREEDY, listed=draft.order)
+    return replace(start, cut=cut, order_name=GREEDY, explicit_order=draft.order)
 
 
 def _fits(start: PipelineCandidate, cut: Cut, draft: TimedOrder) -> bool:

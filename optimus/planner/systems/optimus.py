@@ -1,6 +1,6 @@
-"""Our system: encoders colocated with the LLM's best pipelines, their work scheduled by `fill`.
+"""Plans encoders colocated with the LLM's best pipelines, their work scheduled by `fill`.
 
-Candidates are ranked by the loop's own time; the best are lowered and replayed, and the replay decides.
+Candidates are ranked by the step time of `fill`; the best are lowered and replayed, and the replay decides.
 Budgets are counts of evaluations and of the ops in them, so that the same job gives the same plan on every
 machine.
 """
@@ -23,7 +23,7 @@ REFINE_WITHIN = 1.01  # if their steps are at most this times the best
 
 
 class OptimusSystem(BaseSystem):
-    """Our scheduler: list scheduling over all lanes, around the best LLM pipelines."""
+    """Encoders colocated with the LLM, their work list-scheduled over all lanes into the LLM's bubbles."""
 
     name = "optimus"
     allowed_as = "fill"
@@ -33,91 +33,96 @@ class OptimusSystem(BaseSystem):
         """Returns the best plan."""
         if not pipelines.context.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
-        return [search_optimus_plan(pipelines.context, pipelines.beside, pipelines.roomier)]
+        return [search_optimus_plan(pipelines.context, pipelines.for_colocation, pipelines.with_free_memory)]
 
 
-Roomier = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]
+FindSmaller = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]
 
 
-def _none(llm: PipelineCandidate, added_bytes: Sequence[float]) -> Iterable[PipelineCandidate]:
+def _find_none(llm: PipelineCandidate, added_bytes: Sequence[float]) -> Iterable[PipelineCandidate]:
     return ()
 
 
 def search_optimus_plan(
-    context: PlanningContext, llms: Sequence[PipelineCandidate], roomier: Roomier = _none
+    context: PlanningContext, llms: Sequence[PipelineCandidate], find_smaller: FindSmaller = _find_none
 ) -> SearchResult:
-    """The best beside any LLM pipeline, or where nothing fits beside it one that is `roomier`, by replay."""
+    """Returns the best plan around any of the LLM pipelines; the replay decides.
+
+    Where encoders fit only with added recomputation, `find_smaller` gives pipelines that leave more memory.
+    """
     searches: list[ColocationSearch] = []
     pool: list[tuple[ColocationSearch, ScheduledCandidate]] = []
 
-    def look_beside(llm: PipelineCandidate) -> list[ScheduledCandidate]:
+    def search_around(llm: PipelineCandidate) -> list[ScheduledCandidate]:
         searches.append(ColocationSearch(context, llm))
-        found = searches[-1].tried()
-        pool.extend((searches[-1], each) for each in found)
-        return found
+        scheduled = searches[-1].schedule_common_layouts()
+        pool.extend((searches[-1], each) for each in scheduled)
+        return scheduled
 
-    def is_behind(llm: PipelineCandidate) -> bool:
-        """Alone it takes longer than what is found."""
-        return bool(pool) and llm.estimate_s > min(each.step_s for _, each in pool)
+    def is_too_slow(llm: PipelineCandidate) -> bool:
+        """Returns whether the LLM alone takes longer than the best candidate."""
+        return bool(pool) and llm.estimate_s > min(scheduled.step_s for _, scheduled in pool)
 
     for llm in llms:
-        if is_behind(llm):
+        if is_too_slow(llm):
             continue
-        found = look_beside(llm)
-        if not any(map(searches[-1].keeps_all, found)):
-            for other in roomier(llm, searches[-1].added_bytes):
-                if not is_behind(other):
-                    look_beside(other)
+        scheduled = search_around(llm)
+        if not any(map(searches[-1].adds_no_recompute, scheduled)):
+            for smaller in find_smaller(llm, searches[-1].added_bytes):
+                if not is_too_slow(smaller):
+                    search_around(smaller)
     considered = sum(search.considered for search in searches)
-    rejected = [each for search in searches for each in search.rejected]
+    rejected = [rejection for search in searches for rejection in search.rejected]
     pool.sort(key=lambda pair: pair[1].step_s)
     close = [pair for pair in pool[:REFINE_AT_MOST] if pair[1].step_s <= REFINE_WITHIN * pool[0][1].step_s]
-    refined = [search.refined(tried) for search, tried in close]
-    ranked = sorted([*refined, *(tried for _, tried in pool[len(close) :])], key=lambda tried: tried.step_s)
+    refined = [search.refine(each) for search, each in close]
+    ranked = sorted([*refined, *(each for _, each in pool[len(close) :])], key=lambda each: each.step_s)
     best = _first_that_fits(ranked, rejected)
     if best is None:
-        words = "; ".join(summarize_rejections(rejected))
+        reasons = "; ".join(summarize_rejections(rejected))
         raise DoesNotFit(
-            f"encoders fit beside the LLM at {context.layout} in none of {considered} layouts: {words}",
+            f"encoders fit beside the LLM at {context.layout} in none of {considered} layouts: {reasons}",
             "use recompute: full, more GPUs, more tp or pp, or another system",
         )
-    filled, tried = best
+    filled, chosen = best
     return SearchResult(
         filled=filled,
-        llm=tried.trial.llm,
-        how=_describe(tried),
+        llm=chosen.candidate.llm,
+        how=_describe(chosen),
         considered=considered,
         hidden_share=filled.hidden_share,
-        notes={"shift_s": tried.arranged.shift_s},
+        notes={"shift_s": chosen.arranged.shift_s},
         rejected=rejected,
-        tried=[search.as_layout(each) for search, each in pool],
+        tried=[search.to_scheduled_layout(each) for search, each in pool],
     )
 
 
 def _first_that_fits(
     ranked: Sequence[ScheduledCandidate], rejected: list[RejectedLayout]
 ) -> tuple[FilledPlan, ScheduledCandidate] | None:
-    """As replayed; those that turn out not to fit, or to have no order that all classes can play, are not."""
-    for tried in ranked:
+    """Lowers and replays candidates until one fits; those that deadlock or exceed the memory are rejected."""
+    for scheduled in ranked:
+        candidate = scheduled.candidate
         try:
-            filled = tried.trial.plan(tried.arranged)
-        except ScheduleDeadlock as stuck:
-            rejected.append(tried.trial.refused(f"order: {stuck}"))
+            filled = candidate.plan(scheduled.arranged)
+        except ScheduleDeadlock as deadlock:
+            rejected.append(candidate.reject(f"order: {deadlock}"))
             continue
         if filled.fits:
-            return filled, tried
-        rejected.append(tried.trial.too_large(max(held.peak for held in filled.plan.memory)))
+            return filled, scheduled
+        rejected.append(candidate.reject_for_memory(max(held.peak for held in filled.plan.memory)))
     return None
 
 
-def _describe(tried: ScheduledCandidate) -> str:
-    llm = tried.trial.llm
+def _describe(scheduled: ScheduledCandidate) -> str:
+    llm, placements = scheduled.candidate.llm, scheduled.placements
     parts = []
-    for name, chosen in tried.beside.items():
-        counts = "" if not chosen.counts else f" layers {'+'.join(map(str, chosen.counts))}"
+    for name, chosen in placements.items():
+        counts = chosen.layers_per_stage
+        layers = "" if not counts else f" layers {'+'.join(map(str, counts))}"
         pieces = "" if chosen.pieces == 1 else f" in {chosen.pieces} pieces"
         window = "" if not chosen.window else f" at most {chosen.window} microbatches at a time"
-        parts.append(f"{name} {chosen.layout}{pieces}{counts}{window}")
-    again = describe_recompute((*((n, c.recompute) for n, c in tried.beside.items()), *llm.policy))
+        parts.append(f"{name} {chosen.layout}{pieces}{layers}{window}")
+    recompute = describe_recompute((*((n, c.recompute) for n, c in placements.items()), *llm.policy))
     size = f"microbatch {llm.sequences:.3g}"
-    return f"{'; '.join(parts)}; llm {llm.layout}; {llm.order_name}; {size}; {again}"
+    return f"{'; '.join(parts)}; llm {llm.layout}; {llm.order_name}; {size}; {recompute}"

@@ -94,7 +94,7 @@ def search_paper_plan(context: PlanningContext, llms: Sequence[PipelineCandidate
             best, choice = min(plans, key=lambda pair: pair[0].step_s)
             return PaperSearchResult(
                 filled=best,
-                llm=choice.filling.llm,
+                llm=choice.candidate.llm,
                 choice=choice,
                 how=_describe(choice),
                 considered=considered,
@@ -103,7 +103,7 @@ def search_paper_plan(context: PlanningContext, llms: Sequence[PipelineCandidate
                     "hidden_share_coarse": choice.hidden_share(coarse=True),
                     "split": list(choice.split),
                 },
-                is_estimated_whole=False,
+                estimate_includes_traffic=False,
                 remarks=() if choice.all_splits else (FEW_SPLITS,),
                 rejected=rejected,
                 tried=_tried(choices, plans, rejected),
@@ -116,14 +116,14 @@ def search_paper_plan(context: PlanningContext, llms: Sequence[PipelineCandidate
 
 
 def _describe(choice: PaperSchedule) -> str:
-    filling, split = choice.filling, choice.split
+    candidate, split = choice.candidate, choice.split
     same = len(set(split)) == 1
     dealt = f"{len(split)} x {split[0]}" if same else "+".join(map(str, split))
-    again = describe_recompute((*filling.recompute.items(), *filling.llm.policy))
+    again = describe_recompute((*candidate.recompute.items(), *candidate.llm.policy))
     return (
-        f"{filling.context.encoder_names} {filling.layout}; microbatches {dealt}; "
-        f"llm {filling.llm.layout}; {filling.llm.order_name}; "
-        f"microbatch {filling.llm.sequences:.3g}; {again}"
+        f"{candidate.context.encoder_names} {candidate.layout}; microbatches {dealt}; "
+        f"llm {candidate.llm.layout}; {candidate.llm.order_name}; "
+        f"microbatch {candidate.llm.sequences:.3g}; {again}"
     )
 
 
@@ -144,21 +144,24 @@ def _schedule(
     """The best split in one layout, with the least recomputation that fits and the best of the warm-ups."""
     encoders, llm = context.job.model.encoders, llms[0]
     needs: list[str] = []
-    for policy in context.policies(encoders):
+    for policy in context.recompute_policies(encoders):
         made = [PaperCandidate(context, each, layout, dict(policy), bases) for each in llms]
-        filling = made[0]
-        if filling.num_pipelines > llm.microbatches:
-            reason = f"microbatches: {llm.microbatches} for {filling.num_pipelines} encoder pipelines"
+        candidate = made[0]
+        if candidate.num_pipelines > llm.microbatches:
+            reason = f"microbatches: {llm.microbatches} for {candidate.num_pipelines} encoder pipelines"
             return RejectedLayout(layout=layout, reason=reason, module=context.encoder_names)
-        even = -(-llm.microbatches // filling.num_pipelines)
-        most = min(each.most_microbatches(context.capacity_bytes) for each in made)
+        even = -(-llm.microbatches // candidate.num_pipelines)
+        most = min(each.max_microbatches(context.capacity_bytes) for each in made)
         if most >= even:
             return min((each.best(most) for each in made), key=lambda choice: choice.estimate_s)
-        needs.append(f"{filling.most_bytes(even) / 1e9:.1f}")
+        needs.append(f"{candidate.peak_bytes_bound(even) / 1e9:.1f}")
     capacity = context.capacity_bytes / 1e9
     reason = f"memory: {needs[-1]} of {capacity:.1f} GB with the most recomputation"
     return RejectedLayout(
-        layout=layout, reason=reason, module=context.encoder_names, peak_bytes=filling.most_bytes(even)
+        layout=layout,
+        reason=reason,
+        module=context.encoder_names,
+        peak_bytes=candidate.peak_bytes_bound(even),
     )
 
 
@@ -173,7 +176,7 @@ def warmup_variants(llm: PipelineCandidate) -> Iterator[PipelineCandidate]:
             microbatches=llm.microbatches,
             warmup=minimal_warmup_counts(layout.pp, layout.chunks),
         )
-        yield replace(llm, listed=order, order_name=ADJUSTED)
+        yield replace(llm, explicit_order=order, order_name=ADJUSTED)
 
 
 def _replayed(
@@ -182,22 +185,22 @@ def _replayed(
     """Programs of the most promising choices; those that turn out not to fit are rejected."""
 
     def rank(choice: PaperSchedule) -> float:
-        return choice.estimate_s + choice.filling.traffic_s
+        return choice.estimate_s + choice.candidate.traffic_s
 
     ranked = sorted(choices, key=rank)
     found: list[tuple[FilledPlan, PaperSchedule]] = []
     for choice in ranked:
         if len(found) == MOST_REPLAYED or (found and rank(choice) > CLOSE * rank(ranked[0])):
             break
-        filled = choice.filling.plan(choice)
+        filled = choice.candidate.plan(choice)
         if filled.fits:
             found.append((filled, choice))
             continue
         peak = max(held.peak for held in filled.plan.memory) / 1e9
         reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
-        names = choice.filling.context.encoder_names
+        names = choice.candidate.context.encoder_names
         rejected.append(
-            RejectedLayout(layout=choice.filling.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
+            RejectedLayout(layout=choice.candidate.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
         )
     return found
 
@@ -208,22 +211,25 @@ def _tried(
     rejected: Sequence[RejectedLayout],
 ) -> list[ScheduledLayout]:
     """Every layout that fits: as replayed, or as estimated where others were more promising."""
-    replayed = {choice.filling.layout: filled for filled, choice in plans}
+    replayed = {choice.candidate.layout: filled for filled, choice in plans}
     passed_over = {each.layout for each in rejected}
     found = []
     for choice in choices:
-        filling = choice.filling
-        if filling.layout in passed_over:
+        candidate = choice.candidate
+        if candidate.layout in passed_over:
             continue
-        filled = replayed.get(filling.layout)
+        filled = replayed.get(candidate.layout)
         if filled is None:
-            step_s, peak = choice.estimate_s + filling.traffic_s, filling.most_bytes(max(choice.split))
+            step_s, peak = (
+                choice.estimate_s + candidate.traffic_s,
+                candidate.peak_bytes_bound(max(choice.split)),
+            )
         else:
             step_s, peak = filled.step_s, float(max(held.peak for held in filled.plan.memory))
         found.append(
             ScheduledLayout(
-                layout=filling.layout,
-                module=filling.context.encoder_names,
+                layout=candidate.layout,
+                module=candidate.context.encoder_names,
                 step_s=step_s,
                 peak_bytes=peak,
                 replayed=filled is not None,

@@ -83,7 +83,7 @@ def _sorted_in_groups(split: Split, groups: Sequence[int]) -> Split:
 class PaperSchedule:
     """What the scheduler found best for one encoder layout."""
 
-    filling: PaperCandidate
+    candidate: PaperCandidate
     split: Split
     forward: BubbleFilling
     backward: BubbleFilling
@@ -92,7 +92,7 @@ class PaperSchedule:
     @property
     def estimate_s(self) -> float:
         """The paper's own latency: the LLM's step and what does not fit."""
-        return self.forward.delay_s + self.filling.base.step_s + self.backward.delay_s
+        return self.forward.delay_s + self.candidate.base.step_s + self.backward.delay_s
 
     def hidden_share(self, *, coarse: bool = False) -> float:
         """Share of encoder work placed inside the LLM's bubbles: the paper's scheduling efficiency."""
@@ -261,7 +261,7 @@ class PaperCandidate:
             filled = self._schedule(split, delay)
             if filled is not None:
                 found = PaperSchedule(
-                    filling=self, split=split, forward=filled[0], backward=filled[1], all_splits=whole
+                    candidate=self, split=split, forward=filled[0], backward=filled[1], all_splits=whole
                 )
         assert found is not None
         return found
@@ -301,7 +301,7 @@ class PaperCandidate:
         )
         return max(stages)
 
-    def most_bytes(self, microbatches: int) -> float:
+    def peak_bytes_bound(self, microbatches: int) -> float:
         """At most what the worst rank holds with so many microbatches of the encoders on a pipeline."""
         modules = [module for name, module in self.header.modules.items() if name != LLM]
         working = self.llm.sums.stage_bytes(self.llm.cut, self.llm.layout.pp).working  # of the LLM
@@ -314,10 +314,10 @@ class PaperCandidate:
             found.append(sum(fixed.values()) + llm + microbatches * kept + seam)
         return max(found)
 
-    def most_microbatches(self, capacity_bytes: float) -> int:
+    def max_microbatches(self, capacity_bytes: float) -> int:
         """As many microbatches of the encoders as fit on one pipeline, of those that there are."""
         counts = range(self.llm.microbatches, 0, -1)
-        return next((count for count in counts if self.most_bytes(count) <= capacity_bytes), 0)
+        return next((count for count in counts if self.peak_bytes_bound(count) <= capacity_bytes), 0)
 
     def fillers(self, choice: PaperSchedule) -> tuple[tuple[int, ...], list[list[PlacedEncoderOp]]]:
         """The pipeline of every microbatch, and where each class's encoder phases go."""

@@ -13,7 +13,7 @@ from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
-from optimus.planner.context import PipelineKey, PlanningContext, Policy, describe_recompute
+from optimus.planner.context import PipelineKey, PlanningContext, RecomputePolicy, describe_recompute
 from optimus.planner.systems.base import BaseCandidate
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
@@ -43,14 +43,14 @@ class PipelineCandidate(BaseCandidate):
     microbatches: int
     layout: Layout
     sequences: float
-    policy: Policy
-    listed: PipelineOrder | None = None  # an op order that `order_name` alone does not say
+    policy: RecomputePolicy
+    explicit_order: PipelineOrder | None = None  # an op order that `order_name` alone does not say
 
     @cached_property
     def order(self) -> PipelineOrder:
         layout = self.layout
-        if self.listed is not None:
-            return self.listed
+        if self.explicit_order is not None:
+            return self.explicit_order
         return build_op_order(
             self.order_name, stages=layout.pp, chunks=layout.chunks, microbatches=self.microbatches
         )
@@ -70,7 +70,13 @@ class PipelineCandidate(BaseCandidate):
     def _key(self) -> PipelineKey:
         """Pipelines that share it take as long and need as much: a search comes to many of them again."""
         self.sums  # noqa: B018  which keeps the layers, so that their id stays their own
-        return id(self.layers), self.cut, self.listed or self.order_name, self.microbatches, self.layout
+        return (
+            id(self.layers),
+            self.cut,
+            self.explicit_order or self.order_name,
+            self.microbatches,
+            self.layout,
+        )
 
     @property
     def sums(self) -> LayerPrefixSums:
@@ -94,7 +100,7 @@ class PipelineCandidate(BaseCandidate):
     @property
     def _graph(self) -> RetimableSchedule:
         """Made once for every order."""
-        key = self.listed or self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
+        key = self.explicit_order or self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
         graph = self.context.cache.graphs.get(key)
         if graph is None:
             schedule = build_pipeline_schedule(self.plan, self.context.chunks, kernels=False)
@@ -115,7 +121,7 @@ class PipelineCandidate(BaseCandidate):
 
     def _estimated_s(self) -> float:
         stages = self.layout.pp
-        if self.listed is None and self.microbatches > LONG_STEP * stages:
+        if self.explicit_order is None and self.microbatches > LONG_STEP * stages:
             short, longer = (replace(self, microbatches=count * stages).estimate_s for count in (3, 4))
             return longer + (self.microbatches / stages - 4) * (longer - short)
         slowdown = self.context.cost_model.assumptions.residence_slowdown
@@ -139,7 +145,9 @@ class PipelineCandidate(BaseCandidate):
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """Of one rank of every stage."""
-        if self.listed is not None:  # thousands of orders are looked at once, each as long as its step
+        if (
+            self.explicit_order is not None
+        ):  # thousands of orders are looked at once, each as long as its step
             return self._counted()
         known = self.context.cache.memories
         if self._key not in known:
@@ -169,7 +177,7 @@ class PipelineCandidate(BaseCandidate):
     @cached_property
     def shortened(self) -> PipelineCandidate:
         """A step long enough to fill and drain as this one does: as much in flight, sooner played."""
-        if self.listed is not None:
+        if self.explicit_order is not None:
             return self
         return replace(self, microbatches=min(self.microbatches, SHORT_STEP * self.layout.pp))
 

@@ -48,7 +48,7 @@ class ReplicatedEncoder:
             price_parameter_traffic(bucket, self.context.cost_model, precision) for bucket in self.buckets
         ]
 
-    def forwards(
+    def add_forward(
         self, builder: ScheduleBuilder, device: int, microbatch: int, *, first: bool, after: list[int]
     ) -> int:
         """One piece's forward; the first of a step waits for each bucket's parameters."""
@@ -69,7 +69,7 @@ class ReplicatedEncoder:
             ]
         return after[0]
 
-    def backwards(
+    def add_backward(
         self, builder: ScheduleBuilder, device: int, microbatch: int, *, last: bool, after: list[int]
     ) -> tuple[int, list[int]]:
         """One piece's backward, and the reduces: the last of a step sends each bucket's gradients."""
@@ -129,7 +129,7 @@ def replicate_on_all_gpus(
     """Over every GPU of the job, for a whole step: images are dealt out whole, as evenly as can be."""
     workload = context.job.workload
     layout = Layout(dp=context.job.cluster.gpus // tp, tp=tp)
-    own = context.dealt(encoder, workload.sequences_per_step, layout.dp)
+    own = context.busiest_group_sequences(encoder, workload.sequences_per_step, layout.dp)
     pieces = math.ceil(own / context.microbatch_sequences)
     share = own / pieces if pieces else 0.0
     return ReplicatedEncoder(
@@ -173,7 +173,7 @@ def pareto_front(choices: Sequence[ReplicatedEncoder]) -> list[ReplicatedEncoder
 
 def encoder_tp_and_recompute(context: PlanningContext, encoder: Encoder) -> Iterator[tuple[int, str]]:
     """(tp, recomputation) to try, least recomputation first."""
-    for policy in context.policies((encoder,)):
+    for policy in context.recompute_policies((encoder,)):
         for tp in (1, 2, 4, 8):
             if context.layout.tp % tp == 0 and encoder.stack.attention.heads % tp == 0:
                 yield tp, policy[0][1]

@@ -67,11 +67,11 @@ class SeparateGpusCandidate(BaseCandidate):
         last_backward = max(place for place, (kind, _) in enumerate(order) if kind == OpKind.BACKWARD)
         for place, (kind, microbatch) in enumerate(order):
             if kind == OpKind.FORWARD:
-                for spread in self.encoders:
+                for replicated in self.encoders:
                     previous = [
-                        spread.forwards(builder, device, microbatch, first=place == 0, after=previous)
+                        replicated.add_forward(builder, device, microbatch, first=place == 0, after=previous)
                         if kernels
-                        else builder.add(self._whole(spread, kind), device=device, after=previous)
+                        else builder.add(self._whole(replicated, kind), device=device, after=previous)
                     ]
                 sent = builder.add(send, device=device, microbatch=microbatch, after=previous)
                 builder.wait([self._entry(blocks, OpKind.FORWARD, microbatch)], [sent])
@@ -79,19 +79,19 @@ class SeparateGpusCandidate(BaseCandidate):
             source = self._entry(blocks, OpKind.BACKWARD, microbatch)
             back = builder.add(send_back, device=0, microbatch=microbatch, after=[source], right_after=source)
             previous = [*previous, back]
-            for spread in reversed(self.encoders):
+            for replicated in reversed(self.encoders):
                 if kernels:
                     last = place == last_backward
-                    block, sent_back = spread.backwards(
+                    block, sent_back = replicated.add_backward(
                         builder, device, microbatch, last=last, after=previous
                     )
                     previous, reduces = [block], reduces + sent_back
                 else:
-                    previous = [builder.add(self._whole(spread, kind), device=device, after=previous)]
+                    previous = [builder.add(self._whole(replicated, kind), device=device, after=previous)]
         if context.cost_model.assumptions.optimizer_time:
             for stage in range(self.stages):
                 builder.add(make_optimizer_graph(plan.traffic_of(stage)), device=stage, after=reduces)
-            own = make_optimizer_graph([part for spread in self.encoders for part in spread.traffic])
+            own = make_optimizer_graph([part for replicated in self.encoders for part in replicated.traffic])
             builder.add(own, device=device, after=reduces)
         return builder.build()
 
@@ -153,32 +153,36 @@ class SeparateGpusCandidate(BaseCandidate):
         return next(blocks.ops[k, 0, microbatch] for k in kinds if (k, 0, microbatch) in blocks.ops)
 
     def _seconds(self, kind: OpKind) -> float:
-        return sum(self.context.chunks.make(spread.layers).seconds[kind] for spread in self.encoders)
+        return sum(self.context.chunks.make(replicated.layers).seconds[kind] for replicated in self.encoders)
 
-    def _whole(self, spread: ReplicatedEncoder, kind: OpKind) -> KernelGraph:
+    def _whole(self, replicated: ReplicatedEncoder, kind: OpKind) -> KernelGraph:
         """An encoder's op as one piece."""
         return make_single_kernel_graph(
-            kind, Lane.COMPUTE, self.context.chunks.make(spread.layers).seconds[kind]
+            kind, Lane.COMPUTE, self.context.chunks.make(replicated.layers).seconds[kind]
         )
 
     def _send(self, kind: OpKind) -> KernelGraph:
         """A group's part of one microbatch; groups send side by side, each on its own NICs."""
-        size = sum(spread.output_bytes for spread in self.encoders)
+        size = sum(replicated.output_bytes for replicated in self.encoders)
         seconds = self.context.cost_model.send_s(size, across_nodes=True)
         return make_single_kernel_graph(kind, Lane.P2P, seconds, size_bytes=size)
 
     def _encoder_memory(self) -> RankMemory:
         memory = RankMemory(reserve=self.context.job.cluster.reserve_bytes)
         order = tuple((kind, 0, microbatch) for kind, microbatch in self._order)
-        for spread in self.encoders:
-            held, (kept,) = spread.states, peak_activation_bytes(order, [(spread.saved_activation_bytes,)])
+        for replicated in self.encoders:
+            held, (kept,) = (
+                replicated.states,
+                peak_activation_bytes(order, [(replicated.saved_activation_bytes,)]),
+            )
             memory = replace(
                 memory,
                 parameters=memory.parameters + held.parameters,
                 gradients=memory.gradients + held.gradients,
                 optimizer=memory.optimizer + held.optimizer,
-                encoder_activations=memory.encoder_activations + kept + spread.working_bytes,
-                communicators=memory.communicators + communicator_bytes(spread.layout.tp, spread.layout.dp),
+                encoder_activations=memory.encoder_activations + kept + replicated.working_bytes,
+                communicators=memory.communicators
+                + communicator_bytes(replicated.layout.tp, replicated.layout.dp),
             )
         return memory
 
@@ -249,7 +253,7 @@ def _smaller_layouts(context: PlanningContext) -> Iterator[Layout]:
 def _encoder_share(context: PlanningContext) -> float:
     """Share of a step's GPU seconds that encoders take when every GPU works alone on them."""
     llm = context.job.model.llm
-    policies = dict(next(iter(context.policies(context.job.model.modules))))
+    policies = dict(next(iter(context.recompute_policies(context.job.model.modules))))
     own = context.gpu_seconds(context.llm_layers(context.layout, 1, policies[llm.name]))
     theirs = sum(
         context.gpu_seconds(context.encoder_layers(e, Layout(), 1, policies[e.name]))

@@ -59,7 +59,7 @@ class FixedCutSystem(BaseSystem):
         divided = context.microbatches(sequences, multiple_of=layout.pp if chunks > 1 else 1)
         if divided is None:
             return
-        for policy in context.policies(context.job.model.modules):
+        for policy in context.recompute_policies(context.job.model.modules):
             layers = context.layers(context.job.model.modules, sequences, policy)
             pipeline = PipelineCandidate(
                 context=context,

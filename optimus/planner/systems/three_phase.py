@@ -46,7 +46,7 @@ class ThreePhaseCandidate(BaseCandidate):
             for stage in range(plan.stages):
                 traffic = [
                     *plan.traffic_of(stage),
-                    *(part for spread in self.encoders for part in spread.traffic),
+                    *(part for replicated in self.encoders for part in replicated.traffic),
                 ]
                 builder.add(make_optimizer_graph(traffic), device=stage, after=reduces)
         return builder.build()
@@ -54,7 +54,7 @@ class ThreePhaseCandidate(BaseCandidate):
     @property
     def estimate_s(self) -> float:
         """Rank of this choice: the phases one after another."""
-        encoder_s = sum(spread.seconds for spread in self.encoders)
+        encoder_s = sum(replicated.seconds for replicated in self.encoders)
         return self.llm.estimate_s + encoder_s
 
     @property
@@ -66,10 +66,12 @@ class ThreePhaseCandidate(BaseCandidate):
         """Returns a replica's images dealt over all its encoder groups, for all microbatches at once."""
         context, replicas = self.context, self.llm.layout.dp
         bins = {}
-        for spread in self.encoders:
-            groups = spread.layout.dp
-            priced = context.dealt(spread.encoder, context.job.workload.sequences_per_step, groups)
-            bins[spread.encoder.name] = EncoderBins(
+        for replicated in self.encoders:
+            groups = replicated.layout.dp
+            priced = context.busiest_group_sequences(
+                replicated.encoder, context.job.workload.sequences_per_step, groups
+            )
+            bins[replicated.encoder.name] = EncoderBins(
                 bins=groups // replicas, sharing="replica", priced_sequences=priced
             )
         return BatchAssignment(replicas=replicas, microbatches=self.llm.microbatches, encoders=bins)
@@ -82,54 +84,54 @@ class ThreePhaseCandidate(BaseCandidate):
     def _forwards(self, builder: ScheduleBuilder, stage: int) -> int:
         """All encoder forwards of a group; returns the send of their outputs."""
         last = []
-        for spread in self.encoders:
+        for replicated in self.encoders:
             previous: list[int] = []
-            for piece in range(spread.pieces):
-                previous = [spread.forwards(builder, stage, piece, first=piece == 0, after=previous)]
+            for piece in range(replicated.pieces):
+                previous = [replicated.add_forward(builder, stage, piece, first=piece == 0, after=previous)]
             last += previous
         return self._seam(builder, OpKind.SEND_SEAM, stage, last)
 
     def _backwards(self, builder: ScheduleBuilder, stage: int, back: int) -> list[int]:
         """All encoder backwards of a group; returns the reduces."""
         reduces, previous = [], back
-        for spread in reversed(self.encoders):
-            for piece in range(spread.pieces):
-                last = piece == spread.pieces - 1
-                previous, sent = spread.backwards(builder, stage, piece, last=last, after=[previous])
+        for replicated in reversed(self.encoders):
+            for piece in range(replicated.pieces):
+                last = piece == replicated.pieces - 1
+                previous, sent = replicated.add_backward(builder, stage, piece, last=last, after=[previous])
                 reduces += sent
         return reduces
 
     def _seam(self, builder: ScheduleBuilder, kind: OpKind, stage: int, after: Sequence[int]) -> int:
         """Encoder outputs of one group travel to stage 0, or their gradients back."""
-        size = sum(spread.pieces * spread.output_bytes for spread in self.encoders)
+        size = sum(replicated.pieces * replicated.output_bytes for replicated in self.encoders)
         seconds = self.context.cost_model.send_s(size, across_nodes=True)
         return builder.add(
             make_single_kernel_graph(kind, Lane.P2P, seconds, size_bytes=size), device=stage, after=after
         )
 
     def _with_encoders(self, memory: RankMemory, stage: int) -> RankMemory:
-        for spread in self.encoders:
-            held = spread.states
+        for replicated in self.encoders:
+            held = replicated.states
             memory = replace(
                 memory,
                 parameters=memory.parameters + held.parameters,
                 gradients=memory.gradients + held.gradients,
                 optimizer=memory.optimizer + held.optimizer,
                 encoder_activations=memory.encoder_activations
-                + spread.pieces * spread.saved_activation_bytes
-                + spread.working_bytes,
-                communicators=memory.communicators + communicator_bytes(spread.layout.dp),
-                seam=memory.seam + (self._seam_bytes(spread) if stage == 0 else 0.0),
+                + replicated.pieces * replicated.saved_activation_bytes
+                + replicated.working_bytes,
+                communicators=memory.communicators + communicator_bytes(replicated.layout.dp),
+                seam=memory.seam + (self._seam_bytes(replicated) if stage == 0 else 0.0),
             )
         return memory
 
-    def _seam_bytes(self, spread: ReplicatedEncoder) -> float:
+    def _seam_bytes(self, replicated: ReplicatedEncoder) -> float:
         """Encoder outputs of all microbatches, waiting at stage 0."""
         workload, layout = self.context.job.workload, self.context.layout
-        projector = spread.encoder.projector
-        load = workload.encoder_load(spread.encoder.name, projector.merge)
+        projector = replicated.encoder.projector
+        load = workload.encoder_load(replicated.encoder.name, projector.merge)
         tokens = load.tokens / projector.merge * workload.sequences_per_step / layout.dp / layout.cp
-        return tokens * projector.widths[-1] * len(spread.encoder.feeds) * BF16_BYTES / layout.tp
+        return tokens * projector.widths[-1] * len(replicated.encoder.feeds) * BF16_BYTES / layout.tp
 
 
 class ThreePhaseSystem(BaseSystem):
@@ -140,7 +142,7 @@ class ThreePhaseSystem(BaseSystem):
 
     def candidates(self, pipelines: LlmPipelines) -> Iterator[ThreePhaseCandidate]:
         """Yields candidates around the LLM's best pipelines."""
-        for llm in pipelines.both:
+        for llm in pipelines.floors:
             yield from self._around(llm, pipelines)
 
     def _around(self, llm: PipelineCandidate, pipelines: LlmPipelines) -> list[ThreePhaseCandidate]:
@@ -149,7 +151,7 @@ class ThreePhaseSystem(BaseSystem):
         added = min((candidate.peak_bytes for candidate in candidates), default=0.0) - llm.peak_bytes
         others = list(pipelines.more_recomputed(llm))
         if not any(candidate.fits for candidate in candidates):
-            others += pipelines.roomier(llm, [added])
+            others += pipelines.with_free_memory(llm, [added])
         for other in others:
             candidates += _three_phase_candidates(pipelines.context, other)
         return candidates
