@@ -29,13 +29,13 @@ from benchmarks.variants import (
     summed_loss,
 )
 from optimus.engine.config import TrainingConfig
-from optimus.engine.process_groups import make_groups
+from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.job import catalog
 from optimus.job.cluster import Cluster
 from optimus.job.job import Job
 from optimus.job.read import find_job, load_cluster
-from optimus.models.build import layer_count
+from optimus.models.build import count_layers
 from optimus.planner.planning import make_plan
 from optimus.planner.systems.layer_partition import minimize_largest_stage
 
@@ -96,7 +96,7 @@ def prepare_step(job: Job, *, on_gpu: bool, against_torch: bool = True) -> StepS
     planned = make_plan(job, systems=())
     plan, context = planned.plan, planned.comparison.context
     weights = layer_seconds(context)
-    encoder_layers = sum(layer_count(module) for module in job.model.encoders)
+    encoder_layers = sum(count_layers(module) for module in job.model.encoders)
     ranks = plan.ranks.world // plan.ranks.llm.dp
     fits_stage0 = job.cluster.gpu.memory_bytes >= MIN_STAGE0_BYTES
     names = (
@@ -237,7 +237,7 @@ def _trainer(worker: Worker, setup: StepSetup) -> RankTrainer:
         setup.job,
         setup.plan,
         TrainingConfig(learning_rate=0.0, weight_decay=0.0, clip=0.0, seed=SEED),
-        make_groups(setup.plan, worker.rank, timeout_s=GROUP_TIMEOUT_S),
+        make_process_groups(setup.plan, worker.rank, timeout_s=GROUP_TIMEOUT_S),
         dtype=_dtype(worker),
         device=worker.device,
     )

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from optimus.engine.config import TrainingConfig
-from optimus.engine.process_groups import ProcessGroups, make_groups
+from optimus.engine.process_groups import ProcessGroups, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.torch_private import fake_world
+from optimus.engine.torch_private import fake_process_group
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.model import Model, Stack
@@ -97,8 +97,8 @@ def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:
     """
     torch.set_num_threads(1)
     small, small_plan = tiny(job, plan)
-    with fake_world(rank, plan.ranks.world):
-        real = make_groups(small_plan, rank, timeout_s=60)
+    with fake_process_group(rank, plan.ranks.world):
+        real = make_process_groups(small_plan, rank, timeout_s=60)
         groups = FakeGroups(rank=rank, members=real.members, groups=real.groups)
         one = RankTrainer(
             small, small_plan, TrainingConfig(), groups, dtype=torch.float32, device=torch.device("cpu")

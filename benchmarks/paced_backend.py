@@ -19,12 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 
 from benchmarks.paced_clock import PacedClock, PacedLink
 from benchmarks.ranks import Report, run_processes
-from optimus.engine.torch_private import PythonGroup, PythonWork, loopback_device, make_gloo_backend
 
 _HEADER_BYTES = 8  # one float64: when the message arrives
+_PythonGroup: Any = ProcessGroup  # a subclass in Python takes the place of a group and its backend
+_PythonWork: Any = Work
+
+
+def _make_loopback_device() -> Any:
+    """Returns gloo's device for one host. Its thread wakes every 10 ms: all groups should share one."""
+    gloo: Any = ProcessGroupGloo
+    return gloo.create_device(hostname="127.0.0.1")
+
+
+def _make_gloo_backend(device: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Makes a gloo backend without a process group around it."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = [device], timeout
+    return gloo(store, rank, size, options)
 
 
 class PacedNetwork:
@@ -38,7 +54,7 @@ class PacedNetwork:
 
     @cached_property
     def _device(self) -> Any:
-        return loopback_device()
+        return _make_loopback_device()
 
     def register(self, name: str = "paced") -> None:
         """Registers the backend `name`; `pg_options=PacedLink(...)` gives a group its own link."""
@@ -60,7 +76,7 @@ class PacedNetwork:
 
     def _make_group(self, options: Any, link: PacedLink | None) -> PacedGroup:
         rank, size = options.group_rank, options.group_size
-        make_carrier = partial(make_gloo_backend, self._device, options.store, rank, size, options.timeout)
+        make_carrier = partial(_make_gloo_backend, self._device, options.store, rank, size, options.timeout)
         group = PacedGroup(rank, size, make_carrier, self, link or self.link)
         self._groups.append(group)
         return group
@@ -74,7 +90,7 @@ class _Lane:
         self.free_s = 0.0  # ideal; used by the thread only
 
 
-class PacedWork(PythonWork):
+class PacedWork(_PythonWork):
     """A transfer. Its data may be read after `wait`, which advances the rank's clock to its end."""
 
     def __init__(
@@ -106,7 +122,7 @@ class PacedWork(PythonWork):
         self.wait()
 
 
-class PacedGroup(PythonGroup):
+class PacedGroup(_PythonGroup):
     """A process group whose transfers take the time of its link."""
 
     def __init__(

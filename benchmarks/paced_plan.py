@@ -25,11 +25,12 @@ from optimus.engine.compile import MessageSpecs
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import TensorSpec
-from optimus.engine.process_groups import make_groups
+from optimus.engine.process_groups import make_process_groups
 from optimus.ir.op import COMPUTE_OPS, Floats, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.models.chunk import ChunkPhase, SegmentedChunk
+from optimus.models.chunk import SegmentedChunk
+from optimus.models.phase_order import ChunkPhase
 from optimus.models.segment import Segment, State, WeightGradStore
 from optimus.schedule.plan_schedule import build_plan_schedule
 from optimus.schedule.simulator import simulate_schedule
@@ -154,7 +155,7 @@ class PacedPlan:
             name: tuple(self._chunk(name, chunk) for chunk in range(module.layout.chunks))
             for name, module in plan.modules.items()
         }
-        groups = make_groups(plan, self.rank, timeout_s=timeout_s, backend="paced")
+        groups = make_process_groups(plan, self.rank, timeout_s=timeout_s, backend="paced")
         self._batch = TinyBatch(plan)
         self.executor = Executor(
             plan,

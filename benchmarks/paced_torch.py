@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from benchmarks.paced_clock import MEANS, Draws, PacedClock, PacedLink
 from benchmarks.variants import stages_of
-from optimus.engine.torch_private import fake_world
+from optimus.engine.torch_private import fake_process_group
 from optimus.planner.systems.layer_partition import (
     cut_proportionally,
     minimize_largest_stage,
@@ -291,7 +291,7 @@ def list_programs(pipeline: TorchPipeline, ranks: int) -> Programs:
     """Returns the program of every rank, from the actions that torch lists; 1F1B by its own rules."""
     if pipeline.schedule == "1F1B":
         return [one_f_one_b(rank, ranks, pipeline.num_microbatches) for rank in range(ranks)]
-    with fake_world(0, ranks):
+    with fake_process_group(0, ranks):
         clock = PacedClock(sleep=lambda seconds: None)
         schedule = PacedPipeline(pipeline, clock=clock, seconds=lambda kind, stage, microbatch: 0.0)
         return [from_torch(actions) for actions in schedule.actions()]

@@ -32,7 +32,7 @@ from benchmarks.paced_tp_plans import DP_BUBBLES, FLOOR, OURS, TP_SLOTS, VARIANT
 from benchmarks.paced_tp_torch import make_pipelines, torch_variants
 from benchmarks.ranks import Progress
 from benchmarks.report import EVENLY, BenchResult
-from optimus.engine.process_groups import make_groups
+from optimus.engine.process_groups import make_process_groups
 from optimus.errors import UserError, one_of
 from optimus.ir.op import Communicator
 from optimus.ir.plan import Plan
@@ -100,7 +100,7 @@ def _chosen(names: Sequence[str], against: Sequence[str]) -> set[str]:
 
 def _make_model(variant: PlanVariant, draws: Draws, network: PacedNetwork) -> PacedModel:
     torch.manual_seed(0)
-    groups = make_groups(
+    groups = make_process_groups(
         variant.plan, dist.get_rank(), timeout_s=TIMEOUT_S, backend="paced", options_of=link_of
     )
     return PacedModel(variant.job, variant.plan, draws, network, groups, blocking=variant.blocking)
@@ -112,7 +112,7 @@ def _make_pipelines(
     if not variants:
         return {}
     rank = dist.get_rank()
-    groups = make_groups(plan, rank, timeout_s=TIMEOUT_S, backend="paced", options_of=link_of)
+    groups = make_process_groups(plan, rank, timeout_s=TIMEOUT_S, backend="paced", options_of=link_of)
     members = plan.ranks.group_of(LLM, Communicator.PP, rank)
     pipeline = dist.new_group(
         list(members), backend="paced", pg_options=P2P_LINK, use_local_synchronization=True

@@ -19,7 +19,7 @@ from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
 from optimus.job.read import find_job
-from optimus.models.build import layer_count
+from optimus.models.build import count_layers
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
@@ -115,7 +115,7 @@ def prepare(names: Sequence[str], progress: Progress) -> StepSetup:
     context, _ = choose_smallest_context(job, get_preset("default"), profile)
     plan, how = best_plan(context)
     weights = layer_seconds(context)
-    encoder_layers = sum(layer_count(module) for module in job.model.encoders)
+    encoder_layers = sum(count_layers(module) for module in job.model.encoders)
     variants = [
         TorchVariant(name=name, schedule=schedule, cut=cut(weights, encoder_layers))
         for name, (schedule, cut) in VARIANTS.items()

@@ -28,7 +28,7 @@ from benchmarks.without_tp_slots import remove_tp_slots
 from optimus.cost.measured_profile import Profile
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
-from optimus.engine.process_groups import ProcessGroups, make_groups
+from optimus.engine.process_groups import ProcessGroups, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
@@ -173,7 +173,7 @@ class VariantRank:
 
     def __init__(self, setup: ShapedSetup, name: str) -> None:
         rank, plan, variant = dist.get_rank(), setup.plans[name], setup.comparison.variants[name]
-        groups = make_groups(plan, rank, timeout_s=PINNED_TIMEOUT_S)
+        groups = make_process_groups(plan, rank, timeout_s=PINNED_TIMEOUT_S)
         self._trainer = RankTrainer(
             setup.job,
             plan,

@@ -22,31 +22,30 @@ from torch.nn import functional
 from benchmarks.ranks import GROUP_TIMEOUT_S, new_subgroup
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.config import TrainingConfig
-from optimus.engine.process_groups import make_groups, replica_ranks
+from optimus.engine.process_groups import find_replica_ranks, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.synthetic_data import SyntheticDataset
-from optimus.engine.torch_private import is_view
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm, Model
-from optimus.models.build import build_layers, layer_count
+from optimus.models.build import build_layers, count_layers
 from optimus.models.end_layers import LossHead, TokenEmbedding
 from optimus.models.microbatch_inputs import (
-    EncoderContext,
-    LlmContext,
-    bin_targets,
-    encoder_inputs,
-    llm_inputs,
+    EncoderMicrobatchContext,
+    LlmMicrobatchContext,
+    build_encoder_inputs,
+    build_llm_inputs,
+    find_llm_row_targets,
 )
-from optimus.models.sample import Sample, placed_items
+from optimus.models.sample import Sample, list_placed_items
 from optimus.models.segment import Segment
 
 OURS = "optimus"
 SEED = 0
 
 Cut = tuple[int, ...]  # of all layers in model order: 0, ..., their number
-Contexts = dict[str, EncoderContext | LlmContext]  # by module
+Contexts = dict[str, EncoderMicrobatchContext | LlmMicrobatchContext]  # by module
 
 
 def stages_of(schedule: str, rank: int, ranks: int, virtual_stages: int) -> list[int]:
@@ -104,7 +103,7 @@ class Variants:
             job,
             plan,
             TrainingConfig(seed=SEED),
-            make_groups(plan, dist.get_rank(), timeout_s=GROUP_TIMEOUT_S),
+            make_process_groups(plan, dist.get_rank(), timeout_s=GROUP_TIMEOUT_S),
             dtype=dtype,
             device=torch.device(device),
             bucket_type=ReplicatedBucket,
@@ -146,7 +145,7 @@ def _counted_parameters(trainer: RankTrainer) -> list[Tensor]:
     """Returns parameters of this rank such that every element of the model is counted on one rank."""
     plan, rank, model = trainer.plan, dist.get_rank(), trainer.model
     replicated = {id(parameter) for parameter in model.partial}  # on every rank of a TP group
-    first = {name for name in plan.modules if rank == min(replica_ranks(plan, name, rank))}
+    first = {name for name in plan.modules if rank == min(find_replica_ranks(plan, name, rank))}
     parameters = []
     for name, parameter in model.parameters.items():
         module = name.partition(".")[0]
@@ -261,12 +260,12 @@ class LayersStage(nn.Module):
                 if isinstance(segment, TokenEmbedding):
                     state = (ids, *state)
                 state = segment.forward(state, context)
-        return state[0].clone() if is_view(state[0]) else state[0]  # torch detaches it in place
+        return state[0].clone() if state[0]._is_view() else state[0]  # torch detaches it in place
 
 
 def layers_in_order(model: Model) -> list[tuple[Encoder | Llm, int]]:
     """Returns module and number of every layer, encoders first."""
-    return [(module, layer) for module in model.modules for layer in range(layer_count(module))]
+    return [(module, layer) for module in model.modules for layer in range(count_layers(module))]
 
 
 def stage_of_layers(
@@ -326,18 +325,20 @@ class TorchBatch:
 
 def pixels_of(
     encoder: Encoder, sample: Sample, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, EncoderContext]:
+) -> tuple[Tensor, EncoderMicrobatchContext]:
     """Returns the encoder's input and context for one sample."""
-    items = placed_items(sample, encoder.name)
+    items = list_placed_items(sample, encoder.name)
     tokens = sum(item.tokens for _, _, item in items)
-    return encoder_inputs(encoder, items, tokens, seed=SEED, step=0, dtype=dtype)
+    return build_encoder_inputs(encoder, items, tokens, seed=SEED, step=0, dtype=dtype)
 
 
-def llm_context(job: Job, sample: Sample, scale: float, dtype: torch.dtype = torch.float32) -> LlmContext:
+def llm_context(
+    job: Job, sample: Sample, scale: float, dtype: torch.dtype = torch.float32
+) -> LlmMicrobatchContext:
     """Returns the LLM's context for one sample."""
     (encoder,) = job.model.encoders
-    items = placed_items(sample, encoder.name)
+    items = list_placed_items(sample, encoder.name)
     tokens = sum(item.tokens for _, _, item in items)
-    target = bin_targets(encoder, items, tokens, {sample.number: 0}, sample.length)
+    target = find_llm_row_targets(encoder, items, tokens, {sample.number: 0}, sample.length)
     options: dict[str, Any] = {"seed": SEED, "step": 0, "dtype": dtype}
-    return llm_inputs(job.model.llm, [sample], [target], scale, **options)[1]
+    return build_llm_inputs(job.model.llm, [sample], [target], scale, **options)[1]

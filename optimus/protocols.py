@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from optimus.engine.batch_plan import SampleSizes
     from optimus.ir.op import Floats, OpKind, Schedule
     from optimus.job.job import Job
-    from optimus.models.chunk import ChunkPhase
+    from optimus.models.phase_order import ChunkPhase
     from optimus.models.sample import Sample
     from optimus.models.segment import Gradients, NeedsGrad, State
     from optimus.planner.batch_assignment import BatchAssignment

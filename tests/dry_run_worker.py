@@ -14,8 +14,8 @@ from engine_worker import everybody, play
 from torch import distributed as dist
 
 from optimus.engine.config import TrainingConfig
-from optimus.engine.memory_tracker import count_step
-from optimus.engine.process_groups import make_groups
+from optimus.engine.memory_tracker import measure_step_memory
+from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.models.collectives import TpGroup
 
@@ -35,7 +35,7 @@ class _AtOnce:
 
 
 def count(case: Case, rank: int) -> dict[str, Any]:
-    groups = make_groups(case.plan, rank, timeout_s=30)
+    groups = make_process_groups(case.plan, rank, timeout_s=30)
     scatters = patch.object(TpGroup, "_uses_all_to_all", False)  # as all but gloo do
     with patch("optimus.engine.p2p._PendingSends", _AtOnce), scatters:
         one = RankTrainer(
@@ -52,7 +52,7 @@ def count(case: Case, rank: int) -> dict[str, Any]:
         uses = []
         for _ in range(TIMES):
             one.executor._state.loss_grad = None  # 4 bytes that the first step makes and all others find
-            uses.append(count_step(one, batch)[1])
+            uses.append(measure_step_memory(one, batch)[1])
     return {"ranks": everybody(list(map(asdict, uses)))}
 
 

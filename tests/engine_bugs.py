@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import distributed as dist
 
-from optimus.engine import batches, build_rank
+from optimus.engine import build_rank, rank_batch
 from optimus.engine.buckets import ReplicatedBucket
-from optimus.engine.compile import Compiler
+from optimus.engine.compile import ProgramCompiler
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import P2PMailbox
 from optimus.models import kernels, layer_ops
@@ -55,13 +55,13 @@ def _() -> AbstractContextManager[Any]:
 @bug("the seam's gradient is asked for by nobody", "two ranks")
 def _() -> AbstractContextManager[Any]:
     return wrapped(
-        Compiler, "_needs_grad", lambda original, self, key: key[0] != "rows" and original(self, key)
+        ProgramCompiler, "_needs_grad", lambda original, self, key: key[0] != "rows" and original(self, key)
     )
 
 
 @bug("rows of the batch table are one too late", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    return wrapped(batches, "bin_targets", lambda original, *args: original(*args).roll(1))
+    return wrapped(rank_batch, "find_llm_row_targets", lambda original, *args: original(*args).roll(1))
 
 
 @bug("padding lands on the first token", "rare images")
@@ -70,7 +70,7 @@ def _() -> AbstractContextManager[Any]:
         found = original(*args)
         return torch.where(found == args[-1], 0, found)
 
-    return wrapped(batches, "bin_targets", targets)
+    return wrapped(rank_batch, "find_llm_row_targets", targets)
 
 
 @bug("the second piece goes where the first went", "pieces")
@@ -79,7 +79,7 @@ def _() -> AbstractContextManager[Any]:
         found = original(*args)
         return [found[0]] * len(found)
 
-    return wrapped(batches.RankBatch, "_pieces", pieces)
+    return wrapped(rank_batch.RankBatch, "_routed_rows", pieces)
 
 
 @bug("images attend to each other", "two ranks")
@@ -88,13 +88,13 @@ def _() -> AbstractContextManager[Any]:
         found, context = original(encoder, items, capacity, **how)
         return found, replace(context, spans=(capacity,), window_spans=(capacity,))
 
-    return wrapped(batches, "encoder_inputs", inputs)
+    return wrapped(rank_batch, "build_encoder_inputs", inputs)
 
 
 @bug("two images change places", "two ranks")
 def _() -> AbstractContextManager[Any]:
     return wrapped(
-        batches.RankBatch, "_encoder", lambda original, self, name, mb: original(self, name, mb ^ 1)
+        rank_batch.RankBatch, "_build_encoder", lambda original, self, name, mb: original(self, name, mb ^ 1)
     )
 
 
@@ -106,7 +106,7 @@ def _() -> AbstractContextManager[Any]:
     def inputs(original: Any, self: Any, module: str, microbatch: int) -> Any:
         return original(self, module, microbatch ^ 1 if module == "llm" else microbatch)
 
-    return wrapped(batches.RankBatch, "inputs", inputs)
+    return wrapped(rank_batch.RankBatch, "inputs", inputs)
 
 
 @bug("a message is zeros", "two ranks")
@@ -134,7 +134,7 @@ def _() -> AbstractContextManager[Any]:
         found = original(plan, module, rank)
         return [(max(first - 1, 0), end) for first, end in found] if module.name == "vision" else found
 
-    return wrapped(build_rank, "layer_ranges", ranges)
+    return wrapped(build_rank, "find_layer_ranges", ranges)
 
 
 # ---------------------------------------------------------------------------- reductions
@@ -235,13 +235,13 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("the loss is averaged over microbatches", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    def begin(original: Any, self: Compiler, chunk: Any, microbatch: int) -> None:
+    def begin(original: Any, self: ProgramCompiler, chunk: Any, microbatch: int) -> None:
         one = self.step_state.loss_grad
         assert one is not None
         self.step_state.loss_grad = torch.full_like(one, 1 / self.plan.microbatches)
         original(self, chunk, microbatch)
 
-    return wrapped(Compiler, "_begin_at_loss", begin)
+    return wrapped(ProgramCompiler, "_begin_at_loss", begin)
 
 
 @bug("the loss is scaled by the labels of one replica", "one stage, two replicas")
@@ -249,7 +249,7 @@ def _() -> AbstractContextManager[Any]:
     def make(original: Any, self: Any, *args: Any, scale: float, **rest: Any) -> None:
         original(self, *args, scale=2 * scale, **rest)
 
-    return wrapped(batches.RankBatch, "__init__", make)
+    return wrapped(rank_batch.RankBatch, "__init__", make)
 
 
 @bug("what was emptied is not made again", "selective")
@@ -283,9 +283,11 @@ def _() -> AbstractContextManager[Any]:
         placed = [(at, number, item) for at, (_, number, item) in enumerate(items)]
         return original(encoder, placed, capacity, **how)
 
-    return wrapped(batches, "encoder_inputs", inputs)
+    return wrapped(rank_batch, "build_encoder_inputs", inputs)
 
 
 @bug("dropout is the same at every step", "dropout")
 def _() -> AbstractContextManager[Any]:
-    return wrapped(batches, "llm_inputs", lambda original, *args, step, **how: original(*args, step=0, **how))
+    return wrapped(
+        rank_batch, "build_llm_inputs", lambda original, *args, step, **how: original(*args, step=0, **how)
+    )

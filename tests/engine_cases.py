@@ -17,7 +17,7 @@ from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
-from optimus.models.kernels import Numerics
+from optimus.models.kernels import NumericConstants
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
@@ -85,7 +85,7 @@ class Case:
     clip: float = 0.0  # of the gradient's norm
     dtype: str = "float64"
     seed: int = 0
-    numerics: dict[str, Numerics] = field(default_factory=dict)
+    numerics: dict[str, NumericConstants] = field(default_factory=dict)
 
     def _encoder(self, name: str) -> Encoder:
         attention: dict[str, Any] = {"kv_heads": 4 if self.tp > 2 else 2}
@@ -169,8 +169,8 @@ class Case:
         return plan if self.slots else remove_tp_slots(plan).plan
 
     @property
-    def all_numerics(self) -> dict[str, Numerics]:
-        return {LLM: Numerics(rope_sections=(1, 1, 2))} if self.sections else {}
+    def all_numerics(self) -> dict[str, NumericConstants]:
+        return {LLM: NumericConstants(rope_sections=(1, 1, 2))} if self.sections else {}
 
 
 CASES = [

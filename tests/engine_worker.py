@@ -29,10 +29,10 @@ from tensor_parallel_bugs import TP_BUGS
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.buckets import ReplicatedBucket, split_like
+from optimus.engine.buckets import ReplicatedBucket, view_as_params
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
-from optimus.engine.process_groups import make_groups, tp_group_of
+from optimus.engine.process_groups import build_tp_group, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.collectives import ParamSplit, all_gather_single
@@ -52,7 +52,7 @@ class RankRun:
             case.job,
             self.plan,
             TrainingConfig(seed=case.seed, learning_rate=LR, weight_decay=WEIGHT_DECAY, clip=case.clip),
-            make_groups(self.plan, rank, timeout_s=TIMEOUT_S),
+            make_process_groups(self.plan, rank, timeout_s=TIMEOUT_S),
             dtype=self.dtype,
             device=torch.device("cpu"),
             recorder=self,
@@ -150,7 +150,7 @@ class RankRun:
                 flat.copy_(bucket.master.detach())
             else:
                 all_gather_single(flat, bucket.master.detach(), bucket.group)
-            views = split_like(flat, bucket.parameters)
+            views = view_as_params(flat, bucket.parameters)
             found.update({names[id(p)]: view for p, view in zip(bucket.parameters, views, strict=True)})
         return found
 
@@ -179,7 +179,7 @@ def worst(given: list[dict[str, Tensor]], expected: dict[str, Tensor], run: Rank
 
 def part_of(run: RankRun, rank: int, name: str, whole: dict[str, Tensor]) -> Tensor:
     """What a rank holds of a parameter."""
-    tp_group = tp_group_of(run.plan, name.split(".")[0], rank)
+    tp_group = build_tp_group(run.plan, name.split(".")[0], rank)
     split = run.splits.get(name)
     return whole[name] if split is None else split.shard(whole[name], tp_group.rank, tp_group.size)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus.engine.rendezvous import Membership, check_agreement, join_process_group
+from optimus.engine.rendezvous import RunMembership, check_ranks_agree, join_process_group
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 
 MICROBATCHES = 4
@@ -26,7 +26,7 @@ def text(line: int) -> str:
 class Around:
     """Rank 0 sends each microbatch around the ring and gets it back increased by every rank."""
 
-    def __init__(self, member: Membership, timeout_s: float) -> None:
+    def __init__(self, member: RunMembership, timeout_s: float) -> None:
         self.rank, self.world = member.rank, member.world
         self.previous, self.next = (self.rank - 1) % self.world, (self.rank + 1) % self.world
         assert self.world % 2 == 0
@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     member = join_process_group(timeout_s=30.0, backend="gloo")
-    check_agreement(member.store, member.rank, member.world, "plan hash", "abc")
+    check_ranks_agree(member.store, member.rank, member.world, "plan hash", "abc")
     around = Around(member, timeout_s=30.0)
     say(f"rank {member.rank} pid {os.getpid()} restart {member.restart} joined")
     ring = FlightRecorder()

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import optimus
-from optimus.engine.trainer import EXTRA_OPS, describe_line
+from optimus.engine.trainer import EXTRA_OPS, describe_status_line
 from optimus.ir.plan import Plan
 
 WORKER = (str(Path(__file__).with_name("fault_worker.py")),)
@@ -163,7 +163,7 @@ class Prepared:
     def lines_of(self, rank: int) -> set[str]:
         """Words of everything that a rank does in a step."""
         lines = len(self.loaded.programs[self.loaded.ranks.class_of(rank)])
-        return {describe_line(self.loaded, rank, line) for line in range(lines + len(EXTRA_OPS))}
+        return {describe_status_line(self.loaded, rank, line) for line in range(lines + len(EXTRA_OPS))}
 
 
 def prepare(folder: Path, ranks: int, *, encoder_pp: int = 2) -> Prepared:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from engine_cases import MEASURED, WINDOWED, Case
 from engine_worker import RankRun, everybody, play
 
-from optimus.engine.memory_tracker import count_step
+from optimus.engine.memory_tracker import measure_step_memory
 from optimus.engine.p2p import _PendingSends
 from optimus.models.segment import Segment
 
@@ -21,7 +21,7 @@ def count(case: Case, rank: int) -> dict[str, Any]:
     run = RankRun(case, rank)
     run.trains = True
     run.play(0)  # the optimizer makes its state
-    _, use = count_step(run.built, run.batch(1))
+    _, use = measure_step_memory(run.built, run.batch(1))
     return {"ranks": everybody({**asdict(use), "error": use.error})}
 
 

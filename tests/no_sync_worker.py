@@ -15,7 +15,7 @@ from host_reads import no_host_reads
 from torch import Tensor
 
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.models.kernels import TORCH_LINEAR, Kernels, LinearKernels
+from optimus.models.kernels import TORCH_LINEAR, KernelSet, LinearKernels
 from optimus.models.layer_ops import MlpUp, PreNorm, QkvLinear
 from optimus.models.segment import State
 
@@ -58,7 +58,7 @@ def _backward() -> AbstractContextManager[Any]:
         if bool(gradient.isfinite().all()):
             original(weight, gradient, rows)
 
-    kernels = Kernels(linear=LinearKernels(add_weight_gradient=add))
+    kernels = KernelSet(linear=LinearKernels(add_weight_gradient=add))
     defaults = RankTrainer.__init__.__kwdefaults__ or {}
     return patch.object(RankTrainer.__init__, "__kwdefaults__", {**defaults, "kernels": kernels})
 

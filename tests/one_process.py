@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, named_parameters
-from optimus.models.kernels import NUMERICS, Numerics
-from optimus.models.microbatch_inputs import bin_targets, encoder_inputs, llm_inputs
-from optimus.models.sample import PlacedItem, Sample, placed_items
+from optimus.models.kernels import NUMERICS, NumericConstants
+from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs, find_llm_row_targets
+from optimus.models.sample import PlacedItem, Sample, list_placed_items
 from optimus.models.segment import Segment
 
 
@@ -51,7 +51,7 @@ class OneProcess:
         *,
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
-        numerics: Mapping[str, Numerics] | None = None,
+        numerics: Mapping[str, NumericConstants] | None = None,
     ) -> None:
         self.model, self.dtype, self.seed = model, dtype, seed
         self.numerics = numerics or {}
@@ -60,7 +60,7 @@ class OneProcess:
             for module in model.modules
         }
 
-    def _numerics(self, module: Encoder | Llm) -> Numerics:
+    def _numerics(self, module: Encoder | Llm) -> NumericConstants:
         return self.numerics.get(module.name, NUMERICS)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -73,7 +73,7 @@ class OneProcess:
 
     def encode(self, encoder: Encoder, placed: PlacedItem, step: int) -> Tensor:
         """Returns the LLM rows of one item."""
-        inputs, context = encoder_inputs(
+        inputs, context = build_encoder_inputs(
             encoder,
             [placed],
             placed[2].tokens,
@@ -89,12 +89,14 @@ class OneProcess:
         """Returns the loss of one sample, a tensor of one element."""
         rows, targets = [], []
         for encoder in self.model.encoders:
-            items = placed_items(sample, encoder.name)
+            items = list_placed_items(sample, encoder.name)
             if items:
                 rows.append(torch.cat([self.encode(encoder, placed, step) for placed in items]))
                 tokens = sum(item.tokens for _, _, item in items)
-                targets.append(bin_targets(encoder, items, tokens, {sample.number: 0}, sample.length))
-        ids, context = llm_inputs(
+                targets.append(
+                    find_llm_row_targets(encoder, items, tokens, {sample.number: 0}, sample.length)
+                )
+        ids, context = build_llm_inputs(
             self.model.llm,
             [sample],
             targets,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine.buckets import RankBuckets
-from optimus.engine.compile import Compiler
+from optimus.engine.compile import ProgramCompiler
 from optimus.engine.distributed_optimizer import CLIP_EPS, DistributedOptimizer, ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
@@ -351,5 +351,5 @@ def _() -> AbstractContextManager[Any]:
 
     stack.enter_context(wrapped(ShardedBucket, "gather", gather))
     stack.enter_context(wrapped(ShardedBucket, "wait_gathered", wait))
-    stack.enter_context(wrapped(Compiler, "_gathers_needed", lambda original, self, *args: []))
+    stack.enter_context(wrapped(ProgramCompiler, "_gathers_needed", lambda original, self, *args: []))
     return stack

@@ -11,13 +11,13 @@ import torch
 from engine_bugs import Bugs, bug, wrapped
 from torch import Tensor
 
-from optimus.engine import batches
+from optimus.engine import rank_batch
 from optimus.engine.buckets import RankBuckets
 from optimus.models import end_layers, kernels
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import AsyncCollective, ParamSplit, TpGroup
 from optimus.models.layer_ops import ResidualAdd
-from optimus.models.microbatch_inputs import LlmContext
+from optimus.models.microbatch_inputs import LlmMicrobatchContext
 from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import AllGather, SeamExchange
 from optimus.models.transformer_layer import ResidualProjection
@@ -138,12 +138,12 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("dropout of a rank's rows is that of the first rows", "tp: full", TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def shard(original: Any, self: LlmContext, rows: slice, seam: Any) -> LlmContext:
-        found: LlmContext = original(self, rows, seam)
+    def shard(original: Any, self: LlmMicrobatchContext, rows: slice, seam: Any) -> LlmMicrobatchContext:
+        found: LlmMicrobatchContext = original(self, rows, seam)
         keys = None if self.dropout_keys is None else self.dropout_keys[: rows.stop - rows.start]
         return replace(found, dropout_keys=keys)
 
-    return wrapped(LlmContext, "shard", shard)
+    return wrapped(LlmMicrobatchContext, "shard", shard)
 
 
 @bug("the gradient of a join forgets its dropout", "tp: full", TP_BUGS)
@@ -156,12 +156,12 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("encoder rows are placed where the other rank's belong", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def route_rows(original: Any, pieces: Any, tp_group: TpGroup, length: int) -> Any:
+    def route_encoder_rows(original: Any, pieces: Any, tp_group: TpGroup, length: int) -> Any:
         found = original(pieces, tp_group, length)
         own = length // tp_group.size
         return replace(found, targets=(found.targets + 1) % own)
 
-    return wrapped(batches, "route_rows", route_rows)
+    return wrapped(rank_batch, "route_encoder_rows", route_encoder_rows)
 
 
 @bug("gradients of encoder rows stay where they are", PLAIN, TP_BUGS)

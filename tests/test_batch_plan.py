@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from optimus.engine.batch_plan import (
     COLUMNS,
     BatchPlan,
-    BatchPlanExchange,
+    BatchPlanBroadcast,
     SampleSizes,
     plan_batch,
 )
@@ -121,7 +121,7 @@ def test_more_items_than_rows_are_an_error_of_the_program(plan: Plan) -> None:
 def test_alone_a_reader_tells_itself(plan: Plan) -> None:
     samples = [SampleSizes(number=n, items={"vision": (2,)}) for n in range(3)]
     table = plan_batch(plan, samples)
-    exchange = BatchPlanExchange(plan, None, reader=0, max_items=8)
+    exchange = BatchPlanBroadcast(plan, None, reader=0, max_items=8)
     exchange.start(table, len(samples))
     assert exchange.wait() == table
     with pytest.raises(AssertionError, match="start"):

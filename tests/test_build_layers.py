@@ -11,9 +11,9 @@ from tiny_models import DTYPE, ENCODERS, LLMS, build, random_samples, tiny_model
 
 from optimus.errors import UserError
 from optimus.job.model import Encoder, Experts, LatentAttention, Llm
-from optimus.models.build import build_layers, layer_count
-from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
-from optimus.models.sample import Item
+from optimus.models.build import build_layers, count_layers
+from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
+from optimus.models.sample import SampleItem
 
 
 @pytest.mark.parametrize("name", [*LLMS, *ENCODERS])
@@ -21,7 +21,7 @@ def test_any_range_of_layers_has_the_parameters_of_the_whole(name: str) -> None:
     module, layers = build(name)
     parameters = parameters_by_name(module, layers)
     assert sum(parameter.numel() for parameter in parameters.values()) == module.parameters()
-    count = layer_count(module)
+    count = count_layers(module)
     for first, end in [(0, 1), (1, count), (2, 3), (count - 1, count), (1, 1)]:
         part = build_layers(module, dtype=DTYPE, first=first, end=end)
         assert len(part) == end - first
@@ -47,7 +47,7 @@ def test_a_tied_head_shares_the_table_or_has_an_equal_one() -> None:
     llm = LLMS["gpt"][0]
     layers = build_layers(llm, dtype=DTYPE)
     assert layers[0][0].weight is layers[-1][0].weight
-    count = layer_count(llm)
+    count = count_layers(llm)
     last = build_layers(llm, dtype=DTYPE, first=count - 1)
     assert torch.equal(last[0][0].weight, layers[0][0].weight)
     assert "llm.embedding.weight" in parameters_by_name(llm, last, first=count - 1)
@@ -81,9 +81,9 @@ def test_items_that_do_not_fit_their_encoder_are_refused() -> None:
     windows, learned, sound = ENCODERS["windows"], ENCODERS["learned"], ENCODERS["sound"]
 
     def refused(encoder: Encoder, grid: tuple[int, ...], tokens: int, match: str) -> None:
-        item = Item(offset=0, grid=grid, inputs=torch.zeros(tokens, encoder.patch_inputs))
+        item = SampleItem(offset=0, grid=grid, inputs=torch.zeros(tokens, encoder.patch_inputs))
         with pytest.raises(UserError, match=match):
-            encoder_inputs(encoder, [(0, 0, item)], 400, seed=0, step=0)
+            build_encoder_inputs(encoder, [(0, 0, item)], 400, seed=0, step=0)
 
     refused(windows, (3, 4), 12, "multiples of 2")
     refused(windows, (4,), 4, "multiples of 2")
@@ -107,8 +107,8 @@ def test_every_place_of_an_image_has_a_learned_position_of_its_own(
     learned = ENCODERS["learned"]
     encoder = replace(learned, positions=positions)
     tokens = sides[0] * sides[1]
-    item = Item(offset=0, grid=sides, inputs=torch.zeros(tokens, encoder.patch_inputs))
-    _, context = encoder_inputs(encoder, [(0, 0, item)], tokens, seed=0, step=0)
+    item = SampleItem(offset=0, grid=sides, inputs=torch.zeros(tokens, encoder.patch_inputs))
+    _, context = build_encoder_inputs(encoder, [(0, 0, item)], tokens, seed=0, step=0)
     assert context.positions is not None
     assert sorted(context.positions.tolist()) == list(range(tokens))
 
@@ -116,4 +116,4 @@ def test_every_place_of_an_image_has_a_learned_position_of_its_own(
 def test_a_sample_longer_than_the_learned_positions_is_refused() -> None:
     model = tiny_model("gpt")
     with pytest.raises(UserError, match="use 65 or more"):
-        llm_inputs(model.llm, random_samples(model, 1, length=65), [], 1.0, seed=0, step=0)
+        build_llm_inputs(model.llm, random_samples(model, 1, length=65), [], 1.0, seed=0, step=0)

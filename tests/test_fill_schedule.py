@@ -26,11 +26,11 @@ from optimus.engine.fsdp_ddp import (
     FsdpBucket,
     FsdpSegment,
     disable_fsdp_hooks,
-    fsdp_modules,
-    make_bucket,
-    reject_wrapped,
+    list_fsdp_modules,
+    make_param_bucket,
+    reject_wrapped_modules,
 )
-from optimus.engine.torch_private import fake_world
+from optimus.engine.torch_private import fake_process_group
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.models.chunk import SegmentedChunk
@@ -127,7 +127,7 @@ def test_what_is_handed_on_twice_gets_both_gradients() -> None:
 @pytest.fixture
 def rank() -> Iterator[None]:
     """Rank 0 of a world whose backend does nothing."""
-    with fake_world(0, CASE.ranks):
+    with fake_process_group(0, CASE.ranks):
         yield
 
 
@@ -192,7 +192,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_name(what: str, count: int
 def test_a_parameter_shared_by_stages_with_replicas_is_refused_by_name() -> None:
     """The first bucket would be summed over replicas before the other stage has added to it."""
     case = FillCase(name="shared", ranks=4, pp=2, chunks=2)
-    with fake_world(0, case.ranks):
+    with fake_process_group(0, case.ranks):
         stage, _ = make_stages(case)[:2]
         mine = FillSchedule([stage, stage], make_encoders(case), case.plan)
         nothing = MessageSpecs(inputs={}, rows={})
@@ -249,14 +249,14 @@ def test_a_module_sharded_over_a_part_of_its_replicas_is_refused(alone: DeviceMe
 def test_a_wrapped_block_that_runs_elsewhere_is_refused(alone: DeviceMesh, inside: bool) -> None:
     module = fully_shard(nn.Linear(2, 2), mesh=alone)
     with pytest.raises(UserError, match=r"encoders.images.*does not run on this rank"):
-        reject_wrapped(nn.Sequential(module) if inside else module, "encoders.images")
-    reject_wrapped(nn.Linear(2, 2), "encoders.images")
+        reject_wrapped_modules(nn.Sequential(module) if inside else module, "encoders.images")
+    reject_wrapped_modules(nn.Linear(2, 2), "encoders.images")
 
 
 def test_a_block_that_is_sharded_in_part_is_refused(alone: DeviceMesh) -> None:
     module = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=alone), nn.Linear(2, 2))
     with pytest.raises(UserError, match="only in part"):
-        make_bucket(fsdp_modules(module), list(module.parameters()), None)
+        make_param_bucket(list_fsdp_modules(module), list(module.parameters()), None)
 
 
 def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> None:
@@ -265,7 +265,7 @@ def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(module, mesh=alone, mp_policy=policy)
     disable_fsdp_hooks(module, "llm", (0,))
-    bucket, block = FsdpBucket(list(module.parameters()), fsdp_modules(module)), FsdpSegment(module)
+    bucket, block = FsdpBucket(list(module.parameters()), list_fsdp_modules(module)), FsdpSegment(module)
     bucket.zero_grad()
     bucket.gather()
     bucket.wait_gathered()

@@ -13,7 +13,7 @@ import torch
 from host_cost import SegmentCosts, communication_costs, segment_costs
 from torch import distributed as dist
 
-from optimus.engine.torch_private import fake_world
+from optimus.engine.torch_private import fake_process_group
 
 ROOT = Path(__file__).parents[1]
 BARE_CALLS = 30  # of torch, that a line of a large plan may take
@@ -42,7 +42,7 @@ def segments() -> SegmentCosts:
 
 @pytest.fixture(scope="module")
 def communication() -> Iterator[dict[str, float]]:
-    with fake_world(0, 2):
+    with fake_process_group(0, 2):
         yield communication_costs(dist.group.WORLD)
 
 

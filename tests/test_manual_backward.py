@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from optimus.job.model import Attention, Mlp, Stack
-from optimus.models.attention import Rotary, sequence_rotary
+from optimus.models.attention import Rotary, build_sequence_rotary_table
 from optimus.models.collectives import NO_TP, TpGroup
-from optimus.models.dropout import Dropout, row_keys
-from optimus.models.kernels import KERNELS, Numerics
+from optimus.models.dropout import Dropout, make_dropout_keys
+from optimus.models.kernels import KERNELS, NumericConstants
 from optimus.models.layer_ops import ResidualAdd
 from optimus.models.segment import (
     ManualBackwardSegment,
@@ -24,7 +24,13 @@ from optimus.models.segment import (
     WeightGradStore,
 )
 from optimus.models.tensor_parallel import TpCollective
-from optimus.models.transformer_layer import Projection, Qkv, Up, attention_out, mlp_down
+from optimus.models.transformer_layer import (
+    LinearSegment,
+    MlpUpSegment,
+    QkvSegment,
+    build_attention_out,
+    build_mlp_down,
+)
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 6, 8, 4, 4
 WHERE = {"dtype": torch.float64}
@@ -53,20 +59,20 @@ class Context:
 CONTEXTS = {
     "plain": Context(dropout_keys=None, rotary=None),
     "turned, dropped": Context(
-        dropout_keys=row_keys(torch.arange(ROWS), seed=0, step=0, sample=0),
-        rotary=sequence_rotary(torch.arange(ROWS), HEAD_DIM, 10_000.0, torch.float64),
+        dropout_keys=make_dropout_keys(torch.arange(ROWS), seed=0, step=0, sample=0),
+        rotary=build_sequence_rotary_table(torch.arange(ROWS), HEAD_DIM, 10_000.0, torch.float64),
     ),
 }
 
 
 def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
     """Yields the segments of a layer, or with `parts` those of a rank of two under tensor parallelism."""
-    numerics, tp_group = Numerics(dropout=0.25), TpGroup(rank=0, size=2 if parts else 1)
-    projections: list[Projection] = [
-        Qkv(stack, numerics, KERNELS, tp_group, **WHERE),
-        attention_out(stack, numerics, KERNELS, "out", tp_group, **WHERE),
-        Up(stack, numerics, KERNELS, tp_group, **WHERE),
-        mlp_down(stack, numerics, KERNELS, "down", tp_group, **WHERE),
+    numerics, tp_group = NumericConstants(dropout=0.25), TpGroup(rank=0, size=2 if parts else 1)
+    projections: list[LinearSegment] = [
+        QkvSegment(stack, numerics, KERNELS, tp_group, **WHERE),
+        build_attention_out(stack, numerics, KERNELS, "out", tp_group, **WHERE),
+        MlpUpSegment(stack, numerics, KERNELS, tp_group, **WHERE),
+        build_mlp_down(stack, numerics, KERNELS, "down", tp_group, **WHERE),
     ]
     for projection in projections:
         for parameter in projection.parameters():
@@ -146,9 +152,9 @@ def test_no_op_of_a_layer_builds_a_graph() -> None:
 
 def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
     for stack in STACKS.values():
-        moved = Up(stack, Numerics(), KERNELS, NO_TP, dtype=torch.float64, device="meta").to_empty(
-            device="cpu"
-        )
+        moved = MlpUpSegment(
+            stack, NumericConstants(), KERNELS, NO_TP, dtype=torch.float64, device="meta"
+        ).to_empty(device="cpu")
         x = torch.randn(ROWS, WIDTH, **WHERE)
         _, saved = moved.run_forward((x,), (True,), CONTEXTS["plain"], WeightGradStore())
         assert saved is not None
@@ -206,7 +212,11 @@ def test_a_bias_that_adds_up_in_float32_gets_sums_in_float32() -> None:
 
 
 def test_dropout_in_a_graph_keeps_keys_and_drops_gradients_as_it_drops_rows() -> None:
-    keys, dropout, kept = row_keys(torch.arange(ROWS), seed=0, step=0, sample=0), Dropout("site", 0.1), []
+    keys, dropout, kept = (
+        make_dropout_keys(torch.arange(ROWS), seed=0, step=0, sample=0),
+        Dropout("site", 0.1),
+        [],
+    )
 
     def keep(tensor: Tensor) -> Tensor:
         kept.append(tensor)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from optimus.job.model import Model
 from optimus.models.build import build_layers
-from optimus.models.dropout import Dropout, row_keys
-from optimus.models.microbatch_inputs import bin_targets, encoder_inputs, llm_inputs
-from optimus.models.sample import PlacedItem, Sample, placed_items
+from optimus.models.dropout import Dropout, make_dropout_keys
+from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs, find_llm_row_targets
+from optimus.models.sample import PlacedItem, Sample, list_placed_items
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +32,18 @@ def in_bins(
     first_rows = {sample.number: start for sample, start in zip(samples, starts, strict=True)}
     rows, targets = [], []
     for encoder in model.encoders:
-        items = [placed for sample in samples for placed in placed_items(sample, encoder.name)]
+        items = [placed for sample in samples for placed in list_placed_items(sample, encoder.name)]
         outputs, places = [], []
         for members in bins:
             mine = [items[member] for member in members if member < len(items)]
-            inputs, in_bin = encoder_inputs(encoder, mine, capacity, seed=oracle.seed, step=4, dtype=DTYPE)
+            inputs, in_bin = build_encoder_inputs(
+                encoder, mine, capacity, seed=oracle.seed, step=4, dtype=DTYPE
+            )
             outputs.append(whole(oracle.layers[encoder.name], (inputs,), in_bin)[0])
-            places.append(bin_targets(encoder, mine, capacity, first_rows, n))
+            places.append(find_llm_row_targets(encoder, mine, capacity, first_rows, n))
         rows.append(torch.cat(outputs))
         targets.append(torch.cat(places))
-    ids, context = llm_inputs(
+    ids, context = build_llm_inputs(
         model.llm,
         samples,
         targets,
@@ -84,7 +86,7 @@ def test_an_item_has_the_same_rows_in_every_bin(name: str) -> None:
     items = images(encoder)
 
     def rows(members: list[PlacedItem], capacity: int) -> Tensor:
-        inputs, context = encoder_inputs(encoder, members, capacity, seed=1, step=2, dtype=DTYPE)
+        inputs, context = build_encoder_inputs(encoder, members, capacity, seed=1, step=2, dtype=DTYPE)
         return whole(layers, (inputs,), context)[0].detach()
 
     before, alone = items[2][2].tokens, items[0][2].tokens
@@ -100,13 +102,13 @@ def test_an_item_has_the_same_rows_in_every_bin(name: str) -> None:
 def test_dropout_masks_are_equal_bit_by_bit_in_every_bin() -> None:
     encoder = ENCODERS["learned"]
     items = images(encoder)
-    _, one = encoder_inputs(encoder, [items[1]], 24, seed=1, step=2)
-    _, two = encoder_inputs(encoder, [items[0], items[1]], 64, seed=1, step=2)
+    _, one = build_encoder_inputs(encoder, [items[1]], 24, seed=1, step=2)
+    _, two = build_encoder_inputs(encoder, [items[0], items[1]], 64, seed=1, step=2)
     assert one.dropout_keys is not None and two.dropout_keys is not None
     drop = Dropout("somewhere", 0.1)
     assert torch.equal(drop.keep_mask(one.dropout_keys, 16), drop.keep_mask(two.dropout_keys[16:40], 16))
     sample, number, item = items[1]
-    _, other = encoder_inputs(encoder, [(sample, number + 1, item)], 24, seed=1, step=2)
+    _, other = build_encoder_inputs(encoder, [(sample, number + 1, item)], 24, seed=1, step=2)
     assert other.dropout_keys is not None and not (other.dropout_keys == one.dropout_keys).any()
 
 
@@ -114,7 +116,7 @@ def test_dropout_drops_its_share_and_masks_are_independent() -> None:
     rows, width, share = 2_000, 256, 0.1
     masks = [
         Dropout(site, share).keep_mask(
-            row_keys(torch.arange(rows), seed=seed, step=step, sample=sample, item=item), width
+            make_dropout_keys(torch.arange(rows), seed=seed, step=step, sample=sample, item=item), width
         )
         for seed, step, sample, item, site in [
             (0, 0, 0, -1, "here"),

@@ -17,11 +17,11 @@ from optimus.job.model import Encoder, Llm
 from optimus.models.attention import attend_by_spans
 from optimus.models.build import build_layers
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.kernels import Norm, Numerics
+from optimus.models.kernels import Norm, NumericConstants
 from optimus.models.layer_ops import SwiGlu, swiglu
-from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
+from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
 from optimus.models.phase_order import Recompute
-from optimus.models.sample import token_order
+from optimus.models.sample import compute_token_order
 from optimus.models.segment import WeightGradStore
 
 State = tuple[Tensor, ...]
@@ -40,7 +40,9 @@ NAMES = [*LLMS, *ENCODERS, "frozen trunk", "frozen projector", "frozen llm"]
 def inputs_of(module: Encoder | Llm, name: str) -> tuple[State, tuple[bool, ...], Any]:
     """Returns state, which of it needs gradients, and context of one microbatch."""
     if isinstance(module, Encoder):
-        inputs, encoder_context = encoder_inputs(module, images(module), 80, seed=1, step=2, dtype=DTYPE)
+        inputs, encoder_context = build_encoder_inputs(
+            module, images(module), 80, seed=1, step=2, dtype=DTYPE
+        )
         return (inputs,), (False,), encoder_context
     key = name if name in LLMS else "llama"
     model = tiny_model(key)
@@ -51,7 +53,7 @@ def inputs_of(module: Encoder | Llm, name: str) -> tuple[State, tuple[bool, ...]
         torch.randn(count, module.stack.hidden, generator=generator, dtype=DTYPE) for count in (6, 4)
     )
     targets = [torch.tensor([3, 4, 5, n, 50, n]), torch.tensor([n, 60, 61, 8])]
-    ids, context = llm_inputs(
+    ids, context = build_llm_inputs(
         module,
         samples,
         targets,
@@ -200,7 +202,7 @@ def test_nothing_reads_values_or_sizes_from_a_device(name: str) -> None:
 @pytest.mark.parametrize("grid", [(4, 4), (6, 10), (2, 2), (8, 2), (3, 4, 6)])
 def test_windows_and_merge_groups_stand_together_and_the_llm_gets_raster_order(grid: tuple[int, ...]) -> None:
     encoder = ENCODERS["windows"]
-    order = token_order(encoder, grid)
+    order = compute_token_order(encoder, grid)
     frames, height, width = grid if len(grid) == 3 else (1, *grid)
     tokens = frames * height * width
     assert sorted(order.raster_index.tolist()) == list(range(tokens))
@@ -259,7 +261,7 @@ def test_the_loss_falls_along_its_gradient() -> None:
 @pytest.mark.parametrize("name", ["qwen", "windows"])
 def test_bf16_comes_near_float64(name: str) -> None:
     module, exact = build(name)
-    numerics = LLMS[name][1] if name in LLMS else Numerics()
+    numerics = LLMS[name][1] if name in LLMS else NumericConstants()
     layers = build_layers(module, dtype=torch.bfloat16, numerics=numerics)
     state, _, context = inputs_of(module, name)
     (expected,) = whole(exact, state, context)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.models.build import build_layers
-from optimus.models.kernels import Numerics
-from optimus.models.microbatch_inputs import encoder_inputs, llm_inputs
-from optimus.models.sample import IGNORE_INDEX, Item, Sample, token_order
+from optimus.models.kernels import NumericConstants
+from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
+from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem, compute_token_order
 
 pytestmark = [pytest.mark.ci("engine"), pytest.mark.filterwarnings("ignore")]  # warnings of the reference
 
@@ -156,7 +156,7 @@ def qwen_vision_names(get: Get, encoder: Encoder, *, inner: str = "") -> Named:
 # ------------------------------------------------------------------------ language models
 
 
-def text_case(name: str) -> tuple[Any, Llm, Numerics, Callable[..., Named]]:
+def text_case(name: str) -> tuple[Any, Llm, NumericConstants, Callable[..., Named]]:
     transformers = reference_module()
     common: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -175,7 +175,7 @@ def text_case(name: str) -> tuple[Any, Llm, Numerics, Callable[..., Named]]:
         attention=Attention(heads=4, kv_heads=2, head_dim=8),
         mlp=Mlp(width=24),
     )
-    numerics = Numerics(norm_eps=1e-5)
+    numerics = NumericConstants(norm_eps=1e-5)
     llm = Llm(stack=stack, vocab=VOCAB)
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common)), llm, numerics, llama_names
@@ -215,7 +215,7 @@ def test_language_models_equal_the_reference(name: str) -> None:
     labels[4] = IGNORE_INDEX
     sample = Sample(number=0, tokens=ids, labels=labels, documents=lengths)
 
-    _, context = llm_inputs(llm, [sample], [], 1.0, seed=0, step=0, dtype=DTYPE, numerics=numerics)
+    _, context = build_llm_inputs(llm, [sample], [], 1.0, seed=0, step=0, dtype=DTYPE, numerics=numerics)
     state = whole(ours.layers["llm"][:-1], (ids,), context)
     logits = ours.layers["llm"][-1][0].logits(state)
     expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(lengths)])
@@ -274,12 +274,12 @@ def merge_order(inputs: Tensor, grid: tuple[int, ...]) -> Tensor:
     return blocks.transpose(2, 3).reshape(inputs.shape)
 
 
-def images(grids: list[tuple[int, ...]]) -> tuple[list[Item], Tensor, Tensor]:
+def images(grids: list[tuple[int, ...]]) -> tuple[list[SampleItem], Tensor, Tensor]:
     """Items, and what the reference takes: inputs and grids."""
     items = []
     for number, grid in enumerate(grids):
         tokens = int(torch.tensor(grid).prod())
-        items.append(Item(offset=0, grid=grid, inputs=normal(tokens, 8, seed=number)))
+        items.append(SampleItem(offset=0, grid=grid, inputs=normal(tokens, 8, seed=number)))
     inputs = torch.cat([merge_order(item.inputs, item.grid) for item in items])
     return items, inputs, torch.tensor([grid if len(grid) == 3 else (1, *grid) for grid in grids])
 
@@ -309,11 +309,11 @@ def test_vision_towers_equal_the_reference(name: str) -> None:
     items, theirs, grids = images([(6, 10), (4, 4), (2, 6, 4), (2, 2)])
     expected = reference(theirs, grid_thw=grids).pooler_output
     placed = [(0, number, item) for number, item in enumerate(items)]
-    inputs, context = encoder_inputs(encoder, placed, len(theirs) + 12, seed=0, step=0, dtype=DTYPE)
+    inputs, context = build_encoder_inputs(encoder, placed, len(theirs) + 12, seed=0, step=0, dtype=DTYPE)
     (rows,) = whole(layers, (inputs,), context)
     start = 0
     for item in items:
-        tokens = token_order(encoder, item.grid).output_index
+        tokens = compute_token_order(encoder, item.grid).output_index
         end = start + len(tokens)
         assert_close(rows[start:end], expected[start:end][tokens], str(item.grid))
         start = end
@@ -346,14 +346,14 @@ def test_learned_positions_of_an_image_equal_the_reference() -> None:
         patch_inputs=8,
         positions=16,
     )
-    layers = build_layers(encoder, dtype=DTYPE, numerics=Numerics(gelu="tanh"))
+    layers = build_layers(encoder, dtype=DTYPE, numerics=NumericConstants(gelu="tanh"))
     parameters = parameters_by_name(encoder, layers)
     copied(parameters, siglip_names(getters(reference)[0], encoder))
 
     image = normal(1, 2, 8, 8)
     patches = nn.functional.unfold(image, 2, stride=2)[0].T
-    item = Item(offset=0, grid=(4, 4), inputs=patches)
-    inputs, context = encoder_inputs(encoder, [(0, 0, item)], 20, seed=0, step=0, dtype=DTYPE)
+    item = SampleItem(offset=0, grid=(4, 4), inputs=patches)
+    inputs, context = build_encoder_inputs(encoder, [(0, 0, item)], 20, seed=0, step=0, dtype=DTYPE)
     (rows,) = whole(layers, (inputs,), context)
     assert_close(rows[:16], reference(image).last_hidden_state[0])
 
@@ -409,7 +409,7 @@ def test_a_vision_language_model_with_multimodal_rotary_equals_the_reference() -
     llm = Llm(stack=Stack(hidden=32, layers=2, attention=attention, mlp=Mlp(width=24)), vocab=VOCAB)
     ours = OneProcess(
         Model(name="reference", encoders=(encoder,), llm=llm),
-        numerics={"llm": Numerics(rope_sections=sections)},
+        numerics={"llm": NumericConstants(rope_sections=sections)},
     )
 
     def names(get: Get) -> Named:
@@ -481,13 +481,13 @@ def test_a_whisper_encoder_equals_the_reference_behind_its_convolutions(learned:
         patch_inputs=hidden,
         positions=frames if learned else 0,
     )
-    layers = build_layers(encoder, dtype=DTYPE, numerics=Numerics(norm_eps=1e-5))
+    layers = build_layers(encoder, dtype=DTYPE, numerics=NumericConstants(norm_eps=1e-5))
     copied(parameters_by_name(encoder, layers), whisper_names(getters(reference)[0], encoder))
 
     mel = normal(1, 3, 2 * frames)
     stem = nn.functional.gelu(reference.conv2(nn.functional.gelu(reference.conv1(mel))))[0].T
-    item = Item(offset=0, grid=(frames,), inputs=stem.detach())
-    inputs, context = encoder_inputs(encoder, [(0, 0, item)], frames + 5, seed=0, step=0, dtype=DTYPE)
+    item = SampleItem(offset=0, grid=(frames,), inputs=stem.detach())
+    inputs, context = build_encoder_inputs(encoder, [(0, 0, item)], frames + 5, seed=0, step=0, dtype=DTYPE)
     (rows,) = whole(layers, (inputs,), context)
     assert_close(rows[:frames], reference(mel).last_hidden_state[0])
 

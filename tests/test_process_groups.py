@@ -15,8 +15,13 @@ from tiny_plans import tiny_plan
 from torch import distributed as dist
 
 from optimus.engine import process_groups as engine_groups
-from optimus.engine.process_groups import group_axes, make_groups, seam_edge, stage_edge
-from optimus.engine.torch_private import fake_world
+from optimus.engine.process_groups import (
+    find_seam_peer,
+    find_stage_peer,
+    list_group_axes,
+    make_process_groups,
+)
+from optimus.engine.torch_private import fake_process_group
 from optimus.ir.op import RECVS, SENDS, OpKind
 from optimus.ir.plan import EncoderBlocks, Plan, Seconds
 from optimus.planner.user_modules import plan_modules
@@ -75,7 +80,7 @@ def many() -> list[Plan]:
 def test_every_axis_divides_ranks_without_overlap_and_all_members_agree(many: list[Plan]) -> None:
     for plan in many:
         everybody = range(plan.ranks.world)
-        for axis in group_axes(plan):
+        for axis in list_group_axes(plan):
             for rank in everybody:
                 members = axis.members(rank)
                 assert not members or rank in members, (axis.name, rank)
@@ -85,13 +90,13 @@ def test_every_axis_divides_ranks_without_overlap_and_all_members_agree(many: li
 
 def test_axes_have_names_of_their_own_and_do_not_depend_on_the_number_of_replicas(many: list[Plan]) -> None:
     for plan in many:
-        names = [axis.name for axis in group_axes(plan)]
+        names = [axis.name for axis in list_group_axes(plan)]
         assert len(names) == len(set(names))
         grown = {
             name: replace(module, layout=module.layout.with_(dp=3 * module.layout.dp))
             for name, module in plan.modules.items()
         }
-        assert [axis.name for axis in group_axes(replace(plan, modules=grown))] == names
+        assert [axis.name for axis in list_group_axes(replace(plan, modules=grown))] == names
 
 
 Line = tuple[str, int, int]  # module, virtual stage at the receiving end of the edge, microbatch
@@ -104,16 +109,16 @@ def transfers(plan: Plan, rank: int) -> Iterator[tuple[OpKind, str, int, Line]]:
     for number, kind_number, chunk, microbatch, _ in plan.programs[device].rows.tolist():
         name, kind = plan.names[number], OpKind(kind_number)
         if kind in SEAM_KINDS:
-            yield kind, *seam_edge(plan, rank, name, kind, microbatch), (name, 0, microbatch)
+            yield kind, *find_seam_peer(plan, rank, name, kind, microbatch), (name, 0, microbatch)
         elif kind in SENDS or kind in RECVS:
             virtual = chunk * plan.modules[name].layout.pp + ranks.stage_of(name, device)
             later = virtual + (kind in (OpKind.SEND_F, OpKind.RECV_B))  # the later end of the edge
-            yield kind, *stage_edge(plan, rank, name, kind), (name, later, microbatch)
+            yield kind, *find_stage_peer(plan, rank, name, kind), (name, later, microbatch)
 
 
 def test_both_ends_of_every_transfer_name_the_same_axis_and_each_other(many: list[Plan]) -> None:
     for plan in many:
-        members = {axis.name: axis.members for axis in group_axes(plan)}
+        members = {axis.name: axis.members for axis in list_group_axes(plan)}
         sent: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
         received: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
         for rank in range(plan.ranks.world):
@@ -175,12 +180,12 @@ def test_ranks_make_as_many_groups_in_a_world_of_any_size(
     found = {}
     for world in WORLDS:
         plan = world_plan(world)
-        names = [axis.name for axis in group_axes(plan)]
+        names = [axis.name for axis in list_group_axes(plan)]
         for rank in (0, world // 2, world - 1):
             calls.clear()
-            with fake_world(rank, world):
+            with fake_process_group(rank, world):
                 began_s = time.perf_counter()
-                made = make_groups(plan, rank, timeout_s=5)
+                made = make_process_groups(plan, rank, timeout_s=5)
                 seconds = time.perf_counter() - began_s
                 assert {len(made.members[name]) > 1 for name in made.groups} == {True}
                 mesh = made.mesh("llm", "cpu")
@@ -211,8 +216,8 @@ def splitting(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_split_divides_the_ranks_of_its_axis(splitting: list[Any], world: int) -> None:
     """One call per axis, with every group of it; so all ranks give the same lists."""
     plan = world_plan(world)
-    make_groups(plan, 0, timeout_s=5)
-    for (_, kwargs), axis in zip(splitting, group_axes(plan), strict=True):
+    make_process_groups(plan, 0, timeout_s=5)
+    for (_, kwargs), axis in zip(splitting, list_group_axes(plan), strict=True):
         lists = kwargs["split_ranks"]
         named = [member for members in lists for member in members]
         assert len(named) == len(set(named)) and set(named) <= set(range(world))
@@ -230,9 +235,9 @@ def test_ranks_split_as_often_in_a_world_of_any_size(
         plan = world_plan(world)
         for rank in (0, world // 2, world - 1):
             splitting.clear()
-            make_groups(plan, rank, timeout_s=5)
+            make_process_groups(plan, rank, timeout_s=5)
             assert [kwargs["group_desc"] for _, kwargs in splitting] == [
-                axis.name for axis in group_axes(plan)
+                axis.name for axis in list_group_axes(plan)
             ]
             found.add(len(splitting))
     assert len(found) == 1

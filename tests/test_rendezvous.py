@@ -18,12 +18,12 @@ from faults import ROOT, Run, alive
 from machine import allowed_s
 from torch.distributed import HashStore
 
-from optimus.engine.launcher import launch
+from optimus.engine.launcher import launch_processes
 from optimus.engine.rendezvous import (
     RendezvousTimeout,
     _agree_on_attempt,
-    check_agreement,
-    host_store,
+    check_ranks_agree,
+    host_tcp_store,
     join_process_group,
 )
 from optimus.environment import Launched, for_rank, launched
@@ -103,11 +103,12 @@ def test_ranks_that_agree_go_on_and_others_all_stop() -> None:
     world = 12
     store = HashStore()
     assert (
-        on_all(world, lambda rank: check_agreement(store, rank, world, "plan hash", "abc")) == [None] * world
+        on_all(world, lambda rank: check_ranks_agree(store, rank, world, "plan hash", "abc"))
+        == [None] * world
     )
     keys = store.num_keys()
     results = on_all(
-        world, lambda rank: check_agreement(store, rank, world, "other", "abd" if rank == 7 else "abc")
+        world, lambda rank: check_ranks_agree(store, rank, world, "other", "abd" if rank == 7 else "abc")
     )
     assert {str(one) for one in results} == {
         "error: other = abd on rank 7 differs from abc on rank 0\nhint: give all ranks the same files"
@@ -116,7 +117,7 @@ def test_ranks_that_agree_go_on_and_others_all_stop() -> None:
 
 
 def test_our_store_is_not_open_to_the_network() -> None:
-    store = host_store(socket.create_server(("127.0.0.1", 0)), 5.0)  # as the launcher makes it
+    store = host_tcp_store(socket.create_server(("127.0.0.1", 0)), 5.0)  # as the launcher makes it
     port = f":{store.port:04X}"
     tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table]
@@ -161,7 +162,7 @@ def test_ranks_end_together(
     how: str, code: int, entry: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     begin_s = time.monotonic()
-    assert launch(entry, [how, str(tmp_path)], 3) == code
+    assert launch_processes(entry, [how, str(tmp_path)], 3) == code
     assert time.monotonic() - begin_s < allowed_s(5.0)
     assert len(list(tmp_path.glob("*.pid"))) == 3 and not left(tmp_path)
     written = capfd.readouterr().err
@@ -175,8 +176,8 @@ def test_ranks_end_together(
 @pytest.mark.ci("engine")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_all_ranks(number: int, entry: str, tmp_path: Path) -> None:
-    launching = f"launch('{entry}', sys.argv[1:], 3)"
-    call = f"import sys; from optimus.engine.launcher import launch; sys.exit({launching})"
+    launching = f"launch_processes('{entry}', sys.argv[1:], 3)"
+    call = f"import sys; from optimus.engine.launcher import launch_processes; sys.exit({launching})"
     process = subprocess.Popen([sys.executable, "-c", call, "interrupted", str(tmp_path)], cwd=ROOT)
     try:
         deadline = time.monotonic() + 30
@@ -199,7 +200,7 @@ def test_our_launcher_runs_the_worker(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
-    assert launch("fault_worker", ["--fail-rank", "2"], 4) == 1
+    assert launch_processes("fault_worker", ["--fail-rank", "2"], 4) == 1
     out, written = capfd.readouterr()
     assert "restart 0 step 2 at" in out
     assert "rank 2 failed between ops: a mistake in the step" in written

@@ -15,17 +15,17 @@ from tensor_parallel_bugs import TP_BUGS
 from test_equality import caught, check, check_cases
 from worker_lines import run_worker
 
-from optimus.engine.build_rank import layer_ranges, recompute_mode
-from optimus.engine.compile import SKIPPED_IN_RECOMPUTE, place_phases
-from optimus.engine.encoder_llm_routing import RoutedRows, route_rows
+from optimus.engine.build_rank import choose_recompute_mode, find_layer_ranges
+from optimus.engine.rank_batch import RoutedEncoderRows, route_encoder_rows
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models import phase_order
-from optimus.models.build import build_layers, tensor_parallel_layer
+from optimus.models.build import build_layers, insert_tp_collectives
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import ParamSplit, TpGroup
+from optimus.models.phase_order import SKIPPED_IN_RECOMPUTE, place_phases
 from optimus.verify.validator import check_plan
 
 QUICK = ("tp: four", "sharded tp: eight: pp 2 x tp 2 x dp 2, two encoders")
@@ -102,13 +102,13 @@ def check_launches(case: Case) -> None:
         for rank in range(case.ranks):
             stage = plan.ranks.stage_of(name, plan.ranks.class_of(rank))
             tp_group = TpGroup(rank=plan.ranks.place(name, rank).tp, size=plan.modules[name].layout.tp)
-            for number, (first, end) in enumerate(layer_ranges(plan, module, rank)):
+            for number, (first, end) in enumerate(find_layer_ranges(plan, module, rank)):
                 layers = build_layers(
                     module, dtype=torch.bfloat16, device="meta", first=first, end=end, tp_group=tp_group
                 )
                 chunk = SegmentedChunk(
-                    [tensor_parallel_layer(layer) if tp_group.size > 1 else layer for layer in layers],
-                    recompute=recompute_mode(plan, name),
+                    [insert_tp_collectives(layer) if tp_group.size > 1 else layer for layer in layers],
+                    recompute=choose_recompute_mode(plan, name),
                     regather=plan.modules[name].regather,
                 )
                 for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
@@ -146,7 +146,7 @@ def test_the_phases_of_a_layer_are_those_of_the_drawing(kind: OpKind) -> None:
     marks = {OpKind.LAUNCH: "< ", OpKind.WAIT: "> "}
     phases = [
         marks.get(phase.kind, "") + phase.kernels[0]
-        for phase in SegmentedChunk([tensor_parallel_layer(layer)]).phases(kind, 0)
+        for phase in SegmentedChunk([insert_tp_collectives(layer)]).phases(kind, 0)
     ]
     assert phases == drawn(kind)
 
@@ -183,7 +183,7 @@ def test_heads_that_do_not_go_round_are_refused() -> None:
 
 
 @st.composite
-def routed(draw: st.DrawFn) -> tuple[list[RoutedRows], int, int]:
+def routed(draw: st.DrawFn) -> tuple[list[RoutedEncoderRows], int, int]:
     """Pieces on some ranks of a group, whose rows go to different places of a sequence, or nowhere."""
     size = draw(st.sampled_from([1, 2, 4]))
     length = size * draw(st.integers(1, 6))
@@ -196,14 +196,14 @@ def routed(draw: st.DrawFn) -> tuple[list[RoutedRows], int, int]:
         wanted: list[bool] = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
         targets = [places.pop() if places and want else length for want in wanted]
         holders = range(block * tp, (block + 1) * tp)
-        pieces.append(RoutedRows(holders=holders, targets=torch.tensor(targets, dtype=torch.int64)))
+        pieces.append(RoutedEncoderRows(holders=holders, targets=torch.tensor(targets, dtype=torch.int64)))
     return pieces, size, length
 
 
 @given(routed())
-def test_every_row_reaches_its_place_and_no_other(given: tuple[list[RoutedRows], int, int]) -> None:
+def test_every_row_reaches_its_place_and_no_other(given: tuple[list[RoutedEncoderRows], int, int]) -> None:
     pieces, size, length = given
-    routes = [route_rows(pieces, TpGroup(rank=rank, size=size), length) for rank in range(size)]
+    routes = [route_encoder_rows(pieces, TpGroup(rank=rank, size=size), length) for rank in range(size)]
     numbers, count = [], 0  # every row of every piece has one
     for piece in pieces:
         numbers.append(torch.arange(count, count + len(piece.targets)))

@@ -14,15 +14,14 @@ from engine_cases import CASES, TP, Case
 from torch import distributed as dist
 
 from benchmarks.host_issue import FakeGroups
-from optimus.engine.compile import describe
+from optimus.engine.compile import describe_line
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
-from optimus.engine.p2p import Key, P2PMailbox
-from optimus.engine.process_groups import make_groups
+from optimus.engine.p2p import Key, P2PMailbox, SideStream
+from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.side_stream import SideStream
-from optimus.engine.torch_private import fake_world
+from optimus.engine.torch_private import fake_process_group
 from optimus.models.collectives import AsyncCollective
 
 NAMES = (
@@ -104,8 +103,8 @@ class Notes:
 
 def stepped(case: Case, rank: int) -> tuple[Executor, dict[int, set[int]]]:
     notes = Notes()
-    with fake_world(rank, case.ranks), notes.taken():
-        made = make_groups(case.plan, rank, timeout_s=60)
+    with fake_process_group(rank, case.ranks), notes.taken():
+        made = make_process_groups(case.plan, rank, timeout_s=60)
         groups = FakeGroups(rank=rank, members=made.members, groups=made.groups)
         device = torch.device("cpu")
         one = RankTrainer(case.job, case.plan, TrainingConfig(), groups, dtype=torch.float32, device=device)
@@ -123,6 +122,6 @@ def test_a_line_names_all_that_it_waits_for(name: str) -> None:
         for line, ranks in found.items():
             others = ranks - {rank}
             waits += bool(others)
-            said = describe(case.plan, case.plan.ranks.class_of(rank), line)
+            said = describe_line(case.plan, case.plan.ranks.class_of(rank), line)
             assert others <= set(executor.waits_for(line)), f"rank {rank} in {said}"
     assert waits > 0

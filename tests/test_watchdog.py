@@ -15,7 +15,7 @@ import pytest
 from machine import allowed_s
 from torch.distributed import HashStore
 
-from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, read_blocking_ranks
+from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, read_blocking_statuses
 from optimus.engine.watchdog import EXIT_LOST, EXIT_STALLED, NO_OP, FlightRecorder, Watchdog
 
 
@@ -107,7 +107,7 @@ def test_a_large_world_is_followed_not_read() -> None:
         asked.append(rank)
         return post(rank, rank + 1)
 
-    posts = read_blocking_ranks({5000: post(5000, 5001)}, 5000, read)
+    posts = read_blocking_statuses({5000: post(5000, 5001)}, 5000, read)
     assert asked == list(range(5001, 5065)) and len(posts) == 65
     assert "and 57 more wait; in the end for rank 5065, whose status was not read" in verdict(5000, posts)[0]
 
@@ -118,7 +118,7 @@ def test_a_chain_is_followed_past_many_replicas() -> None:
     def read(rank: int) -> RankStatus:
         return post(rank, *(() if rank == 9007 else (rank + 1, *range(300))))
 
-    posts = read_blocking_ranks({9000: post(9000, 9001, *range(300))}, 9000, read)
+    posts = read_blocking_statuses({9000: post(9000, 9001, *range(300))}, 9000, read)
     assert len(posts) == 65 and {9000 + stage for stage in range(8)} <= set(posts)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.models.build import build_layers
-from optimus.models.kernels import NUMERICS, Numerics
-from optimus.models.sample import IGNORE_INDEX, Item, PlacedItem, Sample
+from optimus.models.kernels import NUMERICS, NumericConstants
+from optimus.models.sample import IGNORE_INDEX, PlacedItem, Sample, SampleItem
 from optimus.models.segment import Segment
 
 DTYPE = torch.float64
@@ -44,11 +44,11 @@ def _stack(
     )
 
 
-LLMS: Mapping[str, tuple[Llm, Numerics]] = {
-    "llama": (Llm(stack=_stack(hidden=32, kv_heads=2), vocab=VOCAB), Numerics()),
+LLMS: Mapping[str, tuple[Llm, NumericConstants]] = {
+    "llama": (Llm(stack=_stack(hidden=32, kv_heads=2), vocab=VOCAB), NumericConstants()),
     "qwen": (
         Llm(stack=_stack(hidden=32, kv_heads=1, bias=True, output_bias=False, qk_norm=True), vocab=VOCAB),
-        Numerics(rope_sections=(2, 1, 1), rope_theta=500.0),
+        NumericConstants(rope_sections=(2, 1, 1), rope_theta=500.0),
     ),
     "gpt": (
         Llm(
@@ -57,7 +57,7 @@ LLMS: Mapping[str, tuple[Llm, Numerics]] = {
             tied=True,
             positions=64,
         ),
-        Numerics(gelu="tanh"),
+        NumericConstants(gelu="tanh"),
     ),
 }
 
@@ -123,7 +123,7 @@ def random_samples(
     for number in range(first, first + count):
         labels = draw(VOCAB, (length,))
         labels[draw(length, (5,))] = IGNORE_INDEX
-        items: dict[str, tuple[Item, ...]] = {}
+        items: dict[str, tuple[SampleItem, ...]] = {}
         at = 1
         for encoder in model.encoders:
             mine = []
@@ -135,7 +135,7 @@ def random_samples(
                     break
                 size = (rows * encoder.projector.merge, encoder.patch_inputs)
                 inputs = torch.randn(size, generator=generator, dtype=torch.float64)
-                mine.append(Item(offset=at, grid=grid, inputs=inputs))
+                mine.append(SampleItem(offset=at, grid=grid, inputs=inputs))
                 labels[at - 1 : at + rows - 1] = IGNORE_INDEX
                 at += rows + 1
             items[encoder.name] = tuple(mine)
@@ -168,7 +168,7 @@ def images(encoder: Encoder, count: int = 3) -> list[PlacedItem]:
     for number, grid in enumerate(GRIDS[encoder.name][:count]):
         size = (int(torch.tensor(grid).prod()), encoder.patch_inputs)
         inputs = torch.randn(size, generator=generator, dtype=DTYPE)
-        found.append((7 + number // 2, number % 2, Item(offset=0, grid=grid, inputs=inputs)))
+        found.append((7 + number // 2, number % 2, SampleItem(offset=0, grid=grid, inputs=inputs)))
     return found
 
 

@@ -12,7 +12,7 @@ from optimus.ir.plan import ALL, Plan
 from optimus.render.format_numbers import format_gigabytes
 
 if TYPE_CHECKING:
-    from optimus.engine.dry_run import DryRun
+    from optimus.engine.rank_dry_run import DryRun
 
 SCHEMA = "optimus.dry-run/1"
 ALONE = "one step of this rank alone, on fake tensors; communication completes at once"

@@ -98,7 +98,7 @@ class TrainCommand:
         try:
             return self._rank(place)
         except OptimusError as error:
-            if rendezvous.first_to_report(str(error)):
+            if rendezvous.is_first_to_report(str(error)):
                 raise
             time.sleep(0.3)  # until the other rank has printed it: the first rank to exit ends all
             return USER_ERROR
@@ -156,10 +156,10 @@ class TrainCommand:
 
         job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
         training, rank = self._training(job), self.rank or 0
-        engine = import_trainer("optimus.engine.dry_run")
-        engine.check_rank(rank, job.cluster.gpus)
+        engine = import_trainer("optimus.engine.rank_dry_run")
+        engine.check_rank_exists(rank, job.cluster.gpus)
         plan = self._plan(job, profile)
-        result = engine.dry_run(job, plan, training, rank)
+        result = engine.dry_run_rank(job, plan, training, rank)
         show(dry_run_json(result), dry_run_text(result, plan), as_json=self.json)
         return OK if result.fits else NO
 

@@ -105,7 +105,7 @@ def _fill_bins(name: str, samples: Sequence[SampleSizes], count: int, capacity: 
     return [tuple(items) for items in bins]
 
 
-class BatchPlanExchange:
+class BatchPlanBroadcast:
     """Broadcasts the plan of the next batch to a replica's ranks while this step runs, on a CPU group."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None, *, reader: int, max_items: int) -> None:

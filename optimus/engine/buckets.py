@@ -12,7 +12,8 @@ from torch import distributed as dist
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan
-from optimus.models.chunk import ALL_LAYERS, trainable_parameters
+from optimus.models.chunk import trainable_parameters
+from optimus.models.phase_order import ALL_LAYERS
 from optimus.protocols import Chunk, ParamBucket
 
 BucketType = Callable[[Sequence[Tensor], dist.ProcessGroup | None], ParamBucket]
@@ -33,7 +34,7 @@ class ReplicatedBucket:
         like = self.parameters[0]
         size = sum(parameter.numel() for parameter in self.parameters)
         self.reduced_grad = torch.zeros(size, dtype=like.dtype, device=like.device)
-        self._views = split_like(self.reduced_grad, self.parameters)
+        self._views = view_as_params(self.reduced_grad, self.parameters)
         self._work: dist.Work | None = None
 
     def zero_grad(self) -> None:
@@ -142,14 +143,14 @@ class RankBuckets:
                 raise _shared_parameter(name)
             self._assigned |= {id(parameter) for parameter in unassigned}
             self._planned[name, place] = self._make(name, unassigned, group)
-        trained = {id(p) for p in trainable_parameters(all_layers({name: self._chunks[name]}))}
+        trained = {id(p) for p in trainable_parameters(list_all_layers({name: self._chunks[name]}))}
         if group is not None and trained - (self._assigned - before):
             raise _missing_parameter(name)
 
     def _make_unplanned(self, name: str) -> Iterator[ParamBucket]:
         """Makes buckets, one per dtype, of parameters that no bucket of the plan holds."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in trainable_parameters(all_layers({name: self._chunks[name]})):
+        for parameter in trainable_parameters(list_all_layers({name: self._chunks[name]})):
             if id(parameter) not in self._assigned:
                 self._assigned.add(id(parameter))
                 by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -177,7 +178,7 @@ class RankBuckets:
         return parameters
 
 
-def all_layers(chunks: Mapping[str, tuple[Chunk, ...]]) -> list[torch.nn.Module]:
+def list_all_layers(chunks: Mapping[str, tuple[Chunk, ...]]) -> list[torch.nn.Module]:
     """Returns every layer of some modules on this rank."""
     return list(chain.from_iterable(chunk.layers for of_module in chunks.values() for chunk in of_module))
 
@@ -193,7 +194,7 @@ def check_one_dtype(parameters: Sequence[Tensor]) -> None:
         )
 
 
-def split_like(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def view_as_params(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Returns views of a flat buffer, one after another, in the shapes of parameters."""
     sizes = [parameter.numel() for parameter in parameters]
     parts = flat[: sum(sizes)].split(sizes)

@@ -1,4 +1,4 @@
-"""One rank's part of a model: its chunks of every module, built from the plan's cut, and what travels."""
+"""Builds one rank's chunks of every module from the plan, and the specs of its messages."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from optimus.ir.op import KernelName, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm, Model
-from optimus.models.build import build_layers, layer_count, named_parameters, tensor_parallel_layer
+from optimus.models.build import build_layers, count_layers, insert_tp_collectives, named_parameters
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import ParamSplit
-from optimus.models.kernels import KERNELS, NUMERICS, Kernels, Numerics
+from optimus.models.kernels import KERNELS, NUMERICS, KernelSet, NumericConstants
 from optimus.models.phase_order import Recompute
 from optimus.models.segment import Segment, SequentialSegment
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankModel:
-    """Chunks by module, parameters by their global names, and tied parameters that are here.
+    """Chunks by module, parameters by their global names, and tied parameters of one rank.
 
-    `copies` are those of them that are the other end of one that counts, on this rank or another. `splits`
-    says how tensor parallelism divides parameters; `partial` are those it does not: every rank of a group
-    holds all of them, and makes a part of their gradients.
+    `copies` are tied head weights, whose embedding counts, on this rank or another. `splits` says how tensor
+    parallelism shards parameters; `partial` are replicated ones: every rank of a group holds all of them and
+    computes a part of their gradients.
     """
 
     chunks: Mapping[str, tuple[SegmentedChunk, ...]]
@@ -48,7 +48,7 @@ class RankModel:
         return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
 
 
-def build_rank(
+def build_rank_model(
     model: Model,
     plan: Plan,
     groups: ProcessGroups,
@@ -57,24 +57,26 @@ def build_rank(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    numerics: Mapping[str, Numerics] = MappingProxyType({}),
-    kernels: Kernels = KERNELS,
+    numerics: Mapping[str, NumericConstants] = MappingProxyType({}),
+    kernels: KernelSet = KERNELS,
     fuse: bool = True,
 ) -> RankModel:
-    """Only what this rank runs is built. `llm_tokens` are those of one LLM microbatch.
+    """Builds the chunks that this rank runs. `llm_tokens` are those of one LLM microbatch.
 
-    Layers into which nothing is scheduled run as one piece, unless `fuse` is off or they are divided.
+    A layer runs as one segment if the program runs nothing between its segments, unless `fuse` is off or it
+    is tensor-parallel.
     """
-    reject_unsupported(plan)
-    cut = modules_run_by_segment(plan, groups.rank) if fuse else set(plan.modules)
+    reject_unsupported_plan(plan)
+    segmented = _find_segmented_modules(plan, groups.rank) if fuse else set(plan.modules)
     encoders_train = any(encoder.train or encoder.projector.train for encoder in model.encoders)
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
-    found = _Found()
+    parameters, splits = dict[str, Tensor](), dict[str, ParamSplit]()
+    embeddings, heads, partial_grads = list[Tensor](), list[Tensor](), list[Tensor]()
     for module in model.modules:
-        tp_group, recompute = groups.tp_group(plan, module.name), recompute_mode(plan, module.name)
-        whole = module.name not in cut and recompute != "attention"
-        regathers, mine = plan.modules[module.name].regather, []
-        for first, end in layer_ranges(plan, module, groups.rank):
+        tp_group, recompute = groups.tp_group(plan, module.name), choose_recompute_mode(plan, module.name)
+        fused = module.name not in segmented and recompute != "attention"
+        tensor_parallel, module_chunks = tp_group.size > 1, list[SegmentedChunk]()
+        for first, end in find_layer_ranges(plan, module, groups.rank):
             layers = build_layers(
                 module,
                 dtype=dtype,
@@ -87,68 +89,56 @@ def build_rank(
                 tp_group=tp_group,
                 encoders_train=encoders_train,
             )
-            parts = [_played(layer, tensor_parallel=tp_group.size > 1, whole=whole) for layer in layers]
-            mine.append(SegmentedChunk(parts, recompute=recompute, regather=regathers))
-            found.add(module, layers, first, end, tensor_parallel=tp_group.size > 1)
-        chunks[module.name] = tuple(mine)
-    specs = message_specs(model, plan, llm_tokens=llm_tokens, dtype=dtype)
-    return found.rank_model(chunks, specs)
+            grouped = [
+                _group_segments(layer, tensor_parallel=tensor_parallel, fused=fused) for layer in layers
+            ]
+            regather = plan.modules[module.name].regather
+            module_chunks.append(SegmentedChunk(grouped, recompute=recompute, regather=regather))
+            for name, parameter, split in named_parameters(module, layers, first=first):
+                if parameters.setdefault(name, parameter) is not parameter:  # head of a tied embedding
+                    parameters[f"{name} (head)"] = parameter
+                if split is not None:
+                    splits[name] = split
+                elif tensor_parallel:
+                    partial_grads.append(parameter)
+            embedding, head = _tied_ends(module, layers, first, end)
+            embeddings, heads = embeddings + embedding, heads + head
+        chunks[module.name] = tuple(module_chunks)
+    return RankModel(
+        chunks=chunks,
+        parameters=parameters,
+        splits=splits,
+        tied=(*embeddings, *heads),
+        copies=tuple(heads),
+        partial=tuple(partial_grads),
+        specs=_build_message_specs(model, plan, llm_tokens=llm_tokens, dtype=dtype),
+    )
 
 
-class _Found:
-    """Parameters of a rank, as its chunks are built."""
-
-    def __init__(self) -> None:
-        self._parameters: dict[str, Tensor] = {}
-        self._splits: dict[str, ParamSplit] = {}
-        self._tied: list[Tensor] = []
-        self._copies: list[Tensor] = []
-        self._partial: list[Tensor] = []
-
-    def add(
-        self,
-        module: Encoder | Llm,
-        layers: list[list[Segment]],
-        first: int,
-        end: int,
-        *,
-        tensor_parallel: bool,
-    ) -> None:
-        """Those of some layers of a module, of which tensor parallelism may divide some."""
-        for name, parameter, split in named_parameters(module, layers, first=first):
-            known = self._parameters.setdefault(name, parameter)
-            if known is not parameter:  # the other end of a tied parameter
-                self._parameters[f"{name} (head)"] = parameter
-            if split is not None:
-                self._splits[name] = split
-            elif tensor_parallel:
-                self._partial.append(parameter)
-        if isinstance(module, Llm) and module.tied and (first, end) != (0, layer_count(module)):
-            self._tied += [layers[0][0].weight] if first == 0 else []
-            self._copies += [layers[-1][0].weight] if end == layer_count(module) else []
-
-    def rank_model(self, chunks: Mapping[str, tuple[SegmentedChunk, ...]], specs: MessageSpecs) -> RankModel:
-        return RankModel(
-            chunks=chunks,
-            parameters=self._parameters,
-            splits=self._splits,
-            tied=(*self._tied, *self._copies),
-            copies=tuple(self._copies),
-            partial=tuple(self._partial),
-            specs=specs,
-        )
+def _tied_ends(
+    module: Encoder | Llm, layers: list[list[Segment]], first: int, end: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the weights of a tied embedding and of a tied head in a range that holds only one of them."""
+    last = count_layers(module)
+    if not isinstance(module, Llm) or not module.tied or (first, end) == (0, last):
+        return [], []
+    embedding = [layers[0][0].weight] if first == 0 else []
+    head = [layers[-1][0].weight] if end == last else []
+    return embedding, head
 
 
-def _played(layer: list[Segment], *, tensor_parallel: bool, whole: bool) -> list[Segment]:
-    """Segments of a layer between which the program may put something."""
-    return tensor_parallel_layer(layer) if tensor_parallel else [SequentialSegment(layer)] if whole else layer
+def _group_segments(layer: list[Segment], *, tensor_parallel: bool, fused: bool) -> list[Segment]:
+    """Returns the segments of a layer between which the program may run other work."""
+    if tensor_parallel:
+        return insert_tp_collectives(layer)
+    return [SequentialSegment(layer)] if fused else layer
 
 
-def modules_run_by_segment(plan: Plan, rank: int) -> set[str]:
-    """Modules into whose layers the program of a rank puts other work: these run segment by segment."""
+def _find_segmented_modules(plan: Plan, rank: int) -> set[str]:
+    """Returns the modules into whose layers a rank's program puts other work: they run by segment."""
     device = plan.ranks.class_of(rank)
-    found: set[str] = set()
-    # Of an op: the layer that it was last seen in, and when.
+    segmented: set[str] = set()
+    # By op: the layer of its last line, and the number of lines up to that.
     seen: dict[tuple[int, ...], tuple[int, int]] = {}
     count = 0
     for module, kind, chunk, microbatch, place in plan.programs[device].rows.tolist():
@@ -160,29 +150,29 @@ def modules_run_by_segment(plan: Plan, rank: int) -> set[str]:
         op = module, kind, chunk, microbatch
         before = seen.get(op)
         if before is not None and before[0] == layer and before[1] != count:
-            found.add(name)
+            segmented.add(name)
         count += 1
         seen[op] = layer, count
-    return found
+    return segmented
 
 
-def layer_ranges(plan: Plan, module: Encoder | Llm, rank: int) -> list[tuple[int, int]]:
-    """Layers of a module on a rank, chunk by chunk."""
+def find_layer_ranges(plan: Plan, module: Encoder | Llm, rank: int) -> list[tuple[int, int]]:
+    """Returns the first and end layer of each chunk of a module on a rank."""
     planned = plan.modules[module.name]
     ends = list(accumulate(chunk.layers for chunk in planned.chunks))
-    if ends[-1] != layer_count(module):
+    if ends[-1] != count_layers(module):
         raise UserError(
             field=f"plan.modules.{module.name}",
-            problem=f"has {ends[-1]} layers, and the model has {layer_count(module)} with its two ends",
+            problem=f"has {ends[-1]} layers, and the model has {count_layers(module)} with its two ends",
             hint="plan again for this model",
         )
     stage, pp = plan.ranks.stage_of(module.name, plan.ranks.class_of(rank)), planned.layout.pp
-    mine = range(stage, len(ends), pp)
-    return [(ends[virtual - 1] if virtual else 0, ends[virtual]) for virtual in mine]
+    virtual_stages = range(stage, len(ends), pp)
+    return [(ends[virtual - 1] if virtual else 0, ends[virtual]) for virtual in virtual_stages]
 
 
-def message_specs(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) -> MessageSpecs:
-    """Rows that travel between stages, and over the seam."""
+def _build_message_specs(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) -> MessageSpecs:
+    """Returns the specs of messages between stages, and over the seam."""
     hidden, tp = model.llm.stack.hidden, plan.ranks.llm.tp
     if llm_tokens % tp:
         raise UserError(
@@ -192,22 +182,22 @@ def message_specs(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dty
             hint="use sequences of another length, or another tp",
         )
 
-    def everywhere(module: str, rows: int, width: int) -> list[tuple[TensorSpec, ...]]:
-        own = rows // plan.modules[module].layout.tp
-        return [(TensorSpec(shape=(own, width), dtype=dtype),)] * len(plan.modules[module].chunks)
+    def stage_inputs(module: str, rows: int, width: int) -> list[tuple[TensorSpec, ...]]:
+        shard = rows // plan.modules[module].layout.tp
+        return [(TensorSpec(shape=(shard, width), dtype=dtype),)] * len(plan.modules[module].chunks)
 
-    inputs = {LLM: everywhere(LLM, llm_tokens, hidden)}
+    inputs = {LLM: stage_inputs(LLM, llm_tokens, hidden)}
     rows = {}
     for encoder in model.encoders:
         tokens = plan.modules[encoder.name].bin_tokens
-        inputs[encoder.name] = everywhere(encoder.name, tokens, encoder.stack.hidden)
+        inputs[encoder.name] = stage_inputs(encoder.name, tokens, encoder.stack.hidden)
         merged = (tokens // encoder.projector.merge // plan.modules[encoder.name].layout.tp, hidden)
         rows[encoder.name] = (TensorSpec(shape=merged, dtype=dtype),)
     return MessageSpecs(inputs=inputs, rows=rows)
 
 
-def reject_unsupported(plan: Plan) -> None:
-    """Names what a plan asks for and the engine does not run yet."""
+def reject_unsupported_plan(plan: Plan) -> None:
+    """Raises if a plan asks for parallelism that the engine does not run yet."""
     for name, module in plan.modules.items():
         for axis in ("cp", "ep"):
             if getattr(module.layout, axis) > 1:
@@ -219,7 +209,7 @@ def reject_unsupported(plan: Plan) -> None:
                 )
 
 
-def recompute_mode(plan: Plan, name: str) -> Recompute:
+def choose_recompute_mode(plan: Plan, name: str) -> Recompute:
     """Returns how a module's chunks recompute the kernels that the plan names."""
     module = plan.modules[name]
     if module.recompute == "full":

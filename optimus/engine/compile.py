@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from optimus.engine.buckets import RankBuckets
-from optimus.engine.encoder_llm_routing import receives_rows
-from optimus.engine.p2p import Key, P2PMailbox, TensorSpec
-from optimus.engine.process_groups import ProcessGroups, seam_edge, stage_edge
-from optimus.engine.side_stream import SideStream
-from optimus.errors import UserError
-from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, RECVS, SEAMS, SENDS, KernelName, OpKind
-from optimus.ir.plan import Phase, Plan, Template
+from optimus.engine.p2p import Key, P2PMailbox, SideStream, TensorSpec
+from optimus.engine.process_groups import (
+    ProcessGroups,
+    find_seam_peer,
+    find_stage_peer,
+    receives_encoder_rows,
+)
+from optimus.ir.op import COMPUTE_OPS, RECVS, SEAMS, SENDS, OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.models.chunk import ALL_LAYERS, ChunkPhase
+from optimus.models.phase_order import ChunkPhase, place_phases
 from optimus.models.segment import Gradients, State
 from optimus.protocols import Batch, Chunk, ParamBucket
 
@@ -38,8 +40,6 @@ FORWARD_KINDS = (
     OpKind.RECV_SEAM,
     OpKind.UNSHARD,
 )
-# The last reduce-scatter of a recomputed layer: plans count it, and no gradient needs it.
-SKIPPED_IN_RECOMPUTE = KernelName.SCATTER2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class StepState:
     outputs: dict[int, State] = field(default_factory=dict)  # of the LLM's last stage, besides the loss
 
 
-class Compiler:
+class ProgramCompiler:
     """Binds the program of one rank to its chunks, process groups and mailbox."""
 
     def __init__(
@@ -235,7 +235,7 @@ class Compiler:
             (ROWS, name, 0, own)
             for name, encoder in self.plan.encoders.items()
             for own in encoder.microbatches_of(microbatch)
-            if receives_rows(self.plan, self.groups.rank, name, own)
+            if receives_encoder_rows(self.plan, self.groups.rank, name, own)
         ]
 
     def _needs_grad(self, key: Key) -> bool:
@@ -334,9 +334,9 @@ class Compiler:
     def _transfer(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> Run:
         rank = self.groups.rank
         if kind in SEAMS:
-            axis, peer = seam_edge(self.plan, rank, module, kind, microbatch)
+            axis, peer = find_seam_peer(self.plan, rank, module, kind, microbatch)
         else:
-            axis, peer = stage_edge(self.plan, rank, module, kind)
+            axis, peer = find_stage_peer(self.plan, rank, module, kind)
         group = self.groups.get(axis)
         assert group is not None, axis
         key = self._message_key(module, kind, chunk, microbatch)
@@ -381,74 +381,12 @@ def _zeros_if_missing(
     )
 
 
-def describe(plan: Plan, device: int, line: int) -> str:
+def describe_line(plan: Plan, device: int, line: int) -> str:
     """Describes a line: `llm.F chunk 0 microbatch 5`."""
     module, kind, chunk, microbatch, _ = plan.programs[device].rows[line].tolist()
     return f"{plan.names[module]}.{OpKind(kind).word} chunk {chunk} microbatch {microbatch}"
 
 
-def forward_actions(actions: list[Action]) -> list[Action]:
+def select_forward_actions(actions: list[Action]) -> list[Action]:
     """Returns the actions of a program without a backward."""
     return [action for action in actions if action.kind in FORWARD_KINDS]
-
-
-# ---------------------------------------------------------------------------- phases at lines
-
-
-def place_phases(op: str, template: Template, phases: Sequence[ChunkPhase]) -> list[list[ChunkPhase]]:
-    """Assigns the phases of a chunk to lines of an op; returns a list of phases per line."""
-    forward = all(phase.kind in (OpKind.FORWARD, *COLLECTIVE_PHASES) for phase in phases)
-    covered: list[list[int]] = [[] for _ in phases]
-    phase_at: dict[int, int] = {}  # by line of the template
-    for place, planned in enumerate(template):
-        number = _find_phase(template, place, phases, phase_at)
-        if number is not None:
-            phase_at[place] = number
-            covered[number].append(place)
-        elif planned.name == SKIPPED_IN_RECOMPUTE and not forward:
-            continue
-        elif planned.kind in COLLECTIVE_PHASES or planned.duration_s > 0:
-            raise UserError(
-                field=f"{op} layer {planned.layer} {planned.name}",
-                problem="is in the plan, and the chunk that was given has nothing for it",
-                hint="give the modules that the plan was made for, or plan again for these",
-            )
-    placed: list[list[ChunkPhase]] = [[] for _ in template]
-    at = 0
-    for phase, places in zip(phases, covered, strict=True):
-        line = (places[-1] if forward else places[0]) if places else at
-        if line < at:
-            raise UserError(
-                field=f"{op} layer {phase.layer} {'+'.join(phase.kernels)}",
-                problem="comes before a phase that the chunk runs first",
-                hint="give the modules that the plan was made for, or plan again for these",
-            )
-        at = line
-        placed[at].append(phase)
-    return placed
-
-
-def _find_phase(
-    template: Template, place: int, phases: Sequence[ChunkPhase], phase_at: Mapping[int, int]
-) -> int | None:
-    """Returns the number of the phase that covers a line; a wait is found by its launch."""
-    planned = template[place]
-    if planned.kind == OpKind.WAIT and planned.after[0] in phase_at:
-        launch = phase_at[planned.after[0]]
-        if phases[launch].kind != OpKind.LAUNCH:
-            return launch  # an opaque chunk
-        name = phases[launch].kernels
-        rest = range(launch + 1, len(phases))
-        return next(at for at in rest if phases[at].kind == OpKind.WAIT and phases[at].kernels == name)
-    return next((at for at, phase in enumerate(phases) if _covers(phase, planned)), None)
-
-
-def _covers(phase: ChunkPhase, planned: Phase) -> bool:
-    if phase.layer == ALL_LAYERS:
-        return True
-    if phase.layer != planned.layer or (phase.kind == OpKind.RECOMPUTE) != (planned.kind == OpKind.RECOMPUTE):
-        return False
-    if planned.kind in COLLECTIVE_PHASES or phase.kind in COLLECTIVE_PHASES:
-        return phase.kind == planned.kind and planned.name in phase.kernels
-    names = planned.name, planned.name.split(".")[0]
-    return not phase.kernels or any(name in phase.kernels for name in names)

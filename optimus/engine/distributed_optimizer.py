@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from optimus.engine.buckets import check_one_dtype, split_like
+from optimus.engine.buckets import check_one_dtype, view_as_params
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 CLIP_EPS = 1e-6  # added to the norm that divides, as torch.nn.utils.clip_grad_norm_ does
@@ -50,8 +50,8 @@ class ShardedBucket:
 
     def _flatten_parameters(self, grad_dtype: torch.dtype) -> None:
         """Makes parameters views of the flat buffer, with gradients of a wider dtype."""
-        self.grad_views = split_like(self.grad_buffer, self.parameters)
-        views = split_like(self._param_buffer, self.parameters)
+        self.grad_views = view_as_params(self.grad_buffer, self.parameters)
+        views = view_as_params(self._param_buffer, self.parameters)
         for parameter, view in zip(self.parameters, views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine.buckets import BucketType, RankBuckets, ReplicatedBucket
-from optimus.engine.compile import Action, Compiler, MessageSpecs, StepState, forward_actions
+from optimus.engine.compile import Action, MessageSpecs, ProgramCompiler, StepState, select_forward_actions
 from optimus.engine.distributed_optimizer import DistributedOptimizer
-from optimus.engine.p2p import P2PMailbox
+from optimus.engine.p2p import P2PMailbox, SideStream
 from optimus.engine.process_groups import ProcessGroups
-from optimus.engine.side_stream import SideStream
 from optimus.ir.plan import Plan
 from optimus.models.segment import State
 from optimus.protocols import Batch, Chunk, Recorder
@@ -55,7 +54,7 @@ class Executor:
         self._mailbox, self.side_stream, self._state = P2PMailbox(device), SideStream(device), StepState()
         self._recorder = recorder or _NullRecorder()
         self.buckets = RankBuckets(plan, groups, chunks, bucket_type, tied, partial)
-        self.actions = Compiler(
+        self.actions = ProgramCompiler(
             plan,
             groups,
             chunks,
@@ -67,7 +66,7 @@ class Executor:
             self._finish,
         ).actions()
         self._waits_for = {action.line: action.waits_for for action in self.actions}
-        self._forward_actions = forward_actions(self.actions)
+        self._forward_actions = select_forward_actions(self.actions)
 
     def step(self, batch: Batch) -> Tensor | None:
         """Runs forward and backward of all microbatches; returns this rank's part of the loss, if any."""

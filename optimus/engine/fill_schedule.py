@@ -23,22 +23,22 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from optimus.engine.buckets import all_layers
-from optimus.engine.build_rank import reject_unsupported
+from optimus.engine.buckets import list_all_layers
+from optimus.engine.build_rank import reject_unsupported_plan
 from optimus.engine.compile import MessageSpecs
 from optimus.engine.executor import Executor
 from optimus.engine.fsdp_ddp import (
     disable_fsdp_hooks,
-    fsdp_modules,
-    make_bucket,
-    make_segment,
-    reject_wrapped,
+    list_fsdp_modules,
+    make_module_segment,
+    make_param_bucket,
+    reject_wrapped_modules,
     unwrap_ddp,
 )
 from optimus.engine.p2p import TensorSpec
-from optimus.engine.process_groups import make_groups, replica_ranks
-from optimus.engine.stage_profile import StageProfiles, profile_stages
-from optimus.engine.torch_private import end_fsdp_forward
+from optimus.engine.process_groups import find_replica_ranks, make_process_groups
+from optimus.engine.stage_profile import ProfiledStages, profile_stages
+from optimus.engine.torch_private import reshard_fsdp_after_forward
 from optimus.errors import UserError
 from optimus.ir.plan import Plan, PlannedModule
 from optimus.ir.planfile import hash_plan
@@ -103,10 +103,10 @@ class FillSchedule:
         self.encoders = {name: [unwrap_ddp(block) for block in encoders[name]] for name in plan.encoders}
         self.loss_fn = loss_fn
         _check_plan(plan)
-        self._groups = make_groups(plan, self.rank, timeout_s=timeout_s)
+        self._groups = make_process_groups(plan, self.rank, timeout_s=timeout_s)
         self._chunks = self._make_chunks()
         self._disable_fsdp_hooks()
-        self._sharded = [part for layer in all_layers(self._chunks) for part in fsdp_modules(layer)]
+        self._sharded = [part for layer in list_all_layers(self._chunks) for part in list_fsdp_modules(layer)]
         self._frozen = [part for part in self._sharded if not any(p.requires_grad for p in part.parameters())]
         self._broadcast_parameters()
         self._executor: Executor | None = None
@@ -147,7 +147,7 @@ class FillSchedule:
         executor.eval(batch)
         for module in self._sharded:
             if module not in self._frozen:
-                end_fsdp_forward(module)
+                reshard_fsdp_after_forward(module)
         return self._result(executor, losses, return_outputs=True)
 
     @property
@@ -161,12 +161,12 @@ class FillSchedule:
         """Leaves FSDP2's collectives to the program; raises for wrapped blocks of other ranks."""
         for name, chunks in self._chunks.items():
             for layer in (layer for chunk in chunks for layer in chunk.layers):
-                disable_fsdp_hooks(layer, name, replica_ranks(self.plan, name, self.rank))
-        on_this_rank = {id(part) for layer in all_layers(self._chunks) for part in layer.modules()}
+                disable_fsdp_hooks(layer, name, find_replica_ranks(self.plan, name, self.rank))
+        on_this_rank = {id(part) for layer in list_all_layers(self._chunks) for part in layer.modules()}
         for name, blocks in self.encoders.items():
             for block in blocks:
                 if id(block) not in on_this_rank:
-                    reject_wrapped(block, f"encoders.{name}")
+                    reject_wrapped_modules(block, f"encoders.{name}")
 
     def _gather_frozen(self) -> None:
         """Gathers frozen modules, for which the program has no lines; they stay unsharded."""
@@ -190,10 +190,10 @@ class FillSchedule:
         chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
         for name, blocks in self.encoders.items():
             first, end = _block_range(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
-            chunks[name] = (SegmentedChunk([[make_segment(block)] for block in blocks[first:end]]),)
-        segments: list[Segment] = [make_segment(stage) for stage in self.stages]
+            chunks[name] = (SegmentedChunk([[make_module_segment(block)] for block in blocks[first:end]]),)
+        segments: list[Segment] = [make_module_segment(stage) for stage in self.stages]
         if self.is_last:
-            segments[-1] = _LossSegment(make_segment(self.stages[-1]), self.loss_fn)
+            segments[-1] = _LossSegment(make_module_segment(self.stages[-1]), self.loss_fn)
         return {**chunks, LLM: tuple(SegmentedChunk([[segment]], opaque=True) for segment in segments)}
 
     def _prepared_executor(self, batch: _SplitBatch) -> Executor:
@@ -214,14 +214,14 @@ class FillSchedule:
                     pp=self.plan.ranks.llm.pp,
                 )
             for module in self._sharded:
-                end_fsdp_forward(module)
+                reshard_fsdp_after_forward(module)
             self._executor = Executor(
                 self.plan,
                 self._groups,
                 self._chunks,
                 _message_specs(self.plan, profiles),
                 device=self._device,
-                bucket_type=partial(make_bucket, self._sharded),
+                bucket_type=partial(make_param_bucket, self._sharded),
             )
         return self._executor
 
@@ -338,7 +338,7 @@ def _check_modules(
 
 def _check_plan(plan: Plan) -> None:
     """Raises unless the plan holds, is for this world size, and is the same on every rank."""
-    reject_unsupported(plan)
+    reject_unsupported_plan(plan)
     world = dist.get_world_size()
     if plan.ranks.world != world:
         raise UserError(
@@ -364,7 +364,7 @@ def _check_plan(plan: Plan) -> None:
         )
 
 
-def _message_specs(plan: Plan, profiles: StageProfiles) -> MessageSpecs:
+def _message_specs(plan: Plan, profiles: ProfiledStages) -> MessageSpecs:
     inputs: dict[str, list[tuple[TensorSpec, ...]]] = {
         LLM: [(), *(profile.output for profile in profiles.stages[:-1])]
     }

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.torch_private import (
     accumulate_fsdp_grads,
-    fsdp_meshes,
-    gather_fsdp,
-    reduce_fsdp,
-    wait_fsdp,
+    find_fsdp_mesh_ranks,
+    reduce_fsdp_grads,
+    unshard_fsdp_params,
+    wait_fsdp_grads,
 )
 from optimus.errors import UserError
 from optimus.models.segment import Gradients, ModuleSegment
@@ -35,7 +35,7 @@ def unwrap_ddp(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def reject_wrapped(module: nn.Module, field: str) -> None:
+def reject_wrapped_modules(module: nn.Module, field: str) -> None:
     """Raises if DDP or FSDP2 wraps a module or a part of it."""
     if any(isinstance(part, FSDPModule | DistributedDataParallel) for part in module.modules()):
         raise UserError(
@@ -45,16 +45,16 @@ def reject_wrapped(module: nn.Module, field: str) -> None:
         )
 
 
-def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+def list_fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Returns the modules that FSDP2 shards within a module, itself first."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def disable_fsdp_hooks(module: nn.Module, field: str, replicas: Sequence[int]) -> None:
     """Leaves gathering and reducing to lines of a program; raises if the mesh is not the plan's replicas."""
-    parts = fsdp_modules(module)
+    parts = list_fsdp_modules(module)
     for part in parts:
-        for mesh in fsdp_meshes(part):
+        for mesh in find_fsdp_mesh_ranks(part):
             ranks, planned = mesh.tolist(), list(replicas)
             if ranks != planned:
                 raise UserError(
@@ -80,7 +80,7 @@ class FsdpSegment(ModuleSegment):
 
     def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
         super().add_gradients(parameters, gradients)
-        for part in fsdp_modules(self.module):
+        for part in list_fsdp_modules(self.module):
             accumulate_fsdp_grads(part)  # in the dtype in which they are reduced
 
 
@@ -107,7 +107,7 @@ class FsdpBucket:
             parameter.grad = None
 
     def gather(self) -> None:
-        self._gather_handles = [gather_fsdp(module) for module in self._modules]
+        self._gather_handles = [unshard_fsdp_params(module) for module in self._modules]
 
     def wait_gathered(self) -> None:
         for handle in self._gather_handles:
@@ -123,19 +123,19 @@ class FsdpBucket:
         if self._reduce_blocks:
             self._launch_reduce()
         for module in self._modules:
-            wait_fsdp(module)
+            wait_fsdp_grads(module)
 
     def _launch_reduce(self) -> None:
         for module in self._modules:
-            reduce_fsdp(module)
+            reduce_fsdp_grads(module)
 
 
-def make_segment(module: nn.Module) -> ModuleSegment:
+def make_module_segment(module: nn.Module) -> ModuleSegment:
     """Makes a segment of a module, sharded or not."""
-    return FsdpSegment(module) if fsdp_modules(module) else ModuleSegment(module)
+    return FsdpSegment(module) if list_fsdp_modules(module) else ModuleSegment(module)
 
 
-def make_bucket(
+def make_param_bucket(
     modules: Sequence[FSDPModule], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> ParamBucket:
     """Makes an `FsdpBucket` of parameters that FSDP2 shards, and a `ReplicatedBucket` of others."""

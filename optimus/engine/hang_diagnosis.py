@@ -47,7 +47,7 @@ class RankStatus:
 Statuses = Mapping[int, RankStatus | None]
 
 
-def read_blocking_ranks(
+def read_blocking_statuses(
     statuses: dict[int, RankStatus | None], rank: int, read: Callable[[int], RankStatus | None]
 ) -> dict[int, RankStatus | None]:
     """Adds statuses of ranks that `rank` waits for, directly or not, nearest first.

@@ -45,20 +45,20 @@ def launch_training(
     Only this user may write to `folder`: ranks unpickle a file in it, which can run code.
     """
     (folder / INPUTS).write_bytes(pickle.dumps((job, plan, plan_hash, config)))
-    code = launch("optimus.engine.launcher", [str(folder)], plan.ranks.world)
+    code = launch_processes("optimus.engine.launcher", [str(folder)], plan.ranks.world)
     return code, TrainingSummary.load(folder / SUMMARY) if code == 0 else None
 
 
 def train_as_rank(folder: Path) -> int:
     """Trains one rank in this process; rank 0 saves the summary."""
     job, plan, plan_hash, config = pickle.loads((folder / INPUTS).read_bytes())
-    from optimus.engine.rendezvous import first_to_report
+    from optimus.engine.rendezvous import is_first_to_report
     from optimus.engine.trainer import train_rank
 
     try:
         summary = train_rank(job, plan, plan_hash, config)
     except OptimusError as error:
-        if first_to_report(str(error)):
+        if is_first_to_report(str(error)):
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
         else:
@@ -97,7 +97,7 @@ class _RankProcess:
             pass
 
 
-def launch(
+def launch_processes(
     entry: str, args: Sequence[str], ranks: int, *, grace_s: float = 0.5, timeout_s: float = 60.0
 ) -> int:
     """Runs `python -m entry args` as `ranks` processes; returns 0, or the code of the rank that failed first.
@@ -126,9 +126,9 @@ def launch(
                     store_is_hosted=True,
                 )
                 running.append(_start(entry, args, place))
-            from optimus.engine.rendezvous import host_store  # loads torch
+            from optimus.engine.rendezvous import host_tcp_store  # loads torch
 
-            store = host_store(listening, timeout_s)
+            store = host_tcp_store(listening, timeout_s)
             failed = _wait(running, interruptions)
             del store  # not before the ranks have ended
         finally:

@@ -1,7 +1,8 @@
-"""Counts the bytes of tensors that are alive while a program plays, by component and line by line.
+"""Counts the bytes of live tensors while a program runs, by component and line by line.
 
-Tensors are seen as torch makes them, and belong to whoever played when they were made. What is there before
-the first line (parameters, gradients, optimizer) is counted apart: see `states_of`.
+A dispatch mode sees each tensor when torch creates it; it belongs to the component of the line that runs.
+Tensors that exist before the first line (parameters, gradients, optimizer) are counted separately: see
+`list_state_tensors`.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from optimus.verify.memory_replay import ACTIVATIONS, replay_live_bytes
 LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(len(ACTIVATIONS))
 STATES = ("parameters", "gradients", "optimizer")
 WORKING = ("working", "logits")  # planned as constant, counted with the component that allocates them
-_DEVICE = torch.ops.prim.device.default  # of tensors without numbers
+_DEVICE = torch.ops.prim.device.default  # op that fake tensors call
 
 
-def count_step(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None, MemoryUse]:
+def measure_step_memory(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None, MemoryUse]:
     """Runs one step, slower than others; returns its loss and the bytes it took."""
     executor, parameters = rank.executor, rank.parameters
     assert rank.optimizer is not None
-    states = states_of(parameters, rank.optimizer)
+    states = list_state_tensors(parameters, rank.optimizer)
     state_tensors = chain.from_iterable(states.values())
     with executor.side_stream.inline(), MemoryTracker(executor, state_tensors) as tracker:
         loss = executor.step(batch)
-    held = {name: total_bytes(tensors) for name, tensors in states.items()}
+    held = {name: _storage_bytes(tensors) for name, tensors in states.items()}
     dtype = str(parameters[0].dtype).removeprefix("torch.")
     return loss, _compare(executor.plan, executor.groups.rank, tracker, held, dtype)
 
@@ -76,10 +77,10 @@ def _compare(
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Entered around one step of an executor, whose recorder is told of lines as before.
+    """Dispatch mode and recorder around one step of an executor; lines still reach the executor's recorder.
 
-    `known` are tensors that are counted apart; the batch is not counted. `live_bytes` is what lives at the
-    end of every line, by component; `peak_bytes` what lived at most while it ran.
+    `known` are tensors that are counted separately; the batch is not counted. `live_bytes` holds the bytes
+    alive at the end of every line, by component; `peak_bytes` the most while it ran.
     """
 
     def __init__(self, executor: Executor, known: Iterable[Tensor]) -> None:
@@ -87,11 +88,11 @@ class MemoryTracker(TorchDispatchMode):
         plan, self._executor = executor.plan, executor
         program = plan.programs[plan.ranks.class_of(executor.groups.rank)]
         self._component = _components(plan, program.rows)
-        # By storage: what is not counted; and what is, with its component and bytes.
+        # By storage: those that are not counted; and those that are, with component and bytes.
         self._known: dict[int, weakref.ref[Any]] = {}
         self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         for tensor in known:
-            self._meet(tensor)
+            self._exclude_input(tensor)
         self._bytes, self._total = [0] * len(ACTIVATIONS), 0
         self._now, self._most, self._next = LLM_ACTIVATIONS, 0, 0
         self.live_bytes: Ints = np.zeros((len(program), len(ACTIVATIONS)), np.int64)
@@ -100,14 +101,14 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self) -> MemoryTracker:
         self._recorder = self._executor.replace_recorder(self)
-        self._told = on_storage_resize(self._resized)
-        self._told.__enter__()
+        self._resize_hook = on_storage_resize(self._resized)
+        self._resize_hook.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._told.__exit__(None, None, None)
+        self._resize_hook.__exit__(None, None, None)
         self._executor.replace_recorder(self._recorder)
 
     # ------------------------------------------------------------------------ as a recorder
@@ -128,28 +129,28 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE:
-            return func(*args)  # asked more often than anything is made
+            return func(*args)  # called more often than any tensor is created
         for tensor in _tensors_in(args, kwargs):
-            self._meet(tensor)
-        found = func(*args, **(kwargs or {}))
-        for tensor in _tensors_in((found,)):
-            self._see(tensor)
-        return found
+            self._exclude_input(tensor)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors_in((result,)):
+            self._count_output(tensor)
+        return result
 
-    def _meet(self, tensor: Tensor) -> None:
-        """What an op reads and none made is from before the step, as its batch is."""
+    def _exclude_input(self, tensor: Tensor) -> None:
+        """Excludes a tensor that an op reads and no op of the step created, such as the batch."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive and key not in self._known:
             self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
 
-    def _see(self, tensor: Tensor) -> None:
-        """What an op gives is new, or a view of what it reads."""
+    def _count_output(self, tensor: Tensor) -> None:
+        """Counts a result of an op, unless it is a view of one of its inputs."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
             if not self._alive[key][2]:
-                storage.resize_(0)  # a view of what was emptied, which fills it where tensors have no numbers
+                storage.resize_(0)  # a view of a freed storage, which fake tensors would fill again
             self._resized(storage)
         elif key not in self._known:
             gone = weakref.ref(storage, lambda _: self._forget(key))
@@ -157,7 +158,7 @@ class MemoryTracker(TorchDispatchMode):
             self._add(self._now, size)
 
     def _resized(self, storage: Any) -> None:
-        """Emptied, or filled again: no op says so."""
+        """Follows a storage that was freed or filled again, which no op shows."""
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive and self._alive[key][2] != size:
             gone, component, before = self._alive[key]
@@ -175,21 +176,23 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
-    """Of the arguments or results of an op, which are tensors, lists of tensors or neither."""
-    found: list[Tensor] = []
-    for each in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, tuple | list):
-            found += _tensors_in(each)
-    return found
+    """Returns the tensors among the arguments or results of an op, also those in lists."""
+    tensors: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list):
+            tensors += _tensors_in(value)
+    return tensors
 
 
-def states_of(parameters: Sequence[Tensor], optimizer: DistributedOptimizer) -> dict[str, list[Tensor]]:
-    """What is there all the time, as the plan names it; the optimizer's from its first step on."""
+def list_state_tensors(
+    parameters: Sequence[Tensor], optimizer: DistributedOptimizer
+) -> dict[str, list[Tensor]]:
+    """Returns the tensors that live all the time by component; the optimizer's exist after its first step."""
     buckets, adamw = optimizer.buckets, optimizer.adamw
-    live_bytes = {} if adamw is None else adamw.state
-    moments = [each for state in live_bytes.values() for each in state.values() if torch.is_tensor(each)]
+    states = [] if adamw is None else adamw.state.values()
+    moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
     return {
         "parameters": list(parameters),
         "gradients": [bucket.grad_buffer for bucket in buckets],
@@ -197,9 +200,11 @@ def states_of(parameters: Sequence[Tensor], optimizer: DistributedOptimizer) -> 
     }
 
 
-def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each counted once; single numbers do not count."""
-    return sum({_key(each): each.untyped_storage().nbytes() for each in tensors if each.dim()}.values())
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Sums the storages of tensors, each counted once; scalars do not count."""
+    return sum(
+        {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.dim()}.values()
+    )
 
 
 def _key(tensor: Tensor) -> int:
@@ -207,9 +212,9 @@ def _key(tensor: Tensor) -> int:
 
 
 def _components(plan: Plan, rows: Ints) -> Ints:
-    """Whose tensors every line makes."""
+    """Returns the component of every line, to which the tensors it creates belong."""
     module, kind = rows[:, 0], rows[:, 1]
     encoder = np.array([name != LLM for name in plan.modules] + [False])[module]
-    found: Ints = np.where(encoder, ENCODER_ACTIVATIONS, LLM_ACTIVATIONS)
-    found[kind == OpKind.RECV_SEAM] = SEAM
-    return found
+    component: Ints = np.where(encoder, ENCODER_ACTIVATIONS, LLM_ACTIVATIONS)
+    component[kind == OpKind.RECV_SEAM] = SEAM
+    return component

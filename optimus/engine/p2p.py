@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -14,9 +16,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-Key = tuple[
-    str, str, int, int
-]  # payload (forward, backward or rows), module, receiving virtual stage, microbatch
+# Payload (forward, backward or rows), module, receiving virtual stage, microbatch.
+Key = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,3 +134,45 @@ class P2PMailbox:
         """Waits for all sends and checks that every tensor was taken."""
         self._sends.wait()
         assert not self._tensors, f"left behind: {sorted(self._tensors)}"
+
+
+class SideStream:
+    """Launches collectives on a side stream (GPU) or thread (CPU) once the message they read has arrived.
+
+    An op may begin with a collective over what another stage sends. The plan lets compute of other ops
+    continue until that message arrives, so the program must not wait for it either.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread: ThreadPoolExecutor | None = None
+        self._launches: dict[object, Future[None]] = {}
+        self._inline = False
+
+    def launch(self, op: object, run: Callable[[], None]) -> None:
+        """Runs `run`, which waits for a message first, without blocking the program."""
+        if self._inline:
+            run()
+        elif self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run()
+        else:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="side")
+            self._launches[op] = self._thread.submit(copy_context().run, run)
+
+    def wait(self, op: object) -> None:
+        """Waits until `run` has returned and raises its error, if any; on a GPU streams order the work."""
+        launch = self._launches.pop(op, None)
+        if launch is not None:
+            launch.result()
+
+    @contextmanager
+    def inline(self) -> Iterator[None]:
+        """Runs launches within the program, so that a dispatch mode sees every tensor they allocate."""
+        self._inline = True
+        try:
+            yield
+        finally:
+            self._inline = False

@@ -1,9 +1,9 @@
-"""Process groups from a plan: who talks to whom on integers alone, then one group per axis, in one order.
+"""Derives process groups from a plan: peers on integers alone, then one group per axis, in one order.
 
 An *axis* divides ranks into groups that do not overlap: the replicas of a module, or the pairs along every
 second edge of its pipelines. Edges are coloured (even, odd, wrap-around), so that no rank is in two pairs of
-one axis, and every direction and class of traffic has axes of its own. How many there are depends on the
-plan, never on the number of ranks; where a backend can split, one split makes all groups of an axis.
+one axis, and every direction and class of traffic has axes of its own. Their number depends on the plan,
+never on the number of ranks; where a backend can split, one split makes all groups of an axis.
 """
 
 from __future__ import annotations
@@ -25,84 +25,96 @@ Members = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
-    """One division of ranks into groups; `members` of a rank without a group are none."""
+class GroupAxis:
+    """One division of ranks into groups; a rank without a group has no `members`."""
 
     name: str
     members: Callable[[int], Members]
 
 
-def group_axes(plan: Plan) -> list[Axis]:
-    """Every axis of a plan, in the order in which all ranks make their groups."""
-    ranks, found = plan.ranks, []
+def list_group_axes(plan: Plan) -> list[GroupAxis]:
+    """Returns every axis of a plan, in the order in which all ranks make their groups."""
+    ranks, axes = plan.ranks, list[GroupAxis]()
     for name, module in plan.modules.items():
-        found.append(Axis(name=f"{name}.dp", members=_replicas(ranks, name)))
+        axes.append(GroupAxis(name=f"{name}.dp", members=_replicas(ranks, name)))
         if module.layout.tp > 1:
-            found.append(Axis(name=f"{name}.tp", members=_sharers(ranks, name)))
-        for direction in ("forward", "backward")[: 1 + _learns(plan, name)]:
+            axes.append(GroupAxis(name=f"{name}.tp", members=_tp_members(ranks, name)))
+        for direction in ("forward", "backward")[: 1 + _needs_backward(plan, name)]:
             for colour in _colours(module.layout.pp, module.layout.chunks):
                 axis = f"{name}.{direction}.{colour}"
-                found.append(Axis(name=axis, members=_pairs(ranks, name, colour)))
+                axes.append(GroupAxis(name=axis, members=_pairs(ranks, name, colour)))
         if name != LLM:
             for pipeline in _remote_pipelines(ranks, name):
-                for direction in ("seam", "seam-back")[: 1 + _learns(plan, name)]:
+                for direction in ("seam", "seam-back")[: 1 + _needs_backward(plan, name)]:
                     axis = f"{name}.{direction}.{pipeline}"
-                    found.append(Axis(name=axis, members=_seam(ranks, name, pipeline)))
+                    axes.append(GroupAxis(name=axis, members=_seam(ranks, name, pipeline)))
     if ranks.llm.pp > 1:
-        found.append(Axis(name="ends", members=_ends(ranks)))
-    return found
+        axes.append(GroupAxis(name="ends", members=_ends(ranks)))
+    return axes
 
 
-def replica_ranks(plan: Plan, module: str, rank: int) -> Members:
-    """The ranks that hold what a rank holds of a module, itself among them."""
+def find_replica_ranks(plan: Plan, module: str, rank: int) -> Members:
+    """Returns the ranks that hold the same part of a module as a rank, itself included."""
     return _replicas(plan.ranks, module)(rank) or (rank,)
 
 
-def tp_group_of(plan: Plan, module: str, rank: int) -> TpGroup:
-    """A rank's place among those that divide the layers of a module between them."""
+def build_tp_group(plan: Plan, module: str, rank: int) -> TpGroup:
+    """Returns a rank's position in the tensor-parallel group of a module, without a process group."""
     return TpGroup(rank=plan.ranks.place(module, rank).tp, size=plan.modules[module].layout.tp)
 
 
 def replica_mesh(plan: Plan, module: str) -> DeviceMesh:
-    """This rank's replicas of a module, for FSDP2 or DDP; all ranks make theirs at the same point."""
-    members = list(replica_ranks(plan, module, dist.get_rank()))
+    """Returns this rank's replicas of a module, for FSDP2 or DDP; all ranks call it at the same point."""
+    members = list(find_replica_ranks(plan, module, dist.get_rank()))
     group = dist.new_group(members, use_local_synchronization=True)
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     return DeviceMesh.from_group(group, device, mesh_dim_names=("replicas",))
 
 
-def stage_edge(plan: Plan, rank: int, module: str, kind: OpKind) -> tuple[str, int]:
-    """The axis that carries a transfer of this rank, and the rank at its other end.
+def find_stage_peer(plan: Plan, rank: int, module: str, kind: OpKind) -> tuple[str, int]:
+    """Returns the axis that carries a transfer of this rank, and the rank at its other end.
 
-    For the seam seen from stage 0 the axis depends on the microbatch: see `seam_edge`.
+    For the seam seen from stage 0 the axis depends on the microbatch: see `find_seam_peer`.
     """
     ranks, pp = plan.ranks, plan.modules[module].layout.pp
     device = ranks.class_of(rank)
     stage = ranks.stage_of(module, device)
     ahead = kind in (OpKind.SEND_F, OpKind.RECV_B)  # the edge to the next stage, or from the previous one
     source = stage if ahead else (stage - 1) % pp
-    other = ranks.next_stage(module, device, 1 if ahead else -1)
+    neighbour = ranks.next_stage(module, device, 1 if ahead else -1)
     direction = "forward" if kind in (OpKind.SEND_F, OpKind.RECV_F) else "backward"
-    return f"{module}.{direction}.{_colour(source, pp)}", ranks.member(other, rank)
+    return f"{module}.{direction}.{_colour(source, pp)}", ranks.member(neighbour, rank)
 
 
-def seam_edge(plan: Plan, rank: int, module: str, kind: OpKind, microbatch: int) -> tuple[str, int]:
-    """The axis that carries an encoder microbatch's rows, or their gradient, and the other end."""
+def find_seam_peer(plan: Plan, rank: int, module: str, kind: OpKind, microbatch: int) -> tuple[str, int]:
+    """Returns the axis that carries an encoder microbatch's rows, or their gradient, and the other end."""
     ranks = plan.ranks
     pipeline = plan.modules[module].pipelines[microbatch]
     direction = "seam" if kind in (OpKind.SEND_SEAM, OpKind.RECV_SEAM) else "seam-back"
     ends = _seam_ends(ranks, module, pipeline, rank)
     assert rank in ends, f"rank {rank} is no end of pipeline {pipeline} of {module}"
     entry, last = ends
-    other = entry if kind in (OpKind.SEND_SEAM, OpKind.RECV_SEAM_B) else last
-    return f"{module}.{direction}.{pipeline}", other
+    peer = entry if kind in (OpKind.SEND_SEAM, OpKind.RECV_SEAM_B) else last
+    return f"{module}.{direction}.{pipeline}", peer
+
+
+def find_receiving_tp_ranks(plan: Plan, module: str, microbatch: int) -> range:
+    """Returns the LLM's tensor-parallel ranks at which rows of an encoder microbatch arrive."""
+    tp = plan.modules[module].layout.tp
+    block = plan.modules[module].pipelines[microbatch] % (plan.ranks.llm.tp // tp)
+    return range(block * tp, (block + 1) * tp)
+
+
+def receives_encoder_rows(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
+    """Returns whether rows of an encoder microbatch arrive at a rank of stage 0."""
+    return plan.ranks.place(LLM, rank).tp in find_receiving_tp_ranks(plan, module, microbatch)
 
 
 # ---------------------------------------------------------------------------- axes, on integers
 
 
-def _learns(plan: Plan, name: str) -> bool:
-    """Whether gradients flow between the stages of a module, or back over its seam."""
+def _needs_backward(plan: Plan, name: str) -> bool:
+    """Tells whether gradients flow between the stages of a module, or back over its seam."""
     return any(
         kind in chunk.templates
         for chunk in plan.modules[name].chunks
@@ -114,12 +126,12 @@ def _replicas(ranks: RankGrid, module: str) -> Callable[[int], Members]:
     return lambda rank: ranks.group_of(module, Communicator.DP, rank)
 
 
-def _sharers(ranks: RankGrid, module: str) -> Callable[[int], Members]:
+def _tp_members(ranks: RankGrid, module: str) -> Callable[[int], Members]:
     return lambda rank: ranks.group_of(module, Communicator.TP, rank)
 
 
 def _colour(source: int, pp: int) -> str:
-    """Of the edge from stage `source` to the next."""
+    """Returns the colour of the edge from stage `source` to the next."""
     return "wrap" if source == pp - 1 else "odd" if source % 2 else "even"
 
 
@@ -130,7 +142,7 @@ def _colours(pp: int, chunks: int) -> list[str]:
 
 
 def _pairs(ranks: RankGrid, module: str, colour: str) -> Callable[[int], Members]:
-    """Both ends of the edge of this colour at a rank's stage, if it has one."""
+    """Returns both ends of the edge of this colour at a rank's stage, if it has one."""
     pp = ranks.layouts[module].pp
 
     def members(rank: int) -> Members:
@@ -145,22 +157,22 @@ def _pairs(ranks: RankGrid, module: str, colour: str) -> Callable[[int], Members
 
 
 def _remote_pipelines(ranks: RankGrid, module: str) -> list[int]:
-    """Pipelines of an encoder whose last stage is not on LLM stage 0."""
+    """Returns the pipelines of an encoder whose last stage is not on LLM stage 0."""
     return [
         pipeline for pipeline in range(ranks.num_pipelines(module)) if _last_stage(ranks, module, pipeline)
     ]
 
 
 def _last_stage(ranks: RankGrid, module: str, pipeline: int) -> int:
-    """The LLM's stage on which an encoder pipeline ends."""
+    """Returns the LLM stage on which an encoder pipeline ends."""
     layout, llm = ranks.layouts[module], ranks.llm
     return pipeline // (llm.tp // layout.tp) // llm.cp * layout.pp + layout.pp - 1
 
 
 def _seam_ends(ranks: RankGrid, module: str, pipeline: int, like: int) -> Members:
-    """The ranks on LLM stage 0 and at the last stage of an encoder pipeline, where `like` stands in both.
+    """Returns the ranks on LLM stage 0 and at the last stage of an encoder pipeline, placed as `like`.
 
-    None if the pipeline does not reach that place of the tensor-parallel group.
+    Empty if the pipeline does not run on that position of the tensor-parallel group.
     """
     layout, llm, place = ranks.layouts[module], ranks.llm, ranks.place(LLM, like)
     across = llm.tp // layout.tp
@@ -179,7 +191,7 @@ def _seam(ranks: RankGrid, module: str, pipeline: int) -> Callable[[int], Member
 
 
 def _ends(ranks: RankGrid) -> Callable[[int], Members]:
-    """First and last stage of an LLM pipeline: they share tied embeddings."""
+    """Returns first and last stage of an LLM pipeline, which share tied embeddings."""
 
     def members(rank: int) -> Members:
         stages = ranks.group_of(LLM, Communicator.PP, rank)
@@ -193,9 +205,9 @@ def _ends(ranks: RankGrid) -> Callable[[int], Members]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
-    """A rank's process groups by axis; none where it would be alone.
+    """Process groups of one rank by axis; none where it would be alone.
 
-    `control` holds all ranks of an LLM pipeline, for what hosts tell each other: never a device's data.
+    `control` holds all ranks of an LLM pipeline, for messages between hosts, never a device's data.
     """
 
     rank: int
@@ -207,16 +219,16 @@ class ProcessGroups:
         return self.groups.get(axis)
 
     def tp_group(self, plan: Plan, module: str) -> TpGroup:
-        """This rank's place in the module's tensor-parallel group, with the group."""
-        return replace(tp_group_of(plan, module, self.rank), group=self.get(f"{module}.tp"))
+        """Returns this rank's position in the module's tensor-parallel group, with the process group."""
+        return replace(build_tp_group(plan, module, self.rank), group=self.get(f"{module}.tp"))
 
     def mesh(self, module: str, device_type: str) -> DeviceMesh | None:
-        """The replicas of a module as a mesh, for those who place tensors by it."""
+        """Returns the replicas of a module as a mesh, to place tensors by."""
         group = self.get(f"{module}.dp")
         return None if group is None else DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
 
 
-def make_groups(
+def make_process_groups(
     plan: Plan,
     rank: int,
     *,
@@ -224,39 +236,39 @@ def make_groups(
     backend: str | None = None,
     options_of: Callable[[str], Any] = lambda axis: None,
 ) -> ProcessGroups:
-    """All groups of this rank. Every rank must call it, at the same time, with the same plan.
+    """Makes all groups of this rank. Every rank must call it, at the same time, with the same plan.
 
     Where a backend cannot split, members name a group after its ranks and the number of groups they already
-    have. So every rank makes one for every axis, be it of itself alone: the numbers stay the same everywhere.
-    `options_of` gives a backend options for the groups of an axis, by its name.
+    have. So every rank makes one for every axis, even of itself alone: the numbers stay the same everywhere.
+    `options_of` returns backend options for the groups of an axis, by its name.
     """
     splits = dist.get_backend() == "nccl" and backend is None
     timeout = timedelta(seconds=timeout_s)
-    control = _control(plan, rank, timeout)  # first: split groups are unequal in number on ranks
+    control = _control(plan, rank, timeout)  # first: ranks have unequally many split groups
     members, groups = {}, {}
-    for axis in group_axes(plan):
-        mine = members[axis.name] = axis.members(rank)
+    for axis in list_group_axes(plan):
+        group_ranks = members[axis.name] = axis.members(rank)
         if splits:
-            every = _all_groups(plan, axis)
-            if not every:
+            all_groups = _all_groups(plan, axis)
+            if not all_groups:
                 continue
-            group = dist.split_group(split_ranks=every, timeout=timeout, group_desc=axis.name)
+            group = dist.split_group(split_ranks=all_groups, timeout=timeout, group_desc=axis.name)
         else:
             group = dist.new_group(
-                list(mine or (rank,)),
+                list(group_ranks or (rank,)),
                 timeout=timeout,
                 backend=backend,
                 pg_options=options_of(axis.name),
                 use_local_synchronization=True,
                 group_desc=axis.name,
             )
-        if group is not None and len(mine) > 1:
+        if group is not None and len(group_ranks) > 1:
             groups[axis.name] = group
     return ProcessGroups(rank=rank, members=members, groups=groups, control=control)
 
 
 def _control(plan: Plan, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """On CPUs whatever the devices are."""
+    """Makes the control group, on CPUs whatever the devices are."""
     pipeline = plan.ranks.group_of(LLM, Communicator.PP, rank)
     if len(pipeline) == 1:
         return None
@@ -270,13 +282,13 @@ def _control(plan: Plan, rank: int, timeout: timedelta) -> dist.ProcessGroup | N
     )
 
 
-def _all_groups(plan: Plan, axis: Axis) -> list[list[int]]:
-    """Every group of an axis, in order of its first rank; each is asked for once."""
-    seen, found = bytearray(plan.ranks.world), []
+def _all_groups(plan: Plan, axis: GroupAxis) -> list[list[int]]:
+    """Returns every group of an axis, in order of its first rank."""
+    seen, groups = bytearray(plan.ranks.world), list[list[int]]()
     for rank in range(plan.ranks.world):
         members = () if seen[rank] else axis.members(rank)
         for member in members:
             seen[member] = 1
         if len(members) > 1:
-            found.append(list(members))
-    return found
+            groups.append(list(members))
+    return groups

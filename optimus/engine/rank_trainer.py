@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from optimus.engine.batch_plan import BatchPlan, plan_batch
-from optimus.engine.batches import RankBatch
 from optimus.engine.buckets import ReplicatedBucket
-from optimus.engine.build_rank import build_rank
+from optimus.engine.build_rank import build_rank_model
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.engine.process_groups import ProcessGroups
+from optimus.engine.rank_batch import RankBatch
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.models.kernels import KERNELS, Kernels, Numerics
+from optimus.models.kernels import KERNELS, KernelSet, NumericConstants
 from optimus.protocols import Dataset, Recorder
 
 
@@ -47,8 +47,8 @@ class RankTrainer:
         device: torch.device,
         dataset: Dataset | None = None,
         recorder: Recorder | None = None,
-        kernels: Kernels = KERNELS,
-        numerics: Mapping[str, Numerics] = MappingProxyType({}),
+        kernels: KernelSet = KERNELS,
+        numerics: Mapping[str, NumericConstants] = MappingProxyType({}),
         fuse: bool = True,
         bucket_type: type[ShardedBucket] | type[ReplicatedBucket] = ShardedBucket,
     ) -> None:
@@ -58,7 +58,7 @@ class RankTrainer:
         self.sequences_per_microbatch = sequences_per_replica // plan.microbatches
         self.dataset = dataset or SyntheticDataset(job=job, seed=config.seed)
         self.replica = plan.ranks.place(LLM, groups.rank).dp
-        self.model = build_rank(
+        self.model = build_rank_model(
             job.model,
             plan,
             groups,

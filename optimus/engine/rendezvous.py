@@ -22,7 +22,7 @@ BACKLOG = 4096  # connections that may wait for the store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Membership:
+class RunMembership:
     """This process as a member of the run."""
 
     rank: int
@@ -36,7 +36,7 @@ class RendezvousTimeout(OptimusError):
     """A rank waited for another that did not join in time."""
 
 
-def join_process_group(*, timeout_s: float, backend: str) -> Membership:
+def join_process_group(*, timeout_s: float, backend: str) -> RunMembership:
     """Joins the default process group: gloo on CPU, nccl on GPU.
 
     A restart reuses the store of the attempt that died, with addresses of dead processes in it: with torch's
@@ -73,12 +73,12 @@ def join_process_group(*, timeout_s: float, backend: str) -> Membership:
         timeout=timedelta(seconds=timeout_s),
         device_id=device,
     )
-    return Membership(
+    return RunMembership(
         rank=place.rank, world=place.world, local_rank=place.local_rank, restart=restart, store=store
     )
 
 
-def host_store(listening: socket.socket, timeout_s: float) -> TCPStore:
+def host_tcp_store(listening: socket.socket, timeout_s: float) -> TCPStore:
     """Hosts a store on a socket that already listens; clients that connected before are answered now."""
     host, port = listening.getsockname()
     return TCPStore(
@@ -94,7 +94,7 @@ def host_store(listening: socket.socket, timeout_s: float) -> TCPStore:
 def _connect(place: Launched, timeout_s: float) -> TCPStore:
     hosts = place.rank == 0 and not place.store_is_hosted
     if hosts and place.one_host and place.address in ("127.0.0.1", "localhost"):
-        return host_store(socket.create_server(("127.0.0.1", place.port), backlog=BACKLOG), timeout_s)
+        return host_tcp_store(socket.create_server(("127.0.0.1", place.port), backlog=BACKLOG), timeout_s)
     return TCPStore(
         place.address,
         place.port,
@@ -156,7 +156,7 @@ def _wait(store: Any, key: str, timeout_s: float, waits: str) -> None:
         raise RendezvousTimeout(f"{waits}, which did not join: has its node started?") from error
 
 
-def first_to_report(text: str, *, timeout_s: float = 5.0) -> bool:
+def is_first_to_report(text: str, *, timeout_s: float = 5.0) -> bool:
     """Returns whether no other rank of this attempt has reported this text; True if the store fails."""
     place = launched()
     if place is None or (place.rank == 0 and not place.store_is_hosted):
@@ -175,7 +175,7 @@ def first_to_report(text: str, *, timeout_s: float = 5.0) -> bool:
         return True
 
 
-def check_agreement(store: Any, rank: int, world: int, name: str, value: str) -> None:
+def check_ranks_agree(store: Any, rank: int, world: int, name: str, value: str) -> None:
     """Raises the same error on all ranks unless all hold the same value; once per name and attempt.
 
     Every rank compares with rank 0's value, so its work does not grow with the world. A rank that differs

@@ -27,7 +27,7 @@ class StageProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageProfiles:
+class ProfiledStages:
     """Profiles of all virtual stages of the LLM in order, and of all blocks of every encoder."""
 
     stages: tuple[StageProfile, ...]
@@ -49,7 +49,7 @@ def profile_stages(
     *,
     pp: int,
     repeats: int = 0,
-) -> StageProfiles:
+) -> ProfiledStages:
     """Profiles the stages of all ranks and all encoder blocks; every rank calls it and gets the same result.
 
     A rank passes its own stages, all encoder blocks, and the inputs of one microbatch. `encoder_microbatches`
@@ -75,9 +75,9 @@ def profile_stages(
     for virtual in range(len(stages) * pp):
         inputs = _outputs_of(profiles[-1], device) if profiles else (*microbatch, *rows)
         owner = virtual % pp * (world // pp)
-        profile = partial(profile_module, stages[virtual // pp], inputs, repeats)
+        profile = partial(_profile_module, stages[virtual // pp], inputs, repeats)
         profiles.append(_run_and_broadcast(profile, owner))
-    return StageProfiles(stages=tuple(profiles), encoders=blocks)
+    return ProfiledStages(stages=tuple(profiles), encoders=blocks)
 
 
 def _run_and_broadcast(work: Callable[[], Any], source: int) -> Any:
@@ -101,7 +101,7 @@ def _profile_blocks(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -
     profiles: list[StageProfile] = []
     for block in blocks:
         state = _outputs_of(profiles[-1], inputs.device) if profiles else (inputs,)
-        profiles.append(profile_module(block, state, repeats))
+        profiles.append(_profile_module(block, state, repeats))
     return tuple(profiles)
 
 
@@ -114,7 +114,7 @@ def _zeros(spec: TensorSpec, requires_grad: bool, device: torch.device) -> Tenso
     return tensor.requires_grad_(requires_grad and spec.dtype.is_floating_point)
 
 
-def profile_module(module: nn.Module, inputs: tuple[Tensor, ...], repeats: int) -> StageProfile:
+def _profile_module(module: nn.Module, inputs: tuple[Tensor, ...], repeats: int) -> StageProfile:
     """Profiles one module; its seconds are medians of `repeats` forwards and backwards."""
     outputs = _as_tuple(module(*inputs))
     specs = tuple(TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in outputs)

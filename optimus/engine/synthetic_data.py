@@ -14,7 +14,7 @@ from optimus.job.job import Job
 from optimus.job.model import Encoder
 from optimus.job.workload import PackedSequence
 from optimus.models.dropout import hash64
-from optimus.models.sample import IGNORE_INDEX, Item, Sample
+from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class SyntheticDataset:
         """Returns the sizes of a sample's items, without making the sample."""
         sequence = self._sequence(number)
         items = {
-            name: tuple(prod(patch_grid(encoder, tokens)) for tokens in sequence.lengths(name))
+            name: tuple(prod(_patch_grid(encoder, tokens)) for tokens in sequence.lengths(name))
             for name, encoder in self._encoders.items()
         }
         return SampleSizes(number=number, items=items)
@@ -45,7 +45,11 @@ class SyntheticDataset:
         tokens = torch.randint(vocabulary, (length,), generator=generator)
         labels = torch.randint(vocabulary, (length,), generator=generator)
         order = [(name, count) for name in self._encoders for count in sequence.lengths(name)]
-        text, at, items = self._text_tokens(sequence), 0, {name: list[Item]() for name in self._encoders}
+        text, at, items = (
+            self._text_tokens(sequence),
+            0,
+            {name: list[SampleItem]() for name in self._encoders},
+        )
         for place, (name, count) in enumerate(order):
             at += text * (place + 1) // (len(order) + 1) - text * place // (len(order) + 1)
             items[name].append(_item(self._encoders[name], count, at, generator))
@@ -68,13 +72,13 @@ class SyntheticDataset:
         return self.job.workload.sequence_tokens - others
 
 
-def _item(encoder: Encoder, count: int, offset: int, generator: torch.Generator) -> Item:
-    grid = patch_grid(encoder, count)
+def _item(encoder: Encoder, count: int, offset: int, generator: torch.Generator) -> SampleItem:
+    grid = _patch_grid(encoder, count)
     inputs: Tensor = torch.randn(prod(grid), encoder.patch_inputs, generator=generator)
-    return Item(offset=offset, grid=grid, inputs=inputs)
+    return SampleItem(offset=offset, grid=grid, inputs=inputs)
 
 
-def patch_grid(encoder: Encoder, llm_tokens: int) -> tuple[int, ...]:
+def _patch_grid(encoder: Encoder, llm_tokens: int) -> tuple[int, ...]:
     """Returns a grid of encoder tokens, as square as possible, that becomes so many LLM tokens."""
     merge = encoder.projector.merge
     if encoder.modality == "audio":

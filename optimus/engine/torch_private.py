@@ -1,19 +1,17 @@
 """Wraps the parts of torch that the engine uses and torch does not promise to keep.
 
-Written against torch 2.13; what another version changes is repaired here.
+Written against torch 2.13; changes for another version belong here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimus.errors import UserError
@@ -23,46 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FakeTensorMode",
-    "PythonGroup",
-    "PythonWork",
     "accumulate_fsdp_grads",
-    "end_fsdp_forward",
-    "fake_world",
-    "fsdp_meshes",
-    "gather_fsdp",
-    "is_view",
-    "loopback_device",
-    "make_gloo_backend",
+    "reshard_fsdp_after_forward",
+    "fake_process_group",
+    "find_fsdp_mesh_ranks",
+    "unshard_fsdp_params",
     "on_storage_resize",
-    "reduce_fsdp",
-    "wait_fsdp",
+    "reduce_fsdp_grads",
+    "wait_fsdp_grads",
 ]
-
-PythonGroup: Any = ProcessGroup  # a subclass in Python takes the place of a group and its backend
-PythonWork: Any = Work
-
-
-def loopback_device() -> Any:
-    """Returns gloo's device for one host. Its thread wakes every 10 ms: all groups should share one."""
-    gloo: Any = ProcessGroupGloo
-    return gloo.create_device(hostname="127.0.0.1")
-
-
-def make_gloo_backend(device: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Makes a gloo backend without a process group around it."""
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._devices, options._timeout = [device], timeout
-    return gloo(store, rank, size, options)
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Returns whether autograd knows the tensor as a view of another."""
-    return bool(tensor._is_view())
 
 
 @contextmanager
-def fake_world(rank: int, world: int) -> Iterator[None]:
+def fake_process_group(rank: int, world: int) -> Iterator[None]:
     """Makes this process one rank of a fake world, in which collectives and sends complete at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
@@ -94,7 +65,7 @@ def on_storage_resize(callback: Callable[[torch.UntypedStorage], None]) -> Itera
 # ---------------------------------------------------------------------------- FSDP2, without its hooks
 
 
-def fsdp_meshes(module: FSDPModule) -> list[Tensor]:
+def find_fsdp_mesh_ranks(module: FSDPModule) -> list[Tensor]:
     """Returns the ranks that shard a module's own parameters; none if it has no parameters of its own."""
     groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)
     if groups is None:
@@ -107,7 +78,7 @@ def fsdp_meshes(module: FSDPModule) -> list[Tensor]:
     return [group.mesh_info.mesh.mesh for group in groups]
 
 
-def gather_fsdp(module: FSDPModule) -> Any:
+def unshard_fsdp_params(module: FSDPModule) -> Any:
     """Launches the all-gather of a module's own parameters, even if they are still unsharded."""
     state: Any = module._get_fsdp_state()
     state._lazy_init()
@@ -123,7 +94,7 @@ def accumulate_fsdp_grads(module: FSDPModule) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def reduce_fsdp(module: FSDPModule) -> None:
+def reduce_fsdp_grads(module: FSDPModule) -> None:
     """Reduce-scatters a module's own gradients, zeros where this rank has none, and reshards its parameters.
 
     On GPUs it launches the collective; over gloo it returns when the collective has completed.
@@ -140,7 +111,7 @@ def reduce_fsdp(module: FSDPModule) -> None:
         group.reduce_grads, group.reshard_after_backward = False, False
 
 
-def wait_fsdp(module: FSDPModule) -> None:
+def wait_fsdp_grads(module: FSDPModule) -> None:
     """Waits until a module's reduced gradients have arrived."""
     state: Any = module._get_fsdp_state()
     for group in state._fsdp_param_groups:
@@ -149,7 +120,7 @@ def wait_fsdp(module: FSDPModule) -> None:
     state._comm_ctx.post_forward_order.clear()
 
 
-def end_fsdp_forward(module: FSDPModule) -> None:
+def reshard_fsdp_after_forward(module: FSDPModule) -> None:
     """Reshards a module after forwards without a backward, and clears FSDP2's record of them."""
     state: Any = module._get_fsdp_state()
     state._lazy_init()

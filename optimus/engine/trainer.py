@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.batch_plan import BatchPlanExchange
-from optimus.engine.compile import describe
+from optimus.engine.batch_plan import BatchPlanBroadcast
+from optimus.engine.compile import describe_line
 from optimus.engine.config import METRICS, MemoryUse, StepMetrics, TrainingConfig, TrainingSummary
-from optimus.engine.memory_tracker import count_step
-from optimus.engine.process_groups import make_groups
+from optimus.engine.memory_tracker import measure_step_memory
+from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.rendezvous import Membership, check_agreement, join_process_group
+from optimus.engine.rendezvous import RunMembership, check_ranks_agree, join_process_group
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
 from optimus.errors import UserError
@@ -48,7 +48,7 @@ def train_rank(
     backend = "nccl" if _has_gpus() else "gloo"
     member = join_process_group(timeout_s=JOIN_TIMEOUT_S, backend=backend)
     try:
-        check_agreement(member.store, member.rank, member.world, "plan", plan_hash)
+        check_ranks_agree(member.store, member.rank, member.world, "plan", plan_hash)
         return _TrainingLoop(job, plan, config, member).run(on_step if member.rank == 0 else None)
     finally:
         dist.destroy_process_group()
@@ -65,13 +65,13 @@ def check_world_size(plan: Plan) -> None:
         )
 
 
-def describe_line(plan: Plan, rank: int, line: int) -> str:
+def describe_status_line(plan: Plan, rank: int, line: int) -> str:
     """Describes a line of a rank's program; lines past its end are `EXTRA_OPS`."""
     device = plan.ranks.class_of(rank)
     extra = line - len(plan.programs[device])
     if extra >= 0:
         return EXTRA_OPS[extra]
-    text = describe(plan, device, line)
+    text = describe_line(plan, device, line)
     return FINISH if text.startswith(f"{ALL}.") else text
 
 
@@ -84,11 +84,11 @@ def _has_gpus() -> bool:
 class _TrainingLoop:
     """The steps of one rank."""
 
-    def __init__(self, job: Job, plan: Plan, config: TrainingConfig, member: Membership) -> None:
+    def __init__(self, job: Job, plan: Plan, config: TrainingConfig, member: RunMembership) -> None:
         self.job, self.plan, self.config, self.member = job, plan, config, member
         device = torch.device("cuda", member.local_rank) if _has_gpus() else torch.device("cpu")
         default = "bfloat16" if device.type == "cuda" else "float32"
-        groups = make_groups(plan, member.rank, timeout_s=GROUP_TIMEOUT_S)
+        groups = make_process_groups(plan, member.rank, timeout_s=GROUP_TIMEOUT_S)
         self.recorder = FlightRecorder()
         self.rank = RankTrainer(
             job,
@@ -102,7 +102,7 @@ class _TrainingLoop:
         self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
         self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0
         self._memory: MemoryUse | None = None
-        self._batch_plans = BatchPlanExchange(
+        self._batch_plans = BatchPlanBroadcast(
             plan,
             groups.control,
             reader=plan.ranks.rank_of(0, self.rank.replica, 0, 0),
@@ -117,7 +117,7 @@ class _TrainingLoop:
             world=self.member.world,
             recorder=self.recorder,
             store=self.member.store,
-            describe=lambda line: describe_line(self.plan, self.member.rank, line),
+            describe=lambda line: describe_status_line(self.plan, self.member.rank, line),
             waits_for=self._waits_for,
             timeout_s=FIRST_STEP_TIMEOUTS * self.config.op_timeout_s,
             dump_dir=self.config.run_dir,
@@ -162,7 +162,7 @@ class _TrainingLoop:
                 self._start_batch_plan(step + 1)
         rank, batch = self.rank, self.rank.batch(step, batch_plan)
         if self.config.count_memory and step + 1 == self.config.steps:
-            loss, self._memory = count_step(rank, batch)
+            loss, self._memory = measure_step_memory(rank, batch)
         else:
             loss = rank.executor.step(batch)
         total_loss = self._sum_over_ranks(loss)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, format_ranks, read_blocking_ranks
+from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, format_ranks, read_blocking_statuses
 from optimus.errors import OptimusError, UserError
 
 EXIT_REFUSED = 2  # the user's input was refused
@@ -225,7 +225,7 @@ class Watchdog:
         if self._world <= READ_ALL_UP_TO_RANKS:
             others = (rank for rank in range(self._world) if rank != self._rank)
             return statuses | {rank: self._read(rank) for rank in others}
-        return read_blocking_ranks(statuses, self._rank, self._read)
+        return read_blocking_statuses(statuses, self._rank, self._read)
 
     def _publish_failure(self, status: RankStatus) -> list[RankStatus]:
         """Publishes this rank's failure and returns earlier ones of ranks that it waited for."""

@@ -54,7 +54,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> T
 # ---------------------------------------------------------------------------------------- rotary positions
 
 
-def sequence_rotary(
+def build_sequence_rotary_table(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, sections: Sequence[int] = ()
 ) -> Rotary:
     """Returns the table of positions (n,), or of positions (axes, n) where section i rotates by axis i."""
@@ -66,7 +66,7 @@ def sequence_rotary(
     return _table(positions.double()[axes].T * frequencies, dtype)
 
 
-def grid_rotary(coordinates: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+def build_grid_rotary_table(coordinates: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
     """Returns the table of coordinates (n, 2): half of the angles rotate by height, half by width."""
     frequencies = _frequencies(head_dim // 4, theta)
     angles = coordinates.double()[:, :, None] * frequencies
@@ -81,14 +81,14 @@ def _table(angles: Tensor, dtype: torch.dtype) -> Rotary:
     return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
 
 
-def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
+def apply_rotary(heads: Tensor, rotary: Rotary) -> Tensor:
     """Rotates every pair (i, i + dim / 2) of heads (n, heads, dim) by its angle."""
     cosines, sines = rotary
     first, second = heads.chunk(2, -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
 
 
-def rotate_backward(gradient: Tensor, rotary: Rotary) -> Tensor:
-    """Rotates by the opposite angles, which is the gradient of `rotate`."""
+def apply_rotary_backward(gradient: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates by the opposite angles, which is the gradient of `apply_rotary`."""
     cosines, sines = rotary
-    return rotate(gradient, (cosines, -sines))
+    return apply_rotary(gradient, (cosines, -sines))

@@ -16,18 +16,18 @@ from optimus.job.model import Encoder, Llm
 from optimus.models.collectives import NO_TP, ParamSplit, TpGroup
 from optimus.models.dropout import hash64
 from optimus.models.end_layers import EncoderProjector, LossHead, PatchEmbedding, TokenEmbedding
-from optimus.models.kernels import KERNELS, NUMERICS, Kernels, Numerics
+from optimus.models.kernels import KERNELS, NUMERICS, KernelSet, NumericConstants
 from optimus.models.layer_ops import RESIDUAL_ADD
 from optimus.models.segment import Segment, SequentialSegment
 from optimus.models.tensor_parallel import TpCollective
-from optimus.models.transformer_layer import layer_segments
+from optimus.models.transformer_layer import build_layer_segments
 
 Module = Encoder | Llm
 INIT_STD = 0.02  # standard deviation of initial weights and biases
 _SEGMENT_NAMES = ("qkv", "attention", "out", "up", "down")
 
 
-def layer_count(module: Module) -> int:
+def count_layers(module: Module) -> int:
     """Returns the number of layers, with embedding and head or projector."""
     return module.stack.layers + 2
 
@@ -40,8 +40,8 @@ def build_layers(
     seed: int = 0,
     first: int = 0,
     end: int | None = None,
-    numerics: Numerics = NUMERICS,
-    compute: Kernels = KERNELS,
+    numerics: NumericConstants = NUMERICS,
+    compute: KernelSet = KERNELS,
     tp_group: TpGroup = NO_TP,
     encoders_train: bool = True,
 ) -> list[list[Segment]]:
@@ -51,8 +51,8 @@ def build_layers(
     encoder of an LLM needs gradients.
     """
     _refuse_unsupported(module, tp_group.size)
-    end = layer_count(module) if end is None else end
-    assert 0 <= first <= end <= layer_count(module), f"layers {first}:{end} of {layer_count(module)}"
+    end = count_layers(module) if end is None else end
+    assert 0 <= first <= end <= count_layers(module), f"layers {first}:{end} of {count_layers(module)}"
     options: dict[str, Any] = {"numerics": numerics, "tp_group": tp_group, "dtype": dtype, "device": device}
     layers = [
         _build_layer(module, layer, compute, encoders_train=encoders_train, **options)
@@ -69,14 +69,14 @@ def build_layers(
 def _build_layer(
     module: Module,
     layer: int,
-    compute: Kernels,
+    compute: KernelSet,
     *,
-    numerics: Numerics,
+    numerics: NumericConstants,
     tp_group: TpGroup,
     encoders_train: bool,
     **factory_kwargs: Any,
 ) -> list[Segment]:
-    last = layer_count(module) - 1
+    last = count_layers(module) - 1
     if layer == 0 and isinstance(module, Llm):
         return [TokenEmbedding(module, numerics, tp_group, encoders_train=encoders_train, **factory_kwargs)]
     if layer == last and isinstance(module, Llm):
@@ -85,10 +85,10 @@ def _build_layer(
         end_layer = EncoderProjector if layer else PatchEmbedding
         return [end_layer(module, numerics, compute, **factory_kwargs)]
     name = f"{module.name}.layers.{layer - 1}"
-    return layer_segments(module.stack, layer - 1, name, numerics, compute, tp_group, **factory_kwargs)
+    return build_layer_segments(module.stack, layer - 1, name, numerics, compute, tp_group, **factory_kwargs)
 
 
-def tensor_parallel_layer(layer: Sequence[Segment]) -> list[Segment]:
+def insert_tp_collectives(layer: Sequence[Segment]) -> list[Segment]:
     """Returns the segments of a tensor-parallel layer with the collectives between them.
 
     A residual add runs together with the next segment, since nothing is scheduled between them.
@@ -105,7 +105,7 @@ def tensor_parallel_layer(layer: Sequence[Segment]) -> list[Segment]:
 
 def _tie(module: Module, first: int, end: int, layers: Sequence[Sequence[Segment]]) -> None:
     """Lets embedding and head of a tied LLM share one parameter, if the range has both."""
-    if isinstance(module, Llm) and module.tied and first == 0 and end == layer_count(module):
+    if isinstance(module, Llm) and module.tied and first == 0 and end == count_layers(module):
         layers[-1][0].weight = layers[0][0].weight
 
 
@@ -125,7 +125,7 @@ def segment_name(module: Module, layer: int, segment: int = 0) -> str:
     is_llm = isinstance(module, Llm)
     if layer == 0:
         return f"{module.name}.{'embedding' if is_llm else 'patches'}"
-    if layer == layer_count(module) - 1:
+    if layer == count_layers(module) - 1:
         return f"{module.name}.{'head' if is_llm else 'projector'}"
     return f"{module.name}.layers.{layer - 1}.{_SEGMENT_NAMES[segment]}"
 

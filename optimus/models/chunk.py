@@ -8,7 +8,6 @@ work between them. Nothing of one chunk runs inside the forward or backward of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -18,22 +17,9 @@ from torch import Tensor, nn
 
 from optimus.ir.op import OpKind
 from optimus.models.collectives import AsyncCollective
-from optimus.models.phase_order import LayerPhases, PhaseAction, Recompute
+from optimus.models.phase_order import ALL_LAYERS, ChunkPhase, LayerPhases, PhaseAction, Recompute
 from optimus.models.segment import Gradients, NeedsGrad, SavedTensors, Segment, State, WeightGradStore
 from optimus.models.tensor_parallel import TpCollective
-
-ALL_LAYERS = -1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkPhase:
-    """One phase of an op, ready to run."""
-
-    kind: OpKind  # F, R, B, I or W for compute; LAUNCH, WAIT
-    layer: int  # in the chunk, as the plan numbers them; ALL_LAYERS for an opaque chunk
-    kernels: tuple[str, ...]  # those of the plan that it runs; empty: all of the layer
-    run: Callable[[], None]
-    waits_for_tp: bool = False  # for other ranks of its tensor-parallel group
 
 
 class _Frame:
@@ -265,8 +251,8 @@ class SegmentedChunk:
             frame.gradients = ()
         if weight_grads is not None:
             with torch.no_grad():
-                for add_gradient in weight_grads:
-                    add_gradient()
+                for accumulate_grad in weight_grads:
+                    accumulate_grad()
             weight_grads.clear()
         self._drop_finished(microbatch)
 

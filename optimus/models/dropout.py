@@ -35,7 +35,7 @@ def splitmix64(numbers: Tensor) -> Tensor:
     return numbers ^ _shift_right(numbers, 31)
 
 
-def row_keys(rows: Tensor, *, seed: int, step: int, sample: int, item: int = -1) -> Tensor:
+def make_dropout_keys(rows: Tensor, *, seed: int, step: int, sample: int, item: int = -1) -> Tensor:
     """Returns the keys of rows of a sample (item -1), or of encoder tokens of one of its items."""
     return splitmix64(rows * _GOLDEN + hash64("rows", seed, step, sample, item))
 

@@ -13,7 +13,7 @@ from optimus.ir.op import KernelName
 from optimus.job.model import Encoder, Llm
 from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout
-from optimus.models.kernels import Kernels, Linear, Norm, Numerics, embedding, linear
+from optimus.models.kernels import KernelSet, Linear, Norm, NumericConstants, embedding, linear
 from optimus.models.sample import IGNORE_INDEX
 from optimus.models.segment import FunctionSegment, Segment, State, WeightGradStore
 from optimus.models.tensor_parallel import AllGather, ReduceScatter, SeamExchange
@@ -30,7 +30,9 @@ class PatchEmbedding(Segment):
     kernels = (KernelName.PATCHES,)
     defers_weight_grads, is_end = True, True
 
-    def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **factory_kwargs: Any) -> None:
+    def __init__(
+        self, encoder: Encoder, numerics: NumericConstants, compute: KernelSet, **factory_kwargs: Any
+    ) -> None:
         super().__init__()
         hidden = encoder.stack.hidden
         self.compute = compute
@@ -56,7 +58,9 @@ class EncoderProjector(Segment):
     kernels = (KernelName.PROJECTOR,)
     defers_weight_grads, is_end = True, True
 
-    def __init__(self, encoder: Encoder, numerics: Numerics, compute: Kernels, **factory_kwargs: Any) -> None:
+    def __init__(
+        self, encoder: Encoder, numerics: NumericConstants, compute: KernelSet, **factory_kwargs: Any
+    ) -> None:
         super().__init__()
         self.projector, self.compute = encoder.projector, compute
         stack, bias = encoder.stack, encoder.projector.bias
@@ -91,7 +95,13 @@ class TokenEmbedding(Segment):
     defers_weight_grads, is_end = True, True
 
     def __init__(
-        self, llm: Llm, numerics: Numerics, tp_group: TpGroup, *, encoders_train: bool, **factory_kwargs: Any
+        self,
+        llm: Llm,
+        numerics: NumericConstants,
+        tp_group: TpGroup,
+        *,
+        encoders_train: bool,
+        **factory_kwargs: Any,
     ) -> None:
         super().__init__()
         hidden, split = llm.stack.hidden, ParamSplit(dim=0, blocks=((llm.vocab, 1),))
@@ -158,7 +168,12 @@ class LossHead(Segment):
     defers_weight_grads, is_end = True, True
 
     def __init__(
-        self, llm: Llm, numerics: Numerics, compute: Kernels, tp_group: TpGroup, **factory_kwargs: Any
+        self,
+        llm: Llm,
+        numerics: NumericConstants,
+        compute: KernelSet,
+        tp_group: TpGroup,
+        **factory_kwargs: Any,
     ) -> None:
         super().__init__()
         split = ParamSplit(dim=0, blocks=((llm.vocab, 1),))

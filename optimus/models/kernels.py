@@ -1,6 +1,6 @@
 """Linear maps, embeddings and norms over rows, whose weight gradients can be computed later.
 
-Kernels are replaceable: `Kernels` holds those of linear maps and of attention.
+Kernels are replaceable: `KernelSet` holds those of linear maps and of attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optimus.models.attention import AttentionKernel, attend_by_spans
-from optimus.models.segment import WeightGradStore, add_gradient
+from optimus.models.segment import WeightGradStore, accumulate_grad
 
 WIDE_COPY_ROWS = 512  # rows copied to a wider type at a time
 
@@ -271,7 +271,7 @@ class Norm(nn.Module):
             grads = _rms_norm_backward(gradient, rows, self.weight, statistics[0], needs_weight_grad=trains)
         for parameter, parameter_grad in zip((self.weight, self.bias), grads[1:], strict=False):
             if parameter is not None and parameter_grad is not None:
-                add_gradient(parameter, parameter_grad)
+                accumulate_grad(parameter, parameter_grad)
         return grads[0] if needs_input_grad else None
 
 
@@ -313,7 +313,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics:
+class NumericConstants:
     """Constants of a model family that a job's model omits, since they do not change any cost."""
 
     norm_eps: float = 1e-6
@@ -324,11 +324,11 @@ class Numerics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels:
+class KernelSet:
     """Replaceable kernels of segments."""
 
     linear: LinearKernels = TORCH_LINEAR
     attention: AttentionKernel = attend_by_spans
 
 
-NUMERICS, KERNELS = Numerics(), Kernels()
+NUMERICS, KERNELS = NumericConstants(), KernelSet()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optimus.models.attention import rotate, rotate_backward
+from optimus.models.attention import apply_rotary, apply_rotary_backward
 from optimus.models.dropout import Dropout
 from optimus.models.kernels import LinearKernels, Norm, add_bias_gradient, linear_backward
 from optimus.models.segment import Gradients, ManualBackwardSegment, NeedsGrad, State, WeightGradStore
@@ -49,7 +49,7 @@ class PreNorm(ManualBackwardSegment):
         return (x_grad.add_(residual_grad),)
 
 
-class LinearOp(ManualBackwardSegment):
+class _LinearOp(ManualBackwardSegment):
     """Base class of ops around one linear map."""
 
     def __init__(
@@ -71,7 +71,7 @@ class LinearOp(ManualBackwardSegment):
         )
 
 
-class QkvLinear(LinearOp):
+class QkvLinear(_LinearOp):
     """Computes attention heads with rotary positions: (x, normed) to (x, queries, keys, values)."""
 
     def __init__(
@@ -114,7 +114,7 @@ class QkvLinear(LinearOp):
         residual_grad, *head_grads = gradients
         assert all(gradient is not None for gradient in head_grads), "attention reads all heads"
         if rotary is not None:
-            head_grads[:2] = [rotate_backward(gradient, rotary) for gradient in head_grads[:2]]
+            head_grads[:2] = [apply_rotary_backward(gradient, rotary) for gradient in head_grads[:2]]
         for index, (norm, saved) in enumerate(zip(self.norms, norm_values, strict=True)):
             head_grads[index] = norm.backward(saved, head_grads[index], needs_input_grad=True)
         gradient = torch.cat(head_grads, 1).flatten(1)
@@ -132,10 +132,10 @@ def _rotated(queries: Tensor, keys: Tensor, values: Tensor, context: Any) -> tup
     if context.rotary is None:
         return queries, keys, values
     # The clone keeps the values alone alive; a view would keep the rows of queries and keys too.
-    return rotate(queries, context.rotary), rotate(keys, context.rotary), values.clone()
+    return apply_rotary(queries, context.rotary), apply_rotary(keys, context.rotary), values.clone()
 
 
-class PartialLinear(LinearOp):
+class PartialLinear(_LinearOp):
     """Multiplies by this rank's shard of a row-parallel weight: (x, rows) to (x, partial sum)."""
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
@@ -155,7 +155,7 @@ class PartialLinear(LinearOp):
         )
 
 
-class MlpUp(LinearOp):
+class MlpUp(_LinearOp):
     """Runs linear (gate and up in one when gated) and activation of an MLP: (x, normed) to (x, h)."""
 
     has_recomputable = True
@@ -234,7 +234,7 @@ class ResidualAdd(ManualBackwardSegment):
         return gradient if needs_grad[0] else None, rows_grad if needs_grad[1] else None
 
 
-class LinearResidualAdd(LinearOp):
+class LinearResidualAdd(_LinearOp):
     """Adds a product, with dropout, to the residual stream: (x, rows) to (x)."""
 
     def __init__(

@@ -14,10 +14,17 @@ from torch import Tensor
 
 from optimus.errors import UserError
 from optimus.job.model import Encoder, Llm
-from optimus.models.attention import Rotary, grid_rotary, sequence_rotary
-from optimus.models.dropout import row_keys
-from optimus.models.kernels import NUMERICS, Numerics
-from optimus.models.sample import IGNORE_INDEX, Item, PlacedItem, Sample, TokenOrder, token_order
+from optimus.models.attention import Rotary, build_grid_rotary_table, build_sequence_rotary_table
+from optimus.models.dropout import make_dropout_keys
+from optimus.models.kernels import NUMERICS, NumericConstants
+from optimus.models.sample import (
+    IGNORE_INDEX,
+    PlacedItem,
+    Sample,
+    SampleItem,
+    TokenOrder,
+    compute_token_order,
+)
 
 TensorMap = Callable[[Tensor], Tensor]
 
@@ -40,7 +47,7 @@ class SeamRoute:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EncoderContext:
+class EncoderMicrobatchContext:
     """Context of one bin of an encoder."""
 
     spans: tuple[int, ...]
@@ -50,7 +57,7 @@ class EncoderContext:
     sinusoids: Tensor | None  # (capacity, hidden), for sounds without learned positions
     dropout_keys: Tensor | None  # int64 (capacity,)
 
-    def shard(self, rows: slice) -> EncoderContext:
+    def shard(self, rows: slice) -> EncoderMicrobatchContext:
         """Returns the context of a rank that holds these rows between products; heads see all rows."""
         return replace(
             self,
@@ -59,7 +66,7 @@ class EncoderContext:
             dropout_keys=_rows(self.dropout_keys, rows),
         )
 
-    def map(self, function: TensorMap) -> EncoderContext:
+    def map(self, function: TensorMap) -> EncoderMicrobatchContext:
         """Returns the context with a function applied to each tensor, such as a copy to a device."""
         return replace(
             self,
@@ -71,7 +78,7 @@ class EncoderContext:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LlmContext:
+class LlmMicrobatchContext:
     """Context of one microbatch of the LLM."""
 
     spans: tuple[int, ...]
@@ -83,12 +90,12 @@ class LlmContext:
     dropout_keys: Tensor | None  # int64 (n,)
     seam: SeamRoute | None = None  # instead of targets, with tensor parallelism
 
-    def shard(self, rows: slice, seam: SeamRoute | None) -> LlmContext:
+    def shard(self, rows: slice, seam: SeamRoute | None) -> LlmMicrobatchContext:
         """Returns the context of a rank that holds these rows between products; heads and labels see all."""
         positions, dropout_keys = _rows(self.positions, rows), _rows(self.dropout_keys, rows)
         return replace(self, positions=positions, dropout_keys=dropout_keys, targets=(), seam=seam)
 
-    def map(self, function: TensorMap) -> LlmContext:
+    def map(self, function: TensorMap) -> LlmMicrobatchContext:
         """Returns the context with a function applied to each tensor, such as a copy to a device."""
         return replace(
             self,
@@ -108,7 +115,7 @@ def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
 # ---------------------------------------------------------------------------------------- encoders
 
 
-def encoder_inputs(
+def build_encoder_inputs(
     encoder: Encoder,
     items: Sequence[PlacedItem],
     capacity: int,
@@ -116,8 +123,8 @@ def encoder_inputs(
     seed: int,
     step: int,
     dtype: torch.dtype = torch.float32,
-    numerics: Numerics = NUMERICS,
-) -> tuple[Tensor, EncoderContext]:
+    numerics: NumericConstants = NUMERICS,
+) -> tuple[Tensor, EncoderMicrobatchContext]:
     """Returns a bin: items one after another, then padding up to `capacity` tokens as one more span."""
     inputs = torch.zeros(capacity, encoder.patch_inputs, dtype=dtype)
     keys = torch.zeros(capacity, dtype=torch.int64)
@@ -132,7 +139,9 @@ def encoder_inputs(
         assert end <= capacity, f"items of at least {end} tokens in a bin of {capacity}"
         inputs[start:end] = item.inputs[order.raster_index]
         coordinates[start:end] = order.coordinates
-        keys[start:end] = row_keys(order.raster_index, seed=seed, step=step, sample=sample, item=index)
+        keys[start:end] = make_dropout_keys(
+            order.raster_index, seed=seed, step=step, sample=sample, item=index
+        )
         spans += order.spans
         window_spans += order.window_spans
         start = end
@@ -140,8 +149,8 @@ def encoder_inputs(
     learned, head_dim = encoder.positions > 0, encoder.stack.attention.head_dim
     rotary = None
     if not learned and not is_sound:
-        rotary = grid_rotary(coordinates, head_dim, numerics.rope_theta, dtype)
-    return inputs, EncoderContext(
+        rotary = build_grid_rotary_table(coordinates, head_dim, numerics.rope_theta, dtype)
+    return inputs, EncoderMicrobatchContext(
         spans=(*spans, *padding),
         window_spans=(*window_spans, *padding),
         rotary=rotary,
@@ -151,7 +160,7 @@ def encoder_inputs(
     )
 
 
-def _checked_order(encoder: Encoder, item: Item) -> TokenOrder:
+def _checked_order(encoder: Encoder, item: SampleItem) -> TokenOrder:
     expected = (item.tokens, encoder.patch_inputs)
     if tuple(item.inputs.shape) != expected:
         raise UserError(
@@ -160,10 +169,10 @@ def _checked_order(encoder: Encoder, item: Item) -> TokenOrder:
             problem=f"do not have the shape {expected} of its grid {item.grid} and patch_inputs",
             hint="give one row of patch_inputs numbers per token of the grid",
         )
-    order = token_order(encoder, item.grid)
+    order = compute_token_order(encoder, item.grid)
     if not encoder.positions:
         return order
-    sides = table_sides(encoder)
+    sides = _position_grid_sides(encoder)
     if any(length > side for length, side in zip(item.grid[-2:], sides, strict=True)):
         shape = " x ".join(map(str, sides))
         raise UserError(
@@ -175,7 +184,7 @@ def _checked_order(encoder: Encoder, item: Item) -> TokenOrder:
     return order
 
 
-def table_sides(encoder: Encoder) -> tuple[int, ...]:
+def _position_grid_sides(encoder: Encoder) -> tuple[int, ...]:
     """Returns the sides of the grid of learned positions: a row for sounds, for images nearly a square.
 
     A number that is one more than a square is a square and a class token.
@@ -193,7 +202,7 @@ def _table_index(encoder: Encoder, coordinates: Tensor) -> Tensor:
     """Returns the row of the learned table of every token: of an image, in raster order."""
     if encoder.modality == "audio":
         return coordinates[:, 0].contiguous()
-    return coordinates[:, 0] * table_sides(encoder)[1] + coordinates[:, 1]
+    return coordinates[:, 0] * _position_grid_sides(encoder)[1] + coordinates[:, 1]
 
 
 def _sinusoids(encoder: Encoder, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
@@ -204,7 +213,7 @@ def _sinusoids(encoder: Encoder, coordinates: Tensor, dtype: torch.dtype) -> Ten
     return torch.cat((angles.sin(), angles.cos()), 1).to(dtype)
 
 
-def bin_targets(
+def find_llm_row_targets(
     encoder: Encoder, items: Iterable[PlacedItem], capacity: int, first_rows: Mapping[int, int], rows: int
 ) -> Tensor:
     """Returns the row of an LLM microbatch of `rows` rows that each output row of a bin replaces.
@@ -215,7 +224,7 @@ def bin_targets(
     target = torch.full((capacity // encoder.projector.merge,), rows, dtype=torch.int64)
     start = 0
     for sample, _, item in items:
-        tokens = token_order(encoder, item.grid).output_index
+        tokens = compute_token_order(encoder, item.grid).output_index
         end = start + len(tokens)
         if sample in first_rows:
             target[start:end] = first_rows[sample] + item.offset + tokens
@@ -226,7 +235,7 @@ def bin_targets(
 # ---------------------------------------------------------------------------------------- the LLM
 
 
-def llm_inputs(
+def build_llm_inputs(
     llm: Llm,
     samples: Sequence[Sample],
     targets: Sequence[Tensor],
@@ -235,13 +244,13 @@ def llm_inputs(
     seed: int,
     step: int,
     dtype: torch.dtype = torch.float32,
-    numerics: Numerics = NUMERICS,
+    numerics: NumericConstants = NUMERICS,
     encoders: Sequence[Encoder] = (),
-) -> tuple[Tensor, LlmContext]:
+) -> tuple[Tensor, LlmMicrobatchContext]:
     """Returns token ids and context of packed samples; multimodal rotary positions read `encoders`."""
     positions = torch.cat([_positions(llm, sample, numerics, encoders) for sample in samples], 1)
     keys = [
-        row_keys(torch.arange(sample.length), seed=seed, step=step, sample=sample.number)
+        make_dropout_keys(torch.arange(sample.length), seed=seed, step=step, sample=sample.number)
         for sample in samples
     ]
     labels = torch.cat([sample.labels for sample in samples])
@@ -249,8 +258,10 @@ def llm_inputs(
     rotary = None
     if not llm.positions:
         per_axis = positions if sections else positions[0]
-        rotary = sequence_rotary(per_axis, attention.head_dim, numerics.rope_theta, dtype, sections)
-    return torch.cat([sample.tokens for sample in samples]), LlmContext(
+        rotary = build_sequence_rotary_table(
+            per_axis, attention.head_dim, numerics.rope_theta, dtype, sections
+        )
+    return torch.cat([sample.tokens for sample in samples]), LlmMicrobatchContext(
         spans=tuple(span for sample in samples for span in sample.spans),
         rotary=rotary,
         positions=positions[0].contiguous() if llm.positions else None,
@@ -261,7 +272,7 @@ def llm_inputs(
     )
 
 
-def _positions(llm: Llm, sample: Sample, numerics: Numerics, encoders: Sequence[Encoder]) -> Tensor:
+def _positions(llm: Llm, sample: Sample, numerics: NumericConstants, encoders: Sequence[Encoder]) -> Tensor:
     """Returns positions (axes, length) that restart in every document; with sections, items have axes."""
     if llm.positions and max(sample.spans) > llm.positions:
         raise UserError(
@@ -292,7 +303,7 @@ def _output_grids(sample: Sample, encoders: Sequence[Encoder]) -> dict[int, tupl
     """Returns the grid of every item's LLM tokens, by the offset of the first."""
     by_name = {encoder.name: encoder for encoder in encoders}
     return {
-        item.offset: token_order(by_name[name], item.grid).output_grid
+        item.offset: compute_token_order(by_name[name], item.grid).output_grid
         for name, items in sample.items.items()
         for item in items
     }

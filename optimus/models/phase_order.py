@@ -42,16 +42,21 @@ qkv (with norm1), attention, out, up (with norm2) and down is one phase.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from optimus.ir.op import KernelName, OpKind
+from optimus.errors import UserError
+from optimus.ir.op import COLLECTIVE_PHASES, KernelName, OpKind
+from optimus.ir.plan import Phase, Template
 from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import AllGather, TpCollective
 
 Recompute = Literal["none", "cheap", "attention", "full"]
+ALL_LAYERS = -1
 CHEAP, ATTENTION = (KernelName.CHEAP,), (KernelName.ATTENTION,)  # kernels that plans recompute
+# The last reduce-scatter of a recomputed layer: plans count it, and no gradient needs it.
+SKIPPED_IN_RECOMPUTE = KernelName.SCATTER2
 PhaseAction = Literal[
     "forward", "recompute", "recompute_freed", "backward", "input_grad", "weight_grad",
     "launch", "wait", "launch_backward", "wait_backward", "launch_regather", "wait_regather",
@@ -184,3 +189,76 @@ def _launch_and_wait(
     index: int, launch: PhaseAction, wait: PhaseAction, name: str
 ) -> tuple[PhaseSpec, PhaseSpec]:
     return PhaseSpec(launch, OpKind.LAUNCH, index, (name,)), PhaseSpec(wait, OpKind.WAIT, index, (name,))
+
+
+# ---------------------------------------------------------------------------- phases at lines of a plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkPhase:
+    """One phase of an op, ready to run."""
+
+    kind: OpKind  # F, R, B, I or W for compute; LAUNCH, WAIT
+    layer: int  # in the chunk, as the plan numbers them; ALL_LAYERS for an opaque chunk
+    kernels: tuple[str, ...]  # those of the plan that it runs; empty: all of the layer
+    run: Callable[[], None]
+    waits_for_tp: bool = False  # for other ranks of its tensor-parallel group
+
+
+def place_phases(op: str, template: Template, phases: Sequence[ChunkPhase]) -> list[list[ChunkPhase]]:
+    """Assigns the phases of a chunk to lines of an op; returns a list of phases per line."""
+    forward = all(phase.kind in (OpKind.FORWARD, *COLLECTIVE_PHASES) for phase in phases)
+    covered: list[list[int]] = [[] for _ in phases]
+    phase_at: dict[int, int] = {}  # by line of the template
+    for place, planned in enumerate(template):
+        number = _find_phase(template, place, phases, phase_at)
+        if number is not None:
+            phase_at[place] = number
+            covered[number].append(place)
+        elif planned.name == SKIPPED_IN_RECOMPUTE and not forward:
+            continue
+        elif planned.kind in COLLECTIVE_PHASES or planned.duration_s > 0:
+            raise UserError(
+                field=f"{op} layer {planned.layer} {planned.name}",
+                problem="is in the plan, and the chunk that was given has nothing for it",
+                hint="give the modules that the plan was made for, or plan again for these",
+            )
+    placed: list[list[ChunkPhase]] = [[] for _ in template]
+    at = 0
+    for phase, places in zip(phases, covered, strict=True):
+        line = (places[-1] if forward else places[0]) if places else at
+        if line < at:
+            raise UserError(
+                field=f"{op} layer {phase.layer} {'+'.join(phase.kernels)}",
+                problem="comes before a phase that the chunk runs first",
+                hint="give the modules that the plan was made for, or plan again for these",
+            )
+        at = line
+        placed[at].append(phase)
+    return placed
+
+
+def _find_phase(
+    template: Template, place: int, phases: Sequence[ChunkPhase], phase_at: Mapping[int, int]
+) -> int | None:
+    """Returns the number of the phase that covers a line; a wait is looked up by its launch."""
+    planned = template[place]
+    if planned.kind == OpKind.WAIT and planned.after[0] in phase_at:
+        launch = phase_at[planned.after[0]]
+        if phases[launch].kind != OpKind.LAUNCH:
+            return launch  # an opaque chunk
+        name = phases[launch].kernels
+        rest = range(launch + 1, len(phases))
+        return next(at for at in rest if phases[at].kind == OpKind.WAIT and phases[at].kernels == name)
+    return next((at for at, phase in enumerate(phases) if _covers(phase, planned)), None)
+
+
+def _covers(phase: ChunkPhase, planned: Phase) -> bool:
+    if phase.layer == ALL_LAYERS:
+        return True
+    if phase.layer != planned.layer or (phase.kind == OpKind.RECOMPUTE) != (planned.kind == OpKind.RECOMPUTE):
+        return False
+    if planned.kind in COLLECTIVE_PHASES or phase.kind in COLLECTIVE_PHASES:
+        return phase.kind == planned.kind and planned.name in phase.kernels
+    names = planned.name, planned.name.split(".")[0]
+    return not phase.kernels or any(name in phase.kernels for name in names)

@@ -23,7 +23,7 @@ IGNORE_INDEX = -100  # label of a row without loss; every negative label counts 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Item:
+class SampleItem:
     """One image, video or sound of a sample.
 
     `grid` is (height, width) in patches, (frames, height, width) for a video, or (frames,) for a sound.
@@ -46,7 +46,7 @@ class Sample:
     number: int  # among all samples of the run; dropout masks depend on it
     tokens: Tensor  # int64 (length,); ids at the positions of encoder tokens are ignored
     labels: Tensor  # int64 (length,), IGNORE_INDEX where there is no loss
-    items: Mapping[str, tuple[Item, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    items: Mapping[str, tuple[SampleItem, ...]] = field(default_factory=lambda: MappingProxyType({}))
     documents: tuple[int, ...] = ()  # lengths of packed documents; empty: the sample is one document
 
     @property
@@ -59,10 +59,10 @@ class Sample:
         return self.documents or (self.length,)
 
 
-PlacedItem = tuple[int, int, Item]  # number of its sample, index of the item in it, the item
+PlacedItem = tuple[int, int, SampleItem]  # number of its sample, index of the item in it, the item
 
 
-def placed_items(sample: Sample, encoder: str) -> list[PlacedItem]:
+def list_placed_items(sample: Sample, encoder: str) -> list[PlacedItem]:
     """Returns the items of a sample that one encoder reads, as bins hold them."""
     return [(sample.number, index, item) for index, item in enumerate(sample.items.get(encoder, ()))]
 
@@ -82,7 +82,7 @@ class TokenOrder:
     output_grid: tuple[int, ...]  # of the LLM tokens: (frames, height, width), or (tokens,)
 
 
-def token_order(encoder: Encoder, grid: tuple[int, ...]) -> TokenOrder:
+def compute_token_order(encoder: Encoder, grid: tuple[int, ...]) -> TokenOrder:
     """Returns the order in which an encoder reads the tokens of an item with this grid."""
     merge, window_tokens = encoder.projector.merge, encoder.stack.attention.window_tokens
     if encoder.modality == "audio":

@@ -39,12 +39,12 @@ class WeightGradStore(list[Callable[[], None]]):
         self.track_recomputable, self.immediate = track_recomputable, False
         self.recomputable: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
 
-    def add(self, add_gradient: Callable[[], None]) -> None:
+    def add(self, accumulate_grad: Callable[[], None]) -> None:
         """Defers a weight gradient, or computes it now if the store is `immediate`; builds no graph."""
         if self.immediate:
-            add_gradient()
+            accumulate_grad()
         else:
-            self.append(add_gradient)
+            self.append(accumulate_grad)
 
     def mark_recomputable(self, tensor: Tensor, function: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
         """Records that `function(inputs)` gives this tensor cheaply, so that its storage may be freed."""
@@ -162,7 +162,7 @@ class Segment(nn.Module):
         count, targets = len(inputs), inputs + parameters if parameters else inputs
         grads: Gradients = (None,) * len(targets)
         if roots and targets:
-            grads = autograd_grad(roots, targets, root_grads, keep_graph=defer)
+            grads = _autograd_grad(roots, targets, root_grads, keep_graph=defer)
         if parameters:
             self.add_gradients(parameters, grads[count:])
         if defer and roots:
@@ -175,13 +175,13 @@ class Segment(nn.Module):
     def _add_weight_gradients(self, roots: list[Tensor | GradientEdge], root_grads: list[Tensor]) -> None:
         """Runs autograd a second time, for the weights."""
         parameters = self.trainable
-        self.add_gradients(parameters, autograd_grad(roots, parameters, root_grads, keep_graph=False))
+        self.add_gradients(parameters, _autograd_grad(roots, parameters, root_grads, keep_graph=False))
 
     def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
         """Adds what autograd returned for some parameters to their gradients."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
-                add_gradient(parameter, gradient)
+                accumulate_grad(parameter, gradient)
 
 
 class ManualBackwardSegment(Segment):
@@ -317,7 +317,7 @@ class ModuleSegment(Segment):
         return output if isinstance(output, tuple) else (output,)
 
 
-def autograd_grad(
+def _autograd_grad(
     roots: Sequence[Tensor | GradientEdge],
     inputs: Sequence[Tensor],
     root_grads: Sequence[Tensor],
@@ -337,7 +337,7 @@ def autograd_grad(
     return grads
 
 
-def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+def accumulate_grad(parameter: Tensor, gradient: Tensor) -> None:
     """Adds to a parameter's gradient, in place if there is one.
 
     Autograd's gradient may share its memory with another one, or expand one value to many.

@@ -11,7 +11,7 @@ from optimus.ir.op import KernelName
 from optimus.job.model import Stack
 from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout
-from optimus.models.kernels import Kernels, Norm, Numerics
+from optimus.models.kernels import KernelSet, Norm, NumericConstants
 from optimus.models.layer_ops import (
     LinearResidualAdd,
     MlpUp,
@@ -24,26 +24,26 @@ from optimus.models.segment import Segment, SequentialSegment, State, WeightGrad
 from optimus.models.tensor_parallel import AllGather, ReduceScatter
 
 
-def layer_segments(
+def build_layer_segments(
     stack: Stack,
     layer: int,
     name: str,
-    numerics: Numerics,
-    compute: Kernels,
+    numerics: NumericConstants,
+    compute: KernelSet,
     tp_group: TpGroup,
     **factory_kwargs: Any,
 ) -> list[Segment]:
     """Returns the segments of one layer; `name` is the layer's in the model."""
     return [
-        Qkv(stack, numerics, compute, tp_group, **factory_kwargs),
+        QkvSegment(stack, numerics, compute, tp_group, **factory_kwargs),
         SelfAttention(stack, layer, compute),
-        attention_out(stack, numerics, compute, f"{name}.out", tp_group, **factory_kwargs),
-        Up(stack, numerics, compute, tp_group, **factory_kwargs),
-        mlp_down(stack, numerics, compute, f"{name}.down", tp_group, **factory_kwargs),
+        build_attention_out(stack, numerics, compute, f"{name}.out", tp_group, **factory_kwargs),
+        MlpUpSegment(stack, numerics, compute, tp_group, **factory_kwargs),
+        build_mlp_down(stack, numerics, compute, f"{name}.down", tp_group, **factory_kwargs),
     ]
 
 
-class Projection(SequentialSegment):
+class LinearSegment(SequentialSegment):
     """Base class of segments around one linear map; it owns the map's parameters, or this rank's shards."""
 
     def __init__(
@@ -69,20 +69,25 @@ class Projection(SequentialSegment):
         """Returns its ops over the parameters that it owns."""
         raise NotImplementedError
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Projection:
+    def _apply(self, *args: Any, **kwargs: Any) -> LinearSegment:
         """Moves the module, as torch does; new ops take the place of those over the old parameters."""
         super()._apply(*args, **kwargs)
         self.set_segments(self.ops())
         return self
 
 
-class Qkv(Projection):
+class QkvSegment(LinearSegment):
     """Computes attention heads: (x) to (x, queries, keys, values)."""
 
     kernels = (KernelName.NORM1, KernelName.LATENT, KernelName.QKV)
 
     def __init__(
-        self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup, **factory_kwargs: Any
+        self,
+        stack: Stack,
+        numerics: NumericConstants,
+        compute: KernelSet,
+        tp_group: TpGroup,
+        **factory_kwargs: Any,
     ) -> None:
         attention = stack.attention
         heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
@@ -127,7 +132,7 @@ class SelfAttention(Segment):
     kernels = (KernelName.ATTENTION,)
     defers_weight_grads = True
 
-    def __init__(self, stack: Stack, layer: int, compute: Kernels) -> None:
+    def __init__(self, stack: Stack, layer: int, compute: KernelSet) -> None:
         super().__init__()
         self.causal, self.compute = stack.attention.causal, compute
         self.windowed = stack.attention.window_of(layer) is not None
@@ -138,13 +143,18 @@ class SelfAttention(Segment):
         return x, self.compute.attention(queries, keys, values, spans, self.causal).flatten(1)
 
 
-class Up(Projection):
+class MlpUpSegment(LinearSegment):
     """Runs norm and first half of an MLP: (x) to (x, h)."""
 
     kernels = (KernelName.NORM2, KernelName.UP)
 
     def __init__(
-        self, stack: Stack, numerics: Numerics, compute: Kernels, tp_group: TpGroup, **factory_kwargs: Any
+        self,
+        stack: Stack,
+        numerics: NumericConstants,
+        compute: KernelSet,
+        tp_group: TpGroup,
+        **factory_kwargs: Any,
     ) -> None:
         mlp = stack.mlp
         super().__init__(
@@ -173,14 +183,14 @@ class Up(Projection):
         return [norm, gather, linear]
 
 
-class ResidualProjection(Projection):
+class ResidualProjection(LinearSegment):
     """Adds a product, with bias and dropout, to the residual stream: (x, rows) to (x)."""
 
     def __init__(
         self,
         stack: Stack,
-        numerics: Numerics,
-        compute: Kernels,
+        numerics: NumericConstants,
+        compute: KernelSet,
         site: str,
         tp_group: TpGroup,
         *,
@@ -214,8 +224,13 @@ class ResidualProjection(Projection):
         ]
 
 
-def attention_out(
-    stack: Stack, numerics: Numerics, compute: Kernels, site: str, tp_group: TpGroup, **factory_kwargs: Any
+def build_attention_out(
+    stack: Stack,
+    numerics: NumericConstants,
+    compute: KernelSet,
+    site: str,
+    tp_group: TpGroup,
+    **factory_kwargs: Any,
 ) -> ResidualProjection:
     """Returns the projection of attended rows; `site` names its dropout."""
     attention = stack.attention
@@ -233,8 +248,13 @@ def attention_out(
     )
 
 
-def mlp_down(
-    stack: Stack, numerics: Numerics, compute: Kernels, site: str, tp_group: TpGroup, **factory_kwargs: Any
+def build_mlp_down(
+    stack: Stack,
+    numerics: NumericConstants,
+    compute: KernelSet,
+    site: str,
+    tp_group: TpGroup,
+    **factory_kwargs: Any,
 ) -> ResidualProjection:
     """Returns the second half of an MLP; `site` names its dropout."""
     return ResidualProjection(

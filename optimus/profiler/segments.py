@@ -28,11 +28,17 @@ from optimus.errors import UserError
 from optimus.ir.op import KernelName, OpKind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm
-from optimus.models.build import build_layers, layer_count, segment_name, tensor_parallel_layer
-from optimus.models.chunk import ChunkPhase, SegmentedChunk, trainable_parameters
+from optimus.models.build import build_layers, count_layers, insert_tp_collectives, segment_name
+from optimus.models.chunk import SegmentedChunk, trainable_parameters
 from optimus.models.collectives import AsyncCollective, TpGroup
-from optimus.models.microbatch_inputs import LlmContext, SeamRoute, encoder_inputs, llm_inputs
-from optimus.models.sample import PlacedItem, Sample, placed_items
+from optimus.models.microbatch_inputs import (
+    LlmMicrobatchContext,
+    SeamRoute,
+    build_encoder_inputs,
+    build_llm_inputs,
+)
+from optimus.models.phase_order import ChunkPhase
+from optimus.models.sample import PlacedItem, Sample, list_placed_items
 from optimus.models.segment import Segment
 from optimus.profiler.machine import describe_measurement, limit_torch_to_one_thread
 
@@ -122,7 +128,7 @@ def _layers_to_measure(module: Encoder | Llm) -> Iterator[tuple[LayerClass, int]
     yield "embedding", 0
     for sort, layer in first_layer_of_each_class(module.stack).items():
         yield sort, layer + 1
-    yield ("head" if isinstance(module, Llm) else "projector"), layer_count(module) - 1
+    yield ("head" if isinstance(module, Llm) else "projector"), count_layers(module) - 1
 
 
 def _loads(job: Job, dtype: torch.dtype) -> Iterator[_Load]:
@@ -131,7 +137,7 @@ def _loads(job: Job, dtype: torch.dtype) -> Iterator[_Load]:
     sizes = sorted(set(job.layout.limits.microbatch_sequences))
     samples = [data.sample(number) for number in range(max(sizes))]
     for encoder in job.model.encoders:
-        items = [placed for sample in samples for placed in placed_items(sample, encoder.name)]
+        items = [placed for sample in samples for placed in list_placed_items(sample, encoder.name)]
         per_sequence = max(1, round(len(items) / len(samples)))
         counts = {per_sequence * size for size in sizes} | {max(1, per_sequence // 2)}
         for count in sorted(count for count in counts if count <= len(items)):
@@ -142,12 +148,12 @@ def _loads(job: Job, dtype: torch.dtype) -> Iterator[_Load]:
 
 def _encoder_load(encoder: Encoder, items: list[PlacedItem], dtype: torch.dtype) -> _Load:
     tokens = sum(item.tokens for _, _, item in items)
-    inputs, context = encoder_inputs(encoder, items, tokens, seed=0, step=0, dtype=dtype)
+    inputs, context = build_encoder_inputs(encoder, items, tokens, seed=0, step=0, dtype=dtype)
     return _Load(module=encoder, tokens=tokens, inputs=(inputs,), context=context, dtype=dtype)
 
 
 def _llm_load(llm: Llm, samples: list[Sample], dtype: torch.dtype) -> _Load:
-    ids, context = llm_inputs(llm, samples, (), 1.0, seed=0, step=0, dtype=dtype)
+    ids, context = build_llm_inputs(llm, samples, (), 1.0, seed=0, step=0, dtype=dtype)
     return _Load(module=llm, tokens=len(ids), inputs=(ids,), context=context, dtype=dtype)
 
 
@@ -157,7 +163,7 @@ def _shared(load: _Load, tp: int) -> _Load:
         return load
     tp_group = SingleProcessTpGroup(size=tp)
     rows = tp_group.rows(load.tokens)
-    if isinstance(load.context, LlmContext):
+    if isinstance(load.context, LlmMicrobatchContext):
         nothing = torch.empty(0, dtype=torch.int64)
         seam = SeamRoute(pieces=(), leaving=nothing, sent=(0,) * tp, received=(0,) * tp, targets=nothing)
         return replace(load, context=load.context.shard(rows, seam), tp_group=tp_group)
@@ -176,7 +182,7 @@ def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasureme
     )
     ShardedBucket(trainable_parameters(built), None).zero_grad()  # accumulates in float32, as in training
     names = _names(load, layer, built)
-    parts = built if tp == 1 else tensor_parallel_layer(built)
+    parts = built if tp == 1 else insert_tp_collectives(built)
     ways = (
         ((OpKind.FORWARD, OpKind.BACKWARD), (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD))
         if tp == 1

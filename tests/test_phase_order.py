@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from optimus.engine.compile import place_phases
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Phase as PlannedPhase
 from optimus.ir.plan import Template
-from optimus.models.chunk import ALL_LAYERS, ChunkPhase
+from optimus.models.phase_order import ALL_LAYERS, ChunkPhase, place_phases
 
 FORWARD = ["norm1", "qkv", "attention", "out", "norm2", "up", "down"]
 BACKWARD = (

@@ -1,8 +1,8 @@
 """Builds and steps one rank of a job at its full size on one CPU, before a GPU is booked.
 
 All of the engine's own code runs: groups, model, buckets, optimizer, and every line of the rank's program.
-But tensors have shapes and no numbers, so that they take no memory, and of all ranks this one alone is there:
-what it sends, gathers and sums ends at once. What is left is what the rank will do, and the bytes it takes.
+But tensors are fake, so that they take no memory, and no other rank exists: what this one sends, gathers and
+reduces completes at once. The result is what the rank will do, and the bytes it takes.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus.engine.compile import MessageSpecs, describe
+from optimus.engine.compile import MessageSpecs, describe_line
 from optimus.engine.config import MemoryUse, TrainingConfig
-from optimus.engine.memory_tracker import count_step
-from optimus.engine.process_groups import ProcessGroups, make_groups
+from optimus.engine.memory_tracker import measure_step_memory
+from optimus.engine.process_groups import ProcessGroups, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.torch_private import FakeTensorMode, fake_world
+from optimus.engine.torch_private import FakeTensorMode, fake_process_group
 from optimus.errors import UserError
 from optimus.ir.op import COLLECTIVE_PHASES, RECVS, SEAMS, SENDS, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, RankCoordinates
 from optimus.job.job import Job
-from optimus.models.kernels import GPU_LINEAR, Kernels
+from optimus.models.kernels import GPU_LINEAR, KernelSet
 
-# Tensors without numbers of another device cannot learn where torch has no such device.
+# Fake tensors of another device cannot compute gradients where torch has no such device.
 CPU = torch.device("cpu")
 DTYPE = "bfloat16"  # as on GPUs
-TIMEOUT_S = 60.0  # of groups that never wait
-PLANNED_ONLY = ("communicators", "reserve")  # no tensors
+TIMEOUT_S = 60.0  # of process groups, which never wait here
+PLANNED_ONLY = ("communicators", "reserve")  # components that are not tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Communicator:
-    """A process group of the rank."""
+class CommunicatorSummary:
+    """Axis, size, first and last member of a process group of the rank."""
 
     axis: str
     size: int
@@ -45,7 +45,7 @@ class Communicator:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageCount:
-    """What goes to or comes from another stage, so many times a step."""
+    """Messages of one kind between this rank and other stages in a step."""
 
     module: str
     verb: str
@@ -66,7 +66,7 @@ class ParameterCount:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What one rank does in a step, and what that takes beside what its plan says."""
+    """Result of a dry run: what one rank does in a step, and the memory that it counted and planned."""
 
     job: str
     rank: int
@@ -74,10 +74,10 @@ class DryRun:
     device_class: int
     class_name: str
     places: Mapping[str, RankCoordinates]
-    communicators: tuple[Communicator, ...]
-    groups_made: int  # calls that make them: the same number in every world
+    communicators: tuple[CommunicatorSummary, ...]
+    groups_made: int  # calls that make them, equally many for every number of ranks
     program: Mapping[str, Mapping[str, int]]  # lines by module and kind
-    actions: int  # lines that do something
+    actions: int  # lines with an effect on this rank
     encoder_phases: int  # compute alone
     encoder_phases_in_slots: int
     travels: tuple[MessageCount, ...]
@@ -89,7 +89,7 @@ class DryRun:
 
     @property
     def needed_bytes(self) -> int:
-        """As counted, with what only plans know."""
+        """Counted peak, with the components that only the plan knows."""
         return self.memory.counted_peak + sum(self.planned_only.values())
 
     @property
@@ -97,17 +97,17 @@ class DryRun:
         return self.needed_bytes <= self.capacity_bytes
 
 
-def dry_run(
-    job: Job, plan: Plan, training: TrainingConfig, rank: int, *, kernels: Kernels | None = None
+def dry_run_rank(
+    job: Job, plan: Plan, training: TrainingConfig, rank: int, *, kernels: KernelSet | None = None
 ) -> DryRun:
-    """Steps a rank of a plan that holds. `kernels` are those of GPUs if none are given."""
-    check_rank(rank, plan.ranks.world)
-    with fake_world(rank, plan.ranks.world):
-        groups = make_groups(plan, rank, timeout_s=TIMEOUT_S)
-        one, memory = _step(job, plan, training, groups, kernels or Kernels(linear=GPU_LINEAR))
+    """Runs one step of a rank with fake tensors; `kernels` are those of GPUs by default."""
+    check_rank_exists(rank, plan.ranks.world)
+    with fake_process_group(rank, plan.ranks.world):
+        groups = make_process_groups(plan, rank, timeout_s=TIMEOUT_S)
+        trainer, memory = _step(job, plan, training, groups, kernels or KernelSet(linear=GPU_LINEAR))
     device = plan.ranks.class_of(rank)
     fixed = plan.memory[device].fixed
-    phases, in_slots = count_slots(plan, device)
+    phases, in_slots = count_encoder_phases(plan, device)
     return DryRun(
         job=job.name,
         rank=rank,
@@ -118,20 +118,20 @@ def dry_run(
         communicators=tuple(_communicators(groups)),
         groups_made=len(groups.members) + (groups.control is not None),
         program=_lines(plan, device),
-        actions=len(one.executor.actions),
+        actions=len(trainer.executor.actions),
         encoder_phases=phases,
         encoder_phases_in_slots=in_slots,
-        travels=tuple(_travels(plan, device, one.model.specs)),
-        parameters={name: _held(one, name) for name in plan.modules},
+        travels=tuple(_travels(plan, device, trainer.model.specs)),
+        parameters={name: _count_parameters(trainer, name) for name in plan.modules},
         memory=memory,
-        peak_at=describe(plan, device, memory.peak_line),
+        peak_at=describe_line(plan, device, memory.peak_line),
         planned_only={name: fixed[name] for name in PLANNED_ONLY},
         capacity_bytes=plan.capacity_bytes,
     )
 
 
-def check_rank(rank: int, world: int) -> None:
-    """Whether there is such a rank."""
+def check_rank_exists(rank: int, world: int) -> None:
+    """Raises if the world has no such rank."""
     if not 0 <= rank < world:
         raise UserError(
             field="--rank",
@@ -142,50 +142,50 @@ def check_rank(rank: int, world: int) -> None:
 
 
 def _step(
-    job: Job, plan: Plan, training: TrainingConfig, groups: ProcessGroups, kernels: Kernels
+    job: Job, plan: Plan, training: TrainingConfig, groups: ProcessGroups, kernels: KernelSet
 ) -> tuple[RankTrainer, MemoryUse]:
-    """One that is not the first: the optimizer has its state."""
+    """Runs a step that is not the first: the optimizer has its state."""
     mode, dtype = FakeTensorMode(), getattr(torch, training.dtype or DTYPE)
     with mode:
-        one = RankTrainer(job, plan, training, groups, dtype=dtype, device=CPU, kernels=kernels)
-        if one.optimizer is not None and one.optimizer.adamw is not None:
-            one.optimizer.adamw.step()
-    batch = one.batch(0, place=mode.from_tensor)  # made as ever: the host reads sizes from it
+        trainer = RankTrainer(job, plan, training, groups, dtype=dtype, device=CPU, kernels=kernels)
+        if trainer.optimizer is not None and trainer.optimizer.adamw is not None:
+            trainer.optimizer.adamw.step()
+    batch = trainer.batch(0, place=mode.from_tensor)  # real tensors: the host reads sizes from it
     with mode:
-        _, memory = count_step(one, batch)
-    return one, memory
+        _, memory = measure_step_memory(trainer, batch)
+    return trainer, memory
 
 
 # ---------------------------------------------------------------------------- what the rank does
 
 
-def _communicators(groups: ProcessGroups) -> Iterator[Communicator]:
+def _communicators(groups: ProcessGroups) -> Iterator[CommunicatorSummary]:
     for axis in groups.groups:
         members = groups.members[axis]
-        yield Communicator(axis=axis, size=len(members), first=members[0], last=members[-1])
+        yield CommunicatorSummary(axis=axis, size=len(members), first=members[0], last=members[-1])
 
 
 def _lines(plan: Plan, device: int) -> dict[str, dict[str, int]]:
-    """How often each kind of line stands in a program, by module."""
+    """Counts the lines of a program by module and kind."""
     program = plan.programs[device]
     counted = Counter(zip(program.module.tolist(), program.kind.tolist(), strict=True))
-    found: dict[str, dict[str, int]] = {name: {} for name in plan.names}
+    counts: dict[str, dict[str, int]] = {name: {} for name in plan.names}
     for (module, kind), times in sorted(counted.items()):
-        found[plan.names[module]][OpKind(kind).word] = times
-    return found
+        counts[plan.names[module]][OpKind(kind).word] = times
+    return counts
 
 
-def count_slots(plan: Plan, device: int) -> tuple[int, int]:
-    """Compute phases of encoders; and those of them between a launch of the LLM and its wait."""
-    program, on_their_way, phases, inside = plan.programs[device], 0, 0, 0
+def count_encoder_phases(plan: Plan, device: int) -> tuple[int, int]:
+    """Counts the compute phases of encoders, and those between a launch of the LLM and its wait."""
+    program, in_flight, phases, inside = plan.programs[device], 0, 0, 0
     for module, op, chunk, _, place in program.rows[program.kind <= OpKind.WEIGHT_GRAD].tolist():
         name = plan.names[module]
         template = plan.template_of(name, OpKind(op), plan.ranks.stage_of(name, device), chunk)
         kind = template[place].kind
         if name == LLM:
-            on_their_way += (kind == OpKind.LAUNCH) - (kind == OpKind.WAIT)
+            in_flight += (kind == OpKind.LAUNCH) - (kind == OpKind.WAIT)
         elif kind not in COLLECTIVE_PHASES:
-            phases, inside = phases + 1, inside + (on_their_way > 0)
+            phases, inside = phases + 1, inside + (in_flight > 0)
     return phases, inside
 
 
@@ -206,10 +206,11 @@ def _travels(plan: Plan, device: int, messages: MessageSpecs) -> Iterator[Messag
                 )
 
 
-def _held(one: RankTrainer, module: str) -> ParameterCount:
-    mine = [each for name, each in one.model.parameters.items() if name.startswith(f"{module}.")]
+def _count_parameters(trainer: RankTrainer, module: str) -> ParameterCount:
+    named = trainer.model.parameters.items()
+    parameters = [parameter for name, parameter in named if name.startswith(f"{module}.")]
     return ParameterCount(
-        count=sum(each.numel() for each in mine),
-        trained=sum(each.numel() for each in mine if each.requires_grad),
-        bytes=sum(each.nbytes for each in mine),
+        count=sum(parameter.numel() for parameter in parameters),
+        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        bytes=sum(parameter.nbytes for parameter in parameters),
     )
