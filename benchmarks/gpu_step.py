@@ -31,7 +31,7 @@ from benchmarks.variants import (
 from optimus.engine.config import TrainingConfig
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.job import catalog
+from optimus.job.catalog_files import list_cluster_aliases
 from optimus.job.cluster import Cluster
 from optimus.job.job import Job
 from optimus.job.read import find_job, load_cluster
@@ -83,7 +83,7 @@ def tp_layout(world: int) -> tuple[str, ...]:
 def cluster_name(gpu: str) -> str:
     """Returns the catalog's name of a cluster of these GPUs, or the default."""
     words = re.findall(r"\w+", gpu.lower())
-    return next((alias for alias in catalog.aliases() if alias in words), DEFAULT_GPU)
+    return next((alias for alias in list_cluster_aliases() if alias in words), DEFAULT_GPU)
 
 
 def cluster_of(gpu: str, world: int) -> Cluster:

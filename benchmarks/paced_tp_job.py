@@ -21,7 +21,7 @@ from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.job.cluster import FLAT, Cluster, Gpu, Link
 from optimus.job.job import Job
-from optimus.job.layout import Constraints, LayoutChoice, Limits
+from optimus.job.layout import LayoutConstraints, PartialLayout, SearchLimits
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.workload import PackedSequence, Workload
 from optimus.planner.context import PlanningContext
@@ -158,9 +158,9 @@ class TpJob:
             workload=Workload(
                 sequence_tokens=TOKENS, sequences_per_step=self.sequences, sequences=(sequence,)
             ),
-            layout=Constraints(
-                modules={LLM: LayoutChoice(dp=self.dp, pp=self.pp, cp=1, ep=1, tp=TP)},
-                limits=Limits(microbatch_sequences=(1,)),
+            layout=LayoutConstraints(
+                modules={LLM: PartialLayout(dp=self.dp, pp=self.pp, cp=1, ep=1, tp=TP)},
+                limits=SearchLimits(microbatch_sequences=(1,)),
             ),
         )
 

@@ -35,7 +35,7 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.cluster import Link
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.job.model import BF16_BYTES
 from optimus.job.read import find_job
 from optimus.models.collectives import TpGroup
@@ -102,7 +102,7 @@ class LinkComparison:
     """Variants to compare over the link: ours, the same unfilled, and one without traffic, in this order."""
 
     variants: dict[str, ShapedVariant]
-    layout: LayoutChoice  # of the LLM
+    layout: PartialLayout  # of the LLM
     dtype: torch.dtype
     mbit_per_s: float
     sequences: int  # of a step
@@ -130,7 +130,7 @@ COMPARISONS: dict[Axis, LinkComparison] = {
             "DP bubbles not filled": ShapedVariant(bucket=BlockingBucket),
             "no DP traffic": ShapedVariant(bucket=LocalBucket),
         },
-        layout=LayoutChoice(dp=RANKS, pp=1, tp=1),
+        layout=PartialLayout(dp=RANKS, pp=1, tp=1),
         dtype=torch.bfloat16,
         mbit_per_s=400.0,
         sequences=8,
@@ -144,7 +144,7 @@ COMPARISONS: dict[Axis, LinkComparison] = {
             "TP slots not filled": ShapedVariant(has_slots=False),
             "no TP traffic": ShapedVariant(groups=LocalTpGroups),
         },
-        layout=LayoutChoice(dp=1, pp=1, tp=RANKS),
+        layout=PartialLayout(dp=1, pp=1, tp=RANKS),
         dtype=torch.float32,  # faster than bf16 on CPUs, so that traffic weighs as it does on GPUs
         mbit_per_s=600.0,
         sequences=8,
@@ -263,7 +263,7 @@ def prepare(comparison: LinkComparison, namespaces: Sequence[str], progress: Pro
         moved_bytes = prod(shape) * BF16_BYTES / RANKS  # as plans count activations
         link = replace(link, bandwidth_bytes_per_s=moved_bytes / seconds, latency_s=0.0)
     cluster = replace(machine, gpus_per_node=tp, within_node=link, between_nodes=link)
-    replicated = {encoder.name: LayoutChoice(pp=1, tp=1) for encoder in job.model.encoders}
+    replicated = {encoder.name: PartialLayout(pp=1, tp=1) for encoder in job.model.encoders}
     layout = replace(job.layout, modules={LLM: comparison.layout, **replicated})
     job = replace(job, cluster=cluster, layout=layout)
     plan = make_plan(job, profile=replace(profile, name="of this machine"), systems=()).plan

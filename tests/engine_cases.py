@@ -13,7 +13,7 @@ from optimus.cost.assumptions import get_preset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
+from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, SearchLimits
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
@@ -141,9 +141,9 @@ class Case:
                 sequences_per_step=dp * self.microbatches * self.sequences,
                 sequences=tuple(sequences),
             ),
-            layout=Constraints(
-                modules={LLM: LayoutChoice(dp=dp, pp=self.pp, cp=1, ep=1, tp=self.tp)},
-                limits=Limits(microbatch_sequences=(self.sequences,)),
+            layout=LayoutConstraints(
+                modules={LLM: PartialLayout(dp=dp, pp=self.pp, cp=1, ep=1, tp=self.tp)},
+                limits=SearchLimits(microbatch_sequences=(self.sequences,)),
             ),
         )
 

@@ -25,7 +25,7 @@ from optimus.ir.op import Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import Bucket, Phase, Plan, PlannedModule, Template
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.job.layout import Constraints, LayoutChoice, Limits
+from optimus.job.layout import LayoutConstraints, PartialLayout, SearchLimits
 from optimus.job.read import find_job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, lower_to_plan
@@ -125,13 +125,13 @@ def _setting(shape: Shape) -> PlanningContext:
         encoders=(replace(encoder, stack=replace(encoder.stack, layers=encoder_layers)),),
         llm=replace(llm, stack=replace(llm.stack, layers=shape.stages * shape.chunks)),
     )
-    layout = LayoutChoice(dp=DP, pp=shape.stages, cp=1, ep=1, tp=shape.tp)
+    layout = PartialLayout(dp=DP, pp=shape.stages, cp=1, ep=1, tp=shape.tp)
     job = replace(
         job,
         model=model,
         cluster=replace(job.cluster, gpus=DP * shape.stages * shape.tp),
         workload=replace(job.workload, sequences_per_step=2 * DP * shape.microbatches),
-        layout=Constraints(modules={LLM: layout}, limits=Limits(microbatch_sequences=(2,))),
+        layout=LayoutConstraints(modules={LLM: layout}, limits=SearchLimits(microbatch_sequences=(2,))),
     )
     return choose_smallest_context(job, get_preset(shape.assumed))[0]
 

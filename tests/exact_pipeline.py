@@ -20,7 +20,7 @@ from optimus.cost.kernel import Kernel
 from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind
 from optimus.job.cluster import Link
-from optimus.job.layout import Constraints, Layout, Limits
+from optimus.job.layout import Layout, LayoutConstraints, SearchLimits
 from optimus.job.model import Encoder, Llm
 from optimus.job.read import find_job
 from optimus.planner.context import PlanningContext, RecomputePolicy
@@ -218,7 +218,7 @@ def bare_setting(instance: Instance) -> BareSetting:
         job,
         cluster=cluster,
         workload=replace(job.workload, sequences_per_step=instance.microbatches),
-        layout=Constraints(limits=Limits(microbatch_sequences=(1,))),
+        layout=LayoutConstraints(limits=SearchLimits(microbatch_sequences=(1,))),
     )
     encoder, llm = (module.name for module in job.model.modules)
     names = [encoder] * instance.encoder_layers + [llm] * (len(instance.layers) - instance.encoder_layers)

@@ -10,11 +10,11 @@ from typing import get_args
 
 from optimus.cost.assumptions import PRESETS, get_preset
 from optimus.ir.ranks import LLM
-from optimus.job import catalog
+from optimus.job.catalog_files import list_catalog_names
 from optimus.job.checks import check_job
 from optimus.job.cluster import Cluster
 from optimus.job.job import Job
-from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
+from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, SearchLimits
 from optimus.job.model import Attention, Encoder, Experts, Llm, Mlp, Model, Projector, Recompute, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
@@ -69,10 +69,10 @@ def _any_job(rng: Random) -> Job:
     return Job(
         name="random",
         model=Model(name="random", encoders=encoders, llm=llm),
-        cluster=replace(_cluster(rng.choice(catalog.names("clusters"))), gpus=layout.gpus),
+        cluster=replace(_cluster(rng.choice(list_catalog_names("clusters"))), gpus=layout.gpus),
         workload=_random_workload(rng, encoders, layout.dp * microbatches * size),
-        layout=Constraints(
-            modules={LLM: LayoutChoice(**stated)}, limits=Limits(microbatch_sequences=(size,))
+        layout=LayoutConstraints(
+            modules={LLM: PartialLayout(**stated)}, limits=SearchLimits(microbatch_sequences=(size,))
         ),
     )
 

@@ -13,9 +13,9 @@ from optimus.errors import UserError
 from optimus.ir.op import Lane, OpKind
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job
-from optimus.job.workload import TokenPercentiles, sequences_from_percentiles
+from optimus.job.workload import TokenPercentiles, build_sequences_from_percentiles
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.schedule.simulator import simulate_schedule
@@ -43,7 +43,7 @@ def few_layers(gpus: int = 8, *, pp: int = 1) -> Job:
         llm=replace(llm, stack=replace(llm.stack, layers=4)),
         encoders=(replace(vision, stack=replace(vision.stack, layers=4)),),
     )
-    modules = {LLM: LayoutChoice(pp=pp, tp=2)}
+    modules = {LLM: PartialLayout(pp=pp, tp=2)}
     workload = replace(job.workload, sequences_per_step=64)
     return replace(job, model=model, layout=replace(job.layout, modules=modules), workload=workload)
 
@@ -51,7 +51,7 @@ def few_layers(gpus: int = 8, *, pp: int = 1) -> Job:
 def uneven(job: Job, *, tokens: int = 512) -> Job:
     """The same job with pictures of many sizes, and some sequences without any."""
     drawn = TokenPercentiles(p50=tokens, p95=3 * tokens, max=4 * tokens, text_only_share=0.2, item=256)
-    sequences = sequences_from_percentiles(job.workload.sequence_tokens, {"vision": drawn})
+    sequences = build_sequences_from_percentiles(job.workload.sequence_tokens, {"vision": drawn})
     return replace(job, workload=replace(job.workload, sequences=sequences))
 
 

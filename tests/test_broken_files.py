@@ -18,7 +18,7 @@ from tiny_plans import tiny_plan
 
 from optimus.errors import OptimusError, UserError
 from optimus.ir.planfile import format_plan, load_plan
-from optimus.job import catalog
+from optimus.job.catalog_files import list_catalog_names
 from optimus.job.read import load_job
 from optimus.planner.plan_replay import replay_plan
 from optimus.verify.validator import check_plan
@@ -103,7 +103,7 @@ def most_megabytes() -> float:
 
 
 def test_there_are_jobs_to_break() -> None:
-    assert len(JOBS) == len(catalog.names("jobs"))
+    assert len(JOBS) == len(list_catalog_names("jobs"))
 
 
 @pytest.mark.ci("plan file")

@@ -10,8 +10,8 @@ from test_batches import few_layers
 
 from optimus.cli.comparison import comparison_json, comparison_text
 from optimus.cost.measured_profile import ANALYTIC
-from optimus.job.job import Job, Today
-from optimus.job.layout import LayoutChoice
+from optimus.job.job import CurrentRun, Job
+from optimus.job.layout import PartialLayout
 from optimus.planner.compare import Calibration, compare_systems
 from optimus.planner.planning import make_plan
 
@@ -19,7 +19,7 @@ SYSTEMS = ("today", "three-phase", "separate-gpus", "fsdp", "paper")
 
 
 def job(measured_s: float | None = None) -> Job:
-    today = Today(llm=LayoutChoice(dp=4, pp=1, tp=2), measured_step_s=measured_s)
+    today = CurrentRun(llm=PartialLayout(dp=4, pp=1, tp=2), measured_step_s=measured_s)
     return replace(few_layers(), today=today)
 
 
@@ -91,6 +91,6 @@ def test_a_calibrated_plan_holds_and_says_its_scale() -> None:
 
 
 def test_a_system_that_cannot_be_calibrates_nothing() -> None:
-    odd = replace(few_layers(), today=Today(llm=LayoutChoice(pp=3, tp=2), measured_step_s=1.0))
+    odd = replace(few_layers(), today=CurrentRun(llm=PartialLayout(pp=3, tp=2), measured_step_s=1.0))
     found = compare_systems(odd, names=["fsdp"])
     assert found.calibration is None and found.source == ANALYTIC

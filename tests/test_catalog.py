@@ -8,12 +8,19 @@ from math import prod
 import pytest
 
 from optimus.cost.flops import step_flops
-from optimus.job import catalog
+from optimus.job.catalog_files import (
+    ModelFile,
+    ModuleFile,
+    expand_catalog_modules,
+    list_catalog_names,
+    list_cluster_aliases,
+    load_catalog_node,
+)
 from optimus.job.model import Encoder, Llm
-from optimus.job.nodes import Node, argument, merged, parse_yaml
-from optimus.job.read import expand_modules, find_job, load_cluster, load_model
-from optimus.job.schema import ModelFile, ModuleFile
-from optimus.job.typed import read
+from optimus.job.nodes import DocumentNode, make_argument_node, merge_yaml
+from optimus.job.read import find_job, load_cluster, load_model
+from optimus.job.typed import read_typed
+from optimus.job.yaml_parser import parse_yaml
 
 JOBS = {  # of the paper: GPUs, batch, (DP, PP, TP), V
     "paper/strong-1536": (1536, 1536, (24, 8, 8), 12),
@@ -35,36 +42,36 @@ MISSES = {"gpt-11b", "moonvit", "siglip-so400m", "vit-11b", "vit-3b"}
 
 
 def module_file(name: str) -> ModuleFile:
-    return read(ModuleFile, catalog.node("modules", name))
+    return read_typed(ModuleFile, load_catalog_node("modules", name))
 
 
 def model_file(name: str) -> ModelFile:
-    return read(ModelFile, expand_modules(catalog.node("models", name)))
+    return read_typed(ModelFile, expand_catalog_modules(load_catalog_node("models", name)))
 
 
 def module_parameters(file: ModuleFile) -> int:
     """Of an LLM, or of an encoder without its projector."""
     if file.llm is not None:
-        return read(Llm, argument("llm", file.llm)).parameters()
+        return read_typed(Llm, make_argument_node("llm", file.llm)).parameters()
     assert file.encoder is not None
     rest = parse_yaml("name: vision\nprojector: {widths: [1]}\n", file="test")
-    encoder = read(Encoder, argument("encoder", merged(file.encoder, rest.value)))
+    encoder = read_typed(Encoder, make_argument_node("encoder", merge_yaml(file.encoder, rest.value)))
     return encoder.parameters() - encoder.projector_parameters
 
 
 def test_the_catalog_holds_what_is_promised() -> None:
-    assert set(catalog.names("jobs")) == {
+    assert set(list_catalog_names("jobs")) == {
         *JOBS,
         "paper/small-a100",
         "cpu/tiny-vl",
         "cpu/bench-vl",
         "gpu/bench-vl",
     }
-    assert catalog.names("models") == MODELS and catalog.names("clusters") == CLUSTERS
-    assert set(catalog.aliases()) == {"a100", "h100", "h200", "b200"}
+    assert list_catalog_names("models") == MODELS and list_catalog_names("clusters") == CLUSTERS
+    assert set(list_cluster_aliases()) == {"a100", "h100", "h200", "b200"}
 
 
-@pytest.mark.parametrize("name", catalog.names("modules"))
+@pytest.mark.parametrize("name", list_catalog_names("modules"))
 def test_modules_have_the_parameters_of_their_name(name: str) -> None:
     file = module_file(name)
     assert file.name == name
@@ -115,7 +122,7 @@ def test_every_module_of_a_model_has_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*JOBS, "paper/small-a100"])
 def test_every_block_of_a_paper_job_has_a_source(name: str) -> None:
-    root, job = catalog.node("jobs", name), find_job(name)
+    root, job = load_catalog_node("jobs", name), find_job(name)
     assert "2408.03505" in str(root["source"].value)
     assert job.name == name and job.model.source and job.workload.source
     assert all(module.source for module in job.model.modules)
@@ -124,11 +131,11 @@ def test_every_block_of_a_paper_job_has_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_block_of_a_cluster_has_a_source(name: str) -> None:
-    def blocks(node: Node) -> list[Node]:
+    def blocks(node: DocumentNode) -> list[DocumentNode]:
         inner = [item for item in node.entries().values() if item.entries()]
         return [node, *(block for item in inner for block in blocks(item))]
 
-    assert all(block["source"].value for block in blocks(catalog.node("clusters", name)))
+    assert all(block["source"].value for block in blocks(load_catalog_node("clusters", name)))
     cluster = load_cluster(f"{name}:16")
     assert cluster.gpu.source and cluster.within_node.source and cluster.between_nodes.source
     assert str(round(cluster.gpu.memory_bytes / 1e9)) in re.findall(r"\d+", name)

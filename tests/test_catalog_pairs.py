@@ -8,7 +8,7 @@ import pytest
 
 from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit
-from optimus.job import catalog
+from optimus.job.catalog_files import list_catalog_names, list_cluster_aliases
 from optimus.job.job import Job
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
@@ -19,7 +19,7 @@ from optimus.planner.systems.registry import load_system
 from optimus.schedule.bubbles import CAUSES
 
 pytestmark = pytest.mark.ci
-PAIRS = [(model, alias) for model in catalog.names("models") for alias in sorted(catalog.aliases())]
+PAIRS = [(model, alias) for model in list_catalog_names("models") for alias in sorted(list_cluster_aliases())]
 
 
 def short_step(model: str, cluster: str, *, chunks: int | None = None) -> Job:
@@ -51,7 +51,7 @@ def test_every_model_simulates_on_every_cluster(model: str, cluster: str) -> Non
             assert name == "fsdp"  # fewer sequences than ranks
 
 
-@pytest.mark.parametrize("model", catalog.names("models"))
+@pytest.mark.parametrize("model", list_catalog_names("models"))
 def test_every_model_runs_through_every_system(model: str) -> None:
     comparison = compare_systems(short_step(model, "h100"))
     assert {"llm-only", "stage0", "balanced", "balanced-best"} <= set(comparison.systems)

@@ -25,7 +25,8 @@ from optimus import cli
 from optimus.cost.assumptions import PRESETS, Assumptions
 from optimus.cost.memory import NOT_MODELLED, RankMemory
 from optimus.ir.op import Lane, OpKind
-from optimus.job import catalog, layout, model, schema, workload
+from optimus.job import cluster, layout, model, read, workload
+from optimus.job.catalog_files import list_catalog_names
 from optimus.job.read import load_job
 from optimus.planner.systems.registry import SYSTEMS
 from optimus.schedule.bubbles import CAUSES
@@ -285,7 +286,7 @@ def test_files_and_catalog_entries_that_pages_name_exist(page: Path) -> None:
     for name in re.findall(r"`(optimus/[\w/]+(?:\.py|/))`", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
     for name in re.findall(r"\bpaper/[\w-]+", text):
-        assert name in catalog.names("jobs"), f"{page.name} names {name}"
+        assert name in list_catalog_names("jobs"), f"{page.name} names {name}"
 
 
 @by_page
@@ -328,10 +329,10 @@ def test_every_field_of_a_job_file_is_explained() -> None:
     text = (ROOT / "docs" / "jobs.md").read_text()
     explained = set(re.findall(r"`([\w]+)(?:: [\w-]+)?`", text))
     for block in (
-        schema.JobFile, schema.ModuleSwitches, schema.ModelBlock, schema.GpuBlock, schema.LinkBlock,
-        schema.ClusterBlock, schema.WorkloadBlock, schema.MeasuredBlock, schema.TodayBlock,
+        read.JobFile, read.ModuleOverrides, read.ModelBlock, cluster.GpuBlock, cluster.LinkBlock,
+        cluster.ClusterBlock, workload.WorkloadBlock, read.MeasuredBlock, read.TodayBlock,
         model.Encoder, model.Llm, model.Stack, model.Attention, model.LatentAttention, model.Mlp,
-        model.Experts, model.Projector, model.Precision, layout.LayoutChoice, layout.Limits,
+        model.Experts, model.Projector, model.Precision, layout.PartialLayout, layout.SearchLimits,
         workload.TokenPercentiles,
     ):  # fmt: skip
         missing = {field.name for field in fields(block)} - explained

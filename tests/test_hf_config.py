@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus.errors import OptimusError, UserError
-from optimus.job.hf_config import FAMILIES, read_hf_config
+from optimus.job.hf_config import ENCODER_READERS, read_hf_config
 from optimus.job.model import Model
 from optimus.job.read import find_job, load_job, load_model
-from optimus.job.write import write_job_yaml
+from optimus.job.write import format_job_yaml
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 
@@ -227,7 +227,7 @@ def test_a_language_model_alone_is_refused() -> None:
 def test_an_unknown_model_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_hf_config(written(tmp_path, {"model_type": "mllama"}))
-    assert all(name in caught.value.hint for name in FAMILIES)
+    assert all(name in caught.value.hint for name in ENCODER_READERS)
 
 
 def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
 def test_init_writes_a_job_that_loads_and_equals_the_one_in_memory(tmp_path: Path, name: str) -> None:
     config = next(CONFIGS.glob(f"*--{name}_config.json"))
     path = tmp_path / "job.yaml"
-    path.write_text(write_job_yaml(config, "h100:512"), encoding="utf-8")
+    path.write_text(format_job_yaml(config, "h100:512"), encoding="utf-8")
     assert load_job(path) == find_job(config, on="h100:512")
 
 
@@ -252,7 +252,7 @@ def test_init_writes_paths_that_start_at_the_job_file(
     (tmp_path / "jobs").mkdir()
     written(tmp_path / "a b", BY_HAND["qwen2_vl"])
     monkeypatch.chdir(tmp_path)
-    text = write_job_yaml("a b/config.json", "a100:64", folder=Path("jobs"))
+    text = format_job_yaml("a b/config.json", "a100:64", folder=Path("jobs"))
     Path("jobs/job.yaml").write_text(text, encoding="utf-8")
     assert load_job("jobs/job.yaml") == find_job("a b/config.json", on="a100:64")
 

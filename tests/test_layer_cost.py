@@ -17,7 +17,7 @@ from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Attention, Experts
 from optimus.job.read import find_job
-from optimus.job.workload import Load
+from optimus.job.workload import TokenLoad
 from optimus.schedule.schedule_builder import ScheduleBuilder, build_kernel_graph
 from optimus.schedule.simulator import simulate_schedule
 
@@ -172,14 +172,14 @@ def brute_pairs(tokens: int, window: int, *, causal: bool) -> int:
 @pytest.mark.parametrize(("tokens", "window"), [(64, 8), (100, 100), (512, 32), (96, 200)])
 def test_causal_window_pairs_equal_a_count(tokens: int, window: int) -> None:
     attention = Attention(heads=1, kv_heads=1, head_dim=8, window_tokens=window)
-    found = count_attended_pairs(attention, 0, Load(tokens=tokens, squares=float(tokens) ** 2))
+    found = count_attended_pairs(attention, 0, TokenLoad(tokens=tokens, squares=float(tokens) ** 2))
     exact = brute_pairs(tokens, window, causal=True)
     assert found == pytest.approx(exact, abs=tokens)  # the diagonal counts half or whole
 
 
 def test_windows_of_an_encoder_see_their_window_only() -> None:
     attention = Attention(heads=1, kv_heads=1, head_dim=8, causal=False, window_tokens=64, full_layers=(1,))
-    load = Load(tokens=1024, squares=1024.0**2)
+    load = TokenLoad(tokens=1024, squares=1024.0**2)
     assert count_attended_pairs(attention, 0, load) == 1024 * 64
     assert count_attended_pairs(attention, 1, load) == 1024**2
 

@@ -28,7 +28,7 @@ from benchmarks.docs.model_tables import (
     read_stored,
 )  # fmt: skip
 from benchmarks.docs.pages import Figures
-from optimus.job.read import load_job, stated_on_top
+from optimus.job.read import add_stated_layouts, load_job
 from optimus.planner.compare import compare_systems
 
 REFRESH = "run python -m benchmarks.docs.model_tables and read what changed"
@@ -113,7 +113,7 @@ def test_the_job_file_on_the_page_is_a_row_of_the_table(tmp_path: Path) -> None:
 def test_fewer_images_still_fit() -> None:
     """Weight gradients are put off further than with 40 %, and each keeps what was made again."""
     job = job_of(ModelCase(model="qwen2.5-vl-72b", share=20))
-    stated = stated_on_top(job.layout, ["llm=dp32,pp4,tp4,chunks7"], job.model)
+    stated = add_stated_layouts(job.layout, ["llm=dp32,pp4,tp4,chunks7"], job.model)
     found = compare_systems(replace(job, layout=stated), names=["optimus"])
     assert found.missing == {} and found.systems["optimus"].fits
 

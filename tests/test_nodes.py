@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from machine import allowed_s
 
 from optimus.errors import UserError
-from optimus.job.nodes import MAX_BYTES, Node, load_yaml, merged, parse_json, parse_yaml
-from optimus.job.typed import ROW, Count, Range, Share, describe, read
+from optimus.job.nodes import MAX_BYTES, DocumentNode, merge_yaml, parse_json
+from optimus.job.typed import ROW, Count, NumberRange, Share, describe_type, read_typed
+from optimus.job.yaml_parser import load_yaml, parse_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Outer:
 
 
 def outer(text: str) -> Outer:
-    return read(Outer, parse_yaml(text, file="x.yaml"))
+    return read_typed(Outer, parse_yaml(text, file="x.yaml"))
 
 
 def refused(text: str) -> UserError:
@@ -123,9 +124,9 @@ def test_later_checks_find_the_line_of_a_field_or_of_the_block_around_it() -> No
 def test_merging_keeps_what_is_not_stated_and_points_to_the_file_that_states() -> None:
     base = parse_yaml("name: base\ninner: {count: 1, share: 0.2}\n", file="base.yaml")
     over = parse_yaml("inner: {count: -5}\n", file="over.yaml")
-    both = over.replaced(merged(base.value, over.value))
+    both = over.replaced(merge_yaml(base.value, over.value))
     with pytest.raises(UserError) as caught:
-        read(Outer, both)
+        read_typed(Outer, both)
     assert caught.value.file == "over.yaml"
     share = both["inner"]["share"]
     assert share.value == 0.2 and share.error("is odd", "use 1").file == "base.yaml"
@@ -133,7 +134,7 @@ def test_merging_keeps_what_is_not_stated_and_points_to_the_file_that_states() -
 
 def test_aliases_are_shared_and_point_to_where_they_are_used() -> None:
     node = parse_yaml("name: n\ninner: &i {count: 2}\nmany: [*i, *i]\nby_name:\n  x: *i\n", file="x.yaml")
-    found = read(Outer, node)
+    found = read_typed(Outer, node)
     assert found.many == (Inner(count=2), Inner(count=2))
     assert node.at("by_name.x").error("is odd", "use 1").line == 5
 
@@ -179,7 +180,7 @@ def test_a_full_mebibyte_is_read_in_time(tmp_path: Path) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     name: str
-    size: Annotated[int, Range(least=0, most=9)] = 0
+    size: Annotated[int, NumberRange(least=0, most=9)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,7 @@ class Table:
 
 
 def table(text: str, **options: Any) -> Table:
-    return read(Table, parse_json(text, file="x.json", line=7, hint="write JSON"), **options)
+    return read_typed(Table, parse_json(text, file="x.json", line=7, hint="write JSON"), **options)
 
 
 def test_rows_are_lists_with_an_item_per_field() -> None:
@@ -239,7 +240,7 @@ def test_every_value_of_a_json_document_is_found_on_its_line(value: object) -> N
     text = json.dumps({"root": value}, indent=1)
     lines = text.split("\n")
 
-    def check(node: Node, above: int) -> int:
+    def check(node: DocumentNode, above: int) -> int:
         line = node.error("is odd", "use 1").line
         assert line is not None and line > above
         if isinstance(node.path[-1], str):
@@ -266,9 +267,9 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 def test_kinds_are_described_in_words() -> None:
-    assert describe(Count) == "a whole number, more than 0"
-    assert describe(Literal["a", "b"]) == "a or b"
-    assert describe(int | None) == "a whole number"
-    assert describe(Inner) == "a mapping"
-    assert describe(tuple[Count, ...]) == "a list of whole numbers"
-    assert describe(Share) == "a number from 0 to 1"
+    assert describe_type(Count) == "a whole number, more than 0"
+    assert describe_type(Literal["a", "b"]) == "a or b"
+    assert describe_type(int | None) == "a whole number"
+    assert describe_type(Inner) == "a mapping"
+    assert describe_type(tuple[Count, ...]) == "a list of whole numbers"
+    assert describe_type(Share) == "a number from 0 to 1"

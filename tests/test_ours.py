@@ -15,7 +15,7 @@ from optimus.errors import DoesNotFit, UserError
 from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job
 from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import choose_smallest_context, valid_encoder_layouts
@@ -265,7 +265,7 @@ def test_stated_chunks_are_kept(chunks: int) -> None:
 def test_chunks_left_open_are_also_halved() -> None:
     """Half as many chunks cost the LLM time, and leave the first microbatches of encoders more of it."""
     job = find_job("paper/B")
-    open_job = replace(job, layout=replace(job.layout, modules={LLM: LayoutChoice(pp=4, tp=8)}))
+    open_job = replace(job, layout=replace(job.layout, modules={LLM: PartialLayout(pp=4, tp=8)}))
     context, _ = choose_smallest_context(open_job, get_preset("default"))
     floors = LlmPipelines(context)
     assert [llm.layout.chunks for llm in floors.for_colocation] == [20, 20, 10]

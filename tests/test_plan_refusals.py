@@ -18,7 +18,7 @@ from optimus.errors import UserError
 from optimus.ir import planfile
 from optimus.ir.planfile import format_plan, load_plan, parse_plan, save_plan
 
-Document = dict[str, Any]
+ParsedDocument = dict[str, Any]
 
 
 def refused(text: str) -> UserError:
@@ -28,13 +28,13 @@ def refused(text: str) -> UserError:
     return caught.value
 
 
-def edited(edit: Callable[[Document], Any]) -> str:
+def edited(edit: Callable[[ParsedDocument], Any]) -> str:
     document = json.loads(format_plan(two_pipelines()))
     edit(document)
     return json.dumps(document)
 
 
-def put(value: Any, *path: str | int) -> Callable[[Document], None]:
+def put(value: Any, *path: str | int) -> Callable[[ParsedDocument], None]:
     def edit(document: Any) -> None:
         for name in path[:-1]:
             document = document[name]
@@ -43,7 +43,7 @@ def put(value: Any, *path: str | int) -> Callable[[Document], None]:
     return edit
 
 
-def drop(*path: str | int) -> Callable[[Document], None]:
+def drop(*path: str | int) -> Callable[[ParsedDocument], None]:
     def edit(document: Any) -> None:
         for name in path[:-1]:
             document = document[name]
@@ -53,7 +53,7 @@ def drop(*path: str | int) -> Callable[[Document], None]:
 
 
 PHASE, LAYOUT = ("templates", "llm-F", 1), ("modules", "enc0", "layout")
-REFUSALS: list[tuple[Callable[[Document], Any], str, str]] = [
+REFUSALS: list[tuple[Callable[[ParsedDocument], Any], str, str]] = [
     (drop("schema"), "plan", "has no schema"),
     (put("optimus.job/1", "schema"), "schema", "is not the schema of a plan"),
     (put(1, "schema"), "schema", "is not the schema of a plan"),
@@ -147,7 +147,7 @@ REFUSALS: list[tuple[Callable[[Document], Any], str, str]] = [
 @pytest.mark.parametrize(
     ("edit", "field", "problem"), REFUSALS, ids=[f"{field} {problem}" for _, field, problem in REFUSALS]
 )
-def test_what_is_wrong_is_named(edit: Callable[[Document], Any], field: str, problem: str) -> None:
+def test_what_is_wrong_is_named(edit: Callable[[ParsedDocument], Any], field: str, problem: str) -> None:
     error = refused(edited(edit))
     assert error.field == field
     assert problem in error.problem
@@ -216,7 +216,7 @@ def test_what_is_not_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert problem(path) == "is larger than 1,000 bytes"
 
 
-def to_format_1(document: Document) -> None:
+def to_format_1(document: ParsedDocument) -> None:
     """Undoes what format 2 changed."""
     document |= {"schema": "optimus.plan/1", "seed": 0, "requires": [], "single_connection": False}
     document["legend"]["line"][0] = "module.verb"
@@ -224,21 +224,21 @@ def to_format_1(document: Document) -> None:
         del module["recomputed"], module["regather"]
 
 
-def to_format_0(document: Document) -> None:
+def to_format_0(document: ParsedDocument) -> None:
     to_format_1(document)
     document["schema"] = "optimus.plan/0"
     del document["requires"], document["single_connection"]
 
 
 @pytest.mark.parametrize("to_old", [to_format_0, to_format_1])
-def test_older_formats_are_read(to_old: Callable[[Document], None]) -> None:
+def test_older_formats_are_read(to_old: Callable[[ParsedDocument], None]) -> None:
     assert format_plan(parse_plan(edited(to_old), "x.json")) == format_plan(two_pipelines())
 
-    def with_recomputation(document: Document) -> None:
+    def with_recomputation(document: ParsedDocument) -> None:
         document["templates"]["llm-B"][0][:2] = ["attention", "R"]
         document["templates"]["llm-B"][1][0] = "qkv.gather"
 
-    def both(document: Document) -> None:
+    def both(document: ParsedDocument) -> None:
         with_recomputation(document)
         to_old(document)
 
@@ -250,7 +250,7 @@ def test_older_formats_are_read(to_old: Callable[[Document], None]) -> None:
 @pytest.mark.parametrize("path", [("modules",), ("chunks",), ("templates",), ("legend",), ("modules", "llm")])
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [[]], [[[]]], {"llm-F": [[]]}, {"a": [["x", 1]]}])
 def test_broken_files_of_format_1_are_refused(path: tuple[str, ...], value: Any) -> None:
-    def broken(document: Document) -> None:
+    def broken(document: ParsedDocument) -> None:
         to_format_1(document)
         put(value, *path)(document)
 

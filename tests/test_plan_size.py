@@ -13,7 +13,7 @@ from machine import allowed_s
 from optimus.ir.plan import Plan
 from optimus.ir.planfile import load_plan, save_plan
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
 from optimus.verify.validator import check_plan
@@ -29,7 +29,7 @@ def a_hundred_thousand_gpus() -> Job:
         job,
         name="large",
         workload=replace(job.workload, sequences_per_step=64 * 782),
-        layout=replace(job.layout, modules={"llm": LayoutChoice(pp=16, tp=8)}, limits=limits),
+        layout=replace(job.layout, modules={"llm": PartialLayout(pp=16, tp=8)}, limits=limits),
     )
 
 

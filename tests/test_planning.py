@@ -21,9 +21,9 @@ from optimus.errors import DoesNotFit, UserError
 from optimus.ir.binding import list_bound_parts, require_plan_of_job
 from optimus.ir.planfile import format_plan, load_plan
 from optimus.ir.ranks import LLM
-from optimus.job import catalog
+from optimus.job.catalog_files import list_catalog_names
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
 from optimus.planner.filled_plan import RejectedLayout
@@ -51,7 +51,7 @@ def planned() -> PlanningResult:
 def small_job(gpus: int = 16, **llm: int) -> Job:
     """The small job with few layers on more GPUs, with a pipeline."""
     job = find_job(SMALL, "a100:16").replace(gpus=gpus)
-    modules = {LLM: LayoutChoice(**(llm or {"pp": 2, "tp": 2}))}
+    modules = {LLM: PartialLayout(**(llm or {"pp": 2, "tp": 2}))}
     vision = job.model.encoders[0]
     model = replace(
         job.model,
@@ -140,7 +140,7 @@ LONG = ("paper/strong-1536", "paper/strong-2048", "paper/dual-11-5", "paper/dual
     "name",
     [
         pytest.param(name, marks=pytest.mark.heavy if name in LONG else pytest.mark.ci("plan file"))
-        for name in catalog.names("jobs")
+        for name in list_catalog_names("jobs")
     ],
 )
 def test_the_validator_s_replay_equals_the_claim_on_every_catalog_job(name: str) -> None:

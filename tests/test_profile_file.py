@@ -34,7 +34,7 @@ from optimus.errors import UserError
 from optimus.ir.binding import hash_fields, list_bound_parts, require_plan_of_job
 from optimus.ir.op import Lane, OpKind
 from optimus.ir.planfile import format_plan
-from optimus.job import catalog
+from optimus.job.catalog_files import list_catalog_names
 from optimus.job.layout import Layout
 from optimus.job.nodes import MAX_BYTES
 from optimus.job.read import find_job
@@ -201,7 +201,7 @@ def test_recomputing_is_a_forward_and_b_is_i_and_w_unless_measured() -> None:
 def test_segments_cover_kernels_that_exist() -> None:
     """Every compute kernel of every model in the catalog, but what selective recomputation makes again."""
     found = set()
-    for name in catalog.names("models"):
+    for name in list_catalog_names("models"):
         job = find_job(name, on="h100:512")
         for module in job.model.modules:
             for layer in priced(job, module, 1):

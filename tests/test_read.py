@@ -19,9 +19,9 @@ from machine import allowed_s
 from optimus.errors import OptimusError, UserError
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job, load_cluster, load_job, load_model, make_job
-from optimus.job.write import write_job_yaml
+from optimus.job.write import format_job_yaml
 
 EXAMPLE = """\
 format: optimus.job/1
@@ -77,7 +77,7 @@ def test_the_example_of_the_design_is_read(tmp_path: Path) -> None:
     assert job.cluster.between_nodes.latency_s == pytest.approx(10e-6)  # kept from the catalog
     assert job.cluster.between_nodes.source.startswith("nccl-tests")
     assert [sequence.tokens for sequence in job.workload.sequences] == [7344, 8192, 100]
-    assert job.layout.of("llm") == LayoutChoice(tp=8) and job.layout.of("vision") == LayoutChoice()
+    assert job.layout.of("llm") == PartialLayout(tp=8) and job.layout.of("vision") == PartialLayout()
     assert job.layout.limits.max_pp == 8
     assert job.today is not None and job.today.llm.chunks == 5 and job.today.placement == "stage0"
     assert job.today.measured_step_s == 17.9 and job.today.measured_memory_bytes == 71e9
@@ -139,10 +139,13 @@ def test_names_of_the_catalog_are_read_in_any_letter_case(tmp_path: Path) -> Non
     for model, on in (("Qwen2.5-VL-72B", "H100:64"), ("QWEN2.5-vl-72b", "H100-SXM-80GB:64")):
         assert find_job(model, on=on) == make_job(model=model, on=on) == job
         assert load_model(model) == job.model and load_cluster(on) == job.cluster
-        assert load_job(saved(tmp_path, write_job_yaml(model, on))) == job
+        assert load_job(saved(tmp_path, format_job_yaml(model, on))) == job
     assert find_job("Paper/d") == find_job("paper/D") and find_job("PAPER/D").name == find_job("paper/D").name
     text = JOB.replace("use: qwen2.5-vl-72b", "use: Qwen2.5-VL-72B").replace("use: h100", "use: H100")
     assert load_job(saved(tmp_path, text)) == load_job(saved(tmp_path, JOB))
+    curves = job.cluster.gpu.curves
+    text = text.replace("use: H100", f"use: H100\n  gpu: {{curves: {curves.upper()}}}")
+    assert curves.upper() != curves and load_job(saved(tmp_path, text)).cluster.gpu.curves == curves
 
 
 def test_a_job_file_moves_to_another_cluster(tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ def test_context_parallelism_left_out_counts_as_one(tmp_path: Path) -> None:
 
 
 def test_init_of_a_catalog_model_loads_again(tmp_path: Path) -> None:
-    path = saved(tmp_path, write_job_yaml("omni-3", "b200:64"))
+    path = saved(tmp_path, format_job_yaml("omni-3", "b200:64"))
     assert load_job(path) == find_job("omni-3", on="b200:64")
 
 

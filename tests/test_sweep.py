@@ -16,8 +16,8 @@ from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
 from optimus.cli.sweep import sweep_json, sweep_text
 from optimus.errors import UserError
-from optimus.job.job import Today
-from optimus.job.layout import Constraints, Layout, LayoutChoice
+from optimus.job.job import CurrentRun
+from optimus.job.layout import Layout, LayoutConstraints, PartialLayout
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
 from optimus.render.sweep_chart import render_sweep_page, render_sweep_svg, summarize_sweep
@@ -123,17 +123,17 @@ def test_a_wrong_question_is_refused_as_a_whole(given: dict[str, Any], field: st
 
 
 def test_a_job_is_replaced_with_what_follows_from_it() -> None:
-    llm = LayoutChoice(dp=1, pp=2, tp=1)
-    today = Today(llm=llm, measured_step_s=3.0, measured_memory_bytes=1e9)
-    job = replace(find_job(TINY), layout=Constraints(modules={"llm": llm}), today=today)
+    llm = PartialLayout(dp=1, pp=2, tp=1)
+    today = CurrentRun(llm=llm, measured_step_s=3.0, measured_memory_bytes=1e9)
+    job = replace(find_job(TINY), layout=LayoutConstraints(modules={"llm": llm}), today=today)
     assert job.replace() == job == job.replace(gpus=2, sequences_per_step=8)
     more = job.replace(gpus=4)
     assert more.cluster.gpus == 4 and more.workload == job.workload
-    assert more.layout.of("llm") == LayoutChoice(pp=2, tp=1)
-    assert more.today == Today(llm=LayoutChoice(pp=2, tp=1))
+    assert more.layout.of("llm") == PartialLayout(pp=2, tp=1)
+    assert more.today == CurrentRun(llm=PartialLayout(pp=2, tp=1))
     longer = job.replace(sequences_per_step=16)
     assert longer.workload.sequences_per_step == 16 and longer.layout == job.layout
-    assert longer.today == Today(llm=llm)
+    assert longer.today == CurrentRun(llm=llm)
 
 
 # ---------------------------------------------------------------- the picture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from paper_parts import PAPER_JOBS
 
 from optimus.cost.assumptions import get_preset
 from optimus.ir.op import Lane, OpKind
+from optimus.job.layout import BaselineSystem, CurrentPlacement
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.layouts import choose_smallest_context
@@ -110,6 +112,13 @@ def test_all_systems_are_made_for_a_paper_job() -> None:
 def test_systems_are_registered_under_their_names_and_a_plan_is_allowed_as_fill() -> None:
     assert [load_system(name).name for name in SYSTEMS] == list(SYSTEMS)
     assert {load_system(name).allowed_as for name in plan_making_systems()} == {"fill"}
+
+
+def test_job_files_name_the_systems_of_the_registry() -> None:
+    """The words of job files are those by which systems are allowed, and each is the name of a system."""
+    words = {load_system(name).allowed_as for name in SYSTEMS} - {None}
+    assert words - {"fill"} == set(get_args(BaselineSystem)) <= set(SYSTEMS)
+    assert set(get_args(CurrentPlacement)) <= set(SYSTEMS)
 
 
 # ------------------------------------------------------------------------ assumptions

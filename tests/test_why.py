@@ -19,7 +19,7 @@ from optimus.errors import DoesNotFit, UserError
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts, rebuild_job
 from optimus.ir.plan import Plan
 from optimus.ir.planfile import format_plan, parse_plan, save_plan
-from optimus.job import catalog
+from optimus.job.catalog_files import list_catalog_names
 from optimus.job.job import Job
 from optimus.job.read import find_job, load_model, make_job
 from optimus.job.workload import PackedSequence
@@ -74,7 +74,7 @@ def wider(file: Path) -> LayoutExplanation:
     "name",
     [
         name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.ci("search"))
-        for name in catalog.names("jobs")
+        for name in list_catalog_names("jobs")
     ],
 )
 def test_a_job_is_rebuilt_from_what_its_plan_is_bound_to(name: str, narrow: PlanningResult) -> None:
@@ -87,7 +87,7 @@ def test_a_job_is_rebuilt_from_what_its_plan_is_bound_to(name: str, narrow: Plan
 
 
 @pytest.mark.ci("search")
-@pytest.mark.parametrize("name", catalog.names("models"))
+@pytest.mark.parametrize("name", list_catalog_names("models"))
 def test_every_model_is_rebuilt(name: str, narrow: PlanningResult) -> None:
     if not load_model(name).encoders:
         return

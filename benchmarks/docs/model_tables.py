@@ -22,7 +22,7 @@ from benchmarks.docs.pages import (
 )
 from optimus.job.job import Job
 from optimus.job.read import find_job
-from optimus.job.workload import TokenPercentiles, Workload, sequences_from_percentiles
+from optimus.job.workload import TokenPercentiles, Workload, build_sequences_from_percentiles
 from optimus.planner.compare import Comparison
 from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.systems.base import SimulatedSystem
@@ -85,7 +85,7 @@ def job_of(case: ModelCase) -> Job:
     workload = Workload(
         sequence_tokens=SEQUENCE_TOKENS,
         sequences_per_step=SEQUENCES,
-        sequences=sequences_from_percentiles(SEQUENCE_TOKENS, by_encoder),
+        sequences=build_sequences_from_percentiles(SEQUENCE_TOKENS, by_encoder),
     )
     return replace(job, workload=workload)
 

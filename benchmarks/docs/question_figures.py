@@ -13,7 +13,7 @@ from optimus.errors import DoesNotFit
 from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.job.layout import Constraints, Layout, LayoutChoice, Limits
+from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, SearchLimits
 from optimus.job.model import Encoder, Llm
 from optimus.job.read import find_job
 from optimus.job.workload import PackedSequence
@@ -37,7 +37,7 @@ RATIOS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.5)  # encoder's parameters over the LLM
 TOKENS = (256, 1024, 2048, 4096, 8192, 16384)  # of the encoder in a sequence
 SWEEP_SEQUENCE = 8192  # LLM tokens, whatever share of them are images
 SWEEP_IMAGE = 1024  # encoder tokens of an image at most
-SWEEP_LAYOUT = LayoutChoice(dp=8, pp=8, tp=8)
+SWEEP_LAYOUT = PartialLayout(dp=8, pp=8, tp=8)
 SWEEP_BATCH = 128
 DEPTHS = (24, 32, 40, 48)  # of a swept encoder
 HEAD_DIM = 128
@@ -107,7 +107,7 @@ def vit_11b_gpt_33b() -> Job:
     )
     encoder = job.model.encoders[0]
     encoder = replace(encoder, projector=replace(encoder.projector, widths=(hidden,)))
-    job = replace(job, layout=replace(job.layout, modules={"llm": LayoutChoice(dp=2, pp=4, tp=8)}))
+    job = replace(job, layout=replace(job.layout, modules={"llm": PartialLayout(dp=2, pp=4, tp=8)}))
     return _with_modules(job, "ViT-11B + GPT-33B", encoder, replace(gpt, stack=stack))
 
 
@@ -118,7 +118,7 @@ def swept(ratio: float, tokens: int) -> Job:
     llm = replace(job.model.llm, positions=SWEEP_SEQUENCE)
     job = _with_modules(job, f"{ratio:g} of GPT-175B, {tokens} tokens", encoder, llm)
     workload = replace(job.workload, sequence_tokens=SWEEP_SEQUENCE, sequences_per_step=SWEEP_BATCH)
-    layout = Constraints(modules={"llm": SWEEP_LAYOUT}, limits=Limits(microbatch_sequences=(1,)))
+    layout = LayoutConstraints(modules={"llm": SWEEP_LAYOUT}, limits=SearchLimits(microbatch_sequences=(1,)))
     image = min(tokens, SWEEP_IMAGE)
     items = {encoder.name: (image // MERGE,) * (tokens // image)}
     return _with_items(replace(job, workload=workload, layout=layout), items)
@@ -240,7 +240,7 @@ def several_encoders(name: str, assumed: str) -> Figures:
 
 def _alike(job: Job, layout: Layout) -> Job:
     """States this layout for all encoders."""
-    stated = LayoutChoice(dp=layout.dp, pp=layout.pp, tp=layout.tp)
+    stated = PartialLayout(dp=layout.dp, pp=layout.pp, tp=layout.tp)
     modules = {encoder.name: stated for encoder in job.model.encoders}
     return replace(job, layout=replace(job.layout, modules={**job.layout.modules, **modules}))
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from benchmarks.docs.pages import DOCS, ROOT, fill_tables, markdown
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job
 from optimus.render.markup import FAINT, FONT, PAPER, render_svg_text
 
@@ -54,7 +54,7 @@ def grown(*, gpus: int = 3072, stages: int = 8, microbatches: int = 16) -> Job:
     """Returns ViT-22B and GPT-175B at tp 8, with two sequences in a microbatch."""
     job = find_job("paper/strong-3072").replace(gpus=gpus)
     sequences = gpus // (8 * stages) * 2 * microbatches
-    layout = replace(job.layout, modules={"llm": LayoutChoice(pp=stages, tp=8)})
+    layout = replace(job.layout, modules={"llm": PartialLayout(pp=stages, tp=8)})
     return replace(job, workload=replace(job.workload, sequences_per_step=sequences), layout=layout)
 
 

@@ -11,7 +11,7 @@ from optimus.cost.layer_shape import LayerShape
 from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
-from optimus.job.workload import Load
+from optimus.job.workload import TokenLoad
 from optimus.planner.compare import compare_systems
 from optimus.schedule.bubbles import CAUSES
 from optimus.schedule.schedule_builder import ScheduleBuilder, build_kernel_graph
@@ -66,7 +66,7 @@ def layer_shape(
         module=module,
         stack=chosen.stack,
         layer=0,
-        load=Load(tokens=tokens, squares=tokens * span),
+        load=TokenLoad(tokens=tokens, squares=tokens * span),
         layout=Layout(dp=48, pp=8, tp=tp),
         cost_model=ClusterCostModel(cluster=job.cluster, assumptions=assumptions or get_preset("paper")),
     )

@@ -25,19 +25,19 @@ class CatalogCommand:
 
 def catalog_json() -> dict[str, object]:
     """Returns the object of `optimus catalog --json`."""
-    from optimus.job import catalog
+    from optimus.job.catalog_files import list_catalog_names, list_cluster_aliases
     from optimus.job.read import find_job, load_cluster, load_model
 
     models = {}
-    for name in catalog.names("models"):
+    for name in list_catalog_names("models"):
         model = load_model(name)
         models[name] = {
             "parameters": model.parameters(),
             "modules": {module.name: module.parameters() for module in model.modules},
         }
-    aliases = {full: alias for alias, full in catalog.aliases().items()}
+    aliases = {full: alias for alias, full in list_cluster_aliases().items()}
     clusters = {}
-    for name in catalog.names("clusters"):
+    for name in list_catalog_names("clusters"):
         cluster = load_cluster(f"{name}:8")
         clusters[name] = {
             "alias": aliases.get(name, name),
@@ -46,7 +46,7 @@ def catalog_json() -> dict[str, object]:
             "gpus_per_node": cluster.gpus_per_node,
         }
     jobs = {}
-    for name in catalog.names("jobs"):
+    for name in list_catalog_names("jobs"):
         job = find_job(name)
         jobs[name] = {"model": job.model.name, "cluster": job.cluster.name, "gpus": job.cluster.gpus}
     return {"schema": SCHEMA, "models": models, "clusters": clusters, "jobs": jobs}
@@ -54,24 +54,24 @@ def catalog_json() -> dict[str, object]:
 
 def catalog_text() -> list[str]:
     """Returns three tables and the commands to try next."""
-    from optimus.job import catalog
+    from optimus.job.catalog_files import list_catalog_names, list_cluster_aliases
     from optimus.job.read import find_job, load_cluster, load_model
 
     models = []
-    for name in catalog.names("models"):
+    for name in list_catalog_names("models"):
         model = load_model(name)
         modules = " + ".join(
             f"{module.name} {format_parameter_count(module.parameters())}" for module in model.modules
         )
         models.append([name, modules])
-    aliases = {full: alias for alias, full in catalog.aliases().items()}
+    aliases = {full: alias for alias, full in list_cluster_aliases().items()}
     clusters = []
-    for name in catalog.names("clusters"):
+    for name in list_catalog_names("clusters"):
         gpu = load_cluster(f"{name}:8").gpu
         peak, memory = f"{gpu.peak_flops / 1e12:.0f}", f"{gpu.memory_bytes / 1e9:.0f}"
         clusters.append([aliases.get(name, name), name, peak, memory])
     jobs = []
-    for name in catalog.names("jobs"):
+    for name in list_catalog_names("jobs"):
         job = find_job(name)
         jobs.append([name, job.model.name, f"{job.cluster.gpus} x {job.cluster.name}"])
     return [

@@ -27,9 +27,9 @@ class InitCommand:
     json: JsonFlag = False
 
     def __call__(self) -> int:
-        from optimus.job.write import write_job_yaml
+        from optimus.job.write import format_job_yaml
 
-        text = write_job_yaml(self.hf, self.on, folder=self.output.parent)
+        text = format_job_yaml(self.hf, self.on, folder=self.output.parent)
         if self.output.exists():
             raise UserError(
                 field="--output", value=str(self.output), problem="exists", hint="name another file with -o"

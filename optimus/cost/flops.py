@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from optimus.job.model import Attention, Encoder, Llm, Model, Stack
-from optimus.job.workload import Load, Workload
+from optimus.job.workload import TokenLoad, Workload
 
 
-def forward_flops(module: Encoder | Llm, load: Load) -> float:
+def forward_flops(module: Encoder | Llm, load: TokenLoad) -> float:
     """FLOPs of one forward pass over `load`."""
     stack = module.stack
     layers = sum(layer_flops(stack, layer, load) for layer in range(stack.layers))
@@ -15,7 +15,7 @@ def forward_flops(module: Encoder | Llm, load: Load) -> float:
     return layers + patch_embedding_flops(module, load) + projector_flops(module, load)
 
 
-def layer_flops(stack: Stack, layer: int, load: Load) -> float:
+def layer_flops(stack: Stack, layer: int, load: TokenLoad) -> float:
     """Two FLOPs per active weight and token, and attention over what a token may see."""
     attention = stack.attention
     weights = stack.layer_parameters(layer, active=True) - 2 * stack.norm_parameters
@@ -23,7 +23,7 @@ def layer_flops(stack: Stack, layer: int, load: Load) -> float:
     return 2.0 * weights * load.tokens + per_pair * count_attended_pairs(attention, layer, load)
 
 
-def count_attended_pairs(attention: Attention, layer: int, load: Load) -> float:
+def count_attended_pairs(attention: Attention, layer: int, load: TokenLoad) -> float:
     """Pairs of tokens that see each other; a causal window still is full for all but its first tokens."""
     window = attention.window_of(layer)
     if window is None or window >= load.span:
@@ -32,17 +32,17 @@ def count_attended_pairs(attention: Attention, layer: int, load: Load) -> float:
     return pairs - 0.5 * window**2 * load.tokens / load.span if attention.causal else pairs
 
 
-def lm_head_flops(llm: Llm, load: Load) -> float:
+def lm_head_flops(llm: Llm, load: TokenLoad) -> float:
     """The logits."""
     return 2.0 * load.tokens * llm.vocab * llm.stack.hidden
 
 
-def patch_embedding_flops(encoder: Encoder, load: Load) -> float:
+def patch_embedding_flops(encoder: Encoder, load: TokenLoad) -> float:
     """Patches, or mel frames, to hidden states."""
     return 2.0 * load.tokens * encoder.patch_inputs * encoder.stack.hidden
 
 
-def projector_flops(encoder: Encoder, load: Load) -> float:
+def projector_flops(encoder: Encoder, load: TokenLoad) -> float:
     """Encoder tokens to LLM tokens, once per LLM layer fed."""
     rows = load.tokens / encoder.projector.merge * len(encoder.feeds)
     return sum(2.0 * rows * k * n for k, n in encoder.projector.linears(encoder.stack.hidden))

@@ -11,7 +11,7 @@ from optimus.cost.kernel import KernelListBuilder
 from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, FP32_BYTES, Experts, Mlp, Stack
-from optimus.job.workload import Load
+from optimus.job.workload import TokenLoad
 
 NORM_TENSORS = 4  # read input and residual, write residual and output
 NORM_BACKWARD_TENSORS = 6
@@ -25,7 +25,7 @@ class LayerShape:
     module: str
     stack: Stack
     layer: int
-    load: Load  # of the whole microbatch
+    load: TokenLoad  # of the whole microbatch
     layout: Layout
     cost_model: ClusterCostModel
 

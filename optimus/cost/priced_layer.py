@@ -19,7 +19,7 @@ from optimus.cost.network import Collective
 from optimus.ir.op import KernelName, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, FP32_BYTES, Encoder, Llm, Stack
-from optimus.job.workload import Load
+from optimus.job.workload import TokenLoad
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class PricedLayer:
 
 
 def price_encoder_layers(
-    encoder: Encoder, load: Load, layout: Layout, cost_model: ClusterCostModel, recompute: str
+    encoder: Encoder, load: TokenLoad, layout: Layout, cost_model: ClusterCostModel, recompute: str
 ) -> tuple[PricedLayer, ...]:
     """Patch embedding, layers, projector."""
     tokens, hidden, tp = load.tokens / layout.cp, encoder.stack.hidden, layout.tp
@@ -105,7 +105,7 @@ def price_encoder_layers(
 
 def price_llm_layers(
     llm: Llm,
-    load: Load,
+    load: TokenLoad,
     layout: Layout,
     cost_model: ClusterCostModel,
     recompute: str,
@@ -153,7 +153,7 @@ def price_llm_layers(
 def _stack_layers(
     module: str,
     stack: Stack,
-    load: Load,
+    load: TokenLoad,
     layout: Layout,
     cost_model: ClusterCostModel,
     recompute: str,

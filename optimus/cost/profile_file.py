@@ -21,8 +21,9 @@ from optimus.cost.measured_profile import (
 from optimus.errors import UserError, nearest, one_of
 from optimus.ir.files import write_file_atomically
 from optimus.ir.op import OpKind
-from optimus.job.nodes import Node, load_yaml, parse_yaml
-from optimus.job.typed import NonNegative, read
+from optimus.job.nodes import DocumentNode
+from optimus.job.typed import NonNegative, read_typed
+from optimus.job.yaml_parser import load_yaml, parse_yaml
 
 FORMAT = "optimus.profile/1"
 ENDINGS = (".yaml", ".yml", ".json")  # JSON is YAML
@@ -78,11 +79,11 @@ def parse_profile(text: str, file: str) -> Profile:
     return _read(parse_yaml(text, file=file), Path(file).stem)
 
 
-def _read(root: Node, name: str) -> Profile:
+def _read(root: DocumentNode, name: str) -> Profile:
     if "format" not in root:
         hint = f"give a file that `optimus profile` wrote: it begins with `format: {FORMAT}`"
         raise root["format"].error("is missing, so this is not a profile", hint)
-    file = read(_ProfileFile, root)
+    file = read_typed(_ProfileFile, root)
     _check_count(root["segments"], MAX_ROWS)
     for place, row in enumerate(file.segments):
         _check_segment(root["segments"][place], row, file.modules)
@@ -103,7 +104,7 @@ def _read(root: Node, name: str) -> Profile:
     )
 
 
-def _check_segment(node: Node, row: SegmentMeasurement, modules: Mapping[str, str]) -> None:
+def _check_segment(node: DocumentNode, row: SegmentMeasurement, modules: Mapping[str, str]) -> None:
     if row.kind not in MEASURED_KINDS:
         kinds = one_of(kind.word for kind in MEASURED_KINDS)
         raise node["kind"].error(f"is not {kinds}", f"use {kinds}")
@@ -121,7 +122,7 @@ def _check_segment(node: Node, row: SegmentMeasurement, modules: Mapping[str, st
         raise node["module"].error("is not one of the modules that the file lists", hint)
 
 
-def _check_spread(node: Node, row: SegmentMeasurement | MessageTime) -> None:
+def _check_spread(node: DocumentNode, row: SegmentMeasurement | MessageTime) -> None:
     """Refuses quartiles on the wrong side of the median."""
     if row.p25_s > row.median_s:
         raise node["p25_s"].error(f"is more than median_s = {row.median_s:g}", "give the lower quartile")
@@ -129,7 +130,7 @@ def _check_spread(node: Node, row: SegmentMeasurement | MessageTime) -> None:
         raise node["p75_s"].error(f"is less than median_s = {row.median_s:g}", "give the upper quartile")
 
 
-def _refuse_contradictions(node: Node, rows: tuple[SegmentMeasurement, ...]) -> None:
+def _refuse_contradictions(node: DocumentNode, rows: tuple[SegmentMeasurement, ...]) -> None:
     """Refuses rows that measure one place twice, and kernels that belong to two segments."""
     seen: dict[tuple[Any, ...], int] = {}
     owners: dict[tuple[str, str, str], str] = {}
@@ -150,7 +151,7 @@ def _refuse_contradictions(node: Node, rows: tuple[SegmentMeasurement, ...]) -> 
                 raise node[place]["kernels"].error(problem, "give every kernel to one segment")
 
 
-def _check_count(node: Node, most: int) -> None:
+def _check_count(node: DocumentNode, most: int) -> None:
     count = len(node.value or ())
     if count > most:
         hint = f"keep it to {most:,}: fewer sizes, for example"

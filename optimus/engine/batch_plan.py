@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from optimus.errors import UserError
 from optimus.ir.plan import Plan
-from optimus.job.workload import deal
+from optimus.job.workload import assign_to_emptiest_bins
 
 COLUMNS = 4  # encoder, its microbatch, sample, item
 Bin = tuple[tuple[int, int], ...]  # (sample, item) pairs of one encoder microbatch
@@ -92,7 +92,7 @@ def _fill_bins(name: str, samples: Sequence[SampleSizes], count: int, capacity: 
         for sample in samples
         for number, tokens in enumerate(sample.items.get(name, ()))
     ]
-    places, filled = deal([tokens for _, _, tokens in items], count)
+    places, filled = assign_to_emptiest_bins([tokens for _, _, tokens in items], count)
     if max(filled) > capacity:
         raise UserError(
             field=f"items of {name} in samples {samples[0].number} to {samples[-1].number}",

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensorMode",
     "accumulate_fsdp_grads",
-    "reshard_fsdp_after_forward",
     "fake_process_group",
     "find_fsdp_mesh_ranks",
-    "unshard_fsdp_params",
     "on_storage_resize",
     "reduce_fsdp_grads",
+    "reshard_fsdp_after_forward",
+    "unshard_fsdp_params",
     "wait_fsdp_grads",
 ]
 

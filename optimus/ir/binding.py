@@ -15,10 +15,10 @@ from optimus.ir.ranks import LLM
 from optimus.job.checks import check_job
 from optimus.job.cluster import Cluster
 from optimus.job.job import Job
-from optimus.job.layout import Constraints, Limits
+from optimus.job.layout import LayoutConstraints, SearchLimits
 from optimus.job.model import Model
-from optimus.job.nodes import Node, argument, parse_field
-from optimus.job.typed import read
+from optimus.job.nodes import DocumentNode, make_argument_node, parse_field_path
+from optimus.job.typed import read_typed
 from optimus.job.workload import Workload
 
 MAX_VALUE_CHARACTERS = 200  # characters of JSON; a longer value is replaced by its hash
@@ -153,8 +153,10 @@ def rebuild_job(plan: Plan) -> Job:
                 problem = "is too long for the plan file, which holds its hash only"
                 raise UserError(field=f"{part}.{field}", problem=problem, hint=_MISSING)
     try:
-        parts: dict[str, Any] = {name: read(kind, _node(plan, name)) for name, kind in _JOB_PARTS.items()}
-        job = Job(name=plan.name, layout=Constraints(limits=_limits(plan, parts["workload"])), **parts)
+        parts: dict[str, Any] = {
+            name: read_typed(kind, _node(plan, name)) for name, kind in _JOB_PARTS.items()
+        }
+        job = Job(name=plan.name, layout=LayoutConstraints(limits=_limits(plan, parts["workload"])), **parts)
         bound_to, _ = flatten_and_hash_parts(list_bound_parts(job))
     except (ArithmeticError, AttributeError, LookupError, TypeError, UserError, ValueError) as error:
         problem = f"does not describe a job: {error.problem if isinstance(error, UserError) else error}"
@@ -167,25 +169,25 @@ def rebuild_job(plan: Plan) -> Job:
     return job
 
 
-def _limits(plan: Plan, workload: Workload) -> Limits:
+def _limits(plan: Plan, workload: Workload) -> SearchLimits:
     """Returns the limits in the notes, or in older files the defaults after the plan's microbatch size."""
     if "limits" in plan.notes:
-        return read(Limits, argument("notes.limits", plan.notes["limits"]))
+        return read_typed(SearchLimits, make_argument_node("notes.limits", plan.notes["limits"]))
     planned = max(1, workload.sequences_per_step // (plan.modules[LLM].layout.dp * plan.microbatches))
-    sizes = dict.fromkeys((planned, *Limits().microbatch_sequences))
-    return Limits(microbatch_sequences=tuple(sizes))
+    sizes = dict.fromkeys((planned, *SearchLimits().microbatch_sequences))
+    return SearchLimits(microbatch_sequences=tuple(sizes))
 
 
-def _node(plan: Plan, part: str) -> Node:
+def _node(plan: Plan, part: str) -> DocumentNode:
     """Returns the tree of flat fields such as `encoders[0].stack.hidden`."""
     root: dict[Any, Any] = {}
     for field, value in plan.bound_to[part].items():
-        *blocks, last = parse_field(field)
+        *blocks, last = parse_field_path(field)
         block = root
         for step in blocks:
             block = block.setdefault(step, {})
         block[last] = value
-    return argument(f"bound_to.{part}", _with_lists(root))
+    return make_argument_node(f"bound_to.{part}", _with_lists(root))
 
 
 def _with_lists(tree: Any) -> Any:

@@ -12,14 +12,14 @@ import numpy as np
 from optimus.ir.op import Communicator, Ints, Lane, OpKind
 from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
-from optimus.job.typed import INT32, INT64, NonNegative, Range, Whole
+from optimus.job.typed import INT32, INT64, NonNegative, NumberRange, Whole
 
 FORMAT = 2
 SCHEMA = f"optimus.plan/{FORMAT}"
 WHOLE_STAGE = -1  # `chunk` of a bucket that belongs to all chunks of its stage
 MAX_LAYERS = 100_000
-Bytes = Annotated[int, Range(least=0, most=INT64)]
-Layers = Annotated[int, Range(least=0, most=MAX_LAYERS)]
+Bytes = Annotated[int, NumberRange(least=0, most=INT64)]
+Layers = Annotated[int, NumberRange(least=0, most=MAX_LAYERS)]
 
 
 ALL = "all"  # the module of OPTIMIZER
@@ -61,7 +61,7 @@ class PlannedChunk:
 class Bucket:
     """Parameters that one all-gather unshards and whose gradients one reduce-scatter reduces."""
 
-    chunk: Annotated[int, Range(least=WHOLE_STAGE, most=INT32)]
+    chunk: Annotated[int, NumberRange(least=WHOLE_STAGE, most=INT32)]
     first_layer: Layers  # of the chunk
     end_layer: Layers
     gather_s: NonNegative

@@ -13,8 +13,8 @@ from optimus.errors import nearest
 from optimus.ir.op import COMPUTE_OPS, Ints, OpKind
 from optimus.ir.plan import ALL, Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.job.nodes import Node
-from optimus.job.typed import INT32, read
+from optimus.job.nodes import DocumentNode
+from optimus.job.typed import INT32, read_typed
 
 _LINE = re.compile(r"\S++ \S++ \S++ \S++")
 _LINES = re.compile(f"(?:{_LINE.pattern}\n)*+")
@@ -53,11 +53,11 @@ def number_line_heads(names: Sequence[str]) -> dict[str, int]:
     }
 
 
-def parse_program_lines(node: Node, heads: dict[str, int]) -> Program:
+def parse_program_lines(node: DocumentNode, heads: dict[str, int]) -> Program:
     """Reads the lines after the opening of a program."""
     lines = node.value[1:]
     if set(map(type, lines)) - {str}:
-        read(tuple[str, ...], node)
+        read_typed(tuple[str, ...], node)
     text = "\n".join([*lines, ""])
     if not _LINES.fullmatch(text) or text.count("\n") != len(lines):
         bad = next(place for place, line in enumerate(lines) if not _LINE.fullmatch(line))
@@ -76,7 +76,7 @@ def _number(word: str, heads: dict[str, int]) -> int:
     return int(word) if _NUMBER.fullmatch(word) and int(word) <= INT32 else _NEITHER
 
 
-def _refuse_unknown(node: Node, cells: NDArray[Any], heads: dict[str, int]) -> None:
+def _refuse_unknown(node: DocumentNode, cells: NDArray[Any], heads: dict[str, int]) -> None:
     """Raises if a line is not a known head and three numbers."""
     is_head = (cells >= _HEADS) & (cells < _NEITHER)
     wrong = np.argwhere(is_head != [True, False, False, False])
@@ -96,7 +96,7 @@ def _refuse_unknown(node: Node, cells: NDArray[Any], heads: dict[str, int]) -> N
 # ---------------------------------------------------------------------------- what a line may name
 
 
-def check_lines_in_range(plan: Plan, programs: Node) -> None:
+def check_lines_in_range(plan: Plan, programs: DocumentNode) -> None:
     """Raises if a line names a chunk, microbatch or place that is out of range."""
     per_stage = plan.ranks.num_classes // plan.ranks.llm.pp
     limits = {
@@ -110,7 +110,7 @@ def check_lines_in_range(plan: Plan, programs: Node) -> None:
 
 
 def _refuse_in_program(
-    program: Program, limits: dict[str, Ints], places: NDArray[np.int64], node: Node
+    program: Program, limits: dict[str, Ints], places: NDArray[np.int64], node: DocumentNode
 ) -> None:
     heads = _heads_of(program)
     for column in ("chunk", "microbatch", "place"):

@@ -31,10 +31,10 @@ from optimus.ir.plan_lines import (
     parse_program_lines,
 )
 from optimus.ir.ranks import LLM
-from optimus.job.checks import choices
+from optimus.job.checks import format_nearest_divisors
 from optimus.job.layout import Axis, Layout
-from optimus.job.nodes import Node
-from optimus.job.typed import ROW, NonNegative, Whole, read, refuse_unknown
+from optimus.job.nodes import DocumentNode
+from optimus.job.typed import ROW, NonNegative, Whole, read_typed, refuse_unknown_keys
 
 PHASE_KINDS = (*COMPUTE_PHASES, *COLLECTIVE_PHASES)
 PHASE = ["name", "kind", "layer", "duration_s", "bytes", "lane", "communicator", "after"]
@@ -97,11 +97,11 @@ class _PlanDocument:
     programs: object
 
 
-def read_plan_document(root: Node) -> Plan:
+def read_plan_document(root: DocumentNode) -> Plan:
     """The plan of a document in the current format."""
     if "legend" in root and root["legend"].value != LEGEND:
         raise root["legend"].error("is not the legend of this format", "plan again: it is never edited")
-    file = read(_PlanDocument, root, complete=True)
+    file = read_typed(_PlanDocument, root, complete=True)
     for name, template in file.templates.items():
         _check_template(root["templates"][name], template)
     for place, chunk in enumerate(file.chunks):
@@ -113,7 +113,7 @@ def read_plan_document(root: Node) -> Plan:
     if len(file.finish_s) not in (0, llm.pp):
         problem = f"has {len(file.finish_s)} numbers, and modules.llm.layout.pp = {llm.pp}"
         raise root["finish_s"].error(problem, "give one for every stage of the LLM")
-    refuse_unknown(root["claims"]["encoder_s"], REGIONS, "is not a known region")
+    refuse_unknown_keys(root["claims"]["encoder_s"], REGIONS, "is not a known region")
     _check_hashes(root["hashes"], file)
     plan = Plan(
         name=file.name,
@@ -140,7 +140,7 @@ def read_plan_document(root: Node) -> Plan:
 # ---------------------------------------------------------------------------- modules
 
 
-def _check_layouts(node: Node, layouts: Mapping[str, Layout]) -> None:
+def _check_layouts(node: DocumentNode, layouts: Mapping[str, Layout]) -> None:
     """Refuses modules that do not share their GPUs, or encoders that do not lie inside the LLM."""
     if list(layouts)[-1:] != [LLM]:
         raise node.error(f"does not end with {LLM}", "give every encoder, then the LLM")
@@ -152,14 +152,16 @@ def _check_layouts(node: Node, layouts: Mapping[str, Layout]) -> None:
         _check_layout(node[name]["layout"], layout, None if name == LLM else layouts[LLM])
 
 
-def _check_layout(node: Node, layout: Layout, llm: Layout | None) -> None:
+def _check_layout(node: DocumentNode, layout: Layout, llm: Layout | None) -> None:
     """Checks an encoder's layout against the LLM's, or the LLM's alone if `llm` is None."""
     if layout.gpus > MAX_GPUS:
         raise node.error(f"has {layout.gpus:,} GPUs", f"use {MAX_GPUS:,} or fewer")
     if llm is None:
         if layout.dp * layout.cp * layout.tp % layout.ep:
             problem = f"does not divide dp x cp x tp = {layout.dp * layout.cp * layout.tp} of a stage"
-            raise node["ep"].error(problem, f"use {choices(layout.dp * layout.cp * layout.tp, layout.ep)}")
+            raise node["ep"].error(
+                problem, f"use {format_nearest_divisors(layout.dp * layout.cp * layout.tp, layout.ep)}"
+            )
         return
     for axis in ("cp", "ep", "chunks"):
         if getattr(layout, axis) != 1:
@@ -167,13 +169,13 @@ def _check_layout(node: Node, layout: Layout, llm: Layout | None) -> None:
     for axis, outer in (("pp", llm.pp), ("tp", llm.tp)):
         if outer % getattr(layout, axis):
             problem = f"does not divide modules.{LLM}.layout.{axis} = {outer}"
-            raise node[axis].error(problem, f"use {choices(outer, getattr(layout, axis))}")
+            raise node[axis].error(problem, f"use {format_nearest_divisors(outer, getattr(layout, axis))}")
     if layout.gpus != llm.gpus:
         dp = llm.gpus // (layout.pp * layout.tp)
         raise node["dp"].error(f"makes {layout.gpus} GPUs, and the LLM has {llm.gpus}", f"use {dp}")
 
 
-def _module(node: Node, name: str, file: _PlanDocument) -> PlannedModule:
+def _module(node: DocumentNode, name: str, file: _PlanDocument) -> PlannedModule:
     entry, llm = file.modules[name], file.modules[LLM].layout
     layout = entry.layout
     _check_length(node["chunks"], layout.virtual_stages, "chunks")
@@ -205,7 +207,7 @@ def _module(node: Node, name: str, file: _PlanDocument) -> PlannedModule:
     )
 
 
-def _check_indices(node: Node, indices: tuple[int, ...], count: int) -> None:
+def _check_indices(node: DocumentNode, indices: tuple[int, ...], count: int) -> None:
     for place, index in enumerate(indices):
         if index >= count:
             problem = f"is not a whole number from 0 to {count - 1}"
@@ -215,16 +217,16 @@ def _check_indices(node: Node, indices: tuple[int, ...], count: int) -> None:
 # ---------------------------------------------------------------------------- the rest
 
 
-def _check_hashes(node: Node, file: _PlanDocument) -> None:
+def _check_hashes(node: DocumentNode, file: _PlanDocument) -> None:
     """Refuses hashes that are not those of the fields in `bound_to`."""
-    refuse_unknown(node, file.bound_to)
+    refuse_unknown_keys(node, file.bound_to)
     for part, fields in file.bound_to.items():
         if file.hashes.get(part) != hash_fields(fields):
             problem = f"is not the hash of bound_to.{part}"
             raise node[part].error(problem, "plan again: what a plan is bound to is never edited")
 
 
-def _with_classes(plan: Plan, memory: Node, programs: Node) -> Plan:
+def _with_classes(plan: Plan, memory: DocumentNode, programs: DocumentNode) -> Plan:
     """The plan with its memory and programs; the number of device classes follows from the layouts."""
     classes = plan.ranks.num_classes
     _check_length(programs, classes, "device classes")
@@ -244,7 +246,7 @@ def _with_classes(plan: Plan, memory: Node, programs: Node) -> Plan:
 # ---------------------------------------------------------------------------- rows of the tables
 
 
-def _check_template(node: Node, template: Template) -> None:
+def _check_template(node: DocumentNode, template: Template) -> None:
     """Refuses a template without phases, and phases on the wrong lane or before their predecessors."""
     if not template:
         raise node.error("has no phases", "give it one, or leave the template out of its chunks")
@@ -252,7 +254,7 @@ def _check_template(node: Node, template: Template) -> None:
         _check_phase(node[place], place, phase)
 
 
-def _check_phase(node: Node, place: int, phase: Phase) -> None:
+def _check_phase(node: DocumentNode, place: int, phase: Phase) -> None:
     launch = phase.kind == OpKind.LAUNCH
     late = [other for other in phase.after if other >= place]
     if late:
@@ -269,7 +271,7 @@ def _check_phase(node: Node, place: int, phase: Phase) -> None:
         raise node[PHASE.index("communicator")].error("cannot carry a collective", "use tp, cp, ep or dp")
 
 
-def _check_chunk(node: Node, chunk: PlannedChunk, templates: Mapping[str, Template]) -> None:
+def _check_chunk(node: DocumentNode, chunk: PlannedChunk, templates: Mapping[str, Template]) -> None:
     """Refuses a chunk whose templates are unknown, or that has a backward together with its halves."""
     named = node[CHUNK.index("templates")]
     for kind, name in chunk.templates.items():
@@ -284,7 +286,7 @@ def _check_chunk(node: Node, chunk: PlannedChunk, templates: Mapping[str, Templa
         raise named.error("has B together with its halves I and W", "use B, or I and W")
 
 
-def _check_bucket(node: Node, bucket: Bucket) -> None:
+def _check_bucket(node: DocumentNode, bucket: Bucket) -> None:
     """Refuses a bucket whose layers are out of order, or on a lane that carries none."""
     if bucket.end_layer < bucket.first_layer:
         problem = f"is before first_layer = {bucket.first_layer}"
@@ -293,10 +295,10 @@ def _check_bucket(node: Node, bucket: Bucket) -> None:
         raise node[BUCKET.index("lane")].error("is not a lane of buckets", "use tp, dp or host")
 
 
-def _read_memory(node: Node, classes: int) -> tuple[DeviceClassMemory, ...]:
+def _read_memory(node: DocumentNode, classes: int) -> tuple[DeviceClassMemory, ...]:
     """The memory of every device class."""
     _check_length(node, classes + 1, "rows, the names included")
-    columns = read(tuple[str, ...], node[0])
+    columns = read_typed(tuple[str, ...], node[0])
     if list(columns[-len(ALIVE) :]) != ALIVE or len(set(columns)) < len(columns):
         raise node[0].error(f"does not end with {', '.join(ALIVE)}, or has a name twice", "plan again")
     memory = []
@@ -304,15 +306,17 @@ def _read_memory(node: Node, classes: int) -> tuple[DeviceClassMemory, ...]:
         _check_length(node[row], len(columns), "columns")
         cells = {name: node[row][column] for column, name in enumerate(columns)}
         sizes = {
-            name: read(Bytes, cell) for name, cell in cells.items() if name in ALIVE or cell.value is not None
+            name: read_typed(Bytes, cell)
+            for name, cell in cells.items()
+            if name in ALIVE or cell.value is not None
         }
         alive = {name: sizes.pop(name) for name in ALIVE}
         memory.append(DeviceClassMemory(fixed=sizes, **alive))
     return tuple(memory)
 
 
-def _check_length(node: Node, length: int, unit: str) -> None:
+def _check_length(node: DocumentNode, length: int, unit: str) -> None:
     """Refuses a list that does not have `length` items."""
-    items = read(tuple[object, ...], node)
+    items = read_typed(tuple[object, ...], node)
     if len(items) != length:
         raise node.error(f"has {len(items):,} {unit}, not {length:,}", f"give {length:,} {unit}")

@@ -25,8 +25,8 @@ from optimus.ir.plan import (
 )
 from optimus.ir.plan_lines import format_program_lines, format_program_opening
 from optimus.ir.plan_reader import ALIVE, LEGEND, read_plan_document
-from optimus.job.nodes import Node, parse_json, read_text
-from optimus.job.typed import read
+from optimus.job.nodes import DocumentNode, parse_json, read_text
+from optimus.job.typed import read_typed
 
 Row = list[Any]
 PLAN_FILE_ENDING = ".plan.json"
@@ -212,7 +212,7 @@ def parse_plan(text: str, file: str) -> Plan:
     return read_plan_document(root)
 
 
-def _migrate_from_0(root: Node) -> None:
+def _migrate_from_0(root: DocumentNode) -> None:
     """Adds the fields that format 0, of before the first release, did not have."""
     root.value.setdefault("requires", [])
     root.value.setdefault("single_connection", False)
@@ -220,10 +220,10 @@ def _migrate_from_0(root: Node) -> None:
         _objects(module).setdefault("bin_tokens", 0)
 
 
-def _migrate_from_1(root: Node) -> None:
+def _migrate_from_1(root: DocumentNode) -> None:
     """Removes fields that no plan used, and states the recomputation that names of kernels implied."""
     document = root.value
-    if "requires" in root and read(tuple[str, ...], root["requires"]):
+    if "requires" in root and read_typed(tuple[str, ...], root["requires"]):
         problem = f"is a feature that the plan needs and Optimus {__version__} does not know"
         raise root["requires"][0].error(problem, "plan again with this version")
     if document.get("single_connection"):
@@ -257,10 +257,13 @@ def _objects(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-MIGRATIONS: tuple[Callable[[Node], None], ...] = (_migrate_from_0, _migrate_from_1)  # by format, in place
+MIGRATIONS: tuple[Callable[[DocumentNode], None], ...] = (
+    _migrate_from_0,
+    _migrate_from_1,
+)  # by format, in place
 
 
-def _migrations(schema: Node) -> Sequence[Callable[[Node], None]]:
+def _migrations(schema: DocumentNode) -> Sequence[Callable[[DocumentNode], None]]:
     """Returns the functions that migrate a document of this schema to the current format, in order."""
     match = re.fullmatch(r"optimus\.plan/(0|[1-9][0-9]{0,5})", str(schema.value))
     if match is None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from optimus.errors import UserError, nearest, one_of
-from optimus.job import catalog
+from optimus.job.catalog_files import list_gpu_curves
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.job.model import Encoder, Llm, Model, Stack
-from optimus.job.nodes import NO_FILE, Node
+from optimus.job.nodes import NO_FILE, DocumentNode
 
 MAX_LAYERS = 10_000
 MAX_WIDTH = 10_000_000
@@ -21,19 +21,19 @@ RESERVED = ("llm", "limits", "text")
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
 
-def check_job(job: Job, root: Node = NO_FILE) -> None:
-    """Raises the first thing that does not fit, with both numbers and the nearest valid choice.
+def check_job(job: Job, root: DocumentNode = NO_FILE) -> None:
+    """Raises at the first value that does not fit, with both numbers and the nearest valid choice.
 
     `root` is the job file, whose lines errors name.
     """
     check_model(job.model, root)
     _check_cluster(job, root)
     _check_workload(job, root)
-    check_layouts(job, root)
+    _check_layouts(job, root)
 
 
-def check_model(model: Model, root: Node) -> None:
-    """Names, stacks and seams of a model."""
+def check_model(model: Model, root: DocumentNode) -> None:
+    """Checks names, stacks and projectors of a model."""
     if len(model.encoders) > MAX_ENCODERS:
         problem, hint = f"is more than {MAX_ENCODERS}", f"use at most {MAX_ENCODERS}"
         raise root.at("model.encoders").error(f"has {len(model.encoders)} encoders, which {problem}", hint)
@@ -56,7 +56,7 @@ def check_model(model: Model, root: Node) -> None:
         _check_seam(encoder, model.llm, field, root)
 
 
-def _check_stack(stack: Stack, field: str, root: Node) -> None:
+def _check_stack(stack: Stack, field: str, root: DocumentNode) -> None:
     attention, experts = stack.attention, stack.experts
     if stack.layers > MAX_LAYERS:
         raise root.at(f"{field}.layers").error(f"is more than {MAX_LAYERS}", "use fewer", stack.layers)
@@ -65,7 +65,7 @@ def _check_stack(stack: Stack, field: str, root: Node) -> None:
             raise root.at(f"{field}.{name}").error(f"is more than {MAX_WIDTH:,}", "use less", width)
     if attention.heads % attention.kv_heads:
         problem = f"does not divide {field}.attention.heads = {attention.heads}"
-        hint = f"use {choices(attention.heads, attention.kv_heads)}"
+        hint = f"use {format_nearest_divisors(attention.heads, attention.kv_heads)}"
         raise root.at(f"{field}.attention.kv_heads").error(problem, hint, attention.kv_heads)
     for index, layer in enumerate(attention.full_layers):
         if layer >= stack.layers:
@@ -83,7 +83,7 @@ def _check_stack(stack: Stack, field: str, root: Node) -> None:
         )
 
 
-def _check_seam(encoder: Encoder, llm: Llm, field: str, root: Node) -> None:
+def _check_seam(encoder: Encoder, llm: Llm, field: str, root: DocumentNode) -> None:
     widths, hidden = encoder.projector.widths, llm.stack.hidden
     if not widths or widths[-1] != hidden:
         ends = f"ends at {widths[-1]}" if widths else "is empty"
@@ -101,7 +101,7 @@ def _check_seam(encoder: Encoder, llm: Llm, field: str, root: Node) -> None:
             raise root.at(f"{field}.feeds[{index}]").error("is given twice", "keep one", layer)
 
 
-def _check_cluster(job: Job, root: Node) -> None:
+def _check_cluster(job: Job, root: DocumentNode) -> None:
     cluster = job.cluster
     gpus, per_node = cluster.gpus, cluster.gpus_per_node
     if gpus > MAX_GPUS:
@@ -110,8 +110,8 @@ def _check_cluster(job: Job, root: Node) -> None:
         below = gpus // per_node * per_node
         problem = f"is not a multiple of cluster.gpus_per_node = {per_node}"
         raise root.at("cluster.gpus").error(problem, f"use {below} or {below + per_node}", gpus)
-    if cluster.gpu.curves not in catalog.curves():
-        hint = nearest(cluster.gpu.curves, catalog.curves())
+    if cluster.gpu.curves not in list_gpu_curves():
+        hint = nearest(cluster.gpu.curves, list_gpu_curves())
         raise root.at("cluster.gpu.curves").error("is not in the catalog of curves", hint, cluster.gpu.curves)
     if cluster.reserve_bytes >= cluster.gpu.memory_bytes:
         problem = f"is not less than cluster.gpu.memory_gb = {cluster.gpu.memory_bytes / 1e9:g}"
@@ -119,7 +119,7 @@ def _check_cluster(job: Job, root: Node) -> None:
         raise root.at("cluster.reserve_gb_per_gpu").error(problem, "use for example 4", value)
 
 
-def _check_workload(job: Job, root: Node) -> None:
+def _check_workload(job: Job, root: DocumentNode) -> None:
     workload, sizes = job.workload, job.layout.limits.microbatch_sequences
     if not sizes:
         raise root.at("layout.limits.microbatch_sequences").error("is empty", "use for example [1, 2]")
@@ -134,11 +134,11 @@ RANK_AXES = ("dp", "pp", "cp", "tp")
 CHOICES_SHOWN = 6
 
 
-def check_layouts(job: Job, root: Node) -> None:
-    """Every stated layout can run; what is left out is not checked."""
+def _check_layouts(job: Job, root: DocumentNode) -> None:
+    """Checks that every stated layout can run; axes that are left out are not checked."""
     llm = job.model.llm
     for module in job.model.modules:
-        stated = Stated(job=job, root=root, module=module, choice=job.layout.of(module.name))
+        stated = _StatedLayout(job=job, root=root, module=module, choice=job.layout.of(module.name))
         stated.check()
         if module is not llm:
             stated.check_divides(job.layout.of(llm.name))
@@ -148,7 +148,7 @@ def check_layouts(job: Job, root: Node) -> None:
         problem, hint = f"is less than layout.llm.pp = {pp}", f"use {pp} or more, or a smaller pp"
         raise root.at("layout.limits.max_pp").error(problem, hint, most)
     if job.today is not None:
-        Stated(job=job, root=root, module=llm, choice=job.today.llm, prefix="today.layout").check()
+        _StatedLayout(job=job, root=root, module=llm, choice=job.today.llm, prefix="today.layout").check()
         memory, peak = job.cluster.gpu.memory_bytes, job.today.measured_memory_bytes
         if peak is not None and peak > memory:
             problem = f"is more than cluster.gpu.memory_gb = {memory / 1e9:g}"
@@ -157,13 +157,13 @@ def check_layouts(job: Job, root: Node) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stated:
-    """A layout as far as it is stated, and where it is stated."""
+class _StatedLayout:
+    """A layout as far as it is stated, and the field that states it."""
 
     job: Job
-    root: Node
+    root: DocumentNode
     module: Encoder | Llm
-    choice: LayoutChoice
+    choice: PartialLayout
     prefix: str = "layout"
 
     def field(self, axis: str = "") -> str:
@@ -193,7 +193,7 @@ class Stated:
         for axis in RANK_AXES:
             if gpus % stated.get(axis, 1):
                 problem = f"does not divide cluster.gpus = {gpus}"
-                raise self.error(axis, problem, f"use {choices(gpus, stated[axis])}")
+                raise self.error(axis, problem, f"use {format_nearest_divisors(gpus, stated[axis])}")
         axes = [axis for axis in RANK_AXES if axis in stated]
         ranks = prod(stated[axis] for axis in axes)
         complete = all(axis in stated for axis in ("dp", "pp", "tp"))  # cp left out is 1
@@ -217,12 +217,12 @@ class Stated:
         for name, width in (("attention.heads", heads), ("mlp.width", stack.mlp.width)):
             if width % tp:
                 problem = f"does not divide {self.model_field}.{name} = {width}"
-                raise self.error("tp", problem, f"use {choices(valid, tp)}")
+                raise self.error("tp", problem, f"use {format_nearest_divisors(valid, tp)}")
         if tp % kv_heads and kv_heads % tp:
             problem = (
                 f"neither divides nor is a multiple of {self.model_field}.attention.kv_heads = {kv_heads}"
             )
-            raise self.error("tp", problem, f"use {choices(gcd(valid, kv_heads), tp)}")
+            raise self.error("tp", problem, f"use {format_nearest_divisors(gcd(valid, kv_heads), tp)}")
 
     def _check_pipeline(self) -> None:
         pp, chunks, layers = self.choice.pp, self.choice.chunks, self.module.stack.layers
@@ -243,51 +243,54 @@ class Stated:
             raise self.error("ep", f"needs experts, and {self.model_field}.experts is not given", "use 1")
         if experts.count % choice.ep:
             problem = f"does not divide {self.model_field}.experts.count = {experts.count}"
-            raise self.error("ep", problem, f"use {choices(experts.count, choice.ep)}")
+            raise self.error("ep", problem, f"use {format_nearest_divisors(experts.count, choice.ep)}")
         if choice.dp is None or choice.tp is None:
             return
         ranks = choice.dp * (choice.cp or 1) * choice.tp
         if ranks % choice.ep:
             problem = f"does not divide dp x cp x tp = {ranks}"
-            raise self.error("ep", problem, f"use {choices(gcd(ranks, experts.count), choice.ep)}")
+            raise self.error(
+                "ep", problem, f"use {format_nearest_divisors(gcd(ranks, experts.count), choice.ep)}"
+            )
 
     def _check_batch(self) -> None:
         dp, workload = self.choice.dp, self.job.workload
         cp, tokens = self.choice.cp, workload.sequence_tokens
         if cp is not None and tokens % cp:
             problem = f"does not divide workload.sequence_tokens = {tokens}"
-            raise self.error("cp", problem, f"use {choices(tokens, cp)}")
+            raise self.error("cp", problem, f"use {format_nearest_divisors(tokens, cp)}")
         if dp is None or not isinstance(self.module, Llm):
             return
         sequences, sizes = workload.sequences_per_step, self.job.layout.limits.microbatch_sequences
         if sequences % dp:
             near = max(1, round(sequences / dp)) * dp
             problem = f"does not divide workload.sequences_per_step = {sequences}"
-            hint = f"use {choices(gcd(sequences, self.job.cluster.gpus), dp)}, or sequences_per_step: {near}"
+            divisors = format_nearest_divisors(gcd(sequences, self.job.cluster.gpus), dp)
+            hint = f"use {divisors}, or sequences_per_step: {near}"
             raise self.error("dp", problem, hint)
         share = sequences // dp
         fitting = [share // size for size in sizes if share % size == 0]
         sizes_field = "layout.limits.microbatch_sequences"
         if not fitting:
             problem = f"= {list(sizes)}: none divides the {share} sequences of a replica"
-            raise self.root.at(sizes_field).error(problem, f"use {choices(share, sizes[0])}")
+            raise self.root.at(sizes_field).error(problem, f"use {format_nearest_divisors(share, sizes[0])}")
         pp, chunks = self.choice.pp, self.choice.chunks
         if chunks is not None and chunks > 1 and pp is not None and all(count % pp for count in fitting):
             problem = f"> 1 needs a multiple of pp = {pp} microbatches, not {one_of(fitting)}"
             near = max(1, round(share / pp)) * pp * dp
             raise self.error("chunks", problem, f"use chunks: 1, or sequences_per_step: {near}")
 
-    def check_divides(self, llm: LayoutChoice) -> None:
-        """An encoder's pp and tp divide the LLM's, so that its shards lie inside the LLM's."""
+    def check_divides(self, llm: PartialLayout) -> None:
+        """Checks that an encoder's pp and tp divide the LLM's, so that its shards lie inside the LLM's."""
         for axis in ("pp", "tp"):
             own, outer = getattr(self.choice, axis), getattr(llm, axis)
             if own is not None and outer is not None and outer % own:
                 problem = f"does not divide {self.prefix}.llm.{axis} = {outer}"
-                raise self.error(axis, problem, f"use {choices(outer, own)}")
+                raise self.error(axis, problem, f"use {format_nearest_divisors(outer, own)}")
 
 
-def choices(number: int, wanted: int) -> str:
-    """The divisors of `number` nearest to `wanted`: `1, 2, 4 or 8`."""
+def format_nearest_divisors(number: int, wanted: int) -> str:
+    """Formats the divisors of `number` nearest to `wanted`: `1, 2, 4 or 8`."""
     divisors: set[int] = set()
     for low in range(1, min(int(number**0.5) + 1, 100_000) + 1):
         if number % low == 0:

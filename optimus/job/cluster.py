@@ -1,11 +1,13 @@
-"""Describes a cluster: GPUs, nodes, links and reserved memory."""
+"""Describes a cluster: GPUs, nodes, links and reserved memory, and the blocks of files that state it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optimus.job.typed import Amount, Count, NonNegative
+
 GB = 1e9
-FLAT = "flat"  # curves of what nobody measured: peak_flops everywhere, rings over the links
+FLAT = "flat"  # curves of unmeasured GPUs: peak_flops at every size, rings over the links
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Point-to-point and ring traffic between nodes, per GPU and direction."""
+    """Bandwidth and latency of point-to-point and ring traffic, per GPU and direction."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -31,7 +33,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal GPUs."""
+    """Cluster of equal nodes with equal GPUs."""
 
     name: str
     gpu: Gpu
@@ -42,9 +44,47 @@ class Cluster:
     reserve_bytes: float  # CUDA context and fragmentation; communicator buffers are counted apart
 
     def ranks_per_node(self, ranks: int, stride: int) -> int:
-        """Ranks of a group of `ranks` ranks, `stride` apart, that share a node."""
+        """Returns how many ranks of a group of `ranks` ranks, `stride` apart, share a node."""
         return min(ranks, max(1, self.gpus_per_node // stride))
 
     def nodes_spanned(self, ranks: int, stride: int) -> int:
-        """Nodes that a group of `ranks` ranks, `stride` apart, touches."""
+        """Returns the number of nodes of a group of `ranks` ranks, `stride` apart."""
         return -(-ranks // self.ranks_per_node(ranks, stride))
+
+
+# ---------------------------------------------------------------------------- blocks of job and catalog files
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuBlock:
+    """`gpu:` of a cluster: vendor figures in the units of data sheets."""
+
+    name: str | None = None
+    peak_tflops: Amount
+    memory_gb: Amount
+    memory_tb_per_s: Amount
+    curves: str
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkBlock:
+    """A link of a cluster, per GPU and direction, in the units of data sheets."""
+
+    gb_per_s_per_gpu: Amount
+    latency_us: NonNegative
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterBlock:
+    """`cluster:` of a job file, merged over a file of catalog/clusters."""
+
+    name: str = "cluster"
+    gpus: Count
+    gpus_per_node: Count
+    gpu: GpuBlock
+    within_node: LinkBlock
+    between_nodes: LinkBlock
+    reserve_gb_per_gpu: NonNegative
+    source: str = ""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from optimus.errors import one_of
-from optimus.job.hf_text import TEXT_TYPES, HfConfig, load_config, read_llm
+from optimus.job.hf_llm import TEXT_TYPES, HfConfig, load_hf_config, read_hf_llm
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.typed import Amount, Whole
 
@@ -30,7 +29,7 @@ def _stack(
     window_tokens: int | None = None,
     full_layers: tuple[int, ...] = (),
 ) -> Stack:
-    """A bidirectional transformer whose head width is hidden / heads."""
+    """Returns a bidirectional transformer whose head width is hidden / heads."""
     if hidden % heads:
         problem = f"is not a divisor of the hidden size {hidden}"
         raise vision["num_heads"].error(problem, "correct the file", heads)
@@ -59,7 +58,7 @@ def _channels(vision: HfConfig) -> int:
 def _qwen_encoder(
     vision: HfConfig, stack: Stack, llm: Llm, *, outputs: int, positions: int = 0, feeds: int = 1
 ) -> Encoder:
-    """Qwen's patch embedding over two frames and its 2x2 merger, one per LLM layer fed."""
+    """Returns Qwen's patch embedding over two frames and its 2x2 merger, one per LLM layer fed."""
     patch, merge = vision.count("patch_size"), vision.count("spatial_merge_size") ** 2
     return Encoder(
         name="vision",
@@ -72,8 +71,8 @@ def _qwen_encoder(
     )
 
 
-def qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
-    """Qwen2-VL: LayerNorm, plain MLP."""
+def _read_qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Qwen2-VL's encoder: LayerNorm, plain MLP."""
     vision = config.inner("vision_config")
     hidden = vision.count("embed_dim")
     stack = _stack(
@@ -86,8 +85,8 @@ def qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
     return _qwen_encoder(vision, stack, llm, outputs=vision.count("hidden_size"))
 
 
-def qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
-    """Qwen2.5-VL: RMSNorm, gated MLP, windows of `window_size` pixels except in a few layers."""
+def _read_qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Qwen2.5-VL's: RMSNorm, gated MLP, windows of `window_size` pixels except in a few layers."""
     vision = config.inner("vision_config")
     side = vision.count("window_size") // vision.count("patch_size")
     stack = _stack(
@@ -104,8 +103,8 @@ def qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
     return _qwen_encoder(vision, stack, llm, outputs=vision.count("out_hidden_size"))
 
 
-def qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
-    """Qwen3-VL: deepstack features are added to the output of LLM layers 0, 1, ...: inputs of 1, 2, ..."""
+def _read_qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Qwen3-VL's encoder: deepstack features are added to outputs of LLM layers 0, 1, ..."""
     vision = config.inner("vision_config")
     stack = _stack(
         vision,
@@ -124,8 +123,8 @@ def qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
     )
 
 
-def internvl(config: HfConfig, llm: Llm) -> Encoder:
-    """InternVL: InternViT, pixel shuffle, two linear layers."""
+def _read_internvl(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads InternVL's encoder: InternViT, pixel shuffle, two linear layers."""
     vision = config.inner("vision_config")
     layers = vision.count("num_hidden_layers")
     norm = vision.read(Literal["rms_norm", "layer_norm"], "norm_type")
@@ -151,8 +150,8 @@ def internvl(config: HfConfig, llm: Llm) -> Encoder:
     )
 
 
-def kimi(config: HfConfig, llm: Llm) -> Encoder:
-    """Kimi-K2.5: MoonViT and a patch merger."""
+def _read_kimi(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Kimi-K2.5's encoder: MoonViT and a patch merger."""
     vision = config.inner("vision_config")
     stack = _stack(
         vision,
@@ -175,14 +174,14 @@ def kimi(config: HfConfig, llm: Llm) -> Encoder:
     )
 
 
-def llava(config: HfConfig, llm: Llm) -> Encoder:
-    """LLaVA and its successors: CLIP or SigLIP up to `vision_feature_layer`, two linear layers."""
+def _read_llava(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads LLaVA's and its successors': CLIP or SigLIP up to `vision_feature_layer`, two linear layers."""
     width = llm.stack.hidden
     return _tower(config, "vision_feature_layer", Projector(widths=(width, width)))
 
 
-def gemma3(config: HfConfig, llm: Llm) -> Encoder:
-    """Gemma 3: SigLIP, average pooling to a fixed number of tokens, one matrix."""
+def _read_gemma3(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Gemma 3's encoder: SigLIP, average pooling to a fixed number of tokens, one matrix."""
     vision = config.inner("vision_config")
     patches = (vision.count("image_size") // vision.count("patch_size")) ** 2
     merge = max(1, patches // config.count("mm_tokens_per_image"))
@@ -216,50 +215,44 @@ def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encode
 
 
 def _layers_used(config: HfConfig, key: str, layers: int) -> int:
-    """-1 is the output of the last layer, -2 of the one before it."""
+    """Returns the layers up to an index: -1 is the output of the last layer, -2 of the one before it."""
     layer = config.read(int, key)
     if not -layers <= layer <= -1:
         raise config[key].error(f"is not one of -{layers} to -1", "write dimensions by hand in a job file")
     return layers + layer + 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A model family: the key of its language model, and the reader of its encoder."""
-
-    encoder: Callable[[HfConfig, Llm], Encoder]
-    text: str = "text_config"  # Qwen2-VL's older files hold it at the top
-
-
-FAMILIES = {
-    "qwen2_vl": Family(encoder=qwen2_vl),
-    "qwen2_5_vl": Family(encoder=qwen2_5_vl),
-    "qwen3_vl": Family(encoder=qwen3_vl),
-    "qwen3_vl_moe": Family(encoder=qwen3_vl),
-    "internvl_chat": Family(encoder=internvl, text="llm_config"),
-    "kimi_k25": Family(encoder=kimi),
-    "llava": Family(encoder=llava),
-    "llava_next": Family(encoder=llava),
-    "llava_onevision": Family(encoder=llava),
-    "gemma3": Family(encoder=gemma3),
+# Readers of encoders by `model_type`.
+ENCODER_READERS: dict[str, Callable[[HfConfig, Llm], Encoder]] = {
+    "qwen2_vl": _read_qwen2_vl,
+    "qwen2_5_vl": _read_qwen2_5_vl,
+    "qwen3_vl": _read_qwen3_vl,
+    "qwen3_vl_moe": _read_qwen3_vl,
+    "internvl_chat": _read_internvl,
+    "kimi_k25": _read_kimi,
+    "llava": _read_llava,
+    "llava_next": _read_llava,
+    "llava_onevision": _read_llava,
+    "gemma3": _read_gemma3,
 }
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # their language model may stand at the top of the file
+TEXT_KEYS = {"internvl_chat": "llm_config"}  # key of the language model, if it is not `text_config`
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # older files hold the language model at the top
 
 
 def read_hf_config(path: Path) -> Model:
-    """The model of a released config.json; what the file leaves out is an error, not a class default."""
-    config = load_config(path)
+    """Reads the model of a released config.json; a missing value is an error, not a class default."""
+    config = load_hf_config(path)
     kind = config.read(str, "model_type")
-    if kind in TEXT_TYPES and kind not in FAMILIES:
+    if kind in TEXT_TYPES and kind not in ENCODER_READERS:
         hint = "write a job file with model: {encoders: ..., llm: ...}, or use a multimodal config.json"
         raise config["model_type"].error("is a language model without an encoder", hint)
-    if kind not in FAMILIES:
-        hint = f"supported: {one_of(sorted(FAMILIES))}; or write dimensions by hand in a job file"
+    if kind not in ENCODER_READERS:
+        hint = f"supported: {one_of(sorted(ENCODER_READERS))}; or write dimensions by hand in a job file"
         raise config["model_type"].error("is not a supported model", hint)
-    family = FAMILIES[kind]
-    text = config if kind in FLAT and not config.has(family.text) else config.inner(family.text)
-    llm = read_llm(text, config)
-    encoder = family.encoder(config, llm)
+    key = TEXT_KEYS.get(kind, "text_config")
+    text = config if kind in FLAT and not config.has(key) else config.inner(key)
+    llm = read_hf_llm(text, config)
+    encoder = ENCODER_READERS[kind](config, llm)
     derived = f"; derived: {', '.join(config.derived)}" if config.derived else ""
     return Model(name=_name(path), encoders=(encoder,), llm=llm, source=f"{path} ({kind}){derived}")
 

@@ -6,47 +6,47 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optimus.job.cluster import Cluster
-from optimus.job.layout import Constraints, LayoutChoice
+from optimus.job.layout import LayoutConstraints, PartialLayout
 from optimus.job.model import Model
 from optimus.job.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunSettings:
     """Settings of the trainer (data, optimizer, paths); never part of a plan's hash."""
 
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Today:
+class CurrentRun:
     """The job as it runs now: the system `today`; its measurements calibrate the cost model."""
 
     framework: str = ""
-    llm: LayoutChoice = field(default_factory=LayoutChoice)
-    placement: str = "stage0"  # where the encoders live
+    llm: PartialLayout = field(default_factory=PartialLayout)
+    placement: str = "stage0"  # of the encoders: a `CurrentPlacement`
     measured_step_s: float | None = None
     measured_memory_bytes: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The planner's input."""
+    """Input of the planner: model, cluster, workload and constraints on layouts."""
 
     name: str
     model: Model
     cluster: Cluster
     workload: Workload
-    layout: Constraints = field(default_factory=Constraints)
-    today: Today | None = None
-    run: Run = field(default_factory=Run)
-    notes: tuple[str, ...] = field(default=(), compare=False)  # what was assumed because it was left out
+    layout: LayoutConstraints = field(default_factory=LayoutConstraints)
+    today: CurrentRun | None = None
+    run: RunSettings = field(default_factory=RunSettings)
+    notes: tuple[str, ...] = field(default=(), compare=False)  # assumptions about values that were left out
 
     def replace(self, *, gpus: int | None = None, sequences_per_step: int | None = None) -> Job:
         """Returns the job on other GPUs, where dp is searched again, or with another batch; unchecked."""
         job = self
         if gpus is not None and gpus != self.cluster.gpus:
-            layout, today = on_other_cluster(self.layout, self.today)
+            layout, today = adapt_to_other_cluster(self.layout, self.today)
             job = replace(job, cluster=replace(job.cluster, gpus=gpus), layout=layout, today=today)
         if sequences_per_step is not None and sequences_per_step != self.workload.sequences_per_step:
             workload = replace(job.workload, sequences_per_step=sequences_per_step)
@@ -54,13 +54,15 @@ class Job:
         return job
 
 
-def on_other_cluster(layout: Constraints, today: Today | None) -> tuple[Constraints, Today | None]:
-    """Layouts and today's run for another cluster: dp is searched again, and nothing is measured there."""
+def adapt_to_other_cluster(
+    layout: LayoutConstraints, today: CurrentRun | None
+) -> tuple[LayoutConstraints, CurrentRun | None]:
+    """Drops what another cluster changes: dp is searched again, and measurements do not hold there."""
     modules = {name: replace(choice, dp=None) for name, choice in layout.modules.items()}
     if today is not None:
         today = replace(today, llm=replace(today.llm, dp=None))
     return replace(layout, modules=modules), _unmeasured(today)
 
 
-def _unmeasured(today: Today | None) -> Today | None:
+def _unmeasured(today: CurrentRun | None) -> CurrentRun | None:
     return today and replace(today, measured_step_s=None, measured_memory_bytes=None)

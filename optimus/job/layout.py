@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from optimus.errors import UserError, one_of
-from optimus.job.typed import INT32, Count, Range
+from optimus.job.typed import INT32, Count, NumberRange
 
-Way = Literal["fill", "three-phase", "balanced", "fsdp", "separate-gpus"]
-Axis = Annotated[int, Range(least=1, most=INT32)]
+# Systems of `optimus.planner.systems.registry` that a job file may name, there `allowed_as` these words.
+BaselineSystem = Literal["three-phase", "balanced", "fsdp", "separate-gpus"]
+AllowedSystem = Literal["fill", BaselineSystem]  # of the search; `fill` is any that schedules into bubbles
+CurrentPlacement = Literal["stage0", BaselineSystem]  # of encoders in the job as it runs today
+Axis = Annotated[int, NumberRange(least=1, most=INT32)]
 AXES = ("dp", "pp", "cp", "ep", "tp", "chunks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """dp x pp x cp x tp ranks; experts are spread over `ep` of the dp x cp x tp ranks of a stage."""
+    """Layout of dp x pp x cp x tp ranks; experts are spread over `ep` of a stage's dp x cp x tp ranks."""
 
     dp: Axis = 1
     pp: Axis = 1
@@ -35,7 +38,7 @@ class Layout:
 
     @property
     def replica_ranks(self) -> int:
-        """Ranks that hold the same dense parameters: their gradients are reduced together."""
+        """Number of ranks that hold the same dense parameters: their gradients are reduced together."""
         return self.dp * self.cp
 
     @property
@@ -52,8 +55,8 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutChoice:
-    """A layout as far as the user states it; None is left open."""
+class PartialLayout:
+    """A layout as far as the user states it; axes that are None are searched."""
 
     dp: Count | None = None
     pp: Count | None = None
@@ -67,8 +70,8 @@ class LayoutChoice:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def parse_layout(text: str, *, field: str) -> tuple[str, LayoutChoice]:
-    """`llm=pp8,tp4`: a module and what is stated of its layout."""
+def parse_layout(text: str, *, field: str) -> tuple[str, PartialLayout]:
+    """Parses `llm=pp8,tp4` into a module and what is stated of its layout."""
     module, equals, stated = text.partition("=")
     axes: dict[str, int] = {}
     if not equals:
@@ -83,24 +86,24 @@ def parse_layout(text: str, *, field: str) -> tuple[str, LayoutChoice]:
                 hint=f"write MODULE=AXIS,AXIS such as llm=pp8,tp4; axes: {one_of(AXES)}",
             )
         axes[match[1]] = int(match[2])
-    return module, LayoutChoice(**axes)
+    return module, PartialLayout(**axes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SearchLimits:
     """Limits of the layout search."""
 
     microbatch_sequences: tuple[Count, ...] = (1, 2)
     max_pp: Count | None = None
-    allow: tuple[Way, ...] = ("fill", "three-phase", "balanced", "fsdp", "separate-gpus")
+    allow: tuple[AllowedSystem, ...] = get_args(AllowedSystem)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constraints:
-    """Stated layouts by module name, and limits."""
+class LayoutConstraints:
+    """Stated layouts by module name, and limits of the search."""
 
-    modules: dict[str, LayoutChoice] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+    modules: dict[str, PartialLayout] = field(default_factory=dict)
+    limits: SearchLimits = field(default_factory=SearchLimits)
 
-    def of(self, module: str) -> LayoutChoice:
-        return self.modules.get(module, LayoutChoice())
+    def of(self, module: str) -> PartialLayout:
+        return self.modules.get(module, PartialLayout())

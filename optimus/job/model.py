@@ -31,7 +31,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Grouped-query attention, or latent attention when `latent` is given."""
+    """Grouped-query attention, or latent attention if `latent` is given."""
 
     heads: Count
     kv_heads: Count
@@ -87,7 +87,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """Two matrices, or three when gated."""
+    """MLP of two matrices, or three when gated."""
 
     width: Count
     gated: bool = True
@@ -124,7 +124,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A pile of equal transformer layers (leading dense layers of a mixture apart)."""
+    """Equal transformer layers; a mixture of experts may begin with dense ones."""
 
     hidden: Count
     layers: Count
@@ -250,7 +250,7 @@ class Llm:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes of a number in compute, in gradients, and of optimizer state per parameter."""
+    """Bytes per value in compute and gradients, and of optimizer state per parameter."""
 
     compute: Literal["bf16"] = "bf16"
     gradients: Literal["fp32", "bf16"] = "fp32"
@@ -271,7 +271,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Encoders and the LLM they feed."""
+    """Encoders and the LLM that they feed."""
 
     name: str
     encoders: tuple[Encoder, ...]

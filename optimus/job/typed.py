@@ -13,9 +13,9 @@ from math import isfinite
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from optimus.errors import nearest, one_of, show_value
-from optimus.job.nodes import Node
+from optimus.job.nodes import DocumentNode
 
-MAX_NUMBER = 1_000_000_000_000  # of a range without an upper end
+MAX_NUMBER = 1_000_000_000_000  # upper end of ranges that state none
 MAX_FLOAT = sys.float_info.max
 MAX_PLAIN_DEPTH = 20
 INT32, INT64 = 2**31 - 1, 2**63 - 1
@@ -26,8 +26,8 @@ Reader = Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Range:
-    """The numbers that an annotated field takes."""
+class NumberRange:
+    """Range of the numbers that an annotated field takes."""
 
     least: float | None = None
     most: float | None = None
@@ -40,26 +40,26 @@ class Range:
 
 
 ROW = "row"  # annotates a dataclass that is written as a list: its fields in order
-Count = Annotated[int, Range(above=0)]
-Whole = Annotated[int, Range(least=0)]
-Amount = Annotated[float, Range(above=0)]
-NonNegative = Annotated[float, Range(least=0)]
-Share = Annotated[float, Range(least=0, most=1)]
+Count = Annotated[int, NumberRange(above=0)]
+Whole = Annotated[int, NumberRange(least=0)]
+Amount = Annotated[float, NumberRange(above=0)]
+NonNegative = Annotated[float, NumberRange(least=0)]
+Share = Annotated[float, NumberRange(least=0, most=1)]
 
 
 # ---------------------------------------------------------------------------- reading
 
 
 @overload
-def read(kind: type[T], node: Node, *, complete: bool = False) -> T: ...
+def read_typed(kind: type[T], node: DocumentNode, *, complete: bool = False) -> T: ...
 
 
 @overload
-def read(kind: Any, node: Node, *, complete: bool = False) -> Any: ...
+def read_typed(kind: Any, node: DocumentNode, *, complete: bool = False) -> Any: ...
 
 
-def read(kind: Any, node: Node, *, complete: bool = False) -> Any:
-    """The value of a node as `kind`: a dataclass, scalar, `Annotated` number, `Literal`, enum or container.
+def read_typed(kind: Any, node: DocumentNode, *, complete: bool = False) -> Any:
+    """Reads a node as `kind`: a dataclass, scalar, `Annotated` number, `Literal`, enum or container.
 
     A field of type `object` is left as it is, for the caller to read; one of type `Any` takes plain data.
     `complete`: dataclasses must have every field, also those that have defaults.
@@ -72,7 +72,9 @@ def read(kind: Any, node: Node, *, complete: bool = False) -> Any:
         raise node.error(mismatch.problem, mismatch.hint, shown=mismatch.shown) from None
 
 
-def refuse_unknown(node: Node, known: Collection[str], problem: str = "is not known here") -> None:
+def refuse_unknown_keys(
+    node: DocumentNode, known: Collection[str], problem: str = "is not known here"
+) -> None:
     """Raises an error at the first entry of a mapping that is not `known`."""
     for name in node.entries():
         if name not in known:
@@ -94,7 +96,7 @@ class _Mismatch(Exception):
 
 @cache
 def _reader(kind: Any, complete: bool) -> Reader:
-    """The function that reads one kind of value; made once per kind, as plan files have many rows."""
+    """Returns the function that reads one kind of value, built once per kind: plan files have many rows."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is object:
         return lambda value: value
@@ -105,7 +107,7 @@ def _reader(kind: Any, complete: bool) -> Reader:
     if origin is Annotated:
         return _number_reader(kind, arguments[0], arguments[1])
     if kind in (int, float):
-        return _number_reader(kind, kind, Range())
+        return _number_reader(kind, kind, NumberRange())
     if kind in (str, bool):
         return _text if kind is str else _flag
     if origin is Literal:
@@ -123,8 +125,8 @@ def _reader(kind: Any, complete: bool) -> Reader:
 
 
 def _mismatch(kind: Any, value: Any) -> _Mismatch:
-    """The mismatch of a value of another type."""
-    wanted = describe(kind)
+    """Returns the mismatch of a value of another type."""
+    wanted = describe_type(kind)
     if value is None:
         return _Mismatch("has no value", f"use {wanted}")
     if isinstance(value, list | dict):
@@ -134,10 +136,10 @@ def _mismatch(kind: Any, value: Any) -> _Mismatch:
     return _Mismatch(f"is not {wanted}", f"use {wanted}{example}")
 
 
-def _number_reader(kind: Any, number: type, allowed: Range) -> Reader:
+def _number_reader(kind: Any, number: type, allowed: NumberRange) -> Reader:
     types_allowed = (int,) if number is int else (int, float)
     least = next((end for end in (allowed.least, allowed.above) if end is not None), -MAX_FLOAT)
-    limit = MAX_FLOAT if allowed == Range() else MAX_NUMBER
+    limit = MAX_FLOAT if allowed == NumberRange() else MAX_NUMBER
     most = limit if allowed.most is None else allowed.most
 
     def read_number(value: Any) -> Any:
@@ -149,8 +151,8 @@ def _number_reader(kind: Any, number: type, allowed: Range) -> Reader:
             raise _Mismatch("is not a finite number", "write a finite number")
         if allowed.most is None and value > most:
             raise _Mismatch(f"is more than {most:,}", "use a smaller number")
-        words = allowed.describe() if allowed.most is None else describe(kind)
-        raise _Mismatch(f"is not {words}", f"use {describe(kind)}")
+        words = allowed.describe() if allowed.most is None else describe_type(kind)
+        raise _Mismatch(f"is not {words}", f"use {describe_type(kind)}")
 
     return read_number
 
@@ -174,7 +176,7 @@ def _choice_reader(kind: Any, choices: Mapping[str, Any]) -> Reader:
         if not isinstance(value, str):
             raise _mismatch(kind, value)
         if value not in choices:
-            raise _Mismatch(f"is not {describe(kind)}", nearest(value, choices))
+            raise _Mismatch(f"is not {describe_type(kind)}", nearest(value, choices))
         return choices[value]
 
     return read_choice
@@ -192,7 +194,7 @@ def _read_items(items: Iterable[tuple[Any, Reader, Any]]) -> dict[Any, Any]:
 
 
 def _tuple_reader(kind: Any, arguments: tuple[Any, ...], complete: bool) -> Reader:
-    """`tuple[X, ...]` takes a list of any length, `tuple[X, Y]` one of two items."""
+    """Reads `tuple[X, ...]` from a list of any length, `tuple[X, Y]` from one of two items."""
     readers = [_reader(argument, complete) for argument in arguments if argument is not ...]
 
     def read_tuple(value: Any) -> tuple[Any, ...]:
@@ -240,7 +242,7 @@ def _dataclass_reader(kind: Any, complete: bool, row: Any = None) -> Reader:
                 raise _Mismatch("is not known here", hint, path=(name,), shown=False)
         for name in required:
             if name not in value:
-                raise _Mismatch("is missing", f"add {name}: {describe(hints[name])}", path=(name,))
+                raise _Mismatch("is missing", f"add {name}: {describe_type(hints[name])}", path=(name,))
         return kind(**_read_items((name, readers[name], item) for name, item in value.items()))
 
     def read_row(value: Any) -> Any:
@@ -259,7 +261,7 @@ def _check_length(value: Sequence[Any], length: int, unit: str) -> None:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy of plain data that can be written again: finite numbers, whole characters, few levels."""
+    """Copies plain data that can be written again: finite numbers, whole characters, few levels."""
     if depth > MAX_PLAIN_DEPTH:
         raise _Mismatch(f"is nested more than {MAX_PLAIN_DEPTH} deep", "make it flatter")
     if isinstance(value, dict | list):
@@ -283,20 +285,20 @@ def _plain(value: Any, depth: int = 0) -> Any:
 # ---------------------------------------------------------------------------- types in words
 
 
-def describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """Describes what a field takes: `a whole number, more than 0`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated and arguments[1] == ROW:
         return "a list"
     if origin is Annotated:
         comma = "," if arguments[1].most is None else ""
-        return f"{describe(arguments[0])}{comma} {arguments[1].describe()}"
+        return f"{describe_type(arguments[0])}{comma} {arguments[1].describe()}"
     if origin is Literal:
         return one_of(arguments)
     if origin in (Union, types.UnionType):
-        return describe(_not_none(arguments))
+        return describe_type(_not_none(arguments))
     if origin is tuple:
-        item = describe(arguments[0]).removeprefix("a ")
+        item = describe_type(arguments[0]).removeprefix("a ")
         return (
             f"a list of {item.partition(',')[0]}s"
             if item.startswith(("whole number", "number"))
@@ -314,5 +316,5 @@ def _not_none(arguments: tuple[Any, ...]) -> Any:
 
 
 def _words(kind: type[Enum]) -> dict[str, Enum]:
-    """The members of an enum as files name them: by `word` where it has one, else in small letters."""
+    """Returns the members of an enum as files name them: by `word`, else in small letters."""
     return {getattr(member, "word", member.name.lower()): member for member in kind}

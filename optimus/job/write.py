@@ -7,10 +7,10 @@ import os
 import textwrap
 from pathlib import Path
 
-from optimus.job import catalog
+from optimus.job.catalog_files import resolve_catalog_name
 from optimus.job.job import Job
 from optimus.job.read import make_job
-from optimus.job.read_workload import DEFAULT_SOURCE, default_percentiles
+from optimus.job.workload import DEFAULT_SOURCE, assume_percentiles
 
 HEAD = """\
 # A job for Optimus: what to train, on what, with which data, and what is already decided.
@@ -46,14 +46,14 @@ layout:                                  # for example llm: {tp: 8, pp: 4}, visi
 """
 
 
-def write_job_yaml(model: str | Path, on: str, *, folder: Path | None = None) -> str:
-    """The job file of a catalog model or config.json on `h100:512`, to be saved in `folder`."""
+def format_job_yaml(model: str | Path, on: str, *, folder: Path | None = None) -> str:
+    """Returns the job file of a catalog model or config.json on `h100:512`, to be saved in `folder`."""
     job = make_job(model=model, on=on)
     return _head(job, _origin(model, folder or Path()), on.partition(":")[0]) + TAIL
 
 
 def _origin(model: str | Path, folder: Path) -> str:
-    if name := catalog.full_name("models", str(model)):
+    if name := resolve_catalog_name("models", str(model)):
         return f"use: {name}"
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     shown = str(path) if path.is_absolute() else os.path.relpath(path, folder)
@@ -67,7 +67,7 @@ def _head(job: Job, origin: str, cluster: str) -> str:
     )
     tokens = ""
     for encoder in encoders:
-        percentiles = default_percentiles(len(encoders), workload.sequence_tokens)
+        percentiles = assume_percentiles(len(encoders), workload.sequence_tokens)
         numbers = ", ".join(
             f"{name}: {getattr(percentiles, name):.0f}" for name in ("p50", "p95", "max", "item")
         )
@@ -88,6 +88,6 @@ def _head(job: Job, origin: str, cluster: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Plain where that is safe, else in double quotes (JSON's are YAML's)."""
+    """Returns the text plain where that is safe, else in double quotes (JSON's are YAML's)."""
     plain = all(letter.isalnum() or letter in "./_-" for letter in text) and text[:1].isalpha()
     return text if plain and text.isascii() else json.dumps(text, ensure_ascii=False)

@@ -15,7 +15,7 @@ from optimus.errors import DoesNotFit, OptimusError, UserError, nearest, one_of
 from optimus.ir.binding import find_binding_mismatches, flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
-from optimus.job.layout import Layout, LayoutChoice
+from optimus.job.layout import Layout, PartialLayout
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.filled_plan import RejectedLayout, SearchResult
 from optimus.planner.layouts import choose_smallest_context, common_encoder_layouts, encoder_layout_conflict
@@ -271,7 +271,7 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
     encoders = {name: own for name, own in job.layout.modules.items() if name != "llm"}
     sizes = product((1, 2, 4, 8, 16), (1, 2, 4, 8))
     for pp, tp in sorted(sizes, key=lambda size: (size[0] * size[1], size[0])):
-        choice = LayoutChoice(pp=pp, tp=tp, cp=stated.get("cp"), ep=stated.get("ep"))
+        choice = PartialLayout(pp=pp, tp=tp, cp=stated.get("cp"), ep=stated.get("ep"))
         if job.cluster.gpus % (pp * tp) == 0 and encoder_layout_conflict(job, Layout(pp=pp, tp=tp)) is None:
             modules = {**encoders, "llm": choice}
             yield f"llm=pp{pp},tp{tp}", replace(job, layout=replace(job.layout, modules=modules))

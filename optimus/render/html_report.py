@@ -14,7 +14,7 @@ from optimus.ir.files import write_file_atomically
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.job.layout import LayoutChoice
+from optimus.job.layout import PartialLayout
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.plan_replay import replay_plan
 from optimus.planner.planning import PlanningResult
@@ -76,7 +76,7 @@ def rerun_comparison(
 ) -> Comparison:
     """Simulates the systems that the plan was compared with, at its LLM layout and with its assumptions."""
     require_plan_of_job(plan, list_bound_parts(job, profile))
-    layout, choice = plan.modules[LLM].layout, job.layout.modules.get(LLM, LayoutChoice())
+    layout, choice = plan.modules[LLM].layout, job.layout.modules.get(LLM, PartialLayout())
     stated = replace(choice, pp=layout.pp, cp=layout.cp, ep=layout.ep, tp=layout.tp)
     at_layout = replace(job.layout, modules={**job.layout.modules, LLM: stated})
     preset, noted = plan.notes.get("preset"), plan.notes.get("systems_s")

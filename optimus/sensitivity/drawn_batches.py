@@ -14,7 +14,7 @@ from optimus.cost.flops import forward_flops
 from optimus.ir.op import Floats, Ints
 from optimus.job.job import Job
 from optimus.job.model import Encoder
-from optimus.job.workload import Load, Workload, deal
+from optimus.job.workload import TokenLoad, Workload, assign_to_emptiest_bins
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 
 BATCHES = 100
@@ -60,7 +60,7 @@ class EncoderItemCosts:
 
 
 def _flops(encoder: Encoder, tokens: int) -> float:
-    return forward_flops(encoder, Load(tokens=tokens, squares=float(tokens) ** 2))
+    return forward_flops(encoder, TokenLoad(tokens=tokens, squares=float(tokens) ** 2))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,7 +170,7 @@ def _dealt(items: EncoderItemCosts, sequences: Ints, bins: int, *, longest_first
     if longest_first:
         order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
         lengths, flops = [lengths[place] for place in order], [flops[place] for place in order]
-    places, filled = deal(lengths, bins)
+    places, filled = assign_to_emptiest_bins(lengths, bins)
     return np.array([np.bincount(np.array(places, int), flops, bins), filled])
 
 

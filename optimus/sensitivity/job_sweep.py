@@ -12,7 +12,7 @@ from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.ir.ranks import LLM
 from optimus.job.checks import check_job
 from optimus.job.job import Job
-from optimus.job.layout import Layout, LayoutChoice
+from optimus.job.layout import Layout, PartialLayout
 from optimus.planner.planning import PlanningResult, make_plan
 
 PROGRESS_STEPS = 100  # per point of the sweep
@@ -74,7 +74,7 @@ class JobSweep:
 def _with_axis(job: Job, axis: str, value: int) -> Job:
     """Returns the job with one axis of the LLM's layout stated; dp follows."""
     stated = {name: size for name, size in job.layout.of(LLM).stated().items() if name != "dp"}
-    modules = {**job.layout.modules, LLM: LayoutChoice(**{**stated, axis: value})}
+    modules = {**job.layout.modules, LLM: PartialLayout(**{**stated, axis: value})}
     return replace(job, layout=replace(job.layout, modules=modules))
 
 

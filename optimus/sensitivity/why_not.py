@@ -17,8 +17,8 @@ from optimus.ir.planfile import load_plan
 from optimus.ir.ranks import LLM
 from optimus.job.checks import check_job
 from optimus.job.job import Job
-from optimus.job.layout import Constraints, Layout, LayoutChoice, parse_layout
-from optimus.job.read import stated_on_top
+from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, parse_layout
+from optimus.job.read import add_stated_layouts
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import RejectedLayout
 from optimus.planner.layouts import choose_smallest_context, common_encoder_layouts
@@ -145,9 +145,9 @@ def _normal(text: str) -> str:
     return ",".join(text.replace(",", " ").split())
 
 
-def _choices(asked: Iterable[str]) -> dict[str, LayoutChoice]:
+def _choices(asked: Iterable[str]) -> dict[str, PartialLayout]:
     """Returns what is stated of each module; a module stated twice is refused."""
-    choices: dict[str, LayoutChoice] = {}
+    choices: dict[str, PartialLayout] = {}
     for text in asked:
         name, choice = parse_layout(text, field=FIELD)
         if name in choices:
@@ -162,21 +162,23 @@ def _choices(asked: Iterable[str]) -> dict[str, LayoutChoice]:
 class _Explainer:
     """Answers one question, from the cheapest check to planning the job again."""
 
-    def __init__(self, question: _Question, asked: tuple[str, ...], choices: dict[str, LayoutChoice]) -> None:
+    def __init__(
+        self, question: _Question, asked: tuple[str, ...], choices: dict[str, PartialLayout]
+    ) -> None:
         self.question, self.asked, self.choices = question, asked, choices
         plan = question.plan
         self.layouts = {name: module.layout for name, module in plan.modules.items()}
         self.job = replace(question.job, layout=self._stated(), today=None)
 
-    def _stated(self) -> Constraints:
+    def _stated(self) -> LayoutConstraints:
         """Returns the asked layout in place of the job's, so that a plan file alone gives the same answer."""
         kept = {}
         if LLM not in self.choices:
             axes = asdict(self.layouts[LLM])
             axes.pop("chunks")
-            kept[LLM] = LayoutChoice(**axes)
+            kept[LLM] = PartialLayout(**axes)
         bare = replace(self.question.job.layout, modules=kept)
-        return stated_on_top(bare, self.asked, self.question.job.model, field=FIELD)
+        return add_stated_layouts(bare, self.asked, self.question.job.model, field=FIELD)
 
     def _reason(self, verdict: Verdict, sentence: str, **more: Any) -> LayoutExplanation:
         return LayoutExplanation(

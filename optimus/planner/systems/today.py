@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from optimus.errors import DoesNotFit
-from optimus.job.job import Job, Today
+from optimus.job.job import CurrentRun, Job
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, SimulatedSystem
@@ -64,7 +64,7 @@ def _system_today(context: PlanningContext) -> tuple[System, LlmPipelines]:
     return system, LlmPipelines(at_layout)
 
 
-def _context_today(context: PlanningContext, today: Today) -> PlanningContext:
+def _context_today(context: PlanningContext, today: CurrentRun) -> PlanningContext:
     """Returns the context at today's layout; axes that are not stated are 1, and dp follows."""
     job = context.job
     stated = {axis: size for axis, size in today.llm.stated().items() if axis != "dp"}

@@ -7,17 +7,17 @@ from typing import Any, TypeVar, overload
 
 from optimus.errors import one_of, show_value
 from optimus.job.model import Attention, Experts, LatentAttention, Llm, Mlp, Stack
-from optimus.job.nodes import Node, parse_json, read_text
-from optimus.job.typed import Count, Whole, read
+from optimus.job.nodes import DocumentNode, parse_json, read_text
+from optimus.job.typed import Count, Whole, read_typed
 
 COPY_HINT = "released files lean on class defaults here: add the key to a copy, or write dimensions by hand"
 T = TypeVar("T")
 
 
 class HfConfig:
-    """An object of a config.json; `derived` collects values that were computed rather than read."""
+    """One object of a config.json; `derived` lists values that were computed rather than read."""
 
-    def __init__(self, node: Node, derived: list[str] | None = None) -> None:
+    def __init__(self, node: DocumentNode, derived: list[str] | None = None) -> None:
         self.node = node
         self.derived: list[str] = [] if derived is None else derived
 
@@ -25,7 +25,7 @@ class HfConfig:
     def file(self) -> str | None:
         return self.node.document.file
 
-    def __getitem__(self, key: str) -> Node:
+    def __getitem__(self, key: str) -> DocumentNode:
         return self.node[key]
 
     def has(self, key: str) -> bool:
@@ -38,10 +38,10 @@ class HfConfig:
     def read(self, kind: Any, *keys: str) -> Any: ...
 
     def read(self, kind: Any, *keys: str) -> Any:
-        """The value of the first of `keys` that the object has."""
+        """Returns the value of the first of `keys` that the object has."""
         for key in keys:
             if self.has(key):
-                return read(kind, self[key])
+                return read_typed(kind, self[key])
         raise self[keys[0]].error("is missing", COPY_HINT)
 
     def count(self, *keys: str) -> int:
@@ -49,7 +49,7 @@ class HfConfig:
         return number
 
     def inner(self, key: str) -> HfConfig:
-        """A nested object."""
+        """Returns a nested object."""
         self.read(dict[str, object], key)
         return HfConfig(self[key], self.derived)
 
@@ -59,8 +59,8 @@ class HfConfig:
         return value
 
 
-def load_config(path: Path) -> HfConfig:
-    """The object of a config.json."""
+def load_hf_config(path: Path) -> HfConfig:
+    """Reads the root object of a config.json."""
     hint = "check the brackets, commas and quotes, or use the config.json of a released model"
     return HfConfig(parse_json(read_text(path), file=str(path), hint=hint))
 
@@ -72,8 +72,8 @@ LATENT = ("deepseek_v3", "kimi_k2")
 TEXT_TYPES = ("llama", "mistral", "internlm2", *QKV_BIAS, *QK_NORM, *LATENT)
 
 
-def read_llm(text: HfConfig, tied: HfConfig) -> Llm:
-    """The LLM of the object `text`; `tied` is the object that states tie_word_embeddings."""
+def read_hf_llm(text: HfConfig, tied: HfConfig) -> Llm:
+    """Reads the LLM of the object `text`; `tied` is the object that states tie_word_embeddings."""
     kind = text.read(str, "model_type")
     if kind not in TEXT_TYPES:
         hint = f"supported: {one_of(sorted(TEXT_TYPES))}; or write dimensions by hand in a job file"
@@ -97,7 +97,7 @@ def read_llm(text: HfConfig, tied: HfConfig) -> Llm:
 
 
 def _optional_flag(text: HfConfig, key: str, expected: bool) -> bool:
-    """A flag that older files leave out because it did not exist: then false, and said so."""
+    """Returns a flag that older files leave out because it did not exist: then false, and noted."""
     if text.has(key):
         return text.read(bool, key)
     return text.derive(key, False, "left out") if expected else False
@@ -132,7 +132,7 @@ def _attention(text: HfConfig, kind: str, hidden: int, layers: int) -> Attention
 
 
 def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """Gemma 3 alternates windowed and full layers; Qwen's `use_sliding_window` must be off."""
+    """Returns the attention window and the full layers; Qwen's `use_sliding_window` must be off."""
     if kind == "gemma3_text":
         window = text.count("sliding_window")
         if text.has("layer_types"):
@@ -188,7 +188,7 @@ def _experts(text: HfConfig, kind: str) -> Experts | None:
 
 
 def _only(text: HfConfig, key: str, value: object) -> None:
-    """Mixtures with other patterns of dense layers are not modelled."""
+    """Raises if a mixture has another pattern of dense layers, which is not modelled."""
     if key in text.node and text[key].value != value:
         hint = "write dimensions by hand in a job file (experts.leading_dense_layers)"
         raise text[key].error(f"is not {value}, the only pattern supported", hint)
