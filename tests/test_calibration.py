@@ -62,9 +62,9 @@ def test_results_say_what_they_were_calibrated_on() -> None:
 
 def test_the_words() -> None:
     found = Calibration(measured_s=17.9, modelled_s=16.826)
-    assert found.words(ANALYTIC) == "analytic, calibrated on your measured 17.9 s (was 6 % low before)"
+    assert found.describe(ANALYTIC) == "analytic, calibrated on your measured 17.9 s (was 6 % low before)"
     high = Calibration(measured_s=2.0, modelled_s=2.5)
-    assert high.words("profile a100") == (
+    assert high.describe("profile a100") == (
         "profile a100, calibrated on your measured 2 s (was 25 % high before)"
     )
 

@@ -101,7 +101,7 @@ def test_a_plan_notes_the_systems_that_do_not_fit() -> None:
     assert "systems_unfit" not in made.plan.notes
     systems = {**made.systems, "stage0": replace(made.systems["stage0"], fits=False)}
     comparison = replace(made.comparison, systems=systems)
-    plan = planning._with_notes(made.plan, comparison, made.bounds, made.found)
+    plan = planning._with_notes(made.plan, comparison, made.bounds, made.search_result)
     assert plan.notes["systems_unfit"] == ["stage0"]
     assert export_plan(plan, "megatron").best_there is None
 

@@ -12,7 +12,7 @@ from reference_replay import makespan, replay
 
 from optimus.ir.op import OpKind
 from optimus.planner.systems.paper_candidate import (
-    MOST_SPLITS,
+    MAX_SPLITS,
     candidate_microbatch_splits,
     enumerate_microbatch_splits,
     uniform_microbatch_split,
@@ -59,7 +59,7 @@ def test_alike_pipelines_need_one_of_their_permutations() -> None:
 
 def test_too_many_splits_leave_the_uniform_one_and_its_neighbours() -> None:
     splits, whole = candidate_microbatch_splits(64, 8, groups=range(8))
-    assert not whole and len(splits) <= MOST_SPLITS
+    assert not whole and len(splits) <= MAX_SPLITS
     assert uniform_microbatch_split(64, 8) == (8,) * 8 == splits[0]
     assert len(splits) == 1 + 8 * 7
     assert all(sum(split) == 64 and max(split) - min(split) <= 2 for split in splits)

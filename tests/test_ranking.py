@@ -14,7 +14,7 @@ from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
-from optimus.planner.layouts import MOST_KEPT, enumerate_llm_layouts, rank_llm_layouts
+from optimus.planner.layouts import COMPARE_AT_MOST, enumerate_llm_layouts, rank_llm_layouts
 
 SMALL = "paper/small-a100"
 DEFAULT = get_preset("default")
@@ -48,7 +48,7 @@ def test_every_layout_is_kept_or_rejected_with_a_reason() -> None:
     assert sorted(map(str, (*kept, *(each.layout for each in ranked.rejected)))) == sorted(
         map(str, enumerate_llm_layouts(job))
     )
-    assert 1 <= len(kept) <= 2 * MOST_KEPT
+    assert 1 <= len(kept) <= 2 * COMPARE_AT_MOST
     assert {each.reason.partition(":")[0] for each in ranked.rejected} <= {"memory", "slower", "batch"}
 
 

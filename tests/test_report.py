@@ -134,7 +134,7 @@ def test_titles_say_the_figures_of_the_plan() -> None:
     peak = max(held.peak for held in plan.memory)
     assert f"needs {format_gigabytes(peak)} of {format_gigabytes(plan.capacity_bytes)} GB" in memory
     assert "perturbed replays" in sure and "18" in sure
-    found = planned().found
+    found = planned().search_result
     own = {module.layout for module in plan.encoders.values()}
     scheduled = 1 + sum({each.layout} != own for each in found.tried)
     assert tried.startswith(f"Of {found.considered} encoder layouts {scheduled} were scheduled")
@@ -203,7 +203,7 @@ def test_every_rejected_layout_stands_with_its_reason() -> None:
     page = Page(render_report_page(data()))
     cells = page.of("td")
     for each in planned().rejected:
-        assert each.words in cells and each.reason in cells
+        assert each.label in cells and each.reason in cells
 
 
 # ---------------------------------------------------------------- what the script is given

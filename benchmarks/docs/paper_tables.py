@@ -28,8 +28,8 @@ from optimus.planner.layouts import choose_smallest_context, common_encoder_layo
 from optimus.planner.step_bounds import StepBounds, compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.paper import ADJUSTED, PaperSystem, warmup_variants
-from optimus.planner.systems.paper_candidate import LlmTimelineCache, PaperCandidate, PaperSchedule
+from optimus.planner.systems.paper import ADJUSTED_WARMUP, PaperSystem, warmup_variants
+from optimus.planner.systems.paper_candidate import LlmTimelines, PaperCandidate, PaperSchedule
 from optimus.planner.systems.registry import load_system
 from optimus.schedule.lower import simulate_plan
 from optimus.schedule.plan_schedule import build_plan_schedule
@@ -116,19 +116,20 @@ def _job(case: PaperCase) -> Job:
 
 def best_estimate(pipelines: LlmPipelines) -> PaperSchedule:
     """Returns the choice of the paper's own ranking, which leaves out the encoders' parameter traffic."""
-    context, llm, bases = pipelines.context, pipelines.floor_1f1b, LlmTimelineCache()
+    context, llm = pipelines.context, pipelines.floor_1f1b
+    timelines: LlmTimelines = {}
     (policy,) = context.recompute_policies(context.job.model.encoders)  # these presets state it
     choices = []
     for layout in common_encoder_layouts(context, llm.layout):
         if isinstance(layout, RejectedLayout):
             continue
         fillings = [
-            PaperCandidate(context, each, layout, dict(policy), bases) for each in warmup_variants(llm)
+            PaperCandidate(context, each, layout, dict(policy), timelines) for each in warmup_variants(llm)
         ]
         most = min(filling.max_microbatches(context.capacity_bytes) for filling in fillings)
         count = fillings[0].num_pipelines
         if count <= llm.microbatches <= count * most:
-            choices += [filling.best(most) for filling in fillings]
+            choices += [filling.search_splits(most) for filling in fillings]
     return min(choices, key=lambda choice: choice.estimate_s)
 
 
@@ -136,7 +137,7 @@ def _choice(choice: PaperSchedule, filled: FilledPlan, bounds: StepBounds) -> Fi
     filling = choice.candidate
     return {
         "layout": str(filling.layout),
-        "adjusted": filling.llm.order_name == ADJUSTED,
+        "adjusted": filling.llm.order_name == ADJUSTED_WARMUP,
         "moved": sum(choice.forward.moved) + sum(choice.backward.moved),
         "coarse": rounded(choice.hidden_share(coarse=True)),
         "fine": rounded(choice.hidden_share()),

@@ -48,7 +48,7 @@ def comparison_json(comparison: Comparison) -> dict[str, object]:
                 encoder.name: job.workload.share_of_tokens(encoder.name) for encoder in job.model.encoders
             },
         },
-        "rejected": [{"layout": r.words, "reason": r.reason} for r in comparison.rejected],
+        "rejected": [{"layout": r.label, "reason": r.reason} for r in comparison.rejected],
         "notes": list(job.notes),
         "not_modelled": list(NOT_MODELLED),
     }

@@ -179,8 +179,8 @@ def plan_json(planned: PlanningResult) -> dict[str, object]:
         "peak_memory_bytes": max(held.peak for held in plan.memory),
         "memory_bytes": asdict(planned.system.memory),
         "bubbles_s": asdict(planned.system.bubbles),
-        "considered": planned.found.considered,
-        "rejected": [{"layout": r.words, "reason": r.reason} for r in planned.rejected],
+        "considered": planned.search_result.considered,
+        "rejected": [{"layout": r.label, "reason": r.reason} for r in planned.rejected],
         "layouts": {name: asdict(module.layout) for name, module in plan.modules.items()},
         "systems": {name: {"step_s": system.step_s} for name, system in comparison.systems.items()},
         "not_possible": comparison.missing,
@@ -206,7 +206,7 @@ def plan_text(planned: PlanningResult) -> list[str]:
 
 
 def _search_words(planned: PlanningResult) -> str:
-    search = planned.found
+    search = planned.search_result
     words = f"{len(search.tried)} of {search.considered} encoder layouts were scheduled"
     words += f"; {planned.search_s:.1f} s with all systems"
     return "; ".join([words, *search.remarks])
@@ -214,7 +214,7 @@ def _search_words(planned: PlanningResult) -> str:
 
 def _chosen(planned: PlanningResult) -> list[str]:
     """Returns a paragraph per module: layout, microbatches, order and recomputation."""
-    plan, llm = planned.plan, planned.found.llm
+    plan, llm = planned.plan, planned.search_result.llm
     size = f"{llm.sequences:.3g} {'sequence' if llm.sequences == 1 else 'sequences'}"
     microbatches = f"{llm.microbatches} microbatches of {size}"
     recompute = f"recompute {plan.modules['llm'].recompute}"
@@ -308,14 +308,14 @@ def _worth_lines(planned: PlanningResult) -> list[str]:
 
 def _hidden_lines(planned: PlanningResult) -> list[str]:
     plan, bounds = planned.plan, planned.bounds
-    coarse = planned.found.notes.get("hidden_share_coarse")
+    coarse = planned.search_result.notes.get("hidden_share_coarse")
     hidden = f"strict {planned.hidden_strict:.0%}, placed {planned.hidden_placed:.0%}"
     hidden += "" if coarse is None else f" (coarse {coarse:.0%})"
     hidden += f"; idle time left: {_bubbles(planned.system)}"
     over = planned.step_s / bounds.bound_s
     bound = f"{format_seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.largest_name} binds); "
     bound += f"the step is {over:.3f} times the bound"
-    without = "" if planned.found.estimate_includes_traffic else ", without them,"
+    without = "" if planned.search_result.estimate_includes_traffic else ", without them,"
     claim = (
         f"{format_seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; "
         f"the scheduler's estimate{without} is {format_seconds(plan.claims.estimate_s)} s"

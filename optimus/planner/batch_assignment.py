@@ -14,7 +14,7 @@ Sharing = Literal["pieces", "busiest", "replica", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBins:
-    """Bins that the images of an LLM microbatch are dealt into, and the load that one bin was priced at.
+    """Bins over which the images of an LLM microbatch are distributed, and the load that one was priced at.
 
     `sharing` says which rows of the schedule a bin loads:
       pieces   encoder microbatch `m * bins + b` is bin b of LLM microbatch m
@@ -30,7 +30,7 @@ class EncoderBins:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAssignment:
-    """Every step, each of `replicas` gets its own sequences, split into `microbatches`.
+    """Assignment of a batch: each of `replicas` gets its own sequences, split into `microbatches`.
 
     Replicas run in parallel and the slowest ends the step. With `locked` replicas, every layer of each
     waits for all, and microbatch m takes as long as the slowest replica's.

@@ -1,4 +1,4 @@
-"""Answers one question: where does the time and memory of a job go, under each known way to run it?"""
+"""Simulates a job under several systems, each at its best layout, and compares their time and memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from optimus.planner.systems.today import TodaySystem
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
-    """Every system that was asked for; those that cannot run the job, with the reason."""
+    """Simulated systems of a job, and the reasons why others cannot run it."""
 
     job: Job
     assumptions: Assumptions
-    context: PlanningContext  # of the floor; of the plan where one is made
+    context: PlanningContext  # at the floor's layout; at the plan's where there is a plan
     systems: dict[str, SimulatedSystem]
     missing: dict[str, str]
     floor: PipelineCandidate
@@ -33,12 +33,12 @@ class Comparison:
     floor_1f1b_s: float
     rejected: tuple[RejectedLayout, ...]
     considered: int  # layouts of the LLM,
-    compared: int  # and in how many of them all systems were made
-    calibration: Calibration | None = None  # on what the job measured
+    compared: int  # and those at which all systems were simulated
+    calibration: Calibration | None = None  # on the step that the job measured
 
     @property
     def profile_notes(self) -> list[str]:
-        """Where the profile was silent or stretched, over everything that was priced."""
+        """Warnings about kernels that the profile does not cover or covers by extrapolation."""
         cost_model = self.context.cost_model
         return cost_model.profile.notes(cost_model.profile_gaps)
 
@@ -49,9 +49,9 @@ class Comparison:
 
     @property
     def source(self) -> str:
-        """Where seconds come from, in words."""
+        """Source of all seconds: a profile or formulas, and the calibration."""
         source = self.context.cost_model.profile.source
-        return source if self.calibration is None else self.calibration.words(source)
+        return source if self.calibration is None else self.calibration.describe(source)
 
     def over_floor(self, name: str) -> float:
         return self.systems[name].step_s / self.floor_s
@@ -73,15 +73,15 @@ def compare_systems(
     if profile is not None:
         profile.check_model(job.model)
         assumed = _with_host(assumed, profile)
-    asked = _check_names(job, names)
+    checked = _check_names(job, names)
     ranked = rank_llm_layouts(job, assumed, profile, progress)
     calibration = calibrate_on_measured_step(ranked.contexts[0])
     if calibration is not None:
         assumed = assumed.scaled(calibration.scale)
     searched = [LlmPipelines(context.with_assumptions(assumed)) for context in ranked.contexts]
-    best = _BestOverLayouts(asked, searched, progress)
+    best = _BestOverLayouts(checked, searched, progress)
     floor_s, fastest_llm = best.floor()
-    outcomes = {name: best.simulate(name) for name in asked}
+    outcomes = {name: best.simulate(name) for name in checked}
     return Comparison(
         job=job,
         assumptions=assumed,
@@ -157,10 +157,7 @@ class _BestOverLayouts:
 
 
 def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:
-    """Launches, and compute under collectives, at what they were measured to take.
-
-    A preset that leaves either out still does.
-    """
+    """Replaces launch time and slow-down under collectives by the profile's, unless the preset has 0."""
     if profile.issue_s is not None and assumptions.launch_s != 0:
         assumptions = replace(assumptions, launch_s=profile.issue_s)
     if profile.slowdown is not None and assumptions.residence_slowdown != 0:
@@ -171,28 +168,28 @@ def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:
 def _check_names(job: Job, names: Iterable[str] | None) -> list[str]:
     if names is None:
         return default_baselines(job)
-    asked = list(dict.fromkeys(names))
-    for name in asked:
+    distinct = list(dict.fromkeys(names))
+    for name in distinct:
         if name not in SYSTEMS:
             raise UserError(
                 field="--system", value=name, problem="is not a system", hint=nearest(name, SYSTEMS)
             )
-    if "today" in asked and job.today is None:
+    if "today" in distinct and job.today is None:
         raise UserError(
             field="--system",
             value="today",
             problem="needs a job with a `today` section",
             hint="add today: {framework, layout, measured} to the job file",
         )
-    return asked
+    return distinct
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A step that was measured, and what the model says of the same system.
+    """A measured step, and the modelled step of the same system.
 
     Their ratio multiplies all seconds of kernels, links and launches, so that systems stay in proportion: it
-    says how long a step takes, not which system wins.
+    changes how long a step takes, not which system wins.
     """
 
     measured_s: float
@@ -202,8 +199,8 @@ class Calibration:
     def scale(self) -> float:
         return self.measured_s / self.modelled_s
 
-    def words(self, source: str) -> str:
-        """`analytic, calibrated on your measured 17.9 s (was 6 % low before)`."""
+    def describe(self, source: str) -> str:
+        """Returns e.g. `analytic, calibrated on your measured 17.9 s (was 6 % low before)`."""
         off = self.modelled_s / self.measured_s - 1
         before = f"was {100 * abs(off):.0f} % {'low' if off < 0 else 'high'} before"
         kept = source.removesuffix(ANALYTIC.partition(", ")[2]) if source == ANALYTIC else f"{source}, "
@@ -211,7 +208,7 @@ class Calibration:
 
 
 def calibrate_on_measured_step(context: PlanningContext) -> Calibration | None:
-    """What `today.measured` of the job says of the model; None if nothing, or if today's system cannot be."""
+    """Compares the model with `today.measured` of the job; None if absent or if today's system cannot run."""
     today = context.job.today
     if today is None or today.measured_step_s is None:
         return None

@@ -1,4 +1,4 @@
-"""A plan with programs and claims, and the search that made it."""
+"""Lowers schedules to plans, and holds the results of a search: the plan, scheduled and rejected layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilledPlan:
-    """What is written to a plan file, with its schedule and timeline for those who look at it."""
+    """A plan with programs and claims, and the schedule and timeline that it was lowered to."""
 
     plan: Plan
     lowered: LoweredPlan
@@ -41,7 +41,7 @@ class FilledPlan:
 
     @property
     def memories(self) -> tuple[RankMemory, ...]:
-        """Of one rank of every device class."""
+        """Memory of one rank of every device class."""
         return tuple(
             _to_rank_memory(held.fixed, held.llm_activations, held.encoder_activations, held.seam)
             for held in self.plan.memory
@@ -62,7 +62,7 @@ class FilledPlan:
 def lower_to_plan(
     header: Plan, orders: Sequence[Program], fixed: Sequence[Mapping[str, int]], *, estimate_s: float
 ) -> FilledPlan:
-    """Lowers `orders` and states what the result costs: the replay's makespan, memory, where work lies."""
+    """Lowers `orders` to programs and replays them for the plan's claims: step, memory, encoder seconds."""
     lowered = lower_to_programs(header, orders)
     claims = PlanClaims(
         step_s=round(lowered.timeline.step_s, SECONDS_DIGITS),
@@ -78,7 +78,7 @@ def lower_to_plan(
 
 
 def _to_rank_memory(fixed: Mapping[str, int], llm: int, encoders: int, seam: int) -> RankMemory:
-    """A class's bytes in the components that systems are compared by."""
+    """Converts a device class's bytes to the components that systems are compared by."""
     return RankMemory(
         parameters=fixed["parameters"],
         gradients=fixed["gradients"],
@@ -100,23 +100,23 @@ class ScheduledLayout:
     module: str
     step_s: float
     peak_bytes: float
-    replayed: bool  # or its seconds are the algorithm's estimate, and its bytes an upper bound
+    replayed: bool  # if not, its seconds are an estimate and its bytes an upper bound
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SearchResult:
-    """The best plan of a strategy. `hidden_share`: of encoder compute, placed inside the LLM's bubbles."""
+    """The best plan of a strategy; `hidden_share` of the encoder compute lies inside the LLM's bubbles."""
 
     filled: FilledPlan
     llm: PipelineCandidate
-    how: str  # what was chosen, in one line
+    how: str  # the chosen layouts in one line
     considered: int
     hidden_share: float
     notes: Mapping[str, Any] = field(default_factory=dict)  # for readers of the plan file
     estimate_includes_traffic: bool = (
         True  # transfers and encoder traffic are in the algorithm's own estimate
     )
-    remarks: tuple[str, ...] = ()  # on the search, for those who read its result
+    remarks: tuple[str, ...] = ()  # on the search, printed with its result
     rejected: list[RejectedLayout] = field(default_factory=list)
     tried: list[ScheduledLayout] = field(default_factory=list)
 
@@ -177,23 +177,23 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedLayout:
-    """A layout that was not taken, and why."""
+    """A rejected layout with the reason, which begins with its kind: `memory: ...`."""
 
     layout: Layout
     reason: str
     module: str = "llm"
-    peak_bytes: float | None = None  # what it would need, where memory is the reason
+    peak_bytes: float | None = None  # that it would need, where memory is the reason
 
     @property
-    def words(self) -> str:
-        """`vision dp96 pp4 tp8`, or the LLM's alone."""
+    def label(self) -> str:
+        """Name in printed results: `vision dp96 pp4 tp8`, or for the LLM `dp96 pp4 tp8`."""
         return str(self.layout) if self.module == "llm" else f"{self.module} {self.layout}"
 
 
 def summarize_rejections(rejected: Sequence[RejectedLayout]) -> list[str]:
-    """`3 memory (e.g. vision dp96 pp4 tp8, 88.4 of 80 GB)`: how often each sort of reason was met."""
-    by_sort: dict[str, list[str]] = {}
+    """Counts rejections by kind of reason: `3 memory (e.g. vision dp96 pp4 tp8, 88.4 of 80 GB)`."""
+    by_kind: dict[str, list[str]] = {}
     for each in rejected:
-        sort, _, rest = each.reason.partition(":")
-        by_sort.setdefault(sort, []).append(f"{each.words}, {rest.strip()}")
-    return [f"{len(found)} {sort} (e.g. {found[-1]})" for sort, found in sorted(by_sort.items())]
+        kind, _, rest = each.reason.partition(":")
+        by_kind.setdefault(kind, []).append(f"{each.label}, {rest.strip()}")
+    return [f"{len(layouts)} {kind} (e.g. {layouts[-1]})" for kind, layouts in sorted(by_kind.items())]

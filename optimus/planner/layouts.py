@@ -1,4 +1,4 @@
-"""Layouts of the LLM: what the job states is kept, what it leaves out is open; and which of them fit."""
+"""Enumerates layouts of LLM and encoders, rejects those that do not fit, and ranks the rest."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ MAX_TP = 8  # never across nodes
 MAX_PP = 16
 MAX_EP = 64
 MIN_CP_TOKENS = 4096  # of a sequence on each rank: context parallelism is for long ones
+ESTIMATE_AT_MOST = 10  # layouts whose pipelines are built and estimated
+COMPARE_AT_MOST = 3  # layouts by each estimate in which all systems are compared,
+COMPARE_WITHIN = 1.15  # if their estimates are at most this times the best
 
 
 def choose_smallest_context(
     job: Job, assumptions: Assumptions, profile: Profile | None = None
 ) -> tuple[PlanningContext, tuple[RejectedLayout, ...]]:
-    """One setting without a search, the smallest that fits, and the layouts passed over on the way.
+    """Returns the context at the smallest layout that fits, and the smaller layouts that do not.
 
     Open axes grow in this order until all layers fit in one pipeline: tp up to 8 at pp 1, then
     pp, then ep beyond a node; first without recomputing whole layers, then with.
@@ -58,12 +61,12 @@ def choose_smallest_context(
 
 
 def is_llm_layout_stated(job: Job) -> bool:
-    """Whether the job leaves no choice of the LLM's layout."""
+    """Returns whether the job leaves no choice of the LLM's layout."""
     return {"pp", "tp"} <= set(job.layout.of("llm").stated())
 
 
 def _context_at_stated_layout(job: Job, cost_model: ClusterCostModel) -> PlanningContext:
-    """At the layout that the job states."""
+    """Returns the context at the layout that the job states."""
     for layout in _layouts(job):
         context = _context_at(job, cost_model, layout)
         if isinstance(context, str):
@@ -73,7 +76,7 @@ def _context_at_stated_layout(job: Job, cost_model: ClusterCostModel) -> Plannin
 
 
 def _no_layout_fits(job: Job, rejected: Sequence[RejectedLayout]) -> DoesNotFit:
-    """What is said when nothing is left."""
+    """Returns the error for a job that fits in no layout."""
     tried = {str(r.layout): r.reason for r in rejected}
     nearest = (
         f"the widest, {list(tried)[-1]}: {list(tried.values())[-1]}" if tried else "none divides the GPUs"
@@ -86,7 +89,7 @@ def _no_layout_fits(job: Job, rejected: Sequence[RejectedLayout]) -> DoesNotFit:
 
 
 def enumerate_llm_layouts(job: Job) -> Iterator[Layout]:
-    """All layouts that agree with what is stated, by their size."""
+    """Yields all layouts of the LLM that agree with what the job states, smallest replica first."""
     stated, stack = job.layout.of("llm").stated(), job.model.llm.stack
     gpus, limit = job.cluster.gpus, job.layout.limits.max_pp or MAX_PP
     most_cp = max(1, job.workload.sequence_tokens // MIN_CP_TOKENS)
@@ -104,7 +107,7 @@ def enumerate_llm_layouts(job: Job) -> Iterator[Layout]:
 
 
 def _layouts(job: Job) -> Iterator[Layout]:
-    """Layouts that agree with what is stated, smallest first."""
+    """Yields layouts that agree with what the job states: tp grows first, then pp, then ep."""
     stated, experts = job.layout.of("llm").stated(), job.model.llm.stack.experts
     cp = stated.get("cp", 1)
     widths = [stated["tp"]] if "tp" in stated else [tp for tp in (1, 2, 4, 8) if tp <= MAX_TP]
@@ -125,17 +128,17 @@ def _layouts(job: Job) -> Iterator[Layout]:
 
 
 def encoder_layout_conflict(job: Job, layout: Layout) -> str | None:
-    """Why an encoder's stated layout cannot stand beside this one of the LLM."""
+    """Returns why an encoder's stated layout does not divide this layout of the LLM, or None."""
     for encoder in job.model.encoders:
         for axis, size in job.layout.of(encoder.name).stated().items():
             if axis in ("pp", "tp") and getattr(layout, axis) % size:
-                own = f"{axis}{getattr(layout, axis)}"
-                return f"stated: {encoder.name} {axis}{size} does not divide the LLM's {own}"
+                llm_axis = f"{axis}{getattr(layout, axis)}"
+                return f"stated: {encoder.name} {axis}{size} does not divide the LLM's {llm_axis}"
     return None
 
 
 def _expert_spreads(job: Job) -> list[int]:
-    """Inside a node first, then wider."""
+    """Returns the ep to try: inside a node first, then wider."""
     experts = job.model.llm.stack.experts
     assert experts is not None
     first = job.cluster.gpus_per_node
@@ -145,7 +148,7 @@ def _expert_spreads(job: Job) -> list[int]:
 def _context_at(
     job: Job, cost_model: ClusterCostModel, layout: Layout, cache: PlanningCache | None = None
 ) -> PlanningContext | str:
-    """The setting at a layout, or why there is none."""
+    """Returns the context at a layout, or the reason why the batch does not divide."""
     sizes = job.layout.limits.microbatch_sequences
     for sequences in sizes:
         context = PlanningContext(
@@ -162,7 +165,7 @@ def _context_at(
 
 
 def _batch_error(job: Job, layout: Layout) -> UserError:
-    """A stated layout that the batch does not divide into."""
+    """Returns the error for a stated layout that the batch does not divide into."""
     batch = job.workload.sequences_per_step
     unit = layout.dp * min(job.layout.limits.microbatch_sequences)
     nearest = sorted({max(1, batch // unit) * unit, (batch // unit + 1) * unit})
@@ -176,42 +179,42 @@ def _batch_error(job: Job, layout: Layout) -> UserError:
 
 
 def _why_too_large(context: PlanningContext, *, full_recompute: bool) -> str | None:
-    """None if all layers fit in one pipeline at this layout."""
-    found = _find_fitting_pipeline(context)
-    if isinstance(found, str):
-        return found
+    """Returns why all layers do not fit in one pipeline at this layout, or None if they do."""
+    pipeline = _find_fitting_pipeline(context)
+    if isinstance(pipeline, str):
+        return pipeline
     policies = list(context.recompute_policies(context.job.model.modules))
-    if not full_recompute and any(step == "full" for _, step in found.policy) and len(policies) > 1:
+    if not full_recompute and any(step == "full" for _, step in pipeline.policy) and len(policies) > 1:
         return "memory: fits only with whole layers recomputed"
     return None
 
 
 def _find_fitting_pipeline(context: PlanningContext) -> PipelineCandidate | str:
-    """All layers in one pipeline with the least recomputation that fits, or why there is none."""
+    """Returns one pipeline of all layers with the least recomputation that fits, or why there is none."""
     job, capacity = context.job, context.capacity_bytes
     modules = job.model.modules
     policies = list(context.recompute_policies(modules))
     layers = context.layers(modules, context.microbatch_sequences, policies[-1])
-    held = model_state_memory(layers, job.model.precision).states / context.layout.pp
-    if held > capacity:
-        return f"memory: model states alone {held / 1e9:.1f} of {capacity / 1e9:.0f} GB"
-    found = first_fitting_pipeline(context, modules)
-    if not found.fits:
-        return f"memory: at least {found.peak_bytes / 1e9:.1f} of {capacity / 1e9:.0f} GB"
-    return found
+    states = model_state_memory(layers, job.model.precision).states / context.layout.pp
+    if states > capacity:
+        return f"memory: model states alone {states / 1e9:.1f} of {capacity / 1e9:.0f} GB"
+    pipeline = first_fitting_pipeline(context, modules)
+    if not pipeline.fits:
+        return f"memory: at least {pipeline.peak_bytes / 1e9:.1f} of {capacity / 1e9:.0f} GB"
+    return pipeline
 
 
 def common_encoder_layouts(context: PlanningContext, llm: Layout) -> Iterator[Layout | RejectedLayout]:
-    """Layouts for all encoders alike: PP_enc divides PP_llm, TP_enc divides TP_llm, over all GPUs."""
+    """Yields layouts for all encoders alike: PP_enc divides PP_llm, TP_enc divides TP_llm, over all GPUs."""
     encoders = context.job.model.encoders
     for layout in _all_layouts(llm):
         reasons = [encoder_layout_error(context, encoder, layout) for encoder in encoders]
-        found = next((reason for reason in reasons if reason), None)
-        yield RejectedLayout(layout=layout, reason=found, module=context.encoder_names) if found else layout
+        error = next((reason for reason in reasons if reason), None)
+        yield RejectedLayout(layout=layout, reason=error, module=context.encoder_names) if error else layout
 
 
 def valid_encoder_layouts(context: PlanningContext, encoder: Encoder, llm: Layout) -> Iterator[Layout]:
-    """Layouts that one encoder may have beside the LLM."""
+    """Yields the layouts that one encoder may have on the LLM's GPUs."""
     return (layout for layout in _all_layouts(llm) if encoder_layout_error(context, encoder, layout) is None)
 
 
@@ -222,7 +225,7 @@ def _all_layouts(llm: Layout) -> Iterator[Layout]:
 
 
 def encoder_layout_error(context: PlanningContext, encoder: Encoder, layout: Layout) -> str | None:
-    """The reason why an encoder cannot be divided so, or is not to be.
+    """Returns why an encoder cannot have a layout, or None if it can.
 
     Heads need not be a multiple of tp: they are padded, and priced so, for every system.
     """
@@ -241,14 +244,9 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-MOST_ESTIMATED = 10  # layouts whose pipelines are made
-MOST_KEPT = 3  # by each estimate: layouts in which all systems are made,
-CLOSE = 1.15  # if their estimates are this close to the best
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankedLayouts:
-    """Settings that deserve a full look, the most promising first, and what was passed over."""
+    """Contexts at the LLM layouts in which all systems are compared, best first; and rejected layouts."""
 
     contexts: tuple[PlanningContext, ...]
     rejected: tuple[RejectedLayout, ...]
@@ -256,10 +254,12 @@ class RankedLayouts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Candidate:
+class _EstimatedLayout:
+    """A context with step estimates; before it is estimated, `step_s` is a lower bound."""
+
     context: PlanningContext
-    seconds: float  # of work that the mean GPU cannot avoid, or of a balanced step
-    alone_s: float = 0.0  # of the LLM's own step
+    step_s: float  # of a balanced pipeline of all modules
+    llm_alone_s: float = 0.0  # of a pipeline of the LLM
 
 
 def rank_llm_layouts(
@@ -268,27 +268,33 @@ def rank_llm_layouts(
     profile: Profile | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> RankedLayouts:
-    """The settings of a job; one if its layout is stated. DoesNotFit if there is none."""
+    """Ranks the contexts of a job; only one if its layout is stated. Raises DoesNotFit if there is none.
+
+    A layout is rejected by a rule, by memory, or because its work alone takes longer than another layout's
+    step is estimated to. Two estimates count: that of a quickly balanced pipeline of all layers, since other
+    systems need the same recomputation to fit, and that of the LLM alone, since it may hide encoders. Counts,
+    not seconds, limit how many layouts are tried.
+    """
     cost_model = ClusterCostModel(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
     if is_llm_layout_stated(job):
         return RankedLayouts(
             contexts=(_context_at_stated_layout(job, cost_model),), rejected=(), considered=1
         )
     rejected: list[RejectedLayout] = []
-    bounded: list[_Candidate] = []
+    bounded: list[_EstimatedLayout] = []
     layouts, cache = list(enumerate_llm_layouts(job)), PlanningCache()
     for place, layout in enumerate(layouts):
-        progress("layouts", place, len(layouts) + MOST_ESTIMATED)
+        progress("layouts", place, len(layouts) + ESTIMATE_AT_MOST)
         context = encoder_layout_conflict(job, layout) or _context_at(job, cost_model, layout, cache)
         fitting = context if isinstance(context, str) else _find_fitting_pipeline(context)
         if isinstance(fitting, str):
             rejected.append(RejectedLayout(layout=layout, reason=fitting))
         else:
-            bounded.append(_Candidate(context=fitting.context, seconds=_work_s(fitting)))
+            bounded.append(_EstimatedLayout(context=fitting.context, step_s=_work_s(fitting)))
     if not bounded:
         raise _no_layout_fits(job, rejected)
-    estimated = _estimated(sorted(bounded, key=_seconds), rejected, progress, len(layouts))
-    kept = dict.fromkeys((*_closest(estimated, _seconds), *_closest(estimated, _alone_s)))
+    estimated = _estimate(sorted(bounded, key=_step_s), rejected, progress, len(layouts))
+    kept = dict.fromkeys((*_close_to_best(estimated, _step_s), *_close_to_best(estimated, _llm_alone_s)))
     rejected += [
         RejectedLayout(layout=each.context.layout, reason=_why_slower(each, estimated[0]))
         for each in estimated
@@ -299,65 +305,68 @@ def rank_llm_layouts(
     )
 
 
-def _closest(estimated: list[_Candidate], key: Callable[[_Candidate], float]) -> list[_Candidate]:
+def _close_to_best(
+    estimated: list[_EstimatedLayout], key: Callable[[_EstimatedLayout], float]
+) -> list[_EstimatedLayout]:
     ranked = sorted(estimated, key=key)
-    return [each for each in ranked[:MOST_KEPT] if key(each) <= CLOSE * key(ranked[0])]
+    return [each for each in ranked[:COMPARE_AT_MOST] if key(each) <= COMPARE_WITHIN * key(ranked[0])]
 
 
-def _why_slower(candidate: _Candidate, best: _Candidate) -> str:
-    over = candidate.seconds / best.seconds
+def _why_slower(layout: _EstimatedLayout, best: _EstimatedLayout) -> str:
+    over = layout.step_s / best.step_s
     return (
-        f"slower: a balanced pipeline takes about {candidate.seconds:.3g} s, {over:.2f} of that at "
-        f"{best.context.layout}, the LLM alone {candidate.alone_s:.3g} s"
+        f"slower: a balanced pipeline takes about {layout.step_s:.3g} s, {over:.2f} of that at "
+        f"{best.context.layout}, the LLM alone {layout.llm_alone_s:.3g} s"
     )
 
 
-def _estimated(
-    bounded: list[_Candidate],
+def _estimate(
+    bounded: list[_EstimatedLayout],
     rejected: list[RejectedLayout],
     progress: Callable[[str, int, int], None],
     done: int,
-) -> list[_Candidate]:
-    """Estimated steps, shortest first, of those whose work leaves them a chance."""
-    found: list[_Candidate] = []
+) -> list[_EstimatedLayout]:
+    """Estimates the steps of layouts whose bound is close to the best; returns the shortest first."""
+    estimated: list[_EstimatedLayout] = []
     for place, each in enumerate(bounded):
-        best_s = min(map(_seconds, found), default=float("inf"))
-        if len(found) == MOST_ESTIMATED or each.seconds >= CLOSE * best_s:
-            words = (
-                f"slower: work alone takes {each.seconds:.3g} s on each GPU, a step elsewhere {best_s:.3g} s"
+        best_s = min(map(_step_s, estimated), default=float("inf"))
+        if len(estimated) == ESTIMATE_AT_MOST or each.step_s >= COMPARE_WITHIN * best_s:
+            reason = (
+                f"slower: work alone takes {each.step_s:.3g} s on each GPU, a step elsewhere {best_s:.3g} s"
             )
-            rejected.append(RejectedLayout(layout=each.context.layout, reason=words))
+            rejected.append(RejectedLayout(layout=each.context.layout, reason=reason))
             continue
-        progress("layouts", done + place, done + MOST_ESTIMATED)
+        progress("layouts", done + place, done + ESTIMATE_AT_MOST)
         model = each.context.job.model
-        balanced_s, alone_s = _quick_s(each.context, model.modules), _quick_s(each.context, (model.llm,))
+        balanced_s = _quick_estimate_s(each.context, model.modules)
+        alone_s = _quick_estimate_s(each.context, (model.llm,))
         if balanced_s is not None and alone_s is not None:
-            found.append(replace(each, seconds=balanced_s, alone_s=alone_s))
+            estimated.append(replace(each, step_s=balanced_s, llm_alone_s=alone_s))
         else:
             reason = f"memory: balanced pipelines exceed {each.context.capacity_bytes / 1e9:.0f} GB"
             rejected.append(RejectedLayout(layout=each.context.layout, reason=reason))
-    return sorted(found, key=_seconds)
+    return sorted(estimated, key=_step_s)
 
 
-def _quick_s(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> float | None:
-    """A step of the best pipeline before its cut is improved; V such that the LLM's layers are even."""
+def _quick_estimate_s(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> float | None:
+    """Returns the step of the best pipeline before its cut is improved, at V that split the LLM evenly."""
     stated = context.job.layout.of("llm").chunks
     counts = {stated} if stated else even_chunk_counts(context)
-    made = search_pipelines(context, modules, chunk_counts=counts, starts=1, evaluations=0)
-    return made[0].estimate_s if made else None
+    pipelines = search_pipelines(context, modules, chunk_counts=counts, starts=1, evaluations=0)
+    return pipelines[0].estimate_s if pipelines else None
 
 
 def _work_s(pipeline: PipelineCandidate) -> float:
-    """Forwards and backwards of all its modules on the mean GPU."""
+    """Returns the seconds of forwards and backwards of all its modules on the mean GPU."""
     seconds = sum(
         float(pipeline.sums.layer_seconds(kind).sum()) for kind in (OpKind.FORWARD, OpKind.BACKWARD)
     )
     return seconds * pipeline.microbatches / pipeline.layout.pp
 
 
-def _seconds(candidate: _Candidate) -> float:
-    return candidate.seconds
+def _step_s(layout: _EstimatedLayout) -> float:
+    return layout.step_s
 
 
-def _alone_s(candidate: _Candidate) -> float:
-    return candidate.alone_s
+def _llm_alone_s(layout: _EstimatedLayout) -> float:
+    return layout.llm_alone_s

@@ -1,4 +1,4 @@
-"""Plays a plan file again, as it stands: the claim, and where its time goes."""
+"""Replays a plan, with its encoders or without, and finds where its time goes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from optimus.schedule.simulator import ScheduleDeadlock, Timeline
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplayedPlan:
-    """A plan, played."""
+    """A plan with its schedule, simulated timeline and bubbles."""
 
     plan: Plan
     schedule: Schedule
     timeline: Timeline
-    bubbles: Bubbles  # of the mean class; every class stands for as many GPUs
+    bubbles: Bubbles  # of the mean device class; all classes represent equally many GPUs
 
     @property
     def floor_s(self) -> float | None:
-        """As the plan's notes have it."""
-        found = self.plan.notes.get("floor_s")
-        return found if isinstance(found, float) else None
+        """The LLM's own step, from the plan's notes."""
+        floor_s = self.plan.notes.get("floor_s")
+        return floor_s if isinstance(floor_s, float) else None
 
 
 def replay_plan(plan: Plan) -> ReplayedPlan:
-    """Plays a plan; one that cannot be played is refused with what `optimus check` would say more of."""
+    """Simulates the programs of a plan; raises UserError if they cannot run to the end."""
     try:
         schedule = build_plan_schedule(plan, plan.programs)
         timeline = simulate_plan(plan, schedule)
@@ -49,7 +49,7 @@ def replay_plan(plan: Plan) -> ReplayedPlan:
 
 
 def replay_llm_alone(plan: Plan) -> ReplayedPlan:
-    """The plan without its encoders: the LLM's ops in the same order, with nothing between them."""
-    kept = plan.names.index(LLM), len(plan.names) - 1  # and the optimizer, which is everybody's
+    """Replays a plan without its encoders: the LLM's ops in the same order, with nothing between them."""
+    kept = plan.names.index(LLM), len(plan.names) - 1  # and the optimizer, an op of no single module
     programs = tuple(Program.of(each.rows[np.isin(each.module, kept)]) for each in plan.programs)
     return replay_plan(replace(plan, programs=programs))

@@ -1,4 +1,4 @@
-"""Makes a plan for a job: layouts, schedule, programs, proof; and says what it is worth."""
+"""Plans a job: searches the best plan, compares it with other systems, and checks it by all rules."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.registry import applicable_systems, default_baselines, plan_making_systems
 from optimus.verify.validator import MAX_VIOLATIONS, CheckReport, Violation, check_plan
 
+MAX_GPU_FACTOR = 64  # times the job's GPUs that remedies try
+MAX_REMEDIES = 3  # named in one hint
 MIN_SPEEDUP_WORTH_FILLING = 1.02  # over the best simpler system; below it that system is recommended
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanningResult:
-    """A plan, the systems it is compared with, and its proof."""
+    """A plan, the systems it is compared with, lower bounds, and the validator's report."""
 
     plan: Plan
     comparison: Comparison
     bounds: StepBounds
     report: CheckReport
-    found: SearchResult
+    search_result: SearchResult
     search_s: float
 
     @property
@@ -58,7 +60,7 @@ class PlanningResult:
 
     @property
     def memory(self) -> RankMemory:
-        """Of the worst rank."""
+        """Memory of the worst rank."""
         return self.system.memory
 
     @property
@@ -67,8 +69,8 @@ class PlanningResult:
 
     @property
     def hidden_placed(self) -> float:
-        """The paper's generous form: the share of encoder work placed inside bubbles."""
-        return self.found.hidden_share
+        """The paper's measure: the share of encoder work placed inside bubbles."""
+        return self.search_result.hidden_share
 
     @property
     def speedup(self) -> dict[str, float]:
@@ -77,7 +79,7 @@ class PlanningResult:
 
     @property
     def rejected(self) -> list[RejectedLayout]:
-        return [*self.comparison.rejected, *self.found.rejected]
+        return [*self.comparison.rejected, *self.search_result.rejected]
 
     @property
     def simpler(self) -> SimulatedSystem | None:
@@ -86,9 +88,9 @@ class PlanningResult:
 
     @property
     def reference(self) -> SimulatedSystem | None:
-        """What people run: today's, or everything in stage 0; none if it was not compared or does not fit."""
-        found = self.systems.get("today") or self.systems.get("stage0")
-        return found if found is not None and found.fits else None
+        """The system in common use: today's, or stage0; None if it was not compared or does not fit."""
+        system = self.systems.get("today") or self.systems.get("stage0")
+        return system if system is not None and system.fits else None
 
     @property
     def _others(self) -> list[SimulatedSystem]:
@@ -105,7 +107,7 @@ def make_plan(
     systems: Iterable[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> PlanningResult:
-    """Plans a job and proves the plan; DoesNotFit says what would make an impossible one fit.
+    """Plans a job and checks the plan by all rules; DoesNotFit proposes changes under which a job fits.
 
     `systems` are those to compare with: all that apply, by default.
     """
@@ -122,25 +124,25 @@ def make_plan(
     if strategy not in comparison.systems:
         raise _with_remedies(DoesNotFit(comparison.missing[strategy], ""), job, assumptions)
     system = comparison.systems[strategy]
-    found = system.search_result
-    assert found is not None, "candidates of a system that makes a plan are search results"
-    comparison = replace(comparison, context=found.context)
+    result = system.search_result
+    assert result is not None, "candidates of a system that makes a plan are search results"
+    comparison = replace(comparison, context=result.context)
     bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
     progress("check", len(names), len(names) + 1)
-    plan = _with_notes(_bound(found.plan, job, comparison), comparison, bounds, found)
+    plan = _with_notes(_bind(result.plan, job, comparison), comparison, bounds, result)
     report = check_plan(plan)
     return PlanningResult(
         plan=plan,
         comparison=comparison,
         bounds=bounds,
         report=report,
-        found=found,
+        search_result=result,
         search_s=time.monotonic() - begin,
     )
 
 
 def _check(job: Job, strategy: str) -> None:
-    """Whether there is anything to plan."""
+    """Refuses an unknown strategy, a job without encoders, and one that forbids plans."""
     if strategy not in plan_making_systems():
         raise UserError(
             field="--strategy",
@@ -167,8 +169,8 @@ def check_plan_or_result(plan: Plan | PlanningResult) -> CheckReport:
 
 
 def add_binding_violations(report: CheckReport, plan: Plan, parts: Mapping[str, Any]) -> CheckReport:
-    """The report with a violation of `binding` for every field in which a plan and a job differ."""
-    found = tuple(
+    """Adds a violation of rule `binding` for every field in which the plan and a job differ."""
+    violations = tuple(
         Violation(
             rule="binding",
             where=f"{each.part}.{each.field}",
@@ -176,21 +178,21 @@ def add_binding_violations(report: CheckReport, plan: Plan, parts: Mapping[str, 
         )
         for each in find_binding_mismatches(plan, parts)
     )
-    holds = report.rules["binding"] and not found
+    holds = report.rules["binding"] and not violations
     return replace(
         report,
         rules={**report.rules, "binding": holds},
-        violations=(*report.violations, *found[:MAX_VIOLATIONS]),
+        violations=(*report.violations, *violations[:MAX_VIOLATIONS]),
     )
 
 
-def _bound(plan: Plan, job: Job, comparison: Comparison) -> Plan:
+def _bind(plan: Plan, job: Job, comparison: Comparison) -> Plan:
     fields, hashes = flatten_and_hash_parts(list_bound_parts(job, comparison.context.cost_model.profile))
     return replace(plan, bound_to=fields, hashes=hashes)
 
 
-def _with_notes(plan: Plan, comparison: Comparison, bounds: StepBounds, found: SearchResult) -> Plan:
-    """Figures for readers of the file; none depends on how long anything took."""
+def _with_notes(plan: Plan, comparison: Comparison, bounds: StepBounds, result: SearchResult) -> Plan:
+    """Adds figures for readers of the plan file; none depends on the time that planning took."""
     notes = {
         "preset": comparison.assumptions.describe(),
         "floor_s": comparison.floor_s,
@@ -199,9 +201,9 @@ def _with_notes(plan: Plan, comparison: Comparison, bounds: StepBounds, found: S
         "bound": bounds.largest_name,
         "mfu": comparison.systems[plan.strategy].mfu,
         "hidden_share_strict": bounds.hidden_share(plan.claims.step_s),
-        "hidden_share_placed": found.hidden_share,
+        "hidden_share_placed": result.hidden_share,
         "systems_s": {name: system.step_s for name, system in comparison.systems.items()},
-        **found.notes,
+        **result.notes,
         "limits": asdict(comparison.job.layout.limits),  # so that a later search stays within them
     }
     unfit = [name for name, system in comparison.systems.items() if not system.fits]
@@ -211,7 +213,7 @@ def _with_notes(plan: Plan, comparison: Comparison, bounds: StepBounds, found: S
 
 
 def _rounded(value: Any) -> Any:
-    """Notes to twelve digits, so that they are the same on every machine."""
+    """Rounds floats to twelve digits, so that notes are the same on every machine."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return round(value, 12) if isinstance(value, float) else value
@@ -221,37 +223,33 @@ def _seconds(system: SimulatedSystem) -> float:
     return system.step_s if system.measured_step_s is None else system.measured_step_s
 
 
-def _with_remedies(no: DoesNotFit, job: Job, assumptions: Assumptions | str) -> DoesNotFit:
-    """The same no, with what was tried and would fit."""
+def _with_remedies(refusal: DoesNotFit, job: Job, assumptions: Assumptions | str) -> DoesNotFit:
+    """Returns the error with a hint that names changes under which the job fits."""
     remedies = _suggest_remedies(job, assumptions)
-    return DoesNotFit(no.problem, remedies or no.hint or "nothing that was tried makes it fit")
-
-
-MOST_TIMES = 64  # as many GPUs are tried
-MOST_HINTS = 3
+    return DoesNotFit(refusal.problem, remedies or refusal.hint or "nothing that was tried makes it fit")
 
 
 def _suggest_remedies(job: Job, assumptions: Assumptions | str) -> str:
-    """A hint that names the changes under which the job fits; empty if none of them helps."""
+    """Returns a hint that names changes under which the job fits; empty if none of them helps."""
     assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
-    found: dict[str, str] = {}  # sort of change -> words
-    for sort, words, changed in _changes(job):
-        if sort not in found and _fits(changed, assumed):
-            found[sort] = words
-        if len(found) == MOST_HINTS:
+    remedies: dict[str, str] = {}  # description by kind of change, the first that fits of each
+    for kind, description, changed in _changes(job):
+        if kind not in remedies and _fits(changed, assumed):
+            remedies[kind] = description
+        if len(remedies) == MAX_REMEDIES:
             break
-    return f"it fits with {one_of(found.values())}" if found else ""
+    return f"it fits with {one_of(remedies.values())}" if remedies else ""
 
 
 def _changes(job: Job) -> Iterator[tuple[str, str, Job]]:
-    """Sort of change, in words, and the changed job: recomputation, layouts, more GPUs, fewer GPUs."""
+    """Yields kind, description and changed job: recomputation, layouts, more GPUs, fewer GPUs."""
     stated = [m.name for m in job.model.modules if m.recompute not in ("auto", "full")]
     if stated:
         yield "recompute", f"recompute: full for {one_of(stated)}", _recomputed(job)
     for text, changed in _layouts(job):
         yield "layout", f"--layout {text}", changed
     gpus, times = job.cluster.gpus, 2
-    while times <= MOST_TIMES:
+    while times <= MAX_GPU_FACTOR:
         yield "more", f"{gpus * times} GPUs", job.replace(gpus=gpus * times)
         times *= 2
     for fewer in (gpus // 2, gpus // 4, gpus // 8):
@@ -266,9 +264,9 @@ def _recomputed(job: Job) -> Job:
 
 
 def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
-    """Other layouts of the LLM on the same GPUs, in order of their size."""
+    """Yields other layouts of the LLM on the same GPUs, smallest first."""
     stated = job.layout.of("llm").stated()
-    encoders = {name: own for name, own in job.layout.modules.items() if name != "llm"}
+    encoders = {name: choice for name, choice in job.layout.modules.items() if name != "llm"}
     sizes = product((1, 2, 4, 8, 16), (1, 2, 4, 8))
     for pp, tp in sorted(sizes, key=lambda size: (size[0] * size[1], size[0])):
         choice = PartialLayout(pp=pp, tp=tp, cp=stated.get("cp"), ep=stated.get("ep"))
@@ -278,7 +276,7 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
 
 
 def _fits(job: Job, assumptions: Assumptions) -> bool:
-    """Whether some layout of the encoders fits beside the LLM; nothing is scheduled."""
+    """Returns whether LLM and encoders fit in some layout; nothing is scheduled."""
     try:
         context, _ = choose_smallest_context(job, assumptions)
         llm = first_fitting_pipeline(context, (job.model.llm,))

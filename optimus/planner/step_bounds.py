@@ -1,4 +1,4 @@
-"""What no schedule can beat: the floor, all work spread evenly, and the way of one microbatch."""
+"""Computes lower bounds of a step: the LLM alone, all work spread evenly, one microbatch's path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from optimus.schedule.simulator import simulate_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StepBounds:
-    """Lower bounds of a step in seconds; `encoder_s`: encoders alone on all GPUs, with their traffic."""
+    """Lower bounds of a step in seconds; `encoder_s` is the time of encoders alone on all GPUs."""
 
     floor_s: float
     work_s: float
@@ -33,7 +33,7 @@ class StepBounds:
 
     @property
     def largest_name(self) -> str:
-        """Which bound is the largest."""
+        """Name of the largest bound."""
         named = {
             "floor": self.floor_s,
             "total work": self.work_s,
@@ -42,12 +42,12 @@ class StepBounds:
         return max(named, key=lambda name: named[name])
 
     def hidden_share(self, step_s: float) -> float:
-        """Strict: the share of the encoders' own time that the step does not show."""
+        """Returns the share of the encoders' own time by which the step is not longer than the floor."""
         return 1.0 - (step_s - self.floor_s) / self.encoder_s if self.encoder_s else 1.0
 
 
 def compute_step_bounds(context: PlanningContext, floor: PipelineCandidate, floor_s: float) -> StepBounds:
-    """Bounds of every system at this layout of the LLM."""
+    """Computes the bounds of every system at this layout of the LLM."""
     encoders = context.job.model.encoders
     choices = [
         [
@@ -65,7 +65,7 @@ def compute_step_bounds(context: PlanningContext, floor: PipelineCandidate, floo
 
 
 def _alone_s(replicated: ReplicatedEncoder) -> float:
-    """All forwards, then all backwards of an encoder on all GPUs, with gathers and reduces under them."""
+    """Simulates all forwards, then all backwards of an encoder on all GPUs, its traffic overlapped."""
     if not replicated.pieces:
         return 0.0
     builder = ScheduleBuilder(replicated.context.chunks.modules, 1)
@@ -82,7 +82,7 @@ def _alone_s(replicated: ReplicatedEncoder) -> float:
 
 
 def _work_s(replicated: ReplicatedEncoder) -> float:
-    """An encoder's kernels on the mean GPU, without communication and as if images could be cut."""
+    """Returns the seconds of an encoder's kernels on the mean GPU, as if images could be split."""
     context, sequences = replicated.context, replicated.context.microbatch_sequences
     layers = context.encoder_layers(replicated.encoder, replicated.layout, sequences, replicated.recompute)
     microbatches = context.job.workload.sequences_per_step / sequences
@@ -90,12 +90,12 @@ def _work_s(replicated: ReplicatedEncoder) -> float:
 
 
 def _llm_work_s(floor: PipelineCandidate) -> float:
-    """The LLM's kernels on the mean stage, without communication."""
+    """Returns the seconds of the LLM's kernels on the mean stage, without communication."""
     return _compute_s(floor.layers) * floor.microbatches / floor.layout.pp
 
 
 def _compute_s(layers: Sequence[PricedLayer]) -> float:
-    """Forward and backward kernels of one microbatch."""
+    """Returns the compute seconds of one microbatch, forward and backward."""
     kernels = (
         kernel
         for layer in layers
@@ -106,7 +106,7 @@ def _compute_s(layers: Sequence[PricedLayer]) -> float:
 
 
 def _llm_path_s(floor: PipelineCandidate) -> float:
-    """One microbatch through all stages and back; weight gradients may wait."""
+    """Returns the time of one microbatch through all stages and back; weight gradients may wait."""
     chunks = [floor.context.chunks.make([layer]).seconds for layer in floor.layers]
     return sum(
         seconds[OpKind.FORWARD] + min(seconds[OpKind.INPUT_GRAD], seconds[OpKind.BACKWARD])
@@ -115,7 +115,7 @@ def _llm_path_s(floor: PipelineCandidate) -> float:
 
 
 def _path_s(replicated: ReplicatedEncoder) -> float:
-    """One piece forward, and the shorter of its backwards."""
+    """Returns the time of one piece's forward and the shorter of its backwards."""
     seconds = replicated.context.chunks.make(replicated.layers).seconds
     return (
         seconds[OpKind.FORWARD] + min(seconds[OpKind.INPUT_GRAD], seconds[OpKind.BACKWARD])

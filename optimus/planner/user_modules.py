@@ -1,4 +1,4 @@
-"""Plans for modules that the cost model does not know: from measured seconds of whole stages and blocks."""
+"""Plans modules that the cost model does not know, from measured seconds of stages and encoder blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNLIMITED_BYTES = 2**50  # memory is not modelled here
 SHIFT_SHARES = (0.0, 0.05, 0.1, 0.2)  # of the LLM's own step: how much later the LLM begins
 MAX_REASSIGNMENTS = 60  # replays that the search for a better assignment may take
 MAX_REASSIGNED_LINES = 40_000  # program lines that it may replay in all
-TINY_S = 1e-9  # a bucket must take some time to be more than nothing
+TINY_S = 1e-9  # least time of a bucket: a bucket of 0 s would be left out
 
 
 def plan_modules(
@@ -48,9 +48,9 @@ def plan_modules(
     pp: int,
     order: str = "",
 ) -> Plan:
-    """A filled plan for an LLM of `stages` virtual stages on `pp` ranks each replica, beside its encoders.
+    """Plans an LLM of `stages` virtual stages, `pp` ranks per replica, with encoders in its bubbles.
 
-    `order` is `1f1b`, `interleaved` or `zero-bubble`; one of the first two by default. The same numbers give
+    `order` is `1f1b`, `interleaved` or `zero-bubble`; one of the first two by default. Equal inputs give
     the same plan on every rank.
     """
     chunks = _check(len(stages), pp, ranks, encoders)
@@ -61,17 +61,19 @@ def plan_modules(
     modules = {
         name: _module(name, encoder, llm, microbatches, templates) for name, encoder in encoders.items()
     }
-    made = tuple(_chunk(f"{LLM}.{at}", [stage], templates, split=split) for at, stage in enumerate(stages))
+    llm_chunks = tuple(
+        _chunk(f"{LLM}.{at}", [stage], templates, split=split) for at, stage in enumerate(stages)
+    )
     buckets = tuple(
         tuple(_bucket(chunk, 0, [stages[chunk * pp + stage]]) for chunk in range(chunks))
         if llm.dp > 1
         else ()
         for stage in range(pp)
     )
-    modules[LLM] = PlannedModule(layout=llm, chunks=made, buckets=buckets)
-    told = {"stages": list(map(asdict, stages)), "encoders": {n: asdict(e) for n, e in encoders.items()}}
+    modules[LLM] = PlannedModule(layout=llm, chunks=llm_chunks, buckets=buckets)
+    model = {"stages": list(map(asdict, stages)), "encoders": {n: asdict(e) for n, e in encoders.items()}}
     fields, hashes = flatten_and_hash_parts(
-        {"model": told, "cluster": {"ranks": ranks}, "workload": {}, "profile": {}}
+        {"model": model, "cluster": {"ranks": ranks}, "workload": {}, "profile": {}}
     )
     header = Plan(
         name="modules",
@@ -159,7 +161,7 @@ def _with_pipelines(header: Plan, pipelines: Mapping[str, Sequence[int]]) -> Pla
 
 
 def _check(virtual_stages: int, pp: int, ranks: int, encoders: Mapping[str, EncoderBlocks]) -> int:
-    """Chunks per rank."""
+    """Refuses counts that do not divide; returns the chunks per rank."""
     if ranks % pp or virtual_stages % pp:
         raise UserError(
             field="pp",
@@ -209,7 +211,7 @@ def _module(
 def _chunk(
     name: str, parts: Sequence[Seconds], templates: dict[str, Template], *, split: bool
 ) -> PlannedChunk:
-    """One phase per block and kind; with `split`, backwards are I and W."""
+    """Builds a chunk with one phase per block and kind; with `split`, backwards are I and W."""
     back = [(at, part) for at, part in reversed(list(enumerate(parts))) if part.backward_s > 0]
     phases = {OpKind.FORWARD: [(at, part.forward_s) for at, part in enumerate(parts)]}
     if split:
@@ -217,11 +219,11 @@ def _chunk(
         phases[OpKind.WEIGHT_GRAD] = [(at, part.weight_s) for at, part in back]
     else:
         phases[OpKind.BACKWARD] = [(at, part.backward_s) for at, part in back]
-    found = {}
+    names = {}
     for kind, timed in phases.items():
         if timed:
-            found[kind] = f"{name}.{kind.word}"
-            templates[found[kind]] = tuple(
+            names[kind] = f"{name}.{kind.word}"
+            templates[names[kind]] = tuple(
                 Phase(
                     name="block",
                     kind=kind,
@@ -232,12 +234,12 @@ def _chunk(
                 for place, (layer, seconds) in enumerate(timed)
             )
     return PlannedChunk(
-        templates=found, layers=len(parts), output_bytes=1, send_s=round(parts[-1].send_s, SECONDS_DIGITS)
+        templates=names, layers=len(parts), output_bytes=1, send_s=round(parts[-1].send_s, SECONDS_DIGITS)
     )
 
 
 def _buckets(blocks: Sequence[Seconds]) -> tuple[Bucket, ...]:
-    """Of an encoder's stage: one for every block if their traffic is known, else one for all."""
+    """Returns the buckets of an encoder's stage: one per block if their traffic is known, else one."""
     if not any(block.backward_s for block in blocks):
         return ()
     if not any(block.gather_s or block.reduce_s for block in blocks):

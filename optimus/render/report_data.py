@@ -354,7 +354,7 @@ def _candidates(plan: Plan, comparison: Comparison) -> TriedCandidates:
     rejected = [*comparison.rejected, *([] if result is None else result.rejected)]
     points += [
         CandidatePoint(
-            name=layout.words,
+            name=layout.label,
             step_s=None,
             peak_bytes=layout.peak_bytes,
             reason=layout.reason,

@@ -1,4 +1,4 @@
-"""The paper's model planner: every encoder layout beside the LLM's, pruned by memory, scheduled, replayed."""
+"""Plans as the paper does: every encoder layout, pruned by memory, scheduled into bubbles and replayed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from optimus.planner.layouts import common_encoder_layouts
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.layer_partition import search_pipelines
 from optimus.planner.systems.llm_only import PLAIN_ORDERS, LlmPipelines
-from optimus.planner.systems.paper_candidate import LlmTimelineCache, PaperCandidate, PaperSchedule
+from optimus.planner.systems.paper_candidate import LlmTimelines, PaperCandidate, PaperSchedule
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.pipeline_orders import build_interleaved_1f1b_order, minimal_warmup_counts
 
-MOST_REPLAYED = 4  # layouts whose programs are made and replayed,
-CLOSE = 1.05  # if their estimates are this close to the best
-FEW_SPLITS = "too many splits of the microbatches: the uniform one and its neighbours were tried"
-ADJUSTED = "interleaved, adjusted warm-up"
+REPLAY_AT_MOST = 4  # encoder layouts that are lowered and replayed,
+REPLAY_WITHIN = 1.05  # if their estimates are at most this times the best
+SPLITS_LEFT_OUT = "too many splits of the microbatches: the uniform one and its neighbours were tried"
+ADJUSTED_WARMUP = "interleaved, adjusted warm-up"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PaperSearchResult(SearchResult):
-    """With what the paper's scheduler says of it."""
+    """The best plan by the paper's algorithm, with the algorithm's own schedule."""
 
     choice: PaperSchedule
 
@@ -78,18 +78,19 @@ def search_paper_plan(context: PlanningContext, llms: Sequence[PipelineCandidate
     for llm in llms:
         considered, rejected = 0, list[RejectedLayout]()
         choices: list[PaperSchedule] = []
-        variants, bases = list(warmup_variants(llm)), LlmTimelineCache()
+        variants: list[PipelineCandidate] = list(warmup_variants(llm))
+        timelines: LlmTimelines = {}
         for layout in common_encoder_layouts(context, llm.layout):
             considered += 1
             if isinstance(layout, RejectedLayout):
                 rejected.append(layout)
                 continue
-            found = _schedule(context, variants, bases, layout)
-            if isinstance(found, RejectedLayout):
-                rejected.append(found)
+            outcome = _schedule(context, variants, timelines, layout)
+            if isinstance(outcome, RejectedLayout):
+                rejected.append(outcome)
             else:
-                choices.append(found)
-        plans = _replayed(choices, rejected)
+                choices.append(outcome)
+        plans = _replay_best(choices, rejected)
         if plans:
             best, choice = min(plans, key=lambda pair: pair[0].step_s)
             return PaperSearchResult(
@@ -104,13 +105,13 @@ def search_paper_plan(context: PlanningContext, llms: Sequence[PipelineCandidate
                     "split": list(choice.split),
                 },
                 estimate_includes_traffic=False,
-                remarks=() if choice.all_splits else (FEW_SPLITS,),
+                remarks=() if choice.all_splits else (SPLITS_LEFT_OUT,),
                 rejected=rejected,
-                tried=_tried(choices, plans, rejected),
+                tried=_summarize_layouts(choices, plans, rejected),
             )
-    words = "; ".join(summarize_rejections(rejected))
+    reasons = "; ".join(summarize_rejections(rejected))
     raise DoesNotFit(
-        f"encoders fit beside the LLM at {context.layout} in none of {considered} layouts: {words}",
+        f"encoders fit beside the LLM at {context.layout} in none of {considered} layouts: {reasons}",
         _hint(rejected),
     )
 
@@ -118,42 +119,42 @@ def search_paper_plan(context: PlanningContext, llms: Sequence[PipelineCandidate
 def _describe(choice: PaperSchedule) -> str:
     candidate, split = choice.candidate, choice.split
     same = len(set(split)) == 1
-    dealt = f"{len(split)} x {split[0]}" if same else "+".join(map(str, split))
-    again = describe_recompute((*candidate.recompute.items(), *candidate.llm.policy))
+    counts = f"{len(split)} x {split[0]}" if same else "+".join(map(str, split))
+    recompute = describe_recompute((*candidate.recompute.items(), *candidate.llm.policy))
     return (
-        f"{candidate.context.encoder_names} {candidate.layout}; microbatches {dealt}; "
+        f"{candidate.context.encoder_names} {candidate.layout}; microbatches {counts}; "
         f"llm {candidate.llm.layout}; {candidate.llm.order_name}; "
-        f"microbatch {candidate.llm.sequences:.3g}; {again}"
+        f"microbatch {candidate.llm.sequences:.3g}; {recompute}"
     )
 
 
 def _hint(rejected: Sequence[RejectedLayout]) -> str:
-    sorts = {each.reason.partition(":")[0] for each in rejected}
+    kinds = {each.reason.partition(":")[0] for each in rejected}
     hints = {
         "memory": "recompute: full, more GPUs, or more tp or pp",
         "microbatches": "more sequences per step, or smaller microbatches",
         "divisibility": "no more pp than the encoders have layers, no more tp than heads",
         "stated": "an encoder layout that divides the LLM's",
     }
-    return f"use {one_of(hint for sort, hint in hints.items() if sort in sorts)}, or another system"
+    return f"use {one_of(hint for kind, hint in hints.items() if kind in kinds)}, or another system"
 
 
 def _schedule(
-    context: PlanningContext, llms: Sequence[PipelineCandidate], bases: LlmTimelineCache, layout: Layout
+    context: PlanningContext, llms: Sequence[PipelineCandidate], timelines: LlmTimelines, layout: Layout
 ) -> PaperSchedule | RejectedLayout:
-    """The best split in one layout, with the least recomputation that fits and the best of the warm-ups."""
+    """Schedules one layout with the least recomputation that fits, its best split and best warm-up."""
     encoders, llm = context.job.model.encoders, llms[0]
     needs: list[str] = []
     for policy in context.recompute_policies(encoders):
-        made = [PaperCandidate(context, each, layout, dict(policy), bases) for each in llms]
-        candidate = made[0]
+        variants = [PaperCandidate(context, each, layout, dict(policy), timelines) for each in llms]
+        candidate = variants[0]
         if candidate.num_pipelines > llm.microbatches:
             reason = f"microbatches: {llm.microbatches} for {candidate.num_pipelines} encoder pipelines"
             return RejectedLayout(layout=layout, reason=reason, module=context.encoder_names)
         even = -(-llm.microbatches // candidate.num_pipelines)
-        most = min(each.max_microbatches(context.capacity_bytes) for each in made)
+        most = min(each.max_microbatches(context.capacity_bytes) for each in variants)
         if most >= even:
-            return min((each.best(most) for each in made), key=lambda choice: choice.estimate_s)
+            return min((each.search_splits(most) for each in variants), key=lambda choice: choice.estimate_s)
         needs.append(f"{candidate.peak_bytes_bound(even) / 1e9:.1f}")
     capacity = context.capacity_bytes / 1e9
     reason = f"memory: {needs[-1]} of {capacity:.1f} GB with the most recomputation"
@@ -166,7 +167,7 @@ def _schedule(
 
 
 def warmup_variants(llm: PipelineCandidate) -> Iterator[PipelineCandidate]:
-    """The pipeline as it is, and with the paper's adjusted warm-up, which defers later forwards."""
+    """Yields the pipeline, and its variant with the paper's adjusted warm-up, which defers later forwards."""
     yield llm
     layout = llm.layout
     if layout.chunks > 1 and llm.order_name == "interleaved":
@@ -176,25 +177,25 @@ def warmup_variants(llm: PipelineCandidate) -> Iterator[PipelineCandidate]:
             microbatches=llm.microbatches,
             warmup=minimal_warmup_counts(layout.pp, layout.chunks),
         )
-        yield replace(llm, explicit_order=order, order_name=ADJUSTED)
+        yield replace(llm, explicit_order=order, order_name=ADJUSTED_WARMUP)
 
 
-def _replayed(
+def _replay_best(
     choices: Sequence[PaperSchedule], rejected: list[RejectedLayout]
 ) -> list[tuple[FilledPlan, PaperSchedule]]:
-    """Programs of the most promising choices; those that turn out not to fit are rejected."""
+    """Lowers and replays the most promising schedules; those that do not fit are rejected."""
 
     def rank(choice: PaperSchedule) -> float:
         return choice.estimate_s + choice.candidate.traffic_s
 
     ranked = sorted(choices, key=rank)
-    found: list[tuple[FilledPlan, PaperSchedule]] = []
+    plans: list[tuple[FilledPlan, PaperSchedule]] = []
     for choice in ranked:
-        if len(found) == MOST_REPLAYED or (found and rank(choice) > CLOSE * rank(ranked[0])):
+        if len(plans) == REPLAY_AT_MOST or (plans and rank(choice) > REPLAY_WITHIN * rank(ranked[0])):
             break
         filled = choice.candidate.plan(choice)
         if filled.fits:
-            found.append((filled, choice))
+            plans.append((filled, choice))
             continue
         peak = max(held.peak for held in filled.plan.memory) / 1e9
         reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
@@ -202,18 +203,18 @@ def _replayed(
         rejected.append(
             RejectedLayout(layout=choice.candidate.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
         )
-    return found
+    return plans
 
 
-def _tried(
+def _summarize_layouts(
     choices: Sequence[PaperSchedule],
     plans: Sequence[tuple[FilledPlan, PaperSchedule]],
     rejected: Sequence[RejectedLayout],
 ) -> list[ScheduledLayout]:
-    """Every layout that fits: as replayed, or as estimated where others were more promising."""
+    """Summarizes every layout that fits: as replayed, or as estimated where others were more promising."""
     replayed = {choice.candidate.layout: filled for filled, choice in plans}
     passed_over = {each.layout for each in rejected}
-    found = []
+    layouts = []
     for choice in choices:
         candidate = choice.candidate
         if candidate.layout in passed_over:
@@ -226,7 +227,7 @@ def _tried(
             )
         else:
             step_s, peak = filled.step_s, float(max(held.peak for held in filled.plan.memory))
-        found.append(
+        layouts.append(
             ScheduledLayout(
                 layout=candidate.layout,
                 module=candidate.context.encoder_names,
@@ -235,4 +236,4 @@ def _tried(
                 replayed=filled is not None,
             )
         )
-    return found
+    return layouts

@@ -1,4 +1,8 @@
-"""The paper's system: encoder layouts beside the LLM's, and its bubble scheduler for each of them."""
+"""Schedules all encoders in one layout into an LLM pipeline's bubbles, by the paper's algorithm.
+
+Forwards are packed into the bubbles of the LLM's timeline, backwards into those of its mirror image, in which
+time runs from the end of the step to its begin.
+"""
 
 from __future__ import annotations
 
@@ -30,58 +34,60 @@ from optimus.schedule.fill_paper import (
 )
 from optimus.schedule.llm_timeline import FIRST, LAST, LlmTimeline, PlacedEncoderOp, list_template_kernels
 
-MOST_SPLITS = 5_000
-Split = tuple[int, ...]
+MAX_SPLITS = 5_000  # of the microbatches over encoder pipelines, for one layout
+Split = tuple[int, ...]  # microbatches of every encoder pipeline
+LlmTimelines = dict[int, tuple[PipelineCandidate, LlmTimeline]]  # by id of the pipeline
 
 
 def enumerate_microbatch_splits(microbatches: int, pipelines: int) -> Iterator[Split]:
-    """Every way to give each pipeline at least one of the microbatches."""
+    """Yields every split of the microbatches that gives each pipeline at least one."""
     for cuts in combinations(range(1, microbatches), pipelines - 1):
         edges = (0, *cuts, microbatches)
         yield tuple(b - a for a, b in pairwise(edges))
 
 
 def uniform_microbatch_split(microbatches: int, pipelines: int) -> Split:
-    """As even as it can be."""
-    each, rest = divmod(microbatches, pipelines)
-    return tuple(each + (number < rest) for number in range(pipelines))
+    """Returns the most even split; the first pipelines get one more."""
+    share, rest = divmod(microbatches, pipelines)
+    return tuple(share + (number < rest) for number in range(pipelines))
 
 
 def candidate_microbatch_splits(
     microbatches: int, pipelines: int, groups: Sequence[int]
 ) -> tuple[list[Split], bool]:
-    """All splits that differ (pipelines of one group are alike), or the uniform one and its neighbours.
+    """Returns all splits that differ, or if they are too many the uniform one and its neighbours.
 
-    The second value says whether all were taken.
+    Pipelines of one group are interchangeable. The second value says whether all splits are returned.
     """
-    if comb(microbatches - 1, pipelines - 1) <= MOST_SPLITS:
+    if comb(microbatches - 1, pipelines - 1) <= MAX_SPLITS:
         splits = enumerate_microbatch_splits(microbatches, pipelines)
         return list(dict.fromkeys(_sorted_in_groups(split, groups) for split in splits)), True
     uniform = uniform_microbatch_split(microbatches, pipelines)
-    found = [uniform]
+    neighbours = [uniform]
     for giver in range(pipelines):
         for taker in range(pipelines):
             if giver != taker and uniform[giver] > 1:
                 split = list(uniform)
                 split[giver] -= 1
                 split[taker] += 1
-                found.append(tuple(split))
-    return list(dict.fromkeys(_sorted_in_groups(split, groups) for split in found))[:MOST_SPLITS], False
+                neighbours.append(tuple(split))
+    distinct = dict.fromkeys(_sorted_in_groups(split, groups) for split in neighbours)
+    return list(distinct)[:MAX_SPLITS], False
 
 
 def _sorted_in_groups(split: Split, groups: Sequence[int]) -> Split:
-    """Of splits that only exchange alike pipelines, one: the larger parts first."""
-    found = list(split)
+    """Sorts the counts of interchangeable pipelines, the larger first."""
+    counts = list(split)
     for group in set(groups):
-        places = [place for place, own in enumerate(groups) if own == group]
+        places = [place for place, its_group in enumerate(groups) if its_group == group]
         for place, count in zip(places, sorted((split[p] for p in places), reverse=True), strict=True):
-            found[place] = count
-    return tuple(found)
+            counts[place] = count
+    return tuple(counts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PaperSchedule:
-    """What the scheduler found best for one encoder layout."""
+    """The best split of one encoder layout, with both directions packed into bubbles."""
 
     candidate: PaperCandidate
     split: Split
@@ -91,30 +97,18 @@ class PaperSchedule:
 
     @property
     def estimate_s(self) -> float:
-        """The paper's own latency: the LLM's step and what does not fit."""
+        """The paper's latency: the LLM's step and the delays by work that does not fit into bubbles."""
         return self.forward.delay_s + self.candidate.base.step_s + self.backward.delay_s
 
     def hidden_share(self, *, coarse: bool = False) -> float:
-        """Share of encoder work placed inside the LLM's bubbles: the paper's scheduling efficiency."""
+        """Returns the share of encoder work inside the LLM's bubbles: the paper's scheduling efficiency."""
         both = self.forward, self.backward
-        total = sum(filled.work_s for filled in both)
-        return sum(filled.inside_s(coarse=coarse) for filled in both) / total if total else 1.0
-
-
-class LlmTimelineCache:
-    """Timelines of LLM pipelines, each played once."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[PipelineCandidate, LlmTimeline]] = {}
-
-    def of(self, llm: PipelineCandidate, header: Plan) -> LlmTimeline:
-        if id(llm) not in self._known:
-            self._known[id(llm)] = llm, LlmTimeline(header, llm.order)
-        return self._known[id(llm)][1]
+        total_s = sum(filled.work_s for filled in both)
+        return sum(filled.inside_s(coarse=coarse) for filled in both) / total_s if total_s else 1.0
 
 
 class PaperCandidate:
-    """One LLM pipeline with all encoders in one layout, as the bubble scheduler sees it."""
+    """One LLM pipeline with all encoders in one layout, as the paper's bubble scheduler sees them."""
 
     def __init__(
         self,
@@ -122,16 +116,17 @@ class PaperCandidate:
         llm: PipelineCandidate,
         layout: Layout,
         recompute: dict[str, str],
-        bases: LlmTimelineCache | None = None,
+        timelines: LlmTimelines | None = None,
     ) -> None:
+        """`timelines` are shared by candidates, so that each LLM pipeline is simulated once."""
         self.context, self.llm, self.layout, self.recompute = context, llm, layout, recompute
-        self._bases = bases or LlmTimelineCache()
+        self._timelines = {} if timelines is None else timelines
         names = [encoder.name for encoder in context.job.model.encoders]
         self._ranks = RankGrid(layouts={**dict.fromkeys(names, layout), LLM: llm.layout})
         self.num_pipelines = self._ranks.num_pipelines(names[0]) if names else 0
 
-    def encoders(self, pipelines: Sequence[int]) -> list[ColocatedEncoder]:
-        """Every encoder in this layout; one plan is applied to each."""
+    def _place_encoders(self, pipelines: Sequence[int]) -> list[ColocatedEncoder]:
+        """Returns every encoder in this layout; `pipelines` runs the microbatches of each."""
         context = self.context
         return [
             ColocatedEncoder(
@@ -147,41 +142,43 @@ class PaperCandidate:
             for encoder in context.job.model.encoders
         ]
 
-    def colocated(self, pipelines: Sequence[int]) -> ColocatedPlanBuilder:
-        return ColocatedPlanBuilder(self.context, self.llm, self.encoders(pipelines))
+    def _plan_builder(self, pipelines: Sequence[int]) -> ColocatedPlanBuilder:
+        return ColocatedPlanBuilder(self.context, self.llm, self._place_encoders(pipelines))
 
     @cached_property
     def header(self) -> Plan:
-        """A plan's header; which pipeline runs what is decided later."""
-        return self.colocated([0] * self.llm.microbatches).header(strategy="paper")
+        """The plan's header; microbatches are assigned to pipelines later."""
+        return self._plan_builder([0] * self.llm.microbatches).header(strategy="paper")
 
     @cached_property
     def base(self) -> LlmTimeline:
-        """The LLM alone; the same for every encoder layout."""
-        return self._bases.of(self.llm, self.header)
+        """The LLM's own step, the same for every encoder layout."""
+        if id(self.llm) not in self._timelines:  # which keeps the pipeline alive, so that its id stays valid
+            self._timelines[id(self.llm)] = self.llm, LlmTimeline(self.header, self.llm.order)
+        return self._timelines[id(self.llm)][1]
 
     # ------------------------------------------------------------------------ pipelines
 
     @cached_property
-    def first_stages(self) -> list[int]:
-        """Of every pipeline: the LLM stage that holds its first stage."""
+    def _first_llm_stages(self) -> list[int]:
+        """The LLM stage that holds the first stage of every encoder pipeline."""
         name = self.context.job.model.encoders[0].name
-        found = [0] * self.num_pipelines
+        first_stages = [0] * self.num_pipelines
         for device in range(self._ranks.num_classes):
             stage, _, _ = self._ranks.coordinates(device)
-            found[self._ranks.pipeline_of(name, device)] = stage - stage % self.layout.pp
-        return found
+            first_stages[self._ranks.pipeline_of(name, device)] = stage - stage % self.layout.pp
+        return first_stages
 
     @cached_property
-    def _forward(self) -> list[EncoderPipeline]:
-        """Pipelines on the same LLM stages are alike."""
-        alike = {
-            first: self._pipeline(
+    def _forward_pipelines(self) -> list[EncoderPipeline]:
+        """Encoder pipelines with the bubbles for forwards; those on the same LLM stages are one object."""
+        by_first_stage = {
+            first: self._build_pipeline(
                 OpKind.FORWARD, [self.base.side(first + s, mirrored=False) for s in self._stages]
             )
-            for first in set(self.first_stages)
+            for first in set(self._first_llm_stages)
         }
-        return [alike[first] for first in self.first_stages]
+        return [by_first_stage[first] for first in self._first_llm_stages]
 
     @property
     def _stages(self) -> range:
@@ -189,49 +186,51 @@ class PaperCandidate:
 
     @cached_property
     def _mirrored(self) -> dict[tuple[int, int], EncoderPipeline]:
+        """Cache of `_backward_pipelines`, by first LLM stage and number of moved forwards."""
         return {}
 
-    def _backward(self, moved: Sequence[int]) -> list[EncoderPipeline]:
-        """In the mirror, less the bubbles that forwards have taken."""
-        found = []
-        for number, (first, count) in enumerate(zip(self.first_stages, moved, strict=True)):
+    def _backward_pipelines(self, moved: Sequence[int]) -> list[EncoderPipeline]:
+        """Returns mirrored pipelines without the bubbles that `moved` forwards of each have taken."""
+        pipelines = []
+        for number, (first, count) in enumerate(zip(self._first_llm_stages, moved, strict=True)):
             if (first, count) not in self._mirrored:
-                sides = [self._left(number, first, stage, count) for stage in self._stages]
-                self._mirrored[first, count] = self._pipeline(OpKind.BACKWARD, sides)
-            found.append(self._mirrored[first, count])
-        return found
+                sides = [self._remaining_bubbles(number, first, stage, count) for stage in self._stages]
+                self._mirrored[first, count] = self._build_pipeline(OpKind.BACKWARD, sides)
+            pipelines.append(self._mirrored[first, count])
+        return pipelines
 
-    def _left(self, pipeline: int, first: int, stage: int, count: int) -> DeviceBubbles:
-        """A stage in the mirror, less what `count` moved forwards of a pipeline have taken."""
+    def _remaining_bubbles(self, pipeline: int, first: int, stage: int, count: int) -> DeviceBubbles:
+        """Returns a stage's mirrored bubbles without those that `count` moved forwards have taken."""
         side = self.base.side(first + stage, mirrored=True)
         taken = []
         for number in range(count):
-            move = self._forward[pipeline].move(number)
+            move = self._forward_pipelines[pipeline].move(number)
             assert move is not None
-            taken += list(zip(self._forward[pipeline].kernels[stage], move.begins_s[stage], strict=True))
-        end = self.base.end_s
-        kernels = [kernel for kernel, _ in taken[::-1]]
-        return subtract_kernels(side, kernels, [end - begin - kernel[1] for kernel, begin in taken[::-1]])
+            kernels = self._forward_pipelines[pipeline].kernels[stage]
+            taken += list(zip(kernels, move.begins_s[stage], strict=True))
+        taken.reverse()  # as in the mirror, where a kernel begins when it ends in the timeline
+        mirrored_begins_s = [self.base.end_s - begin_s - kernel[1] for kernel, begin_s in taken]
+        return subtract_kernels(side, [kernel for kernel, _ in taken], mirrored_begins_s)
 
     def _backward_points(self, pipelines: Sequence[int]) -> Assigned:
-        """B_i of every pipeline's own microbatches; in the mirror the last comes first."""
-        found: list[list[float]] = [[] for _ in range(self.num_pipelines)]
+        """Returns the paper's B_i of every pipeline's microbatches, mirrored: the last comes first."""
+        points_s: list[list[float]] = [[] for _ in range(self.num_pipelines)]
         for pipeline, point in reversed(list(zip(pipelines, self.base.backward_points, strict=True))):
-            found[pipeline].append(self.base.end_s - point)
-        return Assigned(found)
+            points_s[pipeline].append(self.base.end_s - point)
+        return Assigned(points_s)
 
-    def _pipeline(self, kind: OpKind, sides: Sequence[DeviceBubbles]) -> EncoderPipeline:
-        """Data flows from the first encoder stage to the last, backward in the mirror too."""
+    def _build_pipeline(self, kind: OpKind, sides: Sequence[DeviceBubbles]) -> EncoderPipeline:
+        """Builds an encoder pipeline; in the mirror, backwards run from the first stage to the last too."""
         make = self.context.chunks.make
-        encoders = self.encoders([0] * self.llm.microbatches)
+        encoders = self._place_encoders([0] * self.llm.microbatches)
         return EncoderPipeline(
             sides=sides,
-            kernels=[self.kernels(kind, stage) for stage in self._stages],
+            kernels=[self._list_kernels(kind, stage) for stage in self._stages],
             seconds=[sum(make(e.stages[stage]).seconds[kind] for e in encoders) for stage in self._stages],
         )
 
-    def kernels(self, kind: OpKind, stage: int) -> list[TimedKernel]:
-        """Of all encoders, as if they were one: beside LLM communication each takes longer."""
+    def _list_kernels(self, kind: OpKind, stage: int) -> list[TimedKernel]:
+        """Returns the kernels of all encoders as if they were one, slowed down as under LLM collectives."""
         mirrored, stretch = kind != OpKind.FORWARD, 1.0 + self.header.slowdown
         names = [name for name in self.header.modules if name != LLM]
         parts = [
@@ -244,56 +243,56 @@ class PaperCandidate:
 
     # ------------------------------------------------------------------------ the search over splits
 
-    def best(self, most: int) -> PaperSchedule:
-        """The split with the least latency that gives no pipeline more than `most` microbatches.
+    def search_splits(self, most: int) -> PaperSchedule:
+        """Returns the split with the least latency that gives no pipeline more than `most` microbatches.
 
-        Even ones come first; hopeless ones are left early.
+        Even splits come first; a split is dropped once its delay exceeds that of the best.
         """
-        splits, whole = candidate_microbatch_splits(
-            self.llm.microbatches, self.num_pipelines, self.first_stages
+        splits, are_all = candidate_microbatch_splits(
+            self.llm.microbatches, self.num_pipelines, self._first_llm_stages
         )
         fitting = [split for split in splits if max(split) <= most]
-        found: PaperSchedule | None = None
+        best: PaperSchedule | None = None
         for split in sorted(fitting, key=lambda split: sum(count * count for count in split)):
-            delay = None if found is None else found.estimate_s - self.base.step_s
-            if delay == 0.0:
+            best_delay_s = None if best is None else best.estimate_s - self.base.step_s
+            if best_delay_s == 0.0:
                 break
-            filled = self._schedule(split, delay)
+            filled = self._fill_both(split, best_delay_s)
             if filled is not None:
-                found = PaperSchedule(
-                    candidate=self, split=split, forward=filled[0], backward=filled[1], all_splits=whole
+                best = PaperSchedule(
+                    candidate=self, split=split, forward=filled[0], backward=filled[1], all_splits=are_all
                 )
-        assert found is not None
-        return found
+        assert best is not None
+        return best
 
-    def _schedule(self, split: Split, most_s: float | None) -> tuple[BubbleFilling, BubbleFilling] | None:
-        """Both directions of one split; None if they delay the LLM by `most_s` or more."""
-        forward = fill_bubbles(self._forward, Interchangeable(self.base.forward_points), split)
+    def _fill_both(self, split: Split, most_s: float | None) -> tuple[BubbleFilling, BubbleFilling] | None:
+        """Packs both directions of one split; returns None if they delay the LLM by `most_s` or more."""
+        forward = fill_bubbles(self._forward_pipelines, Interchangeable(self.base.forward_points), split)
         points = self._backward_points(assign_microbatches_by_end_time(forward.ends_s))
         if most_s is not None:
-            # With all bubbles to themselves backwards do no worse than beside moved forwards.
-            alone = fill_bubbles(self._backward([0] * len(split)), points, split)
+            # Backwards that have all bubbles to themselves bound those that share them with moved forwards.
+            alone = fill_bubbles(self._backward_pipelines([0] * len(split)), points, split)
             if forward.delay_s + alone.delay_s >= most_s:
                 return None
-        backward = fill_bubbles(self._backward(forward.moved), points, split)
+        backward = fill_bubbles(self._backward_pipelines(forward.moved), points, split)
         better = most_s is None or forward.delay_s + backward.delay_s < most_s
         return (forward, backward) if better else None
 
     def plan(self, choice: PaperSchedule) -> FilledPlan:
-        """The choice as programs, with what they cost."""
-        pipelines, fillers = self.fillers(choice)
+        """Lowers a schedule to a plan."""
+        pipelines, encoder_ops = self._place_ops(choice)
         header = _with_pipelines(self.header, pipelines)
-        orders = self.base.arrange(header, fillers)
-        fixed = self.colocated(pipelines).fixed_bytes()
+        orders = self.base.arrange(header, encoder_ops)
+        fixed = self._plan_builder(pipelines).fixed_bytes()
         return lower_to_plan(header, orders, fixed, estimate_s=choice.estimate_s)
 
     @cached_property
     def _fixed(self) -> list[Mapping[str, int]]:
-        return self.colocated([0] * self.llm.microbatches).fixed_bytes()
+        return self._plan_builder([0] * self.llm.microbatches).fixed_bytes()
 
     @cached_property
     def traffic_s(self) -> float:
-        """Time of the encoders' own gathers and reduces on the busiest stage: the paper leaves it out."""
+        """Time of the encoders' own gathers and reduces on the busiest stage, which the paper leaves out."""
         modules = [module for name, module in self.header.modules.items() if name != LLM]
         stages = (
             sum(bucket.gather_s + bucket.reduce_s for module in modules for bucket in module.buckets[stage])
@@ -302,79 +301,79 @@ class PaperCandidate:
         return max(stages)
 
     def peak_bytes_bound(self, microbatches: int) -> float:
-        """At most what the worst rank holds with so many microbatches of the encoders on a pipeline."""
+        """Returns an upper bound on a rank's memory with so many microbatches on an encoder pipeline."""
         modules = [module for name, module in self.header.modules.items() if name != LLM]
         working = self.llm.sums.stage_bytes(self.llm.cut, self.llm.layout.pp).working  # of the LLM
-        found = []
+        peaks = []
         for stage, memory in enumerate(self.llm.memories):
             fixed = self._fixed[self._ranks.class_at(stage, 0, 0)]
             kept = sum(module.chunks[stage % self.layout.pp].saved_activation_bytes for module in modules)
             seam = sum(module.seam_bytes for module in modules) * self.llm.microbatches if stage == 0 else 0
-            llm = memory.llm_activations - float(working[stage])  # which are fixed here
-            found.append(sum(fixed.values()) + llm + microbatches * kept + seam)
-        return max(found)
+            llm = memory.llm_activations - float(working[stage])  # which `fixed` includes
+            peaks.append(sum(fixed.values()) + llm + microbatches * kept + seam)
+        return max(peaks)
 
     def max_microbatches(self, capacity_bytes: float) -> int:
-        """As many microbatches of the encoders as fit on one pipeline, of those that there are."""
+        """Returns how many microbatches fit on one encoder pipeline, at most all."""
         counts = range(self.llm.microbatches, 0, -1)
         return next((count for count in counts if self.peak_bytes_bound(count) <= capacity_bytes), 0)
 
-    def fillers(self, choice: PaperSchedule) -> tuple[tuple[int, ...], list[list[PlacedEncoderOp]]]:
-        """The pipeline of every microbatch, and where each class's encoder phases go."""
+    def _place_ops(self, choice: PaperSchedule) -> tuple[tuple[int, ...], list[list[PlacedEncoderOp]]]:
+        """Returns every microbatch's pipeline, and the timed encoder ops of each device class."""
         pipelines = assign_microbatches_by_end_time(choice.forward.ends_s)
         name = self.context.job.model.encoders[0].name
-        found: list[list[PlacedEncoderOp]] = []
+        ops: list[list[PlacedEncoderOp]] = []
         for device in range(self._ranks.num_classes):
             pipeline = self._ranks.pipeline_of(name, device)
-            mine = [number for number, own in enumerate(pipelines) if own == pipeline]
+            microbatches = [number for number, runs_on in enumerate(pipelines) if runs_on == pipeline]
             stage = self._ranks.stage_of(name, device)
-            found.append(
+            ops.append(
                 [
-                    *self._forwards(choice.forward, pipeline, stage, mine),
-                    *self._backwards(choice.backward, pipeline, stage, mine),
+                    *self._place_forwards(choice.forward, pipeline, stage, microbatches),
+                    *self._place_backwards(choice.backward, pipeline, stage, microbatches),
                 ]
             )
-        return pipelines, found
+        return pipelines, ops
 
-    def _forwards(
-        self, filled: BubbleFilling, pipeline: int, stage: int, mine: list[int]
+    def _place_forwards(
+        self, filled: BubbleFilling, pipeline: int, stage: int, microbatches: list[int]
     ) -> Iterator[PlacedEncoderOp]:
-        """What stays before the LLM first, in order, then what was moved."""
-        stay = len(mine) - filled.moved[pipeline]
-        for place, microbatch in enumerate(mine):
+        """Yields forwards that stay before the LLM, then those that moved into its bubbles."""
+        stay = len(microbatches) - filled.moved[pipeline]
+        for place, microbatch in enumerate(microbatches):
             times = filled.begins_s(pipeline, place - stay, stage) if place >= stay else None
             yield from self._ops(OpKind.FORWARD, stage, microbatch, times, FIRST)
 
-    def _backwards(
-        self, filled: BubbleFilling, pipeline: int, stage: int, mine: list[int]
+    def _place_backwards(
+        self, filled: BubbleFilling, pipeline: int, stage: int, microbatches: list[int]
     ) -> Iterator[PlacedEncoderOp]:
-        """What was moved first, the deepest first, then what stays behind the LLM."""
+        """Yields backwards that moved into bubbles, the last moved first, then those after the LLM."""
         moved = filled.moved[pipeline]
-        kernels = self.kernels(OpKind.BACKWARD, stage)
-        for place, microbatch in enumerate(mine):
+        kernels = self._list_kernels(OpKind.BACKWARD, stage)
+        for place, microbatch in enumerate(microbatches):
             times = None
             if place < moved:
-                begins = filled.begins_s(pipeline, moved - 1 - place, stage)
-                spent = [seconds if what == COMPUTE else 0.0 for what, seconds in kernels]
-                ends = [self.base.end_s - begin - s for begin, s in zip(begins, spent, strict=True)]
-                times = tuple(reversed(ends))
+                mirrored_s = filled.begins_s(pipeline, moved - 1 - place, stage)
+                compute_s = [seconds if what == COMPUTE else 0.0 for what, seconds in kernels]
+                begins_s = [self.base.end_s - at - s for at, s in zip(mirrored_s, compute_s, strict=True)]
+                times = tuple(reversed(begins_s))
             yield from self._ops(OpKind.BACKWARD, stage, microbatch, times, LAST)
 
     def _ops(
         self, kind: OpKind, stage: int, microbatch: int, times: tuple[float, ...] | None, otherwise: float
     ) -> Iterator[PlacedEncoderOp]:
-        """The op of every encoder for one microbatch."""
+        """Yields the op of every encoder for one microbatch, at `times` or all at `otherwise`."""
         at = 0
         for name in self.header.modules:
             size = len(self.header.template_of(name, kind, stage, 0)) if name != LLM else 0
             if size:
-                own = [otherwise] * size if times is None else times[at : at + size]
-                yield PlacedEncoderOp(module=name, kind=kind, microbatch=microbatch, times_s=own)
+                times_s = [otherwise] * size if times is None else times[at : at + size]
+                yield PlacedEncoderOp(module=name, kind=kind, microbatch=microbatch, times_s=times_s)
             at += size
 
 
 def _with_pipelines(plan: Plan, pipelines: tuple[int, ...]) -> Plan:
-    """A header in which every encoder's microbatches have their pipelines."""
+    """Returns the header with the pipeline of every encoder microbatch."""
     modules = {
         name: module if name == LLM else replace(module, pipelines=pipelines)
         for name, module in plan.modules.items()
