@@ -165,7 +165,7 @@ class Case:
                 and (self.window > 0 or self.tp > 1),  # both kinds of backward are run
             )
         candidate = ColocationCandidate(context, llm, placements)
-        plan = bound(candidate.plan(candidate.fill.arrange(0.0)).plan, context)
+        plan = bound(candidate.plan(candidate.fill.schedule_encoders(0.0)).plan, context)
         return plan if self.slots else remove_tp_slots(plan).plan
 
     @property

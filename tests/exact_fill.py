@@ -89,7 +89,7 @@ class Instance(ColocationCandidate):
 
     def ours(self) -> FillResult:
         """The best of the shifts that the search tries."""
-        unshifted = ScheduledCandidate(candidate=self, arranged=self.fill.arrange(0.0))
+        unshifted = ScheduledCandidate(candidate=self, arranged=self.fill.schedule_encoders(0.0))
         return ColocationSearch(self.context, self.llm)._search_shift(unshifted).arranged
 
     def starts(self, filled: FilledPlan) -> Ints:
@@ -105,7 +105,7 @@ class Instance(ColocationCandidate):
         start_s = starts.astype(np.float64) * UNIT_S
         finish_s = start_s + self.fill.schedule.duration_s
         timeline = Timeline(start_s=start_s, finish_s=finish_s, step_s=float(finish_s.max()))
-        return self.lowered(replace(self.fill.arrange(0.0), turn=turn, timeline=timeline))
+        return self.lowered(replace(self.fill.schedule_encoders(0.0), turn=turn, timeline=timeline))
 
 
 def _keys(lines: ProgramTable) -> Iterator[tuple[int, ...]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from busy_time import busy_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus.ir.op import Lane, OpKind
-from optimus.schedule.bubbles import CAUSES, Bubbles, average_bubbles, busy_s, sum_bubbles_by_cause
+from optimus.schedule.bubbles import CAUSES, Bubbles, average_bubbles, sum_bubbles_by_cause
 from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
 from optimus.schedule.simulator import simulate_schedule
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -21,14 +22,14 @@ from optimus.schedule.fill_paper import (
     COMPUTE,
     LAUNCH,
     WAIT,
-    Assigned,
     Bubble,
     DeviceBubbles,
     EncoderPipeline,
-    Interchangeable,
     TimedKernel,
     assign_microbatches_by_end_time,
     fill_bubbles,
+    latest_delay_as_assigned,
+    latest_delay_in_any_order,
     pack_kernels_into_bubbles,
     subtract_kernels,
 )
@@ -85,19 +86,19 @@ def test_the_ith_forward_to_end_becomes_microbatch_i() -> None:
     """EF and F with two pipelines: any pipeline may be the i-th."""
     ends = [[1.0, 4.0], [2.0, 3.0]]
     assert assign_microbatches_by_end_time(ends) == (0, 1, 1, 0)
-    assert Interchangeable([1.0, 2.0, 3.0, 4.0]).late_s(ends) == 0.0
-    assert Interchangeable([1.0, 2.0, 2.5, 4.0]).late_s(ends) == 0.5
-    assert Interchangeable([1.5, 2.5, 3.5, 4.5]).late_s(ends) == -0.5
+    assert latest_delay_in_any_order([1.0, 2.0, 3.0, 4.0], ends) == 0.0
+    assert latest_delay_in_any_order([1.0, 2.0, 2.5, 4.0], ends) == 0.5
+    assert latest_delay_in_any_order([1.5, 2.5, 3.5, 4.5], ends) == -0.5
 
 
 def test_a_backward_waits_for_the_microbatch_that_its_forward_became() -> None:
     """EB and B with two pipelines, in the mirror: microbatches 4 and 1 are of pipeline 0, 3 and 2 of 1."""
     points = [10.0 - b for b in (9.0, 8.0, 7.0, 6.0)]  # B_4, B_3, B_2, B_1 in the mirror
-    own = Assigned([[points[0], points[3]], [points[1], points[2]]])
-    assert own.late_s([[1.0, 4.0], [2.0, 3.0]]) == 0.0
+    own = partial(latest_delay_as_assigned, [[points[0], points[3]], [points[1], points[2]]])
+    assert own([[1.0, 4.0], [2.0, 3.0]]) == 0.0
     # Sorted over all pipelines these come in time; but pipeline 1 would begin before its gradients exist.
     ends = [[1.0, 2.0], [3.0, 4.0]]
-    assert Interchangeable(points).late_s(ends) == 0.0 < own.late_s(ends)
+    assert latest_delay_in_any_order(points, ends) == 0.0 < own(ends)
 
 
 # ---------------------------------------------------------------- packing
@@ -159,7 +160,7 @@ def test_coarse_keeps_what_fits_and_delays_by_the_rest() -> None:
 
 def test_fine_moves_the_critical_pipeline_until_nothing_delays() -> None:
     short, long = a_pipeline(free=3.0), a_pipeline(free=9.0)
-    filled = fill_bubbles([short, long], Interchangeable([100.0] * 6), (3, 3))
+    filled = fill_bubbles([short, long], partial(latest_delay_in_any_order, [100.0] * 6), (3, 3))
     assert filled.coarse_delay_s == 6.0 and filled.delay_s == 0.0
     assert filled.moved == (2, 0)  # the other fits
     assert filled.inside_s(coarse=False) == filled.work_s == 18.0
@@ -168,15 +169,15 @@ def test_fine_moves_the_critical_pipeline_until_nothing_delays() -> None:
 
 def test_fine_stops_at_the_first_failure() -> None:
     pipeline = a_pipeline(free=3.0)  # moved microbatches end at 10, 15, 20
-    filled = fill_bubbles([pipeline], Interchangeable([3.0, 10.0, 14.0]), (3,))
+    filled = fill_bubbles([pipeline], partial(latest_delay_in_any_order, [3.0, 10.0, 14.0]), (3,))
     assert filled.moved == (1,) and filled.delay_s == 3.0
-    full = fill_bubbles([a_pipeline(free=3.0, room=1)], Interchangeable([100.0] * 3), (3,))
+    full = fill_bubbles([a_pipeline(free=3.0, room=1)], partial(latest_delay_in_any_order, [100.0] * 3), (3,))
     assert full.moved == (1,) and full.delay_s == 3.0
 
 
 def test_what_is_late_delays_but_does_not_end_the_search() -> None:
     """Moved microbatches end at 10 and 15; with both moved the first is 2 late, which is less than 6."""
-    filled = fill_bubbles([a_pipeline(free=3.0)], Interchangeable([1.0, 10.0, 15.0]), (3,))
+    filled = fill_bubbles([a_pipeline(free=3.0)], partial(latest_delay_in_any_order, [1.0, 10.0, 15.0]), (3,))
     assert filled.coarse_delay_s == 6.0
     assert filled.moved == (2,) and filled.delay_s == 2.0
 
@@ -257,9 +258,9 @@ def test_fine_never_delays_more_than_coarse_and_keeps_all_in_time(
 ) -> None:
     pipelines = [a_pipeline(free=float(free)) for free in frees]
     split = data.draw(st.sampled_from(list(enumerate_microbatch_splits(6, len(frees)))))
-    ready = Interchangeable(sorted(map(float, points)))
+    ready = partial(latest_delay_in_any_order, sorted(map(float, points)))
     filled = fill_bubbles(pipelines, ready, split)
     assert 0.0 <= filled.delay_s <= filled.coarse_delay_s
     assert all(0 <= moved <= count for moved, count in zip(filled.moved, split, strict=True))
-    assert ready.late_s(filled.ends_s) <= 1e-9
+    assert ready(filled.ends_s) <= 1e-9
     assert filled.inside_s(coarse=True) <= filled.inside_s(coarse=False) + 1e-9 <= filled.work_s + 2e-9

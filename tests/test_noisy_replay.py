@@ -73,7 +73,7 @@ def plan_of(seed: int) -> tuple[Schedule, NoisyDurations, float, float, float]:
 
 
 def test_jitter_has_mean_1_and_the_spread_it_is_named_after() -> None:
-    found = kernels(40_000, 2.0).durations(JITTER, seed=3) / 2.0
+    found = kernels(40_000, 2.0).draw_seconds(JITTER, seed=3) / 2.0
     assert found.mean() == pytest.approx(1.0, abs=4 * 0.1 / 200)
     assert found.std() == pytest.approx(0.1, rel=0.03)
     assert np.log(found).mean() == pytest.approx(-np.log1p(0.01) / 2, abs=0.002)  # log-normal
@@ -83,14 +83,14 @@ def test_jitter_has_mean_1_and_the_spread_it_is_named_after() -> None:
 
 def test_kernels_and_seeds_are_independent() -> None:
     one = kernels(20_000, 1.0)
-    first, second = one.durations(JITTER, seed=0), one.durations(JITTER, seed=1)
+    first, second = one.draw_seconds(JITTER, seed=0), one.draw_seconds(JITTER, seed=1)
     for a, b in ((first, second), (first[1:], first[:-1])):
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
 
 
 def test_hiccups_come_as_often_as_they_should_and_take_their_time() -> None:
     noise = DurationNoise(name="hiccups", hiccups_per_s=2.0, hiccup_s=0.003)
-    added = kernels(40_000, 0.001).durations(noise, seed=0) - 0.001
+    added = kernels(40_000, 0.001).draw_seconds(noise, seed=0) - 0.001
     np.testing.assert_allclose(added[added > 1e-12], 0.003)
     assert (added > 1e-12).sum() == pytest.approx(2.0 * 40_000 * 0.001, rel=0.4)  # 80 are expected
 
@@ -100,7 +100,7 @@ def test_at_least_one_stage_is_slow_all_of_it_and_not_always_the_same(stages: in
     noise = DurationNoise(name="stragglers", slow_share=0.05, slow_factor=1.5)
     made, chosen = kernels(3, 1.0, stages=stages), set()
     for seed in range(8):
-        seconds = made.durations(noise, seed).reshape(stages, 3)
+        seconds = made.draw_seconds(noise, seed).reshape(stages, 3)
         assert sorted({tuple(row) for row in seconds.tolist()}) in (
             [(1.0,) * 3, (1.5,) * 3],
             [(1.5,) * 3],
@@ -112,13 +112,13 @@ def test_at_least_one_stage_is_slow_all_of_it_and_not_always_the_same(stages: in
 
 def test_only_compute_is_noisy_and_the_same_seed_gives_the_same() -> None:
     schedule, drawn, *_ = plan_of(5)
-    found = drawn.durations(JITTER_STRAGGLERS_HICCUPS, seed=7)
+    found = drawn.draw_seconds(JITTER_STRAGGLERS_HICCUPS, seed=7)
     other = (schedule.lane != Lane.COMPUTE) | (schedule.duration_s == 0)
     assert other.any() and not other.all()
     np.testing.assert_array_equal(found[other], schedule.duration_s[other])
     assert (found[~other] != schedule.duration_s[~other]).all()
-    np.testing.assert_array_equal(found, plan_of(5)[1].durations(JITTER_STRAGGLERS_HICCUPS, seed=7))
-    assert (found[~other] != drawn.durations(JITTER_STRAGGLERS_HICCUPS, seed=8)[~other]).all()
+    np.testing.assert_array_equal(found, plan_of(5)[1].draw_seconds(JITTER_STRAGGLERS_HICCUPS, seed=7))
+    assert (found[~other] != drawn.draw_seconds(JITTER_STRAGGLERS_HICCUPS, seed=8)[~other]).all()
 
 
 def llm_seconds(schedule: Schedule, places: ModulePlacement) -> dict[tuple[int, int], float]:
@@ -127,7 +127,7 @@ def llm_seconds(schedule: Schedule, places: ModulePlacement) -> dict[tuple[int, 
         JITTER_STRAGGLERS_HICCUPS, slow_share=0.0
     )  # a stage that is slow has other layers in another cut
     found: dict[tuple[int, int], float] = {}
-    seconds = NoisyDurations(schedule, places).durations(noise, seed=2)
+    seconds = NoisyDurations(schedule, places).draw_seconds(noise, seed=2)
     module = schedule.modules.index(LLM)
     for row in np.flatnonzero((schedule.module == module) & (schedule.lane == Lane.COMPUTE)).tolist():
         if not seconds[row] or places.twin[module, schedule.device[row]]:
@@ -159,7 +159,7 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
 def test_classes_of_one_tp_group_share_the_noise_of_the_llm(seed: int) -> None:
     plan = tiny_plan(Random(seed))
     schedule = build_plan_schedule(plan, plan.programs)
-    drawn = NoisyDurations(schedule, ModulePlacement.of_plan(plan)).durations(
+    drawn = NoisyDurations(schedule, ModulePlacement.of_plan(plan)).draw_seconds(
         JITTER_STRAGGLERS_HICCUPS, seed=0
     )
     works = (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.WAIT)
@@ -178,7 +178,9 @@ def test_classes_of_one_tp_group_share_the_noise_of_the_llm(seed: int) -> None:
 @given(seed=st.integers(0, 10_000))
 def test_without_noise_a_plan_takes_what_its_proof_says(seed: int) -> None:
     _, drawn, slowdown, launch_s, claim_s = plan_of(seed)
-    found = simulate_schedule(drawn.drawn(NO_NOISE, seed), slowdown=slowdown, launch_s=launch_s).step_s
+    found = simulate_schedule(
+        drawn.draw_schedule(NO_NOISE, seed), slowdown=slowdown, launch_s=launch_s
+    ).step_s
     assert found == pytest.approx(claim_s, abs=CLAIM)
 
 

@@ -104,9 +104,9 @@ def random_way(seed: int) -> FilledPlan | None:
             for name, chosen in placements.items()
         }
     candidate = ColocationCandidate(context, llm, placements)
-    arranged = candidate.fill.arrange(rng.choice([0.0, 0.1, 0.5]) * candidate.base.step_s)
+    arranged = candidate.fill.schedule_encoders(rng.choice([0.0, 0.1, 0.5]) * candidate.base.step_s)
     if rng.random() < 0.05:
-        arranged = candidate.fill.tightened(arranged)
+        arranged = candidate.fill.shorten(arranged)
     filled = candidate.lowered(arranged)
     stages = [filled.plan.ranks.coordinates(device)[0] for device in range(len(filled.plan.memory))]
     working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
@@ -195,7 +195,7 @@ def test_a_window_bounds_what_encoders_keep() -> None:
     for window in (0, 18):
         placements = {encoder.name: EncoderPlacement(layout=layout, recompute="none", window=window)}
         candidate = ColocationCandidate(context, llm, placements)
-        made = candidate.plan(candidate.fill.arrange(0.0))
+        made = candidate.plan(candidate.fill.schedule_encoders(0.0))
         assert not check_plan(bound(made.plan, context)).violations
         assert max(held.peak for held in made.plan.memory) <= candidate.peak_bytes_bound
         steps.append(made.step_s)
@@ -219,7 +219,7 @@ def test_encoders_may_have_layouts_of_their_own() -> None:
         ),
     }
     candidate = ColocationCandidate(context, llm, placements)
-    filled = candidate.lowered(candidate.fill.arrange(0.0))
+    filled = candidate.lowered(candidate.fill.schedule_encoders(0.0))
     assert not check_plan(bound(filled.plan, context)).violations
     assert {name: module.layout.tp for name, module in filled.plan.encoders.items()} == {first: 8, second: 4}
     search = ColocationSearch(context, llm)

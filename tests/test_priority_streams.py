@@ -31,10 +31,10 @@ LATE = 1e-9
 def played(plan: Plan, seed: int, *, launch_s: float = 0.0) -> tuple[Schedule, Floats, Timeline]:
     """A plan under noise, in two streams; compute is not slowed down, so that durations can be seen."""
     schedule = build_plan_schedule(plan, plan.programs, ordered=False)
-    duration_s = NoisyDurations(schedule, ModulePlacement.of_plan(plan)).durations(
+    duration_s = NoisyDurations(schedule, ModulePlacement.of_plan(plan)).draw_seconds(
         JITTER_STRAGGLERS_HICCUPS, seed
     )
-    return schedule, duration_s, PriorityStreamReplay(schedule, launch_s=launch_s).play(duration_s)
+    return schedule, duration_s, PriorityStreamReplay(schedule, launch_s=launch_s).simulate(duration_s)
 
 
 def ready_s(schedule: Schedule, timeline: Timeline) -> Floats:
@@ -128,7 +128,7 @@ def late_llm(encoder_s: float) -> Timeline:
         builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.COMPUTE, seconds), device=0, after=after)
     schedule = builder.build()
     schedule.module[:] = [1, 0, 1, 1] if schedule.device[0] == 0 else [1, 1, 0, 1]
-    return PriorityStreamReplay(schedule).play(schedule.duration_s)
+    return PriorityStreamReplay(schedule).simulate(schedule.duration_s)
 
 
 def test_a_running_encoder_kernel_is_not_interrupted() -> None:
@@ -147,4 +147,4 @@ def test_the_llm_overtakes_encoder_work_that_is_late() -> None:
     schedule.module[:] = 1
     schedule.module[here[0]] = 0
     assert simulate_schedule(schedule).start_s[here].tolist() == [4.0, 5.0]
-    assert PriorityStreamReplay(schedule).play(schedule.duration_s).start_s[here].tolist() == [4.0, 0.0]
+    assert PriorityStreamReplay(schedule).simulate(schedule.duration_s).start_s[here].tolist() == [4.0, 0.0]

@@ -9,6 +9,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from busy_time import busy_s
 from paper_parts import PAPER_JOBS
 
 from optimus.cost.assumptions import get_preset
@@ -20,7 +21,7 @@ from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, load_system, plan_making_systems
 from optimus.planner.systems.single_pipeline import BalancedSystem, Stage0System
-from optimus.schedule.bubbles import CAUSES, busy_s, sum_bubbles_by_cause
+from optimus.schedule.bubbles import CAUSES, sum_bubbles_by_cause
 from optimus.schedule.simulator import simulate_schedule
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from busy_time import busy_s
 
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.op import Communicator, Lane, OpKind
@@ -19,7 +20,7 @@ from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.render.palette import IDLE_DP, IDLE_PP, IDLE_TP, STACK
 from optimus.render.timeline_svg import PLOT, build_timeline_rows, render_timeline_svg, write_timeline_svg
-from optimus.schedule.bubbles import average_bubbles, busy_s, sum_bubbles_by_cause
+from optimus.schedule.bubbles import average_bubbles, sum_bubbles_by_cause
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
     build_1f1b_order,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from busy_time import busy_s
 
 from optimus.cli import run
 from optimus.cli.flags import OK, USER_ERROR
@@ -22,7 +23,6 @@ from optimus.ir.op import Communicator, Lane, OpKind, Schedule
 from optimus.job.read import find_job
 from optimus.planner.compare import compare_systems
 from optimus.render.trace import STREAM, write_trace
-from optimus.schedule.bubbles import busy_s
 from optimus.schedule.schedule_builder import (
     KERNEL_ROW,
     KernelGraph,

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from busy_time import busy_s
 from made_profiles import made_profile
 from tiny_plans import tiny_plan
 
@@ -26,7 +27,7 @@ from optimus.job.workload import PackedSequence
 from optimus.planner.compare import compare_systems
 from optimus.planner.plan_replay import replay_llm_alone, replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
-from optimus.schedule.bubbles import CAUSES, busy_s
+from optimus.schedule.bubbles import CAUSES
 from optimus.sensitivity.time_breakdown import BUSY, LABELS, break_down_step, describe_step_difference
 from optimus.sensitivity.why_not import LayoutExplanation, explain_layout, find_memory_requirement
 

@@ -235,6 +235,6 @@ class PlanningContext:
 
     def gpu_seconds(self, layers: tuple[PricedLayer, ...]) -> float:
         """Returns forward and backward seconds of one microbatch, times the GPUs of a TP group."""
-        seconds = self.chunks.make(layers).seconds
+        seconds = self.chunks.price(layers).seconds
         layout = layers[0].layout
         return (seconds[OpKind.FORWARD] + seconds[OpKind.BACKWARD]) * layout.tp * layout.cp

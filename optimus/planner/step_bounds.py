@@ -107,7 +107,7 @@ def _compute_s(layers: Sequence[PricedLayer]) -> float:
 
 def _llm_path_s(floor: PipelineCandidate) -> float:
     """Returns the time of one microbatch through all stages and back; weight gradients may wait."""
-    chunks = [floor.context.chunks.make([layer]).seconds for layer in floor.layers]
+    chunks = [floor.context.chunks.price([layer]).seconds for layer in floor.layers]
     return sum(
         seconds[OpKind.FORWARD] + min(seconds[OpKind.INPUT_GRAD], seconds[OpKind.BACKWARD])
         for seconds in chunks
@@ -116,7 +116,7 @@ def _llm_path_s(floor: PipelineCandidate) -> float:
 
 def _path_s(replicated: ReplicatedEncoder) -> float:
     """Returns the time of one piece's forward and the shorter of its backwards."""
-    seconds = replicated.context.chunks.make(replicated.layers).seconds
+    seconds = replicated.context.chunks.price(replicated.layers).seconds
     return (
         seconds[OpKind.FORWARD] + min(seconds[OpKind.INPUT_GRAD], seconds[OpKind.BACKWARD])
         if replicated.pieces

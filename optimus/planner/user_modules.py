@@ -105,10 +105,12 @@ def _fill(header: Plan, base: LlmTimeline) -> FilledPlan:
     headers = [_assigned(header, reverse=reverse) for reverse in (False, True)]
     shifts_s = [share * base.step_s for share in SHIFT_SHARES]
     drafts = [
-        fill.arrange(shift_s) for fill in (Fill(each, base) for each in headers) for shift_s in shifts_s
+        fill.schedule_encoders(shift_s)
+        for fill in (Fill(each, base) for each in headers)
+        for shift_s in shifts_s
     ]
     drafts.append(_reassigned(min(drafts, key=_replayed_s), base))
-    tightened = [draft.fill.tightened(draft) for draft in drafts]
+    tightened = [draft.fill.shorten(draft) for draft in drafts]
     fixed = [{"parameters": 0}] * header.ranks.num_classes
     best = min([*drafts, *tightened], key=_replayed_s)
     return lower_to_plan(best.fill.header, best.orders(), fixed, estimate_s=best.step_s)
@@ -146,7 +148,7 @@ def _reassigned(best: FillResult, base: LlmTimeline) -> FillResult:
             pipelines[here], pipelines[there] = pipelines[there], pipelines[here]
         else:
             pipelines[here] = random.randrange(header.ranks.num_pipelines(name))
-        draft = Fill(_with_pipelines(header, {name: pipelines}), base).arrange(best.shift_s)
+        draft = Fill(_with_pipelines(header, {name: pipelines}), base).schedule_encoders(best.shift_s)
         draft_s = _replayed_s(draft)
         if draft_s <= best_s:
             best, best_s = draft, draft_s

@@ -27,7 +27,7 @@ MIN_FREE_BYTES = 1 << 20  # a disk that cannot take this would fail later, in th
 
 
 def njit_cached(function: F) -> F:
-    """Compile on first call, outside the interpreter lock and without fastmath: same inputs, same bits."""
+    """Compiles on first call, outside the interpreter lock and without fastmath: same inputs, same bits."""
     import numba
 
     directory = _cache_directory()
@@ -42,7 +42,7 @@ def njit_cached(function: F) -> F:
 
 @contextmanager
 def announce_first_compilation(announce: Callable[[Path | None], None]) -> Iterator[None]:
-    """Call `announce` once, right before the first compilation in this block, if there is one.
+    """Calls `announce` once, right before the first compilation in this block, if there is one.
 
     Machine code loaded from the cache is no compilation. `announce` gets the directory where the result
     will be kept, or None if it cannot be kept and the next run will compile again.
@@ -67,12 +67,12 @@ def announce_first_compilation(announce: Callable[[Path | None], None]) -> Itera
 
 @functools.cache
 def _cache_directory() -> Path | None:
-    """Where this process keeps machine code; None if it found no place."""
+    """Returns the directory where this process keeps machine code; None if there is none."""
     return find_private_directory(cache_candidates())
 
 
 def find_private_directory(candidates: Iterable[Path]) -> Path | None:
-    """The first directory, made if need be, that is ours, that no one else can write, and that has room.
+    """Returns the first directory that only this user can write and that has room; creates it if needed.
 
     Cached code is unpickled and run, and among the temporary files anyone could have come before us with a
     directory or a link of that name.
@@ -97,7 +97,7 @@ def _is_only_ours(directory: Path) -> bool:
 
 @contextmanager
 def _numba_caching_in(directory: Path) -> Iterator[None]:
-    """Point numba at `directory` for the functions decorated here, and back: other packages use numba too.
+    """Points numba at `directory` for functions decorated in this block only: other packages use numba too.
 
     Numba settles a function's cache path when it is decorated, so nothing has to hold afterwards.
     """

@@ -15,10 +15,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Bubbles:
-    """Seconds of idle compute lane per step by cause (the six of the paper's Table 1).
+    """Idle seconds of a compute lane per step by cause (the six of the paper's Table 1).
 
-    dp_all_gather: waits for parameters. dp_reduce_scatter: waits for the own gradients'
-    reduction after the last compute op. tp: waits for a collective inside a layer (cp and
+    dp_all_gather: waits for parameters. dp_reduce_scatter: waits for the reduction of the
+    device's gradients after the last compute op. tp: waits for a collective inside a layer (cp and
     ep too). pp_warmup: before the first compute op; pp_cooldown: after the last one; pp_other:
     everything in between, with waits for host, seam and optimizer.
     """
@@ -39,17 +39,9 @@ CAUSES = tuple(asdict(Bubbles()))
 _GATHER, _REDUCE, _WARMUP, _COOLDOWN, _OTHER, _TP = range(len(CAUSES))
 
 
-def busy_s(schedule: Schedule, timeline: Timeline) -> Floats:
-    """Seconds in which each device's compute lane works."""
-    compute = schedule.lane == Lane.COMPUTE
-    spent: Floats = (timeline.finish_s - timeline.start_s)[compute]
-    devices = schedule.device[compute].astype(np.int64)
-    return np.bincount(devices, weights=spent, minlength=schedule.num_devices).astype(np.float64)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IdleIntervals:
-    """Idle intervals of compute lanes as columns, by device and in order of time."""
+    """Idle intervals of compute lanes as columns, by device and time."""
 
     device: Ints
     begin_s: Floats
@@ -59,13 +51,16 @@ class IdleIntervals:
 
 
 def find_idle_intervals(schedule: Schedule, timeline: Timeline) -> IdleIntervals:
-    """Every idle interval and its cause; what a collective waited for, the op behind it waited for too."""
+    """Finds every idle interval and its cause.
+
+    An op that waits for a collective also waits for what the collective waited for.
+    """
     collective = _last_wait(schedule, timeline, _is_layer_collective(schedule))
     gather = _last_wait(schedule, timeline, schedule.kind == OpKind.UNSHARD)
     begin, end = np.append(timeline.start_s, 0.0), np.append(timeline.finish_s, 0.0)  # [-1]: no wait
     gathered = np.maximum(end[gather], end[np.append(gather, -1)[collective]])
-    waits = _Waits(gathered_s=gathered, begin_s=begin[collective], end_s=end[collective])
-    parts = [_idle_of(schedule, timeline, device, waits) for device in range(schedule.num_devices)]
+    waits = gathered, begin[collective], end[collective]
+    parts = [_idle_of(schedule, timeline, device, *waits) for device in range(schedule.num_devices)]
     return IdleIntervals(
         device=np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts]),
         begin_s=np.concatenate([part[0] for part in parts]),
@@ -76,7 +71,7 @@ def find_idle_intervals(schedule: Schedule, timeline: Timeline) -> IdleIntervals
 
 
 def sum_bubbles_by_cause(schedule: Schedule, timeline: Timeline) -> tuple[Bubbles, ...]:
-    """Idle seconds by cause, per device; they sum to the step minus the busy time."""
+    """Returns idle seconds by cause for every device; they sum to the step minus the busy time."""
     idle = find_idle_intervals(schedule, timeline)
     shape = (schedule.num_devices, len(CAUSES))
     place = idle.device * len(CAUSES) + idle.cause
@@ -85,30 +80,21 @@ def sum_bubbles_by_cause(schedule: Schedule, timeline: Timeline) -> tuple[Bubble
 
 
 def average_bubbles(bubbles: tuple[Bubbles, ...], weights: Floats | None = None) -> Bubbles:
-    """The mean over devices (weighted by how many GPUs each stands for)."""
+    """Averages over devices, weighted by the number of GPUs that each represents."""
     values = {
         cause: float(np.average([getattr(b, cause) for b in bubbles], weights=weights)) for cause in CAUSES
     }
     return Bubbles(**values)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Waits:
-    """Of every op: when its parameters were there, and when the collective it waited for began and ended."""
-
-    gathered_s: Floats
-    begin_s: Floats
-    end_s: Floats
-
-
 def _is_layer_collective(schedule: Schedule) -> Bools:
     moves_parameters = (schedule.kind == OpKind.UNSHARD) | (schedule.kind == OpKind.REDUCE_GRAD)
-    found: Bools = ((schedule.lane == Lane.TP) | (schedule.lane == Lane.DP)) & ~moves_parameters
-    return found
+    collectives: Bools = ((schedule.lane == Lane.TP) | (schedule.lane == Lane.DP)) & ~moves_parameters
+    return collectives
 
 
 def _last_wait(schedule: Schedule, timeline: Timeline, wanted: Bools) -> Ints:
-    """For each op, the last to end among its dependencies of the wanted sort (-1: none)."""
+    """Returns, per op, the last to end among its dependencies in `wanted` (-1: none)."""
     rows = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     edges = np.flatnonzero(wanted[schedule.deps])
     rows, deps = rows[edges], schedule.deps[edges]
@@ -119,9 +105,14 @@ def _last_wait(schedule: Schedule, timeline: Timeline, wanted: Bools) -> Ints:
 
 
 def _idle_of(
-    schedule: Schedule, timeline: Timeline, device: int, waits: _Waits
+    schedule: Schedule,
+    timeline: Timeline,
+    device: int,
+    gathered_s: Floats,
+    collective_begin_s: Floats,
+    collective_end_s: Floats,
 ) -> tuple[Floats, Floats, Ints, Ints]:
-    """Begin, end, cause and op of a device's idle intervals: up to four before every op, two at the end."""
+    """Returns begin, end, cause and op of a device's idle intervals: up to four per op, two at the end."""
     here = schedule.device == device
     ops = np.flatnonzero(here & (schedule.lane == Lane.COMPUTE))
     finishes = schedule.kind[ops] == OpKind.OPTIMIZER
@@ -131,9 +122,9 @@ def _idle_of(
     reduces = here & (schedule.kind == OpKind.REDUCE_GRAD)
     reduced_s = float(timeline.finish_s[reduces].max(initial=last_work_s))
     # Before an op: parameters (or, for the optimizer, gradients), the pipeline, a collective, the pipeline.
-    first = np.clip(np.where(finishes, reduced_s, waits.gathered_s[ops]), left, begin)
-    second = np.clip(waits.begin_s[ops], first, begin)
-    third = np.clip(waits.end_s[ops], second, begin)
+    first = np.clip(np.where(finishes, reduced_s, gathered_s[ops]), left, begin)
+    second = np.clip(collective_begin_s[ops], first, begin)
+    third = np.clip(collective_end_s[ops], second, begin)
     edges = np.stack([left, first, second, third, begin], axis=1)
     causes = np.empty((len(ops), 4), np.int64)
     causes[:, 0] = np.where(finishes, _REDUCE, _GATHER)
@@ -147,28 +138,30 @@ def _idle_of(
     tail[1] = tail[0] if finishes.any() else float(np.clip(reduced_s, tail[0], tail[2]))
     after = _OTHER if finishes.any() or not worked else _COOLDOWN
     begins, ends = np.append(edges[:, :-1], tail[:2]), np.append(edges[:, 1:], tail[1:])
-    some = ends > begins
+    not_empty = ends > begins
     return (
-        begins[some],
-        ends[some],
-        np.append(causes, [_REDUCE, after])[some],
-        np.append(np.repeat(ops, 4), [-1, -1])[some],
+        begins[not_empty],
+        ends[not_empty],
+        np.append(causes, [_REDUCE, after])[not_empty],
+        np.append(np.repeat(ops, 4), [-1, -1])[not_empty],
     )
 
 
 def find_op_slack(schedule: Schedule, timeline: Timeline) -> Floats:
-    """Seconds by op, with all others as long as they were played; 0 where the step cannot wait.
+    """Returns by how many seconds each op could end later without a longer step, all others unchanged.
 
-    An op must end before those that wait for it, and the next on its lane, begin at the latest.
+    An op must end before the latest start of those that wait for it and of the next on its lane.
     """
     group, count = _starts(schedule)
     sources, targets = _edges(schedule)
     order = np.argsort(group[targets], kind="stable")
     before = sources[order].tolist()
     first = np.searchsorted(group[targets][order], np.arange(count + 1)).tolist()
-    left = np.bincount(group[sources], minlength=count).tolist()  # followers that are not settled
+    left = np.bincount(
+        group[sources], minlength=count
+    ).tolist()  # followers whose latest start is not known yet
     spent = np.where(schedule.is_recv, 0.0, timeline.finish_s - timeline.start_s).tolist()
-    group_of, ends = group.tolist(), [timeline.step_s] * len(schedule)  # at the latest
+    group_of, ends = group.tolist(), [timeline.step_s] * len(schedule)  # latest
     begins = [timeline.step_s] * count
     for op, seconds in enumerate(spent):
         begins[group_of[op]] = min(begins[group_of[op]], timeline.step_s - seconds)
@@ -183,12 +176,12 @@ def find_op_slack(schedule: Schedule, timeline: Timeline) -> Floats:
             left[there] -= 1
             if left[there] == 0:
                 ready.append(there)
-    found: Floats = np.maximum(np.array(ends) - timeline.finish_s, 0.0)
-    return found
+    slack_s: Floats = np.maximum(np.array(ends) - timeline.finish_s, 0.0)
+    return slack_s
 
 
 def _starts(schedule: Schedule) -> tuple[Ints, int]:
-    """The group of every op that begins when it does: its meeting, or itself; and how many there are."""
+    """Returns the group of ops that every op starts with, its meeting or itself, and the number of groups."""
     alone = np.arange(len(schedule))
     if schedule.meeting is None:
         return alone, len(schedule)
@@ -198,7 +191,7 @@ def _starts(schedule: Schedule) -> tuple[Ints, int]:
 
 
 def _edges(schedule: Schedule) -> tuple[Ints, Ints]:
-    """Every op, and one that begins after it: what waits for it, and what comes next on its lane."""
+    """Returns pairs of an op and one that starts after it: what waits for it, and the next on its lane."""
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
     queued = np.flatnonzero(~schedule.is_recv)

@@ -1,10 +1,10 @@
-"""Our scheduler: the LLM in its order, and encoder work wherever a lane would stand idle.
+"""Schedules encoder work wherever a lane would be idle, with the LLM in its own order.
 
-One event loop plays all lanes of all classes. Ops of the LLM keep their order. Whenever a lane has none that
-is ready, it takes of the encoder work that is ready the most urgent that ends before the LLM is due again:
-forwards first, then gradients of inputs, then those of weights, each in the order in which the LLM needs and
-makes them. When the LLM is due is known from a step without encoders, moved by how late it was last. The best
-arrangement is tightened, lowered and replayed; the replay is what counts.
+One event loop simulates all lanes of all classes. Ops of the LLM keep their order. Whenever a lane has no
+ready op of the LLM, it starts the most urgent ready encoder op that ends before the LLM is due again:
+forwards first, then input gradients, then weight gradients, each in the order in which the LLM needs or
+produces them. The LLM is due as in a step without encoders, delayed by how late it was last. The best result
+is shortened by local search, lowered and simulated again; that simulation is what counts.
 """
 
 from __future__ import annotations
@@ -25,49 +25,48 @@ from optimus.schedule.program_table import Bools, ProgramTable
 from optimus.schedule.schedule_builder import edges_to_csr
 from optimus.schedule.simulator import Timeline, list_schedule, simulate_schedule
 
-PATIENCE_SHARE = 1e-5  # of the LLM's own step: an op that is late by no more is waited for
+PATIENCE_SHARE = 1e-5  # of the LLM's step: lanes wait for an LLM op that is late by no more
 URGENCY = np.zeros(len(OpKind), np.int64)  # of an encoder's ops: smaller is sooner
 URGENCY[[OpKind.BACKWARD, OpKind.INPUT_GRAD]] = 1
 URGENCY[OpKind.WEIGHT_GRAD] = 2
 MAX_SEARCHED_LINES, MAX_SEARCH_ROUNDS = (
     100_000,
     300,
-)  # the budget of looking ahead: lines of all rounds, and rounds
-AFTER_ALL = float(1 << 40)  # more than there are microbatches, or lines of a program
+)  # of the local search: lines of all rounds, and rounds
+AFTER_ALL = float(1 << 40)  # a rank above all numbers of microbatches and lines
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FillResult:
-    """When every line has its turn, and when it began and ended."""
+    """Order and times of all lines with encoder work in the LLM's idle time."""
 
     fill: Fill
     turn: Ints
     timeline: Timeline
     shift_s: float
-    late_s: float  # by how much the LLM is delayed at most
-    ends_s: Floats  # of every class: when the last work of encoders is over, their traffic included
+    late_s: float  # largest delay of an LLM op
+    ends_s: Floats  # per class: end of the last encoder op, traffic included
 
     @property
     def step_s(self) -> float:
         return self.timeline.step_s
 
     def orders(self) -> list[Program]:
-        """The phases of every class in this order."""
+        """Returns the phases of every class in this order."""
         return self.fill.orders(self.turn, self.timeline)
 
 
 class Fill:
-    """Encoder work of one header beside the LLM's own step."""
+    """List scheduler that runs the encoder work of one header in the idle time of the LLM's step."""
 
     def __init__(self, header: Plan, base: LlmTimeline, windows: Mapping[str, int] | None = None) -> None:
-        """`windows`: microbatches of an encoder that a class may keep at a time; all if left out."""
+        """`windows` limits the microbatches of an encoder that a class may keep at a time."""
         self.header = header
-        made = build_unordered_schedule(
+        self._lines, unordered = build_unordered_schedule(
             header, list(order_encoders_around_llm(header, base)), _traffic_order(header, base)
         )
-        held_back = _window_edges(made.lines, windows or {})
-        self.schedule = _in_order(made.schedule, made.lines, header.launch_s, held_back)
-        self._lines = made.lines
+        window_waits = _window_edges(self._lines, windows or {})
+        self.schedule = _in_order(unordered, self._lines, header.launch_s, window_waits)
         llm = header.names.index(LLM)
         self._phases = self._lines.kind <= OpKind.WEIGHT_GRAD
         self._of_llm = self._phases & (self._lines.module == llm)
@@ -78,10 +77,10 @@ class Fill:
         self._patience_s = PATIENCE_SHARE * base.step_s
         works = np.flatnonzero(self._of_llm & (self.schedule.lane == Lane.COMPUTE))
         _, first = np.unique(self._lines.device[works], return_index=True)
-        self._first = works[first]  # with which the LLM begins on every class
+        self._first = works[first]  # first LLM compute of every class
 
-    def arrange(self, shift_s: float) -> FillResult:
-        """Encoder work beside an LLM that begins `shift_s` later on every class than without it."""
+    def schedule_encoders(self, shift_s: float) -> FillResult:
+        """Schedules encoder work around an LLM that starts `shift_s` later on every class than without it."""
         held_s, due_s = np.zeros(len(self.schedule)), self._due_s + shift_s
         held_s[self._first] = due_s[self._first]
         timeline, turn = list_schedule(
@@ -104,8 +103,8 @@ class Fill:
             ends_s=ends_s,
         )
 
-    def tightened(self, arranged: FillResult) -> FillResult:
-        """The arrangement shortened by looking ahead, which the loop cannot; if nothing is slowed down."""
+    def shorten(self, arranged: FillResult) -> FillResult:
+        """Shortens a result by local search, which looks ahead; the event loop cannot."""
         rounds = min(1 + MAX_SEARCHED_LINES // len(self.schedule), MAX_SEARCH_ROUNDS)
         turn = shorten_schedule(self.schedule, self._chains(), arranged.turn, rounds=rounds)
         played = simulate_schedule(reorder_schedule(self.schedule, turn), slowdown=self.header.slowdown)
@@ -113,10 +112,10 @@ class Fill:
         return replace(arranged, turn=turn, timeline=timeline)
 
     def _chains(self) -> Ints:
-        """Pairs (line, line before it): the LLM on every lane, and each phase of encoders by microbatch.
+        """Returns pairs (line, line before it): the LLM by lane, and each encoder phase by microbatch.
 
-        Microbatches of an encoder pipeline are alike, so nothing is lost; the last one to make a gradient is
-        then the one for which its reduce waits.
+        Microbatches of an encoder pipeline are alike, so the order loses nothing; and the reduce always waits
+        for the last microbatch.
         """
         lines = self._lines
         same = np.where(self._of_llm, -1, lines.place), np.where(self._of_llm, self.schedule.lane, lines.kind)
@@ -130,7 +129,7 @@ class Fill:
         return pairs
 
     def _ranks(self, windows: Mapping[str, int]) -> Floats:
-        """Of every line: how soon it is taken among those that are ready; -1 where order is fixed.
+        """Returns the priority of every line among ready ones (lower is sooner); -1 if its order is fixed.
 
         Backwards for which a forward waits come right before it.
         """
@@ -149,20 +148,20 @@ class Fill:
         return rank
 
     def orders(self, turn: Ints, timeline: Timeline) -> list[Program]:
-        """Phases of every class by their turn, but launches where they are to be enqueued."""
+        """Returns the phases of every class by turn, with launches where they must be enqueued."""
         device, place = self._lines.device, self._lines.place
         when = self._with_launches(turn, timeline)
-        found = []
-        for each in range(self._lines.header.devices):
-            rows = np.flatnonzero(self._phases & (device == each))
+        programs = []
+        for number in range(self._lines.header.devices):
+            rows = np.flatnonzero(self._phases & (device == number))
             order = np.lexsort((place[rows], when[rows]))
-            found.append(self._lines.program(rows[order]))
-        return found
+            programs.append(self._lines.program(rows[order]))
+        return programs
 
     def _with_launches(self, turn: Ints, timeline: Timeline) -> Floats:
-        """Turns, changed so that no launch stands behind compute that runs when it begins.
+        """Returns turns in which no launch is queued behind compute that runs when the launch starts.
 
-        A launch of the LLM stands right behind the compute whose result it sends.
+        A launch of the LLM comes right after the compute whose result it sends.
         """
         when, kind, device = turn.astype(np.float64), self.schedule.kind, self._lines.device
         llm = np.flatnonzero(self._of_llm)
@@ -171,13 +170,13 @@ class Fill:
         launches, senders = llm[glued], llm[behind[glued]]
         others = np.setdiff1d(np.flatnonzero(self._phases & (kind == OpKind.LAUNCH)), launches)
         works = np.flatnonzero(self._phases & (self.schedule.lane == Lane.COMPUTE))
-        for each in range(self._lines.header.devices):
-            some, mine = others[device[others] == each], works[device[works] == each]
-            mine = mine[np.argsort(turn[mine])]
-            at = np.searchsorted(timeline.finish_s[mine], timeline.start_s[some], side="right")
-            behind = at < len(mine)
-            some, runs = some[behind], mine[at[behind]]
-            when[some] = np.minimum(turn[some], turn[runs] - 1 + turn[some] / len(turn))
+        for class_number in range(self._lines.header.devices):
+            moved, computes = others[device[others] == class_number], works[device[works] == class_number]
+            computes = computes[np.argsort(turn[computes])]
+            at = np.searchsorted(timeline.finish_s[computes], timeline.start_s[moved], side="right")
+            behind = at < len(computes)
+            moved, runs = moved[behind], computes[at[behind]]
+            when[moved] = np.minimum(turn[moved], turn[runs] - 1 + turn[moved] / len(turn))
         self._meet(when, self._phases & ~np.isin(np.arange(len(when)), launches))
         when[launches] = when[senders]
         ops = self._lines.ops
@@ -187,19 +186,19 @@ class Fill:
         when[ops.rows] = held  # phases of an op in their order: earlier ones come no later
         return when
 
-    def _meet(self, when: Floats, some: Bools) -> None:
-        """Changes `when`: classes meet when the last of them is there."""
+    def _meet(self, when: Floats, chosen: Bools) -> None:
+        """Sets `when` of the chosen lines that meet to that of the last of them."""
         assert self.schedule.meeting is not None
         meeting = self.schedule.meeting
-        rows = np.flatnonzero(some & (meeting >= 0))
+        rows = np.flatnonzero(chosen & (meeting >= 0))
         latest = np.zeros(1 + int(meeting.max(initial=0)))
         np.maximum.at(latest, meeting[rows], when[rows])
         when[rows] = latest[meeting[rows]]
 
 
 def _window_edges(lines: ProgramTable, windows: Mapping[str, int]) -> Ints:
-    """Pairs of lines: a forward waits until an earlier microbatch of its class is over and given up."""
-    ops, found = lines.ops, [np.zeros((0, 2), np.int64)]
+    """Returns pairs of lines: a forward waits until an earlier microbatch of its class is freed."""
+    ops, edges = lines.ops, [np.zeros((0, 2), np.int64)]
     for name, window in windows.items():
         most = Counter(lines.header.plan.modules[name].pipelines).most_common(1)[0][1]
         mine = ops.module == lines.header.names.index(name)
@@ -209,15 +208,15 @@ def _window_edges(lines: ProgramTable, windows: Mapping[str, int]) -> Ints:
             backwards = here[np.isin(ops.kind[here], (OpKind.BACKWARD, OpKind.WEIGHT_GRAD))]
             if len(backwards) == len(forwards) > window:
                 waits = ops.rows[ops.first[forwards[window:]]]
-                found.append(np.stack([waits, ops.last[backwards[:-window]]], axis=1))
-    return np.concatenate(found)
+                edges.append(np.stack([waits, ops.last[backwards[:-window]]], axis=1))
+    return np.concatenate(edges)
 
 
-def _in_order(schedule: Schedule, lines: ProgramTable, launch_s: float, held_back: Ints) -> Schedule:
-    """With waits of every encoder phase for the one before it in its op, since they are played in order.
+def _in_order(schedule: Schedule, lines: ProgramTable, launch_s: float, window_waits: Ints) -> Schedule:
+    """Adds waits of every encoder phase for the one before it in its op, since ops run in order.
 
-    But a phase may overtake a launch, which goes on beside it; not where gradients of weights are made, which
-    have time. No phase is shorter than the host needs to launch it: the loop knows no host.
+    But a phase may overtake a launch, which runs alongside it; not in weight gradients, which are not urgent.
+    No phase is shorter than the host needs to launch it: the event loop does not model the host.
     """
     ops = lines.ops
     before, after = ops.rows[:-1], ops.rows[1:]
@@ -227,7 +226,7 @@ def _in_order(schedule: Schedule, lines: ProgramTable, launch_s: float, held_bac
     late &= (schedule.kind[before] != OpKind.LAUNCH) | (lines.kind[before] == OpKind.WEIGHT_GRAD)
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     known = np.stack([np.append(waits, after[late]), np.append(schedule.deps, before[late])], axis=1)
-    edges = np.concatenate([known, held_back, _on_one_lane(schedule, lines)])
+    edges = np.concatenate([known, window_waits, _on_one_lane(schedule, lines)])
     dep_offset, deps = edges_to_csr(edges, len(schedule))
     computes = (
         (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.WAIT) & (schedule.kind != OpKind.OPTIMIZER)
@@ -237,7 +236,7 @@ def _in_order(schedule: Schedule, lines: ProgramTable, launch_s: float, held_bac
 
 
 def _on_one_lane(schedule: Schedule, lines: ProgramTable) -> Ints:
-    """Pairs (phase, the one before it in its op that has the same lane) of encoders: there none overtakes."""
+    """Returns pairs (encoder phase, the one before it in its op on the same lane): lanes keep their order."""
     ops = lines.ops
     number = np.repeat(np.arange(len(ops)), np.diff(np.append(ops.first, len(ops.rows))))
     order = np.lexsort((np.arange(len(ops.rows)), schedule.lane[ops.rows], number))
@@ -249,21 +248,21 @@ def _on_one_lane(schedule: Schedule, lines: ProgramTable) -> Ints:
 
 
 def _traffic_order(header: Plan, base: LlmTimeline) -> dict[TrafficKey, float]:
-    """Encoders' gathers first, layer by layer; then the LLM's traffic; then encoders' reduces, backwards."""
+    """Orders encoder gathers first, by layer; then the LLM's traffic; then encoder reduces, reversed."""
     llm = header.names.index(LLM)
-    found: dict[TrafficKey, float] = {
+    order: dict[TrafficKey, float] = {
         (llm, kind, stage, place): line for (kind, stage, place), line in base.traffic_order().items()
     }
     for module, (_, planned) in enumerate(header.encoders.items()):
         for stage, buckets in enumerate(planned.buckets):
             for place in range(len(buckets)):
-                found[module, OpKind.UNSHARD, stage, place] = place - len(buckets)
-                found[module, OpKind.REDUCE_GRAD, stage, place] = AFTER_ALL - place
-    return found
+                order[module, OpKind.UNSHARD, stage, place] = place - len(buckets)
+                order[module, OpKind.REDUCE_GRAD, stage, place] = AFTER_ALL - place
+    return order
 
 
 def order_encoders_around_llm(header: Plan, base: LlmTimeline) -> Iterator[Program]:
-    """Of every class: all forwards of encoders, the LLM, all backwards of encoders."""
+    """Yields the program of every class: all encoder forwards, the LLM, all encoder backwards."""
     for device in range(header.ranks.num_classes):
         forwards = list(_ops(header, device, (OpKind.FORWARD,)))
         backwards = list(_ops(header, device, (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)))
@@ -271,17 +270,17 @@ def order_encoders_around_llm(header: Plan, base: LlmTimeline) -> Iterator[Progr
 
 
 def _ops(header: Plan, device: int, kinds: tuple[OpKind, ...]) -> Iterator[Ints]:
-    """Phases of all ops of these kinds that encoders have on a class, microbatch by microbatch."""
+    """Yields the phases of all encoder ops of these kinds on a class, microbatch by microbatch."""
     ranks = header.ranks
     for number, (name, module) in enumerate(header.encoders.items()):
         stage, pipeline = ranks.stage_of(name, device), ranks.pipeline_of(name, device)
         mine = np.flatnonzero(np.array(module.pipelines) == pipeline)
-        made = [kind for kind in kinds if kind in module.chunks[stage].templates]
-        sizes = [len(header.template_of(name, kind, stage, 0)) for kind in made]
+        own_kinds = [kind for kind in kinds if kind in module.chunks[stage].templates]
+        sizes = [len(header.template_of(name, kind, stage, 0)) for kind in own_kinds]
         one = np.array(
             [
                 (number, kind, 0, 0, place)
-                for kind, size in zip(made, sizes, strict=True)
+                for kind, size in zip(own_kinds, sizes, strict=True)
                 for place in range(size)
             ],
             np.int64,
@@ -316,7 +315,7 @@ def expand_to_all_tp_blocks(
 def _expand_class(
     header: Plan, folded: Plan, orders: Sequence[Program], device: int, across: dict[str, int]
 ) -> Program:
-    """What a class plays: the folded one's phases, of the pieces that are its own."""
+    """Returns the program of a class: the folded class's phases, on the microbatches of its own pipelines."""
     ranks = header.ranks
     stage, context, position = ranks.coordinates(device)
     rows = orders[folded.ranks.class_at(stage, context, 0)].rows.copy()

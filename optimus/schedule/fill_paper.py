@@ -9,25 +9,27 @@ For each split of the microbatches over encoder pipelines:
 The split with the least latency is kept.
 
 Backward is forward in a mirror: with time running from the end of the step to its beginning, encoder
-backwards come first, kernels and stages stand in reverse, and "not before B_i" becomes "not after F_i". So
-one function serves both directions, and only `Side` knows which of them it looks at.
+backwards come first, kernels and stages are reversed, and "not before B_i" becomes "not after F_i". So one
+function serves both directions, and only `DeviceBubbles` depends on the direction.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+Ends = Sequence[Sequence[float]]  # by pipeline, each in the order in which it runs its microbatches
+LatestDelay = Callable[[Ends], float]  # seconds by which the latest end exceeds its dependency point
 TimedKernel = tuple[str, float]  # what a phase is ("compute", "launch" or "wait"), and its seconds
 COMPUTE, LAUNCH, WAIT = "compute", "launch", "wait"
 ROUNDING_S = 1e-12
+_Room = tuple[list[float], list[float]]  # starts and ends of intervals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bubble:
-    """An interval in which a device's compute lane is idle; `tp`: because LLM communication runs."""
+    """Interval in which a device's compute lane is idle; `tp`: because LLM communication runs."""
 
     begin_s: float
     end_s: float
@@ -36,10 +38,10 @@ class Bubble:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceBubbles:
-    """One end of the step on one device: time counts from that end towards the middle.
+    """Idle time of one device, seen from one end of the step: time counts from that end to the middle.
 
-    `free_s`: until then the LLM does not compute. `bubbles` lie between its computations; `carriers` are
-    intervals in which it computes and leaves its TP links alone.
+    The LLM does not compute before `free_s`. `bubbles` are between its computations; `carriers` are intervals
+    in which it computes and does not use its TP links.
     """
 
     free_s: float
@@ -50,43 +52,38 @@ class DeviceBubbles:
     _carrying: dict[float, _Room] = field(default_factory=dict)
 
     def fit(self, seconds: float, now: float) -> float | None:
-        """The first moment from `now` on at which a bubble has room for a kernel."""
+        """Returns the first time from `now` on at which a bubble has room for a kernel, if any."""
         if seconds not in self._roomy:
             spans = [(bubble.begin_s, bubble.end_s) for bubble in self.bubbles]
-            self._roomy[seconds] = _Room.of(spans, seconds)
-        return self._roomy[seconds].first(seconds, now)
+            self._roomy[seconds] = _long_enough(spans, seconds)
+        return _first_fit(self._roomy[seconds], seconds, now)
 
     def carry(self, seconds: float, now: float) -> float | None:
-        """The first moment at which communication may run: in a bubble that is not TP's, or under compute."""
+        """Returns the first time at which communication can run: in a bubble not of TP, or under compute."""
         if seconds not in self._carrying:
             bubbles = [(bubble.begin_s, bubble.end_s) for bubble in self.bubbles if not bubble.tp]
-            self._carrying[seconds] = _Room.of(sorted([*self.carriers, *bubbles]), seconds)
-        return self._carrying[seconds].first(seconds, now)
+            self._carrying[seconds] = _long_enough(sorted([*self.carriers, *bubbles]), seconds)
+        return _first_fit(self._carrying[seconds], seconds, now)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Room:
-    """The intervals that are long enough for one size."""
+def _long_enough(spans: Sequence[tuple[float, float]], seconds: float) -> _Room:
+    """Returns starts and ends of the intervals in which `seconds` fit."""
+    long = [span for span in spans if span[0] + seconds <= span[1]]
+    return [begin for begin, _ in long], [end for _, end in long]
 
-    begins_s: list[float]
-    ends_s: list[float]
 
-    @classmethod
-    def of(cls, spans: Sequence[tuple[float, float]], seconds: float) -> _Room:
-        long = [span for span in spans if span[0] + seconds <= span[1]]
-        return cls(begins_s=[begin for begin, _ in long], ends_s=[end for _, end in long])
-
-    def first(self, seconds: float, now: float) -> float | None:
-        """In the interval that `now` lies in if enough of it is left, else at the begin of the next."""
-        at = bisect_right(self.ends_s, now)
-        if at < len(self.ends_s) and max(self.begins_s[at], now) + seconds <= self.ends_s[at]:
-            return max(self.begins_s[at], now)
-        return self.begins_s[at + 1] if at + 1 < len(self.ends_s) else None
+def _first_fit(room: _Room, seconds: float, now: float) -> float | None:
+    """Returns `now` if enough of its interval is left, else the start of the next interval."""
+    begins_s, ends_s = room
+    at = bisect_right(ends_s, now)
+    if at < len(ends_s) and max(begins_s[at], now) + seconds <= ends_s[at]:
+        return max(begins_s[at], now)
+    return begins_s[at + 1] if at + 1 < len(ends_s) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _MovedMicrobatch:
-    """One microbatch inside bubbles: begin of every kernel, by stage, and when the last stage ends."""
+    """Microbatch inside bubbles: start of every kernel by stage, and the end on the last stage."""
 
     begins_s: tuple[tuple[float, ...], ...]
     end_s: float
@@ -94,27 +91,27 @@ class _MovedMicrobatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderPipeline:
-    """One encoder pipeline seen from one end of the step, by stage in the order in which data flows there.
+    """Encoder pipeline seen from one end of the step; stages in the order of the data flow there.
 
-    Its own stages hold nothing of another pipeline's: where its r-th moved microbatch goes does not depend on
-    the others, so it is packed once, and a split costs only a comparison of sorted times.
+    Its stages run nothing of other pipelines: the place of its r-th moved microbatch does not depend on them,
+    so it is packed once, and a split costs only a comparison of sorted times.
     """
 
     sides: Sequence[DeviceBubbles]
     kernels: Sequence[Sequence[TimedKernel]]  # of one microbatch
-    seconds: Sequence[float]  # of one microbatch's op, played alone
+    seconds: Sequence[float]  # of one microbatch's op, simulated alone
     _moves: list[_MovedMicrobatch | None] = field(default_factory=list)
     _cursors_s: list[float] = field(default_factory=list)
     _coarse: dict[int, _CoarseSchedule] = field(default_factory=dict)
 
     def move(self, number: int) -> _MovedMicrobatch | None:
-        """Where the number-th microbatch goes that is moved into bubbles; None if it finds no room."""
+        """Returns the number-th microbatch that is moved into bubbles; None if there is no room."""
         while len(self._moves) <= number and None not in self._moves[-1:]:
             self._moves.append(self._pack_one())
         return self._moves[number] if number < len(self._moves) else None
 
     def _pack_one(self) -> _MovedMicrobatch | None:
-        """The next microbatch, behind those that were moved before: upstream stages first."""
+        """Places the next microbatch after those that were moved before, upstream stages first."""
         cursors = list(self._cursors_s) or [side.free_s for side in self.sides]
         begins, arrived = [], 0.0
         for stage, side in enumerate(self.sides):
@@ -127,7 +124,7 @@ class EncoderPipeline:
         return _MovedMicrobatch(begins_s=tuple(begins), end_s=arrived)
 
     def coarse(self, count: int) -> _CoarseSchedule:
-        """`count` microbatches before the LLM's compute, one after another."""
+        """Schedules `count` microbatches one after another before the LLM's compute."""
         if count not in self._coarse:
             busy = [0.0] * len(self.sides)
             ends, inside = [], 0.0
@@ -146,7 +143,7 @@ class EncoderPipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class _CoarseSchedule:
-    """Microbatches that run before the LLM: when each ends, what does not fit there, and what does."""
+    """Microbatches that run before the LLM: their ends, what does not fit there, and what does."""
 
     ends_s: tuple[float, ...]
     overflow_s: float
@@ -183,7 +180,7 @@ def pack_kernels_into_bubbles(
 
 @dataclass(frozen=True, kw_only=True)
 class BubbleFilling:
-    """One direction of one split: how many microbatches of each pipeline moved, and what is left."""
+    """One direction of one split: how many microbatches of each pipeline moved, and the remaining delay."""
 
     pipelines: Sequence[EncoderPipeline]
     split: Sequence[int]
@@ -193,7 +190,7 @@ class BubbleFilling:
     ends_s: tuple[tuple[float, ...], ...]  # of every pipeline's microbatches, in the LLM's time
 
     def begins_s(self, pipeline: int, number: int, stage: int) -> tuple[float, ...]:
-        """Begin of every kernel of a pipeline's number-th moved microbatch on one of its stages."""
+        """Returns the starts of the kernels of a pipeline's number-th moved microbatch on a stage."""
         move = self.pipelines[pipeline].move(number)
         assert move is not None
         return move.begins_s[stage]
@@ -213,14 +210,16 @@ class BubbleFilling:
         return sum(count * sum(pipeline.seconds) for pipeline, count in pairs)
 
 
-def fill_bubbles(pipelines: Sequence[EncoderPipeline], points: Points, split: Sequence[int]) -> BubbleFilling:
-    """Coarse, then fine, for one split; `points` are the F_i, or in the mirror the B_i."""
+def fill_bubbles(
+    pipelines: Sequence[EncoderPipeline], latest_delay_s: LatestDelay, split: Sequence[int]
+) -> BubbleFilling:
+    """Fills bubbles coarsely, then finely, for one split."""
     numbers = range(len(split))
     moved = [0] * len(split)
-    before = [pipelines[j].coarse(split[j]) for j in numbers]  # what stands before the LLM
-    inside: list[list[float]] = [[] for _ in numbers]  # ends of what was moved into bubbles
-    late = points.late_s([each.ends_s for each in before])
-    delay = coarse_delay = max(0.0, late, *(each.overflow_s for each in before))
+    before = [pipelines[j].coarse(split[j]) for j in numbers]  # microbatches before the LLM
+    inside: list[list[float]] = [[] for _ in numbers]  # ends of microbatches moved into bubbles
+    late = latest_delay_s([coarse.ends_s for coarse in before])
+    delay = coarse_delay = max(0.0, late, *(coarse.overflow_s for coarse in before))
     while delay > 0.0:
         critical = max(numbers, key=lambda j: before[j].overflow_s)
         move = pipelines[critical].move(moved[critical]) if moved[critical] < split[critical] else None
@@ -231,8 +230,8 @@ def fill_bubbles(pipelines: Sequence[EncoderPipeline], points: Points, split: Se
         shorter = max(0.0, left.overflow_s, *others)
         tried = [left if j == critical else before[j] for j in numbers]
         moves = [[*inside[j], move.end_s] if j == critical else inside[j] for j in numbers]
-        shorter += max(0.0, points.late_s(_in_llm_time(tried, moves, shorter)))
-        if shorter > delay or points.late_s(_in_llm_time(tried, moves, shorter)) > ROUNDING_S:
+        shorter += max(0.0, latest_delay_s(_in_llm_time(tried, moves, shorter)))
+        if shorter > delay or latest_delay_s(_in_llm_time(tried, moves, shorter)) > ROUNDING_S:
             break
         before, delay = tried, shorter
         inside[critical].append(move.end_s)
@@ -258,7 +257,7 @@ def _in_llm_time(
 def subtract_kernels(
     side: DeviceBubbles, kernels: Sequence[TimedKernel], begins: Sequence[float]
 ) -> DeviceBubbles:
-    """A side without the time that placed kernels take."""
+    """Returns the bubbles of a device without the time that placed kernels take."""
     if not kernels:
         return side
     spans = [(begin, begin + seconds) for (_, seconds), begin in zip(kernels, begins, strict=True)]
@@ -275,54 +274,38 @@ def subtract_kernels(
 def subtract_intervals(
     intervals: Sequence[tuple[float, float]], taken: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float, int]]:
-    """What is left of intervals when others, both in order, are taken out, and of which of them it is."""
-    found, place = [], 0
+    """Returns what is left of intervals, with their indices, when others are cut out; both are sorted."""
+    left, place = [], 0
     for number, (begin, end) in enumerate(intervals):
         while place < len(taken) and taken[place][1] <= begin:
             place += 1
         at = place
         while at < len(taken) and taken[at][0] < end:
             if taken[at][0] > begin:
-                found.append((begin, taken[at][0], number))
+                left.append((begin, taken[at][0], number))
             begin = max(begin, taken[at][1])
             at += 1
         if begin < end:
-            found.append((begin, end, number))
-    return found
+            left.append((begin, end, number))
+    return left
 
 
-Ends = Sequence[Sequence[float]]  # by pipeline, each in the order in which it runs its microbatches
+def latest_delay_in_any_order(points_s: Sequence[float], ends_s: Ends) -> float:
+    """Returns by how much the latest end exceeds its F_i if any pipeline may feed any LLM microbatch.
 
-
-class Points(Protocol):
-    """The LLM's dependency points."""
-
-    def late_s(self, ends_s: Ends) -> float:
-        """By how much the latest of all ends is behind its point; at most 0 if all come in time."""
-        ...
-
-
-class Interchangeable:
-    """F_1 <= F_2 <= ...: the i-th encoder microbatch to end, of any pipeline, becomes LLM microbatch i."""
-
-    def __init__(self, points_s: Sequence[float]) -> None:
-        self._points = list(points_s)
-
-    def late_s(self, ends_s: Ends) -> float:
-        return _late([end for own in ends_s for end in own], self._points)
-
-
-class Assigned:
-    """Points of every pipeline's own microbatches: a backward is of what its forward became.
-
-    (In the mirror an end is a begin: no backward begins before B_i.)
+    F_1 <= F_2 <= ...: the i-th encoder microbatch to end, of any pipeline, becomes LLM microbatch i. At most
+    0 if all come in time.
     """
+    return _late([end for pipeline in ends_s for end in pipeline], points_s)
 
-    def __init__(self, points_s: Sequence[Sequence[float]]) -> None:
-        self._points = points_s
 
-    def late_s(self, ends_s: Ends) -> float:
-        return max(_late(own, points) for own, points in zip(ends_s, self._points, strict=True))
+def latest_delay_as_assigned(points_s: Sequence[Sequence[float]], ends_s: Ends) -> float:
+    """Returns by how much the latest end exceeds its point if every pipeline has points of its own.
+
+    A backward belongs to the LLM microbatch that its forward became. (Mirrored, an end is a start: no
+    backward starts before B_i.)
+    """
+    return max(_late(ends, points) for ends, points in zip(ends_s, points_s, strict=True))
 
 
 def _late(ends_s: Sequence[float], points_s: Sequence[float]) -> float:
@@ -331,7 +314,7 @@ def _late(ends_s: Sequence[float], points_s: Sequence[float]) -> float:
 
 
 def assign_microbatches_by_end_time(ends_s: Ends) -> tuple[int, ...]:
-    """The pipeline that feeds each LLM microbatch: the i-th to end becomes microbatch i."""
+    """Returns the pipeline that feeds each LLM microbatch: the i-th to end becomes microbatch i."""
     events = [
         (end, pipeline, number) for pipeline, ends in enumerate(ends_s) for number, end in enumerate(ends)
     ]

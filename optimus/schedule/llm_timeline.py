@@ -1,4 +1,4 @@
-"""The LLM alone as a filler sees it, and its phases with encoder phases put between them."""
+"""Simulates the LLM alone, finds its bubbles, and inserts encoder phases between its phases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST, LAST = -np.inf, np.inf  # before, and after, all phases of the LLM
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedEncoderOp:
-    """One op of an encoder microbatch on one class: when each of its phases is to run, in the LLM's time."""
+    """Op of an encoder microbatch on one class, with the time of each of its phases in the LLM's step."""
 
     module: str
     kind: OpKind
@@ -38,7 +38,7 @@ class PlacedEncoderOp:
 
 
 class LlmTimeline:
-    """The LLM's own step, played phase by phase without any encoder work."""
+    """Step of the LLM alone, simulated phase by phase."""
 
     def __init__(self, plan: Plan, order: Order) -> None:
         alone = replace(plan, modules={LLM: plan.modules[LLM]})
@@ -49,41 +49,41 @@ class LlmTimeline:
         self._schedule, self._timeline, self._programs = lowered.schedule, lowered.timeline, lowered.programs
         self._op_kind = np.concatenate([program.kind for program in lowered.programs])
         self._idle = find_idle_intervals(self._schedule, self._timeline)
-        self._seen: dict[tuple[int, bool], DeviceBubbles] = {}
+        self._cached_bubbles: dict[tuple[int, bool], DeviceBubbles] = {}
         self.step_s = self._timeline.step_s
         # Encoder work must be done when the optimizer begins.
         self.end_s = float(self._timeline.start_s[self._schedule.kind == OpKind.OPTIMIZER].min())
 
     @cached_property
     def forward_points(self) -> list[float]:
-        """F_i: when stage 0 begins the forward of microbatch i in its first chunk."""
+        """F_i: start of the forward of microbatch i in the first chunk of stage 0."""
         start_s = self._timeline.start_s
         return sorted(float(start_s[rows].min()) for rows in self._entry_ops(OpKind.FORWARD))
 
     @cached_property
     def backward_points(self) -> list[float]:
-        """B_i: when stage 0 ends the backward of microbatch i in its first chunk."""
+        """B_i: end of the backward of microbatch i in the first chunk of stage 0."""
         finish_s = self._timeline.finish_s
         return sorted(
             float(finish_s[rows].max()) for rows in self._entry_ops(OpKind.BACKWARD, OpKind.INPUT_GRAD)
         )
 
     def _entry_ops(self, *kinds: OpKind) -> Iterator[Ints]:
-        """The lines of every microbatch's op on stage 0, chunk 0."""
+        """Yields the lines of every microbatch's op on stage 0, chunk 0."""
         schedule = self._schedule
         rows = np.flatnonzero((schedule.device == 0) & (schedule.chunk == 0) & np.isin(self._op_kind, kinds))
         for microbatch in range(self._plan.microbatches):
             yield rows[schedule.microbatch[rows] == microbatch]
 
-    def side(self, stage: int, *, mirrored: bool) -> DeviceBubbles:
-        """A stage from the beginning of the step, or in the mirror from its end."""
+    def device_bubbles(self, stage: int, *, mirrored: bool) -> DeviceBubbles:
+        """Returns the bubbles of a stage from the start of the step or, mirrored, from its end."""
         key = stage, mirrored
-        if key not in self._seen:
-            self._seen[key] = self._seen_from(stage, mirrored=mirrored)
-        return self._seen[key]
+        if key not in self._cached_bubbles:
+            self._cached_bubbles[key] = self._bubbles_from(stage, mirrored=mirrored)
+        return self._cached_bubbles[key]
 
-    def _seen_from(self, stage: int, *, mirrored: bool) -> DeviceBubbles:
-        bubbles, carriers, (first, last) = self._sides[stage]
+    def _bubbles_from(self, stage: int, *, mirrored: bool) -> DeviceBubbles:
+        bubbles, carriers, (first, last) = self._stage_bubbles[stage]
         if not mirrored:
             return DeviceBubbles(free_s=first, bubbles=bubbles, carriers=carriers)
         end = self.end_s
@@ -96,17 +96,17 @@ class LlmTimeline:
         )
 
     @cached_property
-    def _sides(self) -> list[tuple[list[Bubble], list[tuple[float, float]], tuple[float, float]]]:
-        return [self._side_of(stage) for stage in range(self._plan.ranks.llm.pp)]
+    def _stage_bubbles(self) -> list[tuple[list[Bubble], list[tuple[float, float]], tuple[float, float]]]:
+        return [self._bubbles_of(stage) for stage in range(self._plan.ranks.llm.pp)]
 
-    def _side_of(self, stage: int) -> tuple[list[Bubble], list[tuple[float, float]], tuple[float, float]]:
-        """Bubbles, carriers, and the first and last moment of compute on a stage."""
+    def _bubbles_of(self, stage: int) -> tuple[list[Bubble], list[tuple[float, float]], tuple[float, float]]:
+        """Returns bubbles, carriers, and the first and last time of compute of a stage."""
         schedule, timeline, idle = self._schedule, self._timeline, self._idle
         device = self._plan.ranks.class_at(stage, 0, 0)
         here = np.flatnonzero(schedule.device == device)
         works = here[(schedule.lane[here] == Lane.COMPUTE) & (schedule.kind[here] != OpKind.OPTIMIZER)]
         takes = timeline.finish_s[works] > timeline.start_s[works]
-        works = works[takes] if takes.any() else works  # a stage without layers only passes on
+        works = works[takes] if takes.any() else works  # a stage without layers only passes tensors on
         first, last = float(timeline.start_s[works[0]]), float(timeline.finish_s[works[-1]])
         mine = (idle.device == device) & (idle.begin_s >= first) & (idle.end_s <= last)
         tp = idle.cause[mine] == CAUSES.index("tp")
@@ -121,35 +121,35 @@ class LlmTimeline:
         return bubbles, carriers, (first, last)
 
     def _alone(self, plan: Plan, device: int) -> int:
-        """The class of the LLM alone that a class of `plan` runs."""
+        """Returns the class of the LLM alone that corresponds to a class of `plan`."""
         stage, context, _ = plan.ranks.coordinates(device)
         return self._plan.ranks.class_at(stage, context, 0)
 
     def llm_rows(self, plan: Plan, device: int) -> Ints:
-        """The LLM's phases on a class of `plan`, as rows of a program."""
+        """Returns the LLM's phases on a class of `plan`, as rows of a program."""
         rows: Ints = self._orders[self._alone(plan, device)].rows.copy()
         rows[:, 0] = plan.names.index(LLM)
         return rows
 
     def begins_s(self, plan: Plan) -> Floats:
-        """When the LLM's phases begin, class after class of `plan`."""
-        found = []
+        """Returns the starts of the LLM's phases, class after class of `plan`."""
+        starts = []
         for device in range(plan.ranks.num_classes):
             here = (self._schedule.device == self._alone(plan, device)) & (
                 self._op_kind <= OpKind.WEIGHT_GRAD
             )
-            found.append(self._timeline.start_s[here])
-        return np.concatenate(found)
+            starts.append(self._timeline.start_s[here])
+        return np.concatenate(starts)
 
-    def edges_s(self, stage: int, every: int) -> tuple[float, float]:
-        """Of every `every`th stage from `stage` on: when the LLM begins to compute, and when all is over.
+    def compute_span_s(self, stage: int, every: int) -> tuple[float, float]:
+        """Returns when the LLM starts to compute and when all ends, on every `every`th stage from `stage`.
 
-        The earliest beginning, counted from stage 0's, and the latest end.
+        The earliest start, relative to stage 0's, and the latest end.
         """
         begins, ends = [], []
-        first = self._sides[0][2][0]
+        first = self._stage_bubbles[0][2][0]
         for each in range(stage, self._plan.ranks.llm.pp, every):
-            begins.append(self._sides[each][2][0] - first)
+            begins.append(self._stage_bubbles[each][2][0] - first)
             here = self._schedule.device == self._plan.ranks.class_at(each, 0, 0)
             ends.append(
                 float(self._timeline.finish_s[here & (self._schedule.kind != OpKind.OPTIMIZER)].max())
@@ -157,21 +157,21 @@ class LlmTimeline:
         return min(begins), max(ends)
 
     def traffic_order(self) -> dict[tuple[OpKind, int, int], int]:
-        """By kind, stage and place of the bucket: where in a program each gather and reduce stands."""
-        found = {}
+        """Returns the line of each gather and reduce in its program, by kind, stage and bucket."""
+        order = {}
         for stage in range(self._plan.ranks.llm.pp):
             program = self._programs[self._plan.ranks.class_at(stage, 0, 0)]
             for line in np.flatnonzero(
                 (program.kind == OpKind.UNSHARD) | (program.kind == OpKind.REDUCE_GRAD)
             ).tolist():
-                found[OpKind(program.kind[line]), stage, int(program.place[line])] = line
-        return found
+                order[OpKind(program.kind[line]), stage, int(program.place[line])] = line
+        return order
 
-    def arrange(self, plan: Plan, fillers: Sequence[Sequence[PlacedEncoderOp]]) -> list[Program]:
-        """The phases of every class of `plan`: the LLM's, with those of `fillers` put in at their times."""
-        return [self._arrange_class(plan, device, placed) for device, placed in enumerate(fillers)]
+    def insert_encoder_ops(self, plan: Plan, fillers: Sequence[Sequence[PlacedEncoderOp]]) -> list[Program]:
+        """Returns the phases of every class of `plan`: the LLM's and, at their times, those of `fillers`."""
+        return [self._insert_into_class(plan, device, placed) for device, placed in enumerate(fillers)]
 
-    def _arrange_class(self, plan: Plan, device: int, placed: Sequence[PlacedEncoderOp]) -> Program:
+    def _insert_into_class(self, plan: Plan, device: int, placed: Sequence[PlacedEncoderOp]) -> Program:
         llm, names = self.llm_rows(plan, device), plan.names
         if not placed:
             return Program.of(llm)
@@ -183,15 +183,15 @@ class LlmTimeline:
             for phase in range(len(op.times_s))
         ]
         times = np.concatenate([self._times(plan, device, alone, op) for op in placed])
-        order = np.argsort(times, kind="stable")  # forwards and backwards may take turns in the same bubbles
+        order = np.argsort(times, kind="stable")  # forwards and backwards may alternate in the same bubbles
         times, rows = times[order], np.array(lines, llm.dtype)[order]
         before = self._behind_launches[alone][np.searchsorted(keys, times, side="left")]
         return Program.of(np.insert(llm, before, rows, axis=0))
 
     def _times(self, plan: Plan, device: int, alone: int, op: PlacedEncoderOp) -> Floats:
-        """When an op's phases are to run, never falling.
+        """Returns the times of an op's phases, never decreasing.
 
-        A launch that falls into LLM compute is enqueued before it: behind it the LLM's own would come first.
+        A launch during LLM compute is enqueued before that compute: after it, the LLM's own launches are.
         """
         times: Floats = np.array(op.times_s, np.float64)
         template = plan.template_of(op.module, op.kind, plan.ranks.stage_of(op.module, device), 0)
@@ -205,7 +205,7 @@ class LlmTimeline:
 
     @cached_property
     def _computes(self) -> list[tuple[Floats, Floats]]:
-        """Begin and end of every class's LLM compute, phase by phase."""
+        """Start and end of the LLM's compute phases of every class."""
         schedule, timeline = self._schedule, self._timeline
         works = (
             (schedule.lane == Lane.COMPUTE)
@@ -217,34 +217,34 @@ class LlmTimeline:
 
     @cached_property
     def _behind_launches(self) -> list[Ints]:
-        """Of every class, by place among its LLM phases: the first at or behind it that parts no launch.
+        """Per class and place among its LLM phases: the first place from there that separates no launch.
 
-        A launch stands right behind the phase before it: nothing may come between them.
+        A launch follows the phase before it directly: nothing may be inserted between them.
         """
-        found = []
+        positions = []
         rows = np.flatnonzero(self._op_kind <= OpKind.WEIGHT_GRAD)
         for device, program in enumerate(self._orders):
             kinds = self._schedule.kind[rows[self._schedule.device[rows] == device]]
             free = np.append((kinds != OpKind.LAUNCH) | (program.place == 0), True)
             places = np.where(free, np.arange(len(free)), len(free))
-            found.append(np.minimum.accumulate(places[::-1])[::-1])
-        return found
+            positions.append(np.minimum.accumulate(places[::-1])[::-1])
+        return positions
 
     @cached_property
     def _keys(self) -> list[Floats]:
-        """Of every class: times of its LLM phases that never fall; launches and waits just before compute."""
+        """Times of the LLM phases of every class, never decreasing; launches, waits just before compute."""
         schedule, start_s = self._schedule, self._timeline.start_s
-        found = []
+        keys = []
         for device in range(schedule.num_devices):
             rows = np.flatnonzero((schedule.device == device) & (self._op_kind <= OpKind.WEIGHT_GRAD))
             compute = (schedule.lane[rows] == Lane.COMPUTE) & (schedule.kind[rows] != OpKind.WAIT)
             times = np.where(compute, start_s[rows], np.nextafter(start_s[rows], -np.inf))
-            found.append(np.maximum.accumulate(times))
-        return found
+            keys.append(np.maximum.accumulate(times))
+        return keys
 
 
 def _llm_phases(plan: Plan, order: Order, stage: int) -> Program:
-    """All phases of a stage's ops, in order."""
+    """Returns all phases of a stage's ops, in order."""
     number = plan.names.index(LLM)
     sizes = {
         (kind, chunk): len(plan.template_of(LLM, kind, stage, chunk))
@@ -258,25 +258,25 @@ def _llm_phases(plan: Plan, order: Order, stage: int) -> Program:
 
 
 def list_template_kernels(template: Template, *, mirrored: bool, stretch: float) -> list[TimedKernel]:
-    """A template as the packer sees it; in the mirror a wait begins communication and a launch ends it."""
-    found: list[TimedKernel] = []
+    """Returns the kernels of a template; mirrored, a wait starts communication and a launch ends it."""
+    kernels: list[TimedKernel] = []
     for phase in template:
         if phase.kind == OpKind.LAUNCH:
-            found.append((WAIT, 0.0) if mirrored else (LAUNCH, phase.duration_s))
+            kernels.append((WAIT, 0.0) if mirrored else (LAUNCH, phase.duration_s))
         elif phase.kind == OpKind.WAIT:
             seconds = template[phase.after[0]].duration_s
-            found.append((LAUNCH, seconds) if mirrored else (WAIT, 0.0))
+            kernels.append((LAUNCH, seconds) if mirrored else (WAIT, 0.0))
         else:
-            found.append((COMPUTE, phase.duration_s * stretch))
-    return found[::-1] if mirrored else found
+            kernels.append((COMPUTE, phase.duration_s * stretch))
+    return kernels[::-1] if mirrored else kernels
 
 
 def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Intervals that touch as one."""
-    found: list[tuple[float, float]] = []
+    """Merges intervals that touch."""
+    joined: list[tuple[float, float]] = []
     for begin, end in intervals:
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
-            found.append((begin, end))
-    return found
+            joined.append((begin, end))
+    return joined

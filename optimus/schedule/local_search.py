@@ -2,7 +2,7 @@
 
 Each pass lets ops start, one by one, as early as their dependencies and a gap on their lanes allow; a pass
 over reversed time pushes them to the end first. Neither lengthens the step (justification: Valls et al.,
-EJOR 165, 2005). Further rounds begin with slightly disturbed starts. Unlike the event loop of `simulate` this
+EJOR 165, 2005). Further rounds begin with slightly disturbed starts. Unlike the simulator's event loop, this
 looks ahead: an op may delay others that are ready if the step becomes shorter.
 """
 
@@ -26,6 +26,8 @@ ORDER_DISTURBANCE_SHARES = (0.05, 0.1)  # of a start, as shares of the step: dra
 DISTURBANCE_SHARES = (0.05, 0.1, 0.2)  # the same, used in turn
 MAX_GAPS_SEARCHED = 64  # on one lane for one line: large schedules would take too long
 UNLIMITED_GAPS = 1 << 30
+CsrDelays = tuple[Ints, Ints, Floats]  # dependencies of every node: offsets, nodes, seconds after their end
+CsrLanes = tuple[Ints, Ints, int]  # lanes of every node: offsets, lanes; and the number of lanes
 
 # ---------------------------------------------------------------------------- ops of a pipeline
 
@@ -49,7 +51,7 @@ def shorten_pipeline_order(
 
 
 class _OrderGraph:
-    """Ops numbered so that each comes after the one op it waits for."""
+    """Graph of ops, numbered so that each comes after the one op it waits for."""
 
     def __init__(self, draft: TimedOrder) -> None:
         self._times = times = draft.times
@@ -67,14 +69,14 @@ class _OrderGraph:
         before, delay_s = np.array(self._before, np.int64), np.array(delays_s)
         waits = np.flatnonzero(before >= 0)
         edges = np.stack([waits, before[waits]], axis=1)
-        self._waits = *edges_to_csr(edges, count), delay_s[waits]
+        self._waits: CsrDelays = (*edges_to_csr(edges, count), delay_s[waits])
         after_offset, after = edges_to_csr(edges[:, ::-1], count)
-        self._reversed_waits = after_offset, after, delay_s[after]
+        self._reversed_waits: CsrDelays = (after_offset, after, delay_s[after])
         self._seconds: Floats = np.array(
             [times.seconds[op.kind][op.chunk * times.stages + stage] for stage, op in self.ops], np.float64
         )
         stages = np.array([[number, stage] for number, (stage, _) in enumerate(self.ops)], np.int64)
-        self._lanes = *edges_to_csr(stages, count), times.stages
+        self._lanes: CsrLanes = (*edges_to_csr(stages, count), times.stages)
 
     def draft(self, starts: Sequence[float], step_s: float) -> TimedOrder:
         return TimedOrder(times=self._times, starts=dict(zip(self.ops, starts, strict=True)), step_s=step_s)
@@ -95,14 +97,12 @@ class _OrderGraph:
         while (step_s := float(end.max())) < last_s:
             last_s = step_s
             latest = len(end) - 1 - np.argsort(-end[::-1], kind="stable")
-            self._pack(
-                latest, self._reversed_waits, start, end
-            )  # `end` is now the time left from an op's start
+            self._pack(latest, self._reversed_waits, start, end)  # `end`: time left from an op's start
             self._pack(np.argsort(-end, kind="stable"), self._waits, start, end)
         return start.tolist(), step_s
 
-    def _pack(self, sequence: Ints, waits: tuple[Ints, Ints, Floats], start: Floats, end: Floats) -> None:
-        _pack(sequence, self._seconds, *waits, *self._lanes, UNLIMITED_GAPS, False, start, end)
+    def _pack(self, sequence: Ints, waits: CsrDelays, start: Floats, end: Floats) -> None:
+        _pack(sequence, self._seconds, waits, self._lanes, UNLIMITED_GAPS, False, start, end)
 
 
 # ---------------------------------------------------------------------------- lines of a schedule
@@ -121,17 +121,16 @@ def shorten_schedule(schedule: Schedule, chains: Ints, turn: Ints, *, rounds: in
     seconds = np.zeros(count)
     np.maximum.at(seconds, nodes, schedule.duration_s)
     lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
-    lane_offset, lanes = edges_to_csr(np.stack([nodes, lane], axis=1), count)
+    node_lanes = edges_to_csr(np.stack([nodes, lane], axis=1), count)
+    no_delay = np.zeros(len(edges))
     last = np.zeros(count, np.int64)  # lines that meet start when the last of them is ready
     np.maximum.at(last, nodes, turn)
     sequence = _search_sequences(
         np.argsort(last),
         seconds,
-        *edges_to_csr(edges, count),
-        *edges_to_csr(edges[:, ::-1], count),
-        lane_offset,
-        lanes,
-        schedule.num_devices * NUM_LANES,
+        (*edges_to_csr(edges, count), no_delay),
+        (*edges_to_csr(edges[:, ::-1], count), no_delay),
+        (*node_lanes, schedule.num_devices * NUM_LANES),
         np.array(DISTURBANCE_SHARES),
         rounds,
     )
@@ -173,89 +172,57 @@ def _nodes(schedule: Schedule) -> Ints:
 def _search_sequences(
     sequence: NDArray[Any],
     seconds: Floats,
-    before_offset: NDArray[Any],
-    before: NDArray[Any],
-    after_offset: NDArray[Any],
-    after: NDArray[Any],
-    lane_offset: NDArray[Any],
-    lanes: NDArray[Any],
-    num_lanes: int,
+    waits: CsrDelays,
+    reversed_waits: CsrDelays,
+    lanes: CsrLanes,
     disturbances: Floats,
     rounds: int,
 ) -> NDArray[Any]:
-    """Returns the best sequence of all rounds, each node behind what it waits for."""
+    """Returns the best sequence of all rounds, each node after what it waits for."""
     count = len(sequence)
     best_s = np.inf
     start, end = np.zeros(count), np.zeros(count)
     best_start = np.zeros(count)
-    key = np.empty(count)
-    drawn = np.uint64(1)
-    no_delay = np.zeros(len(before))
+    random_state = np.uint64(1)
     for number in range(rounds):
-        tried = sequence
-        if number > 0:  # each node earlier or later, but behind what it waits for
+        candidate = sequence
+        if number > 0:
             by_s = disturbances[number % len(disturbances)] * best_s
-            for node in sequence:
-                drawn = drawn * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-                share = np.float64(drawn >> np.uint64(11)) / 2.0**52 - 1.0
-                key[node] = best_start[node] + by_s * share
-                for position in range(before_offset[node], before_offset[node + 1]):
-                    key[node] = max(key[node], key[before[position]])
-            tried = sequence[np.argsort(key[sequence], kind="mergesort")]
-        _pack(
-            tried,
-            seconds,
-            before_offset,
-            before,
-            no_delay,
-            lane_offset,
-            lanes,
-            num_lanes,
-            MAX_GAPS_SEARCHED,
-            True,
-            start,
-            end,
-        )
+            candidate, random_state = _disturb(sequence, best_start, by_s, waits, random_state)
+        _pack(candidate, seconds, waits, lanes, MAX_GAPS_SEARCHED, True, start, end)
         step_s = np.inf
         while end.max() < step_s:
             step_s = end.max()
-            tried = _by_time(tried, start, end)
+            candidate = _by_time(candidate, start, end)
             if step_s <= best_s:
-                best_s, sequence = step_s, tried
+                best_s, sequence = step_s, candidate
                 best_start[:] = start
-            latest = tried[::-1]
+            latest = candidate[::-1]
             latest = latest[np.argsort(-end[latest], kind="mergesort")]
-            _pack(
-                latest,
-                seconds,
-                after_offset,
-                after,
-                no_delay,
-                lane_offset,
-                lanes,
-                num_lanes,
-                MAX_GAPS_SEARCHED,
-                True,
-                start,
-                end,
-            )
+            _pack(latest, seconds, reversed_waits, lanes, MAX_GAPS_SEARCHED, True, start, end)
             earliest = latest[::-1]
-            tried = earliest[np.argsort(-end[earliest], kind="mergesort")]
-            _pack(
-                tried,
-                seconds,
-                before_offset,
-                before,
-                no_delay,
-                lane_offset,
-                lanes,
-                num_lanes,
-                MAX_GAPS_SEARCHED,
-                True,
-                start,
-                end,
-            )
+            candidate = earliest[np.argsort(-end[earliest], kind="mergesort")]
+            _pack(candidate, seconds, waits, lanes, MAX_GAPS_SEARCHED, True, start, end)
     return sequence
+
+
+@njit_cached
+def _disturb(
+    sequence: NDArray[Any], start: Floats, by_s: float, waits: CsrDelays, random_state: Any
+) -> tuple[NDArray[Any], Any]:
+    """Returns nodes by start, each earlier or later by at most `by_s`, but after what it waits for.
+
+    Also returns the next state of a linear congruential generator, the same on every machine.
+    """
+    wait_offset, wait_nodes, _ = waits
+    key = np.empty(len(sequence))
+    for node in sequence:
+        random_state = random_state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        share = np.float64(random_state >> np.uint64(11)) / 2.0**52 - 1.0
+        key[node] = start[node] + by_s * share
+        for position in range(wait_offset[node], wait_offset[node + 1]):
+            key[node] = max(key[node], key[wait_nodes[position]])
+    return sequence[np.argsort(key[sequence], kind="mergesort")], random_state
 
 
 @njit_cached
@@ -269,12 +236,8 @@ def _by_time(sequence: NDArray[Any], start: Floats, end: Floats) -> NDArray[Any]
 def _pack(
     sequence: NDArray[Any],
     seconds: Floats,
-    wait_offset: NDArray[Any],
-    waits: NDArray[Any],
-    delays: Floats,
-    lane_offset: NDArray[Any],
-    lanes: NDArray[Any],
-    num_lanes: int,
+    waits: CsrDelays,
+    node_lanes: CsrLanes,
     max_gaps: int,
     may_join: bool,
     start: Floats,
@@ -286,6 +249,8 @@ def _pack(
     back than `max_gaps` others on a lane. With `may_join`, a node of no duration may start at the same moment
     as a longer one that was packed before it; otherwise it starts behind.
     """
+    wait_offset, wait_nodes, delays = waits
+    lane_offset, lanes, num_lanes = node_lanes
     tail = np.full(num_lanes, -1, np.int64)  # on each lane, by start: places in `lanes`, ...
     following = np.full(len(lanes), -1, np.int64)  # ... and its neighbours
     preceding = np.full(len(lanes), -1, np.int64)
@@ -293,7 +258,7 @@ def _pack(
     for node in sequence:
         begin = 0.0
         for position in range(wait_offset[node], wait_offset[node + 1]):
-            begin = max(begin, end[waits[position]] + delays[position])
+            begin = max(begin, end[wait_nodes[position]] + delays[position])
         moved = True
         while moved:  # until there is a gap at the same time on all its lanes
             moved = False

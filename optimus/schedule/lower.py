@@ -1,10 +1,10 @@
-"""Lowers an arrangement of phases to programs that ranks can play as they stand.
+"""Lowers an order of phases to programs that ranks run line by line.
 
 A strategy decides the order in which every device class computes. Lowering adds all communication: messages
-between stages and over the seam, gathers, reduces, the optimizer. Everything is placed by the time at which
-it happens when the arrangement is played without parameter traffic, the same clock on every class: no class
-then waits for something that stands, on another, behind something that waits for it. Times alone would not
-do, because phases that take no time have the same: lines are also counted.
+between stages and over the seam, gathers, reduces, the optimizer. Every line is placed by the time at which
+it runs in a simulation without parameter traffic, with one clock for all classes: so no class waits for a
+line that is, on another class, behind one that waits for it. Times alone are not enough, because phases of
+no duration share a time: lines are also counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optimus.schedule.simulator import Timeline, simulate_schedule
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoweredPlan:
-    """Programs, the schedule they make up, and when everything happens."""
+    """Programs, their schedule, and its timeline."""
 
     programs: tuple[Program, ...]
     schedule: Schedule
@@ -33,10 +33,9 @@ class LoweredPlan:
 
 
 def lower_to_programs(plan: Plan, orders: Sequence[Program]) -> LoweredPlan:
-    """`orders` holds the phases that every device class plays; `plan` is a header without programs.
+    """Adds communication to `orders`, the phases of every device class; `plan` is a header without programs.
 
-    There must be one order of all phases, each after what it waits for, of which every class plays its part;
-    else `Deadlock` is raised.
+    Raises `ScheduleDeadlock` if no order of all phases has each after what it waits for and keeps `orders`.
     """
     header = HeaderArrays(plan)
     lines = ProgramTable.of(header, orders)
@@ -49,11 +48,11 @@ def lower_to_programs(plan: Plan, orders: Sequence[Program]) -> LoweredPlan:
 
 def build_unordered_schedule(
     plan: Plan, orders: Sequence[Program], traffic: Mapping[TrafficKey, float]
-) -> Unplaced:
-    """All lines of an arrangement, messages and traffic among them, before anyone has looked when they fall.
+) -> tuple[ProgramTable, Schedule]:
+    """Returns all lines of `orders` with messages and traffic, and their schedule, before lines are placed.
 
-    For whoever gives ops an order of their own: only lanes that he leaves alone are in a good one. Gathers
-    come first and reduces last, by what `traffic` says of each.
+    For callers that reorder ops: only lanes they do not touch are guaranteed deadlock-free. Gathers come
+    first and reduces last, each ordered by its value in `traffic`.
     """
     header = HeaderArrays(plan)
     lines = ProgramTable.of(header, orders)
@@ -75,11 +74,11 @@ def build_unordered_schedule(
         )
     programs = _merge(header, lines, extras)
     merged = ProgramTable.of(header, programs)
-    return Unplaced(lines=merged, schedule=build_schedule_of_table(merged, ordered=False))
+    return merged, build_schedule_of_table(merged, ordered=False)
 
 
 def simulate_plan(plan: Plan, schedule: Schedule) -> Timeline:
-    """The replay whose makespan is the claim."""
+    """Simulates a plan's schedule; the makespan is the step that the plan claims."""
     return simulate_schedule(schedule, slowdown=plan.slowdown, launch_s=plan.launch_s)
 
 
@@ -87,18 +86,10 @@ TrafficKey = tuple[int, OpKind, int, int]  # module, GATHER or REDUCE, stage, pl
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Unplaced:
-    """Lines of all classes, and the schedule they make up."""
-
-    lines: ProgramTable
-    schedule: Schedule
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _InsertedLines:
-    """Lines to insert: before the phase line `before` of the class, in order of time, then of number.
+    """Lines to insert before the phase line `before` of a class, ordered by time, then by number.
 
-    Gathers come first, in the order of their own times.
+    Gathers come first, ordered by time.
     """
 
     device: Ints
@@ -109,15 +100,15 @@ class _InsertedLines:
 
 
 class _Clock:
-    """When every phase runs, played with messages but without parameter traffic.
+    """Times of all phases, simulated with messages but without parameter traffic.
 
-    `time_s` never falls along a program or from a phase to what waits for it, and is the same for all that
-    meet; where it stands still, `turn` rises. The two together are one order of all phases of all classes.
+    `time_s` never decreases along a program or from a phase to one that waits for it, and is the same for all
+    phases that meet; where it is equal, `turn` increases. Together they order all phases of all classes.
     """
 
     def __init__(self, plan: Plan, header: HeaderArrays, lines: ProgramTable, transfers: Messages) -> None:
         self.header, self.lines, self.transfers = header, lines, transfers
-        # The phase line with which every class begins, and where the last one ends.
+        # The first phase line of every class, and the end of the last class.
         self.first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
         count = len(transfers)
         programs = _merge(header, lines, [_sends(transfers, np.zeros(count), np.arange(count))])
@@ -130,75 +121,75 @@ class _Clock:
         self._computes = schedule.lane[phases] == Lane.COMPUTE
 
     def before_message(self, devices: Ints, produced: Ints) -> Ints:
-        """The phase line of each class before which a message falls that is sent behind `produced`."""
+        """Returns the phase line of each class before which a message sent after `produced` is received."""
         rank = _ranks(np.append(self.time_s, self.end_s[produced]), np.append(self.turn, self.turn[produced]))
         keys, wanted = np.split(rank, [len(self.time_s)])
         return self._position(keys, devices, wanted)
 
     def running(self, devices: Ints, times_s: Floats) -> Ints:
-        """The first phase line of each class whose compute has not ended by then, or that begins later."""
+        """Returns the first phase line of each class whose compute ends, or that starts, after `times_s`."""
         return self._position(self._done_s, devices, times_s)
 
     @cached_property
     def _done_s(self) -> Floats:
-        """When all compute of a class up to a phase line has ended, and all launches have begun."""
+        """Time by which all compute of a class up to a phase line has ended and all launches have started."""
         done_s = np.where(self._computes, self.end_s, self.time_s)
         for first, end in pairwise(self.first):
             done_s[first:end] = np.maximum.accumulate(done_s[first:end])
         return done_s
 
     def _position(self, keys: Ints | Floats, devices: Ints, wanted: Ints | Floats) -> Ints:
-        found = np.empty(len(devices), np.int64)
+        positions = np.empty(len(devices), np.int64)
         for device in np.unique(devices).tolist():
             first, end = self.first[device], self.first[device + 1]
-            some = devices == device
-            found[some] = first + np.searchsorted(keys[first:end], wanted[some], side="right")
-        return found
+            here = devices == device
+            positions[here] = first + np.searchsorted(keys[first:end], wanted[here], side="right")
+        return positions
 
 
 def _ranks(first: Floats, second: Floats) -> Ints:
-    """Places of pairs in their order; equal pairs have the same."""
+    """Returns the rank of every pair; equal pairs have equal ranks."""
     order = np.lexsort((second, first))
     rises = (np.diff(first[order], prepend=-1.0) > 0) | (np.diff(second[order], prepend=-1.0) != 0)
-    found = np.empty(len(order), np.int64)
-    found[order] = np.cumsum(rises)
-    return found
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.cumsum(rises)
+    return ranks
 
 
 def _times(schedule: Schedule, timeline: Timeline) -> Floats:
-    """When every line begins, or later: not before the compute that stands before it has ended.
+    """Returns when every line starts, or later: not before the compute line before it has ended.
 
-    Launches overtake compute on their lane; sends may stand in a queue, and count from when they could go.
+    Launches overtake compute on their lane; sends may be queued, and count from when they could start.
     """
     assert schedule.meeting is not None
     ends = np.flatnonzero(np.diff(schedule.device, prepend=-1, append=-1))
     compute_s = np.where(schedule.lane == Lane.COMPUTE, timeline.finish_s, 0.0)
-    found = np.where(schedule.is_send, 0.0, timeline.start_s)
+    times_s = np.where(schedule.is_send, 0.0, timeline.start_s)
     for first, end in pairwise(ends):
-        found[first + 1 : end] = np.maximum(found[first + 1 : end], compute_s[first : end - 1])
+        times_s[first + 1 : end] = np.maximum(times_s[first + 1 : end], compute_s[first : end - 1])
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     meets = np.flatnonzero(schedule.meeting >= 0)
     meeting = schedule.meeting[meets]
     latest = np.zeros(1 + int(meeting.max(initial=0)))
     before = np.zeros(0)
-    while not np.array_equal(before, found):
-        before = found.copy()
+    while not np.array_equal(before, times_s):
+        before = times_s.copy()
         for first, end in pairwise(ends):
-            found[first:end] = np.maximum.accumulate(found[first:end])
-        np.maximum.at(found, waits, found[schedule.deps])
-        np.maximum.at(latest, meeting, found[meets])
-        found[meets] = latest[meeting]
-    return found
+            times_s[first:end] = np.maximum.accumulate(times_s[first:end])
+        np.maximum.at(times_s, waits, times_s[schedule.deps])
+        np.maximum.at(latest, meeting, times_s[meets])
+        times_s[meets] = latest[meeting]
+    return times_s
 
 
 def _turns(schedule: Schedule) -> Floats:
-    """How many lines must be played before each, if every class plays one line after another."""
+    """Returns how many lines run before each if every class runs one line after another."""
     lane, duration_s = np.full_like(schedule.lane, Lane.COMPUTE), np.ones(len(schedule))
     return simulate_schedule(replace(schedule, lane=lane, duration_s=duration_s)).start_s
 
 
 def _place_communication(clock: _Clock) -> Iterator[_InsertedLines]:
-    """Everything that is not a phase."""
+    """Yields every line that is not a phase."""
     produced = clock.transfers.produced
     ready_s, number = clock.end_s[produced], np.argsort(np.argsort(clock.turn[produced], kind="stable"))
     yield _sends(clock.transfers, ready_s, number)
@@ -208,7 +199,7 @@ def _place_communication(clock: _Clock) -> Iterator[_InsertedLines]:
 
 
 def _finish(header: HeaderArrays, first: Ints) -> _InsertedLines:
-    """The last line of every class; `first` holds the phase line with which each begins, and the end."""
+    """Returns the last line of every class; `first` holds the first phase line of each class, and the end."""
     devices = np.arange(len(first) - 1)
     return _InsertedLines(
         device=devices,
@@ -220,7 +211,7 @@ def _finish(header: HeaderArrays, first: Ints) -> _InsertedLines:
 
 
 def _sends(transfers: Messages, ready_s: Floats, number: Ints) -> _InsertedLines:
-    """Right behind what makes their data, before any filler."""
+    """Places sends right after the op that produces their data, before any encoder work."""
     zeros = np.zeros(len(transfers), np.int64)
     rows = [transfers.module, transfers.kind, transfers.sender_chunk, transfers.microbatch, zeros]
     return _InsertedLines(
@@ -233,7 +224,7 @@ def _sends(transfers: Messages, ready_s: Floats, number: Ints) -> _InsertedLines
 
 
 def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _InsertedLines:
-    """Posted when the message is ready on the other side; the LLM's not behind filler."""
+    """Places receives when the message is ready on the other side; the LLM's not after encoder work."""
     transfers, lines, header = clock.transfers, clock.lines, clock.header
     before = clock.before_message(transfers.receiver, transfers.produced)
     rows_of_llm = np.flatnonzero(lines.module == header.llm)
@@ -253,7 +244,7 @@ def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _InsertedLines:
 
 
 def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
-    """Gathers first, what is needed first first; reduces when all who meet in them have their gradients."""
+    """Yields gathers, in the order of first use, and reduces, once all members have their gradients."""
     lines, header = clock.lines, clock.header
     stage = header.stage[lines.module, lines.device]
     number = 0
@@ -281,9 +272,9 @@ def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
 
 
 def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int]) -> _InsertedLines:
-    """After the lines `made`: right behind them, or when the last class of the group has its own.
+    """Places a reduce after the lines `made`, or when the last class of its group has its gradients.
 
-    Not behind compute that runs by then, for which it would wait.
+    Not after compute that runs at that time: the reduce would wait for it.
     """
     lines, header = clock.lines, clock.header
     own = [made[lines.device[made] == device] for device in devices.tolist()]
@@ -304,7 +295,7 @@ def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int
 
 
 def _merge(header: HeaderArrays, lines: ProgramTable, extras: list[_InsertedLines]) -> tuple[Program, ...]:
-    """Phase lines with everything inserted, class by class."""
+    """Returns phase lines with all insertions, class by class."""
     phases = np.stack([lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place], axis=1)
     rows = np.concatenate([phases, *(extra.rows for extra in extras)])
     device = np.concatenate([lines.device, *(extra.device for extra in extras)])

@@ -19,17 +19,17 @@ Hashes = NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True)
 class DurationNoise:
-    """How kernels of compute lanes depart from their durations; collectives and messages keep theirs."""
+    """Random deviation of kernels on compute lanes; collectives and messages keep their durations."""
 
     name: str
     jitter: float = 0.0  # standard deviation over mean of a log-normal factor of mean 1, kernel by kernel
-    slow_share: float = 0.0  # of the stages, at least one: the step of a large job waits for its slowest GPUs
+    slow_share: float = 0.0  # of the stages, at least one: a large job waits for its slowest GPUs
     slow_factor: float = 1.0  # on every kernel of a slow stage
     hiccups_per_s: float = 0.0  # of compute
-    hiccup_s: float = 0.0  # which the kernel takes longer
+    hiccup_s: float = 0.0  # added to the kernel's duration
 
 
-OPTIMIZER_KEY = 11  # in draws, which the numbers of OpKind must not change
+OPTIMIZER_KEY = 11  # in draws, so that new numbers of OpKind do not change them
 
 NO_NOISE = DurationNoise(name="none")
 JITTER = DurationNoise(name="10 % jitter", jitter=0.1)
@@ -46,9 +46,9 @@ NOISE_LEVELS = (NO_NOISE, JITTER, JITTER_STRAGGLERS_HICCUPS)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModulePlacement:
-    """Where modules lie: of every module and device its stage there, and its number among equal devices.
+    """Stage of every module on every device, and the device's index among those with the same work.
 
-    Devices are equal, or twins, where they run the same work of a module: classes of one TP group.
+    Devices that run the same work of a module (classes of one TP group) are twins.
     """
 
     stage: Ints
@@ -56,7 +56,7 @@ class ModulePlacement:
 
     @staticmethod
     def of_pipeline(schedule: Schedule) -> ModulePlacement:
-        """Device r is stage r of every module."""
+        """Places stage r of every module on device r."""
         shape = len(schedule.modules), schedule.num_devices
         return ModulePlacement(
             stage=np.tile(np.arange(shape[1]), (shape[0], 1)), twin=np.zeros(shape, np.int64)
@@ -64,7 +64,7 @@ class ModulePlacement:
 
     @staticmethod
     def of_plan(plan: Plan) -> ModulePlacement:
-        """Devices are classes. What belongs to all modules lies where the LLM does."""
+        """Places modules on device classes; what belongs to all modules is placed with the LLM."""
         ranks = plan.ranks
         devices = range(ranks.num_classes)
         stage, twin = [], []
@@ -78,11 +78,11 @@ class ModulePlacement:
 
 
 class NoisyDurations:
-    """A schedule whose durations are drawn anew for every seed.
+    """Schedule whose durations are drawn anew for every seed.
 
-    A kernel is known by its module, kind and microbatch, and by its number on the microbatch's way through
-    all stages of the module. So it is the same however its module is cut into stages and whatever is played
-    beside it: two systems that run the same kernels meet the same noise.
+    A kernel is identified by its module, kind and microbatch, and by its index among the kernels of that
+    microbatch over all stages of the module. So its noise does not depend on how the module is split into
+    stages or on what else runs: two systems that run the same kernels get the same noise.
     """
 
     def __init__(self, schedule: Schedule, places: ModulePlacement) -> None:
@@ -92,15 +92,15 @@ class NoisyDurations:
         self._stages = 1 + int(places.stage[-1].max())
         self._key = _keys(schedule, self._rows, places)
 
-    def durations(self, noise: DurationNoise, seed: int) -> Floats:
-        """Of all ops of the schedule."""
-        found = self.schedule.duration_s.copy()
-        found[self._rows] = self._drawn(found[self._rows], noise, seed)
-        return found
+    def draw_seconds(self, noise: DurationNoise, seed: int) -> Floats:
+        """Returns the durations of all ops for a seed."""
+        seconds = self.schedule.duration_s.copy()
+        seconds[self._rows] = self._drawn(seconds[self._rows], noise, seed)
+        return seconds
 
-    def drawn(self, noise: DurationNoise, seed: int) -> Schedule:
-        """The schedule with these durations."""
-        return replace(self.schedule, duration_s=self.durations(noise, seed))
+    def draw_schedule(self, noise: DurationNoise, seed: int) -> Schedule:
+        """Returns the schedule with durations for a seed."""
+        return replace(self.schedule, duration_s=self.draw_seconds(noise, seed))
 
     def _drawn(self, seconds: Floats, noise: DurationNoise, seed: int) -> Floats:
         factor = np.ones(len(seconds))
@@ -115,12 +115,12 @@ class NoisyDurations:
         return seconds * factor + noise.hiccup_s * pauses
 
     def _uniform(self, seed: int, which: int) -> Floats:
-        """From 0 up to, not including, 1."""
+        """Returns numbers in [0, 1)."""
         return _unit(_mixed(self._key ^ _hash(seed, which)))
 
 
 def _slow_stages(stages: int, noise: DurationNoise, seed: int) -> Ints:
-    """Whichever come first when they are shuffled."""
+    """Returns the stages that come first in a random order."""
     if not noise.slow_share:
         return np.zeros(0, np.int64)
     shuffled = np.argsort(_mixed(np.arange(stages, dtype=np.uint64) ^ _hash(seed, 3)), kind="stable")
@@ -128,7 +128,7 @@ def _slow_stages(stages: int, noise: DurationNoise, seed: int) -> Ints:
 
 
 def _keys(schedule: Schedule, rows: Ints, places: ModulePlacement) -> Hashes:
-    """Of every kernel in `rows`, which are ascending, a number that is its own."""
+    """Returns a distinct number for every kernel in `rows`, which are ascending."""
     module, device = schedule.module[rows], schedule.device[rows]
     kind, microbatch = schedule.kind[rows], schedule.microbatch[rows]
     stages = 1 + int(places.stage.max())
@@ -155,7 +155,7 @@ def _keys(schedule: Schedule, rows: Ints, places: ModulePlacement) -> Hashes:
 
 
 def _mixed(bits: Hashes) -> Hashes:
-    """Other bits, each of which depends on all."""
+    """Mixes bits so that each depends on all others."""
     bits = bits + np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -163,10 +163,10 @@ def _mixed(bits: Hashes) -> Hashes:
 
 
 def _hash(*numbers: int) -> np.uint64:
-    found: Hashes = np.zeros(1, np.uint64)
+    bits: Hashes = np.zeros(1, np.uint64)
     for number in numbers:
-        found = _mixed(found ^ np.uint64(number))
-    return np.uint64(found[0])
+        bits = _mixed(bits ^ np.uint64(number))
+    return np.uint64(bits[0])
 
 
 def _unit(bits: Hashes) -> Floats:
@@ -199,13 +199,13 @@ class PriorityStreamReplay:
         launches = schedule.kind != OpKind.WAIT
         self._held_s = launch_s * count_launches_before(schedule.device, launches, schedule.num_devices)
 
-    def play(self, duration_s: Floats) -> Timeline:
-        """When everything happens if ops take so long."""
+    def simulate(self, duration_s: Floats) -> Timeline:
+        """Simulates the schedule with these durations."""
         count = len(self._schedule)
         timeline, _ = list_schedule(
             replace(self._schedule, duration_s=duration_s),
             rank=self._rank,
-            due_s=np.full(count, np.inf),  # nobody is expected: what is ready starts
+            due_s=np.full(count, np.inf),  # no op is waited for: ready ops start
             held_s=self._held_s,
             patience_s=0.0,
             slowdown=self._slowdown,
@@ -214,7 +214,7 @@ class PriorityStreamReplay:
 
 
 def _ranks(schedule: Schedule, filler: Bools) -> Floats:
-    """Places in the plan, where ops are free to be played out of its order."""
+    """Returns positions in the plan for ops that may leave its order, else IN_PROGRAM_ORDER."""
     lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
     compute = schedule.lane == Lane.COMPUTE
     shared = np.zeros(schedule.num_devices * NUM_LANES, np.bool_)
@@ -226,7 +226,7 @@ def _ranks(schedule: Schedule, filler: Bools) -> Floats:
 
 
 def _with_streams(schedule: Schedule, filler: Bools, rank: Floats) -> Schedule:
-    """The schedule with waits on a lane of their own, and every op of a stream behind the one before it."""
+    """Moves waits to a lane of their own and puts every op of a stream after the one before it."""
     waits = np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))
     edges = [
         np.stack([waits, schedule.deps], axis=1),
@@ -247,7 +247,7 @@ def _with_streams(schedule: Schedule, filler: Bools, rank: Floats) -> Schedule:
 
 
 def _chains(schedule: Schedule, filler: Bools, rank: Floats) -> Ints:
-    """Pairs of an op and the one before it on its lane and of its stream, if the lane itself keeps no order.
+    """Returns pairs of an op and the one before it of its lane and stream, if the lane keeps no order.
 
     Messages are in no chain: each edge between stages has a communicator of its own.
     """
@@ -263,10 +263,10 @@ def _chains(schedule: Schedule, filler: Bools, rank: Floats) -> Ints:
 
 
 def _ends(schedule: Schedule, filler: Bools) -> Ints:
-    """The optimizer of every device behind the last op of the encoders' stream."""
+    """Returns pairs of every device's optimizer and the last op of its encoder stream."""
     finish = np.flatnonzero(schedule.kind == OpKind.OPTIMIZER)
     last = np.full(schedule.num_devices, -1, np.int64)
     rows = np.flatnonzero(filler & (schedule.lane == Lane.COMPUTE))
     last[schedule.device[rows]] = rows  # ascending: the last one stays
-    found = last[schedule.device[finish]]
-    return np.stack([finish[found >= 0], found[found >= 0]], axis=1)
+    last_filler = last[schedule.device[finish]]
+    return np.stack([finish[last_filler >= 0], last_filler[last_filler >= 0]], axis=1)

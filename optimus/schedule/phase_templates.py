@@ -1,4 +1,4 @@
-"""Turns the kernels of a chunk into phases that a rank can play: compute, launches and waits."""
+"""Expands the kernels of a chunk's op into phases that a rank runs: compute, launches and waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import Phase, Template
 
-SECONDS_DIGITS = 12  # of a second: durations are whole picoseconds, the same on every machine
+SECONDS_DIGITS = 12  # durations are whole picoseconds, the same on every machine
 
 
 def build_op_template(
@@ -19,10 +19,11 @@ def build_op_template(
     first: Sequence[Kernel] = (),
     last: Sequence[Kernel] = (),
 ) -> Template:
-    """One op of a chunk: layers in order forward, reversed backward; `first` and `last` stand around them.
+    """Builds the template of one op of a chunk: layers in order forward, reversed backward.
 
-    A collective is launched where its kernel stands and waited for before the first compute that needs
-    it, at the latest at the end of the op: what follows finds all of its results.
+    `first` and `last` are kernels around the layers. A collective is launched at the position of its kernel
+    and waited for before the first compute that needs it, at the latest at the end of the op: the next op
+    finds all results complete.
     """
     numbers = range(len(layers)) if kind == OpKind.FORWARD else range(len(layers))[::-1]
     outer = (numbers[0], numbers[-1]) if layers else (0, 0)
@@ -35,7 +36,7 @@ def build_op_template(
     return phases.finished()
 
 
-# An op of a chunk with nothing to compute: it hands on what it gets, and makes no weight gradient.
+# Templates of a chunk without layers: its ops pass tensors on and compute no weight gradient.
 PASS_THROUGH_TEMPLATES: dict[OpKind, Template] = {
     kind: (Phase(name="pass", kind=OpKind.FORWARD if kind == OpKind.FORWARD else OpKind.INPUT_GRAD, layer=0),)
     for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
@@ -48,10 +49,10 @@ class _Phases:
     def __init__(self) -> None:
         self._phases: list[Phase] = []
         self._waits: dict[int, int] = {}  # phase of a launch -> phase of its wait
-        self._ends: tuple[int, ...] = ()  # what the next list waits for
+        self._ends: tuple[int, ...] = ()  # phases that the next list waits for
 
     def add(self, kernels: Sequence[Kernel], layer: int) -> None:
-        """One list of kernels, after what stands there."""
+        """Appends one list of kernels."""
         if not kernels:
             return
         places: list[int] = []
@@ -77,7 +78,7 @@ class _Phases:
         self._ends = tuple(place for index, place in enumerate(places) if index not in needed)
 
     def finished(self) -> Template:
-        """All phases, with a wait for every launch."""
+        """Returns all phases, with a wait for every launch."""
         for place in list(self._launches()):
             self._waited(place, self._phases[place].layer)
         return tuple(self._phases)
@@ -86,13 +87,13 @@ class _Phases:
         return (place for place, phase in enumerate(self._phases) if phase.kind == OpKind.LAUNCH)
 
     def _waited(self, place: int, layer: int) -> int:
-        """The phase after which `place` has ended, seen from the compute lane."""
+        """Returns the phase after which `place` has ended, as seen from the compute lane."""
         launch = self._phases[place]
         if launch.kind != OpKind.LAUNCH:
             return place
         if place not in self._waits:
             for other in launch.after:
-                self._waited(other, layer)  # one collective after another: they are waited for together
+                self._waited(other, layer)  # collectives in a row are waited for together
             self._waits[place] = len(self._phases)
             self._phases.append(
                 Phase(
@@ -109,7 +110,7 @@ class _Phases:
 def make_collective_kernel(
     name: str, lane: Lane, communicator: Communicator, seconds: float, size_bytes: float
 ) -> Kernel:
-    """A collective that belongs to no layer, such as the seam's."""
+    """Makes a collective that belongs to no layer, such as the seam's."""
     return Kernel(
         name=name,
         kind=OpKind.FORWARD,

@@ -13,7 +13,7 @@ from optimus.ir.op import OpKind
 
 
 class PipelineOp(NamedTuple):
-    """One forward or backward of one chunk; its virtual stage is `chunk * stages + stage`."""
+    """Forward or backward of one chunk; its virtual stage is `chunk * stages + stage`."""
 
     kind: OpKind
     chunk: int
@@ -24,17 +24,17 @@ PipelineOrder = tuple[tuple[PipelineOp, ...], ...]  # one op order per stage
 
 
 def megatron_warmup_counts(stages: int, chunks: int) -> tuple[int, ...]:
-    """Forwards of each stage before its first F, B pair in Megatron: room to overlap sends."""
+    """Returns Megatron's warm-up forwards of each stage before its first F, B pair: room to overlap sends."""
     return tuple(2 * (stages - 1 - stage) + (chunks - 1) * stages for stage in range(stages))
 
 
 def minimal_warmup_counts(stages: int, chunks: int) -> tuple[int, ...]:
-    """The fewest forwards that keep the makespan with free communication: the paper's adjusted warm-up."""
+    """Returns the fewest warm-up forwards that keep the makespan with free sends (the paper's adjusted)."""
     return tuple((stages - 1 - stage) + (chunks - 1) * stages for stage in range(stages))
 
 
 def build_1f1b_order(*, stages: int, microbatches: int) -> PipelineOrder:
-    """1F1B (PipeDream-flush): one chunk per stage, with the least warm-up."""
+    """Builds 1F1B (PipeDream-flush): one chunk per stage, with the least warm-up."""
     return build_interleaved_1f1b_order(
         stages=stages, chunks=1, microbatches=microbatches, warmup=minimal_warmup_counts(stages, 1)
     )
@@ -43,15 +43,15 @@ def build_1f1b_order(*, stages: int, microbatches: int) -> PipelineOrder:
 def build_interleaved_1f1b_order(
     *, stages: int, chunks: int, microbatches: int, warmup: Sequence[int] | None = None
 ) -> PipelineOrder:
-    """Interleaved 1F1B (arXiv 2104.04473): warm-up forwards, then pairs F, B, then the backwards left.
+    """Builds interleaved 1F1B (arXiv 2104.04473): warm-up forwards, pairs F, B, then the remaining backwards.
 
     `warmup[r]`, Megatron's by default, counts the forwards of stage r before its first pair.
     """
     _check_counts(stages=stages, chunks=chunks, microbatches=microbatches)
     forwards = _forwards(stages, chunks, microbatches)
     backwards = _backwards(OpKind.BACKWARD, stages, chunks, microbatches)
-    wanted = megatron_warmup_counts(stages, chunks) if warmup is None else warmup
-    counts = [min(count, len(forwards)) for count in wanted]
+    warmup = megatron_warmup_counts(stages, chunks) if warmup is None else warmup
+    counts = [min(count, len(forwards)) for count in warmup]
     _check_warmup(counts, stages=stages, chunks=chunks)
 
     def order(count: int) -> tuple[PipelineOp, ...]:
@@ -62,7 +62,7 @@ def build_interleaved_1f1b_order(
 
 
 def build_zero_bubble_order(*, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
-    """ZB-H1 (arXiv 2401.10241), interleaved: stage r runs every W r backwards late, to fill its drain."""
+    """Builds interleaved ZB-H1 (arXiv 2401.10241): stage r delays every W by r backwards."""
     _check_counts(stages=stages, chunks=chunks, microbatches=microbatches)
     forwards = _forwards(stages, chunks, microbatches)
     inputs = _backwards(OpKind.INPUT_GRAD, stages, chunks, microbatches)
@@ -81,7 +81,7 @@ def build_zero_bubble_order(*, stages: int, chunks: int, microbatches: int) -> P
 
 
 def _forwards(stages: int, chunks: int, microbatches: int) -> list[PipelineOp]:
-    """Depth first: `stages` microbatches through one chunk, then the same ones through the next."""
+    """Orders forwards depth first: `stages` microbatches through one chunk, then through the next."""
     return [
         PipelineOp(OpKind.FORWARD, chunk, microbatch)
         for first in range(0, microbatches, stages)
@@ -91,7 +91,7 @@ def _forwards(stages: int, chunks: int, microbatches: int) -> list[PipelineOp]:
 
 
 def _backwards(kind: OpKind, stages: int, chunks: int, microbatches: int) -> list[PipelineOp]:
-    """The order of the forwards, last chunk first."""
+    """Orders backwards as the forwards, last chunk first."""
     return [
         PipelineOp(kind, chunks - 1 - chunk, microbatch)
         for _, chunk, microbatch in _forwards(stages, chunks, microbatches)
@@ -112,7 +112,7 @@ def _check_counts(*, stages: int, chunks: int, microbatches: int) -> None:
 
 
 def _check_warmup(counts: Sequence[int], *, stages: int, chunks: int) -> None:
-    """Refuse counts that can deadlock.
+    """Refuses counts that can deadlock.
 
     Every backward must find its forward done, by the last chunk (a floor) and by the stages before
     (counts never rise); and through the ring from last to first stage, forwards may run at most two
@@ -129,7 +129,7 @@ def _check_warmup(counts: Sequence[int], *, stages: int, chunks: int) -> None:
 
 
 def peak_microbatches_in_flight(order: PipelineOrder) -> int:
-    """Microbatches between their first forward and their last backward on the first stage."""
+    """Returns the most microbatches between first forward and last backward on the first stage."""
     count = most = 0
     for op in order[0]:
         count += op.chunk == 0 and op.kind == OpKind.FORWARD
@@ -144,12 +144,12 @@ UNLIMITED_CHUNKS = 1 << 30
 # turns    one forward, one backward, of the deepest chunk
 Priority = Literal["rounds", "breadth", "turns"]
 PRIORITIES: tuple[Priority, ...] = ("rounds", "breadth", "turns")
-Event = tuple[float, bool, int, PipelineOp]  # when; an end, else an op gets ready; stage; op
+Event = tuple[float, bool, int, PipelineOp]  # time; whether the op ends, else it becomes ready; stage; op
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpTimes:
-    """Seconds of the ops of every virtual stage, and of what it sends to the next (and gets back)."""
+    """Seconds of the ops of every virtual stage, and of its sends to the next one and back."""
 
     stages: int
     seconds: Mapping[OpKind, Sequence[float]]  # of F, I, W; or of F, B
@@ -157,11 +157,11 @@ class OpTimes:
 
     @property
     def backward(self) -> OpKind:
-        """The kind of op that the virtual stage before waits for."""
+        """Kind of op that the previous virtual stage waits for."""
         return OpKind.INPUT_GRAD if OpKind.INPUT_GRAD in self.seconds else OpKind.BACKWARD
 
     def followers(self, stage: int, op: PipelineOp) -> Iterator[tuple[float, int, PipelineOp]]:
-        """What may run once `op` has ended: after how many seconds, on which stage, which op."""
+        """Yields the ops that can run once `op` has ended: delay in seconds, stage, op."""
         _, chunk, microbatch = op
         virtual = chunk * self.stages + stage
         if op.kind is OpKind.FORWARD and virtual + 1 < len(self.send_s):
@@ -179,7 +179,7 @@ class OpTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOrder:
-    """An op order with the start of every op, as a search compares them: without data-parallel traffic."""
+    """Op order with the start of every op, without data-parallel traffic."""
 
     times: OpTimes
     starts: Mapping[tuple[int, PipelineOp], float]  # by stage and op
@@ -187,7 +187,7 @@ class TimedOrder:
 
     @property
     def order(self) -> PipelineOrder:
-        """Ops by start; of those that start together, what takes no time first, as it was started."""
+        """Ops by start; of those that start together, ops of no duration come first."""
         stages = self.times.stages
         rows: list[list[tuple[float, float, int, PipelineOp]]] = [[] for _ in range(stages)]
         for place, ((stage, op), start) in enumerate(self.starts.items()):
@@ -199,11 +199,11 @@ class TimedOrder:
 def list_schedule_pipeline(
     times: OpTimes, microbatches: int, *, cap: int = UNLIMITED_CHUNKS, priority: Priority = "rounds"
 ) -> TimedOrder:
-    """A stage takes weight gradients last, and of backwards and forwards what has priority.
+    """Builds an order greedily: a free stage starts the ready op of highest priority, weight gradients last.
 
-    No microbatch enters a stage on which the activations of `cap` chunks are alive: the knob between
-    ZB-H2 (arXiv 2401.10241) and what memory allows. What has entered is never held up, so that no
-    cap can deadlock.
+    No microbatch enters a stage that holds the activations of `cap` chunks: the knob between ZB-H2
+    (arXiv 2401.10241) and what memory allows. A microbatch that has entered is never held back, so that
+    no cap can deadlock.
     """
     stages = [_Stage(cap=cap, priority=priority, stages=times.stages) for _ in range(times.stages)]
     events: list[Event] = [(0.0, False, 0, PipelineOp(OpKind.FORWARD, 0, nth)) for nth in range(microbatches)]
@@ -234,14 +234,14 @@ Queue = list[tuple[int, int, PipelineOp]]
 
 @dataclass(kw_only=True)
 class _Stage:
-    """Ops that are ready on one stage, best first."""
+    """Ready ops of one stage, by priority."""
 
     cap: int
     priority: Priority
     stages: int
     busy: bool = False
-    alive: int = 0  # chunks whose activations are kept
-    owes_forward: bool = False  # a backward was the last to run
+    alive: int = 0  # chunks whose activations are saved
+    forward_next: bool = False  # a backward was the last op to run
     backwards: Queue = field(default_factory=list)
     entering: Queue = field(default_factory=list)  # forwards of the first chunk
     forwards: Queue = field(default_factory=list)  # of later chunks
@@ -265,10 +265,10 @@ class _Stage:
             self.alive -= 1
 
     def take(self) -> PipelineOp | None:
-        """The op to start now, if the stage is free and has one."""
+        """Returns the op to start now, if the stage is free and has one."""
         entering = self.entering if self.alive < self.cap else []
         forwards = min((queue for queue in (self.forwards, entering) if queue), default=[])
-        first = forwards if self.owes_forward else self.backwards
+        first = forwards if self.forward_next else self.backwards
         queue = first or self.backwards or forwards or self.weights
         if self.busy or not queue:
             return None
@@ -276,5 +276,5 @@ class _Stage:
         self.busy = True
         self.alive += op.kind is OpKind.FORWARD
         if op.kind is not OpKind.WEIGHT_GRAD:
-            self.owes_forward = self.priority == "turns" and op.kind is not OpKind.FORWARD
+            self.forward_next = self.priority == "turns" and op.kind is not OpKind.FORWARD
         return op

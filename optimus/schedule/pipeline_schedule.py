@@ -24,11 +24,15 @@ from optimus.schedule.schedule_builder import (
 )
 
 FORWARD, BACKWARD = 0, 1  # `segment` of a send
+# AdamW reads the fp32 gradient, reads and writes master copy and two moments, writes bf16.
+OPTIMIZER_TRAFFIC_BYTES = FP32_BYTES + 2 * 3 * FP32_BYTES + 2
+HIDDEN, EXPOSED = 0, 1  # `segment` of a gather or reduce: under compute, or before or after all compute
+DpGroup = tuple[int, int]  # ranks that hold the same parameters, and their stride
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineSpec:
-    """Everything that decides the schedule of one pipeline: `chunks[v]` is virtual stage v."""
+    """All inputs of the schedule of one pipeline; `chunks[v]` is virtual stage v."""
 
     order: PipelineOrder
     chunks: Sequence[PricedChunk]
@@ -46,7 +50,7 @@ class PipelineSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineBlockIds:
-    """Where a pipeline stands in a builder, for whoever adds work around it.
+    """Blocks of a pipeline in a builder, for work that is added around it.
 
     `first` and `last` are one op per stage.
     """
@@ -57,33 +61,33 @@ class PipelineBlockIds:
     reduces: list[int]
 
 
-def build_pipeline_schedule(plan: PipelineSpec, chunks: ChunkPricer, *, kernels: bool) -> Schedule:
-    """Ops of all stages in program order; with `kernels`, every op expanded to its kernels."""
-    builder = ScheduleBuilder(chunks.modules, plan.stages)
-    blocks = add_pipeline_to_schedule(builder, plan, chunks, kernels=kernels)
-    if plan.cost_model.assumptions.optimizer_time:
-        for stage in range(plan.stages):
-            builder.add(make_optimizer_graph(plan.traffic_of(stage)), device=stage, after=blocks.reduces)
+def build_pipeline_schedule(spec: PipelineSpec, pricer: ChunkPricer, *, kernels: bool) -> Schedule:
+    """Builds the schedule of all stages; with `kernels`, every op is expanded to its kernels."""
+    builder = ScheduleBuilder(pricer.modules, spec.stages)
+    blocks = add_pipeline_to_schedule(builder, spec, pricer, kernels=kernels)
+    if spec.cost_model.assumptions.optimizer_time:
+        for stage in range(spec.stages):
+            builder.add(make_optimizer_graph(spec.traffic_of(stage)), device=stage, after=blocks.reduces)
     return builder.build()
 
 
 def add_pipeline_to_schedule(
-    builder: ScheduleBuilder, plan: PipelineSpec, chunks: ChunkPricer, *, kernels: bool
+    builder: ScheduleBuilder, spec: PipelineSpec, pricer: ChunkPricer, *, kernels: bool
 ) -> PipelineBlockIds:
     """Adds a pipeline to a builder: stage r becomes the next part of device r's program."""
-    templates = _PipelineGraphs(builder, plan, chunks, kernels)
-    microbatches = 1 + max(op.microbatch for op in plan.order[0])
-    # Block after which the next (or previous) virtual stage may run a microbatch.
-    produced = np.full((2, len(plan.chunks), microbatches), -1, np.int64)
-    wanted: list[tuple[Ints, int, Ints, Ints]] = []
-    added = [_add_stage(builder, plan, stage, templates, produced, wanted) for stage in range(plan.stages)]
-    for blocks, direction, virtual, microbatch in wanted:
+    graphs = _register_op_graphs(builder, spec, pricer, kernels), _register_send_graphs(builder, spec)
+    microbatches = 1 + max(op.microbatch for op in spec.order[0])
+    # The block after which the next (or previous) virtual stage can run a microbatch.
+    produced = np.full((2, len(spec.chunks), microbatches), -1, np.int64)
+    inputs: list[tuple[Ints, int, Ints, Ints]] = []
+    added = [_add_stage(builder, spec, stage, graphs, produced, inputs) for stage in range(spec.stages)]
+    for blocks, direction, virtual, microbatch in inputs:
         builder.wait(blocks, produced[direction, virtual, microbatch])
     entry = added[0][0]
     return PipelineBlockIds(
         ops={
             (op.kind, op.chunk, op.microbatch): int(block)
-            for op, block in zip(plan.order[0], entry, strict=True)
+            for op, block in zip(spec.order[0], entry, strict=True)
         },
         first=[int(blocks[0]) for blocks, _ in added],
         last=[int(blocks[-1]) for blocks, _ in added],
@@ -93,20 +97,21 @@ def add_pipeline_to_schedule(
 
 def _add_stage(
     builder: ScheduleBuilder,
-    plan: PipelineSpec,
+    spec: PipelineSpec,
     stage: int,
-    templates: _PipelineGraphs,
+    graphs: tuple[Ints, Ints],
     produced: Ints,
-    wanted: list[tuple[Ints, int, Ints, Ints]],
+    inputs: list[tuple[Ints, int, Ints, Ints]],
 ) -> tuple[Ints, list[int]]:
-    """One stage's program: gathers, ops with their sends, reduces. Returns the ops and the reduces."""
-    order = plan.order[stage]
+    """Adds one stage's gathers, ops with their sends, and reduces; returns the ops and the reduces."""
+    order = spec.order[stage]
     kind, chunk, microbatch = np.array(order, np.int64).T
-    virtual = chunk * plan.stages + stage
-    exposure = TrafficOverlap(chunks=plan.traffic_of(stage), assumptions=plan.cost_model.assumptions)
+    virtual = chunk * spec.stages + stage
+    exposure = TrafficOverlap(chunks=spec.traffic_of(stage), assumptions=spec.cost_model.assumptions)
     traffic = _StageTraffic(builder, stage, exposure)
     traffic.gather()
-    blocks = builder.add_many(templates.ops[kind, virtual], stage, chunk, microbatch)
+    op_graphs, send_graphs = graphs
+    blocks = builder.add_many(op_graphs[kind, virtual], stage, chunk, microbatch)
     # An op waits for its predecessor's trailing collectives too, as Megatron's linears do.
     builder.wait(blocks[1:], blocks[:-1])
     for index, op in _first_of_each_chunk(order):
@@ -115,13 +120,16 @@ def _add_stage(
     forward, backward = kind == OpKind.FORWARD, (kind == OpKind.BACKWARD) | (kind == OpKind.INPUT_GRAD)
     for direction, here, step in ((FORWARD, forward, 1), (BACKWARD, backward, -1)):
         produced[direction, virtual[here], microbatch[here]] = blocks[here]
-        follows = here & (virtual - step >= 0) & (virtual - step < len(plan.chunks))
-        wanted.append((blocks[follows], direction, virtual[follows] - step, microbatch[follows]))
-        sends = here & (virtual + step >= 0) & (virtual + step < len(plan.chunks))
-        if plan.stages > 1 and sends.any():
-            travels = templates.sends[direction, virtual[sends]]
+        follows = here & (virtual - step >= 0) & (virtual - step < len(spec.chunks))
+        inputs.append((blocks[follows], direction, virtual[follows] - step, microbatch[follows]))
+        sends = here & (virtual + step >= 0) & (virtual + step < len(spec.chunks))
+        if spec.stages > 1 and sends.any():
             sent = builder.add_many(
-                travels, stage, chunk[sends], microbatch[sends], right_after=blocks[sends]
+                send_graphs[direction, virtual[sends]],
+                stage,
+                chunk[sends],
+                microbatch[sends],
+                right_after=blocks[sends],
             )
             builder.wait(sent, blocks[sends])
             produced[direction, virtual[sends], microbatch[sends]] = sent
@@ -141,38 +149,39 @@ def _last_of_each_chunk(order: Sequence[PipelineOp]) -> list[tuple[int, Pipeline
     return [(place, order[place]) for place in sorted(last.values())]
 
 
-class _PipelineGraphs:
-    """The rows of every op and send of a plan, registered in a builder."""
+def _register_op_graphs(
+    builder: ScheduleBuilder, spec: PipelineSpec, pricer: ChunkPricer, kernels: bool
+) -> Ints:
+    """Registers the kernels of every op; returns their numbers by kind and virtual stage."""
+    numbers: Ints = np.full((len(OpKind), len(spec.chunks)), -1, np.int64)
+    for kind in {op.kind for op in spec.order[0]}:
+        for virtual, chunk in enumerate(spec.chunks):
+            graph = (
+                pricer.kernel_graph(chunk, kind)
+                if kernels
+                else make_single_kernel_graph(kind, Lane.COMPUTE, chunk.seconds[kind])
+            )
+            numbers[kind, virtual] = builder.register(graph)
+    return numbers
 
-    def __init__(
-        self, builder: ScheduleBuilder, plan: PipelineSpec, chunks: ChunkPricer, kernels: bool
-    ) -> None:
-        self._plan, self._chunks, self._kernels = plan, chunks, kernels
-        count = len(plan.chunks)
-        self.ops: Ints = np.full((len(OpKind), count), -1, np.int64)
-        for kind in {op.kind for op in plan.order[0]}:
-            self.ops[kind] = [builder.register(self._op(chunk, kind)) for chunk in plan.chunks]
-        outputs = [builder.register(self._send(chunk, FORWARD)) for chunk in plan.chunks]
-        gradients = [builder.register(self._send(chunk, BACKWARD)) for chunk in plan.chunks]
-        # Backward, a virtual stage sends the gradient of what the one before it had sent.
-        self.sends: Ints = np.array([outputs, gradients[-1:] + gradients[:-1]], np.int64)
 
-    def _op(self, chunk: PricedChunk, kind: OpKind) -> KernelGraph:
-        if self._kernels:
-            return self._chunks.template(chunk, kind)
-        return make_single_kernel_graph(kind, Lane.COMPUTE, chunk.seconds[kind])
+def _register_send_graphs(builder: ScheduleBuilder, spec: PipelineSpec) -> Ints:
+    """Registers every send; returns their numbers by direction and virtual stage."""
+    cost_model = spec.cost_model
+    across_nodes = cost_model.stages_cross_nodes(spec.layout)
 
-    def _send(self, chunk: PricedChunk, direction: int) -> KernelGraph:
-        cost_model, size = self._plan.cost_model, chunk.output_bytes
+    def register(chunk: PricedChunk, direction: int) -> int:
+        size = chunk.output_bytes
         kind = OpKind.SEND_F if direction == FORWARD else OpKind.SEND_B
-        seconds = cost_model.send_s(size, across_nodes=cost_model.stages_cross_nodes(self._plan.layout))
-        return make_single_kernel_graph(kind, Lane.P2P, seconds, segment=direction, size_bytes=size)
+        seconds = cost_model.send_s(size, across_nodes=across_nodes)
+        return builder.register(
+            make_single_kernel_graph(kind, Lane.P2P, seconds, segment=direction, size_bytes=size)
+        )
 
-
-# AdamW reads the fp32 gradient, reads and writes master copy and two moments, writes bf16.
-OPTIMIZER_TRAFFIC_BYTES = FP32_BYTES + 2 * 3 * FP32_BYTES + 2
-HIDDEN, EXPOSED = 0, 1  # `segment` of a gather or reduce: under compute, or before and after all of it
-DpGroup = tuple[int, int]  # ranks that hold the same parameters, and their stride
+    outputs = [register(chunk, FORWARD) for chunk in spec.chunks]
+    gradients = [register(chunk, BACKWARD) for chunk in spec.chunks]
+    # In the backward, a virtual stage sends the gradient of its input, the previous one's output.
+    return np.array([outputs, gradients[-1:] + gradients[:-1]], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +195,10 @@ class ParameterTraffic:
     update_s: float = 0.0
 
     @staticmethod
-    def of(
+    def from_bytes(
         sizes: Mapping[DpGroup, tuple[float, float]], updated: float, cost_model: ClusterCostModel
     ) -> ParameterTraffic:
-        """From bytes to gather and to reduce in every group, and the parameters of a rank's shard."""
+        """Prices bytes to gather and to reduce in every group, and the parameters of a rank's shard."""
         return ParameterTraffic(
             gather_s=sum(cost_model.gather_s(size, ranks=r, stride=s) for (r, s), (size, _) in sizes.items()),
             gather_bytes=sum(size for size, _ in sizes.values()),
@@ -200,7 +209,7 @@ class ParameterTraffic:
 
 
 def split_parameters_by_dp_group(layer: PricedLayer) -> tuple[tuple[DpGroup, float], ...]:
-    """A layer's parameters by the group that shares them: experts have one of their own."""
+    """Returns a layer's parameters by the ranks that share them; experts have a group of their own."""
     layout = layer.layout
     dense = (layout.replica_ranks, layout.tp), layer.parameters
     if not layer.expert_parameters:
@@ -215,7 +224,7 @@ def price_parameter_traffic(
     *,
     gathers_frozen: bool = False,
 ) -> ParameterTraffic:
-    """Of a chunk's trained layers (and, where parameters are sharded too, gathers of frozen ones).
+    """Prices the traffic of a chunk's trained layers; with `gathers_frozen`, also gathers of frozen ones.
 
     Parameters travel in one message per group of ranks that hold the same ones.
     """
@@ -229,17 +238,17 @@ def price_parameter_traffic(
                 reduced += parameters * precision.gradient_bytes
             sizes[group] = gathered, reduced
     updated = sum(layer.shard_parameters for layer in layers if layer.trained)
-    return ParameterTraffic.of(sizes, updated, cost_model)
+    return ParameterTraffic.from_bytes(sizes, updated, cost_model)
 
 
 def make_optimizer_graph(chunks: Iterable[ParameterTraffic]) -> KernelGraph:
-    """The optimizer's pass over a rank's shard."""
+    """Makes the optimizer's pass over a rank's shard."""
     return make_single_kernel_graph(OpKind.OPTIMIZER, Lane.COMPUTE, sum(chunk.update_s for chunk in chunks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficOverlap:
-    """How much of a stage's traffic the assumptions leave exposed, and how much runs under compute."""
+    """Split of a stage's traffic into what is exposed and what runs under compute, by the assumptions."""
 
     chunks: Sequence[ParameterTraffic]
     assumptions: Assumptions
@@ -249,16 +258,16 @@ class TrafficOverlap:
         return self.assumptions.dp_exposure
 
     def exposed(self, quantity: str) -> float:
-        """Of the stage: seconds or bytes before or after all compute."""
+        """Returns seconds or bytes of the stage before or after all compute."""
         total = self._total(quantity)
         return {"chunks": 0.0, "all": total}.get(self.mode, self.assumptions.dp_exposed_share * total)
 
     def hidden(self, quantity: str, chunk: int) -> float:
-        """Of one chunk: seconds or bytes that run under compute."""
-        own = float(getattr(self.chunks[chunk], quantity))
+        """Returns seconds or bytes of one chunk that run under compute."""
+        value = float(getattr(self.chunks[chunk], quantity))
         if self.mode == "lump":
-            return (1.0 - self.assumptions.dp_exposed_share) * own
-        return self._total(quantity) / len(self.chunks) if self.mode == "slack" else own
+            return (1.0 - self.assumptions.dp_exposed_share) * value
+        return self._total(quantity) / len(self.chunks) if self.mode == "slack" else value
 
     def _total(self, quantity: str) -> float:
         return float(sum(getattr(chunk, quantity) for chunk in self.chunks))
@@ -269,14 +278,14 @@ class _StageTraffic:
 
     def __init__(self, builder: ScheduleBuilder, device: int, exposure: TrafficOverlap) -> None:
         self._builder, self._device, self._exposure = builder, device, exposure
-        # Slack is time off the NIC: sync, norm, cast.
+        # Slack is host time, not the NIC's: sync, norm, cast.
         self._exposed_lane = Lane.HOST if exposure.mode == "slack" else Lane.DP
         self._gathers: dict[int, int] = {}
         self._exposed: int | None = None
         self.reduces: list[int] = []
 
     def gather(self) -> None:
-        """What runs before the stage's first op."""
+        """Adds the gathers that run before the stage's first op."""
         if self._exposure.mode != "chunks":
             self._exposed = self._builder.add(self._exposed_op(OpKind.UNSHARD), device=self._device)
         if self._exposure.mode != "all":
@@ -285,14 +294,14 @@ class _StageTraffic:
                 self._gathers[chunk] = self._builder.add(op, device=self._device, chunk=chunk)
 
     def needed_by(self, chunk: int) -> list[int]:
-        """Blocks that a chunk's forward waits for."""
+        """Returns the blocks that a chunk's forward waits for."""
         waits = [] if self._exposed is None else [self._exposed]
         if chunk in self._gathers and (self._exposure.mode == "chunks" or chunk > 0):
             waits.append(self._gathers[chunk])
         return waits
 
     def chunk_done(self, chunk: int, last: int) -> None:
-        """The chunk's last backward was `last`: reduce its gradients under what follows."""
+        """Adds the reduce of a chunk whose last backward is `last`; it runs under what follows."""
         if self._exposure.mode != "all":
             op = self._hidden_op(OpKind.REDUCE_GRAD, chunk)
             self.reduces.append(
@@ -300,7 +309,7 @@ class _StageTraffic:
             )
 
     def stage_done(self, last: int) -> None:
-        """All compute of the stage is done: what the assumptions leave exposed."""
+        """Adds the reduce that the assumptions leave exposed, after all compute of the stage."""
         if self._exposure.mode != "chunks":
             op = self._exposed_op(OpKind.REDUCE_GRAD)
             self.reduces.append(self._builder.add(op, device=self._device, after=[last]))

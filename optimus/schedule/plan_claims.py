@@ -1,4 +1,4 @@
-"""What a lowered plan claims: memory alive along every program, and where encoder compute lies."""
+"""Computes what a lowered plan claims: live bytes along every program, and when encoders compute."""
 
 from __future__ import annotations
 
@@ -18,72 +18,72 @@ LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(3)
 def compute_class_memory(
     plan: Plan, programs: Sequence[Program], fixed: Sequence[Mapping[str, int]]
 ) -> tuple[DeviceClassMemory, ...]:
-    """High-water marks of what lives along every program, beside what is always there."""
-    found = []
+    """Computes the peak of live bytes along every program, and adds the fixed components."""
+    memory = []
     for device, alive in enumerate(live_bytes_by_line(plan, programs)):
         total = alive.sum(axis=1)
         most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(3, np.int64)
         llm, encoders, seam = (int(value) for value in most)
-        found.append(
+        memory.append(
             DeviceClassMemory(
                 fixed=dict(fixed[device]), llm_activations=llm, encoder_activations=encoders, seam=seam
             )
         )
-    return tuple(found)
+    return tuple(memory)
 
 
 def live_bytes_by_line(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
-    """Of every device class: bytes alive while each line runs, by component (LLM, encoders, seam)."""
+    """Yields, per device class, live bytes while each line runs, by component (LLM, encoders, seam)."""
     lines = ProgramTable.of(HeaderArrays(plan), programs)
-    comes, goes = _changes(lines)
+    added, freed = _changes(lines)
     for device in range(len(programs)):
         mine = lines.device == device
-        # What a line ends to keep is still there while it runs.
-        yield np.cumsum(comes[mine], axis=0) - np.cumsum(goes[mine], axis=0) + goes[mine]
+        # Bytes that a line frees are live while it runs.
+        yield np.cumsum(added[mine], axis=0) - np.cumsum(freed[mine], axis=0) + freed[mine]
 
 
 def _changes(lines: ProgramTable) -> tuple[Ints, Ints]:
-    """Bytes that every line begins to keep, and those it ends to keep, by component."""
+    """Returns the bytes that every line starts to keep, and those it stops to keep, by component."""
     header, ops = lines.header, lines.ops
-    comes: Ints = np.zeros((len(lines), 3), np.int64)
-    goes: Ints = np.zeros((len(lines), 3), np.int64)
+    added: Ints = np.zeros((len(lines), 3), np.int64)
+    freed: Ints = np.zeros((len(lines), 3), np.int64)
     component = np.where(ops.module == header.llm, LLM_ACTIVATIONS, ENCODER_ACTIVATIONS)
     begin, end = ops.rows[ops.first], ops.last
-    kept, again = _held(header)
+    saved, recomputed = _held(header)
     has = {
         kind: header.template[ops.module, kind, ops.virtual] >= 0
         for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
     }
-    held, made = kept[ops.module, ops.virtual], again[ops.module, ops.virtual]
+    saved_bytes, recomputed_bytes = saved[ops.module, ops.virtual], recomputed[ops.module, ops.virtual]
     forward = ops.kind == OpKind.FORWARD
     frees = (ops.kind == OpKind.WEIGHT_GRAD) | ((ops.kind == OpKind.BACKWARD) & ~has[OpKind.WEIGHT_GRAD])
     frees |= (ops.kind == OpKind.INPUT_GRAD) & ~has[OpKind.WEIGHT_GRAD]
     frees |= forward & ~(has[OpKind.BACKWARD] | has[OpKind.INPUT_GRAD])
     split = has[OpKind.WEIGHT_GRAD]
-    np.add.at(comes, (begin[forward], component[forward]), held[forward])
-    np.add.at(goes, (end[frees], component[frees]), held[frees])
+    np.add.at(added, (begin[forward], component[forward]), saved_bytes[forward])
+    np.add.at(freed, (end[frees], component[frees]), saved_bytes[frees])
     inputs, weights = (ops.kind == OpKind.INPUT_GRAD) & split, (ops.kind == OpKind.WEIGHT_GRAD) & split
-    np.add.at(comes, (begin[inputs], component[inputs]), made[inputs])
-    np.add.at(goes, (end[weights], component[weights]), made[weights])
-    _add_seam(lines, comes, goes)
-    return comes, goes
+    np.add.at(added, (begin[inputs], component[inputs]), recomputed_bytes[inputs])
+    np.add.at(freed, (end[weights], component[weights]), recomputed_bytes[weights])
+    _add_seam(lines, added, freed)
+    return added, freed
 
 
 def _held(header: HeaderArrays) -> tuple[Ints, Ints]:
-    """Kept and made-again bytes by module and virtual stage."""
+    """Returns saved and recomputed bytes by module and virtual stage."""
     shape = len(header.names), int(header.virtual_stages.max())
-    kept, again = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    saved, recomputed = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for number, name in enumerate(header.names):
         for virtual, chunk in enumerate(header.plan.modules[name].chunks):
-            kept[number, virtual], again[number, virtual] = (
+            saved[number, virtual], recomputed[number, virtual] = (
                 chunk.saved_activation_bytes,
                 chunk.recomputed_bytes,
             )
-    return kept, again
+    return saved, recomputed
 
 
-def _add_seam(lines: ProgramTable, comes: Ints, goes: Ints) -> None:
-    """Rows wait at LLM stage 0 from their receive to the end of the forward that they feed."""
+def _add_seam(lines: ProgramTable, added: Ints, freed: Ints) -> None:
+    """Adds rows that are kept at LLM stage 0 from their receive to the end of the forward that they feed."""
     header, ops = lines.header, lines.ops
     size = np.array([header.plan.modules[name].seam_bytes for name in header.names], np.int64)
     received = np.flatnonzero(lines.kind == OpKind.RECV_SEAM)
@@ -98,12 +98,12 @@ def _add_seam(lines: ProgramTable, comes: Ints, goes: Ints) -> None:
     zeros = np.zeros(len(begin), np.int64)
     fed = microbatch // header.pieces[module]
     end = lines.end_of(device, zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
-    np.add.at(comes[:, SEAM], begin, size[module])
-    np.add.at(goes[:, SEAM], end, size[module])
+    np.add.at(added[:, SEAM], begin, size[module])
+    np.add.at(freed[:, SEAM], end, size[module])
 
 
 def encoder_seconds_by_region(plan: Plan, lowered: LoweredPlan) -> dict[str, float]:
-    """Seconds of encoder compute before, in slots of, between and after a class's LLM phases."""
+    """Returns seconds of encoder compute before, in slots of, between and after a class's LLM phases."""
     schedule, timeline = lowered.schedule, lowered.timeline
     llm = plan.names.index(LLM)
     phase = np.isin(
@@ -126,7 +126,7 @@ def encoder_seconds_by_region(plan: Plan, lowered: LoweredPlan) -> dict[str, flo
         own & (schedule.kind == OpKind.WAIT)
     )
     spent = timeline.finish_s - timeline.start_s
-    found = dict.fromkeys(REGIONS, 0.0)
+    seconds = dict.fromkeys(REGIONS, 0.0)
     for device in range(schedule.num_devices):
         here = np.flatnonzero(schedule.device == device)
         llm_lines = here[own[here]]
@@ -136,5 +136,5 @@ def encoder_seconds_by_region(plan: Plan, lowered: LoweredPlan) -> dict[str, flo
         slots = ~before & ~after & (opened[mine] > base)
         region = np.select([before, after, slots], ["before", "after", "slots"], "between")
         for name in REGIONS:
-            found[name] += float(spent[mine[region == name]].sum())
-    return found
+            seconds[name] += float(spent[mine[region == name]].sum())
+    return seconds

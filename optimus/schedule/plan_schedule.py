@@ -1,4 +1,4 @@
-"""The fully coupled graph of a plan's programs: every line as an op, with all that it waits for and meets."""
+"""Builds the schedule of a plan's programs: every line as an op, with all dependencies and meetings."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TRAFFIC = (OpKind.UNSHARD, OpKind.REDUCE_GRAD)
 def build_plan_schedule(
     plan: Plan, programs: Sequence[Program], header: HeaderArrays | None = None, *, ordered: bool = True
 ) -> Schedule:
-    """Programs as a schedule that can be played."""
+    """Builds the schedule of programs."""
     return build_schedule_of_table(ProgramTable.of(header or HeaderArrays(plan), programs), ordered=ordered)
 
 
 def build_schedule_of_table(lines: ProgramTable, *, ordered: bool = True) -> Schedule:
-    """Lines as a schedule that can be played.
+    """Builds the schedule of the lines of a table.
 
-    Communication is posted behind all compute that stands before it; if lines are not `ordered` (yet, or on
-    streams apart), only the LLM's behind the LLM's.
+    Communication is posted after all compute before it; if lines are not `ordered` (not yet, or on separate
+    streams), only the LLM's communication after the LLM's compute.
     """
     plan, graph = lines.header.plan, _Graph(lines)
     edges = [np.stack(pair, axis=1) for pair in (*graph.edges(), graph.posted(ordered=ordered))]
@@ -68,34 +68,34 @@ class _Graph:
         self.kind[here], self.lane[here] = header.kind[phase], header.lane[phase]
         self.communicator[here], self.bytes[here] = header.communicator[phase], header.bytes[phase]
         self.duration_s[here] = header.duration_s[phase]
-        self._fill_transfers()
+        self._fill_messages()
         self._fill_traffic()
 
     # ------------------------------------------------------------------------ columns
 
-    def _fill_transfers(self) -> None:
-        """Sends and receives; `self._sent` is the line of every message's send."""
-        lines, transfers = self._lines, find_messages(self._lines)
-        self._transfers = transfers
+    def _fill_messages(self) -> None:
+        """Fills the columns of sends and receives; `self._sent` is the line of every message's send."""
+        lines, messages = self._lines, find_messages(self._lines)
+        self._messages = messages
         by_key: Ints = np.full(len(lines.ops.number), -1, np.int64)
         moves = np.flatnonzero((lines.kind >= OpKind.SEND_F) & (lines.kind <= OpKind.RECV_SEAM_B))
         by_key[lines.op_key_of(moves, lines.device[moves])] = moves
-        at, kind = transfers.sender, transfers.kind
-        self._sent = by_key[self._key(at, kind, transfers.sender_chunk)]
-        self._received = by_key[self._key(transfers.receiver, kind + 1, transfers.receiver_chunk)]
+        at, kind = messages.sender, messages.kind
+        self._sent = by_key[self._key(at, kind, messages.sender_chunk)]
+        self._received = by_key[self._key(messages.receiver, kind + 1, messages.receiver_chunk)]
         for rows in (self._sent, self._received):
-            there = rows >= 0  # receives are placed last
+            there = rows >= 0  # receives may not be placed yet
             self.lane[rows[there]], self.communicator[rows[there]] = Lane.P2P, Communicator.PP
-            self.bytes[rows[there]] = transfers.bytes[there]
-            self.duration_s[rows[there]] = transfers.duration_s[there]
+            self.bytes[rows[there]] = messages.bytes[there]
+            self.duration_s[rows[there]] = messages.duration_s[there]
         assert (self._sent >= 0).all(), "a message is never sent"
 
     def _key(self, device: Ints, kind: Ints, chunk: Ints) -> Ints:
-        transfers = self._transfers
-        return self._lines.op_key(device, transfers.module, kind, chunk, transfers.microbatch)
+        messages = self._messages
+        return self._lines.op_key(device, messages.module, kind, chunk, messages.microbatch)
 
     def _buckets(self) -> Iterator[tuple[int, int, int, Bucket]]:
-        """Module, stage, number, bucket."""
+        """Yields module, stage, number and bucket."""
         for module, name in enumerate(self._header.names):
             for stage, buckets in enumerate(self._header.plan.modules[name].buckets):
                 for number, bucket in enumerate(buckets):
@@ -126,14 +126,14 @@ class _Graph:
     def edges(self) -> Iterator[Edges]:
         yield from self._inside_ops()
         yield from self._inputs()
-        transfers = self._transfers
-        yield self._sent, transfers.produced
+        messages = self._messages
+        yield self._sent, messages.produced
         there = self._received >= 0
         yield self._received[there], self._sent[there]
         yield from self._traffic()
 
     def posted(self, *, ordered: bool) -> Edges:
-        """Communication behind the compute before it: a stream of a GPU takes both in order."""
+        """Returns waits of communication for the compute before it: a GPU stream runs both in order."""
         lines, count = self._lines, len(self._lines)
         of_llm = (lines.module == self._header.llm) & (lines.kind <= OpKind.WEIGHT_GRAD)
         compute = (self.lane == Lane.COMPUTE) & (ordered | of_llm)
@@ -152,12 +152,12 @@ class _Graph:
             yield rows[:, 0], rows[:, 1]
 
     def _inputs(self) -> Iterator[Edges]:
-        """Entries of ops wait for what the op needs."""
+        """Yields waits of the entries of ops for the inputs of the op."""
         for ops, sources in self._op_inputs():
             yield from self._enter(ops, sources)
 
     def _enter(self, ops: Ints, sources: Ints) -> Iterator[Edges]:
-        """Every entry of each op waits for the source at the same place."""
+        """Yields waits of every entry of each op for the source at the same position."""
         header, all_ops = self._header, self._lines.ops
         template = header.template[all_ops.module[ops], all_ops.kind[ops], all_ops.virtual[ops]]
         for number in np.unique(template):
@@ -167,29 +167,29 @@ class _Graph:
             yield rows.ravel(), np.repeat(sources[mine], len(entries))
 
     def _op_inputs(self) -> Iterator[Edges]:
-        """Ops, and the line that each waits for."""
+        """Yields ops, and the line that each waits for."""
         lines, header, ops = self._lines, self._header, self._lines.ops
-        transfers = self._transfers
-        # What arrives in messages.
+        messages = self._messages
+        # Inputs that arrive in messages.
         took = {OpKind.SEND_F: (OpKind.FORWARD,), OpKind.SEND_B: BACKWARDS, OpKind.SEND_SEAM_B: BACKWARDS}
         for sent, kinds in took.items():
-            some = np.flatnonzero(transfers.kind == sent)
+            some = np.flatnonzero(messages.kind == sent)
             for kind in kinds:
                 key = lines.op_key(
-                    transfers.receiver[some],
-                    transfers.module[some],
+                    messages.receiver[some],
+                    messages.module[some],
                     np.full(len(some), kind),
-                    transfers.receiver_chunk[some],
-                    transfers.microbatch[some],
+                    messages.receiver_chunk[some],
+                    messages.microbatch[some],
                 )
                 op = ops.number[key]
                 yield op[op >= 0], self._sent[some[op >= 0]]
-        some = np.flatnonzero(transfers.kind == OpKind.SEND_SEAM)
+        some = np.flatnonzero(messages.kind == OpKind.SEND_SEAM)
         zeros = np.zeros(len(some), np.int64)
-        fed = transfers.microbatch[some] // header.pieces[transfers.module[some]]
-        key = lines.op_key(transfers.receiver[some], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
+        fed = messages.microbatch[some] // header.pieces[messages.module[some]]
+        key = lines.op_key(messages.receiver[some], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
         yield ops.number[key], self._sent[some]
-        # What is made on the same class.
+        # Inputs that are produced on the same class.
         yield from self._local_inputs()
 
     def _local_inputs(self) -> Iterator[Edges]:
@@ -204,7 +204,7 @@ class _Graph:
         some = np.flatnonzero(alone & backward & (ops.virtual < header.virtual_stages[ops.module] - 1))
         device, module, _, chunk, microbatch = self._same(some, OpKind.BACKWARD, chunk=1)
         yield some, lines.backward_end(device, module, chunk, microbatch)
-        # The seam, where both sides are on one class.
+        # The seam, where encoder and LLM are on one class.
         local = (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
         local &= header.entry[ops.device] == ops.device
         some = np.flatnonzero(local & (ops.kind == OpKind.FORWARD))
@@ -216,7 +216,7 @@ class _Graph:
         yield some, lines.backward_end(ops.device[some], zeros + header.llm, zeros, fed)
 
     def _same(self, ops: Ints, kind: OpKind, chunk: int = 0) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Another op of the same module, microbatch and class."""
+        """Returns the key of another op of the same module, microbatch and class."""
         all_ops = self._lines.ops
         return (
             all_ops.device[ops],
@@ -227,7 +227,7 @@ class _Graph:
         )
 
     def _traffic(self) -> Iterator[Edges]:
-        """Forwards wait for gathers, reduces for backwards, the optimizer for reduces."""
+        """Yields waits of forwards for gathers, of reduces for backwards, of the optimizer for reduces."""
         lines, header = self._lines, self._header
         rows = self._traffic_rows()
         phase = lines.phase[lines.phases]
@@ -248,7 +248,7 @@ class _Graph:
         yield finish[lines.device[reduces]], reduces
 
     def _last_of_each_lane(self, waits: Ints, sources: Ints) -> Edges:
-        """Lanes play in order: after the last source on each lane, all of them have ended."""
+        """Keeps the last source on each lane: lanes run in order, so all others have ended by then."""
         lanes = len(Lane)
         key = waits * lanes + self._lines.lane[sources]
         order = np.lexsort((sources, key))
@@ -256,7 +256,7 @@ class _Graph:
         return waits[last], sources[last]
 
     def _traffic_rows(self) -> Ints:
-        """Lines of gathers and reduces by class, module, bucket; the last bucket is none."""
+        """Returns lines of gathers and reduces by class, module, bucket; the last bucket is none."""
         lines, header = self._lines, self._header
         most = 1 + max((number for _, _, number, _ in self._buckets()), default=0)
         rows = np.full((header.devices, len(header.names), most + 1, len(TRAFFIC)), -1, np.int64)
@@ -266,7 +266,7 @@ class _Graph:
         return rows
 
     def _bucket_of(self, rows: Ints, *, whole: bool, gating: bool) -> Ints:
-        """The bucket that each phase line belongs to (-1: none): its layer's, or the whole stage's."""
+        """Returns the bucket of each phase line (-1: none): its layer's, or the whole stage's."""
         lines, header = self._lines, self._header
         layers = 1 + int(header.layer.max(initial=0))
         table = np.full((len(header.names), int(header.pp.max()), header.chunks, layers), -1, np.int64)
@@ -278,15 +278,15 @@ class _Graph:
             else:
                 table[module, stage, bucket.chunk, bucket.first_layer : bucket.end_layer] = number
         stages = header.stage[lines.module[rows], lines.device[rows]]
-        found: Ints = table[lines.module[rows], stages, lines.chunk[rows], header.layer[lines.phase[rows]]]
-        return found
+        numbers: Ints = table[lines.module[rows], stages, lines.chunk[rows], header.layer[lines.phase[rows]]]
+        return numbers
 
     # ------------------------------------------------------------------------ meetings
 
     def meetings(self) -> Ints:
-        """Of every line, the meeting it takes part in (-1: none)."""
+        """Returns the meeting that each line takes part in (-1: none)."""
         lines, header = self._lines, self._header
-        found = np.full(len(lines), -1, np.int64)
+        meeting = np.full(len(lines), -1, np.int64)
         comm = (self.communicator >= Communicator.TP) & (self.communicator <= Communicator.DP)
         some = np.flatnonzero(comm & (self.kind != OpKind.WAIT))
         at = lines.module[some], self.communicator[some].astype(np.int64), lines.device[some]
@@ -295,6 +295,6 @@ class _Graph:
         most = 1 + int(lines.place.max(initial=0))
         key = lines.op_key_of(some, group)
         _, number = np.unique(key * most + lines.place[some], return_inverse=True)
-        found[some] = number
-        found[lines.kind == OpKind.OPTIMIZER] = 1 + int(found.max(initial=-1))
-        return found
+        meeting[some] = number
+        meeting[lines.kind == OpKind.OPTIMIZER] = 1 + int(meeting.max(initial=-1))
+        return meeting

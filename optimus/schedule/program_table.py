@@ -18,7 +18,7 @@ BACKWARDS = (OpKind.BACKWARD, OpKind.INPUT_GRAD)
 
 
 class HeaderArrays:
-    """A plan's templates and modules as arrays, to be looked up for many lines at once."""
+    """Templates and modules of a plan as arrays, to look up many lines at once."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.ranks = plan, plan.ranks
@@ -72,8 +72,8 @@ class HeaderArrays:
         shape = len(self.names), self.devices
 
         def table(value_of: Callable[[str, int], int]) -> Ints:
-            found = [[value_of(name, device) for device in everywhere] for name in self.names]
-            return np.array(found, np.int64).reshape(shape)
+            rows = [[value_of(name, device) for device in everywhere] for name in self.names]
+            return np.array(rows, np.int64).reshape(shape)
 
         self.stage = table(ranks.stage_of)
         self.pipeline = table(ranks.pipeline_of)
@@ -93,14 +93,14 @@ class HeaderArrays:
         for place, members in groups.items():
             self.group[place], self.group_size[place] = min(members), len(members)
 
-    def learns(self, module: int, virtual: int) -> bool:
-        """Whether this virtual stage or one before it has a backward: then it is sent a gradient."""
+    def needs_grad(self, module: int, virtual: int) -> bool:
+        """Returns whether a virtual stage or an earlier one has a backward, so that gradients flow."""
         return bool((self.template[module, list(BACKWARDS), : virtual + 1] >= 0).any())
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramTable:
-    """Lines in program order, class after class."""
+    """Lines of all programs as columns, class after class, each in program order."""
 
     header: HeaderArrays
     device: Ints
@@ -120,54 +120,54 @@ class ProgramTable:
         return len(self.kind)
 
     def program(self, lines: Ints) -> Program:
-        """Some of them, as one class plays them."""
+        """Returns some of the lines as the program of one class."""
         columns = [self.module, self.kind, self.chunk, self.microbatch, self.place]
         return Program.of(np.stack([column[lines] for column in columns], axis=1))
 
     @cached_property
     def phases(self) -> Ints:
-        """Lines that play a phase."""
+        """Lines that run a phase."""
         return np.flatnonzero(self.kind <= OpKind.WEIGHT_GRAD)
 
     @cached_property
     def virtual(self) -> Ints:
-        """Virtual stage of every line (of FINISH: nothing of meaning)."""
+        """Virtual stage of every line (meaningless for OPTIMIZER)."""
         module = np.minimum(self.module, len(self.header.names) - 1)
-        found: Ints = self.chunk * self.header.pp[module] + self.header.stage[module, self.device]
-        return found
+        virtual: Ints = self.chunk * self.header.pp[module] + self.header.stage[module, self.device]
+        return virtual
 
     @cached_property
     def phase(self) -> Ints:
-        """Place of every phase line in the header's columns (-1 for other lines)."""
+        """Index of every phase line in the header's columns (-1 for other lines)."""
         header, here = self.header, self.phases
         template = header.template[self.module[here], self.kind[here], self.virtual[here]]
-        found = np.full(len(self), -1, np.int64)
-        found[here] = header.first[template] + self.place[here]
-        return found
+        phase = np.full(len(self), -1, np.int64)
+        phase[here] = header.first[template] + self.place[here]
+        return phase
 
     @cached_property
     def lane(self) -> Ints:
-        """Of phase lines; -1 for others."""
-        found = np.full(len(self), -1, np.int64)
-        found[self.phases] = self.header.lane[self.phase[self.phases]]
-        return found
+        """Lane of every phase line; -1 for others."""
+        lane = np.full(len(self), -1, np.int64)
+        lane[self.phases] = self.header.lane[self.phase[self.phases]]
+        return lane
 
     def op_key(self, device: Ints, module: Ints, kind: Ints, chunk: Ints, microbatch: Ints) -> Ints:
-        """A number for one op of one class."""
+        """Returns a number for one op of one class."""
         header = self.header
         key = (device * len(header.names) + module) * len(OpKind) + kind
-        found: Ints = (key * header.chunks + chunk) * header.microbatches + microbatch
-        return found
+        keys: Ints = (key * header.chunks + chunk) * header.microbatches + microbatch
+        return keys
 
     def op_key_of(self, rows: Ints, device: Ints) -> Ints:
-        """The number of the op that lines belong to, as if they stood on another class."""
+        """Returns the number of the op that lines belong to, as if they were on another class."""
         return self.op_key(
             device, self.module[rows], self.kind[rows], self.chunk[rows], self.microbatch[rows]
         )
 
     @cached_property
     def ops(self) -> _OpTable:
-        """The ops that the phase lines make up."""
+        """Ops of the phase lines."""
         here = self.phases
         key = self.op_key_of(here, self.device[here])
         order = np.argsort(key * (1 + int(self.place.max(initial=0))) + self.place[here], kind="stable")
@@ -193,22 +193,22 @@ class ProgramTable:
         )
 
     def end_of(self, device: Ints, module: Ints, kind: Ints, chunk: Ints, microbatch: Ints) -> Ints:
-        """The line with which an op ends; its phases stand in order and every launch is waited for."""
+        """Returns the last line of an op; its phases are in order and every launch is waited for."""
         number = self.ops.number[self.op_key(device, module, kind, chunk, microbatch)]
         assert (number >= 0).all(), "an op is missing"
-        found: Ints = self.ops.last[number]
-        return found
+        ends: Ints = self.ops.last[number]
+        return ends
 
     def backward_end(self, device: Ints, module: Ints, chunk: Ints, microbatch: Ints) -> Ints:
-        """The line with which the op that makes a gradient of the input ends: B, or I."""
+        """Returns the last line of the op that computes the input gradient: B, or I."""
         numbers = [
             self.ops.number[self.op_key(device, module, np.full_like(device, kind), chunk, microbatch)]
             for kind in BACKWARDS
         ]
         number = np.maximum(*numbers)
         assert (number >= 0).all(), "a backward is missing"
-        found: Ints = self.ops.last[number]
-        return found
+        ends: Ints = self.ops.last[number]
+        return ends
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -232,7 +232,7 @@ class _OpTable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Messages:
-    """Messages as columns. The receive's kind is the send's, plus one."""
+    """Messages as columns; the kind of a receive is the kind of its send plus one."""
 
     sender: Ints
     receiver: Ints
@@ -250,7 +250,7 @@ class Messages:
 
 
 def find_messages(lines: ProgramTable) -> Messages:
-    """All messages, in a fixed order."""
+    """Finds all messages, in a fixed order."""
     ops, header = lines.ops, lines.header
     parts = []
     for module in range(len(header.names)):
@@ -269,15 +269,15 @@ def find_messages(lines: ProgramTable) -> Messages:
 
 
 def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messages]:
-    """Activations to the next virtual stage, gradients to the previous one."""
+    """Returns activations to the next virtual stage and gradients to the previous one."""
     header, ops = lines.header, lines.ops
     if header.pp[module] == 1:
         return []
     chunks = header.plan.modules[header.names[module]].chunks
     size = np.array([chunk.output_bytes for chunk in chunks], np.int64)
     seconds = np.array([chunk.send_s for chunk in chunks])
-    learns = np.array([header.learns(module, virtual) for virtual in range(len(chunks))])
-    found = []
+    needs_grad = np.array([header.needs_grad(module, virtual) for virtual in range(len(chunks))])
+    messages = []
     for step, kind in ((1, OpKind.SEND_F), (-1, OpKind.SEND_B)):
         forward = kind == OpKind.SEND_F
         made = (
@@ -288,11 +288,11 @@ def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messag
         there = ops.virtual[mine] + step
         sent = made & (there >= 0) & (there < len(chunks))
         if not forward:
-            sent &= learns[np.maximum(there, 0)]
+            sent &= needs_grad[np.maximum(there, 0)]
         op, there = mine[sent], there[sent]
         peers = header.following if forward else header.preceding
-        carried = ops.virtual[op] if forward else there  # a gradient has the size of what it belongs to
-        found.append(
+        carried = ops.virtual[op] if forward else there  # a gradient is as large as its activations
+        messages.append(
             Messages(
                 sender=ops.device[op],
                 receiver=peers[module, ops.device[op]],
@@ -306,11 +306,11 @@ def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messag
                 bytes=size[carried],
             )
         )
-    return found
+    return messages
 
 
 def _over_seam(lines: ProgramTable, module: int, mine: Ints) -> list[Messages]:
-    """An encoder's rows to LLM stage 0, and their gradient back; none where both are on one class."""
+    """Returns an encoder's outputs to LLM stage 0 and their gradient back; none if both are on one class."""
     header, ops = lines.header, lines.ops
     planned = header.plan.modules[header.names[module]]
     last = (ops.kind[mine] == OpKind.FORWARD) & (ops.virtual[mine] == header.pp[module] - 1)
@@ -327,7 +327,7 @@ def _over_seam(lines: ProgramTable, module: int, mine: Ints) -> list[Messages]:
     forward = Messages(
         sender=source, receiver=entry, kind=zeros + OpKind.SEND_SEAM, produced=ops.last[op], **shared
     )
-    if not header.learns(module, int(header.pp[module]) - 1):
+    if not header.needs_grad(module, int(header.pp[module]) - 1):
         return [forward]
     fed = ops.microbatch[op] // planned.microbatches_per_llm_microbatch
     made = lines.backward_end(entry, zeros + header.llm, zeros, fed)

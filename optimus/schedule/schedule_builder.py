@@ -32,9 +32,9 @@ NO_MODULE = -1  # the last of a schedule's modules, "all"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KernelGraph:
-    """The rows that one op of a pipeline expands to, with dependencies among them.
+    """Kernels of one op as rows, with the dependencies among them.
 
-    `entries` wait for what comes before the block, `exits` are what comes after waits for.
+    `entries` wait for earlier blocks; later blocks wait for `exits`.
     """
 
     rows: NDArray[Any]  # of dtype ROW
@@ -49,7 +49,7 @@ class KernelGraph:
 def make_single_kernel_graph(
     kind: OpKind, lane: Lane, duration_s: float, *, segment: int = 0, size_bytes: float = 0
 ) -> KernelGraph:
-    """A template of one row that belongs to no single module."""
+    """Makes a graph of one row that belongs to no single module."""
     communicator = COMMUNICATOR_OF.get(lane, Communicator.NONE)
     rows = np.array(
         [(duration_s, round(size_bytes), segment, kind, NO_MODULE, lane, communicator)], KERNEL_ROW
@@ -61,29 +61,29 @@ class ScheduleBuilder:
     """Collects blocks and the waits between them.
 
     A device's program is its blocks in the order in which they were added, except that a
-    block added `right_after` another (which was not itself added so) stands there.
+    block added `right_after` another (which was not itself added so) follows that one.
     """
 
     def __init__(self, modules: Sequence[str], num_devices: int, device_names: Sequence[str] = ()) -> None:
         self._modules = (*modules, "all")
         self._num_devices, self._device_names = num_devices, tuple(device_names)
-        self._templates: list[KernelGraph] = []
-        self._numbers: dict[int, int] = {}  # id of a template -> its number
+        self._graphs: list[KernelGraph] = []
+        self._numbers: dict[int, int] = {}  # id of a graph -> its number
         self._count = 0
-        self._blocks: list[Ints] = []  # columns: template, device, chunk, microbatch, position, doubled
+        self._blocks: list[Ints] = []  # columns: graph, device, chunk, microbatch, position, doubled
         self._waits: list[Ints] = []  # columns: block, what it waits for
 
-    def register(self, template: KernelGraph) -> int:
-        """The number of a template, for `add_many`."""
-        number = self._numbers.get(id(template))
+    def register(self, graph: KernelGraph) -> int:
+        """Returns the number of a graph, for `add_many`."""
+        number = self._numbers.get(id(graph))
         if number is None:
-            number = self._numbers[id(template)] = len(self._templates)
-            self._templates.append(template)
+            number = self._numbers[id(graph)] = len(self._graphs)
+            self._graphs.append(graph)
         return number
 
     def add(
         self,
-        template: KernelGraph,
+        graph: KernelGraph,
         *,
         device: int,
         chunk: int = 0,
@@ -93,7 +93,7 @@ class ScheduleBuilder:
     ) -> int:
         """Appends a block to a device's program and returns its number."""
         position = 2 * self._count if right_after is None else 2 * right_after + 1
-        row = (self.register(template), device, chunk, microbatch, position)
+        row = (self.register(graph), device, chunk, microbatch, position)
         self._blocks.append(np.array(row, np.int64)[:, None])
         if after:
             self.wait(np.full(len(after), self._count), np.array(after))
@@ -102,24 +102,24 @@ class ScheduleBuilder:
 
     def add_many(
         self,
-        templates: Ints,
+        graphs: Ints,
         device: int,
         chunks: Ints,
         microbatches: Ints,
         *,
         right_after: Ints | None = None,
     ) -> Ints:
-        """Appends blocks of registered templates to a device's program and returns their numbers."""
-        numbers = np.arange(self._count, self._count + len(templates))
-        columns = np.empty((5, len(templates)), np.int64)
-        columns[0], columns[1], columns[2], columns[3] = templates, device, chunks, microbatches
+        """Appends blocks of registered graphs to a device's program and returns their numbers."""
+        numbers = np.arange(self._count, self._count + len(graphs))
+        columns = np.empty((5, len(graphs)), np.int64)
+        columns[0], columns[1], columns[2], columns[3] = graphs, device, chunks, microbatches
         columns[4] = 2 * numbers if right_after is None else 2 * right_after + 1
         self._blocks.append(columns)
-        self._count += len(templates)
+        self._count += len(graphs)
         return numbers
 
     def wait(self, blocks: Sequence[int] | Ints, sources: Sequence[int] | Ints) -> None:
-        """Each block starts only after the source at the same place has ended."""
+        """Makes each block start only after the source at the same position has ended."""
         if len(blocks):
             self._waits.append(np.array((blocks, sources), np.int64))
 
@@ -127,22 +127,22 @@ class ScheduleBuilder:
         """Expands all blocks to rows."""
         blocks = np.concatenate(self._blocks, axis=1)
         order = np.argsort(blocks[4], kind="stable")
-        template_of, device, chunk, microbatch, _ = blocks[:, order]
-        sizes = np.array([len(template) for template in self._templates], np.int64)
-        first_row = np.concatenate([[0], np.cumsum(sizes[template_of])])
+        graph_of, device, chunk, microbatch, _ = blocks[:, order]
+        sizes = np.array([len(graph) for graph in self._graphs], np.int64)
+        first_row = np.concatenate([[0], np.cumsum(sizes[graph_of])])
         total = int(first_row[-1])
-        block_of = np.repeat(np.arange(self._count), sizes[template_of])
+        block_of = np.repeat(np.arange(self._count), sizes[graph_of])
         table_first = np.cumsum(sizes) - sizes
-        table_row = table_first[template_of[block_of]] + np.arange(total) - first_row[block_of]
+        table_row = table_first[graph_of[block_of]] + np.arange(total) - first_row[block_of]
         table = np.empty(int(sizes.sum()), KERNEL_ROW)
-        for template, first in zip(self._templates, table_first, strict=True):
-            table[first : first + len(template)] = template.rows
+        for graph, first in zip(self._graphs, table_first, strict=True):
+            table[first : first + len(graph)] = graph.rows
         rows = table[table_row]
         number = np.empty(len(order), np.int64)
         number[order] = np.arange(len(order))
         waits = number[np.concatenate([NO_EDGES.T, *self._waits], axis=1)].T
         edges = np.concatenate(
-            [self._edges_inside(template_of, first_row), self._edges_between(template_of, first_row, waits)]
+            [self._edges_inside(graph_of, first_row), self._edges_between(graph_of, first_row, waits)]
         )
         dep_offset, deps = edges_to_csr(edges, total)
         return Schedule(
@@ -163,20 +163,20 @@ class ScheduleBuilder:
             device_names=self._device_names,
         )
 
-    def _edges_inside(self, template_of: Ints, first_row: Ints) -> Ints:
-        """Dependencies inside blocks, as pairs of rows."""
+    def _edges_inside(self, graph_of: Ints, first_row: Ints) -> Ints:
+        """Returns dependencies inside blocks, as pairs of rows."""
         parts = [NO_EDGES]
-        for index, template in enumerate(self._templates):
-            if len(template.edges):
-                starts = first_row[:-1][template_of == index]
-                parts.append((starts[:, None, None] + template.edges[None, :, :]).reshape(-1, 2))
+        for index, graph in enumerate(self._graphs):
+            if len(graph.edges):
+                starts = first_row[:-1][graph_of == index]
+                parts.append((starts[:, None, None] + graph.edges[None, :, :]).reshape(-1, 2))
         return np.concatenate(parts)
 
-    def _edges_between(self, template_of: Ints, first_row: Ints, waits: Ints) -> Ints:
-        """Dependencies between blocks: every entry of one waits for every exit of the other."""
-        entries, entry_count, entry_first = _ragged([t.entries for t in self._templates])
-        exits, exit_count, exit_first = _ragged([t.exits for t in self._templates])
-        block, source = template_of[waits[:, 0]], template_of[waits[:, 1]]
+    def _edges_between(self, graph_of: Ints, first_row: Ints, waits: Ints) -> Ints:
+        """Returns dependencies between blocks: every entry of one waits for every exit of the other."""
+        entries, entry_count, entry_first = _ragged([t.entries for t in self._graphs])
+        exits, exit_count, exit_first = _ragged([t.exits for t in self._graphs])
+        block, source = graph_of[waits[:, 0]], graph_of[waits[:, 1]]
         pairs = entry_count[block] * exit_count[source]
         wait = np.repeat(np.arange(len(waits)), pairs)
         nth = np.arange(len(wait)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
@@ -187,14 +187,14 @@ class ScheduleBuilder:
 
 
 def _ragged(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints, Ints]:
-    """Lists of different lengths as values, lengths and offsets."""
+    """Returns lists of different lengths as values, lengths and offsets."""
     count = np.array([len(part) for part in lists], np.int64)
     values = np.array([value for part in lists for value in part], np.int64)
     return values, count, np.cumsum(count) - count
 
 
 def edges_to_csr(edges: Ints, count: int) -> tuple[Ints, Ints]:
-    """Edges (row, dep) as offsets and deps, rows ascending."""
+    """Returns edges (row, dep) as offsets and deps, rows ascending."""
     order = np.argsort(edges[:, 0], kind="stable")
     offset: Ints = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(edges[:, 0], minlength=count), out=offset[1:])
@@ -206,10 +206,10 @@ CHUNK_OP_KINDS = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEI
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedChunk:
-    """What one virtual stage runs and holds."""
+    """Layers of one virtual stage, and the seconds of its ops."""
 
     layers: tuple[PricedLayer, ...]
-    seconds: dict[OpKind, float]  # of a whole op, played alone
+    seconds: dict[OpKind, float]  # of a whole op, simulated alone
 
     @property
     def output_bytes(self) -> float:
@@ -222,43 +222,43 @@ class PricedChunk:
 
 
 class ChunkPricer:
-    """Makes chunks and their templates, each distinct one once."""
+    """Prices chunks and builds their kernel graphs, each distinct one once."""
 
     def __init__(self, modules: Sequence[str], slowdown: float) -> None:
         self.modules = tuple(modules)
         self._slowdown = slowdown
         self._layer_seconds: dict[tuple[int, OpKind], float] = {}
-        self._templates: dict[tuple[tuple[int, ...], OpKind], KernelGraph] = {}
-        self._alive: list[object] = []  # keeps layers alive, so that their ids stay theirs
+        self._graphs: dict[tuple[tuple[int, ...], OpKind], KernelGraph] = {}
+        self._alive: list[object] = []  # keeps layers alive, so that their ids are not reused
 
-    def make(self, layers: Sequence[PricedLayer]) -> PricedChunk:
+    def price(self, layers: Sequence[PricedLayer]) -> PricedChunk:
         seconds = {kind: sum(self._seconds_of(layer, kind) for layer in layers) for kind in CHUNK_OP_KINDS}
         return PricedChunk(layers=tuple(layers), seconds=seconds)
 
-    def template(self, chunk: PricedChunk, kind: OpKind) -> KernelGraph:
-        """The rows of one op: layers in order forward, reversed backward."""
+    def kernel_graph(self, chunk: PricedChunk, kind: OpKind) -> KernelGraph:
+        """Returns the kernels of one op: layers in order forward, reversed backward."""
         layers = chunk.layers if kind == OpKind.FORWARD else chunk.layers[::-1]
         key = tuple(id(layer.kernels[kind]) for layer in layers), kind
-        if key not in self._templates:
+        if key not in self._graphs:
             lists = [(layer.kernels[kind], self.modules.index(layer.module)) for layer in layers]
-            self._templates[key] = build_kernel_graph(lists, kind)
+            self._graphs[key] = build_kernel_graph(lists, kind)
             self._alive.append(layers)
-        return self._templates[key]
+        return self._graphs[key]
 
     def _seconds_of(self, layer: PricedLayer, kind: OpKind) -> float:
-        """Makespan of a layer's kernels played alone; a chunk's op is its layers one after another."""
+        """Returns the makespan of a layer's kernels simulated alone; an op runs its layers in a row."""
         key = id(layer.kernels[kind]), kind
         if key not in self._layer_seconds:
             builder = ScheduleBuilder(self.modules, 1)
-            template = build_kernel_graph([(layer.kernels[kind], 0)], kind)
-            builder.add(template, device=0)
+            graph = build_kernel_graph([(layer.kernels[kind], 0)], kind)
+            builder.add(graph, device=0)
             self._layer_seconds[key] = simulate_schedule(builder.build(), slowdown=self._slowdown).step_s
             self._alive.append(layer)
         return self._layer_seconds[key]
 
 
 def build_kernel_graph(lists: Sequence[tuple[Sequence[Kernel], int]], kind: OpKind) -> KernelGraph:
-    """Kernel lists (with the module each belongs to) one after another as one template."""
+    """Chains kernel lists, each with the module it belongs to, into one graph."""
     kernels: list[Kernel] = []
     owners: list[int] = []
     edges: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Plays a schedule and says when every op starts and ends: the only compiled loop."""
+"""Simulates a schedule and returns when every op starts and ends, by one compiled event loop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _COMPUTE, _TP, _DP = int(Lane.COMPUTE), int(Lane.TP), int(Lane.DP)
 
 
 class ScheduleDeadlock(RuntimeError):
-    """A schedule that cannot end: some op waits for one that stands behind it. Whoever made it is wrong."""
+    """Schedule that cannot end: an op waits for one that is queued behind it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """Start and end of every op; `step_s` is when the last one ends."""
+    """Start and end of every op; `step_s` is the end of the last one."""
 
     start_s: Floats
     finish_s: Floats
@@ -28,7 +28,7 @@ class Timeline:
 
 
 def simulate_schedule(schedule: Schedule, *, slowdown: float = 0.0, launch_s: float = 0.0) -> Timeline:
-    """Plays `schedule` and returns its timeline.
+    """Simulates `schedule` and returns its timeline.
 
     A compute op runs slower by `slowdown` while a collective (lanes tp and dp) is resident on its
     device: from when it could start (it may have to wait for others it meets) until it ends.
@@ -38,8 +38,8 @@ def simulate_schedule(schedule: Schedule, *, slowdown: float = 0.0, launch_s: fl
     issued = launch_s * count_launches_before(
         schedule.device, schedule.kind != OpKind.WAIT, schedule.num_devices
     )
-    nothing = np.zeros(0)
-    return _run_event_loop(schedule, slowdown, issued, rank=nothing, due_s=nothing, patience_s=0.0)[0]
+    none = np.zeros(0)
+    return _run_event_loop(schedule, slowdown, issued, rank=none, due_s=none, patience_s=0.0)[0]
 
 
 def list_schedule(
@@ -51,12 +51,12 @@ def list_schedule(
     patience_s: float,
     slowdown: float = 0.0,
 ) -> tuple[Timeline, Ints]:
-    """Plays `schedule` with some ops in no order of their own; the timeline, and every op's turn.
+    """Simulates `schedule` with some ops in no fixed order; returns the timeline and every op's turn.
 
-    An op of rank 0 or more is free: whenever a lane has no other op that is ready, it takes of its free ones
-    that are the one of least rank that ends before the lane's next op in order is due, as late as the last
-    one was; who is overdue is expected after as long again, or after `patience_s`. No op starts before
-    `held_s`.
+    An op of rank 0 or more is free. Whenever a lane has no ready op in order, it starts the ready free op of
+    least rank that ends before the lane's next op in order is due. Due times are delayed by as much as the
+    lane's last op in order was late; an overdue op is expected after the same delay again, or after
+    `patience_s`. No op starts before `held_s`.
     """
     return _run_event_loop(schedule, slowdown, held_s.copy(), rank=rank, due_s=due_s, patience_s=patience_s)
 
@@ -70,12 +70,12 @@ def _run_event_loop(
     due_s: Floats,
     patience_s: float,
 ) -> tuple[Timeline, Ints]:
-    """Changes `issued`: when the host has issued every op, or until when it is held."""
+    """Runs the event loop; changes `issued`, the time at which the host has issued every op."""
     lane = schedule.device.astype(np.int64) * NUM_LANES + schedule.lane
     deps, dep_offset = schedule.deps.astype(np.int32), schedule.dep_offset.astype(np.int64)
     received = np.flatnonzero(schedule.is_recv)
     sent = deps[dep_offset[received]]
-    if len(received):  # whoever waits for a RECV waits for its SEND; a SEND is issued when both are
+    if len(received):  # a wait for a RECV is one for its SEND; a SEND is issued when both are
         lane[received] = -1
         source = np.arange(len(schedule), dtype=np.int32)
         source[received] = sent
@@ -112,14 +112,14 @@ def _run_event_loop(
 
 
 def _meetings(schedule: Schedule) -> tuple[Ints, Ints, Ints, Ints]:
-    """Of every op its meeting (-1: none); of every meeting its size, and its members as offsets and ops."""
+    """Returns the meeting of every op (-1: none), and per meeting its size and its ops in CSR form."""
     if schedule.meeting is None:
         none = np.zeros(0, np.int64)
         return np.full(len(schedule), -1, np.int64), none, np.zeros(1, np.int64), none
     meeting = schedule.meeting.astype(np.int64)
-    some = np.flatnonzero(meeting >= 0)
-    sizes = np.bincount(meeting[some])
-    members = some[np.argsort(meeting[some], kind="stable")]
+    meets = np.flatnonzero(meeting >= 0)
+    sizes = np.bincount(meeting[meets])
+    members = meets[np.argsort(meeting[meets], kind="stable")]
     return meeting, sizes, np.concatenate([[0], np.cumsum(sizes)]), members
 
 
@@ -144,13 +144,13 @@ def _event_loop(  # noqa: PLR0915
     finish: Floats,
     turn: NDArray[Any],
 ) -> None:
-    """An event loop over lanes. Fills `start` and `finish` (-1: never), and `turn` where some ops are free.
+    """Runs an event loop over lanes. Fills `start` and `finish` (-1: never), and `turn` if some ops are free.
 
-    `pending` counts the dependencies of every op that have not finished, `missing` the members of
-    every meeting that have not come: all of them, at first.
+    `pending` counts the unfinished dependencies of every op, `missing` the members of every meeting that
+    have not arrived: initially all.
 
-    One long function on purpose: every array handed to another costs reference counts per event,
-    and made it four times slower. Indices are of one type, or the others are compiled for several.
+    One long function on purpose: passing arrays to another function costs reference counts per event, four
+    times the time. Indices have one type, so that helpers are compiled once.
     """
     follower_offset, followers = _reverse(len(lane), dep_offset, deps)
     listing, turns = len(rank) > 0, 0
@@ -158,7 +158,7 @@ def _event_loop(  # noqa: PLR0915
     head = queue_offset[:num_lanes].copy()  # next op of the lane
     late = np.zeros(num_lanes, np.float64)  # how much after it was due the lane's last op in order began
     offered = np.full(num_lanes, -1, np.int64)  # free ops that are ready: the first by rank, ...
-    behind = np.full(len(rank), -1, np.int64)  # ... and who comes behind each
+    behind = np.full(len(rank), -1, np.int64)  # ... and the next after each
     if listing:
         for op in range(len(lane)):
             if rank[op] >= 0.0 and pending[op] == 0:
@@ -167,11 +167,11 @@ def _event_loop(  # noqa: PLR0915
     resident = np.zeros(num_lanes // NUM_LANES, np.int64)  # collectives running, per device
     key = np.empty(num_lanes, np.float64)  # next event of the lane: an end, or an issue it waits for
     heap = np.empty(num_lanes, np.int64)  # lanes by key
-    place = np.empty(num_lanes, np.int64)  # where the lane stands in the heap, -1 if it does not
-    size = int(np.int64(0))  # numba would compile what takes a literal 0 once more
+    place = np.empty(num_lanes, np.int64)  # position of the lane in the heap, -1: none
+    size = int(np.int64(0))  # numba would compile a function once more for a literal 0
     free = np.empty(num_lanes, np.int64)  # lanes to look at: they may start an op now
     num_free = num_lanes
-    looked_at = np.empty(num_lanes, np.bool_)  # stands in `free`
+    looked_at = np.empty(num_lanes, np.bool_)  # is in `free`
     for here in range(num_lanes):
         running[here], place[here], free[here], looked_at[here] = -1, -1, here, True
     now = 0.0
@@ -182,11 +182,11 @@ def _event_loop(  # noqa: PLR0915
             looked_at[here] = False
             if running[here] >= 0:
                 continue
-            op, room = -1, np.inf  # what may stand between now and the lane's next op in order
+            op, room = -1, np.inf  # seconds until the lane's next op in order
             if head[here] < queue_offset[here + 1]:
                 op = queue[head[here]]
                 if pending[op] > 0:
-                    if listing:  # who is overdue is expected after as long again
+                    if listing:  # an overdue op is expected after the same delay again
                         room = max(abs(due[op] + late[here] - now), patience)
                     op = -1
                 elif issued[op] > now:
@@ -215,7 +215,7 @@ def _event_loop(  # noqa: PLR0915
             met = meeting[op]
             if met >= 0:
                 missing[met] -= 1
-                if missing[met] > 0:  # it waits on its lane for the others
+                if missing[met] > 0:  # it waits on its lane for the other members
                     continue
                 first, end = member_offset[met], member_offset[met + 1]
             else:
@@ -234,7 +234,7 @@ def _event_loop(  # noqa: PLR0915
         size = _remove_first(key, heap, place, size)
         free[0], num_free, looked_at[here] = here, 1, True
         op = running[here]
-        if op < 0 or start[op] < 0.0:  # only to be looked at; it may wait for others
+        if op < 0 or start[op] < 0.0:  # nothing ends: the lane is only looked at, or its op waits
             continue
         finish[op] = now
         running[here] = -1
@@ -268,9 +268,9 @@ def _rescale(
     place: NDArray[Any],
     size: int,
 ) -> None:
-    """What is left of the device's compute op takes `factor` times as long from now on."""
+    """Multiplies the remaining time of the device's compute op by `factor`."""
     compute = device * NUM_LANES + _COMPUTE
-    if running[compute] >= 0 and place[compute] >= 0:  # not one that waits for others
+    if running[compute] >= 0 and place[compute] >= 0:  # not one that waits for a meeting
         key[compute] = now + (key[compute] - now) * factor
         _sift_up(place[compute], key, heap, place)
         _sift_down(place[compute], key, heap, place, size)
@@ -278,7 +278,7 @@ def _rescale(
 
 @njit_cached
 def count_launches_before(device: NDArray[Any], launches: NDArray[Any], num_devices: int) -> Floats:
-    """How many launches the host of each op's device has behind it when it comes to the op."""
+    """Returns how many ops the host of each op's device has launched before the op."""
     issued = np.empty(len(device), np.float64)
     count = np.zeros(num_devices, np.int64)
     for op in range(len(device)):
@@ -289,7 +289,7 @@ def count_launches_before(device: NDArray[Any], launches: NDArray[Any], num_devi
 
 @njit_cached
 def _reverse(count: int, dep_offset: NDArray[Any], deps: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Followers of every op, from the dependencies of every op."""
+    """Returns followers of every op, from the dependencies of every op."""
     offset = np.zeros(count + 1, np.int64)
     for dep in deps:
         offset[dep + 1] += 1
@@ -307,7 +307,7 @@ def _reverse(count: int, dep_offset: NDArray[Any], deps: NDArray[Any]) -> tuple[
 
 @njit_cached
 def _queues(lane: NDArray[Any], rank: Floats, num_lanes: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ops of every lane in program order, but for those that are free."""
+    """Returns the ops of every lane in program order, except free ones."""
     listing = len(rank) > 0
     offset = np.zeros(num_lanes + 1, np.int64)
     for op in range(len(lane)):
@@ -339,7 +339,7 @@ def _offer(op: int, here: int, rank: Floats, offered: NDArray[Any], behind: NDAr
 
 @njit_cached
 def _take(here: int, room: float, duration: Floats, offered: NDArray[Any], behind: NDArray[Any]) -> int:
-    """The first free op of the lane that is no longer than `room` (-1: none), no more offered."""
+    """Removes and returns the first free op of the lane that is no longer than `room` (-1: none)."""
     before, op = -1, offered[here]
     while op >= 0 and duration[op] > room:
         before, op = op, behind[op]
@@ -361,7 +361,7 @@ def _before(a: int, b: int, key: Floats) -> bool:
 
 @njit_cached
 def _insert(here: int, key: Floats, heap: NDArray[Any], place: NDArray[Any], size: int) -> int:
-    """Puts a lane into the heap, or to where it belongs now if it is there; the new size of the heap."""
+    """Puts a lane into the heap, or restores its position; returns the size of the heap."""
     if place[here] < 0:
         heap[size] = here
         place[here] = size

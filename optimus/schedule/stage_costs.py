@@ -29,15 +29,15 @@ Cut = tuple[int, ...]  # virtual stage v runs layers[cut[v]:cut[v + 1]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageBytes:
-    """What a rank of every stage holds, and what every chunk keeps per microbatch (LLM, encoders)."""
+    """Bytes that a rank of every stage holds, and that every chunk saves per microbatch (LLM, encoders)."""
 
     parameters: Floats
     gradients: Floats
     optimizer: Floats
     logits: Floats
     working: Floats
-    kept: Floats  # [chunk, stage, (LLM, encoders)]
-    made_again: Floats  # the same, of what a backward recomputes, and gradients of logits
+    saved: Floats  # [chunk, stage, (LLM, encoders)]
+    recomputed: Floats  # the same shape: what a backward recomputes, and gradients of logits
 
     def states_of(self, stage: int) -> RankMemory:
         return RankMemory(
@@ -49,7 +49,7 @@ class StageBytes:
 
 
 class LayerPrefixSums:
-    """Running sums over one list of layers."""
+    """Prefix sums of costs over one list of layers."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class LayerPrefixSums:
         llm: str,
     ) -> None:
         self._layers, self._cost_model = layers, cost_model
-        single = [chunks.make([layer]).seconds for layer in layers]
+        single = [chunks.price([layer]).seconds for layer in layers]
         self._seconds = {kind: _running([seconds[kind] for seconds in single]) for kind in CHUNK_OP_KINDS}
 
         def running(value: Callable[[PricedLayer], float]) -> Floats:
@@ -75,49 +75,51 @@ class LayerPrefixSums:
         self._updated = running(lambda x: x.shard_parameters * x.trained)
         self._logits = running(lambda x: x.logits_bytes)
         own = running(lambda x: x.activation_bytes * (x.module == llm))
-        self._kept = np.stack([own, running(lambda x: x.activation_bytes) - own], axis=1)
+        self._saved = np.stack([own, running(lambda x: x.activation_bytes) - own], axis=1)
         self._traffic: dict[tuple[float, ...], ParameterTraffic] = {}
         self._working: dict[tuple[int, int], float] = {}
-        again = running(lambda x: (x.recomputed_bytes + x.logits_bytes) * (x.module == llm))
-        self._again = np.stack([again, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1)
+        of_llm = running(lambda x: (x.recomputed_bytes + x.logits_bytes) * (x.module == llm))
+        self._recomputed = np.stack(
+            [of_llm, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1
+        )
         self._groups: dict[DpGroup, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
         for group in dict.fromkeys(g for layer in layers for g, _ in split_parameters_by_dp_group(layer)):
             moved = _running([layer.trained * _parameters_in(group, layer) for layer in layers])
             self._groups[group] = moved * precision.parameter_bytes, moved * precision.gradient_bytes
 
     def layer_seconds(self, kind: OpKind) -> Floats:
-        """Of every layer by itself."""
+        """Returns the seconds of every layer by itself."""
         return np.diff(self._seconds[kind])
 
     def seconds(self, kind: OpKind, cut: Cut) -> Floats:
-        """Of one op of every virtual stage."""
+        """Returns the seconds of one op of every virtual stage."""
         return np.diff(self._seconds[kind][list(cut)])
 
     def send_s(self, cut: Cut, *, across_nodes: bool) -> Floats:
-        """For what every virtual stage sends on."""
+        """Returns the seconds of every virtual stage's sends."""
         outputs = [self._layers[end - 1].output_bytes if end > begin else 0.0 for begin, end in _runs(cut)]
         return np.array([self._cost_model.send_s(size, across_nodes=across_nodes) for size in outputs])
 
     def traffic(self, cut: Cut) -> list[ParameterTraffic]:
-        """Data-parallel traffic of every virtual stage."""
+        """Returns the data-parallel traffic of every virtual stage."""
         ends = list(cut)
         columns = [np.diff(sums[ends]) for both in self._groups.values() for sums in both]
         rows = np.round([*columns, np.diff(self._updated[ends])]).T.tolist()
         return [self._traffic_of(tuple(row)) for row in rows]
 
     def _traffic_of(self, row: tuple[float, ...]) -> ParameterTraffic:
-        """Of one virtual stage; many are alike, and each sort is priced once."""
+        """Returns the traffic of one virtual stage; equal ones are priced once."""
         if row not in self._traffic:
             sizes = {group: (row[2 * at], row[2 * at + 1]) for at, group in enumerate(self._groups)}
-            self._traffic[row] = ParameterTraffic.of(sizes, row[-1], self._cost_model)
+            self._traffic[row] = ParameterTraffic.from_bytes(sizes, row[-1], self._cost_model)
         return self._traffic[row]
 
     def stage_bytes(self, cut: Cut, stages: int) -> StageBytes:
         ends = list(cut)
 
         def by_stage(sums: Floats) -> Floats:
-            found: Floats = np.diff(sums[ends]).reshape(-1, stages).sum(axis=0)
-            return found
+            totals: Floats = np.diff(sums[ends]).reshape(-1, stages).sum(axis=0)
+            return totals
 
         working = [self._working_bytes(run) for run in _runs(cut)]
         return StageBytes(
@@ -126,8 +128,8 @@ class LayerPrefixSums:
             optimizer=by_stage(self._optimizer),
             logits=by_stage(self._logits),
             working=np.array(working).reshape(-1, stages).max(axis=0),
-            kept=np.diff(self._kept[ends], axis=0).reshape(-1, stages, 2),
-            made_again=np.diff(self._again[ends], axis=0).reshape(-1, stages, 2),
+            saved=np.diff(self._saved[ends], axis=0).reshape(-1, stages, 2),
+            recomputed=np.diff(self._recomputed[ends], axis=0).reshape(-1, stages, 2),
         )
 
     def _working_bytes(self, run: tuple[int, int]) -> float:
@@ -150,7 +152,7 @@ def _running(values: Sequence[float]) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSeconds:
-    """Everything a cut decides about a graph: seconds of ops, sends and traffic of every virtual stage."""
+    """Seconds of ops, sends and traffic of every virtual stage."""
 
     ops: dict[OpKind, Floats]
     sends: Floats
@@ -158,7 +160,7 @@ class StageSeconds:
 
 
 class RetimableSchedule:
-    """A schedule of whole ops whose rows know which number of a cut they take."""
+    """Schedule of whole ops whose durations can be set to those of any cut."""
 
     def __init__(self, schedule: Schedule, stages: int, assumptions: Assumptions) -> None:
         self._schedule, self._stages, self._assumptions = schedule, stages, assumptions
@@ -168,8 +170,8 @@ class RetimableSchedule:
             wanted = schedule.kind == kind
             if segment is not None:
                 wanted &= schedule.segment == segment
-            found = np.flatnonzero(wanted)
-            return found, virtual[found]
+            matching = np.flatnonzero(wanted)
+            return matching, virtual[matching]
 
         self._ops = {kind: rows(kind) for kind in CHUNK_OP_KINDS}
         self._sends = {kind: rows(kind) for kind in (OpKind.SEND_F, OpKind.SEND_B)}
@@ -177,8 +179,8 @@ class RetimableSchedule:
         self._exposed = {kind: rows(kind, EXPOSED) for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD)}
         self._finish = rows(OpKind.OPTIMIZER)
 
-    def timed(self, cut: StageSeconds) -> Schedule:
-        """The schedule with the durations of a cut."""
+    def with_seconds(self, cut: StageSeconds) -> Schedule:
+        """Returns the schedule with the durations of a cut."""
         duration = np.empty(len(self._schedule))
         for kind, (rows, virtual) in self._ops.items():
             duration[rows] = cut.ops[kind][virtual]

@@ -121,8 +121,8 @@ class _Policies:
     def steps_s(self, policy: str, noise: DurationNoise, seeds: int) -> Steps:
         if policy == STATIC:
             return _static_steps(self._plan, self._kernels, noise, seeds)
-        drawn = (self._kernels.durations(noise, seed) for seed in range(seeds))
-        return tuple(self._streams.play(duration_s).step_s for duration_s in drawn)
+        drawn = (self._kernels.draw_seconds(noise, seed) for seed in range(seeds))
+        return tuple(self._streams.simulate(duration_s).step_s for duration_s in drawn)
 
 
 def _simulator(plan: Plan, schedule: Schedule) -> Callable[[DurationNoise, int], Steps]:
@@ -132,7 +132,7 @@ def _simulator(plan: Plan, schedule: Schedule) -> Callable[[DurationNoise, int],
 
 
 def _static_steps(plan: Plan, kernels: NoisyDurations, noise: DurationNoise, seeds: int) -> Steps:
-    drawn = (kernels.drawn(noise, seed) for seed in range(seeds))
+    drawn = (kernels.draw_schedule(noise, seed) for seed in range(seeds))
     return tuple(
         simulate_schedule(noisy, slowdown=plan.slowdown, launch_s=plan.launch_s).step_s for noisy in drawn
     )

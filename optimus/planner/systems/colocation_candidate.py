@@ -130,14 +130,14 @@ class ColocationCandidate:
 
     def plan(self, arranged: FillResult) -> FilledPlan:
         """Lowers the faster of a schedule and its tightened form; of many lines, the faster by estimate."""
-        both = [arranged, self.fill.tightened(arranged)]
+        both = [arranged, self.fill.shorten(arranged)]
         if len(self.fill.schedule) > LOWER_TWO_UP_TO_LINES:
             both = [min(both, key=lambda each: each.step_s)]
         return min(map(self.lowered, both), key=lambda plan: (not plan.fits, plan.step_s))
 
     def best_shifted(self) -> FilledPlan:
         """Returns the fastest plan, by replay, over a few shifts of the LLM."""
-        arranged = (self.fill.arrange(share * self.base.step_s) for share in SHIFT_SHARES)
+        arranged = (self.fill.schedule_encoders(share * self.base.step_s) for share in SHIFT_SHARES)
         return min(map(self.plan, arranged), key=lambda plan: plan.step_s)
 
     def step_s(self, arranged: FillResult) -> float:
@@ -255,6 +255,6 @@ class ColocationCandidate:
 
     def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[OpKind], microbatches: float) -> float:
         """Returns the seconds of these layers for their microbatches, and of their parameter traffic."""
-        seconds = self.context.chunks.make(layers).seconds
+        seconds = self.context.chunks.price(layers).seconds
         traffic = price_parameter_traffic(layers, self.context.cost_model, self.context.job.model.precision)
         return traffic.gather_s + traffic.reduce_s + microbatches * sum(seconds[kind] for kind in kinds)

@@ -189,7 +189,7 @@ class ColocationSearch:
 
     def _schedule(self, candidate: ColocationCandidate, shift_s: float = 0.0) -> ScheduledCandidate:
         self._ops_left -= len(candidate.fill.schedule)
-        return ScheduledCandidate(candidate=candidate, arranged=candidate.fill.arrange(shift_s))
+        return ScheduledCandidate(candidate=candidate, arranged=candidate.fill.schedule_encoders(shift_s))
 
     def _search_shift(self, unshifted: ScheduledCandidate) -> ScheduledCandidate:
         """Searches the shift of the LLM with the shortest step: the least that keeps encoders ahead."""
@@ -365,7 +365,7 @@ def _split_layers_by_traffic(
     traffic = [price_parameter_traffic([layer], context.cost_model, precision) for layer in layers]
     gathers_s = [0.0, *accumulate(part.gather_s for part in traffic)]  # of the first n layers
     reduces_s = [0.0, *accumulate(part.reduce_s for part in traffic)]
-    edges = [base.edges_s(stage, stages) for stage in range(stages)]
+    edges = [base.compute_span_s(stage, stages) for stage in range(stages)]
 
     def delay_s(counts: tuple[int, ...]) -> tuple[float, float]:
         """Returns how far gathers delay the begin and reduces the end; then how uneven the ends are."""

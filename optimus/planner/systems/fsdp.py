@@ -82,7 +82,7 @@ class FsdpCandidate(BaseCandidate):
 
     def _compute(self, step: tuple[OpKind, int]) -> KernelGraph:
         chunks = self.context.chunks
-        return chunks.template(chunks.make([self.layers[step[1]]]), step[0])
+        return chunks.kernel_graph(chunks.price([self.layers[step[1]]]), step[0])
 
     @property
     def memories(self) -> tuple[RankMemory, ...]:
@@ -92,7 +92,7 @@ class FsdpCandidate(BaseCandidate):
     def estimate_s(self) -> float:
         """Rank of this choice: the busier of compute and the NIC."""
         chunks = self.context.chunks
-        seconds = chunks.make(self.layers).seconds
+        seconds = chunks.price(self.layers).seconds
         gather_s = sum(part.gather_s for part in self._traffic)
         reduce_s = sum(part.reduce_s for part in self._traffic)
         traffic_s = self.accumulate * ((0 if self.keeps_gathered else 2 * gather_s) + reduce_s)

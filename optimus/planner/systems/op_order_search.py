@@ -22,7 +22,7 @@ SMALL_OPS = 200  # up to here cut and order are searched together
 NEAR = 1.05  # and if their step is at most this times the best
 # The budgets of that search are counts of ops placed, not seconds, so that results repeat.
 EXPLORED_OPS = 60_000  # by list scheduling, cut after cut
-SHAKEN_OPS = ((40, 2_000), (10, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
+SEARCHED_OPS = ((40, 2_000), (10, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
 SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.FORWARD, OpKind.BACKWARD)
 Drafts = list[tuple[TimedOrder, Cut]]
 
@@ -125,15 +125,15 @@ def _drafts(times: OpTimes, microbatches: int, cap: int) -> list[TimedOrder]:
 
 
 def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[PipelineCandidate]:
-    """The best cuts found, their greedy orders shaken: many a little, then few a lot."""
+    """Yields orders of the best cuts, shortened by local search: many with few rounds, then few with many."""
     found = _most_alive(start, kinds)
     if found is None:
         return
     yield found[1]
     drafts = _explore(start, kinds, found[0])
     random, best_s = Random(0), inf
-    for count, budget in SHAKEN_OPS:
-        shaken: Drafts = []
+    for count, budget in SEARCHED_OPS:
+        shortened: Drafts = []
         for draft, cut in drafts[:count]:
             least = step_lower_bound_s(draft.times, start.microbatches)
             if least < best_s:
@@ -145,10 +145,10 @@ def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[Pipel
                     accept=partial(_fits, start, cut),
                 )
                 best_s = min(best_s, draft.step_s)
-            shaken.append((draft, cut))
-        drafts = _by_step(shaken)
+            shortened.append((draft, cut))
+        drafts = _by_step(shortened)
     for draft, cut in drafts:
-        if _fits(start, cut, draft):  # a greedy order that shaking left alone may not
+        if _fits(start, cut, draft):  # a greedy order that was not shortened may not
             yield _ordered(start, cut, draft)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, pairwise
 from math import comb
 
@@ -22,14 +22,15 @@ from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPl
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.fill_paper import (
     COMPUTE,
-    Assigned,
     BubbleFilling,
     DeviceBubbles,
     EncoderPipeline,
-    Interchangeable,
+    LatestDelay,
     TimedKernel,
     assign_microbatches_by_end_time,
     fill_bubbles,
+    latest_delay_as_assigned,
+    latest_delay_in_any_order,
     subtract_kernels,
 )
 from optimus.schedule.llm_timeline import FIRST, LAST, LlmTimeline, PlacedEncoderOp, list_template_kernels
@@ -174,7 +175,7 @@ class PaperCandidate:
         """Encoder pipelines with the bubbles for forwards; those on the same LLM stages are one object."""
         by_first_stage = {
             first: self._build_pipeline(
-                OpKind.FORWARD, [self.base.side(first + s, mirrored=False) for s in self._stages]
+                OpKind.FORWARD, [self.base.device_bubbles(first + s, mirrored=False) for s in self._stages]
             )
             for first in set(self._first_llm_stages)
         }
@@ -201,7 +202,7 @@ class PaperCandidate:
 
     def _remaining_bubbles(self, pipeline: int, first: int, stage: int, count: int) -> DeviceBubbles:
         """Returns a stage's mirrored bubbles without those that `count` moved forwards have taken."""
-        side = self.base.side(first + stage, mirrored=True)
+        side = self.base.device_bubbles(first + stage, mirrored=True)
         taken = []
         for number in range(count):
             move = self._forward_pipelines[pipeline].move(number)
@@ -212,16 +213,16 @@ class PaperCandidate:
         mirrored_begins_s = [self.base.end_s - begin_s - kernel[1] for kernel, begin_s in taken]
         return subtract_kernels(side, [kernel for kernel, _ in taken], mirrored_begins_s)
 
-    def _backward_points(self, pipelines: Sequence[int]) -> Assigned:
+    def _backward_points(self, pipelines: Sequence[int]) -> LatestDelay:
         """Returns the paper's B_i of every pipeline's microbatches, mirrored: the last comes first."""
         points_s: list[list[float]] = [[] for _ in range(self.num_pipelines)]
         for pipeline, point in reversed(list(zip(pipelines, self.base.backward_points, strict=True))):
             points_s[pipeline].append(self.base.end_s - point)
-        return Assigned(points_s)
+        return partial(latest_delay_as_assigned, points_s)
 
     def _build_pipeline(self, kind: OpKind, sides: Sequence[DeviceBubbles]) -> EncoderPipeline:
         """Builds an encoder pipeline; in the mirror, backwards run from the first stage to the last too."""
-        make = self.context.chunks.make
+        make = self.context.chunks.price
         encoders = self._place_encoders([0] * self.llm.microbatches)
         return EncoderPipeline(
             sides=sides,
@@ -267,7 +268,9 @@ class PaperCandidate:
 
     def _fill_both(self, split: Split, most_s: float | None) -> tuple[BubbleFilling, BubbleFilling] | None:
         """Packs both directions of one split; returns None if they delay the LLM by `most_s` or more."""
-        forward = fill_bubbles(self._forward_pipelines, Interchangeable(self.base.forward_points), split)
+        forward = fill_bubbles(
+            self._forward_pipelines, partial(latest_delay_in_any_order, self.base.forward_points), split
+        )
         points = self._backward_points(assign_microbatches_by_end_time(forward.ends_s))
         if most_s is not None:
             # Backwards that have all bubbles to themselves bound those that share them with moved forwards.
@@ -282,7 +285,7 @@ class PaperCandidate:
         """Lowers a schedule to a plan."""
         pipelines, encoder_ops = self._place_ops(choice)
         header = _with_pipelines(self.header, pipelines)
-        orders = self.base.arrange(header, encoder_ops)
+        orders = self.base.insert_encoder_ops(header, encoder_ops)
         fixed = self._plan_builder(pipelines).fixed_bytes()
         return lower_to_plan(header, orders, fixed, estimate_s=choice.estimate_s)
 

@@ -60,7 +60,7 @@ class PipelineCandidate(BaseCandidate):
         chunks = self.context.chunks
         return PipelineSpec(
             order=self.order,
-            chunks=[chunks.make(self.layers[a:b]) for a, b in pairwise(self.cut)],
+            chunks=[chunks.price(self.layers[a:b]) for a, b in pairwise(self.cut)],
             traffic=self.sums.traffic(self.cut),
             layout=self.layout,
             cost_model=self.context.cost_model,
@@ -95,7 +95,7 @@ class PipelineCandidate(BaseCandidate):
             sends=sums.send_s(cut, across_nodes=across),
             traffic=sums.traffic(cut),
         )
-        return self._graph.timed(seconds)
+        return self._graph.with_seconds(seconds)
 
     @property
     def _graph(self) -> RetimableSchedule:
@@ -196,7 +196,7 @@ class PipelineCandidate(BaseCandidate):
         layout = self.layout
         order = self.shortened.order[stage]
         llm_bytes, encoder_bytes = peak_activation_bytes(
-            order, held.kept[:, stage], held.made_again[:, stage]
+            order, held.saved[:, stage], held.recomputed[:, stage]
         )
         return replace(
             held.states_of(stage),

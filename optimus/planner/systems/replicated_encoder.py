@@ -93,7 +93,7 @@ class ReplicatedEncoder:
 
     def _part(self, layers: tuple[PricedLayer, ...], kind: OpKind) -> KernelGraph:
         chunks = self.context.chunks
-        return chunks.template(chunks.make(layers), kind)
+        return chunks.kernel_graph(chunks.price(layers), kind)
 
     @property
     def states(self) -> RankMemory:
@@ -111,7 +111,7 @@ class ReplicatedEncoder:
     @cached_property
     def seconds(self) -> float:
         """Forward and backward of all pieces."""
-        found = self.context.chunks.make(self.layers).seconds
+        found = self.context.chunks.price(self.layers).seconds
         return self.pieces * (found[OpKind.FORWARD] + found[OpKind.BACKWARD])
 
     @cached_property

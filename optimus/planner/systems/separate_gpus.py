@@ -153,12 +153,12 @@ class SeparateGpusCandidate(BaseCandidate):
         return next(blocks.ops[k, 0, microbatch] for k in kinds if (k, 0, microbatch) in blocks.ops)
 
     def _seconds(self, kind: OpKind) -> float:
-        return sum(self.context.chunks.make(replicated.layers).seconds[kind] for replicated in self.encoders)
+        return sum(self.context.chunks.price(replicated.layers).seconds[kind] for replicated in self.encoders)
 
     def _whole(self, replicated: ReplicatedEncoder, kind: OpKind) -> KernelGraph:
         """An encoder's op as one piece."""
         return make_single_kernel_graph(
-            kind, Lane.COMPUTE, self.context.chunks.make(replicated.layers).seconds[kind]
+            kind, Lane.COMPUTE, self.context.chunks.price(replicated.layers).seconds[kind]
         )
 
     def _send(self, kind: OpKind) -> KernelGraph:
