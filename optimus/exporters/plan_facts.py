@@ -109,7 +109,7 @@ class PlanFacts:
 
     @property
     def has_empty_ends(self) -> bool:
-        """Whether the embedding is not in the first virtual stage, or the head not in the last."""
+        """True if the embedding is not in the first virtual stage, or the head not in the last."""
         return self._ends() != (0, len(self.plan.modules[LLM].chunks) - 1)
 
     def _ends(self) -> tuple[int, int]:
@@ -119,7 +119,7 @@ class PlanFacts:
 
     @property
     def fused_attention(self) -> bool:
-        """Whether attention scores are never stored; `selective` recomputes norms and non-linearities."""
+        """True if attention scores are never stored; `selective` recomputes norms and non-linearities."""
         preset = self.plan.notes.get("preset")
         return not (isinstance(preset, dict) and preset.get("fused_attention") is False)
 

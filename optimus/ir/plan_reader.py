@@ -55,7 +55,7 @@ MAX_GPUS, MAX_MODULES = 10_000_000, 100  # beyond them a number is a mistake, an
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleEntry:
-    """A module of the file; `chunks` and `buckets` are places in the file's tables."""
+    """Module of the file; `chunks` and `buckets` are indices into the file's tables."""
 
     layout: Layout
     recompute: str
@@ -98,7 +98,7 @@ class _PlanDocument:
 
 
 def read_plan_document(root: DocumentNode) -> Plan:
-    """The plan of a document in the current format."""
+    """Reads the plan of a document in the current format."""
     if "legend" in root and root["legend"].value != LEGEND:
         raise root["legend"].error("is not the legend of this format", "plan again: it is never edited")
     file = read_typed(_PlanDocument, root, complete=True)
@@ -227,7 +227,7 @@ def _check_hashes(node: DocumentNode, file: _PlanDocument) -> None:
 
 
 def _with_classes(plan: Plan, memory: DocumentNode, programs: DocumentNode) -> Plan:
-    """The plan with its memory and programs; the number of device classes follows from the layouts."""
+    """Adds memory and programs to the plan; the number of device classes follows from the layouts."""
     classes = plan.ranks.num_classes
     _check_length(programs, classes, "device classes")
     heads = number_line_heads(plan.names)
@@ -296,7 +296,7 @@ def _check_bucket(node: DocumentNode, bucket: Bucket) -> None:
 
 
 def _read_memory(node: DocumentNode, classes: int) -> tuple[DeviceClassMemory, ...]:
-    """The memory of every device class."""
+    """Reads the memory of every device class."""
     _check_length(node, classes + 1, "rows, the names included")
     columns = read_typed(tuple[str, ...], node[0])
     if list(columns[-len(ALIVE) :]) != ALIVE or len(set(columns)) < len(columns):

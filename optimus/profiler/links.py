@@ -20,17 +20,15 @@ from optimus.cost.measured_profile import LinkMeasurement, MessageTime
 from optimus.environment import keep_gloo_on_loopback
 from optimus.errors import OptimusError
 
-MESSAGE_BYTES = (64, 4096, 65_536, 1_048_576, 8_388_608)  # bytes
+MESSAGE_BYTES = (64, 4096, 65_536, 1_048_576, 8_388_608)
 RANKS = 2
 WARM_UP_REPETITIONS = 3
-ALL_REDUCE_BYTES = (
-    64 * 1_048_576
-)  # of an all-reduce under which products run: it takes many of the system's time slices
-MIN_TIME_DIFFERENCE_S = 1e-5  # a larger message that was not slower: its bandwidth is not known, only large
+ALL_REDUCE_BYTES = 64 * 1_048_576  # lasts many time slices of the operating system
+MIN_TIME_DIFFERENCE_S = 1e-5  # if a larger message was not slower, its bandwidth is only a lower bound
 
 
 class LinkMeasurementError(OptimusError):
-    """The processes that measure did not come to an end."""
+    """Error of the processes that measure links: one failed, or the time is over."""
 
     def __str__(self) -> str:
         return f"error: links {self.args[0]}\nhint: try again on a quieter machine, or raise the timeout"
@@ -39,7 +37,7 @@ class LinkMeasurementError(OptimusError):
 def measure_links(
     *, sizes: Sequence[int] = MESSAGE_BYTES, repetitions: int = 15, timeout_s: float = 60.0
 ) -> tuple[LinkMeasurement, ...]:
-    """Sends one way and all-reduces between two processes with one thread each, on cores of their own."""
+    """Measures one-way sends and all-reduces between two processes, each with one thread on its own core."""
     times = _on_two_ranks(partial(_link_times, tuple(sizes), repetitions), timeout_s)
     return tuple(
         fit_latency_and_bandwidth(operation, times[operation]) for operation in ("send", "all_reduce")
@@ -47,9 +45,9 @@ def measure_links(
 
 
 def measure_slowdown_under_all_reduce(*, repetitions: int = 15, timeout_s: float = 60.0) -> float:
-    """By how much longer products take under an all-reduce, as a share of what they take alone."""
-    found: float = _on_two_ranks(partial(_slowdown, repetitions), timeout_s)
-    return found
+    """Measures how much longer matrix products take under an all-reduce, as a share of their time alone."""
+    slowdown: float = _on_two_ranks(partial(_slowdown, repetitions), timeout_s)
+    return slowdown
 
 
 def _measure_slowdown_under(
@@ -58,7 +56,7 @@ def _measure_slowdown_under(
     repetitions: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Of `compute`, called as often as it fits under what was launched, and as often alone, in turn."""
+    """Times `compute` as often as it fits under a launched collective, and as often alone, in turn."""
     shares = []
     for turn in range(WARM_UP_REPETITIONS + repetitions):
         work, count, begin = launch(), 0, clock()
@@ -76,7 +74,7 @@ def _measure_slowdown_under(
 
 
 def _on_two_ranks(measure: Callable[[int], Any], timeout_s: float) -> Any:
-    """What `measure(rank)` finds on rank 0."""
+    """Runs `measure(rank)` on two ranks and returns rank 0's result."""
     spawning = multiprocessing.get_context("spawn")
     answers = spawning.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="optimus-links-") as folder:
@@ -100,7 +98,7 @@ def _on_two_ranks(measure: Callable[[int], Any], timeout_s: float) -> Any:
 def fit_latency_and_bandwidth(
     operation: Literal["send", "all_reduce"], times: Sequence[MessageTime]
 ) -> LinkMeasurement:
-    """Latency of the smallest message; bandwidth of what the largest takes beyond it."""
+    """Fits latency to the smallest message, and bandwidth to what the largest takes beyond it."""
     small, large = min(times, key=lambda t: t.size_bytes), max(times, key=lambda t: t.size_bytes)
     gap = max(large.median_s - small.median_s, MIN_TIME_DIFFERENCE_S)
     return LinkMeasurement(
@@ -114,13 +112,13 @@ def fit_latency_and_bandwidth(
 
 
 def summarize_repetitions(size_bytes: int, seconds: Sequence[float]) -> MessageTime:
-    """Median and quartiles of repetitions."""
+    """Returns median and quartiles of repetitions."""
     p25, median, p75 = statistics.quantiles(seconds, n=4, method="inclusive")
     return MessageTime(size_bytes=size_bytes, median_s=median, p25_s=p25, p75_s=p75, repetitions=len(seconds))
 
 
 def _await(ranks: Sequence[Any], answers: Any, deadline_s: float) -> Any:
-    """What rank 0 found; an error as soon as a rank has failed or the time is over."""
+    """Returns rank 0's result; raises as soon as a rank has failed or the time is over."""
     while answers.empty():
         failed = next((process for process in ranks if process.exitcode not in (None, 0)), None)
         if failed is not None:
@@ -146,9 +144,9 @@ def _rank(rank: int, store: str, measure: Callable[[int], Any], timeout_s: float
         timeout=timedelta(seconds=timeout_s),
     )
     try:
-        found = measure(rank)
+        result = measure(rank)
         if rank == 0:
-            answers.put(found)
+            answers.put(result)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -156,7 +154,7 @@ def _rank(rank: int, store: str, measure: Callable[[int], Any], timeout_s: float
 
 def _link_times(sizes: tuple[int, ...], repetitions: int, rank: int) -> dict[str, list[MessageTime]]:
     return {
-        "send": [_timed(size, repetitions, _there_and_back(rank), share=0.5) for size in sizes],
+        "send": [_timed(size, repetitions, _send_and_reply(rank), share=0.5) for size in sizes],
         "all_reduce": [_timed(size, repetitions, dist.all_reduce, share=1.0) for size in sizes],
     }
 
@@ -166,38 +164,38 @@ def _slowdown(repetitions: int, rank: int) -> float:
 
     def launch() -> dist.Work:
         dist.barrier()
-        found: dist.Work = dist.all_reduce(message, async_op=True)
-        return found
+        work: dist.Work = dist.all_reduce(message, async_op=True)
+        return work
 
     return _measure_slowdown_under(lambda: rows @ weight, launch, repetitions)
 
 
-def _timed(size: int, repetitions: int, play: Callable[[Tensor], Any], *, share: float) -> MessageTime:
-    """`share` of every repetition's seconds, after some that only warm up."""
+def _timed(size: int, repetitions: int, communicate: Callable[[Tensor], Any], *, share: float) -> MessageTime:
+    """Times `share` of every repetition after the warm-up."""
     message = torch.zeros(max(1, size // 4))
     seconds = []
     for turn in range(WARM_UP_REPETITIONS + repetitions):
         dist.barrier()
         begin = time.perf_counter()
-        play(message)
+        communicate(message)
         if turn >= WARM_UP_REPETITIONS:
             seconds.append(share * (time.perf_counter() - begin))
     return summarize_repetitions(message.numel() * 4, seconds)
 
 
-def _there_and_back(rank: int) -> Callable[[Tensor], None]:
-    """Two sends one after the other: half of it is one, without clocks of two processes."""
+def _send_and_reply(rank: int) -> Callable[[Tensor], None]:
+    """Returns a send and its reply: half of their time is one send, without comparing two clocks."""
 
-    def play(message: Tensor) -> None:
+    def exchange(message: Tensor) -> None:
         first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
         first(message, 1 - rank)
         second(message, 1 - rank)
 
-    return play
+    return exchange
 
 
 def _take_core(rank: int) -> None:
-    """A core of its own where there are enough and the system lets us choose."""
+    """Pins the process to its own core, if there are enough and the system allows it."""
     if not hasattr(os, "sched_setaffinity"):
         return
     cores = sorted(os.sched_getaffinity(0))

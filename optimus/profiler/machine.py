@@ -19,13 +19,13 @@ from optimus.job.cluster import FLAT, GB, Cluster, Gpu, Link
 
 MATMUL_ROWS = 512
 COPY_BYTES = 64 * 2**20
-MEASURE_S = 0.3  # for each rate
+MEASURE_S = 0.3  # per rate
 RESERVE_BYTES = 0.5 * GB  # a Python process with torch loaded
 DTYPE = "float32"
 
 
 def describe_measurement(note: str = "", *, dtype: str = DTYPE) -> MeasurementConditions:
-    """Where and when something is measured: here, now, with one thread."""
+    """Returns the conditions of a measurement: this host, today, one thread."""
     return MeasurementConditions(
         host=platform.node() or "unknown",
         date=datetime.now(UTC).date().isoformat(),
@@ -39,7 +39,7 @@ def describe_measurement(note: str = "", *, dtype: str = DTYPE) -> MeasurementCo
 def describe_host_as_cluster(
     links: Sequence[LinkMeasurement], *, ranks: int | None = None, measure_s: float = MEASURE_S
 ) -> Cluster:
-    """This host as one node of `ranks` cores (all of them, if not said) joined by what `links` measured."""
+    """Returns this host as one node of `ranks` cores (default: all), joined by the measured `links`."""
     cores = usable_cores()
     ranks = ranks or cores
     send = next(link for link in links if link.operation == "send")
@@ -71,7 +71,7 @@ def describe_host_as_cluster(
 
 
 def format_cluster_file(cluster: Cluster) -> str:
-    """A cluster file: `cluster: {use: FILE.yaml, gpus: 2}` in a job, or `--on FILE.yaml:2`."""
+    """Formats a cluster file, for `cluster: {use: FILE.yaml, gpus: 2}` in a job or `--on FILE.yaml:2`."""
 
     def link(name: str, of: Link) -> list[str]:
         return [
@@ -102,14 +102,14 @@ def format_cluster_file(cluster: Cluster) -> str:
 
 
 def _measure_peak_flops(measure_s: float = MEASURE_S) -> float:
-    """FLOP/s of a float32 product on one core, the best of many."""
+    """Measures the FLOP/s of a float32 product on one core: the best repetition."""
     a, b = torch.rand(2, MATMUL_ROWS, MATMUL_ROWS)
     with limit_torch_to_one_thread():
         return 2 * MATMUL_ROWS**3 / _best_s(lambda: torch.mm(a, b), measure_s)
 
 
 def _measure_copy_bytes_per_s(measure_s: float = MEASURE_S) -> float:
-    """Bytes read and written per second by a copy on one core, the best of many."""
+    """Measures the bytes read and written per second by a copy on one core: the best repetition."""
     source = torch.rand(COPY_BYTES // 4)
     target = torch.empty_like(source)
     with limit_torch_to_one_thread():
@@ -118,7 +118,7 @@ def _measure_copy_bytes_per_s(measure_s: float = MEASURE_S) -> float:
 
 @contextmanager
 def limit_torch_to_one_thread() -> Iterator[None]:
-    """What is measured inside runs on one core."""
+    """Runs the block with one torch thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -137,7 +137,7 @@ def _best_s(work: Callable[[], object], measure_s: float) -> float:
 
 
 def _memory_bytes() -> float:
-    """Of the host, or of the container that holds us, whichever is less."""
+    """Returns the memory of the host or of its container, whichever is less."""
     held = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     try:
         return min(held, float(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -146,7 +146,7 @@ def _memory_bytes() -> float:
 
 
 def _processor() -> str:
-    """As the host calls it, without characters that a file could not hold."""
+    """Returns the host's name of its processor, printable characters only."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,7 +1,7 @@
 """Times every segment of a job's modules on this machine: forward, input gradient, weight gradient, backward.
 
-Segments are played as the executor plays them, phase by phase through a chunk, so what the host spends around
-them is part of their time. CPU time of this thread is taken: other tenants of the machine do not count.
+Segments run as in the executor, phase by phase through a chunk, so their time includes the host's overhead.
+The CPU time of this thread is measured: other processes on the machine do not count.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ REPETITIONS = 24
 WARM_UP_REPETITIONS = 3
 DTYPE = torch.float32
 Progress = Callable[[str, int, int], None]
-# Parts of divided layers that have no kernel of their own in a plan: whose time theirs is.
+# Segments of tensor-parallel layers without a kernel in plans: the kernel to which their time is added.
 MEASURED_WITH = {"residual_add": KernelName.NORM1, "place_rows": KernelName.EMBEDDING}
 
 
 class SingleProcessTpGroup(TpGroup):
-    """A tensor-parallel group of one real rank: its compute is real, and collectives complete at once.
+    """Tensor-parallel group with one real rank: its compute is real, and collectives complete at once.
 
-    Rows of other ranks are copies of its own, so that values stay ordinary; they mean nothing.
+    Rows of other ranks are copies of its own, so that values stay in a normal range.
     """
 
     def all_gather(self, part: Tensor) -> AsyncCollective:
@@ -77,7 +77,7 @@ class SingleProcessTpGroup(TpGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class _Load:
-    """A module at one size: what its first layer reads, and the context of all layers."""
+    """Module at one size: the input of its first layer, and the context of all layers."""
 
     module: Encoder | Llm
     tokens: int
@@ -94,7 +94,7 @@ def profile_job(
     tps: Sequence[int] = (1,),
     progress: Progress = lambda name, done, total: None,
 ) -> Profile:
-    """Segments of all modules, at the sizes of their microbatches, whole or as one rank's share of `tps`."""
+    """Times the segments of all modules at the sizes of their microbatches, for every TP size of `tps`."""
     if torch.cuda.is_available():
         raise UserError(
             field="profile",
@@ -105,8 +105,8 @@ def profile_job(
     with limit_torch_to_one_thread():
         parts = [
             (load, sort, layer)
-            for whole in _loads(job, dtype)
-            for load in (_shared(whole, tp) for tp in tps)
+            for unsharded in _loads(job, dtype)
+            for load in (_shard(unsharded, tp) for tp in tps)
             for sort, layer in _layers_to_measure(load.module)
         ]
         for done, (load, sort, layer) in enumerate(parts):
@@ -124,7 +124,7 @@ def profile_job(
 
 
 def _layers_to_measure(module: Encoder | Llm) -> Iterator[tuple[LayerClass, int]]:
-    """Both ends and the first layer of every sort, counted with the ends."""
+    """Yields both ends and the first layer of every sort; layers are counted with the ends."""
     yield "embedding", 0
     for sort, layer in first_layer_of_each_class(module.stack).items():
         yield sort, layer + 1
@@ -132,7 +132,7 @@ def _layers_to_measure(module: Encoder | Llm) -> Iterator[tuple[LayerClass, int]
 
 
 def _loads(job: Job, dtype: torch.dtype) -> Iterator[_Load]:
-    """Every module at the sizes of the microbatches that the job allows, and of half of one."""
+    """Yields every module at the microbatch sizes that the job allows, and at half of one."""
     data = SyntheticDataset(job=job)
     sizes = sorted(set(job.layout.limits.microbatch_sequences))
     samples = [data.sample(number) for number in range(max(sizes))]
@@ -157,8 +157,8 @@ def _llm_load(llm: Llm, samples: list[Sample], dtype: torch.dtype) -> _Load:
     return _Load(module=llm, tokens=len(ids), inputs=(ids,), context=context, dtype=dtype)
 
 
-def _shared(load: _Load, tp: int) -> _Load:
-    """What the first of `tp` ranks has of it."""
+def _shard(load: _Load, tp: int) -> _Load:
+    """Returns the share of the first of `tp` ranks."""
     if tp == 1:
         return load
     tp_group = SingleProcessTpGroup(size=tp)
@@ -175,7 +175,7 @@ def _shared(load: _Load, tp: int) -> _Load:
 
 
 def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasurement]:
-    """The segments of one layer: whole backwards and split ones in turn; only these where it is divided."""
+    """Times the segments of one layer: whole and split backwards in turn; tensor-parallel: split only."""
     module, tp = load.module, load.tp_group.size
     (built,) = build_layers(
         _trained(module), dtype=load.dtype, first=layer, end=layer + 1, tp_group=load.tp_group
@@ -183,16 +183,18 @@ def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasureme
     ShardedBucket(trainable_parameters(built), None).zero_grad()  # accumulates in float32, as in training
     names = _names(load, layer, built)
     parts = built if tp == 1 else insert_tp_collectives(built)
-    ways = (
+    op_sequences = (
         ((OpKind.FORWARD, OpKind.BACKWARD), (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD))
         if tp == 1
         else ((OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD),)
     )
     times: dict[tuple[str, OpKind], list[float]] = {}
     for repetition in range(WARM_UP_REPETITIONS + REPETITIONS):
-        for kinds in ways:
+        for kinds in op_sequences:
             timed: dict[tuple[str, OpKind], float] = {}
-            for kind, phase, seconds in _play(SegmentedChunk([parts]), kinds, load, first=layer == 0):
+            for kind, phase, seconds in _run_microbatch(
+                SegmentedChunk([parts]), kinds, load, first=layer == 0
+            ):
                 key = names[_base(phase)], kind
                 timed[key] = timed.get(key, 0.0) + seconds
             if repetition >= WARM_UP_REPETITIONS:
@@ -204,12 +206,12 @@ def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasureme
         for (name, kind), seconds in times.items()
         if not (
             sort == "embedding" and kind == OpKind.INPUT_GRAD
-        )  # a first layer has no input that wants a gradient
+        )  # the input of a first layer needs no gradient
     ]
 
 
 def _names(load: _Load, layer: int, segments: Sequence[Segment]) -> dict[str, str]:
-    """The segment that each kernel of the plan is a part of: where a layer is divided, one for each."""
+    """Returns the segment of each kernel of the plan; of a tensor-parallel layer, each is its own."""
     if load.tp_group.size > 1:
         return {base: base for segment in segments for base in segment.kernels}
     return {
@@ -225,16 +227,16 @@ def _base(phase: ChunkPhase) -> str:
 
 
 def _trained(module: Encoder | Llm) -> Encoder | Llm:
-    """What is trained is the plan's business: all gradients are measured."""
+    """Returns the module with all gradients, whatever the job trains."""
     if isinstance(module, Llm):
         return replace(module, train=True)
     return replace(module, train=True, projector=replace(module.projector, train=True))
 
 
-def _play(
+def _run_microbatch(
     chunk: SegmentedChunk, kinds: tuple[OpKind, ...], load: _Load, *, first: bool
 ) -> Iterator[tuple[OpKind, ChunkPhase, float]]:
-    """One microbatch through one layer: kind of the op, what computes, seconds."""
+    """Runs one microbatch through one layer; yields the op's kind, the phase and its seconds."""
     rows = load.tokens // load.tp_group.size
     state = load.inputs if first else (torch.randn(rows, load.module.stack.hidden, dtype=load.dtype),)
     chunk.begin_forward(0, state, (not first,) * len(state), load.context)
