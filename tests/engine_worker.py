@@ -340,7 +340,8 @@ def main(what: str, names: list[str]) -> None:
     groups = {"sharded": SHARDED, "tp": TP, "tp-sharded": TP_SHARDED}
     if names and names[0] not in groups:
         every = (*CASES, *HALF, *chain.from_iterable(groups.values()))
-        cases = [case for case in every if case.name in names]
+        by_name = {case.name: case for case in every}
+        cases = [by_name[name] for name in names]
     else:
         cases = HALF if what == "bf16" else groups[names[0]] if names else CASES
     for case in cases:

@@ -20,6 +20,8 @@ from optimus.engine import distributed_optimizer
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 
+pytestmark = pytest.mark.heavy  # checks the benchmark, no promise of the product
+
 JOB = PacedJob(ranks=4, dp=2, link=REPLICAS_LINK)
 Answers = list[list[tuple[RankResult, list[list[float]]]]]
 

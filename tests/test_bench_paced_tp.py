@@ -26,6 +26,8 @@ from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.verify.validator import check_plan
 
+pytestmark = pytest.mark.heavy  # checks the benchmark, no promise of the product
+
 EIGHT = TpJob(ranks=8)
 
 

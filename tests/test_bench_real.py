@@ -27,6 +27,8 @@ from optimus.ir.plan import Seconds
 from optimus.job.read import find_job
 from optimus.planner.user_modules import plan_modules
 
+pytestmark = pytest.mark.heavy  # checks the benchmark, no promise of the product
+
 
 def test_stage_0_holds_the_whole_encoder_and_the_llm_is_cut_evenly() -> None:
     assert stage0_cut([1, 1, 1, 2, 2, 2, 2], encoder_layers=3, parts=2) == (0, 5, 7)

@@ -24,6 +24,8 @@ from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
 
+pytestmark = pytest.mark.heavy  # checks the benchmark, no promise of the product
+
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="makes network namespaces"
 )

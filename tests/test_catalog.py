@@ -174,4 +174,4 @@ def test_the_job_for_a_machine_without_gpus_says_what_is_made_up() -> None:
     for source in (job.cluster.gpu.source, job.cluster.within_node.source, job.cluster.between_nodes.source):
         assert "ASSUMED" in source
     for source in (job.model.source, job.workload.source, *(module.source for module in job.model.modules)):
-        assert "made up" in source
+        assert "synthetic" in source

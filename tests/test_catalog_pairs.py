@@ -19,6 +19,7 @@ from optimus.planner.systems.registry import load_system
 from optimus.schedule.bubbles import CAUSES
 
 pytestmark = pytest.mark.ci
+QUICK = ("siglip-so400m-8b", "internvl3-78b")  # two of six run through every system in CI
 PAIRS = [(model, alias) for model in list_catalog_names("models") for alias in sorted(list_cluster_aliases())]
 
 
@@ -51,7 +52,13 @@ def test_every_model_simulates_on_every_cluster(model: str, cluster: str) -> Non
             assert name == "fsdp"  # fewer sequences than ranks
 
 
-@pytest.mark.parametrize("model", list_catalog_names("models"))
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=() if model in QUICK else pytest.mark.heavy)
+        for model in list_catalog_names("models")
+    ],
+)
 def test_every_model_runs_through_every_system(model: str) -> None:
     comparison = compare_systems(short_step(model, "h100"))
     assert {"llm-only", "stage0", "balanced", "balanced-best"} <= set(comparison.systems)

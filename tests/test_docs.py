@@ -40,9 +40,7 @@ REFRESH = "run `python tests/test_docs.py` and look at what changed"
 LEFT_OUT = "..."  # a line of its own: lines of the output that are not shown
 ELSEWHERE = ("pip", "make")  # commands that a test does not run but checks
 LONG = ("report", "why")  # pages that plan and compare for minutes
-PROGRESS = re.compile(
-    r"^.*: \d+ of \d+, \d+ s\n", re.MULTILINE
-)  # how many lines there are, the machine decides
+PROGRESS = re.compile(r"^\w+: .*, \d+ of \d+, \d+ s\n", re.MULTILINE)  # their number depends on the machine
 HOSTS = ("arxiv.org", "keepachangelog.com", "semver.org")
 COMMANDS = cli.COMMANDS
 OPTIONS = {

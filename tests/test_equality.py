@@ -54,9 +54,8 @@ def test_all_plans_compute_what_one_process_does_also_after_twenty_steps() -> No
 @pytest.mark.ci("engine")
 @pytest.mark.timeout(320)
 def test_the_same_plan_gives_the_same_bits() -> None:
-    first, second = (
-        run_worker("engine_worker.py", "2", "two by two interleaved", timeout_s=150)[0] for _ in range(2)
-    )
+    twice = ["two by two interleaved"] * 2
+    first, second = run_worker("engine_worker.py", "2", *twice, timeout_s=300)
     assert first["digests"] == second["digests"]
 
 

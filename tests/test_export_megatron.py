@@ -95,8 +95,8 @@ def core_config(flags: dict[str, list[str]]) -> Any:
         ("cpu/tiny-vl", ()),
         pytest.param("paper/small-a100", (), marks=pytest.mark.heavy),
         ("paper/small-a100", ("llm=pp4,tp2",)),
-        ("paper/small-a100", ("llm=pp2,tp4,chunks5",)),
-        ("paper/strong-3072", ()),
+        pytest.param("paper/small-a100", ("llm=pp2,tp4,chunks5",), marks=pytest.mark.heavy),
+        pytest.param("paper/strong-3072", (), marks=pytest.mark.heavy),
     ],
 )
 def test_megatron_core_takes_the_arguments_and_cuts_the_layers_as_the_plan_does(

@@ -13,6 +13,8 @@ from benchmarks.paced_torch import balanced_cuts
 from benchmarks.paced_tp_job import TpJob
 from benchmarks.paced_tp_torch import torch_variants
 
+pytestmark = pytest.mark.heavy  # checks the benchmark, no promise of the product
+
 JOB = TpJob(ranks=8, dp=1)  # four stages
 HALVES = 2 * (JOB.encoder_layers + JOB.pp)
 SCHEDULES = ("balanced 1F1B", "balanced Interleaved", "balanced ZBV")

@@ -21,6 +21,8 @@ from benchmarks.paced_torch import (
     replay,
 )
 
+pytestmark = pytest.mark.heavy  # checks the benchmark, no promise of the product
+
 MEAN_S = {"F": 0.025, "B": 0.05, "I": 0.025, "W": 0.025}
 LINK = PacedLink(latency_s=0.002, bandwidth_bytes_per_s=1e6, bytes_scale=250.0)
 MESSAGE_S = 0.002 + 250 * 32 / 1e6  # 2 rows of 4 floats: 10 ms

@@ -6,6 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -49,32 +51,43 @@ def modules_plan(
     )
 
 
-def plans() -> Iterator[Plan]:
-    """Of many layouts, all with TP and CP 1: what an engine runs."""
+def with_replicas(plan: Plan, times: int) -> Plan:
+    """The plan with `times` as many data-parallel replicas of every module: programs stay the same."""
+    modules = {
+        name: replace(module, layout=module.layout.with_(dp=times * module.layout.dp))
+        for name, module in plan.modules.items()
+    }
+    return replace(plan, modules=modules)
+
+
+def random_plans(count: int) -> Iterator[Plan]:
+    """Random plans with TP, CP and EP 1."""
+    drawn = (tiny_plan(Random(seed)) for seed in range(1000))
+    return islice((p for p in drawn if p.ranks.llm.tp == p.ranks.llm.cp == p.ranks.llm.ep == 1), count)
+
+
+def many_plans() -> Iterator[Plan]:
     for pp in (1, 2, 3, 4, 6, 8):
         fits = [own for own in range(1, pp + 1) if pp % own == 0]
-        for dp in (1, 2, 3):
-            for chunks in (1, 2):
-                own, other = fits[(dp + chunks) % len(fits)], fits[-1 - dp % len(fits)]
-                encoders = ((own, 1, FULL), (other, 2, FROZEN if dp == 2 else FULL))[: (pp + dp) % 3]
-                yield modules_plan(ranks=pp * dp, pp=pp, chunks=chunks, encoders=encoders)
+        for chunks in (1, 2):
+            own, other = fits[chunks % len(fits)], fits[-1 - chunks % len(fits)]
+            encoders = ((own, 1, FULL), (other, 2, FROZEN if chunks == 2 else FULL))[: (pp + chunks) % 3]
+            plan = modules_plan(ranks=2 * pp, pp=pp, chunks=chunks, encoders=encoders)
+            yield from (with_replicas(plan, times) for times in (1, 2, 3))
         yield modules_plan(ranks=pp, pp=pp, order="zero-bubble", encoders=((fits[0], 1, FULL),))
-    found = 0
-    for seed in range(1000):
-        plan = tiny_plan(Random(seed))
-        if plan.ranks.llm.tp == plan.ranks.llm.cp == plan.ranks.llm.ep == 1:
-            found += 1
-            yield plan
-        if found == 15:
-            break
+    yield from random_plans(15)
     yield from (case.plan for case in CASES if case.ranks > 2)
 
 
-@pytest.fixture(scope="module")
-def many() -> list[Plan]:
-    found = list(plans())
-    assert len(found) >= 60
-    return found
+@pytest.fixture(scope="module", params=["few", pytest.param("many", marks=pytest.mark.ci("engine"))])
+def many(request: pytest.FixtureRequest) -> list[Plan]:
+    """Plans of many layouts that the engine runs."""
+    if request.param == "few":
+        plan = modules_plan(ranks=8, pp=4, chunks=2, encoders=((2, 1, FULL), (4, 2, FROZEN)))
+        return [*random_plans(5), plan, with_replicas(plan, 3)]
+    plans = list(many_plans())
+    assert len(plans) >= 60
+    return plans
 
 
 def test_every_axis_divides_ranks_without_overlap_and_all_members_agree(many: list[Plan]) -> None:
@@ -92,11 +105,7 @@ def test_axes_have_names_of_their_own_and_do_not_depend_on_the_number_of_replica
     for plan in many:
         names = [axis.name for axis in list_group_axes(plan)]
         assert len(names) == len(set(names))
-        grown = {
-            name: replace(module, layout=module.layout.with_(dp=3 * module.layout.dp))
-            for name, module in plan.modules.items()
-        }
-        assert [axis.name for axis in list_group_axes(replace(plan, modules=grown))] == names
+        assert [axis.name for axis in list_group_axes(with_replicas(plan, 3))] == names
 
 
 Line = tuple[str, int, int]  # module, virtual stage at the receiving end of the edge, microbatch
@@ -156,9 +165,14 @@ def test_a_wrong_peer_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------- process groups
 
 
-def world_plan(world: int) -> Plan:
+@cache
+def eight_ranks() -> Plan:
     encoders = ((2, 1, FULL), (1, 2, FULL), (4, 1, FROZEN))
-    return modules_plan(ranks=world, pp=4, chunks=2, encoders=encoders)
+    return modules_plan(ranks=8, pp=4, chunks=2, encoders=encoders)
+
+
+def world_plan(world: int) -> Plan:
+    return with_replicas(eight_ranks(), world // 8)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[..., Any]) -> list[Any]:
