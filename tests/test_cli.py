@@ -47,6 +47,7 @@ def test_simulate_prints_a_table_that_fits_the_terminal(
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.ci
 def test_a_bare_config_and_a_catalog_model_need_no_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     config = next((ROOT / "tests/data/configs").glob("*VL-2B*"))
     for model in (str(config), "siglip-so400m-8b"):
@@ -54,12 +55,14 @@ def test_a_bare_config_and_a_catalog_model_need_no_yaml(capsys: pytest.CaptureFi
         assert "assumed" in text  # the default workload is printed
 
 
+@pytest.mark.ci
 def test_layouts_can_be_stated_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("simulate", SMALL, "--layout", "llm=pp2,tp4,chunks2", "--system", "stage0", "--json")
     found = json.loads(output_of(capsys, *arguments))
     assert found["layout"]["llm"] == {"dp": 1, "pp": 2, "cp": 1, "ep": 1, "tp": 4, "chunks": 2}
 
 
+@pytest.mark.ci
 def test_init_writes_a_job_that_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = next((ROOT / "tests/data/configs").glob("*VL-2B*"))
     job = tmp_path / "job.yaml"
@@ -72,6 +75,7 @@ def test_init_writes_a_job_that_simulates(tmp_path: Path, capsys: pytest.Capture
     assert "exists" in capsys.readouterr().err  # never over a user's file
 
 
+@pytest.mark.ci
 def test_today_stands_beside_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
@@ -153,6 +157,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: optimus simulate" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_planner_commands_leave_torch_alone() -> None:
     script = (
         "import sys; from optimus.cli import run\n"

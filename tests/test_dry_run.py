@@ -65,6 +65,7 @@ def test_all_dry_runs_count_what_real_runs_take() -> None:
     check_exact(*OTHERS, timeout_s=1100)
 
 
+@pytest.mark.ci("engine")
 def test_an_engine_that_keeps_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["tp: two stages"]
     before = stepped(case, 0).memory
@@ -72,6 +73,7 @@ def test_an_engine_that_keeps_too_much_is_noticed(monkeypatch: pytest.MonkeyPatc
     assert stepped(case, 0).memory.counted_peak > 1.03 * before.counted_peak
 
 
+@pytest.mark.ci("engine")
 def test_kernels_of_gpus_make_no_wide_copies() -> None:
     case = BY_NAME["tp: two stages"]
     ours, cpus = stepped(case, 2).memory, stepped(case, 2, kernels=KERNELS).memory
@@ -82,6 +84,7 @@ def test_kernels_of_gpus_make_no_wide_copies() -> None:
 # ---------------------------------------------------------------------------- what the rank does
 
 
+@pytest.mark.ci("engine")
 def test_a_rank_says_where_it_stands_and_what_it_plays() -> None:
     case = BY_NAME["tp: eight: pp 2 x tp 2 x dp 2, two encoders"]
     found = stepped(case, 5)
@@ -103,6 +106,7 @@ def test_a_rank_says_where_it_stands_and_what_it_plays() -> None:
     )
 
 
+@pytest.mark.ci("engine")
 def test_every_rank_makes_as_many_groups_in_every_world() -> None:
     case = BY_NAME["tp: two stages"]
     large = replace(case, ranks=256)

@@ -96,6 +96,7 @@ def test_the_best_of_what_the_target_can_run(uneven: Plan, target: str) -> None:
     assert best(systems_s="broken") is None
 
 
+@pytest.mark.ci
 def test_a_plan_notes_the_systems_that_do_not_fit() -> None:
     made = planning.make_plan(find_job("paper/small-a100", None, ["llm=pp1,tp4"]), systems=["stage0"])
     assert "systems_unfit" not in made.plan.notes

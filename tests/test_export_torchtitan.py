@@ -112,6 +112,7 @@ def test_modules_of_virtual_stages_are_the_plans(uneven: Plan) -> None:
     assert names[0][:2] == ["vision_encoder", "tok_embeddings"] and names[-1][-2:] == ["norm", "lm_head"]
 
 
+@pytest.mark.ci
 def test_without_a_pipeline_torchtitan_accumulates() -> None:
     facts = PlanFacts(plan=planned("paper/small-a100", "llm=pp1,tp4"))
     assert torchtitan.build_training_fields(facts) == {

@@ -136,6 +136,7 @@ def schedule(**changed: Any) -> FillSchedule:
     return FillSchedule(given["stages"], given["encoders"], CASE.plan)
 
 
+@pytest.mark.ci("engine")
 @pytest.mark.usefixtures("rank")
 def test_another_number_of_blocks_is_refused_with_both_numbers() -> None:
     encoders = make_encoders(CASE)
@@ -189,6 +190,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_name(what: str, count: int
     assert f"into {count} microbatches" in error.value.problem
 
 
+@pytest.mark.ci("engine")
 def test_a_parameter_shared_by_stages_with_replicas_is_refused_by_name() -> None:
     """The first bucket would be summed over replicas before the other stage has added to it."""
     case = FillCase(name="shared", ranks=4, pp=2, chunks=2)

@@ -257,6 +257,7 @@ def test_init_writes_paths_that_start_at_the_job_file(
     assert load_job("jobs/job.yaml") == find_job("a b/config.json", on="a100:64")
 
 
+@pytest.mark.ci
 @settings(max_examples=150, deadline=None)
 @given(
     family=st.sampled_from(sorted(BY_HAND)),

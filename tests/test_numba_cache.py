@@ -142,6 +142,7 @@ def test_importing_it_does_not_import_numba(tmp_path: Path) -> None:
     assert lines == ["False"]
 
 
+@pytest.mark.ci
 def test_a_process_compiles_only_what_none_has_compiled_before(tmp_path: Path) -> None:
     cache = {"OPTIMUS_CACHE_DIR": str(tmp_path / "cache")}
     first = run(SCRIPT, tmp_path, cache)

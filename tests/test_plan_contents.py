@@ -41,6 +41,7 @@ def with_buckets(plan: Plan, change: Callable[[Bucket], Bucket | None]) -> Plan:
     return with_modules(plan, changed)
 
 
+@pytest.mark.ci("plan file")
 def test_the_plan_itself_holds(plan: Plan) -> None:
     for check in (
         check_gpu_capacity,
