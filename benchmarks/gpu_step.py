@@ -37,7 +37,7 @@ from optimus.job.job import Job
 from optimus.job.read import find_job, load_cluster
 from optimus.models.build import count_layers
 from optimus.planner.planning import make_plan
-from optimus.planner.systems.layer_partition import minimize_largest_stage
+from optimus.planner.systems.pipeline_search import minimize_largest_stage
 
 GPU_JOB, CPU_JOB = "gpu/bench-vl", "cpu/tiny-vl"
 CPU_SEQUENCES = 4  # of a smoke test

@@ -19,7 +19,7 @@ from benchmarks.paced_clock import PacedLink
 from benchmarks.paced_torch import CutSearch, PacedTorchVariant, Programs, TorchPipeline, balanced_cuts
 from optimus.errors import UserError, one_of
 from optimus.ir.plan import EncoderBlocks, Plan, Seconds
-from optimus.planner.systems.layer_partition import minimize_largest_stage
+from optimus.planner.systems.pipeline_search import minimize_largest_stage
 from optimus.planner.user_modules import plan_modules
 from optimus.schedule.stage_costs import Cut
 

@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from benchmarks.paced_clock import MEANS, Draws, PacedClock, PacedLink
 from benchmarks.variants import stages_of
 from optimus.engine.torch_private import fake_process_group
-from optimus.planner.systems.layer_partition import (
+from optimus.planner.systems.pipeline_search import (
     cut_proportionally,
     minimize_largest_stage,
     neighbouring_cuts,

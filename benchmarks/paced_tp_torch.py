@@ -34,7 +34,7 @@ from benchmarks.paced_torch import (
 from benchmarks.paced_tp_job import COLLECTIVE_S, LAYER_S, P2P_LINK, TOKENS, TP, WIDTH, TpJob
 from optimus.engine.process_groups import ProcessGroups
 from optimus.ir.op import OpKind
-from optimus.planner.systems.layer_partition import minimize_largest_stage
+from optimus.planner.systems.pipeline_search import minimize_largest_stage
 from optimus.schedule.stage_costs import Cut
 
 DTYPE = torch.bfloat16

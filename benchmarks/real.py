@@ -24,8 +24,8 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.layer_partition import minimize_largest_stage
 from optimus.planner.systems.llm_only import build_llm_pipeline
+from optimus.planner.systems.pipeline_search import minimize_largest_stage
 from optimus.profiler.links import measure_links
 from optimus.profiler.machine import describe_host_as_cluster
 from optimus.profiler.segments import profile_job

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import setting_of
 
-from optimus.planner.systems.layer_partition import (
+from optimus.planner.systems.pipeline_search import (
     cut_proportionally,
     minimize_largest_stage,
     neighbouring_cuts,

@@ -11,8 +11,8 @@ pytest.importorskip("ortools")
 
 from exact_pipeline import ExactModel, Optimum, bare_setting, draw
 
-from optimus.planner.systems.layer_partition import search_pipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline_search import search_pipelines
 from optimus.schedule.simulator import simulate_schedule
 
 pytestmark = pytest.mark.ci

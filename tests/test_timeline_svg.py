@@ -230,7 +230,7 @@ def test_writing_says_what_is_wrong(tmp_path: Path) -> None:
 def a_comparison(systems: dict[str, SimulatedSystem], missing: dict[str, str]) -> Comparison:
     from optimus.cost.assumptions import get_preset
     from optimus.planner.layouts import choose_smallest_context
-    from optimus.planner.systems.layer_partition import first_fitting_pipeline
+    from optimus.planner.systems.pipeline_search import first_fitting_pipeline
 
     job, assumptions = find_job("paper/A"), get_preset("default")
     context, _ = choose_smallest_context(job, assumptions)

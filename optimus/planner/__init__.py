@@ -1,1 +1,1 @@
-"""Decides what a job leaves open, compares systems, and makes the plan; says why others were not taken."""
+"""Searches layouts, compares systems, and plans a job; every rejected layout keeps its reason."""

@@ -19,12 +19,12 @@ from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningCache, PlanningContext
 from optimus.planner.filled_plan import RejectedLayout
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
-from optimus.planner.systems.layer_partition import (
+from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline_search import (
     even_chunk_counts,
     first_fitting_pipeline,
     search_pipelines,
 )
-from optimus.planner.systems.pipeline import PipelineCandidate
 
 MAX_TP = 8  # never across nodes
 MAX_PP = 16

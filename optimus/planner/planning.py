@@ -21,8 +21,8 @@ from optimus.planner.filled_plan import RejectedLayout, SearchResult
 from optimus.planner.layouts import choose_smallest_context, common_encoder_layouts, encoder_layout_conflict
 from optimus.planner.step_bounds import StepBounds, compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
-from optimus.planner.systems.layer_partition import first_fitting_pipeline
 from optimus.planner.systems.paper_candidate import PaperCandidate
+from optimus.planner.systems.pipeline_search import first_fitting_pipeline
 from optimus.planner.systems.registry import applicable_systems, default_baselines, plan_making_systems
 from optimus.verify.validator import MAX_VIOLATIONS, CheckReport, Violation, check_plan
 

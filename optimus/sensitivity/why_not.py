@@ -25,9 +25,9 @@ from optimus.planner.layouts import choose_smallest_context, common_encoder_layo
 from optimus.planner.plan_replay import ReplayedPlan, replay_llm_alone, replay_plan
 from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.systems.colocation_search import ColocationSearch
-from optimus.planner.systems.layer_partition import first_fitting_pipeline
 from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline_search import first_fitting_pipeline
 from optimus.sensitivity.time_breakdown import break_down_step, describe_step_difference, subtract_breakdowns
 
 Verdict = Literal["own", "rule", "memory", "impossible", "slower", "faster", "equal"]

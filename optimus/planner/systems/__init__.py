@@ -1,1 +1,1 @@
-"""Named ways to run a job, each as strong as we can make it, all in the same IR."""
+"""Systems: named ways to run a job, each at its best, simulated in the same IR."""

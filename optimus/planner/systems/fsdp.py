@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: a layer is gathered before it runs, its gradients scattered after."""
+"""Runs all modules under fully sharded data parallelism, with tensor parallelism inside a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.schedule.pipeline_schedule import ParameterTraffic, make_optimizer_graph, price_parameter_traffic
 from optimus.schedule.schedule_builder import KernelGraph, ScheduleBuilder, make_single_kernel_graph
 
-IN_FLIGHT = 2  # layers gathered at once: the one that runs and the next
+GATHERED_LAYERS = 2  # at a time: the one that runs and the next
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class FsdpCandidate(BaseCandidate):
 
     @cached_property
     def _traffic(self) -> list[ParameterTraffic]:
-        """Of every layer; a frozen one is gathered too."""
+        """Parameter traffic of every layer; frozen layers are gathered too."""
         precision = self.context.job.model.precision
         return [
             price_parameter_traffic([layer], self.context.cost_model, precision, gathers_frozen=True)
@@ -43,7 +43,7 @@ class FsdpCandidate(BaseCandidate):
         ]
 
     def schedule(self) -> Schedule:
-        """Layer by layer; the next layer's gather is issued before a layer runs, and runs under it."""
+        """Returns one step layer by layer; the next layer's gather overlaps with the layer that runs."""
         context, builder = self.context, ScheduleBuilder(self.context.chunks.modules, 1)
         count = len(self.layers)
         order = [(OpKind.FORWARD, place) for place in range(count)]
@@ -70,7 +70,7 @@ class FsdpCandidate(BaseCandidate):
         return builder.build()
 
     def _gather(self, builder: ScheduleBuilder, step: tuple[int, OpKind, int], ran: list[int]) -> list[int]:
-        """The gather of one layer, when the layer before the running one has left room for it."""
+        """Adds the gather of one layer, after the layer before the running one has freed its memory."""
         microbatch, kind, layer = step
         if self.keeps_gathered and (kind != OpKind.FORWARD or microbatch > 0):
             return []
@@ -90,7 +90,7 @@ class FsdpCandidate(BaseCandidate):
 
     @property
     def estimate_s(self) -> float:
-        """Rank of this choice: the busier of compute and the NIC."""
+        """The busier of compute and the NIC."""
         chunks = self.context.chunks
         seconds = chunks.price(self.layers).seconds
         gather_s = sum(part.gather_s for part in self._traffic)
@@ -101,7 +101,7 @@ class FsdpCandidate(BaseCandidate):
 
     @cached_property
     def _memory(self) -> RankMemory:
-        """Shards of all states, the layers in flight gathered, activations of one microbatch."""
+        """Shards of all states, the gathered layers, and activations of one microbatch."""
         job, layout = self.context.job, self.layout
         precision, llm = job.model.precision, job.model.llm.name
         parameters = gradients = optimizer = 0.0
@@ -112,10 +112,10 @@ class FsdpCandidate(BaseCandidate):
                 gradients += shard * precision.gradient_bytes
                 optimizer += shard * precision.optimizer_bytes
         held = [layer.parameters + layer.expert_parameters for layer in self.layers]
-        whole = max(held)
-        gathered = sum(held) if self.keeps_gathered else IN_FLIGHT * whole
+        largest = max(held)
+        gathered = sum(held) if self.keeps_gathered else GATHERED_LAYERS * largest
         parameters += gathered * precision.parameter_bytes
-        gradients += whole * precision.gradient_bytes
+        gradients += largest * precision.gradient_bytes
         return RankMemory(
             parameters=parameters,
             gradients=gradients,
@@ -159,7 +159,7 @@ class FsdpSystem(BaseSystem):
 
 
 def _fsdp_candidates(context: PlanningContext) -> Iterator[FsdpCandidate]:
-    """Every tp and microbatch size with the least recomputation that fits."""
+    """Yields every tp and microbatch size with the least recomputation that fits."""
     job = context.job
     for tp in (1, 2, 4, 8):
         if job.cluster.gpus % tp or tp > job.cluster.gpus_per_node:
@@ -169,11 +169,11 @@ def _fsdp_candidates(context: PlanningContext) -> Iterator[FsdpCandidate]:
         dp = job.cluster.gpus // tp
         ep = context.layout.ep if (dp * tp) % context.layout.ep == 0 else 1
         layout = Layout(dp=dp, tp=tp, ep=ep)
-        own = -(-job.workload.sequences_per_step // dp)  # of the busiest rank
+        busiest = -(-job.workload.sequences_per_step // dp)  # sequences of the busiest rank
         if job.workload.sequences_per_step < dp:
             continue
-        for sequences, keeps in product(_divisors(own), (False, True)):
-            choice = _first_fitting(context, layout, sequences, own // sequences, keeps_gathered=keeps)
+        for sequences, keeps in product(_divisors(busiest), (False, True)):
+            choice = _first_fitting(context, layout, sequences, busiest // sequences, keeps_gathered=keeps)
             if choice is not None:
                 yield choice
 

@@ -1,4 +1,4 @@
-"""The LLM alone at one layout: its best pipelines, and those that leave encoders more room."""
+"""Finds the LLM's best pipelines at one layout, and those that leave encoders more memory."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, select_fastest
-from optimus.planner.systems.layer_partition import EVALUATIONS, minimize_largest_stage, search_pipelines
 from optimus.planner.systems.pipeline import ORDERS, PipelineCandidate
+from optimus.planner.systems.pipeline_search import EVALUATIONS, minimize_largest_stage, search_pipelines
 
 PLAIN_ORDERS = ("1f1b", "interleaved")
-MANY_CHUNKS = 8  # from here on half as many may leave encoders more time
+HALVE_CHUNKS_FROM = 8  # V from which half of it may leave encoders more time
 
 
 class LlmPipelines:
-    """Pipelines of the LLM; what several systems share is made once."""
+    """Pipelines of the LLM at one layout, each searched once for all systems."""
 
     def __init__(self, context: PlanningContext) -> None:
         self.context = context
 
     @cached_property
     def floor(self) -> PipelineCandidate:
-        """Best V, schedule and cut."""
+        """The fastest pipeline of the LLM alone, over every V, op order and cut."""
         return self._llm_alone(ORDERS)
 
     @cached_property
     def floor_1f1b(self) -> PipelineCandidate:
-        """The same with (interleaved) 1F1B only."""
+        """The fastest pipeline of the LLM alone with (interleaved) 1F1B."""
         return self.floor if self.floor.order_name in PLAIN_ORDERS else self._llm_alone(PLAIN_ORDERS)
 
     @property
     def floors(self) -> list[PipelineCandidate]:
-        """The best of all orders, and of those without split backwards."""
+        """The fastest pipelines of the LLM alone: of all op orders, and of those without split backwards."""
         return list({id(floor): floor for floor in (self.floor, self.floor_1f1b)}.values())
 
     @cached_property
     def for_colocation(self) -> list[PipelineCandidate]:
-        """Pipelines for encoders to lie beside: `floors` at the V that the job states, if it states one.
+        """Pipelines that encoders are colocated with: `floors` at the V that the job states, if any.
 
-        Else at their best V; and where that is large, the best of half as many chunks: its first microbatches
-        follow each other at a greater distance.
+        At their best V otherwise; where that is large, also the best with half as many chunks, whose first
+        microbatches follow each other at a greater distance.
         """
         if self._stated is not None:
-            found = [self._at(self._stated, orders) for orders in (ORDERS, PLAIN_ORDERS)]
+            pipelines = [self._at(self._stated, orders) for orders in (ORDERS, PLAIN_ORDERS)]
         else:
-            found = [*self.floors, *self._halved()]
-        return list({_sort(each): each for each in found}.values())
+            pipelines = [*self.floors, *self._halved()]
+        return list({_identity(each): each for each in pipelines}.values())
 
     def _halved(self) -> Iterator[PipelineCandidate]:
         most = self.floor.layout.chunks
-        if most >= MANY_CHUNKS:
+        if most >= HALVE_CHUNKS_FROM:
             with suppress(DoesNotFit):
                 yield self._at(most // 2, PLAIN_ORDERS)
 
@@ -64,7 +64,7 @@ class LlmPipelines:
         return self.context.job.layout.of("llm").chunks
 
     def _at(self, chunks: int, orders: Collection[str]) -> PipelineCandidate:
-        """The best with so many chunks; what is known already is not looked for again."""
+        """Returns the best pipeline with so many chunks, if possible one of `floors`."""
         known = (each for each in self.floors if each.layout.chunks == chunks and each.order_name in orders)
         return next(known, None) or self._llm_alone(orders, chunks)
 
@@ -74,14 +74,14 @@ class LlmPipelines:
         return search_pipelines(self.context, self.context.job.model.modules)
 
     def _llm_alone(self, orders: Collection[str], chunks: int | None = None) -> PipelineCandidate:
-        """What is found for the LLM, and what is found for all modules less its encoders."""
+        """Searches pipelines of the LLM, and takes those of all modules without the encoders' layers."""
         context, llm = self.context, self.context.job.model.llm
         counts = None if chunks is None else {chunks}
         pipelines = search_pipelines(context, (llm,), orders=orders, chunk_counts=counts)
         pipelines += [
-            made.only(llm.name)
-            for made in self.all_modules
-            if made.order_name in orders and chunks in (None, made.layout.chunks)
+            pipeline.only_module(llm.name)
+            for pipeline in self.all_modules
+            if pipeline.order_name in orders and chunks in (None, pipeline.layout.chunks)
         ]
         if not pipelines:
             raise DoesNotFit(
@@ -93,24 +93,24 @@ class LlmPipelines:
     def with_free_memory(
         self, pipeline: PipelineCandidate, added_bytes: Sequence[float]
     ) -> Iterator[PipelineCandidate]:
-        """The best pipeline that leaves each of `added_bytes` free; then this one with more made again."""
-        found: dict[object, PipelineCandidate] = {}
+        """Yields the best pipeline that leaves each of `added_bytes` free; then this one more recomputed."""
+        by_identity: dict[object, PipelineCandidate] = {}
         for free_bytes in added_bytes:
             context = replace(self.context, kept_free_bytes=free_bytes)
-            made = search_pipelines(
+            pipelines = search_pipelines(
                 context,
                 (self.context.job.model.llm,),
                 chunk_counts=None if self._stated is None else {self._stated},
                 starts=2,
                 evaluations=EVALUATIONS // 4,
             )
-            found |= {_sort(each): replace(each, context=self.context) for each in made[:1]}
-        found.pop(_sort(pipeline), None)
-        yield from found.values()
+            by_identity |= {_identity(each): replace(each, context=self.context) for each in pipelines[:1]}
+        by_identity.pop(_identity(pipeline), None)
+        yield from by_identity.values()
         yield from self.more_recomputed(pipeline)
 
     def more_recomputed(self, pipeline: PipelineCandidate) -> Iterator[PipelineCandidate]:
-        """An LLM pipeline with more recomputation than its own."""
+        """Yields an LLM pipeline with more and more recomputation."""
         llm = self.context.job.model.llm
         policies = list(self.context.recompute_policies((llm,)))
         for policy in policies[policies.index(pipeline.policy) + 1 :]:
@@ -142,10 +142,10 @@ def build_llm_pipeline(
     )
 
 
-def _sort(pipeline: PipelineCandidate) -> object:
-    """What tells pipelines of one setting apart."""
-    made = pipeline
-    return made.cut, made.order_name, made.explicit_order, made.microbatches, made.layout, made.policy
+def _identity(pipeline: PipelineCandidate) -> object:
+    """Returns the fields that tell pipelines of one context apart."""
+    order = pipeline.order_name, pipeline.explicit_order
+    return pipeline.cut, order, pipeline.microbatches, pipeline.layout, pipeline.policy
 
 
 class LlmOnlySystem(BaseSystem):

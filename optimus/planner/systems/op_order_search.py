@@ -1,4 +1,4 @@
-"""Looks for an op order that beats the named ones; for small pipelines, for a cut together with it."""
+"""Searches op orders that beat the named ones; for small pipelines, together with the cut."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from math import inf
 from random import Random
 
 from optimus.ir.op import OpKind
-from optimus.planner.systems.pipeline import GREEDY, LONG_STEP, PipelineCandidate
+from optimus.planner.systems.pipeline import GREEDY, LONG_STEP_ROUNDS, PipelineCandidate
 from optimus.schedule.local_search import shorten_pipeline_order
 from optimus.schedule.pipeline_orders import PRIORITIES, OpTimes, TimedOrder, list_schedule_pipeline
 from optimus.schedule.stage_costs import Cut
 
-LISTED_OPS = 5000  # list scheduling of more takes too long
-CAPS = 4  # that are tried until an order fits
-SMALL_OPS = 200  # up to here cut and order are searched together
-NEAR = 1.05  # and if their step is at most this times the best
+MAX_LISTED_OPS = 5000  # list scheduling of more takes too long
+MAX_CAPS = 4  # on activations alive that are tried until an order fits
+SMALL_OPS = 200  # pipelines up to this many ops: cut and order are searched together,
+SEARCH_WITHIN = 1.05  # if the step is at most this times the best
 # The budgets of that search are counts of ops placed, not seconds, so that results repeat.
 EXPLORED_OPS = 60_000  # by list scheduling, cut after cut
-SEARCHED_OPS = ((40, 2_000), (10, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
-SPLIT, WHOLE = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.FORWARD, OpKind.BACKWARD)
+LOCAL_SEARCH_OPS = ((40, 2_000), (10, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
+SPLIT, UNSPLIT = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD), (OpKind.FORWARD, OpKind.BACKWARD)
 Drafts = list[tuple[TimedOrder, Cut]]
 
 
 def search_op_orders(starts: Sequence[PipelineCandidate]) -> Iterator[PipelineCandidate]:
-    """The first of these pipelines, best first, in orders made for its durations; and the first small one."""
-    listed = [
+    """Yields the best pipeline in orders searched for its durations, and the best small one with new cuts."""
+    schedulable = [
         start
         for start in starts
         if can_list_schedule(start.layout.pp, start.layout.chunks, start.microbatches)
     ]
-    near = [start for start in listed if start.estimate_s <= NEAR * starts[0].estimate_s]
+    near = [start for start in schedulable if start.estimate_s <= SEARCH_WITHIN * starts[0].estimate_s]
     small = [start for start in near if _num_ops(start) <= SMALL_OPS][:1]
-    for start in listed[:1]:
+    for start in schedulable[:1]:
         if start not in small:
             yield from greedy_order_candidates(start)
     for start in small:
         for kinds in _backward_variants(start):
-            yield from _search(start, kinds)
+            yield from _search_cuts(start, kinds)
 
 
 def can_list_schedule(stages: int, chunks: int, microbatches: int) -> bool:
-    """Whether list scheduling is worth its time: a long step has small bubbles anyway."""
-    few = stages * chunks * microbatches * len(SPLIT) <= LISTED_OPS
-    return stages > 1 and few and microbatches <= LONG_STEP * stages
+    """Returns whether list scheduling is worth its time: a long step has small bubbles anyway."""
+    few = stages * chunks * microbatches * len(SPLIT) <= MAX_LISTED_OPS
+    return stages > 1 and few and microbatches <= LONG_STEP_ROUNDS * stages
 
 
 def greedy_order_candidates(start: PipelineCandidate) -> Iterator[PipelineCandidate]:
-    """`start` in greedy orders, each with as many activations alive as fit."""
+    """Yields `start` in greedy op orders, each with as many activations alive as fit."""
     for kinds in _backward_variants(start):
-        found = _most_alive(start, kinds)
-        if found is not None:
-            yield found[1]
+        capped = _largest_cap_that_fits(start, kinds)
+        if capped is not None:
+            yield capped[1]
 
 
 def op_times_at_cut(pipeline: PipelineCandidate, cut: Cut, kinds: Sequence[OpKind]) -> OpTimes:
-    """Seconds of the pipeline's ops and sends, were its layers cut so."""
+    """Returns the seconds of the pipeline's ops and sends with another cut."""
     across = pipeline.context.cost_model.stages_cross_nodes(pipeline.layout)
     return OpTimes(
         stages=pipeline.layout.pp,
@@ -69,30 +69,32 @@ def op_times_at_cut(pipeline: PipelineCandidate, cut: Cut, kinds: Sequence[OpKin
 
 
 def _backward_variants(pipeline: PipelineCandidate) -> list[tuple[OpKind, ...]]:
-    """Kinds of ops: weight gradients split off; or backwards whole, unless the parts never take longer."""
-    inputs, weights, whole = (
+    """Returns kinds of ops: with split backwards, and unsplit unless the parts never take longer."""
+    inputs, weights, unsplit = (
         pipeline.sums.layer_seconds(kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD, OpKind.BACKWARD)
     )
-    costs = bool((inputs + weights > whole * (1 + 1e-9)).any())
-    return [SPLIT, WHOLE] if costs else [SPLIT]
+    split_costs = bool((inputs + weights > unsplit * (1 + 1e-9)).any())
+    return [SPLIT, UNSPLIT] if split_costs else [SPLIT]
 
 
 def step_lower_bound_s(times: OpTimes, microbatches: int) -> float:
-    """No order is shorter: a stage waits for its first forward, works, and its last backward goes on."""
+    """Returns a bound on the step: a stage waits for its first forward, works, sends its last backward."""
     forward, backward = times.seconds[OpKind.FORWARD], times.seconds[times.backward]
     last = times.seconds[OpKind.WEIGHT_GRAD][0] if OpKind.WEIGHT_GRAD in times.seconds else 0.0
     least = sum(forward) + sum(backward) + 2 * sum(times.send_s[:-1]) + last
     for stage in range(times.stages):
         sent = sum(times.send_s[:stage])
         before, after = sum(forward[:stage]) + sent, sum(backward[:stage]) + sent
-        own = {kind: microbatches * sum(times.seconds[kind][stage :: times.stages]) for kind in times.seconds}
-        passing = own[OpKind.FORWARD] + own[times.backward] + after + last
-        least = max(least, before + sum(own.values()), before + passing)
+        busy = {
+            kind: microbatches * sum(times.seconds[kind][stage :: times.stages]) for kind in times.seconds
+        }
+        passing = busy[OpKind.FORWARD] + busy[times.backward] + after + last
+        least = max(least, before + sum(busy.values()), before + passing)
     return least
 
 
 def sliding_cuts(cut: Cut) -> Iterator[Cut]:
-    """Cuts in which one virtual stage gives a layer to another and all between them slide by one."""
+    """Yields cuts in which one virtual stage gives a layer to another and all between shift by one."""
     for first, end in combinations(range(1, len(cut)), 2):
         for step in (-1, 1):
             moved = (*cut[:first], *(place + step for place in cut[first:end]), *cut[end:])
@@ -100,15 +102,17 @@ def sliding_cuts(cut: Cut) -> Iterator[Cut]:
                 yield moved
 
 
-def _most_alive(start: PipelineCandidate, kinds: Sequence[OpKind]) -> tuple[int, PipelineCandidate] | None:
-    """The largest cap, from none at all downwards, with which a greedy order fits; and the best such."""
+def _largest_cap_that_fits(
+    start: PipelineCandidate, kinds: Sequence[OpKind]
+) -> tuple[int, PipelineCandidate] | None:
+    """Returns the largest cap on activations alive with which a greedy order fits, and that pipeline."""
     cap, times = start.layout.chunks * start.microbatches, op_times_at_cut(start, start.cut, kinds)
-    for _ in range(CAPS):
-        made = [_ordered(start, start.cut, draft) for draft in _drafts(times, start.microbatches, cap)]
-        fitting = next((pipeline for pipeline in made if pipeline.fits), None)
+    for _ in range(MAX_CAPS):
+        pipelines = [_ordered(start, start.cut, draft) for draft in _drafts(times, start.microbatches, cap)]
+        fitting = next((pipeline for pipeline in pipelines if pipeline.fits), None)
         if fitting is not None:
             return cap, fitting
-        least = min(made, key=lambda pipeline: pipeline.peak_bytes)
+        least = min(pipelines, key=lambda pipeline: pipeline.peak_bytes)
         worst = max(least.memories, key=lambda memory: memory.total)
         kept = worst.llm_activations + worst.encoder_activations
         room = kept + start.context.capacity_bytes - worst.total
@@ -119,21 +123,21 @@ def _most_alive(start: PipelineCandidate, kinds: Sequence[OpKind]) -> tuple[int,
 
 
 def _drafts(times: OpTimes, microbatches: int, cap: int) -> list[TimedOrder]:
-    """Greedy orders by every priority, the shortest first."""
+    """Returns greedy orders by every priority, the shortest first."""
     drafts = [list_schedule_pipeline(times, microbatches, cap=cap, priority=first) for first in PRIORITIES]
     return sorted(drafts, key=lambda draft: draft.step_s)
 
 
-def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[PipelineCandidate]:
-    """Yields orders of the best cuts, shortened by local search: many with few rounds, then few with many."""
-    found = _most_alive(start, kinds)
-    if found is None:
+def _search_cuts(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[PipelineCandidate]:
+    """Yields the best cuts, their greedy orders improved by local search: many a little, then few a lot."""
+    capped = _largest_cap_that_fits(start, kinds)
+    if capped is None:
         return
-    yield found[1]
-    drafts = _explore(start, kinds, found[0])
+    yield capped[1]
+    drafts = _explore(start, kinds, capped[0])
     random, best_s = Random(0), inf
-    for count, budget in SEARCHED_OPS:
-        shortened: Drafts = []
+    for count, budget in LOCAL_SEARCH_OPS:
+        improved: Drafts = []
         for draft, cut in drafts[:count]:
             least = step_lower_bound_s(draft.times, start.microbatches)
             if least < best_s:
@@ -145,28 +149,28 @@ def _search(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[Pipel
                     accept=partial(_fits, start, cut),
                 )
                 best_s = min(best_s, draft.step_s)
-            shortened.append((draft, cut))
-        drafts = _by_step(shortened)
+            improved.append((draft, cut))
+        drafts = _by_step(improved)
     for draft, cut in drafts:
-        if _fits(start, cut, draft):  # a greedy order that was not shortened may not
+        if _fits(start, cut, draft):  # an order that the local search left alone may not
             yield _ordered(start, cut, draft)
 
 
 def _explore(start: PipelineCandidate, kinds: Sequence[OpKind], cap: int) -> Drafts:
-    """Cuts around that of `start` in greedy order, from the best on to its neighbours; the best first."""
+    """Explores cuts around that of `start` in greedy order, from the best to its neighbours; best first."""
     drafts: dict[Cut, TimedOrder] = {}
     waiting: list[tuple[float, Cut]] = []
     budget = EXPLORED_OPS // (_num_ops(start) * len(PRIORITIES))
 
-    def look_at(cut: Cut) -> None:
+    def schedule(cut: Cut) -> None:
         drafts[cut] = _drafts(op_times_at_cut(start, cut, kinds), start.microbatches, cap)[0]
         heappush(waiting, (drafts[cut].step_s, cut))
 
-    look_at(start.cut)
+    schedule(start.cut)
     while waiting and len(drafts) < budget:
         for other in sliding_cuts(heappop(waiting)[1]):
             if other not in drafts:
-                look_at(other)
+                schedule(other)
     return _by_step([(draft, cut) for cut, draft in drafts.items()])
 
 
@@ -183,5 +187,5 @@ def _fits(start: PipelineCandidate, cut: Cut, draft: TimedOrder) -> bool:
 
 
 def _num_ops(pipeline: PipelineCandidate) -> int:
-    """With weight gradients split off."""
+    """Returns the ops of a step with split backwards."""
     return pipeline.layout.virtual_stages * pipeline.microbatches * len(SPLIT)

@@ -17,10 +17,10 @@ from optimus.planner.filled_plan import (
 )
 from optimus.planner.layouts import common_encoder_layouts
 from optimus.planner.systems.base import BaseSystem
-from optimus.planner.systems.layer_partition import search_pipelines
 from optimus.planner.systems.llm_only import PLAIN_ORDERS, LlmPipelines
 from optimus.planner.systems.paper_candidate import LlmTimelines, PaperCandidate, PaperSchedule
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline_search import search_pipelines
 from optimus.schedule.pipeline_orders import build_interleaved_1f1b_order, minimal_warmup_counts
 
 REPLAY_AT_MOST = 4  # encoder layouts that are lowered and replayed,

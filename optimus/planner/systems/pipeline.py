@@ -1,4 +1,4 @@
-"""All modules in one pipeline: layers in model order, cut into virtual stages."""
+"""Describes a pipeline of layers, cut into virtual stages, and estimates its step and memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from optimus.schedule.stage_costs import Cut, LayerPrefixSums, RetimableSchedule
 
 GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
-LONG_STEP = 4  # rounds of pp microbatches beyond which a step is extrapolated
-SHORT_STEP = 3  # rounds that fill and drain a pipeline as a long step does
+LONG_STEP_ROUNDS = 4  # of pp microbatches, beyond which a step is extrapolated
+SHORT_STEP_ROUNDS = 3  # of pp microbatches: fill and drain a pipeline as a long step does
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineCandidate(BaseCandidate):
-    """One way to run all of `layers` as one pipeline."""
+    """One pipeline of all `layers`: cut, op order, microbatches and recomputation."""
 
     context: PlanningContext
     layers: tuple[PricedLayer, ...]
@@ -44,7 +44,7 @@ class PipelineCandidate(BaseCandidate):
     layout: Layout
     sequences: float
     policy: RecomputePolicy
-    explicit_order: PipelineOrder | None = None  # an op order that `order_name` alone does not say
+    explicit_order: PipelineOrder | None = None  # where `order_name` alone does not define one
 
     @cached_property
     def order(self) -> PipelineOrder:
@@ -68,8 +68,8 @@ class PipelineCandidate(BaseCandidate):
 
     @cached_property
     def _key(self) -> PipelineKey:
-        """Pipelines that share it take as long and need as much: a search comes to many of them again."""
-        self.sums  # noqa: B018  which keeps the layers, so that their id stays their own
+        """Cache key: pipelines that share it take as long and need as much memory."""
+        self.sums  # noqa: B018  which keeps the layers alive, so that their id stays valid
         return (
             id(self.layers),
             self.cut,
@@ -83,11 +83,11 @@ class PipelineCandidate(BaseCandidate):
         return self.context.sums(self.layers)
 
     def schedule(self) -> Schedule:
-        """Kernel by kernel."""
+        """Returns one training step, kernel by kernel."""
         return build_pipeline_schedule(self.plan, self.context.chunks, kernels=True)
 
     def op_schedule(self) -> Schedule:
-        """Every op as one piece."""
+        """Returns one training step with one entry per op."""
         sums, cut, layout = self.sums, self.cut, self.layout
         across = self.context.cost_model.stages_cross_nodes(layout)
         seconds = StageSeconds(
@@ -99,7 +99,7 @@ class PipelineCandidate(BaseCandidate):
 
     @property
     def _graph(self) -> RetimableSchedule:
-        """Made once for every order."""
+        """The op graph of this order, built once."""
         key = self.explicit_order or self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
         graph = self.context.cache.graphs.get(key)
         if graph is None:
@@ -110,7 +110,7 @@ class PipelineCandidate(BaseCandidate):
 
     @cached_property
     def estimate_s(self) -> float:
-        """Step time with every op as one piece: fast, for searching.
+        """Step time simulated op by op, not kernel by kernel: fast, for searching.
 
         A long step is periodic in its middle, so that two short ones give its length.
         """
@@ -121,7 +121,7 @@ class PipelineCandidate(BaseCandidate):
 
     def _estimated_s(self) -> float:
         stages = self.layout.pp
-        if self.explicit_order is None and self.microbatches > LONG_STEP * stages:
+        if self.explicit_order is None and self.microbatches > LONG_STEP_ROUNDS * stages:
             short, longer = (replace(self, microbatches=count * stages).estimate_s for count in (3, 4))
             return longer + (self.microbatches / stages - 4) * (longer - short)
         slowdown = self.context.cost_model.assumptions.residence_slowdown
@@ -129,7 +129,7 @@ class PipelineCandidate(BaseCandidate):
 
     @cached_property
     def seam_times(self) -> tuple[Floats, Floats, float]:
-        """When the first virtual stage starts each forward and ends each backward, and the step's end."""
+        """Times at which the first virtual stage starts forwards and ends backwards; the step's end."""
         schedule = self.op_schedule()
         timeline = simulate_schedule(
             schedule, slowdown=self.context.cost_model.assumptions.residence_slowdown
@@ -144,17 +144,15 @@ class PipelineCandidate(BaseCandidate):
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
-        """Of one rank of every stage."""
-        if (
-            self.explicit_order is not None
-        ):  # thousands of orders are looked at once, each as long as its step
-            return self._counted()
+        """Memory of one rank of every stage."""
+        if self.explicit_order is not None:  # searched by the thousand, each seen once: not cached
+            return self._count_memories()
         known = self.context.cache.memories
         if self._key not in known:
-            known[self._key] = self._counted()
+            known[self._key] = self._count_memories()
         return known[self._key]
 
-    def _counted(self) -> tuple[RankMemory, ...]:
+    def _count_memories(self) -> tuple[RankMemory, ...]:
         held = self.sums.stage_bytes(self.cut, self.layout.pp)
         return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
 
@@ -176,13 +174,13 @@ class PipelineCandidate(BaseCandidate):
 
     @cached_property
     def shortened(self) -> PipelineCandidate:
-        """A step long enough to fill and drain as this one does: as much in flight, sooner played."""
+        """The pipeline with as few microbatches as have the same peak in flight: faster to count."""
         if self.explicit_order is not None:
             return self
-        return replace(self, microbatches=min(self.microbatches, SHORT_STEP * self.layout.pp))
+        return replace(self, microbatches=min(self.microbatches, SHORT_STEP_ROUNDS * self.layout.pp))
 
-    def only(self, module: str) -> PipelineCandidate:
-        """The same pipeline with all other modules' layers left out; some virtual stages may be empty."""
+    def only_module(self, module: str) -> PipelineCandidate:
+        """Returns the pipeline without the layers of other modules; some virtual stages may be empty."""
         kept = [layer.module == module for layer in self.layers]
         before = [0, *accumulate(kept)]
         return replace(
@@ -211,7 +209,7 @@ class PipelineCandidate(BaseCandidate):
 
 @lru_cache(maxsize=256)
 def build_op_order(name: str, *, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
-    """The op order called `name`."""
+    """Builds the op order called `name`."""
     if name == "1f1b":
         return build_1f1b_order(stages=stages, microbatches=microbatches)
     if name == "interleaved":
@@ -221,7 +219,7 @@ def build_op_order(name: str, *, stages: int, chunks: int, microbatches: int) ->
 
 
 def available_op_orders(*, stages: int, chunks: int, microbatches: int) -> tuple[str, ...]:
-    """Op orders that exist for these counts."""
+    """Returns the names of op orders that exist for these counts."""
     if chunks == 1:
         return ("1f1b", "zero-bubble") if stages > 1 and microbatches >= stages else ("1f1b",)
     if stages == 1 or microbatches % stages:

@@ -1,4 +1,4 @@
-"""An encoder replicated over many GPUs in small groups, each with its share of the images."""
+"""Replicates an encoder over many small groups of GPUs, each with its share of the images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUCKETS = 8  # per encoder: enough to overlap, few enough for large messages
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicatedEncoder:
-    """What one group of `layout.tp` GPUs does for an encoder."""
+    """An encoder's work on one group of `layout.tp` GPUs; a piece is one microbatch of the group."""
 
     context: PlanningContext
     encoder: Encoder
@@ -31,18 +31,18 @@ class ReplicatedEncoder:
     recompute: str
 
     def template(self, kind: OpKind) -> KernelGraph:
-        """The rows of one piece."""
+        """Returns the kernels of one piece."""
         return self._part(self.layers, kind)
 
     @cached_property
     def buckets(self) -> list[tuple[PricedLayer, ...]]:
-        """Runs of layers whose parameters travel together, under the other buckets' compute."""
+        """Consecutive layers whose parameters are gathered and reduced together."""
         size = math.ceil(len(self.layers) / BUCKETS)
         return [self.layers[place : place + size] for place in range(0, len(self.layers), size)]
 
     @cached_property
     def traffic(self) -> list[ParameterTraffic]:
-        """Of every bucket."""
+        """Parameter traffic of every bucket."""
         precision = self.context.job.model.precision
         return [
             price_parameter_traffic(bucket, self.context.cost_model, precision) for bucket in self.buckets
@@ -51,7 +51,7 @@ class ReplicatedEncoder:
     def add_forward(
         self, builder: ScheduleBuilder, device: int, microbatch: int, *, first: bool, after: list[int]
     ) -> int:
-        """One piece's forward; the first of a step waits for each bucket's parameters."""
+        """Adds one piece's forward; the first of a step waits for each bucket's parameters."""
         if not first:
             return builder.add(
                 self.template(OpKind.FORWARD), device=device, microbatch=microbatch, after=after
@@ -72,7 +72,7 @@ class ReplicatedEncoder:
     def add_backward(
         self, builder: ScheduleBuilder, device: int, microbatch: int, *, last: bool, after: list[int]
     ) -> tuple[int, list[int]]:
-        """One piece's backward, and the reduces: the last of a step sends each bucket's gradients."""
+        """Adds one piece's backward; the last of a step also reduces each bucket's gradients."""
         if not last:
             block = builder.add(
                 self.template(OpKind.BACKWARD), device=device, microbatch=microbatch, after=after
@@ -101,7 +101,7 @@ class ReplicatedEncoder:
 
     @property
     def saved_activation_bytes(self) -> float:
-        """Activations of one piece."""
+        """Activation bytes of one piece."""
         return sum(layer.activation_bytes for layer in self.layers)
 
     @property
@@ -110,9 +110,9 @@ class ReplicatedEncoder:
 
     @cached_property
     def seconds(self) -> float:
-        """Forward and backward of all pieces."""
-        found = self.context.chunks.price(self.layers).seconds
-        return self.pieces * (found[OpKind.FORWARD] + found[OpKind.BACKWARD])
+        """Seconds of forward and backward of all pieces."""
+        by_kind = self.context.chunks.price(self.layers).seconds
+        return self.pieces * (by_kind[OpKind.FORWARD] + by_kind[OpKind.BACKWARD])
 
     @cached_property
     def held_bytes(self) -> float:
@@ -126,12 +126,12 @@ class ReplicatedEncoder:
 def replicate_on_all_gpus(
     context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str
 ) -> ReplicatedEncoder:
-    """Over every GPU of the job, for a whole step: images are dealt out whole, as evenly as can be."""
+    """Replicates an encoder on all GPUs of the job; whole images are assigned as evenly as possible."""
     workload = context.job.workload
     layout = Layout(dp=context.job.cluster.gpus // tp, tp=tp)
-    own = context.busiest_group_sequences(encoder, workload.sequences_per_step, layout.dp)
-    pieces = math.ceil(own / context.microbatch_sequences)
-    share = own / pieces if pieces else 0.0
+    busiest = context.busiest_group_sequences(encoder, workload.sequences_per_step, layout.dp)
+    pieces = math.ceil(busiest / context.microbatch_sequences)
+    share = busiest / pieces if pieces else 0.0
     return ReplicatedEncoder(
         context=context,
         encoder=encoder,
@@ -145,7 +145,7 @@ def replicate_on_all_gpus(
 def replicate_on_separate_gpus(
     context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str, gpus: int, sequences: float
 ) -> ReplicatedEncoder:
-    """Over `gpus` GPUs that feed all LLM replicas: a piece is a group's part of one microbatch of each."""
+    """Replicates an encoder on GPUs of its own; a piece is a group's part of a microbatch of all replicas."""
     layout = Layout(dp=gpus // tp, tp=tp)
     share = context.layout.dp * sequences / layout.dp
     return ReplicatedEncoder(
@@ -159,7 +159,7 @@ def replicate_on_separate_gpus(
 
 
 def pareto_front(choices: Sequence[ReplicatedEncoder]) -> list[ReplicatedEncoder]:
-    """The choices that no other beats in both time and memory."""
+    """Returns the choices that no other beats in both time and memory."""
     return [
         choice
         for choice in choices
@@ -172,7 +172,7 @@ def pareto_front(choices: Sequence[ReplicatedEncoder]) -> list[ReplicatedEncoder
 
 
 def encoder_tp_and_recompute(context: PlanningContext, encoder: Encoder) -> Iterator[tuple[int, str]]:
-    """(tp, recomputation) to try, least recomputation first."""
+    """Yields pairs of tp and recomputation to try, least recomputation first."""
     for policy in context.recompute_policies((encoder,)):
         for tp in (1, 2, 4, 8):
             if context.layout.tp % tp == 0 and encoder.stack.attention.heads % tp == 0:

@@ -1,4 +1,4 @@
-"""Encoders on GPUs of their own, ahead of the LLM's pipeline as a leading stage."""
+"""Places encoders on GPUs of their own, as a leading stage of the LLM's pipeline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
-from optimus.planner.systems.layer_partition import search_pipelines
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline_search import search_pipelines
 from optimus.planner.systems.replicated_encoder import (
     ReplicatedEncoder,
     encoder_tp_and_recompute,
@@ -33,14 +33,14 @@ from optimus.schedule.pipeline_schedule import (
 from optimus.schedule.schedule_builder import KernelGraph, ScheduleBuilder, make_single_kernel_graph
 from optimus.schedule.simulator import simulate_schedule
 
-LEADS = (0.0, 0.3, 1.0)  # parts of a step that encoder forwards may run ahead
-ROOM = (1.0, 1.15, 1.3)  # GPUs given to the encoders, relative to their share of the work
-MOST_REFINED = 6  # choices whose leads are tried
+LEADS_STEPS = (0.0, 0.3, 1.0)  # how far encoder forwards may run ahead
+ENCODER_GPU_FACTORS = (1.0, 1.15, 1.3)  # GPUs of the encoders, relative to their share of the work
+REFINE_AT_MOST = 6  # choices whose leads are tried
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SeparateGpusCandidate(BaseCandidate):
-    """`llm` on fewer replicas, the encoders on the GPUs that frees; device 0..pp-1 and one more."""
+    """An LLM on fewer GPUs and encoders on the rest; devices are the LLM's stages, then the encoders."""
 
     context: PlanningContext
     llm: PipelineCandidate
@@ -71,7 +71,7 @@ class SeparateGpusCandidate(BaseCandidate):
                     previous = [
                         replicated.add_forward(builder, device, microbatch, first=place == 0, after=previous)
                         if kernels
-                        else builder.add(self._whole(replicated, kind), device=device, after=previous)
+                        else builder.add(self._as_one_op(replicated, kind), device=device, after=previous)
                     ]
                 sent = builder.add(send, device=device, microbatch=microbatch, after=previous)
                 builder.wait([self._entry(blocks, OpKind.FORWARD, microbatch)], [sent])
@@ -87,7 +87,7 @@ class SeparateGpusCandidate(BaseCandidate):
                     )
                     previous, reduces = [block], reduces + sent_back
                 else:
-                    previous = [builder.add(self._whole(replicated, kind), device=device, after=previous)]
+                    previous = [builder.add(self._as_one_op(replicated, kind), device=device, after=previous)]
         if context.cost_model.assumptions.optimizer_time:
             for stage in range(self.stages):
                 builder.add(make_optimizer_graph(plan.traffic_of(stage)), device=stage, after=reduces)
@@ -97,13 +97,13 @@ class SeparateGpusCandidate(BaseCandidate):
 
     @cached_property
     def estimate_s(self) -> float:
-        """Step time with every op as one piece."""
+        """Step time simulated op by op."""
         slowdown = self.context.cost_model.assumptions.residence_slowdown
         return simulate_schedule(self._build(kernels=False), slowdown=slowdown).step_s
 
     @property
     def rough_s(self) -> float:
-        """Rank of this choice: the busier of LLM and encoders, and one encoder microbatch at either end."""
+        """Rough step time: the busier of LLM and encoders, and one encoder microbatch at either end."""
         once_s = self._seconds(OpKind.FORWARD) + self._seconds(OpKind.BACKWARD)
         return max(self.llm.estimate_s, len(self._order) / 2 * once_s) + once_s
 
@@ -139,7 +139,7 @@ class SeparateGpusCandidate(BaseCandidate):
 
     @cached_property
     def _order(self) -> list[tuple[OpKind, int]]:
-        """Encoder ops as the LLM alone would need and release them, forwards earlier by `lead` steps."""
+        """Encoder ops in the order that the LLM needs and releases them, forwards `lead` steps earlier."""
         starts, ends, step_s = self.llm.seam_times
         when = [
             (float(start) - self.lead * step_s, OpKind.FORWARD, place) for place, start in enumerate(starts)
@@ -148,21 +148,21 @@ class SeparateGpusCandidate(BaseCandidate):
         return [(kind, microbatch) for _, kind, microbatch in sorted(when)]
 
     def _entry(self, blocks: PipelineBlockIds, kind: OpKind, microbatch: int) -> int:
-        """Stage 0's own op on this microbatch."""
+        """Returns stage 0's op on this microbatch."""
         kinds = (OpKind.FORWARD,) if kind == OpKind.FORWARD else (OpKind.BACKWARD, OpKind.INPUT_GRAD)
         return next(blocks.ops[k, 0, microbatch] for k in kinds if (k, 0, microbatch) in blocks.ops)
 
     def _seconds(self, kind: OpKind) -> float:
         return sum(self.context.chunks.price(replicated.layers).seconds[kind] for replicated in self.encoders)
 
-    def _whole(self, replicated: ReplicatedEncoder, kind: OpKind) -> KernelGraph:
-        """An encoder's op as one piece."""
+    def _as_one_op(self, replicated: ReplicatedEncoder, kind: OpKind) -> KernelGraph:
+        """Returns an encoder's op as a single entry."""
         return make_single_kernel_graph(
             kind, Lane.COMPUTE, self.context.chunks.price(replicated.layers).seconds[kind]
         )
 
     def _send(self, kind: OpKind) -> KernelGraph:
-        """A group's part of one microbatch; groups send side by side, each on its own NICs."""
+        """Returns the send of a group's part of one microbatch; groups send in parallel."""
         size = sum(replicated.output_bytes for replicated in self.encoders)
         seconds = self.context.cost_model.send_s(size, across_nodes=True)
         return make_single_kernel_graph(kind, Lane.P2P, seconds, size_bytes=size)
@@ -201,25 +201,25 @@ class SeparateGpusSystem(BaseSystem):
 def _separate_candidates(
     context: PlanningContext, floor: PipelineCandidate
 ) -> Iterator[SeparateGpusCandidate]:
-    """LLM replicas, or stages, given up to make room for the encoders: about their share of the work."""
+    """Yields LLMs with fewer replicas or stages, and encoders on the freed GPUs."""
     roughly = sorted(_shares(context, floor), key=lambda choice: choice.rough_s)
     refined = 0
     for choice in roughly:
-        led = [replace(choice, lead=lead) for lead in LEADS]
+        led = [replace(choice, lead=lead) for lead in LEADS_STEPS]
         fitting = [choice for choice in led if choice.fits]
         yield from fitting
         refined += bool(fitting)
-        if refined == MOST_REFINED:
+        if refined == REFINE_AT_MOST:
             return
 
 
 def _shares(context: PlanningContext, floor: PipelineCandidate) -> Iterator[SeparateGpusCandidate]:
-    """Every smaller LLM with every tp and recomputation of the encoders beside it."""
+    """Yields every smaller LLM with every tp and recomputation of the encoders."""
     model = context.job.model
     for shrunk in _smaller_layouts(context):
-        own = replace(context, layout=shrunk, uneven=True)
+        smaller = replace(context, layout=shrunk, uneven=True)
         chunks = floor.layout.virtual_stages // shrunk.pp
-        pipelines = search_pipelines(own, (model.llm,), chunk_counts={1, chunks}, starts=1, evaluations=0)
+        pipelines = search_pipelines(smaller, (model.llm,), chunk_counts={1, chunks}, starts=1, evaluations=0)
         if not pipelines:
             continue
         llm = pipelines[0]
@@ -228,35 +228,35 @@ def _shares(context: PlanningContext, floor: PipelineCandidate) -> Iterator[Sepa
             pareto_front(
                 [
                     replicate_on_separate_gpus(
-                        own, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences
+                        smaller, e, tp=tp, recompute=again, gpus=gpus, sequences=llm.sequences
                     )
-                    for tp, again in encoder_tp_and_recompute(own, e)
+                    for tp, again in encoder_tp_and_recompute(smaller, e)
                     if gpus >= tp
                 ]
             )
             for e in model.encoders
         ]
         for combination in product(*per_encoder):
-            yield SeparateGpusCandidate(context=own, llm=llm, encoders=combination, encoder_gpus=gpus)
+            yield SeparateGpusCandidate(context=smaller, llm=llm, encoders=combination, encoder_gpus=gpus)
 
 
 def _smaller_layouts(context: PlanningContext) -> Iterator[Layout]:
-    """The LLM on fewer replicas or fewer stages: the encoders' share of the GPU seconds, and some more."""
+    """Yields layouts of the LLM on fewer replicas or stages, less the encoders' share of the GPU seconds."""
     layout, share = context.layout, _encoder_share(context)
     for axis, size in (("dp", layout.dp), ("pp", layout.pp)):
-        for count in sorted({math.ceil(room * share * size) for room in ROOM}):
+        for count in sorted({math.ceil(factor * share * size) for factor in ENCODER_GPU_FACTORS}):
             shrunk = layout.with_(**{axis: max(1, size - count)})
             if count < size and (shrunk.dp * shrunk.cp * shrunk.tp) % shrunk.ep == 0:
                 yield shrunk
 
 
 def _encoder_share(context: PlanningContext) -> float:
-    """Share of a step's GPU seconds that encoders take when every GPU works alone on them."""
+    """Returns the encoders' share of a step's GPU seconds, with every GPU working alone on them."""
     llm = context.job.model.llm
     policies = dict(next(iter(context.recompute_policies(context.job.model.modules))))
-    own = context.gpu_seconds(context.llm_layers(context.layout, 1, policies[llm.name]))
-    theirs = sum(
+    llm_s = context.gpu_seconds(context.llm_layers(context.layout, 1, policies[llm.name]))
+    encoders_s = sum(
         context.gpu_seconds(context.encoder_layers(e, Layout(), 1, policies[e.name]))
         for e in context.job.model.encoders
     )
-    return theirs / (own + theirs)
+    return encoders_s / (llm_s + encoders_s)

@@ -1,4 +1,4 @@
-"""All modules in one pipeline that a fixed rule cuts into stages: Megatron-LM's, with encoders in stage 0."""
+"""Runs all modules as one pipeline, cut by a rule (stage0, balanced) or by search (balanced-best)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from optimus.cost.priced_layer import PricedLayer
 from optimus.errors import UserError, one_of
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, SimulatedSystem
-from optimus.planner.systems.layer_partition import even_chunk_counts, minimize_largest_stage
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline_search import even_chunk_counts, minimize_largest_stage
 from optimus.schedule.stage_costs import Cut
 
 
@@ -56,8 +56,8 @@ class FixedCutSystem(BaseSystem):
     def _at(self, context: PlanningContext, sequences: int, chunks: int) -> Iterator[PipelineCandidate]:
         """Yields the pipeline of a microbatch size and V, if any, with the least recomputation that fits."""
         layout = context.layout.with_(chunks=chunks)
-        divided = context.microbatches(sequences, multiple_of=layout.pp if chunks > 1 else 1)
-        if divided is None:
+        batch = context.microbatches(sequences, multiple_of=layout.pp if chunks > 1 else 1)
+        if batch is None:
             return
         for policy in context.recompute_policies(context.job.model.modules):
             layers = context.layers(context.job.model.modules, sequences, policy)
@@ -66,7 +66,7 @@ class FixedCutSystem(BaseSystem):
                 layers=layers,
                 cut=self.cut(context, layers, layout.virtual_stages),
                 order_name="1f1b" if chunks == 1 else "interleaved",
-                microbatches=divided[0],
+                microbatches=batch[0],
                 layout=layout,
                 sequences=sequences,
                 policy=policy,
@@ -99,7 +99,7 @@ def cut_encoders_into_stage0(layers: Sequence[PricedLayer], llm: str, parts: int
 
 
 def _even_counts(pipelines: LlmPipelines) -> set[int]:
-    """V that divide the LLM's layers evenly, up to the V of its best 1F1B pipeline."""
+    """Returns every V that divides the LLM's layers evenly, up to the V of its best 1F1B pipeline."""
     most = pipelines.floor_1f1b.layout.chunks
     return {chunks for chunks in even_chunk_counts(pipelines.context) if chunks <= most}
 

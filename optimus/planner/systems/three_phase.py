@@ -1,4 +1,4 @@
-"""All encoder forwards on all GPUs, then the LLM's pipeline, then all encoder backwards."""
+"""Runs all encoder forwards on all GPUs, then the LLM's pipeline, then all encoder backwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kerne
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ThreePhaseCandidate(BaseCandidate):
-    """One way to run the three phases."""
+    """One LLM pipeline, with every encoder replicated over all GPUs before and after it."""
 
     context: PlanningContext
     encoders: tuple[ReplicatedEncoder, ...]
@@ -53,13 +53,13 @@ class ThreePhaseCandidate(BaseCandidate):
 
     @property
     def estimate_s(self) -> float:
-        """Rank of this choice: the phases one after another."""
+        """The sum of the three phases."""
         encoder_s = sum(replicated.seconds for replicated in self.encoders)
         return self.llm.estimate_s + encoder_s
 
     @property
     def memories(self) -> tuple[RankMemory, ...]:
-        """The LLM's, with every encoder's states, activations of all its pieces, and the seam."""
+        """Memory of the LLM's ranks with every encoder's states, activations of all pieces, and the seam."""
         return tuple(self._with_encoders(memory, stage) for stage, memory in enumerate(self.llm.memories))
 
     def batch_assignment(self) -> BatchAssignment:
@@ -82,7 +82,7 @@ class ThreePhaseCandidate(BaseCandidate):
         return f"{encoders}; {self.llm.describe()}"
 
     def _forwards(self, builder: ScheduleBuilder, stage: int) -> int:
-        """All encoder forwards of a group; returns the send of their outputs."""
+        """Adds all encoder forwards of a group; returns the send of their outputs."""
         last = []
         for replicated in self.encoders:
             previous: list[int] = []
@@ -92,7 +92,7 @@ class ThreePhaseCandidate(BaseCandidate):
         return self._seam(builder, OpKind.SEND_SEAM, stage, last)
 
     def _backwards(self, builder: ScheduleBuilder, stage: int, back: int) -> list[int]:
-        """All encoder backwards of a group; returns the reduces."""
+        """Adds all encoder backwards of a group; returns the reduces."""
         reduces, previous = [], back
         for replicated in reversed(self.encoders):
             for piece in range(replicated.pieces):
@@ -102,7 +102,7 @@ class ThreePhaseCandidate(BaseCandidate):
         return reduces
 
     def _seam(self, builder: ScheduleBuilder, kind: OpKind, stage: int, after: Sequence[int]) -> int:
-        """Encoder outputs of one group travel to stage 0, or their gradients back."""
+        """Adds the send of one group's encoder outputs to stage 0, or of their gradients back."""
         size = sum(replicated.pieces * replicated.output_bytes for replicated in self.encoders)
         seconds = self.context.cost_model.send_s(size, across_nodes=True)
         return builder.add(
@@ -111,12 +111,12 @@ class ThreePhaseCandidate(BaseCandidate):
 
     def _with_encoders(self, memory: RankMemory, stage: int) -> RankMemory:
         for replicated in self.encoders:
-            held = replicated.states
+            states = replicated.states
             memory = replace(
                 memory,
-                parameters=memory.parameters + held.parameters,
-                gradients=memory.gradients + held.gradients,
-                optimizer=memory.optimizer + held.optimizer,
+                parameters=memory.parameters + states.parameters,
+                gradients=memory.gradients + states.gradients,
+                optimizer=memory.optimizer + states.optimizer,
                 encoder_activations=memory.encoder_activations
                 + replicated.pieces * replicated.saved_activation_bytes
                 + replicated.working_bytes,
@@ -126,7 +126,7 @@ class ThreePhaseCandidate(BaseCandidate):
         return memory
 
     def _seam_bytes(self, replicated: ReplicatedEncoder) -> float:
-        """Encoder outputs of all microbatches, waiting at stage 0."""
+        """Returns the bytes of encoder outputs of all microbatches, which wait at stage 0."""
         workload, layout = self.context.job.workload, self.context.layout
         projector = replicated.encoder.projector
         load = workload.encoder_load(replicated.encoder.name, projector.merge)
@@ -160,7 +160,7 @@ class ThreePhaseSystem(BaseSystem):
 def _three_phase_candidates(
     context: PlanningContext, llm: PipelineCandidate
 ) -> Iterator[ThreePhaseCandidate]:
-    """Every choice of tp and recomputation of the encoders beside one LLM pipeline."""
+    """Yields every tp and recomputation of the encoders around one LLM pipeline."""
     per_encoder = [
         pareto_front(
             [

@@ -1,4 +1,4 @@
-"""The configuration that the job says is running today, with what was measured of it."""
+"""Simulates the system and layout that the job runs today, and reports what was measured of it."""
 
 from __future__ import annotations
 

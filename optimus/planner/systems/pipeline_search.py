@@ -1,4 +1,4 @@
-"""Cuts layers into virtual stages of even cost: the paper's dynamic program, and the strongest we make."""
+"""Searches the fastest pipelines of a sequence of layers: cut, V, op order and microbatch size."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from optimus.schedule.stage_costs import Cut
 
 STARTS = 4  # pipelines whose cut is improved a little; the best FINALISTS of them further
 FINALISTS = 2
-EVALUATIONS = 80  # for each finalist, a fifth for the others; a count, not a time: results repeat
-MOST_LISTED = 12  # specs that only a greedy order can run, and that takes time to make
+EVALUATIONS = 80  # of cuts for each finalist, a fifth for the others; a count, so that results repeat
+MAX_GREEDY_SPECS = 12  # that only a greedy order can run, which takes time to search
 
 
 def minimize_largest_stage(weights: Floats | Sequence[float], parts: int) -> Cut:
-    """F(l, m) = min over j of max(F(j, m - 1), sum of weights j+1..l): the paper's dynamic program."""
+    """Cuts layers into parts whose largest sum of weights is smallest, by the paper's dynamic program.
+
+    F(l, m) = min over j of max(F(j, m - 1), sum of weights j+1..l).
+    """
     prefix = np.concatenate([[0.0], np.cumsum(weights)])
     count = len(prefix) - 1
     assert parts <= count, f"{parts} virtual stages for {count} layers"
@@ -53,7 +56,7 @@ def minimize_largest_stage(weights: Floats | Sequence[float], parts: int) -> Cut
 
 
 def cut_proportionally(weights: Floats | Sequence[float], parts: int) -> Cut:
-    """Boundaries where the running sum passes equal shares, every part non-empty."""
+    """Cuts layers where the running sum of weights passes equal shares; no part is empty."""
     running = np.cumsum(weights)
     count = len(running)
     shares = running[-1] * np.arange(1, parts) / parts
@@ -65,7 +68,7 @@ def cut_proportionally(weights: Floats | Sequence[float], parts: int) -> Cut:
 
 
 def even_chunk_counts(context: PlanningContext) -> set[int]:
-    """V such that every virtual stage gets as many of the LLM's layers; and 1."""
+    """Returns 1 and every V at which all virtual stages get equally many of the LLM's layers."""
     layers, stages = context.job.model.llm.stack.layers, context.layout.pp
     return {1, *(v for v in range(2, layers // stages + 1) if layers % (v * stages) == 0)}
 
@@ -91,26 +94,27 @@ def search_pipelines(
     starts: int = STARTS,
     evaluations: int = EVALUATIONS,
 ) -> list[PipelineCandidate]:
-    """The fastest pipelines of these modules that fit: every V, order, microbatch size; then local search.
+    """Returns the fastest pipelines of these modules that fit, over every V, op order and microbatch size.
 
-    Specs are tried by their bound, so that most are never built: the rest cannot beat what was found.
+    Specs are built in the order of their lower bounds until none can beat the pipelines so far; then a local
+    search improves cuts and orders.
     """
     policies = list(context.recompute_policies(modules))
-    found: list[PipelineCandidate] = []
-    kept, listed = min(starts, FINALISTS), 0
+    pipelines: list[PipelineCandidate] = []
+    kept, greedy_specs = min(starts, FINALISTS), 0
     for spec in sorted(
         _specs(context, modules, policies[0], orders, chunk_counts),
         key=lambda s: (s.bound_s, s.order_name),
     ):
-        if len(found) >= kept and spec.bound_s >= found[kept - 1].estimate_s:
+        if len(pipelines) >= kept and spec.bound_s >= pipelines[kept - 1].estimate_s:
             break
-        listed += spec.order_name == GREEDY
-        if spec.order_name == GREEDY and listed > MOST_LISTED:
+        greedy_specs += spec.order_name == GREEDY
+        if spec.order_name == GREEDY and greedy_specs > MAX_GREEDY_SPECS:
             continue
         pipeline = _build(context, modules, policies, spec)
         if pipeline is not None:
-            found = sorted([*found, pipeline], key=_estimate)
-    improved = sorted((_improve_cut(start, evaluations // 5) for start in found[:starts]), key=_estimate)
+            pipelines = sorted([*pipelines, pipeline], key=_estimate)
+    improved = sorted((_improve_cut(start, evaluations // 5) for start in pipelines[:starts]), key=_estimate)
     improved = [_improve_cut(start, evaluations) for start in improved[:FINALISTS]] + improved[FINALISTS:]
     if GREEDY in orders and evaluations:
         improved += sorted(search_op_orders(sorted(improved, key=_estimate)), key=_estimate)[:FINALISTS]
@@ -122,20 +126,20 @@ def _estimate(pipeline: PipelineCandidate) -> float:
 
 
 def first_fitting_pipeline(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> PipelineCandidate:
-    """A pipeline of these modules that fits, V = 1, with the least recomputation; nothing is timed.
+    """Returns a pipeline of V = 1 with the least recomputation that fits, or that needs the least memory.
 
-    If none fits, the one that needs least.
+    Nothing is simulated.
     """
     policies = list(context.recompute_policies(modules))
     specs = sorted(
         _specs(context, modules, policies[0], ("1f1b", "zero-bubble"), {1}), key=lambda s: s.bound_s
     )
-    made: list[PipelineCandidate] = []
+    pipelines: list[PipelineCandidate] = []
     for spec, policy in product(specs, policies):
-        made.append(_pipeline(context, modules, policy, spec))
-        if made[-1].fits:
-            return made[-1]
-    return min(made, key=lambda pipeline: pipeline.peak_bytes)
+        pipelines.append(_pipeline(context, modules, policy, spec))
+        if pipelines[-1].fits:
+            return pipelines[-1]
+    return min(pipelines, key=lambda pipeline: pipeline.peak_bytes)
 
 
 def _specs(
@@ -145,21 +149,21 @@ def _specs(
     orders: Collection[str],
     chunk_counts: Collection[int] | None,
 ) -> Iterator[_Spec]:
-    """Every V, op order and microbatch size, cut both ways, each with its bound."""
+    """Yields every V, op order and microbatch size, with both cuts, each with its lower bound."""
     stages = context.layout.pp
     most = sum(module.stack.layers for module in modules) // stages
     counts = [chunks for chunks in range(1, most + 1) if chunk_counts is None or chunks in chunk_counts]
     for size, chunks in product(context.job.layout.limits.microbatch_sequences, counts):
         even = context.microbatches(size, multiple_of=1 if chunks == 1 else stages)
-        divided = even or context.microbatches(size)
-        if divided is None:
+        batch = even or context.microbatches(size)
+        if batch is None:
             continue
-        microbatches, sequences = divided
+        microbatches, sequences = batch
         layers = context.layers(modules, sequences, policy)
         seconds = {kind: context.sums(layers).layer_seconds(kind) for kind in CHUNK_OP_KINDS}
         named = available_op_orders(stages=stages, chunks=chunks, microbatches=microbatches)
-        other = (GREEDY,) if not named and can_list_schedule(stages, chunks, microbatches) else ()
-        names = [name for name in (*named, *other) if name in orders]
+        unnamed = (GREEDY,) if not named and can_list_schedule(stages, chunks, microbatches) else ()
+        names = [name for name in (*named, *unnamed) if name in orders]
         cuts = _cuts(context, layers, stages * chunks) if names else []
         for cut, name in product(cuts, names):
             yield _Spec(
@@ -173,13 +177,14 @@ def _specs(
 
 
 def _bound_s(name: str, cut: Cut, seconds: dict[OpKind, Floats], stages: int, microbatches: int) -> float:
-    """No stage ends before its own work and what must pass the stages ahead of it, before or after."""
-    forward, whole = seconds[OpKind.FORWARD], seconds[OpKind.FORWARD] + seconds[OpKind.BACKWARD]
+    """Returns the latest stage's work and what must pass the stages ahead of it, before or after."""
+    forward, both = seconds[OpKind.FORWARD], seconds[OpKind.FORWARD] + seconds[OpKind.BACKWARD]
     # With weight gradients split off, a stage may end after the drain has passed it.
     split = forward + seconds[OpKind.INPUT_GRAD] + seconds[OpKind.WEIGHT_GRAD], forward
-    ways = {"zero-bubble": [split], GREEDY: [split, (whole, whole)]}.get(name, [(whole, whole)])
+    unsplit = both, both
+    variants = {"zero-bubble": [split], GREEDY: [split, unsplit]}.get(name, [unsplit])
     bounds = []
-    for weights, passes in ways:
+    for weights, passes in variants:
         busy = np.add.reduceat(weights, cut[:-1]).reshape(-1, stages).sum(axis=0) * microbatches
         ahead = np.add.reduceat(passes, cut[:-1])[:stages]
         bounds.append(float((busy + np.cumsum(ahead) - ahead).max()))
@@ -187,7 +192,7 @@ def _bound_s(name: str, cut: Cut, seconds: dict[OpKind, Floats], stages: int, mi
 
 
 def _cuts(context: PlanningContext, layers: tuple[PricedLayer, ...], parts: int) -> list[Cut]:
-    """Made once for these layers, whose sums keep them: so their id stays their own."""
+    """Returns both cuts of these layers, cached by their id (`context.sums` keeps them alive)."""
     known, key = context.cache.cuts, (id(layers), parts)
     if key not in known:
         sums = context.sums(layers)
@@ -202,13 +207,13 @@ def _build(
     policies: Sequence[RecomputePolicy],
     spec: _Spec,
 ) -> PipelineCandidate | None:
-    """The spec with the first policy under which it fits."""
+    """Builds the spec with the first policy under which it fits."""
     for policy in policies:
         pipeline = _pipeline(context, modules, policy, spec)
         if spec.order_name == GREEDY:
-            listed = list(greedy_order_candidates(pipeline))
-            if listed:
-                return min(listed, key=lambda made: made.estimate_s)
+            candidates = list(greedy_order_candidates(pipeline))
+            if candidates:
+                return min(candidates, key=_estimate)
         elif pipeline.fits:
             return pipeline
     return None
@@ -231,22 +236,22 @@ def _pipeline(
 
 def _improve_cut(start: PipelineCandidate, evaluations: int) -> PipelineCandidate:
     """Moves layers between virtual stages, one at a time, while the step gets shorter."""
-    best, used, found = start, 0, True
-    while found and used < evaluations:
-        found = False
+    best, used, improved = start, 0, True
+    while improved and used < evaluations:
+        improved = False
         for cut in _moves(best):
             if used >= evaluations:
                 break
             used += 1
             moved = best.with_cut(cut)
             if moved.estimate_s < best.estimate_s * (1 - 1e-9) and moved.fits:
-                best, found = moved, True
+                best, improved = moved, True
                 break
     return best
 
 
 def _moves(pipeline: PipelineCandidate) -> Iterator[Cut]:
-    """From the busiest stages to the idlest, then over every single boundary."""
+    """Yields cuts with one layer moved: from the busiest stages to the idlest, then over every boundary."""
     sums, cut = pipeline.sums, pipeline.cut
     seconds = sums.seconds(OpKind.FORWARD, cut) + sums.seconds(OpKind.BACKWARD, cut)
     seen = {cut}
@@ -257,7 +262,7 @@ def _moves(pipeline: PipelineCandidate) -> Iterator[Cut]:
 
 
 def _rebalancing_cuts(cut: Cut, seconds: Floats, stages: int) -> Iterator[Cut]:
-    """Cuts in which a busy stage gives a layer and an idle one gets one; those between pass theirs on."""
+    """Yields cuts in which a busy stage gives a layer and an idle one gets one; all between shift by one."""
     busy = seconds.reshape(-1, stages).sum(axis=0)
     order = np.argsort(busy, kind="stable").tolist()
     for giver, taker in product(order[:-3:-1], order[:3]):
@@ -271,14 +276,14 @@ def _rebalancing_cuts(cut: Cut, seconds: Floats, stages: int) -> Iterator[Cut]:
 
 
 def _pass_on(cut: Cut, giver: int, taker: int) -> Cut:
-    """The cut after `giver` has given its neighbour a layer, that one the next, up to `taker`."""
+    """Returns the cut after every stage from `giver` to `taker` has passed one layer on."""
     low, high, step = (taker, giver, 1) if taker < giver else (giver, taker, -1)
     moved = [place + step for place in cut[low + 1 : high + 1]]
     return (*cut[: low + 1], *moved, *cut[high + 1 :])
 
 
 def neighbouring_cuts(cut: Cut) -> Iterator[Cut]:
-    """Cuts that differ in one boundary by one layer."""
+    """Yields cuts that differ in one boundary by one layer."""
     for place in range(1, len(cut) - 1):
         for step in (-1, 1):
             moved = cut[place] + step
