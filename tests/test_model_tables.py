@@ -109,7 +109,7 @@ def test_the_job_file_on_the_page_is_a_row_of_the_table(tmp_path: Path) -> None:
     assert computed.workload.sequences_per_step == SEQUENCES and BATCHES >= 100
 
 
-@pytest.mark.ci("search")
+@pytest.mark.heavy
 def test_fewer_images_still_fit() -> None:
     """Weight gradients are put off further than with 40 %, and each keeps what was made again."""
     job = job_of(ModelCase(model="qwen2.5-vl-72b", share=20))

@@ -19,10 +19,7 @@ from benchmarks.docs.paper_tables import (
     without_seconds,
 )  # fmt: skip
 
-CHEAP = (
-    *(case for case in all_cases() if case.job == "small-a100"),
-    PaperCase(job="strong-3072", preset="clean", both=True),
-)
+CHEAP = tuple(case for case in all_cases() if case.job == "small-a100")
 REFRESH = "run python -m benchmarks.docs.paper_tables and read what changed"
 REL, ABS = 1e-4, 2e-6  # figures are stored to a millionth
 

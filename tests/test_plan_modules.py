@@ -288,7 +288,13 @@ CASES = [
 
 
 @pytest.mark.ci("search")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.heavy if number % 4 else (), id=case.name)
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_plans_are_never_slower_than_those_of_the_former_list_scheduler(case: Case) -> None:
     plan = case.plan()
     report = check_plan(plan)

@@ -133,7 +133,10 @@ def test_bounds_hold_for_every_system(job: Callable[[], Job]) -> None:
         assert system.step_s >= least * (1 - 1e-9), system.name
 
 
-LONG = ("paper/strong-1536", "paper/strong-2048", "paper/dual-11-5", "paper/dual-22-11")
+LONG = (
+    "paper/B", "paper/C", "paper/D", "paper/strong-1536", "paper/strong-2048", "paper/strong-3072",
+    "paper/dual-11-5", "paper/dual-22-5", "paper/dual-22-11",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
