@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from benchmarks.report import to_json, to_text
-from optimus.cli import exit_code_of
-from optimus.cli.console import announced_compilation, progress_bar, show
+from optimus.cli import run_and_report_errors
+from optimus.cli.console import announce_compilation, print_result, progress_bar
 from optimus.cli.flags import NO, OK, JsonFlag, import_trainer
 from optimus.errors import UserError
 
@@ -89,10 +89,10 @@ class Bench:
         self._refuse_options_of_other_kinds()
         name = "paced_tp" if self.tp else self.kind
         bench = getattr(import_trainer(f"benchmarks.{name}"), f"bench_{name}")
-        with progress_bar("measuring") as progress, announced_compilation():
+        with progress_bar("measuring") as progress, announce_compilation():
             stated = {option: value for option, value in options.items() if value is not None}
             result = bench(progress=progress, **stated)
-        show(to_json(result), to_text(result), as_json=self.json)
+        print_result(to_json(result), to_text(result), as_json=self.json)
         return OK if result.ok else NO
 
     def _refuse_options_of_other_kinds(self) -> None:
@@ -123,7 +123,7 @@ def run(arguments: list[str]) -> int:
         config = (tyro.conf.FlagCreatePairsOff,)
         return tyro.cli(Bench, prog="python -m benchmarks", args=arguments, config=config)()
 
-    return exit_code_of(benchmark, as_json="--json" in arguments)
+    return run_and_report_errors(benchmark, as_json="--json" in arguments)
 
 
 if __name__ == "__main__":

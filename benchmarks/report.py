@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from optimus.cli.text import columns, wrap
+from optimus.cli.text import align_columns, wrap_text
 from optimus.render.format_numbers import format_seconds
 
 SCHEMA = "optimus.bench/1"
@@ -92,10 +92,10 @@ def to_text(result: BenchResult) -> list[str]:
         lines += _variants_text(result)
         lines += [""] if result.sections is not None else []
     for problem in result.problems:
-        lines += wrap("NO", problem)
+        lines += wrap_text("NO", problem)
     for note in result.notes:
-        lines += wrap("note", note)
-    return [*lines, *wrap("next", PASTE)] if result.sections is not None else lines
+        lines += wrap_text("note", note)
+    return [*lines, *wrap_text("next", PASTE)] if result.sections is not None else lines
 
 
 # ---------------------------------------------------------------------------- variants
@@ -107,10 +107,10 @@ def _variants_text(result: BenchResult) -> list[str]:
         (header, cell) for header, cell in _COLUMNS.items() if any(cell(variant) for _, variant in variants)
     ]
     rows = [[name, *(cell(variant) for _, cell in shown)] for name, variant in variants]
-    lines = columns(["variant", *(header for header, _ in shown)], rows)
+    lines = align_columns(["variant", *(header for header, _ in shown)], rows)
     assert result.bound_s is not None
     bound = f"{format_seconds(result.bound_s)} s, {result.bound}"
-    return [*lines, "", *wrap("bound", f"{bound}; ours takes {result.ours_over_bound:.3f} of it")]
+    return [*lines, "", *wrap_text("bound", f"{bound}; ours takes {result.ours_over_bound:.3f} of it")]
 
 
 def _interval(variant: VariantTime) -> str:
@@ -141,10 +141,10 @@ _COLUMNS: dict[str, Callable[[VariantTime], str]] = {
 
 
 def _sections_text(environment: Figures, sections: Mapping[str, Figures]) -> list[str]:
-    lines = wrap("environment", _environment(environment))
+    lines = wrap_text("environment", _environment(environment))
     for name, section in sections.items():
         text = f"FAILED: {section['error']}" if "error" in section else _SECTIONS[name](section)
-        lines += ["", name, *wrap("", text, indent=2)]
+        lines += ["", name, *wrap_text("", text, indent=2)]
     return [*lines, ""]
 
 

@@ -8,7 +8,7 @@ import pytest
 from made_profiles import made_profile
 from test_batches import few_layers
 
-from optimus.cli.comparison import comparison_json, comparison_text
+from optimus.cli.comparison import build_comparison_json, format_comparison
 from optimus.cost.measured_profile import ANALYTIC
 from optimus.job.job import CurrentRun, Job
 from optimus.job.layout import PartialLayout
@@ -48,14 +48,14 @@ def test_today_calibrates_whether_or_not_it_is_compared() -> None:
 
 def test_results_say_what_they_were_calibrated_on() -> None:
     plain = compare_systems(job(), names=["today"])
-    assert plain.source == ANALYTIC and "calibration" not in str(comparison_json(plain)["cost_model"])
+    assert plain.source == ANALYTIC and "calibration" not in str(build_comparison_json(plain)["cost_model"])
     assert "time_scale" not in plain.assumptions.describe()
     measured_s = plain.systems["today"].step_s / 0.94
     found = compare_systems(job(measured_s), names=["today"])
-    text = "\n".join(comparison_text(found))
+    text = "\n".join(format_comparison(found))
     assert f"analytic, calibrated on your measured {measured_s:.3g} s (was 6 % low before)" in text
     assert "uncalibrated" not in text and "measured step is 6% above the computed one" in text
-    said = comparison_json(found)["cost_model"]
+    said = build_comparison_json(found)["cost_model"]
     assert isinstance(said, dict) and said["calibration"]["scale"] == pytest.approx(1 / 0.94)
     assert found.assumptions.describe()["time_scale"] == pytest.approx(1 / 0.94)
 

@@ -18,7 +18,7 @@ from worker_lines import run_worker
 
 import optimus
 from optimus.cli import run
-from optimus.cli.dry_run import dry_run_json, dry_run_text
+from optimus.cli.dry_run import build_dry_run_json, format_dry_run
 from optimus.cli.train import TrainCommand
 from optimus.engine.rank_dry_run import DryRun, count_encoder_phases, dry_run_rank
 from optimus.ir.plan import Plan
@@ -138,9 +138,9 @@ def check_keys(found: dict[str, Any]) -> None:
 def test_text_and_json_say_the_same() -> None:
     case = BY_NAME["tp: two stages"]
     found = stepped(case, 3)
-    shown = json.loads(json.dumps(dry_run_json(found)))
+    shown = json.loads(json.dumps(build_dry_run_json(found)))
     check_keys(shown)
-    text = "\n".join(dry_run_text(found, case.plan))
+    text = "\n".join(format_dry_run(found, case.plan))
     assert f"{case.name}, rank 3 of 4" in text
     assert f"{shown['program']['lines']} lines; " in text
     assert f"made by {shown['groups_made']} calls per rank" in text

@@ -18,7 +18,7 @@ from tiny_plans import tiny_plan
 from benchmarks.docs.noise_tables import CASES, PAGE, rows
 from optimus.cli import run
 from optimus.cli.flags import OK
-from optimus.cli.uncertainty import noise_json, noise_text
+from optimus.cli.uncertainty import build_noise_json, format_noise
 from optimus.errors import UserError
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
@@ -211,13 +211,13 @@ def test_under_noise_is_paired_and_repeats(planned: PlanningResult) -> None:
 def test_what_is_printed_is_what_was_found(planned: PlanningResult) -> None:
     found = simulate_under_noise(planned.plan, planned.comparison, against="stage0", seeds=2)
     static, two = (found.lost_points(policy, found.levels[-1]) for policy in POLICIES)
-    words = " ".join(" ".join(noise_text(found)).split())
+    words = " ".join(" ".join(format_noise(found)).split())
     assert static is not None and two is not None
     assert words == (
         f"noise static loses {static:.1f} points of speed-up over stage0, two-stream {two:.1f} "
         "(10 % jitter, stragglers, 3 ms hiccups; 2 seeds)"
     )
-    shown = noise_json(found)
+    shown = build_noise_json(found)
     assert shown["against"] == "stage0" and shown["seeds"] == 2
     levels = shown["levels"]
     assert isinstance(levels, dict) and list(levels) == [noise.name for noise in NOISE_LEVELS]
@@ -231,7 +231,7 @@ def test_without_another_system_there_is_only_the_floor(planned: PlanningResult)
     )
     assert found.against is None and found.claimed_speedup is None
     assert found.lost_points(STATIC, found.levels[0]) is None
-    assert noise_text(found)[0].startswith("noise          step over an equally noisy floor: static 1.")
+    assert format_noise(found)[0].startswith("noise          step over an equally noisy floor: static 1.")
     with pytest.raises(UserError, match="was not compared"):
         simulate_under_noise(planned.plan, planned.comparison, against="fsdp")
 

@@ -11,7 +11,7 @@ from plan_by_hand import llm_alone, two_pipelines
 from slow_plan_replay import PHASES, Id, SlowPlan
 from tiny_plans import tiny_plan
 
-from optimus.cli.check import grid_text
+from optimus.cli.check import format_op_grid
 from optimus.ir.op import OpKind, ShortOpName
 from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
@@ -80,9 +80,9 @@ def test_a_broken_plan_has_a_grid_in_program_order() -> None:
 def test_a_grid_is_as_wide_as_the_terminal(make: Callable[[], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     grid = build_op_grid(make())
     monkeypatch.setenv("COLUMNS", "1000")
-    wide = grid_text(grid)
+    wide = format_op_grid(grid)
     assert len(wide) == len(grid) + 1 and wide[0].split()[:3] == ["step", "class", "0"]
     monkeypatch.setenv("COLUMNS", "40")
-    narrow = grid_text(grid)
+    narrow = format_op_grid(grid)
     assert max(map(len, narrow)) <= 40
     assert sum(line.count("class") for line in narrow) == len(grid[0])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plan_by_hand import plan_by_hand
 
-from optimus.cli.diff import diff_json, diff_text
+from optimus.cli.diff import build_diff_json, format_diff
 from optimus.ir.plan import Plan, Program
 from optimus.ir.plan_diff import FirstDifferingLine, SettingChange, compare_plans
 from optimus.ir.planfile import format_plan
@@ -34,7 +34,7 @@ def with_rows(plan: Plan, device: int, rows: list[list[int]]) -> Plan:
 def test_a_plan_is_the_same_as_itself() -> None:
     found = compare_plans(small_plan(), replace(small_plan(), notes={}))
     assert found.same and found.fields == ("notes",) and found.ratio == 1
-    assert diff_text(found) == ["The plans are the same."]
+    assert format_diff(found) == ["The plans are the same."]
 
 
 def test_moving_a_line_is_a_small_difference() -> None:
@@ -94,9 +94,9 @@ def test_other_layouts_and_figures() -> None:
         "llm.recompute": ("none", "full"),
     }
     assert "modules" in found.fields and "claims" in found.fields
-    text = "\n".join(diff_text(found))
+    text = "\n".join(format_diff(found))
     assert "0.800x" in text and "dp2 pp2 tp2 chunks2" in text and "The first that differs is line" in text
-    written = diff_json(found)
+    written = build_diff_json(found)
     assert written["schema"] == "optimus.diff/1" and json.loads(json.dumps(written)) == written
 
 

@@ -14,7 +14,7 @@ import pytest
 import optimus
 from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
-from optimus.cli.sweep import sweep_json, sweep_text
+from optimus.cli.sweep import build_sweep_json, format_sweep
 from optimus.errors import UserError
 from optimus.job.job import CurrentRun
 from optimus.job.layout import Layout, LayoutConstraints, PartialLayout
@@ -178,14 +178,14 @@ def test_the_title_says_the_conclusion() -> None:
 
 def test_table_page_and_object_hold_every_point() -> None:
     sweep = made(3000.0, None, simpler=0.99)
-    text = "\n".join(sweep_text(sweep))
+    text = "\n".join(format_sweep(sweep))
     assert "not possible: too < small" in text
     assert re.search(
         r"^ +8 +dp8 pp1 tp1 .* 1\.250 +3000 +60\.0 +three-phase .* 1\.010 +no$", text, re.MULTILINE
     )
     page = render_sweep_page(sweep)
     assert page.count("<tr>") == 3 and "<svg" in page and "too &lt; small" in page and "src=" not in page
-    found = sweep_json(sweep, file=None)
+    found = build_sweep_json(sweep, file=None)
     again: dict[str, Any] = json.loads(json.dumps(found))
     assert again == found
     first, second = again["points"]

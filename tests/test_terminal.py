@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimus.cli import COMMANDS, console, run
-from optimus.cli.text import columns, next_commands, wrap
+from optimus.cli.text import align_columns, format_next_commands, wrap_text
 
 ROOT = Path(__file__).parent.parent
 TINY, AT = "cpu/tiny-vl", ("--layout", "llm=pp2,tp1")
@@ -126,20 +126,20 @@ def test_a_long_model_name_fits_too(tmp_path: Path) -> None:
 def test_a_wide_table_is_split_at_the_given_column(monkeypatch: pytest.MonkeyPatch) -> None:
     header, rows = ["name", "a", "b", "c"], [["x", "1", "2", "3"], ["y", "4", "5", ""]]
     monkeypatch.setenv("COLUMNS", "80")
-    assert columns(header, rows) == ["  name  a  b  c", "  x     1  2  3", "  y     4  5"]
+    assert align_columns(header, rows) == ["  name  a  b  c", "  x     1  2  3", "  y     4  5"]
     wide = [["x", *("1" * 30, "2" * 30, "3" * 30)], ["y", "4" * 30, "5" * 30, ""]]
-    split = columns(header, wide, breaks=[2])
+    split = align_columns(header, wide, breaks=[2])
     heads = [[cell[:1] for cell in line.split()] for line in split if line]
     assert heads == [["n", "a"], ["x", "1"], ["y", "4"], ["n", "b", "c"], ["x", "2", "3"], ["y", "5"]]
     monkeypatch.setenv("COLUMNS", "120")
-    assert len(columns(header, wide, breaks=[2])) == 3
+    assert len(align_columns(header, wide, breaks=[2])) == 3
 
 
 def test_lines_use_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "word " * 40
     for width in (80, 132):
         monkeypatch.setenv("COLUMNS", str(width))
-        lines = wrap("label", text)
+        lines = wrap_text("label", text)
         assert lines[0].startswith("label          word")
         assert max(map(len, lines)) <= width < max(map(len, lines)) + len(" word")
 
@@ -148,14 +148,14 @@ def test_a_number_keeps_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     for width in range(40, 60):
         monkeypatch.setenv("COLUMNS", str(width))
         assert not any(
-            line.strip().startswith(("s ", "s,", "GB")) for line in wrap("", "a 1.25 s, 80 GB " * 9)
+            line.strip().startswith(("s ", "s,", "GB")) for line in wrap_text("", "a 1.25 s, 80 GB " * 9)
         )
 
 
 def test_a_long_command_is_continued_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     command = f"optimus plan job.yaml --on {'x' * 30} --profile y.yaml"
-    lines = next_commands("optimus check a", command)
+    lines = format_next_commands("optimus check a", command)
     assert lines[0] == "next  optimus check a" and lines[1].endswith(" \\")
     assert " ".join(line.strip().removesuffix(" \\") for line in lines[1:]) == command
 

@@ -62,7 +62,7 @@ def metrics_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def check_json(text: str) -> None:
+def build_check_json(text: str) -> None:
     found = json.loads(text)  # one object and nothing else
     assert found["steps"] == 3 and found["final_loss"] > 0 and found["step_s_median"] > 0
 
@@ -104,7 +104,7 @@ def test_memory_needs_a_second_step() -> None:
 def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: PlanningResult) -> None:
     alone = call("train", TINY, "--steps", "3", "--json", folder=tmp_path)
     assert alone.returncode == 0, alone.stderr
-    check_json(alone.stdout)
+    build_check_json(alone.stdout)
     first = metrics_in(tmp_path / "optimus-run")
     assert [line["step"] for line in first] == [0, 1, 2]
     assert all(line["step_s"] > 0 and line["tokens_per_s"] > 0 and line["loss"] > 0 for line in first)
@@ -116,7 +116,7 @@ def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: Plannin
     words = ("train", TINY, "--plan", planned.file, "--steps", "3", "--json", "--run-dir", "ranks")
     started = call(*words, folder=tmp_path, before=(*TORCHRUN, "2"))
     assert started.returncode == 0, started.stderr
-    check_json(started.stdout)
+    build_check_json(started.stdout)
     assert started.stderr.splitlines()[-1].startswith("step 3 of 3, loss "), started.stderr
     assert (tmp_path / "ranks" / "plan.json").read_bytes() == planned.file.read_bytes()
 

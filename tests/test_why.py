@@ -396,9 +396,9 @@ def test_mistakes_are_named(
 
 
 def test_every_layout_that_plan_proposes_to_ask_about_has_an_answer(narrow: PlanningResult) -> None:
-    from optimus.cli.plan import neighbour_layout
+    from optimus.cli.plan import suggest_neighbour_layout
 
-    assert neighbour_layout(narrow.plan.modules["llm"].layout) == "llm=pp2,tp1"
+    assert suggest_neighbour_layout(narrow.plan.modules["llm"].layout) == "llm=pp2,tp1"
 
 
 @pytest.mark.ci("search")

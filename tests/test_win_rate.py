@@ -16,7 +16,7 @@ from test_batches import few_layers, uneven
 
 from optimus.cli import run
 from optimus.cli.flags import OK
-from optimus.cli.uncertainty import assessed_json, assessed_text
+from optimus.cli.uncertainty import build_uncertainty_json, format_uncertainty
 from optimus.cost.assumptions import get_preset
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.job.read import find_job
@@ -200,7 +200,7 @@ def test_the_words_of_the_two_lines(sure: WinRate) -> None:
     )
     said = replace(sure, winner="paper", same=99, of=200, otherwise=wins)
     assessed = PlanAssessment(steps={"paper": steps, "today": other}, sure=said)
-    text = " ".join(" ".join(assessed_text(assessed)).split())
+    text = " ".join(" ".join(format_uncertainty(assessed)).split())
     assert text == (
         "steps mean 1.500 s, p95 1.950 s over 101 batches drawn from the workload "
         "(today: mean 3.000 s, p95 3.900 s) "
@@ -209,8 +209,8 @@ def test_the_words_of_the_two_lines(sure: WinRate) -> None:
     )
     faster = replace(steps, system="three-phase", steps_s=0.9 * steps.steps_s)
     assessed = PlanAssessment(steps={"paper": steps, "three-phase": faster}, sure=said)
-    assert "p95 1.755 s): over these three-phase is the faster" in " ".join(assessed_text(assessed))
-    keys = assessed_json(assessed)
+    assert "p95 1.755 s): over these three-phase is the faster" in " ".join(format_uncertainty(assessed))
+    keys = build_uncertainty_json(assessed)
     assert json.loads(json.dumps(keys)) == keys
     assert keys["steps"]["paper"]["p95_s"] == pytest.approx(1.95)  # type: ignore[index]
 

@@ -14,7 +14,7 @@ import tyro
 from optimus import __version__
 from optimus.cli.catalog import CatalogCommand
 from optimus.cli.check import CheckCommand
-from optimus.cli.console import show
+from optimus.cli.console import print_result
 from optimus.cli.diff import DiffCommand
 from optimus.cli.export import ExportCommand
 from optimus.cli.flags import INTERRUPTED, NO, OK, OUR_BUG, USER_ERROR
@@ -24,7 +24,7 @@ from optimus.cli.profile import ProfileCommand
 from optimus.cli.report import ReportCommand
 from optimus.cli.simulate import SimulateCommand
 from optimus.cli.sweep import SweepCommand
-from optimus.cli.text import wrap, wrap_usage
+from optimus.cli.text import wrap_text, wrap_usage
 from optimus.cli.train import TrainCommand
 from optimus.cli.why import WhyCommand
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Runs one command and returns its exit code."""
     if arguments in ([], ["--help"], ["-h"]):
-        print("\n".join(help_text()))
+        print("\n".join(_help_text()))
         return OK
     if arguments in (["--version"], ["-V"]):
         print(__version__)
@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
             )
         return int(parsed())
 
-    return exit_code_of(command, as_json="--json" in arguments)
+    return run_and_report_errors(command, as_json="--json" in arguments)
 
 
 @contextmanager
@@ -87,22 +87,22 @@ def _plain_help() -> Iterator[None]:
             print("\n".join(wrap_usage(line)) if line.startswith("usage:") else line.rstrip())
 
 
-def help_text() -> list[str]:
+def _help_text() -> list[str]:
     """Returns the help of `optimus` itself: every command with its description."""
-    lines = ["usage: optimus COMMAND [OPTIONS]", "", *wrap("", DESCRIPTION, indent=0), "", "commands:"]
+    lines = ["usage: optimus COMMAND [OPTIONS]", "", *wrap_text("", DESCRIPTION, indent=0), "", "commands:"]
     for name, command in COMMANDS.items():
-        lines += wrap(f"  {name}", command.__doc__ or "", indent=13)
+        lines += wrap_text(f"  {name}", command.__doc__ or "", indent=13)
     return [*lines, "", "optimus COMMAND --help lists options; optimus --version prints the version."]
 
 
-def exit_code_of(command: Callable[[], int], *, as_json: bool) -> int:
+def run_and_report_errors(command: Callable[[], int], *, as_json: bool) -> int:
     """Runs a command, prints its error if it raises one, and returns the exit code."""
     try:
         return command()
     except DoesNotFit as no:
         _print_error(no)
         if as_json:
-            show(
+            print_result(
                 {"schema": "optimus.no/1", "ok": False, "problem": no.problem, "hint": no.hint},
                 [],
                 as_json=True,
@@ -126,7 +126,7 @@ def _print_error(error: object) -> None:
     """Prints an error and its hint on standard error, broken between words."""
     for line in str(error).splitlines():
         label = next((label for label in ("error:", "hint:", "no:") if line.startswith(f"{label} ")), "")
-        wrapped = wrap(label, line.removeprefix(label), indent=len(label) + 1 if label else 0)
+        wrapped = wrap_text(label, line.removeprefix(label), indent=len(label) + 1 if label else 0)
         print("\n".join(wrapped), file=sys.stderr)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimus.cli.console import show
+from optimus.cli.console import print_result
 from optimus.cli.flags import OK, JsonFlag
-from optimus.cli.text import columns, next_commands
+from optimus.cli.text import align_columns, format_next_commands
 from optimus.render.format_numbers import format_parameter_count
 
 SCHEMA = "optimus.catalog/1"
@@ -19,11 +19,11 @@ class CatalogCommand:
     json: JsonFlag = False
 
     def __call__(self) -> int:
-        show(catalog_json(), catalog_text(), as_json=self.json)
+        print_result(_catalog_json(), _catalog_text(), as_json=self.json)
         return OK
 
 
-def catalog_json() -> dict[str, object]:
+def _catalog_json() -> dict[str, object]:
     """Returns the object of `optimus catalog --json`."""
     from optimus.job.catalog_files import list_catalog_names, list_cluster_aliases
     from optimus.job.read import find_job, load_cluster, load_model
@@ -52,7 +52,7 @@ def catalog_json() -> dict[str, object]:
     return {"schema": SCHEMA, "models": models, "clusters": clusters, "jobs": jobs}
 
 
-def catalog_text() -> list[str]:
+def _catalog_text() -> list[str]:
     """Returns three tables and the commands to try next."""
     from optimus.job.catalog_files import list_catalog_names, list_cluster_aliases
     from optimus.job.read import find_job, load_cluster, load_model
@@ -76,13 +76,15 @@ def catalog_text() -> list[str]:
         jobs.append([name, job.model.name, f"{job.cluster.gpus} x {job.cluster.name}"])
     return [
         "Models",
-        *columns(["name", "modules"], models, left=2),
+        *align_columns(["name", "modules"], models, left=2),
         "",
         "Clusters",
-        *columns(["alias", "name", "bf16 TFLOPS", "GB"], clusters, left=2),
+        *align_columns(["alias", "name", "bf16 TFLOPS", "GB"], clusters, left=2),
         "",
         "Jobs",
-        *columns(["name", "model", "on"], jobs, left=3),
+        *align_columns(["name", "model", "on"], jobs, left=3),
         "",
-        *next_commands("optimus simulate paper/strong-3072", "optimus simulate qwen2.5-vl-72b --on h100:512"),
+        *format_next_commands(
+            "optimus simulate paper/strong-3072", "optimus simulate qwen2.5-vl-72b --on h100:512"
+        ),
     ]

@@ -6,18 +6,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from optimus.cli.console import show
+from optimus.cli.console import print_result
 from optimus.cli.flags import (
     NO,
     OK,
     JsonFlag,
     OnFlag,
     PlanArgument,
-    load_profile_of,
-    option,
+    describe_option,
+    load_optional_profile,
     refuse_without_job,
 )
-from optimus.cli.text import columns, plan_title, time_gap, wrap
+from optimus.cli.text import align_columns, format_plan_title, format_time_gap, wrap_text
 
 if TYPE_CHECKING:
     from optimus.ir.plan import Plan
@@ -33,15 +33,15 @@ class CheckCommand:
 
     plan: PlanArgument
     job: Annotated[
-        str | None, option(metavar="JOB", help="also check that the plan was made for this job")
+        str | None, describe_option(metavar="JOB", help="also check that the plan was made for this job")
     ] = None
     on: OnFlag = None
     profile: Annotated[
         Path | None,
-        option(metavar="FILE.yaml", help="with --job: also that it was made with this profile"),
+        describe_option(metavar="FILE.yaml", help="with --job: also that it was made with this profile"),
     ] = None
     grid: Annotated[
-        bool, option(help="also show ops as cells, such as 2F0: chunk 2, forward, microbatch 0")
+        bool, describe_option(help="also show ops as cells, such as 2F0: chunk 2, forward, microbatch 0")
     ] = False
     json: JsonFlag = False
 
@@ -57,20 +57,20 @@ class CheckCommand:
             from optimus.job.read import find_job
             from optimus.planner.planning import add_binding_violations
 
-            parts = list_bound_parts(find_job(self.job, self.on), load_profile_of(self.profile))
+            parts = list_bound_parts(find_job(self.job, self.on), load_optional_profile(self.profile))
             report = add_binding_violations(report, plan, parts)
-        result, text = check_json(plan, report), check_text(plan, report)
+        result, text = build_check_json(plan, report), _check_text(plan, report)
         if self.grid:
             from optimus.verify.wait_graph import build_op_grid
 
             grid = build_op_grid(plan, aligned=report.rules["coverage"] and report.rules["deadlock"])
             result["grid"] = [[None if op is None else str(op) for op in row] for row in grid]
-            text = [*grid_text(grid), "", *text]
-        show(result, text, as_json=self.json)
+            text = [*format_op_grid(grid), "", *text]
+        print_result(result, text, as_json=self.json)
         return OK if report.ok else NO
 
 
-def check_json(plan: Plan, report: CheckReport) -> dict[str, object]:
+def build_check_json(plan: Plan, report: CheckReport) -> dict[str, object]:
     """Returns the object of `optimus check --json`."""
     return {
         "schema": SCHEMA,
@@ -88,26 +88,26 @@ def check_json(plan: Plan, report: CheckReport) -> dict[str, object]:
     }
 
 
-def check_text(plan: Plan, report: CheckReport) -> list[str]:
+def _check_text(plan: Plan, report: CheckReport) -> list[str]:
     """Returns one line per rule, then the violations."""
     from optimus.verify.validator import RULES
 
     lines = sum(len(program) for program in plan.programs)
     size = f"{len(plan.programs)} device classes, {lines:,} lines"
-    text = [*plan_title(plan, f"strategy {plan.strategy}", size), ""]
+    text = [*format_plan_title(plan, f"strategy {plan.strategy}", size), ""]
     for rule, holds in report.rules.items():
-        text += wrap(f"  {'ok ' if holds else 'NO '} {rule}", RULES[rule], indent=16)
+        text += wrap_text(f"  {'ok ' if holds else 'NO '} {rule}", RULES[rule], indent=16)
     text.append("")
     if report.step_s is not None:
         claimed = plan.claims.step_s
-        gap = time_gap(report.step_s, claimed)
-        text += wrap("", f"replayed {report.step_s:.6f} s, claimed {claimed:.6f} s ({gap})", indent=0)
+        gap = format_time_gap(report.step_s, claimed)
+        text += wrap_text("", f"replayed {report.step_s:.6f} s, claimed {claimed:.6f} s ({gap})", indent=0)
     if report.rules["coverage"]:
         queue = "one queue for all communication (CUDA_DEVICE_MAX_CONNECTIONS=1): "
         queue += "holds" if report.single_connection_holds else "does not hold"
-        text += wrap("", queue, indent=0)
+        text += wrap_text("", queue, indent=0)
     for violation in report.violations:
-        text += wrap(f"  {violation.rule}", f"{violation.where}: {violation.problem}", indent=12)
+        text += wrap_text(f"  {violation.rule}", f"{violation.where}: {violation.problem}", indent=12)
     for rule, count in report.more.items():
         text.append(f"  {rule:<10}and {count} more")
     broken = sum(not holds for holds in report.rules.values())
@@ -115,8 +115,8 @@ def check_text(plan: Plan, report: CheckReport) -> list[str]:
     return text
 
 
-def grid_text(grid: OpGrid) -> list[str]:
+def format_op_grid(grid: OpGrid) -> list[str]:
     """Returns one line per step and one column per device class."""
     header = ["step", *(f"class {device}" for device in range(len(grid[0]) if grid else 0))]
     cells = [["." if op is None else str(op) for op in row] for row in grid]
-    return columns(header, [[str(step), *row] for step, row in enumerate(cells)])
+    return align_columns(header, [[str(step), *row] for step, row in enumerate(cells)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from optimus.cli.simulate import CAUSES_REMARK, SCHEMA, SHORT_CAUSES
-from optimus.cli.text import columns, remark, wrap
+from optimus.cli.text import align_columns, wrap_remark, wrap_text
 from optimus.cost.memory import NOT_MODELLED, RankMemory
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import OVERLAPPED_TP_SHARE, SimulatedSystem
@@ -25,7 +25,7 @@ SHORT_COMPONENTS = {
 }
 
 
-def comparison_json(comparison: Comparison) -> dict[str, object]:
+def build_comparison_json(comparison: Comparison) -> dict[str, object]:
     """Returns the object of `optimus simulate JOB --json`."""
     job, context = comparison.job, comparison.context
     return {
@@ -35,7 +35,7 @@ def comparison_json(comparison: Comparison) -> dict[str, object]:
         "cluster": job.cluster.name,
         "preset": comparison.assumptions.name,
         "assumptions": comparison.assumptions.describe(),
-        "cost_model": cost_model_json(comparison),
+        "cost_model": build_cost_model_json(comparison),
         "layout": {"llm": asdict(context.layout)},
         "floor_s": comparison.floor_s,
         "floor_1f1b_s": comparison.floor_1f1b_s,
@@ -54,7 +54,7 @@ def comparison_json(comparison: Comparison) -> dict[str, object]:
     }
 
 
-def cost_model_json(comparison: Comparison) -> dict[str, object]:
+def build_cost_model_json(comparison: Comparison) -> dict[str, object]:
     """Returns the source of the durations, and warnings where a profile was extrapolated."""
     profile, calibration = comparison.context.cost_model.profile, comparison.calibration
     source: dict[str, object] = {
@@ -89,46 +89,48 @@ def _system_json(comparison: Comparison, system: SimulatedSystem) -> dict[str, o
     return result
 
 
-def comparison_text(comparison: Comparison) -> list[str]:
+def format_comparison(comparison: Comparison) -> list[str]:
     """Returns the table of systems, their settings, the worst rank's memory and what is not modelled."""
-    lines = [*job_text(comparison), *header_text(comparison)]
+    lines = [*format_job(comparison), *format_header(comparison)]
     lines += ["", *_table(comparison), "", *_calibration(comparison)]
-    lines += remark(CAUSES_REMARK)
-    lines += remark(TP_SHARE_REMARK)
+    lines += wrap_remark(CAUSES_REMARK)
+    lines += wrap_remark(TP_SHARE_REMARK)
     if any(comparison.over_floor(name) < 1 for name in comparison.systems):
-        lines += remark("The floor is the LLM alone in a pipeline; a system without one may be below it.")
+        lines += wrap_remark(
+            "The floor is the LLM alone in a pipeline; a system without one may be below it."
+        )
     if comparison.is_stated and comparison.context.layout.pp == 1:
-        lines += remark("With pp 1 there is one stage: stage0 and balanced are the same.")
+        lines += wrap_remark("With pp 1 there is one stage: stage0 and balanced are the same.")
     lines.append("")
     for name, system in comparison.systems.items():
-        lines += wrap(f"  {name}", system.how, indent=18)
+        lines += wrap_text(f"  {name}", system.how, indent=18)
     for name, reason in comparison.missing.items():
-        lines += wrap(f"  {name}", f"not possible: {reason}", indent=18)
+        lines += wrap_text(f"  {name}", f"not possible: {reason}", indent=18)
     lines += ["", *_memory(comparison), ""]
-    lines += wrap("not modelled", "; ".join(NOT_MODELLED))
+    lines += wrap_text("not modelled", "; ".join(NOT_MODELLED))
     return lines
 
 
-def job_text(comparison: Comparison) -> list[str]:
+def format_job(comparison: Comparison) -> list[str]:
     """Returns the job, its cluster and its model."""
     job, model, workload = comparison.job, comparison.job.model, comparison.job.workload
     batch = f"{workload.sequences_per_step} sequences of {workload.sequence_tokens} tokens a step"
     modules = (f"{module.name} {format_parameter_count(module.parameters())}" for module in model.modules)
     return [
-        *wrap("job", f"{job.name}: {job.cluster.gpus} x {job.cluster.gpu.name}, {batch}"),
-        *wrap("model", f"{model.name}: {' + '.join(modules)}"),
+        *wrap_text("job", f"{job.name}: {job.cluster.gpus} x {job.cluster.gpu.name}, {batch}"),
+        *wrap_text("model", f"{model.name}: {' + '.join(modules)}"),
     ]
 
 
-def header_text(comparison: Comparison) -> list[str]:
+def format_header(comparison: Comparison) -> list[str]:
     """Returns the cost model, the layout of the LLM and the data that an answer is based on."""
-    lines = wrap("cost model", f"{comparison.source}; preset {_preset(comparison)}")
+    lines = wrap_text("cost model", f"{comparison.source}; preset {_preset(comparison)}")
     for note in comparison.profile_notes:
-        lines += wrap("profile", note)
-    lines += wrap("llm layout", _llm_layout(comparison))
-    lines += wrap("data", _data(comparison))
+        lines += wrap_text("profile", note)
+    lines += wrap_text("llm layout", _llm_layout(comparison))
+    lines += wrap_text("data", _data(comparison))
     for note in comparison.job.notes:
-        lines += wrap("assumed", note)
+        lines += wrap_text("assumed", note)
     return lines
 
 
@@ -167,7 +169,7 @@ def _calibration(comparison: Comparison) -> list[str]:
     words += "; all times here are scaled by it"
     if not 1 / MAX_CALIBRATION < ratio < MAX_CALIBRATION:
         words += ": check layout, microbatch, recompute and workload of the job before trusting the table"
-    return wrap("today", words)
+    return wrap_text("today", words)
 
 
 def _preset(comparison: Comparison) -> str:
@@ -201,10 +203,10 @@ def _table(comparison: Comparison) -> list[str]:
         rows.append(row)
         if system.measured_step_s is not None:
             rows.append(_measured_row(comparison, system, len(header)))
-    lines = columns(header, rows, breaks=[header.index("peak GB") + 1])
+    lines = align_columns(header, rows, breaks=[header.index("peak GB") + 1])
     if any(not system.fits for system in comparison.systems.values()):
         capacity = format_gigabytes(comparison.context.capacity_bytes)
-        lines += remark(f"! does not fit in {capacity} GB, even with full recomputation")
+        lines += wrap_remark(f"! does not fit in {capacity} GB, even with full recomputation")
     return lines
 
 
@@ -236,7 +238,7 @@ def _memory(comparison: Comparison) -> list[str]:
     ]
     states = ("params", "grads", "optim", "llm act", "enc act")
     minor = next((place for place in range(3, len(header)) if header[place] not in states), 0)
-    return columns(header, rows, left=2, breaks=[minor])
+    return align_columns(header, rows, left=2, breaks=[minor])
 
 
 def _component(system: SimulatedSystem, name: str) -> float:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from optimus.cli.text import wrap
+from optimus.cli.text import wrap_text
 from optimus.errors import UserError
 
 FIRST_LINE_S = 1.0  # work below a second prints no progress
@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]  # name of the work, parts done, part
 StepReport = Callable[[int, float, float, float], None]  # step, loss, seconds, tokens per second
 
 
-def show(result: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+def print_result(result: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
     """Prints the result as one JSON object, or as lines of text."""
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))
@@ -52,7 +52,7 @@ def check_writable(field: str, path: Path, *endings: str) -> None:
 
 
 @contextmanager
-def announced_compilation() -> Iterator[None]:
+def announce_compilation() -> Iterator[None]:
     """Prints a line on standard error when the timeline's loop is compiled, once per installation."""
     from optimus.schedule._numba import announce_first_compilation
 
@@ -61,13 +61,13 @@ def announced_compilation() -> Iterator[None]:
             f"cached in {kept_in}" if kept_in else "not cached: set OPTIMUS_CACHE_DIR to a folder of yours"
         )
         words = f"compiling the simulator, about 5 s, once per installation ({where})"
-        print("\n".join(wrap("", words, indent=0)), file=sys.stderr)
+        print("\n".join(wrap_text("", words, indent=0)), file=sys.stderr)
 
     with announce_first_compilation(announce):
         yield
 
 
-class LineTimer:
+class _LineTimer:
     """Spaces the lines of progress that are printed when standard error is piped."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class LineTimer:
 def progress_bar(activity: str) -> Iterator[Progress]:
     """Shows a progress bar on a terminal, or a line every few seconds when standard error is piped."""
     if not sys.stderr.isatty():
-        timer = LineTimer()
+        timer = _LineTimer()
 
         def say(name: str, done: int, total: int) -> None:
             if timer.is_due():
@@ -120,7 +120,7 @@ def progress_bar(activity: str) -> Iterator[Progress]:
 def training_progress(steps: int) -> Iterator[StepReport]:
     """Shows loss, step time and tokens per second: a bar, or lines every few seconds when piped."""
     if not sys.stderr.isatty():
-        timer = LineTimer()
+        timer = _LineTimer()
 
         def say(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
             if timer.is_due() or step + 1 == steps:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from optimus.cli.console import show
-from optimus.cli.flags import NO, OK, JsonFlag, option
-from optimus.cli.text import columns, remark, wrap
+from optimus.cli.console import print_result
+from optimus.cli.flags import NO, OK, JsonFlag, describe_option
+from optimus.cli.text import align_columns, wrap_remark, wrap_text
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ SCHEMA = "optimus.diff/1"
 class DiffCommand:
     """Compare two plans: layouts, step, memory, and the first op that differs."""
 
-    a: Annotated[tyro.conf.Positional[Path], option(metavar="A", help="a plan file")]
-    b: Annotated[tyro.conf.Positional[Path], option(metavar="B", help="another")]
+    a: Annotated[tyro.conf.Positional[Path], describe_option(metavar="A", help="a plan file")]
+    b: Annotated[tyro.conf.Positional[Path], describe_option(metavar="B", help="another")]
     json: JsonFlag = False
 
     def __call__(self) -> int:
@@ -32,11 +32,11 @@ class DiffCommand:
         from optimus.ir.planfile import load_plan
 
         difference = compare_plans(load_plan(self.a), load_plan(self.b))
-        show(diff_json(difference), diff_text(difference), as_json=self.json)
+        print_result(build_diff_json(difference), format_diff(difference), as_json=self.json)
         return OK if difference.same else NO
 
 
-def diff_json(difference: PlanDifference) -> dict[str, object]:
+def build_diff_json(difference: PlanDifference) -> dict[str, object]:
     """Returns the object of `optimus diff --json`."""
     return {
         "schema": SCHEMA,
@@ -61,7 +61,7 @@ def _pair(values: tuple[float, float]) -> dict[str, float]:
     return {"a": values[0], "b": values[1]}
 
 
-def diff_text(difference: PlanDifference) -> list[str]:
+def format_diff(difference: PlanDifference) -> list[str]:
     """Returns a table of differences, counts of added, removed and moved lines, and the first of them."""
     if difference.same:
         return ["The plans are the same."]
@@ -73,9 +73,9 @@ def diff_text(difference: PlanDifference) -> list[str]:
         *(_row(f"layout {change.field}", change) for change in difference.layouts),
         *(_row(change.field, change) for change in difference.settings),
     ]
-    lines = columns(["", "A", "B", ""], rows)
+    lines = align_columns(["", "A", "B", ""], rows)
     if difference.fields:
-        lines += ["", *remark(f"Header fields that differ: {', '.join(difference.fields)}.")]
+        lines += ["", *wrap_remark(f"Header fields that differ: {', '.join(difference.fields)}.")]
     return [*lines, "", *_lines(difference)]
 
 
@@ -86,12 +86,12 @@ def _row(label: str, change: SettingChange) -> list[str]:
 def _lines(difference: PlanDifference) -> list[str]:
     first = difference.first
     if first is None:
-        return remark(f"All {difference.lines[0]:,} lines are the same.")
+        return wrap_remark(f"All {difference.lines[0]:,} lines are the same.")
     a, b = difference.lines
     only = f"{difference.only_a:,} only in A, {difference.only_b:,} only in B"
     return [
-        *remark(f"Lines: {a:,} in A, {b:,} in B; {only}, {difference.moved:,} moved."),
-        *remark(f"The first that differs is line {first.line} of device class {first.device}:"),
-        *wrap("    A", first.a or "(end of the program)", indent=7),
-        *wrap("    B", first.b or "(end of the program)", indent=7),
+        *wrap_remark(f"Lines: {a:,} in A, {b:,} in B; {only}, {difference.moved:,} moved."),
+        *wrap_remark(f"The first that differs is line {first.line} of device class {first.device}:"),
+        *wrap_text("    A", first.a or "(end of the program)", indent=7),
+        *wrap_text("    B", first.b or "(end of the program)", indent=7),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from optimus.cli.text import closing, columns, wrap
+from optimus.cli.text import align_columns, wrap_closing_line, wrap_text
 from optimus.engine.config import MemoryUse
 from optimus.ir.plan import ALL, Plan
 from optimus.render.format_numbers import format_gigabytes
@@ -22,7 +22,7 @@ DTYPE_NOTE = (
 )
 
 
-def dry_run_json(run: DryRun) -> dict[str, Any]:
+def build_dry_run_json(run: DryRun) -> dict[str, Any]:
     """Returns the object of `optimus train --dry-run --json`."""
     return {
         "schema": SCHEMA,
@@ -46,7 +46,7 @@ def dry_run_json(run: DryRun) -> dict[str, Any]:
         "travels": [asdict(message) for message in run.travels],
         "parameters": {name: asdict(held) for name, held in run.parameters.items()},
         "memory": {
-            **memory_json(run.memory),
+            **build_memory_json(run.memory),
             "planned_only_bytes": dict(run.planned_only),
             "dtype": run.memory.dtype,
             "error": run.memory.error,
@@ -59,15 +59,15 @@ def dry_run_json(run: DryRun) -> dict[str, Any]:
     }
 
 
-def dry_run_text(run: DryRun, plan: Plan) -> list[str]:
+def format_dry_run(run: DryRun, plan: Plan) -> list[str]:
     """Returns the rank's place, program, communicators, parameters, messages and memory."""
     return [
-        *wrap("job", f"{run.job}, rank {run.rank} of {run.world}"),
-        *wrap("dry run", ALONE),
-        *wrap("place", f"device class {run.device_class} ({run.class_name}); {_places(run, plan)}"),
-        *wrap("program", _program(run)),
+        *wrap_text("job", f"{run.job}, rank {run.rank} of {run.world}"),
+        *wrap_text("dry run", ALONE),
+        *wrap_text("place", f"device class {run.device_class} ({run.class_name}); {_places(run, plan)}"),
+        *wrap_text("program", _program(run)),
         *_slots(run, plan),
-        *wrap("communicators", f"{len(run.communicators)}, made by {run.groups_made} calls per rank"),
+        *wrap_text("communicators", f"{len(run.communicators)}, made by {run.groups_made} calls per rank"),
         "",
         *_communicators(run),
         "",
@@ -103,17 +103,19 @@ def _slots(run: DryRun, plan: Plan) -> list[str]:
     if plan.ranks.llm.tp == 1:
         return []
     inside, phases = run.encoder_phases_in_slots, run.encoder_phases
-    return wrap("slots", f"{inside:,} of {phases:,} encoder compute phases run under the LLM's collectives")
+    return wrap_text(
+        "slots", f"{inside:,} of {phases:,} encoder compute phases run under the LLM's collectives"
+    )
 
 
 def _communicators(run: DryRun) -> list[str]:
     rows = [(group.axis, f"{group.size:,}", str(group.first), str(group.last)) for group in run.communicators]
-    return columns(("communicator", "ranks", "first", "last"), rows)
+    return align_columns(("communicator", "ranks", "first", "last"), rows)
 
 
 def _parameters(run: DryRun) -> list[str]:
     rows = [(name, f"{held.count:,}", f"{held.bytes / 1e9:.2f}") for name, held in run.parameters.items()]
-    return columns(("module", "parameters", "GB"), rows)
+    return align_columns(("module", "parameters", "GB"), rows)
 
 
 def _messages(run: DryRun) -> list[str]:
@@ -126,7 +128,7 @@ def _messages(run: DryRun) -> list[str]:
         )
         for message in run.travels
     ]
-    return ["", *columns(("message", "times", "shape", "MB each"), rows)] if rows else []
+    return ["", *align_columns(("message", "times", "shape", "MB each"), rows)] if rows else []
 
 
 def _memory(run: DryRun) -> list[str]:
@@ -136,13 +138,13 @@ def _memory(run: DryRun) -> list[str]:
     return [
         *_memory_table(use, run.planned_only),
         "",
-        *wrap("peak", f"while {run.peak_at} runs{over}"),
-        *wrap("fits" if run.fits else "does not fit", f"{capacity}, with communicators and reserve"),
+        *wrap_text("peak", f"while {run.peak_at} runs{over}"),
+        *wrap_text("fits" if run.fits else "does not fit", f"{capacity}, with communicators and reserve"),
         *_dtype_note(use),
     ]
 
 
-def memory_json(use: MemoryUse) -> dict[str, Any]:
+def build_memory_json(use: MemoryUse) -> dict[str, Any]:
     """Returns one rank's bytes: planned, and counted in a step."""
     return {
         "rank": use.rank,
@@ -152,12 +154,12 @@ def memory_json(use: MemoryUse) -> dict[str, Any]:
     }
 
 
-def memory_text(use: MemoryUse) -> list[str]:
+def format_memory(use: MemoryUse) -> list[str]:
     """Returns a table of one rank's bytes: planned, and counted in a step."""
     words = f"rank {use.rank} has the highest peak; "
     words += f"the plan is {abs(use.error):.1%} {'above' if use.error >= 0 else 'below'} the count"
     words += f"; {_lines_over(use)}" if use.lines_over else ""
-    return [*wrap("memory", words), "", *_memory_table(use, {}), "", *_dtype_note(use)]
+    return [*wrap_text("memory", words), "", *_memory_table(use, {}), "", *_dtype_note(use)]
 
 
 def _memory_table(use: MemoryUse, planned_only: Mapping[str, int]) -> list[str]:
@@ -171,7 +173,7 @@ def _memory_table(use: MemoryUse, planned_only: Mapping[str, int]) -> list[str]:
     rows = [row(name, planned, use.counted[name]) for name, planned in use.planned.items()]
     rows.append(row("peak", use.planned_peak, use.counted_peak))
     rows += [(name, f"{planned / size:,.2f}", "-", "") for name, planned in planned_only.items()]
-    return columns((f"memory {unit}", "planned", "counted", "plan over count"), rows)
+    return align_columns((f"memory {unit}", "planned", "counted", "plan over count"), rows)
 
 
 def _unit(use: MemoryUse) -> tuple[str, float]:
@@ -184,4 +186,4 @@ def _lines_over(use: MemoryUse) -> str:
 
 
 def _dtype_note(use: MemoryUse) -> list[str]:
-    return [] if use.dtype == "bfloat16" else closing("note", DTYPE_NOTE.format(dtype=use.dtype))
+    return [] if use.dtype == "bfloat16" else wrap_closing_line("note", DTYPE_NOTE.format(dtype=use.dtype))

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from optimus.cli.console import check_writable, show
-from optimus.cli.flags import OK, JsonFlag, PlanArgument, option
-from optimus.cli.text import plan_title, wrap
+from optimus.cli.console import check_writable, print_result
+from optimus.cli.flags import OK, JsonFlag, PlanArgument, describe_option
+from optimus.cli.text import format_plan_title, wrap_text
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ class ExportCommand:
     """Write a plan as the arguments of Megatron or torchtitan."""
 
     plan: PlanArgument
-    to: Annotated[str, option(metavar="TARGET", help="megatron or torchtitan")]
+    to: Annotated[str, describe_option(metavar="TARGET", help="megatron or torchtitan")]
     output: Annotated[
         Path | None,
-        option(
+        describe_option(
             aliases=["-o"],
             metavar="FOLDER",
             help="the folder to write to; default: named after plan and target",
@@ -49,7 +49,7 @@ class ExportCommand:
             check_writable("--output", path)
         for path, text in zip(files, export.files.values(), strict=True):
             write_file_atomically(path, text)
-        show(export_json(export, files), export_text(export, files), as_json=self.json)
+        print_result(_export_json(export, files), _export_text(export, files), as_json=self.json)
         return OK
 
 
@@ -66,7 +66,7 @@ def _make_folder(folder: Path) -> None:
         ) from None
 
 
-def export_json(export: ExportedPlan, files: Sequence[Path]) -> dict[str, object]:
+def _export_json(export: ExportedPlan, files: Sequence[Path]) -> dict[str, object]:
     """Returns the object of `optimus export --json`."""
     return {
         "schema": SCHEMA,
@@ -81,21 +81,21 @@ def export_json(export: ExportedPlan, files: Sequence[Path]) -> dict[str, object
     }
 
 
-def export_text(export: ExportedPlan, files: Sequence[Path]) -> list[str]:
+def _export_text(export: ExportedPlan, files: Sequence[Path]) -> list[str]:
     """Returns the files written, what the target cannot run, and the steps it takes."""
     from optimus.exporters.exported_plan import AS_WRITTEN, describe_step_time
     from optimus.exporters.targets import SYSTEMS
 
     plan = export.plan
-    lines = plan_title(plan, f"for {export.version}")
-    lines += wrap("wrote", " ".join(map(str, files)))
+    lines = format_plan_title(plan, f"for {export.version}")
+    lines += wrap_text("wrote", " ".join(map(str, files)))
     for feature in export.not_supported:
-        lines += wrap("cannot run", f"{feature.what}: {feature.why}")
-    lines += wrap("as written", describe_step_time(plan, export.as_written, AS_WRITTEN, about=True))
+        lines += wrap_text("cannot run", f"{feature.what}: {feature.why}")
+    lines += wrap_text("as written", describe_step_time(plan, export.as_written, AS_WRITTEN, about=True))
     best = describe_step_time(plan, export.best_there, SYSTEMS[export.target])
     if export.best_there is not None and export.best_there.system not in AS_WRITTEN:
         best += " (not these files; optimus simulate shows its layout)"
-    return [*lines, *wrap("best there", best)]
+    return [*lines, *wrap_text("best there", best)]
 
 
 def _price_json(price: TargetStepTime | None) -> dict[str, object] | None:

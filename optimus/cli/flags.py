@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OK, NO, USER_ERROR, OUR_BUG, INTERRUPTED = 0, 1, 2, 70, 130
 
 
-def option(*, help: str, metavar: str | None = None, aliases: list[str] | None = None) -> Any:
+def describe_option(*, help: str, metavar: str | None = None, aliases: list[str] | None = None) -> Any:
     """Describes an argument for the help text, which shows a default only if it is a value."""
 
     def default_hint(default: str) -> str:
@@ -27,36 +27,36 @@ def option(*, help: str, metavar: str | None = None, aliases: list[str] | None =
 
 JobArgument = Annotated[
     tyro.conf.Positional[str],
-    option(
+    describe_option(
         metavar="JOB",
         help="a job.yaml, a catalog job (paper/strong-3072), or with --on a catalog model or a config.json",
     ),
 ]
-PlanArgument = Annotated[tyro.conf.Positional[Path], option(metavar="PLAN", help="a plan file")]
-OnFlag = Annotated[str | None, option(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
+PlanArgument = Annotated[tyro.conf.Positional[Path], describe_option(metavar="PLAN", help="a plan file")]
+OnFlag = Annotated[str | None, describe_option(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
 LayoutFlag = Annotated[
     tuple[str, ...],
-    option(metavar="MODULE=AXES ...", help="fix layouts, e.g. llm=pp8,tp4,chunks2"),
+    describe_option(metavar="MODULE=AXES ...", help="fix layouts, e.g. llm=pp8,tp4,chunks2"),
 ]
 TraceFlag = Annotated[
     Path | None,
-    option(metavar="FILE.json.gz", help="write every op as a trace for Perfetto"),
+    describe_option(metavar="FILE.json.gz", help="write every op as a trace for Perfetto"),
 ]
 ProfileFlag = Annotated[
     Path | None,
-    option(metavar="FILE.yaml", help="use durations measured by `optimus profile`"),
+    describe_option(metavar="FILE.yaml", help="use durations measured by `optimus profile`"),
 ]
-JsonFlag = Annotated[bool, option(help="print one JSON object instead of text")]
+JsonFlag = Annotated[bool, describe_option(help="print one JSON object instead of text")]
 StrategyFlag = Annotated[
-    str, option(metavar="NAME", help="scheduler: paper (the paper's algorithm) or optimus (ours)")
+    str, describe_option(metavar="NAME", help="scheduler: paper (the paper's algorithm) or optimus (ours)")
 ]
 SystemsFlag = Annotated[
     tuple[str, ...],
-    option(metavar="NAME ...", help="compare with these systems only; default: all that apply"),
+    describe_option(metavar="NAME ...", help="compare with these systems only; default: all that apply"),
 ]
 PresetFlag = Annotated[
     str,
-    option(
+    describe_option(
         metavar="NAME", help="set of assumptions: default, paper, paper-first-chunk, clean or clean-slack"
     ),
 ]
@@ -71,7 +71,7 @@ def refuse_without_job(job: str | None, **flags: object) -> None:
             raise UserError(field=f"--{flag}", problem="needs --job", hint=hint)
 
 
-def load_profile_of(path: Path | None) -> Profile | None:
+def load_optional_profile(path: Path | None) -> Profile | None:
     """Loads a profile file, or returns None if no file is named."""
     if path is None:
         return None

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from optimus.cli.console import check_writable, show
-from optimus.cli.flags import OK, JsonFlag, option
-from optimus.cli.text import closing, next_commands
+from optimus.cli.console import check_writable, print_result
+from optimus.cli.flags import OK, JsonFlag, describe_option
+from optimus.cli.text import format_next_commands, wrap_closing_line
 from optimus.errors import UserError
 
 
@@ -18,11 +18,13 @@ class InitCommand:
 
     hf: Annotated[
         str,
-        option(metavar="CONFIG.json", help="the model: its config.json, its folder, or a catalog name"),
+        describe_option(
+            metavar="CONFIG.json", help="the model: its config.json, its folder, or a catalog name"
+        ),
     ]
-    on: Annotated[str, option(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
-    output: Annotated[Path, option(aliases=["-o"], metavar="JOB.yaml", help="the file to write")] = Path(
-        "job.yaml"
+    on: Annotated[str, describe_option(metavar="GPU:COUNT", help="cluster to run on, e.g. h100:512")]
+    output: Annotated[Path, describe_option(aliases=["-o"], metavar="JOB.yaml", help="the file to write")] = (
+        Path("job.yaml")
     )
     json: JsonFlag = False
 
@@ -37,6 +39,9 @@ class InitCommand:
         check_writable("--output", self.output)
         self.output.write_text(text)
         result = {"schema": "optimus.init/1", "job": text, "file": str(self.output)}
-        lines = [*closing("wrote", str(self.output)), *next_commands(f"optimus simulate {self.output}")]
-        show(result, lines, as_json=self.json)
+        lines = [
+            *wrap_closing_line("wrote", str(self.output)),
+            *format_next_commands(f"optimus simulate {self.output}"),
+        ]
+        print_result(result, lines, as_json=self.json)
         return OK

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
+from optimus.cli.console import announce_compilation, check_writable, print_result, progress_bar
 from optimus.cli.flags import (
     OK,
     TRACE_ENDINGS,
@@ -20,11 +20,18 @@ from optimus.cli.flags import (
     StrategyFlag,
     SystemsFlag,
     TraceFlag,
-    load_profile_of,
-    option,
+    describe_option,
+    load_optional_profile,
     split_names,
 )
-from optimus.cli.text import closing, columns, next_commands, remark, time_gap, wrap
+from optimus.cli.text import (
+    align_columns,
+    format_next_commands,
+    format_time_gap,
+    wrap_closing_line,
+    wrap_remark,
+    wrap_text,
+)
 from optimus.errors import UserError
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
@@ -44,7 +51,7 @@ class PlanCommand:
     on: OnFlag = None
     output: Annotated[
         Path | None,
-        option(
+        describe_option(
             aliases=["-o"], metavar="PLAN", help="the file to write; default: the job's name and .plan.json"
         ),
     ] = None
@@ -53,12 +60,12 @@ class PlanCommand:
     layout: LayoutFlag = ()
     preset: PresetFlag = "default"
     profile: ProfileFlag = None
-    noise: Annotated[bool, option(help="also simulate the plan under noise: the speed-up that is left")] = (
-        False
-    )
+    noise: Annotated[
+        bool, describe_option(help="also simulate the plan under noise: the speed-up that is left")
+    ] = False
     trace: TraceFlag = None
     no_sure: Annotated[
-        bool, option(help="skip the analysis of how sure the answer is, which may take minutes")
+        bool, describe_option(help="skip the analysis of how sure the answer is, which may take minutes")
     ] = False
     json: JsonFlag = False
 
@@ -66,22 +73,22 @@ class PlanCommand:
         from optimus.ir.planfile import save_plan
 
         planned, output = self._make_plan()
-        lines = plan_text(planned)
+        lines = _plan_text(planned)
         if not planned.report.ok:
             print("\n".join(lines), file=sys.stderr)
             raise AssertionError(f"the plan does not hold: {planned.report.violations[0]}")
         digest = save_plan(planned.plan, output)
-        result = {**plan_json(planned), "file": str(output), "sha256": digest}
+        result = {**_plan_json(planned), "file": str(output), "sha256": digest}
         if self.noise:
-            from optimus.cli.uncertainty import noise_json, noise_text
+            from optimus.cli.uncertainty import build_noise_json, format_noise
             from optimus.sensitivity.noise_study import simulate_under_noise
 
             noise = simulate_under_noise(planned.plan, planned.comparison)
-            lines += noise_text(noise)
-            result["noise"] = noise_json(noise)
+            lines += format_noise(noise)
+            result["noise"] = build_noise_json(noise)
         lines += ["", *self._written(planned, output, digest)]
         if self.no_sure or not self.json:
-            show(result, lines, as_json=self.json)
+            print_result(result, lines, as_json=self.json)
         if not self.no_sure:
             self._assess(planned, result)
         return OK
@@ -102,8 +109,8 @@ class PlanCommand:
         check_writable("--output", output, ".json")
         if self.trace is not None:
             check_writable("--trace", self.trace, *TRACE_ENDINGS)
-        profile = load_profile_of(self.profile)
-        with progress_bar("planning") as progress, announced_compilation():
+        profile = load_optional_profile(self.profile)
+        with progress_bar("planning") as progress, announce_compilation():
             from optimus.planner.planning import make_plan
 
             planned = make_plan(
@@ -121,34 +128,40 @@ class PlanCommand:
         from optimus.ir.plan import FORMAT
 
         plan, size_mb = planned.plan, output.stat().st_size / 1e6
-        lines = closing("wrote", f"{output} (format {FORMAT}, {size_mb:.1f} MB, sha256 {digest[:12]})")
+        lines = wrap_closing_line(
+            "wrote", f"{output} (format {FORMAT}, {size_mb:.1f} MB, sha256 {digest[:12]})"
+        )
         if self.trace is not None:
             from optimus.render.trace import write_trace
 
             write_trace({plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace)
-            lines += closing("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
-        why = f"optimus why {output} {neighbour_layout(plan.modules['llm'].layout)}"
-        return [*lines, *next_commands(f"optimus check {output}", f"optimus report {output}", why)]
+            lines += wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
+        why = f"optimus why {output} {suggest_neighbour_layout(plan.modules['llm'].layout)}"
+        return [*lines, *format_next_commands(f"optimus check {output}", f"optimus report {output}", why)]
 
     def _assess(self, planned: PlanningResult, result: dict[str, object]) -> None:
         """Prints how sure the answer is, after the plan is written."""
         with progress_bar("planning") as progress:
-            from optimus.cli.uncertainty import assessed_json, assessed_text
+            from optimus.cli.uncertainty import build_uncertainty_json, format_uncertainty
             from optimus.sensitivity.assess import assess_plan
 
             assessed = assess_plan(planned, progress=progress)
-        show({**result, **assessed_json(assessed)}, ["", *assessed_text(assessed)], as_json=self.json)
+        print_result(
+            {**result, **build_uncertainty_json(assessed)},
+            ["", *format_uncertainty(assessed)],
+            as_json=self.json,
+        )
 
 
-def neighbour_layout(layout: Layout) -> str:
+def suggest_neighbour_layout(layout: Layout) -> str:
     """Names another LLM layout that a reader may ask about: twice the stages, or half of them."""
     pp = 2 * layout.pp if layout.dp % 2 == 0 else max(1, layout.pp // 2)
     return f"llm=pp{pp},tp{layout.tp}"
 
 
-def plan_json(planned: PlanningResult) -> dict[str, object]:
+def _plan_json(planned: PlanningResult) -> dict[str, object]:
     """Returns the object of `optimus plan --json`, but for the file."""
-    from optimus.cli.comparison import cost_model_json
+    from optimus.cli.comparison import build_cost_model_json
     from optimus.cost.memory import NOT_MODELLED
 
     plan, comparison, bounds = planned.plan, planned.comparison, planned.bounds
@@ -157,7 +170,7 @@ def plan_json(planned: PlanningResult) -> dict[str, object]:
         "job": plan.name,
         "strategy": plan.strategy,
         "preset": comparison.assumptions.name,
-        "cost_model": cost_model_json(comparison),
+        "cost_model": build_cost_model_json(comparison),
         "step_s": planned.step_s,
         "estimate_s": plan.claims.estimate_s,
         "floor_s": comparison.floor_s,
@@ -189,19 +202,19 @@ def plan_json(planned: PlanningResult) -> dict[str, object]:
     }
 
 
-def plan_text(planned: PlanningResult) -> list[str]:
+def _plan_text(planned: PlanningResult) -> list[str]:
     """Returns the speed-up, the layouts, the table of systems, memory, rejected layouts and the proof."""
-    from optimus.cli.comparison import header_text, job_text
+    from optimus.cli.comparison import format_header, format_job
     from optimus.cost.memory import NOT_MODELLED
 
-    lines = [*job_text(planned.comparison), *_worth_lines(planned), *header_text(planned.comparison)]
-    lines += wrap("search", _search_words(planned))
+    lines = [*format_job(planned.comparison), *_worth_lines(planned), *format_header(planned.comparison)]
+    lines += wrap_text("search", _search_words(planned))
     lines += ["", *_chosen(planned), "", *_table(planned), ""]
     lines += _hidden_lines(planned)
-    lines += wrap("memory", _memory(planned))
+    lines += wrap_text("memory", _memory(planned))
     lines += _rejected(planned)
-    lines += wrap("not modelled", "; ".join(NOT_MODELLED))
-    lines += wrap("checked", _checked(planned))
+    lines += wrap_text("not modelled", "; ".join(NOT_MODELLED))
+    lines += wrap_text("checked", _checked(planned))
     return lines
 
 
@@ -218,12 +231,12 @@ def _chosen(planned: PlanningResult) -> list[str]:
     size = f"{llm.sequences:.3g} {'sequence' if llm.sequences == 1 else 'sequences'}"
     microbatches = f"{llm.microbatches} microbatches of {size}"
     recompute = f"recompute {plan.modules['llm'].recompute}"
-    lines = wrap("chosen", f"llm {llm.layout}; {microbatches}; {llm.order_name}; {recompute}")
+    lines = wrap_text("chosen", f"llm {llm.layout}; {microbatches}; {llm.order_name}; {recompute}")
     for name, module in plan.encoders.items():
         split = [module.pipelines.count(pipeline) for pipeline in range(1 + max(module.pipelines))]
         pipelines = "1 pipeline with" if len(split) == 1 else f"{len(split)} pipelines with"
         microbatches = f"{pipelines} {_microbatches(split, module.microbatches_per_llm_microbatch)}"
-        lines += wrap("", f"{name} {module.layout}; {microbatches}; recompute {module.recompute}")
+        lines += wrap_text("", f"{name} {module.layout}; {microbatches}; recompute {module.recompute}")
     return lines
 
 
@@ -255,13 +268,13 @@ def _table(planned: PlanningResult) -> list[str]:
         )
         if system.measured_step_s is not None:
             rows.append(_measured(planned, system))
-    lines = columns(header, rows)
-    lines += remark(f"speed-up: step of the system over the step of {planned.plan.strategy}.")
-    lines += remark(TP_SHARE_REMARK)
+    lines = align_columns(header, rows)
+    lines += wrap_remark(f"speed-up: step of the system over the step of {planned.plan.strategy}.")
+    lines += wrap_remark(TP_SHARE_REMARK)
     if any(not system.fits for system in comparison.systems.values()):
-        lines += remark(f"! does not fit in {format_gigabytes(comparison.context.capacity_bytes)} GB")
+        lines += wrap_remark(f"! does not fit in {format_gigabytes(comparison.context.capacity_bytes)} GB")
     for name, reason in comparison.missing.items():
-        lines += wrap(f"  {name}", f"not possible: {reason}", indent=18)
+        lines += wrap_text(f"  {name}", f"not possible: {reason}", indent=18)
     return lines
 
 
@@ -290,7 +303,7 @@ def _worth_lines(planned: PlanningResult) -> list[str]:
 
     reference, simpler = planned.reference, planned.simpler
     if simpler is None:
-        return wrap("worth", "unknown: no system that fits was compared; name systems with --system")
+        return wrap_text("worth", "unknown: no system that fits was compared; name systems with --system")
     gain, parts = planned.speedup[simpler.name], []
     if reference is not None:
         speedup = planned.speedup[reference.name]
@@ -303,7 +316,7 @@ def _worth_lines(planned: PlanningResult) -> list[str]:
         parts.append(f"it is {than} {simpler.name}, which is simpler: use {simpler.name}")
     elif simpler is not reference:
         parts.append(f"{gain:.3f} times the speed of {simpler.name}, the best simpler system")
-    return wrap("worth", "; ".join(parts))
+    return wrap_text("worth", "; ".join(parts))
 
 
 def _hidden_lines(planned: PlanningResult) -> list[str]:
@@ -320,7 +333,7 @@ def _hidden_lines(planned: PlanningResult) -> list[str]:
         f"{format_seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; "
         f"the scheduler's estimate{without} is {format_seconds(plan.claims.estimate_s)} s"
     )
-    return [*wrap("hidden", hidden), *wrap("bound", bound), *wrap("claim", claim)]
+    return [*wrap_text("hidden", hidden), *wrap_text("bound", bound), *wrap_text("claim", claim)]
 
 
 def _bubbles(system: SimulatedSystem) -> str:
@@ -354,7 +367,7 @@ def _rejected(planned: PlanningResult) -> list[str]:
     """Counts rejected layouts by reason, with one example of each."""
     from optimus.planner.filled_plan import summarize_rejections
 
-    return wrap("rejected", "; ".join(summarize_rejections(planned.rejected)) or "none")
+    return wrap_text("rejected", "; ".join(summarize_rejections(planned.rejected)) or "none")
 
 
 def _checked(planned: PlanningResult) -> str:
@@ -362,7 +375,7 @@ def _checked(planned: PlanningResult) -> str:
     held = sum(report.rules.values())
     words = f"{held} of {len(report.rules)} rules hold"
     if report.step_s is not None:
-        gap = time_gap(report.step_s, planned.step_s)
+        gap = format_time_gap(report.step_s, planned.step_s)
         words += f"; an independent replay and the claim are {gap}"
     if not report.ok:
         words += f"; first violation: {report.violations[0]}"

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from optimus.cli.console import check_writable, progress_bar, show
-from optimus.cli.flags import OK, JobArgument, JsonFlag, OnFlag, import_trainer, option
-from optimus.cli.text import closing, columns, next_commands, wrap
+from optimus.cli.console import check_writable, print_result, progress_bar
+from optimus.cli.flags import OK, JobArgument, JsonFlag, OnFlag, describe_option, import_trainer
+from optimus.cli.text import align_columns, format_next_commands, wrap_closing_line, wrap_text
 
 if TYPE_CHECKING:
     from optimus.cost.measured_profile import LinkMeasurement, Profile, SegmentMeasurement
@@ -26,7 +26,7 @@ class ProfileCommand:
     on: OnFlag = None
     output: Annotated[
         Path | None,
-        option(
+        describe_option(
             aliases=["-o"],
             metavar="PROFILE.yaml",
             help="the file to write; default: the job's name and .profile.yaml",
@@ -58,16 +58,16 @@ class ProfileCommand:
             cluster = machine.describe_host_as_cluster(profile.links, ranks=job.cluster.gpus)
         digest = save_profile(profile, output)
         cluster_file.write_text(machine.format_cluster_file(cluster))
-        lines = profile_text(profile, cluster)
-        lines += ["", *closing("wrote", f"{output} (sha256 {digest[:12]}) and {cluster_file}")]
+        lines = _profile_text(profile, cluster)
+        lines += ["", *wrap_closing_line("wrote", f"{output} (sha256 {digest[:12]}) and {cluster_file}")]
         on = f"--on {cluster_file}:{cluster.gpus}"
-        lines += next_commands(f"optimus plan {self.job} {on} --profile {output}")
-        result = profile_json(profile, file=output, cluster_file=cluster_file, digest=digest)
-        show(result, lines, as_json=self.json)
+        lines += format_next_commands(f"optimus plan {self.job} {on} --profile {output}")
+        result = _profile_json(profile, file=output, cluster_file=cluster_file, digest=digest)
+        print_result(result, lines, as_json=self.json)
         return OK
 
 
-def profile_json(profile: Profile, *, file: Path, cluster_file: Path, digest: str) -> dict[str, Any]:
+def _profile_json(profile: Profile, *, file: Path, cluster_file: Path, digest: str) -> dict[str, Any]:
     """Returns the object of `optimus profile --json`."""
     return {
         "schema": SCHEMA,
@@ -83,13 +83,13 @@ def profile_json(profile: Profile, *, file: Path, cluster_file: Path, digest: st
     }
 
 
-def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
+def _profile_text(profile: Profile, cluster: Cluster) -> list[str]:
     """Returns the machine, a row per segment and size, the links, and the rates of one core."""
     from optimus.cost.measured_profile import MEASURED_KINDS
 
     measured = profile.measured
     assert measured is not None
-    lines = wrap(
+    lines = wrap_text(
         "measured",
         f"{measured.date} on {measured.host}, torch {measured.torch}, {measured.threads} thread, "
         f"{measured.dtype}{'; ' + measured.note if measured.note else ''}",
@@ -103,15 +103,17 @@ def profile_text(profile: Profile, cluster: Cluster) -> list[str]:
         for key, kinds in rows.items()
     ]
     header = ["module", "layers", "segment", "tokens", "tp", *(f"{kind.word} ms" for kind in MEASURED_KINDS)]
-    lines += ["", *columns(header, table, left=3), ""]
+    lines += ["", *align_columns(header, table, left=3), ""]
     for link in profile.links:
-        lines += wrap(link.operation.replace("_", "-"), _link_words(link))
+        lines += wrap_text(link.operation.replace("_", "-"), _link_words(link))
     if profile.slowdown is not None:
-        lines += wrap("slow-down", f"matrix products take {profile.slowdown:.0%} longer under an all-reduce")
+        lines += wrap_text(
+            "slow-down", f"matrix products take {profile.slowdown:.0%} longer under an all-reduce"
+        )
     gpu = cluster.gpu
     rates = f"matrix product {gpu.peak_flops / 1e9:.0f} GFLOP/s"
     rates += f", copy {gpu.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
-    return [*lines, *wrap(gpu.name, f"{rates}, memory {gpu.memory_bytes / 1e9:.1f} GB")]
+    return [*lines, *wrap_text(gpu.name, f"{rates}, memory {gpu.memory_bytes / 1e9:.1f} GB")]
 
 
 def _link_words(link: LinkMeasurement) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
+from optimus.cli.console import announce_compilation, check_writable, print_result, progress_bar
 from optimus.cli.flags import (
     OK,
     TRACE_ENDINGS,
@@ -15,11 +15,11 @@ from optimus.cli.flags import (
     OnFlag,
     PlanArgument,
     TraceFlag,
-    load_profile_of,
-    option,
+    describe_option,
+    load_optional_profile,
     refuse_without_job,
 )
-from optimus.cli.text import closing, next_commands
+from optimus.cli.text import format_next_commands, wrap_closing_line
 
 SCHEMA = "optimus.report/1"
 ENDINGS = (".plan.json", ".json")
@@ -32,7 +32,7 @@ class ReportCommand:
     plan: PlanArgument
     job: Annotated[
         str | None,
-        option(
+        describe_option(
             metavar="JOB",
             help="simulate the plan's job again, to show the parts of all systems and all layouts tried",
         ),
@@ -40,11 +40,11 @@ class ReportCommand:
     on: OnFlag = None
     profile: Annotated[
         Path | None,
-        option(metavar="FILE.yaml", help="with --job: the profile that the plan was made with"),
+        describe_option(metavar="FILE.yaml", help="with --job: the profile that the plan was made with"),
     ] = None
     output: Annotated[
         Path | None,
-        option(
+        describe_option(
             aliases=["-o"], metavar="FILE.html", help="the file to write; default: the plan's name and .html"
         ),
     ] = None
@@ -61,28 +61,32 @@ class ReportCommand:
         refuse_without_job(self.job, on=self.on, profile=self.profile)
         plan = load_plan(self.plan)
         digest = hashlib.sha256(self.plan.read_bytes()).hexdigest()
-        job, profile = None, load_profile_of(self.profile)
+        job, profile = None, load_optional_profile(self.profile)
         if self.job is not None:
             from optimus.job.read import find_job
 
             job = find_job(self.job, self.on)
-        with progress_bar("planning") as progress, announced_compilation():
+        with progress_bar("planning") as progress, announce_compilation():
             from optimus.render.html_report import write_report
 
             write_report(
                 plan, output, job=job, profile=profile, trace=self.trace, digest=digest, progress=progress
             )
-        lines = closing("wrote", f"{output} ({output.stat().st_size / 1e6:.1f} MB, open it in a browser)")
+        lines = wrap_closing_line(
+            "wrote", f"{output} ({output.stat().st_size / 1e6:.1f} MB, open it in a browser)"
+        )
         if self.trace is not None:
-            lines += closing("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
+            lines += wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
         if job is None:
-            lines += next_commands(f"optimus report {self.plan} --job JOB  # shows the parts of all systems")
+            lines += format_next_commands(
+                f"optimus report {self.plan} --job JOB  # shows the parts of all systems"
+            )
         result = {
             "schema": SCHEMA,
             "html": str(output),
             "trace": None if self.trace is None else str(self.trace),
         }
-        show(result, lines, as_json=self.json)
+        print_result(result, lines, as_json=self.json)
         return OK
 
     def _default_output(self) -> Path:

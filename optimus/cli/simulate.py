@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
+from optimus.cli.console import announce_compilation, check_writable, print_result, progress_bar
 from optimus.cli.flags import (
     NO,
     OK,
@@ -19,11 +19,11 @@ from optimus.cli.flags import (
     PresetFlag,
     ProfileFlag,
     TraceFlag,
-    load_profile_of,
-    option,
+    describe_option,
+    load_optional_profile,
     split_names,
 )
-from optimus.cli.text import closing, columns, plan_title, remark
+from optimus.cli.text import align_columns, format_plan_title, wrap_closing_line, wrap_remark
 from optimus.errors import UserError
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
@@ -48,7 +48,7 @@ class SimulateCommand:
 
     job: Annotated[
         tyro.conf.Positional[str],
-        option(
+        describe_option(
             metavar="JOB|PLAN",
             help="a job.yaml, a catalog job (paper/strong-3072), with --on a catalog model or a config.json; "
             "or a plan file",
@@ -57,7 +57,7 @@ class SimulateCommand:
     on: OnFlag = None
     system: Annotated[
         tuple[str, ...],
-        option(
+        describe_option(
             metavar="NAME ...",
             help="only these systems, e.g. stage0 fsdp; default: all that apply",
         ),
@@ -66,7 +66,7 @@ class SimulateCommand:
     preset: PresetFlag = "default"
     profile: ProfileFlag = None
     picture: Annotated[
-        Path | None, option(metavar="FILE.svg", help="draw every stage of the systems over time")
+        Path | None, describe_option(metavar="FILE.svg", help="draw every stage of the systems over time")
     ] = None
     trace: TraceFlag = None
     json: JsonFlag = False
@@ -84,9 +84,9 @@ class SimulateCommand:
             return self._replay()
         assumptions = get_preset(self.preset)
         job = find_job(self.job, self.on, self.layout)
-        profile = load_profile_of(self.profile)
-        with progress_bar("simulating") as progress, announced_compilation():
-            from optimus.cli.comparison import comparison_json, comparison_text
+        profile = load_optional_profile(self.profile)
+        with progress_bar("simulating") as progress, announce_compilation():
+            from optimus.cli.comparison import build_comparison_json, format_comparison
             from optimus.planner.compare import compare_systems
 
             comparison = compare_systems(
@@ -96,12 +96,12 @@ class SimulateCommand:
                 profile=profile,
                 progress=progress,
             )
-        lines = comparison_text(comparison)
+        lines = format_comparison(comparison)
         if self.picture is not None:
             from optimus.render.timeline_svg import write_timeline_svg
 
             write_timeline_svg(comparison, self.picture)
-            lines += ["", *closing("wrote", str(self.picture))]
+            lines += ["", *wrap_closing_line("wrote", str(self.picture))]
         if self.trace is not None and comparison.systems:
             from optimus.render.trace import write_trace
 
@@ -109,8 +109,8 @@ class SimulateCommand:
                 name: (system.schedule, system.timeline) for name, system in comparison.systems.items()
             }
             write_trace(timelines, self.trace)
-            lines += ["", *closing("wrote", f"{self.trace} (open it at ui.perfetto.dev)")]
-        show(comparison_json(comparison), lines, as_json=self.json)
+            lines += ["", *wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")]
+        print_result(build_comparison_json(comparison), lines, as_json=self.json)
         return OK if comparison.systems else NO
 
     def _replay(self) -> int:
@@ -122,21 +122,21 @@ class SimulateCommand:
                 problem = "does not apply to a plan file, which is already decided"
                 raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
         plan = load_plan(Path(self.job))
-        with announced_compilation():
+        with announce_compilation():
             from optimus.planner.plan_replay import replay_plan
 
             replayed = replay_plan(plan)
-        lines = replay_text(replayed)
+        lines = _replay_text(replayed)
         if self.trace is not None:
             from optimus.render.trace import write_trace
 
             write_trace({plan.strategy: (replayed.schedule, replayed.timeline)}, self.trace)
-            lines += ["", *closing("wrote", f"{self.trace} (open it at ui.perfetto.dev)")]
-        show(replay_json(replayed), lines, as_json=self.json)
+            lines += ["", *wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")]
+        print_result(_replay_json(replayed), lines, as_json=self.json)
         return OK
 
 
-def replay_json(replayed: ReplayedPlan) -> dict[str, object]:
+def _replay_json(replayed: ReplayedPlan) -> dict[str, object]:
     """Returns the object of `optimus simulate PLAN --json`."""
     plan, floor = replayed.plan, replayed.floor_s
     step = replayed.timeline.step_s
@@ -160,10 +160,10 @@ def replay_json(replayed: ReplayedPlan) -> dict[str, object]:
     }
 
 
-def replay_text(replayed: ReplayedPlan) -> list[str]:
+def _replay_text(replayed: ReplayedPlan) -> list[str]:
     """Returns step, memory and bubbles of the plan."""
     plan, step, floor = replayed.plan, replayed.timeline.step_s, replayed.floor_s
-    lines = [*plan_title(plan), ""]
+    lines = [*format_plan_title(plan), ""]
     bubbles_s = asdict(replayed.bubbles)
     header = ["system", "step s", "over floor", "peak GB"]
     header += [f"{SHORT_CAUSES[cause]} %" for cause in bubbles_s]
@@ -174,6 +174,6 @@ def replay_text(replayed: ReplayedPlan) -> list[str]:
         format_gigabytes(max(held.peak for held in plan.memory)),
         *(f"{100 * idle_s / step:.1f}" for idle_s in bubbles_s.values()),
     ]
-    lines += columns(header, [row], breaks=[header.index("peak GB") + 1])
-    lines += remark(CAUSES_REMARK)
-    return [*lines, "", *remark(f"claimed {plan.claims.step_s:.9f} s, replayed {step:.9f} s")]
+    lines += align_columns(header, [row], breaks=[header.index("peak GB") + 1])
+    lines += wrap_remark(CAUSES_REMARK)
+    return [*lines, "", *wrap_remark(f"claimed {plan.claims.step_s:.9f} s, replayed {step:.9f} s")]

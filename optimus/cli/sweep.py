@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from optimus.cli.console import announced_compilation, check_writable, progress_bar, show
+from optimus.cli.console import announce_compilation, check_writable, print_result, progress_bar
 from optimus.cli.flags import (
     NO,
     OK,
@@ -18,11 +18,11 @@ from optimus.cli.flags import (
     ProfileFlag,
     StrategyFlag,
     SystemsFlag,
-    load_profile_of,
-    option,
+    describe_option,
+    load_optional_profile,
     split_names,
 )
-from optimus.cli.text import closing, columns, wrap
+from optimus.cli.text import align_columns, wrap_closing_line, wrap_text
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,14 +40,16 @@ class SweepCommand:
     job: JobArgument
     on: OnFlag = None
     gpus: Annotated[
-        tuple[str, ...], option(metavar="N,N,...", help="numbers of GPUs, at the same batch")
+        tuple[str, ...], describe_option(metavar="N,N,...", help="numbers of GPUs, at the same batch")
     ] = ()
-    batch: Annotated[tuple[str, ...], option(metavar="N,N,...", help="sequences per step")] = ()
-    pp: Annotated[tuple[str, ...], option(metavar="N,N,...", help="pipeline stages of the LLM")] = ()
-    tp: Annotated[tuple[str, ...], option(metavar="N,N,...", help="widths of the LLM's TP")] = ()
+    batch: Annotated[tuple[str, ...], describe_option(metavar="N,N,...", help="sequences per step")] = ()
+    pp: Annotated[tuple[str, ...], describe_option(metavar="N,N,...", help="pipeline stages of the LLM")] = ()
+    tp: Annotated[tuple[str, ...], describe_option(metavar="N,N,...", help="widths of the LLM's TP")] = ()
     output: Annotated[
         Path | None,
-        option(aliases=["-o"], metavar="FILE.svg|.html", help="write the picture, or a page with the table"),
+        describe_option(
+            aliases=["-o"], metavar="FILE.svg|.html", help="write the picture, or a page with the table"
+        ),
     ] = None
     strategy: StrategyFlag = "optimus"
     system: SystemsFlag = ()
@@ -64,8 +66,8 @@ class SweepCommand:
         ranges = {axis: _integers(axis, getattr(self, axis)) for axis in ("gpus", "batch", "pp", "tp")}
         if self.output is not None:
             check_writable("--output", self.output, *ENDINGS)
-        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
-        with progress_bar("planning") as progress, announced_compilation():
+        job, profile = find_job(self.job, self.on, self.layout), load_optional_profile(self.profile)
+        with progress_bar("planning") as progress, announce_compilation():
             from optimus.render.sweep_chart import write_sweep
             from optimus.sensitivity.job_sweep import sweep_job
 
@@ -78,12 +80,12 @@ class SweepCommand:
                 progress=progress,
                 **ranges,
             )
-        lines = sweep_text(sweep)
+        lines = format_sweep(sweep)
         if self.output is not None:
             write_sweep(sweep, self.output)
-            lines += ["", *closing("wrote", str(self.output))]
+            lines += ["", *wrap_closing_line("wrote", str(self.output))]
         file = None if self.output is None else str(self.output)
-        show(sweep_json(sweep, file=file), lines, as_json=self.json)
+        print_result(build_sweep_json(sweep, file=file), lines, as_json=self.json)
         return OK if sweep.possible else NO
 
 
@@ -97,7 +99,7 @@ def _integers(axis: str, words: tuple[str, ...]) -> list[int]:
     return [int(word) for word in values]
 
 
-def sweep_json(sweep: JobSweep, *, file: str | None) -> dict[str, object]:
+def build_sweep_json(sweep: JobSweep, *, file: str | None) -> dict[str, object]:
     """Returns the object of `optimus sweep --json`."""
     from optimus.render.sweep_chart import summarize_sweep
 
@@ -135,15 +137,19 @@ def _point_json(point: SweepPoint) -> dict[str, object]:
     }
 
 
-def sweep_text(sweep: JobSweep) -> list[str]:
+def format_sweep(sweep: JobSweep) -> list[str]:
     """Returns the conclusion, a row per point, and the reasons of points that are not possible."""
     from optimus.render.sweep_chart import build_sweep_table, explain_sweep_columns, summarize_sweep
 
     header, rows = build_sweep_table(sweep)
     breaks = [header.index("best simpler system")]
-    lines = [*wrap("", summarize_sweep(sweep), indent=0), "", *columns(header, rows, left=2, breaks=breaks)]
+    lines = [
+        *wrap_text("", summarize_sweep(sweep), indent=0),
+        "",
+        *align_columns(header, rows, left=2, breaks=breaks),
+    ]
     impossible = [point for point in sweep.points if point.plan is None]
     lines += [""] if impossible else []
     for point in impossible:
-        lines += wrap(f"  {point.value}", f"not possible: {point.reason}", indent=10)
-    return [*lines, "", *wrap("note", explain_sweep_columns(sweep))]
+        lines += wrap_text(f"  {point.value}", f"not possible: {point.reason}", indent=10)
+    return [*lines, "", *wrap_text("note", explain_sweep_columns(sweep))]

@@ -17,34 +17,34 @@ BREAK = r"\s+(?!(?:s|ms|us|GB|MB|GB/s|%)(?:\W|$))"  # between words, but not bef
 SHORT_MARGIN = 6  # columns before the closing lines: wrote, note, next
 
 
-def terminal_width() -> int:
+def _terminal_width() -> int:
     """Returns the columns of the terminal, or PIPED_WIDTH when standard output is piped."""
     return max(MIN_WIDTH, shutil.get_terminal_size((PIPED_WIDTH, 24)).columns)
 
 
-def wrap(label: str, text: str, *, indent: int = MARGIN) -> list[str]:
+def wrap_text(label: str, text: str, *, indent: int = MARGIN) -> list[str]:
     """Breaks `text` between words and puts `label` in the margin of its first line."""
     margin = label.ljust(indent - 1) + " " if label else " " * indent
     return _fill(re.split(BREAK, text.strip()), margin, " " * indent)
 
 
-def plan_title(plan: Plan, *details: str) -> list[str]:
+def format_plan_title(plan: Plan, *details: str) -> list[str]:
     """Names a plan, its GPUs and its layouts, and further details."""
     layouts = (f"{name} {module.layout}" for name, module in plan.modules.items())
-    return wrap("plan", "; ".join([f"{plan.name} on {plan.ranks.world} GPUs", *layouts, *details]))
+    return wrap_text("plan", "; ".join([f"{plan.name} on {plan.ranks.world} GPUs", *layouts, *details]))
 
 
-def remark(text: str) -> list[str]:
+def wrap_remark(text: str) -> list[str]:
     """Breaks a remark below a table."""
-    return wrap("", text, indent=2)
+    return wrap_text("", text, indent=2)
 
 
-def closing(label: str, text: str) -> list[str]:
+def wrap_closing_line(label: str, text: str) -> list[str]:
     """Breaks a closing line, such as a note or the name of a file that was written."""
-    return wrap(label, text, indent=SHORT_MARGIN)
+    return wrap_text(label, text, indent=SHORT_MARGIN)
 
 
-def next_commands(*commands: str) -> list[str]:
+def format_next_commands(*commands: str) -> list[str]:
     """Lists commands to try next; one that is too long is continued before a flag, as a shell reads it."""
     lines: list[str] = []
     for command in commands:
@@ -62,14 +62,14 @@ def _fill(words: Iterable[str], margin: str, next_margin: str, *, end: str = "")
     """Joins words into lines of at most the terminal's width; `end` marks a line that is continued."""
     lines, line = list[str](), margin
     for word in words:
-        if line not in (margin, next_margin) and len(line) + len(word) + len(end) > terminal_width():
+        if line not in (margin, next_margin) and len(line) + len(word) + len(end) > _terminal_width():
             lines.append(line.rstrip() + end)
             line = next_margin
         line += f"{word} "
     return [*lines, line.rstrip()]
 
 
-def columns(
+def align_columns(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, breaks: Sequence[int] = ()
 ) -> list[str]:
     """Aligns the first `left` columns to the left and the others to the right.
@@ -92,7 +92,7 @@ def columns(
 
 def _split_columns(widths: Sequence[int], left: int, breaks: Sequence[int]) -> list[list[int]]:
     """Groups the columns after the first `left` into tables that fit the terminal."""
-    room = terminal_width() - sum(2 + width for width in widths[:left])
+    room = _terminal_width() - sum(2 + width for width in widths[:left])
     if sum(2 + width for width in widths[left:]) <= room:
         return [list(range(left, len(widths)))]
     blocks, used = list[list[int]]([[]]), 0
@@ -106,7 +106,7 @@ def _split_columns(widths: Sequence[int], left: int, breaks: Sequence[int]) -> l
     return blocks
 
 
-def time_gap(a_s: float, b_s: float) -> str:
+def format_time_gap(a_s: float, b_s: float) -> str:
     """Says how far two times are apart; a gap below a nanosecond counts as equal."""
     gap_s = abs(a_s - b_s)
     return "within 1e-9 s" if gap_s <= 1e-9 else f"{gap_s:.1e} s apart"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from optimus.cli.console import (
-    announced_compilation,
+    announce_compilation,
     follow_metrics,
+    print_result,
     progress_bar,
-    show,
     training_progress,
 )
 from optimus.cli.flags import (
@@ -28,11 +28,11 @@ from optimus.cli.flags import (
     OnFlag,
     PresetFlag,
     ProfileFlag,
+    describe_option,
     import_trainer,
-    load_profile_of,
-    option,
+    load_optional_profile,
 )
-from optimus.cli.text import closing, wrap
+from optimus.cli.text import wrap_closing_line, wrap_text
 from optimus.environment import Launched, launched
 from optimus.errors import OptimusError, UserError
 
@@ -58,33 +58,37 @@ class TrainCommand:
 
     job: JobArgument
     on: OnFlag = None
-    plan: Annotated[Path | None, option(metavar="PLAN", help="run this plan; default: make one")] = None
+    plan: Annotated[Path | None, describe_option(metavar="PLAN", help="run this plan; default: make one")] = (
+        None
+    )
     profile: ProfileFlag = None
     layout: LayoutFlag = ()
     preset: PresetFlag = "default"
     steps: Annotated[
-        int | None, option(metavar="N", help="steps to train; default: those of the job's run, or 20")
+        int | None,
+        describe_option(metavar="N", help="steps to train; default: those of the job's run, or 20"),
     ] = None
     run_dir: Annotated[
         Path,
-        option(
+        describe_option(
             aliases=["--run"],  # which torchrun takes for an option of its own
             metavar="FOLDER",
             help="folder for metrics.jsonl, the plan and failure reports; each run overwrites them",
         ),
     ] = RUN_DIR
     memory: Annotated[
-        bool, option(help="count the bytes of all tensors in the last step and compare with the plan")
+        bool,
+        describe_option(help="count the bytes of all tensors in the last step and compare with the plan"),
     ] = False
     dry_run: Annotated[
         bool,
-        option(
+        describe_option(
             help="only step one rank once, on this CPU, with fake tensors and without other ranks: its "
             "program, communicators and memory; exit code 1 if it does not fit"
         ),
     ] = False
-    rank: Annotated[int | None, option(metavar="N", help="rank of --dry-run; default: 0")] = None
-    quiet: Annotated[bool, option(help="print no progress")] = False
+    rank: Annotated[int | None, describe_option(metavar="N", help="rank of --dry-run; default: 0")] = None
+    quiet: Annotated[bool, describe_option(help="print no progress")] = False
     json: JsonFlag = False
 
     def __call__(self) -> int:
@@ -107,17 +111,19 @@ class TrainCommand:
         """Starts the ranks on this host and waits for them."""
         from optimus.job.read import find_job
 
-        require_torch()
-        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
+        _require_torch()
+        job, profile = find_job(self.job, self.on, self.layout), load_optional_profile(self.profile)
         training = self._training(job)
-        make_folder("--run-dir", self.run_dir)
+        _make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
         if not self.json:
-            title = f"{job.name} on {plan.ranks.world} ranks; {predicted_step(plan)}"
-            print("\n".join(wrap("job", title)), flush=True)
-        code, summary = run_ranks(job, plan, training, visible=not self.quiet)
+            title = f"{job.name} on {plan.ranks.world} ranks; {_format_predicted_step(plan)}"
+            print("\n".join(wrap_text("job", title)), flush=True)
+        code, summary = _run_ranks(job, plan, training, visible=not self.quiet)
         if summary is not None:
-            show(train_json(summary), train_text(summary, job, plan, self.run_dir), as_json=self.json)
+            print_result(
+                _train_json(summary), _train_text(summary, job, plan, self.run_dir), as_json=self.json
+            )
         return code
 
     def _check_flags(self, place: Launched | None) -> None:
@@ -151,16 +157,16 @@ class TrainCommand:
 
     def _dry_run(self) -> int:
         """Steps one rank in this process."""
-        from optimus.cli.dry_run import dry_run_json, dry_run_text
+        from optimus.cli.dry_run import build_dry_run_json, format_dry_run
         from optimus.job.read import find_job
 
-        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
+        job, profile = find_job(self.job, self.on, self.layout), load_optional_profile(self.profile)
         training, rank = self._training(job), self.rank or 0
         engine = import_trainer("optimus.engine.rank_dry_run")
         engine.check_rank_exists(rank, job.cluster.gpus)
         plan = self._plan(job, profile)
         result = engine.dry_run_rank(job, plan, training, rank)
-        show(dry_run_json(result), dry_run_text(result, plan), as_json=self.json)
+        print_result(build_dry_run_json(result), format_dry_run(result, plan), as_json=self.json)
         return OK if result.fits else NO
 
     def _rank(self, place: Launched) -> int:
@@ -169,11 +175,11 @@ class TrainCommand:
         from optimus.ir.planfile import hash_plan, save_plan
         from optimus.job.read import find_job
 
-        job, profile = find_job(self.job, self.on, self.layout), load_profile_of(self.profile)
+        job, profile = find_job(self.job, self.on, self.layout), load_optional_profile(self.profile)
         training = self._training(job)
         plan = self._plan(job, profile)
         trainer = import_trainer("optimus.engine.trainer")
-        make_folder("--run-dir", self.run_dir)
+        _make_folder("--run-dir", self.run_dir)
         digest = save_plan(plan, self.run_dir / PLAN) if place.rank == 0 else hash_plan(plan)
         with training_progress(training.steps) if self._shows_progress else nullcontext() as report:
 
@@ -183,7 +189,9 @@ class TrainCommand:
 
             summary = trainer.train_rank(job, plan, digest, training, on_step)
         if summary.rank == 0:
-            show(train_json(summary), train_text(summary, job, plan, self.run_dir), as_json=self.json)
+            print_result(
+                _train_json(summary), _train_text(summary, job, plan, self.run_dir), as_json=self.json
+            )
         return OK
 
     def _training(self, job: Job) -> TrainingConfig:
@@ -213,7 +221,7 @@ class TrainCommand:
         with ExitStack() as stack:
             progress = stack.enter_context(progress_bar("planning")) if self._shows_progress else _silent
             if self._shows_progress:
-                stack.enter_context(announced_compilation())
+                stack.enter_context(announce_compilation())
             plan = make_plan(
                 job, assumptions=self.preset, profile=profile, systems=(), progress=progress
             ).plan
@@ -246,15 +254,15 @@ def train(
     from optimus.planner.planning import PlanningResult, make_plan
     from optimus.verify.validator import require_valid_plan
 
-    require_torch()
-    folder = None if run_dir is None else make_folder("run_dir", Path(run_dir))
+    _require_torch()
+    folder = None if run_dir is None else _make_folder("run_dir", Path(run_dir))
     training = read_training_config(job.run.settings, steps=steps, run_dir=folder)
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, PlanningResult):
         profile, plan = plan.comparison.context.cost_model.profile, plan.plan
     require_valid_plan(plan, job, profile)
-    code, summary = run_ranks(job, plan, training)
+    code, summary = _run_ranks(job, plan, training)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if summary is None:
@@ -262,7 +270,7 @@ def train(
     return summary
 
 
-def run_ranks(
+def _run_ranks(
     job: Job, plan: Plan, training: TrainingConfig, *, visible: bool = False
 ) -> tuple[int, TrainingSummary | None]:
     """Starts the ranks of a checked plan; returns the exit code and, if that is 0, the summary."""
@@ -283,7 +291,7 @@ def run_ranks(
         return result
 
 
-def make_folder(field: str, folder: Path) -> Path:
+def _make_folder(field: str, folder: Path) -> Path:
     """Creates the folder if it is missing and checks that files can be written to it."""
     try:
         folder.mkdir(exist_ok=True)
@@ -298,15 +306,15 @@ def make_folder(field: str, folder: Path) -> Path:
         ) from None
 
 
-def require_torch() -> None:
+def _require_torch() -> None:
     """Raises if torch is not installed, without loading it, which takes a second."""
     if find_spec("torch") is None:
         import_trainer("torch")
 
 
-def train_json(summary: TrainingSummary) -> dict[str, Any]:
+def _train_json(summary: TrainingSummary) -> dict[str, Any]:
     """Returns the object of `optimus train --json`."""
-    from optimus.cli.dry_run import memory_json
+    from optimus.cli.dry_run import build_memory_json
 
     return {
         "schema": "optimus.train/1",
@@ -314,24 +322,24 @@ def train_json(summary: TrainingSummary) -> dict[str, Any]:
         "final_loss": summary.final_loss,
         "step_s_median": summary.step_s_median,
         "device": summary.device,
-        **({} if summary.memory is None else {"memory": memory_json(summary.memory)}),
+        **({} if summary.memory is None else {"memory": build_memory_json(summary.memory)}),
     }
 
 
-def is_calibrated(plan: Plan) -> bool:
+def _is_calibrated(plan: Plan) -> bool:
     """Tells whether a plan was made with a profile."""
     return bool(plan.bound_to.get("profile", {}).get("kernels"))
 
 
-def predicted_step(plan: Plan) -> str:
+def _format_predicted_step(plan: Plan) -> str:
     """Formats the step that a plan claims, before it runs."""
-    how = "by the profile" if is_calibrated(plan) else "uncalibrated"
+    how = "by the profile" if _is_calibrated(plan) else "uncalibrated"
     return f"predicted step {plan.claims.step_s:.3g} s ({how})"
 
 
-def train_text(summary: TrainingSummary, job: Job, plan: Plan, run_dir: Path) -> list[str]:
+def _train_text(summary: TrainingSummary, job: Job, plan: Plan, run_dir: Path) -> list[str]:
     """Returns steps, loss, measured and predicted step, memory, and the files written."""
-    from optimus.cli.dry_run import memory_text
+    from optimus.cli.dry_run import format_memory
 
     if summary.step_s_median is None:
         return ["0 steps"]
@@ -339,11 +347,11 @@ def train_text(summary: TrainingSummary, job: Job, plan: Plan, run_dir: Path) ->
     tokens = job.workload.sequences_per_step * job.workload.sequence_tokens / measured
     count = "1 step" if summary.steps == 1 else f"{summary.steps} steps"
     compared = f"{measured / claim:.2g} times the predicted {claim:.3g} s"
-    lines = wrap("loss", f"{summary.final_loss:.4f} after {count}")
-    lines += wrap("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
-    lines += [] if summary.memory is None else memory_text(summary.memory)
-    if not is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:
-        lines += closing("note", UNCALIBRATED.format(job=job.name))
+    lines = wrap_text("loss", f"{summary.final_loss:.4f} after {count}")
+    lines += wrap_text("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
+    lines += [] if summary.memory is None else format_memory(summary.memory)
+    if not _is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:
+        lines += wrap_closing_line("note", UNCALIBRATED.format(job=job.name))
     if summary.device == "cuda":
-        lines += closing("note", NOT_RUN_ON_GPUS)
-    return [*lines, *closing("wrote", f"{run_dir}/metrics.jsonl and plan.json")]
+        lines += wrap_closing_line("note", NOT_RUN_ON_GPUS)
+    return [*lines, *wrap_closing_line("wrote", f"{run_dir}/metrics.jsonl and plan.json")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from optimus.cli.text import wrap
+from optimus.cli.text import wrap_text
 from optimus.render.format_numbers import format_seconds
 from optimus.sensitivity.assess import PlanAssessment
 from optimus.sensitivity.batch_steps import BatchStepTimes
@@ -12,7 +12,7 @@ from optimus.sensitivity.noise_study import POLICIES, NoiseStudy, StepsUnderNois
 from optimus.sensitivity.win_rate import MIN_WINS_FOR_RULE, OtherWinner, WinRate, WinRule
 
 
-def assessed_json(assessed: PlanAssessment) -> dict[str, object]:
+def build_uncertainty_json(assessed: PlanAssessment) -> dict[str, object]:
     """Returns the keys `steps` and `sure`."""
     sure = assessed.sure
     return {
@@ -51,9 +51,9 @@ def _rule_json(rule: WinRule | None) -> dict[str, object] | None:
     }
 
 
-def assessed_text(assessed: PlanAssessment) -> list[str]:
+def format_uncertainty(assessed: PlanAssessment) -> list[str]:
     """Returns the steps over drawn batches, and how often the plan wins."""
-    return [*wrap("steps", _steps_words(assessed)), *wrap("sure?", _sure_words(assessed.sure))]
+    return [*wrap_text("steps", _steps_words(assessed)), *wrap_text("sure?", _sure_words(assessed.sure))]
 
 
 def _steps_words(assessed: PlanAssessment) -> str:
@@ -90,19 +90,19 @@ def _rival_words(rival: OtherWinner) -> str:
     return f"{words}, {share} among the {rival.rule.holds} where {rival.rule}"
 
 
-def noise_text(noise: NoiseStudy) -> list[str]:
+def format_noise(noise: NoiseStudy) -> list[str]:
     """Formats `noise  static loses 1.2 points of speed-up, two-stream 0.8 (10 % jitter, ...; 8 seeds)`."""
     level = noise.levels[-1]  # the worst
     if noise.against is None:
         words = ", ".join(f"{policy} {level.over_floor(policy):.3f}" for policy in POLICIES)
-        return wrap("noise", f"step over an equally noisy floor: {words} ({_conditions(level)})")
+        return wrap_text("noise", f"step over an equally noisy floor: {words} ({_conditions(level)})")
     first, *rest = (_points(noise, policy, level) for policy in POLICIES)
     words = f"{POLICIES[0]} loses {first} points of speed-up over {noise.against}"
     words = ", ".join([words, *(f"{policy} {lost}" for policy, lost in zip(POLICIES[1:], rest, strict=True))])
-    return wrap("noise", f"{words} ({_conditions(level)})")
+    return wrap_text("noise", f"{words} ({_conditions(level)})")
 
 
-def noise_json(noise: NoiseStudy) -> dict[str, object]:
+def build_noise_json(noise: NoiseStudy) -> dict[str, object]:
     """Returns means over seeds; points are hundredths of the speed-up that the plan claims."""
     return {
         "against": noise.against,

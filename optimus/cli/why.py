@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from optimus.cli.console import announced_compilation, progress_bar, show
-from optimus.cli.flags import OK, JsonFlag, OnFlag, PlanArgument, load_profile_of, option, refuse_without_job
-from optimus.cli.text import columns, wrap
+from optimus.cli.console import announce_compilation, print_result, progress_bar
+from optimus.cli.flags import (
+    OK,
+    JsonFlag,
+    OnFlag,
+    PlanArgument,
+    describe_option,
+    load_optional_profile,
+    refuse_without_job,
+)
+from optimus.cli.text import align_columns, wrap_text
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
@@ -26,21 +34,21 @@ class WhyCommand:
     plan: PlanArgument
     layouts: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
-        option(
+        describe_option(
             metavar="MODULE=AXES ...",
             help="the layout in question, e.g. llm=pp8,tp4 vision=pp2; the rest is searched",
         ),
     ]
     job: Annotated[
         str | None,
-        option(
+        describe_option(
             metavar="JOB", help="the plan's job, for its limits, or if the plan does not hold all of its data"
         ),
     ] = None
     on: OnFlag = None
     profile: Annotated[
         Path | None,
-        option(metavar="FILE.yaml", help="the profile that the plan was made with"),
+        describe_option(metavar="FILE.yaml", help="the profile that the plan was made with"),
     ] = None
     json: JsonFlag = False
 
@@ -51,16 +59,16 @@ class WhyCommand:
             from optimus.job.read import find_job
 
             job = find_job(self.job, self.on)
-        profile = load_profile_of(self.profile)
-        with progress_bar("planning") as progress, announced_compilation():
+        profile = load_optional_profile(self.profile)
+        with progress_bar("planning") as progress, announce_compilation():
             from optimus.sensitivity.why_not import explain_layout
 
             reason = explain_layout(self.plan, *self.layouts, job=job, profile=profile, progress=progress)
-        show(why_json(reason), why_text(reason), as_json=self.json)
+        print_result(_why_json(reason), _why_text(reason), as_json=self.json)
         return OK
 
 
-def why_json(reason: LayoutExplanation) -> dict[str, object]:
+def _why_json(reason: LayoutExplanation) -> dict[str, object]:
     """Returns the object of `optimus why --json`."""
     need = reason.need
     return {
@@ -104,16 +112,16 @@ def _planning_json(planning: PlanFigures) -> dict[str, object]:
     }
 
 
-def why_text(reason: LayoutExplanation) -> list[str]:
+def _why_text(reason: LayoutExplanation) -> list[str]:
     """Returns the reason, then for a layout that fits how its step and the plan's divide."""
-    lines = wrap("asked", " ".join(reason.asked))
-    lines += wrap("reason", reason.reason)
+    lines = wrap_text("asked", " ".join(reason.asked))
+    lines += wrap_text("reason", reason.reason)
     if reason.hint:
-        lines += wrap("hint", reason.hint)
+        lines += wrap_text("hint", reason.hint)
     if reason.plan is None or reason.other is None:
         layouts = ", ".join(f"{name} {layout}" for name, layout in reason.plan_layouts.items())
-        return [*lines, *wrap("plan", f"{layouts}; {format_seconds(reason.plan_step_s)} s")]
-    lines += wrap("plan", _how(reason.plan)) + wrap("as asked", _how(reason.other))
+        return [*lines, *wrap_text("plan", f"{layouts}; {format_seconds(reason.plan_step_s)} s")]
+    lines += wrap_text("plan", _how(reason.plan)) + wrap_text("as asked", _how(reason.other))
     return [*lines, "", *_table(reason, reason.plan, reason.other)]
 
 
@@ -137,7 +145,7 @@ def _table(reason: LayoutExplanation, plan: PlanFigures, other: PlanFigures) -> 
     rows.append(_row("step", plan.step_s, other.step_s, digits))
     if plan.llm_alone_s is not None and other.llm_alone_s is not None:
         rows.append(_row("LLM alone", plan.llm_alone_s, other.llm_alone_s, digits))
-    return columns(["seconds of the mean GPU", "plan", "as asked", "difference"], rows)
+    return align_columns(["seconds of the mean GPU", "plan", "as asked", "difference"], rows)
 
 
 def _row(words: str, plan_s: float, other_s: float, digits: int) -> list[str]:

@@ -1,1 +1,1 @@
-"""The executor: plays a plan's programs on PyTorch distributed."""
+"""Runs a plan's programs on PyTorch distributed."""

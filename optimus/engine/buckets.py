@@ -104,7 +104,7 @@ class RankBuckets:
 
     def partial_sums(self, bucket: ParamBucket) -> Tensor:
         """Returns the gradients of a bucket that are yet to be summed over the tensor-parallel group."""
-        count = sum(each.numel() for each in bucket.parameters if id(each) in self._partial)
+        count = sum(parameter.numel() for parameter in bucket.parameters if id(parameter) in self._partial)
         return bucket.reduced_grad[: max(0, count - bucket.shard_offset)]
 
     def grad_for_norm(self, bucket: ParamBucket) -> Tensor:
@@ -136,7 +136,7 @@ class RankBuckets:
     def _make_planned(self, name: str) -> None:
         group, before = self._groups.get(f"{name}.dp"), set(self._assigned)
         places = list(enumerate(self._buckets_of(name)))
-        for place, bucket in sorted(places, key=lambda each: each[1].chunk == WHOLE_STAGE):
+        for place, bucket in sorted(places, key=lambda pair: pair[1].chunk == WHOLE_STAGE):
             held = self._parameters_in(name, bucket)
             unassigned = [parameter for parameter in held if id(parameter) not in self._assigned]
             if bucket.chunk != WHOLE_STAGE and len(unassigned) < len(held) and group is not None:

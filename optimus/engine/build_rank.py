@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,26 +69,19 @@ def build_rank_model(
     """
     reject_unsupported_plan(plan)
     segmented = _find_segmented_modules(plan, groups.rank) if fuse else set(plan.modules)
-    encoders_train = any(encoder.train or encoder.projector.train for encoder in model.encoders)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed, "compute": kernels}
+    options["encoders_train"] = any(e.train or e.projector.train for e in model.encoders)
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
     parameters, splits = dict[str, Tensor](), dict[str, ParamSplit]()
     embeddings, heads, partial_grads = list[Tensor](), list[Tensor](), list[Tensor]()
     for module in model.modules:
         tp_group, recompute = groups.tp_group(plan, module.name), choose_recompute_mode(plan, module.name)
         fused = module.name not in segmented and recompute != "attention"
+        constants = numerics.get(module.name, NUMERICS)
         tensor_parallel, module_chunks = tp_group.size > 1, list[SegmentedChunk]()
         for first, end in find_layer_ranges(plan, module, groups.rank):
             layers = build_layers(
-                module,
-                dtype=dtype,
-                device=device,
-                seed=seed,
-                first=first,
-                end=end,
-                numerics=numerics.get(module.name, NUMERICS),
-                compute=kernels,
-                tp_group=tp_group,
-                encoders_train=encoders_train,
+                module, first=first, end=end, numerics=constants, tp_group=tp_group, **options
             )
             grouped = [
                 _group_segments(layer, tensor_parallel=tensor_parallel, fused=fused) for layer in layers

@@ -88,19 +88,14 @@ class ProgramCompiler:
     ) -> None:
         self.plan, self.groups, self.chunks, self.specs = plan, groups, chunks, specs
         self.buckets, self._gathered = buckets, set(buckets.unplanned)
-        self.mailbox, self.side_stream, self.step_state, self.finish = (
-            mailbox,
-            side_stream,
-            step_state,
-            finish,
-        )
+        self.mailbox, self.side_stream = mailbox, side_stream
+        self.step_state, self.finish = step_state, finish
         # Ops launched on the side stream, and the ranks that the launch waits for.
         self._side_ops: dict[tuple[str, OpKind, int, int], list[int]] = {}
         self.device = plan.ranks.class_of(groups.rank)
         self.program = plan.programs[self.device]
-        self._counts_loss = (
-            plan.ranks.place(LLM, groups.rank).tp == 0
-        )  # every rank of the group computes the same loss
+        # Every rank of a tensor-parallel group computes the same loss; one counts it.
+        self._counts_loss = plan.ranks.place(LLM, groups.rank).tp == 0
         self.senders: dict[Key, tuple[int, ...]] = {}  # by the key of their message
         self._placed: dict[tuple[str, OpKind, int, int], list[list[ChunkPhase]]] = {}
 
@@ -125,7 +120,8 @@ class ProgramCompiler:
         if kind == OpKind.OPTIMIZER:
             return self.finish, self._partners()
         moves = [
-            each.gather if kind == OpKind.UNSHARD else each.reduce for each in self.buckets.at(module, place)
+            bucket.gather if kind == OpKind.UNSHARD else bucket.reduce
+            for bucket in self.buckets.at(module, place)
         ]
         return (_sequence(moves), ()) if moves else None
 
@@ -232,10 +228,10 @@ class ProgramCompiler:
         if module != LLM:
             return []
         return [
-            (ROWS, name, 0, own)
+            (ROWS, name, 0, encoder_microbatch)
             for name, encoder in self.plan.encoders.items()
-            for own in encoder.microbatches_of(microbatch)
-            if receives_encoder_rows(self.plan, self.groups.rank, name, own)
+            for encoder_microbatch in encoder.microbatches_of(microbatch)
+            if receives_encoder_rows(self.plan, self.groups.rank, name, encoder_microbatch)
         ]
 
     def _needs_grad(self, key: Key) -> bool:
@@ -268,8 +264,8 @@ class ProgramCompiler:
     def _begin_at_loss(self, chunk: Chunk, microbatch: int) -> None:
         """Begins a backward with gradient 1 for the loss and none for other outputs."""
         assert self.step_state.loss_grad is not None
-        others = (None,) * len(self.step_state.outputs.get(microbatch, ()))
-        chunk.begin_backward(microbatch, (self.step_state.loss_grad, *others))
+        no_grads = (None,) * len(self.step_state.outputs.get(microbatch, ()))
+        chunk.begin_backward(microbatch, (self.step_state.loss_grad, *no_grads))
 
     def _begin_backward(self, chunk: Chunk, key: Key, microbatch: int) -> None:
         chunk.begin_backward(microbatch, self.mailbox.take(key))

@@ -18,7 +18,7 @@ DTYPES = ("bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How to train: the `run:` section of a job file, and options of the command line."""
+    """Settings of training: the `run:` section of a job file, and options of the command line."""
 
     steps: int = 20
     seed: int = 0

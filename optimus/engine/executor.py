@@ -127,7 +127,7 @@ class Executor:
 
     def _sum_tied_grads(self) -> None:
         tied = {id(parameter) for parameter in self.tied}
-        grads = [each.reduced_grad for each in self.buckets if id(each.parameters[0]) in tied]
+        grads = [bucket.reduced_grad for bucket in self.buckets if id(bucket.parameters[0]) in tied]
         group = self.groups.get("ends")
         if len(grads) == 2:
             grads[0].add_(grads[1])

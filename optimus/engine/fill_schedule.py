@@ -152,7 +152,7 @@ class FillSchedule:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True if this rank computes the loss."""
         return self.plan.ranks.place(LLM, self.rank).pp == self.plan.ranks.llm.pp - 1
 
     # ------------------------------------------------------------------------ modules as chunks

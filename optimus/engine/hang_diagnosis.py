@@ -14,7 +14,7 @@ MAX_RANKS_NAMED = 8  # in one sentence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """What a rank was doing when it last published its status."""
+    """Op and waits of a rank when it last published its status."""
 
     rank: int
     beat: int  # statuses published

@@ -49,7 +49,7 @@ def launch_training(
     return code, TrainingSummary.load(folder / SUMMARY) if code == 0 else None
 
 
-def train_as_rank(folder: Path) -> int:
+def _train_as_rank(folder: Path) -> int:
     """Trains one rank in this process; rank 0 saves the summary."""
     job, plan, plan_hash, config = pickle.loads((folder / INPUTS).read_bytes())
     from optimus.engine.rendezvous import is_first_to_report
@@ -224,4 +224,4 @@ def _report(failed: _RankProcess) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(train_as_rank(Path(sys.argv[1])))
+    sys.exit(_train_as_rank(Path(sys.argv[1])))

@@ -2,7 +2,7 @@
 
 A dispatch mode sees each tensor when torch creates it; it belongs to the component of the line that runs.
 Tensors that exist before the first line (parameters, gradients, optimizer) are counted separately: see
-`list_state_tensors`.
+`_list_state_tensors`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure_step_memory(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None,
     """Runs one step, slower than others; returns its loss and the bytes it took."""
     executor, parameters = rank.executor, rank.parameters
     assert rank.optimizer is not None
-    states = list_state_tensors(parameters, rank.optimizer)
+    states = _list_state_tensors(parameters, rank.optimizer)
     state_tensors = chain.from_iterable(states.values())
     with executor.side_stream.inline(), MemoryTracker(executor, state_tensors) as tracker:
         loss = executor.step(batch)
@@ -186,7 +186,7 @@ def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) ->
     return tensors
 
 
-def list_state_tensors(
+def _list_state_tensors(
     parameters: Sequence[Tensor], optimizer: DistributedOptimizer
 ) -> dict[str, list[Tensor]]:
     """Returns the tensors that live all the time by component; the optimizer's exist after its first step."""

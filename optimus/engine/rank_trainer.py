@@ -90,7 +90,11 @@ class RankTrainer:
         buckets = [bucket for bucket in rank_buckets if isinstance(bucket, ShardedBucket)]
         return DistributedOptimizer(
             buckets,
-            [rank_buckets.grad_for_norm(each) for each in buckets if id(each.parameters[0]) not in copies],
+            [
+                rank_buckets.grad_for_norm(bucket)
+                for bucket in buckets
+                if id(bucket.parameters[0]) not in copies
+            ],
             learning_rate=self.config.learning_rate,
             weight_decay=self.config.weight_decay,
             clip=self.config.clip,

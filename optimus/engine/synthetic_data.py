@@ -68,8 +68,8 @@ class SyntheticDataset:
 
     def _text_tokens(self, sequence: PackedSequence) -> int:
         """Returns the text tokens that fill a sequence up to its packed length."""
-        others = sum(sum(sequence.lengths(name)) for name in self._encoders)
-        return self.job.workload.sequence_tokens - others
+        encoder_tokens = sum(sum(sequence.lengths(name)) for name in self._encoders)
+        return self.job.workload.sequence_tokens - encoder_tokens
 
 
 def _item(encoder: Encoder, count: int, offset: int, generator: torch.Generator) -> SampleItem:

@@ -44,7 +44,7 @@ def train_rank(
 ) -> TrainingSummary:
     """Trains one rank in this process. Rank 0 writes metrics and calls `on_step`."""
     torch.set_num_threads(1)
-    check_world_size(plan)
+    _check_world_size(plan)
     backend = "nccl" if _has_gpus() else "gloo"
     member = join_process_group(timeout_s=JOIN_TIMEOUT_S, backend=backend)
     try:
@@ -54,7 +54,7 @@ def train_rank(
         dist.destroy_process_group()
 
 
-def check_world_size(plan: Plan) -> None:
+def _check_world_size(plan: Plan) -> None:
     """Raises, before any rank waits for another, if the plan is for another number of ranks."""
     place = launched()
     if place is not None and place.world != plan.ranks.world:
@@ -129,7 +129,7 @@ class _TrainingLoop:
             for step in range(self.config.steps):
                 metrics = self._step(step)
                 steps.append(metrics)
-                usual_s = median(each.step_s for each in steps[-MEDIAN_STEPS:])
+                usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
                 watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
                 self._write(metrics)
                 if on_step is not None:
@@ -141,7 +141,7 @@ class _TrainingLoop:
         return TrainingSummary(
             steps=len(steps),
             final_loss=steps[-1].loss if steps else None,
-            step_s_median=median(each.step_s for each in timed) if timed else None,
+            step_s_median=median(metrics.step_s for metrics in timed) if timed else None,
             rank=self.member.rank,
             device=self.rank.device.type,
             memory=self._memory_of_fullest_rank(),

@@ -202,8 +202,12 @@ class _StatedLayout:
         shown = " x ".join(f"{axis} {stated[axis]}" for axis in axes)
         verb = "is not" if complete else "does not divide"
         problem = f"= {shown} = {ranks} GPUs, which {verb} cluster.gpus = {gpus}"
-        others = prod(stated[axis] for axis in axes if axis != "dp")
-        hint = f"use dp {gpus // others}" if gpus % others == 0 else "use factors of the number of GPUs"
+        model_ranks = prod(stated[axis] for axis in axes if axis != "dp")
+        hint = (
+            f"use dp {gpus // model_ranks}"
+            if gpus % model_ranks == 0
+            else "use factors of the number of GPUs"
+        )
         raise self.error("", problem, hint)
 
     def _check_tensor(self) -> None:
@@ -283,10 +287,10 @@ class _StatedLayout:
     def check_divides(self, llm: PartialLayout) -> None:
         """Checks that an encoder's pp and tp divide the LLM's, so that its shards lie inside the LLM's."""
         for axis in ("pp", "tp"):
-            own, outer = getattr(self.choice, axis), getattr(llm, axis)
-            if own is not None and outer is not None and outer % own:
-                problem = f"does not divide {self.prefix}.llm.{axis} = {outer}"
-                raise self.error(axis, problem, f"use {format_nearest_divisors(outer, own)}")
+            degree, llm_degree = getattr(self.choice, axis), getattr(llm, axis)
+            if degree is not None and llm_degree is not None and llm_degree % degree:
+                problem = f"does not divide {self.prefix}.llm.{axis} = {llm_degree}"
+                raise self.error(axis, problem, f"use {format_nearest_divisors(llm_degree, degree)}")
 
 
 def format_nearest_divisors(number: int, wanted: int) -> str:

@@ -1,4 +1,4 @@
-"""Attention over spans of rows whose lengths the host knows, and rotary positions of query and key heads."""
+"""Computes attention over spans of rows whose lengths the host knows, and rotary positions of heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phases protocol: what a chunk answers when the executor runs one op of one microbatch.
+"""Runs the phases of one op of one microbatch for a chunk of layers, as the executor asks for them.
 
 A chunk lists the phases of an op in order: compute, the launch of a collective, or the wait for it
 (`phase_order` draws those of a transformer layer). The executor runs them where the program says, with other
@@ -176,7 +176,7 @@ class SegmentedChunk:
                 layer_saved.weight_grads.free()
 
     def _continues_recompute(self, index: int) -> bool:
-        """Whether a recomputed segment reads the output of a recomputed segment of its layer."""
+        """Tells whether a recomputed segment reads the output of a recomputed segment of its layer."""
         same_layer = index > 0 and self._layer_of[index - 1] == self._layer_of[index]
         return same_layer and self._recomputed[index - 1]
 

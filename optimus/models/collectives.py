@@ -113,7 +113,7 @@ class TpGroup:
 
     @cached_property
     def _uses_all_to_all(self) -> bool:
-        """Whether a reduce-scatter is an all-to-all and a local sum: gloo's own takes twice as long."""
+        """Tells whether a reduce-scatter is an all-to-all and a local sum: gloo's own takes twice as long."""
         return bool(dist.get_backend(self._process_group) == "gloo")
 
     @property

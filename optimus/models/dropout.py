@@ -1,4 +1,4 @@
-"""Dropout whose masks depend on the sample and the position in the model, not on where or when it runs.
+"""Drops elements by masks that depend on the sample and the position in the model, not on the rank.
 
 Rows carry a key, computed on the host from (seed, step, sample, item, row). Key, site in the model and column
 are hashed to the bits of an element. Integers wrap alike on every device, so that masks are bitwise equal.

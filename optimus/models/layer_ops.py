@@ -191,7 +191,7 @@ class MlpUp(_LinearOp):
         (normed, rows), (residual_grad, gradient) = values, gradients
         assert gradient is not None
         if self._gated:
-            inner = swiglu_backward(gradient, rows)
+            inner = _swiglu_backward(gradient, rows)
         else:
             inner = torch.ops.aten.gelu_backward.default(gradient, rows, approximate=self._gelu)
         return residual_grad, self.linear_backward(
@@ -271,7 +271,7 @@ def swiglu(rows: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def swiglu_backward(gradient: Tensor, rows: Tensor) -> Tensor:
+def _swiglu_backward(gradient: Tensor, rows: Tensor) -> Tensor:
     """Returns the gradient of the rows; it reads nothing else and works in place, since rows are wide."""
     gate, up = rows.chunk(2, -1)
     rows_grad = torch.empty_like(rows)
@@ -292,4 +292,4 @@ class SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        return swiglu_backward(gradient, *context.saved_tensors)
+        return _swiglu_backward(gradient, *context.saved_tensors)

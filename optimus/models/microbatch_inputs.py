@@ -48,7 +48,7 @@ class SeamRoute:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderMicrobatchContext:
-    """Context of one bin of an encoder."""
+    """Attention spans, positions and dropout keys of one encoder microbatch (a bin of items)."""
 
     spans: tuple[int, ...]
     window_spans: tuple[int, ...]
@@ -79,7 +79,7 @@ class EncoderMicrobatchContext:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LlmMicrobatchContext:
-    """Context of one microbatch of the LLM."""
+    """Attention spans, positions, labels and seam of one LLM microbatch."""
 
     spans: tuple[int, ...]
     rotary: Rotary | None

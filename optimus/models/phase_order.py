@@ -65,7 +65,7 @@ PhaseAction = Literal[
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpec:
-    """What a chunk does with the segment at an index, and the kernels of the plan that this runs."""
+    """Action of a chunk on the segment at an index, and the kernels of the plan that it runs."""
 
     action: PhaseAction
     kind: OpKind
@@ -99,14 +99,14 @@ class LayerPhases:
             yield from self._backward(kind)
 
     def is_recomputed(self, index: int) -> bool:
-        """Whether a segment runs a second time before its backward."""
+        """Tells whether a segment runs a second time before its backward."""
         is_attention = self._segments[index].kernels == ATTENTION
         if self._recompute == "full":
             return not self._is_end and index < self._recompute_end
         return self._recompute == "attention" and is_attention
 
     def frees_gathered(self, index: int) -> bool:
-        """Whether the output of a collective is freed after the product that reads it."""
+        """Tells whether the output of a collective is freed after the product that reads it."""
         if self._regather_phases(index) is None:
             return False
         return self._regather or not self._segments[index + 1].trainable

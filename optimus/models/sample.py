@@ -1,4 +1,4 @@
-"""Training samples: token sequences with images and sounds, and the order of an item's tokens in an encoder.
+"""Defines training samples with images and sounds, and the order of an item's tokens in an encoder.
 
 Items come in raster order. In an encoder the rows of a merge group are adjacent, the groups of a window are
 adjacent and so are the windows of a frame: windows are spans of attention, and the projector merges by
@@ -72,7 +72,7 @@ def list_placed_items(sample: Sample, encoder: str) -> list[PlacedItem]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenOrder:
-    """The rows of one item in a bin."""
+    """Order of one item's rows in a bin, and their way back to LLM tokens."""
 
     raster_index: Tensor  # of every row
     coordinates: Tensor  # (rows, 2) height and width of every row; (rows, 1) for a sound

@@ -143,14 +143,14 @@ def _headline(summary: PlanSummary, breakdown: StepBreakdown) -> str:
     words = f"{format_seconds(summary.step_s)} s a step on {summary.gpus} GPUs"
     if summary.floor_s:
         words += f", {summary.step_s / summary.floor_s:.3f} times the floor"
-    others = [
+    alternatives = [
         bar
         for bar in breakdown.bars
         if not bar.is_reported and bar.name != "llm-only" and bar.fits is not False
     ]
-    if not others:
+    if not alternatives:
         return words
-    best = min(others, key=lambda bar: bar.step_s)
+    best = min(alternatives, key=lambda bar: bar.step_s)
     ratio = best.step_s / summary.step_s
     fits = "" if best.fits else " (if it fits)"
     if ratio < 1:
