@@ -18,7 +18,7 @@ from optimus.planner.systems.colocated_plan import ColocatedEncoder
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import build_llm_pipeline
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.fill import expand_to_all_tp_blocks, order_encoders_around_llm
+from optimus.schedule.fill import expand_orders_to_tp_blocks, order_encoders_around_llm
 
 OURS, FLOOR = "ours", "the LLM alone"
 NOTHING, COARSE, GAPS, DP_BUBBLES, TP_SLOTS = (
@@ -133,7 +133,7 @@ class _Dealt(ColocationCandidate):
 
     def coarse(self) -> FilledPlan:
         orders = list(order_encoders_around_llm(self.header, self.base))
-        header, orders = expand_to_all_tp_blocks(
+        header, orders = expand_orders_to_tp_blocks(
             self._unfolded.header(strategy="optimus"), self.header, orders
         )
         return lower_to_plan(header, orders, self._unfolded.fixed_bytes(), estimate_s=0.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus.ir.op import Lane, OpKind
-from optimus.schedule.bubbles import CAUSES, Bubbles, average_bubbles, sum_bubbles_by_cause
+from optimus.schedule.bubbles import CAUSES, BubbleSeconds, average_bubbles, sum_bubbles_by_cause
 from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
 from optimus.schedule.simulator import simulate_schedule
 
@@ -18,7 +18,7 @@ def compute(seconds: float, kind: OpKind = OpKind.FORWARD):  # type: ignore[no-u
     return make_single_kernel_graph(kind, Lane.COMPUTE, seconds)
 
 
-def of(builder: ScheduleBuilder) -> tuple[Bubbles, ...]:
+def of(builder: ScheduleBuilder) -> tuple[BubbleSeconds, ...]:
     schedule = builder.build()
     return sum_bubbles_by_cause(schedule, simulate_schedule(schedule))
 
@@ -47,8 +47,10 @@ def test_a_step_with_every_cause() -> None:
         make_single_kernel_graph(OpKind.REDUCE_GRAD, Lane.DP, 0.75), device=1, after=[there]
     )  # 7..7.75
     stage0, stage1 = of(builder)
-    assert stage0 == Bubbles(dp_all_gather=1.0, tp=0.5, pp_other=3.0, dp_reduce_scatter=1.5)
-    assert stage1 == Bubbles(dp_all_gather=0.25, pp_warmup=4.75, dp_reduce_scatter=0.75, pp_cooldown=4.25)
+    assert stage0 == BubbleSeconds(dp_all_gather=1.0, tp=0.5, pp_other=3.0, dp_reduce_scatter=1.5)
+    assert stage1 == BubbleSeconds(
+        dp_all_gather=0.25, pp_warmup=4.75, dp_reduce_scatter=0.75, pp_cooldown=4.25
+    )
 
 
 def test_waiting_for_a_neighbour_behind_a_collective_is_not_a_tp_bubble() -> None:
@@ -60,7 +62,7 @@ def test_waiting_for_a_neighbour_behind_a_collective_is_not_a_tp_bubble() -> Non
         make_single_kernel_graph(OpKind.BACKWARD, Lane.TP, 0.5), device=1, after=[before, slow]
     )
     builder.add(compute(1.0, OpKind.BACKWARD), device=1, after=[gather])
-    assert of(builder)[1] == Bubbles(pp_other=4.0, tp=0.5)
+    assert of(builder)[1] == BubbleSeconds(pp_other=4.0, tp=0.5)
 
 
 def test_waiting_for_parameters_behind_a_collective_is_an_all_gather_bubble() -> None:
@@ -68,7 +70,7 @@ def test_waiting_for_parameters_behind_a_collective_is_an_all_gather_bubble() ->
     gather = builder.add(make_single_kernel_graph(OpKind.UNSHARD, Lane.DP, 2.0), device=0)
     collective = builder.add(make_single_kernel_graph(OpKind.FORWARD, Lane.TP, 0.5), device=0, after=[gather])
     builder.add(compute(1.0), device=0, after=[collective])
-    assert of(builder)[0] == Bubbles(dp_all_gather=2.0, tp=0.5)
+    assert of(builder)[0] == BubbleSeconds(dp_all_gather=2.0, tp=0.5)
 
 
 def test_the_optimizer_waits_for_everybody() -> None:
@@ -84,12 +86,12 @@ def test_the_optimizer_waits_for_everybody() -> None:
     for device in range(2):
         builder.add(compute(0.5 + device, OpKind.OPTIMIZER), device=device, after=reduces)
     first, second = of(builder)
-    assert first == Bubbles(dp_reduce_scatter=1.0, pp_other=1.0)  # idle while device 1 still updates
-    assert second == Bubbles(dp_reduce_scatter=1.0, pp_cooldown=3.0)
+    assert first == BubbleSeconds(dp_reduce_scatter=1.0, pp_other=1.0)  # idle while device 1 still updates
+    assert second == BubbleSeconds(dp_reduce_scatter=1.0, pp_cooldown=3.0)
 
 
 def test_mean_is_weighted_by_gpus() -> None:
-    pair = (Bubbles(tp=1.0), Bubbles(tp=4.0))
+    pair = (BubbleSeconds(tp=1.0), BubbleSeconds(tp=4.0))
     assert average_bubbles(pair).tp == 2.5
     assert average_bubbles(pair, np.array([2.0, 1.0])).tp == 2.0
 

@@ -31,7 +31,7 @@ from optimus.schedule.fill_paper import (
     latest_delay_as_assigned,
     latest_delay_in_any_order,
     pack_kernels_into_bubbles,
-    subtract_kernels,
+    subtract_kernels_from_bubbles,
 )
 from optimus.schedule.pipeline_orders import build_interleaved_1f1b_order, minimal_warmup_counts
 
@@ -106,7 +106,7 @@ def test_a_backward_waits_for_the_microbatch_that_its_forward_became() -> None:
 LAYER: list[TimedKernel] = [(COMPUTE, 2.0), (LAUNCH, 1.0), (WAIT, 0.0), (COMPUTE, 1.0)]
 
 
-def a_side(*bubbles: tuple[float, float, bool], free: float = 0.0) -> DeviceBubbles:
+def a_device(*bubbles: tuple[float, float, bool], free: float = 0.0) -> DeviceBubbles:
     """LLM compute wherever no bubble is."""
     found = [Bubble(begin_s=b, end_s=e, tp=tp) for b, e, tp in bubbles]
     return DeviceBubbles(
@@ -115,42 +115,44 @@ def a_side(*bubbles: tuple[float, float, bool], free: float = 0.0) -> DeviceBubb
 
 
 def test_as_many_kernels_as_fit_go_into_a_bubble() -> None:
-    side = a_side((0, 3, True), (5, 8, True))
+    device = a_device((0, 3, True), (5, 8, True))
     kernels: list[TimedKernel] = [(COMPUTE, 1.0), (COMPUTE, 1.5), (COMPUTE, 1.0), (COMPUTE, 2.0)]
-    assert pack_kernels_into_bubbles(side, kernels, 0.0) == ((0.0, 1.0, 5.0, 6.0), 8.0)
-    assert pack_kernels_into_bubbles(side, [*kernels, (COMPUTE, 0.1)], 0.0) is None
+    assert pack_kernels_into_bubbles(device, kernels, 0.0) == ((0.0, 1.0, 5.0, 6.0), 8.0)
+    assert pack_kernels_into_bubbles(device, [*kernels, (COMPUTE, 0.1)], 0.0) is None
 
 
 def test_communication_runs_under_compute_and_never_in_a_tp_bubble() -> None:
     # A launch after the first kernel has room in the TP bubble, and yet waits for LLM compute.
-    found = pack_kernels_into_bubbles(a_side((0, 4, True), (6, 9, True)), LAYER, 0.0)
+    found = pack_kernels_into_bubbles(a_device((0, 4, True), (6, 9, True)), LAYER, 0.0)
     assert found == ((0.0, 4.0, 5.0, 6.0), 7.0)
     # In a bubble of the pipeline it may run at once.
-    assert pack_kernels_into_bubbles(a_side((0, 4, False), (6, 9, False)), LAYER, 0.0) == (
+    assert pack_kernels_into_bubbles(a_device((0, 4, False), (6, 9, False)), LAYER, 0.0) == (
         (0.0, 2.0, 3.0, 3.0),
         4.0,
     )
     # Compute that is too short does not carry it.
-    found = pack_kernels_into_bubbles(a_side((0, 2, True), (2.5, 4, True), (6, 9, True)), LAYER, 0.0)
+    found = pack_kernels_into_bubbles(a_device((0, 2, True), (2.5, 4, True), (6, 9, True)), LAYER, 0.0)
     assert found == ((0.0, 4.0, 5.0, 6.0), 7.0)
 
 
 def test_collectives_share_the_links_one_after_another() -> None:
-    side = a_side((0, 1, True), (20, 21, True))
+    device = a_device((0, 1, True), (20, 21, True))
     kernels: list[TimedKernel] = [(LAUNCH, 5.0), (LAUNCH, 1.0), (WAIT, 0.0), (WAIT, 0.0)]
-    assert pack_kernels_into_bubbles(side, kernels, 0.0) == ((1.0, 6.0, 7.0, 7.0), 7.0)
+    assert pack_kernels_into_bubbles(device, kernels, 0.0) == ((1.0, 6.0, 7.0, 7.0), 7.0)
 
 
 def test_communication_takes_the_first_place_it_finds() -> None:
     """A bubble of the pipeline that begins later, too: waiting longer never brings it forward."""
-    side = a_side((0, 1, True), (2, 10, False), (12, 13, True), (20, 21, True))
-    assert side.carry(1.5, 0.5) == 2.0 == side.carry(1.5, 2.0)
-    assert side.carry(9.0, 0.5) is None
+    device = a_device((0, 1, True), (2, 10, False), (12, 13, True), (20, 21, True))
+    assert device.carry(1.5, 0.5) == 2.0 == device.carry(1.5, 2.0)
+    assert device.carry(9.0, 0.5) is None
 
 
 def a_pipeline(free: float = 4.0, *, room: int = 20, stages: int = 1) -> EncoderPipeline:
-    side = a_side(*((free + 4 + 5 * n, free + 7 + 5 * n, False) for n in range(room)), free=free)
-    return EncoderPipeline(sides=[side] * stages, kernels=[[(COMPUTE, 3.0)]] * stages, seconds=[3.0] * stages)
+    device = a_device(*((free + 4 + 5 * n, free + 7 + 5 * n, False) for n in range(room)), free=free)
+    return EncoderPipeline(
+        devices=[device] * stages, kernels=[[(COMPUTE, 3.0)]] * stages, seconds=[3.0] * stages
+    )
 
 
 def test_coarse_keeps_what_fits_and_delays_by_the_rest() -> None:
@@ -189,7 +191,7 @@ def test_a_pipeline_s_stages_follow_one_another() -> None:
 
 
 @st.composite
-def sides(draw: st.DrawFn) -> DeviceBubbles:
+def devices(draw: st.DrawFn) -> DeviceBubbles:
     lengths = draw(
         st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6), st.booleans()), min_size=1, max_size=12)
     )
@@ -197,7 +199,7 @@ def sides(draw: st.DrawFn) -> DeviceBubbles:
     for gap, length, tp in lengths:
         bubbles.append((float(now + gap), float(now + gap + length), tp))
         now += gap + length
-    return a_side(*bubbles)
+    return a_device(*bubbles)
 
 
 KERNELS = st.lists(
@@ -210,20 +212,20 @@ KERNELS = st.lists(
 )
 
 
-@given(side=sides(), kernels=KERNELS)
+@given(device=devices(), kernels=KERNELS)
 @settings(max_examples=300, deadline=None)
 def test_packed_kernels_lie_in_bubbles_in_order_and_do_not_overlap(
-    side: DeviceBubbles, kernels: list[TimedKernel]
+    device: DeviceBubbles, kernels: list[TimedKernel]
 ) -> None:
-    found = pack_kernels_into_bubbles(side, kernels, 0.0)
+    found = pack_kernels_into_bubbles(device, kernels, 0.0)
     if found is None:
         return
     begins, end = found
     assert list(begins) == sorted(begins)
     busy, arrived = 0.0, 0.0
     for (what, seconds), begin in zip(kernels, begins, strict=True):
-        inside = [b for b in side.bubbles if b.begin_s <= begin and begin + seconds <= b.end_s]
-        carried = any(b <= begin and begin + seconds <= e for b, e in side.carriers)
+        inside = [b for b in device.bubbles if b.begin_s <= begin and begin + seconds <= b.end_s]
+        carried = any(b <= begin and begin + seconds <= e for b, e in device.carriers)
         if what == COMPUTE:
             assert inside and begin >= busy
             busy = begin + seconds
@@ -235,14 +237,14 @@ def test_packed_kernels_lie_in_bubbles_in_order_and_do_not_overlap(
     assert end >= max(busy, arrived)
 
 
-@given(side=sides(), kernels=KERNELS)
+@given(device=devices(), kernels=KERNELS)
 @settings(max_examples=200, deadline=None)
-def test_what_is_taken_is_gone(side: DeviceBubbles, kernels: list[TimedKernel]) -> None:
-    found = pack_kernels_into_bubbles(side, kernels, 0.0)
+def test_what_is_taken_is_gone(device: DeviceBubbles, kernels: list[TimedKernel]) -> None:
+    found = pack_kernels_into_bubbles(device, kernels, 0.0)
     if found is None:
         return
-    left = subtract_kernels(side, kernels, found[0])
-    total = sum(bubble.end_s - bubble.begin_s for bubble in side.bubbles)
+    left = subtract_kernels_from_bubbles(device, kernels, found[0])
+    total = sum(bubble.end_s - bubble.begin_s for bubble in device.bubbles)
     taken = sum(seconds for what, seconds in kernels if what == COMPUTE)
     assert sum(bubble.end_s - bubble.begin_s for bubble in left.bubbles) == pytest.approx(total - taken)
 

@@ -14,7 +14,7 @@ from optimus.ir.plan import REGIONS, DeviceClassMemory, Plan, PlanClaims, Progra
 from optimus.ir.ranks import LLM
 from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage, input_grad_kind
 from optimus.verify.memory_replay import replay_peak_bytes
-from optimus.verify.validator import replayed_encoder_seconds
+from optimus.verify.validator import sum_encoder_seconds_by_region
 from optimus.verify.wait_graph import replay_times
 from optimus.verify.waits import WaitDerivation
 
@@ -41,7 +41,7 @@ def with_claims(plan: Plan) -> Plan:
     waits = derived.derive()
     played = replay_times(waits)
     assert played.complete
-    seconds = replayed_encoder_seconds(derived, waits, played).tolist()
+    seconds = sum_encoder_seconds_by_region(derived, waits, played).tolist()
     memory = tuple(
         DeviceClassMemory(fixed={"parameters": 1000}, **alive.peak) for alive in replay_peak_bytes(derived)
     )

@@ -31,7 +31,7 @@ def format_program_lines(program: Program, names: Sequence[str]) -> list[str]:
     return list(map("%s %d %d %d".__mod__, zip(words, *columns, strict=True)))
 
 
-def format_program_opening(plan: Plan, device: int) -> str:
+def format_program_title(plan: Plan, device: int) -> str:
     """Returns the text before a program's first line, which names its ranks."""
     stage, context, position = plan.ranks.coordinates(device)
     return f"class {device}: stage {stage}, context {context}, tp block {position}"
@@ -43,8 +43,8 @@ def _heads_of(program: Program) -> Ints:
     return numbers
 
 
-def number_line_heads(names: Sequence[str]) -> dict[str, int]:
-    """Returns the number of every module and kind that may open a line."""
+def number_line_prefixes(names: Sequence[str]) -> dict[str, int]:
+    """Returns the number of every prefix of a line: its module and kind, such as `llm.F`."""
     return {
         f"{name}.{kind.word}": module * len(OpKind) + kind
         for module, name in enumerate(names)
@@ -54,7 +54,7 @@ def number_line_heads(names: Sequence[str]) -> dict[str, int]:
 
 
 def parse_program_lines(node: DocumentNode, heads: dict[str, int]) -> Program:
-    """Reads the lines after the opening of a program."""
+    """Reads the lines after the title of a program."""
     lines = node.value[1:]
     if set(map(type, lines)) - {str}:
         read_typed(tuple[str, ...], node)

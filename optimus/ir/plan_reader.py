@@ -26,8 +26,8 @@ from optimus.ir.plan import (
 )
 from optimus.ir.plan_lines import (
     check_lines_in_range,
-    format_program_opening,
-    number_line_heads,
+    format_program_title,
+    number_line_prefixes,
     parse_program_lines,
 )
 from optimus.ir.ranks import LLM
@@ -230,10 +230,10 @@ def _with_classes(plan: Plan, memory: DocumentNode, programs: DocumentNode) -> P
     """Adds memory and programs to the plan; the number of device classes follows from the layouts."""
     classes = plan.ranks.num_classes
     _check_length(programs, classes, "device classes")
-    heads = number_line_heads(plan.names)
+    heads = number_line_prefixes(plan.names)
     for device in range(classes):
-        if programs[device][0].value != format_program_opening(plan, device):
-            hint = f'open with "{format_program_opening(plan, device)}"'
+        if programs[device][0].value != format_program_title(plan, device):
+            hint = f'open with "{format_program_title(plan, device)}"'
             raise programs[device].error("does not open with its device class", hint)
     read_programs = tuple(parse_program_lines(programs[device], heads) for device in range(classes))
     if plan.microbatches > max(1, sum(map(len, read_programs))):

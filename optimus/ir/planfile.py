@@ -23,7 +23,7 @@ from optimus.ir.plan import (
     PlannedModule,
     Template,
 )
-from optimus.ir.plan_lines import format_program_lines, format_program_opening
+from optimus.ir.plan_lines import format_program_lines, format_program_title
 from optimus.ir.plan_reader import ALIVE, LEGEND, read_plan_document
 from optimus.job.nodes import DocumentNode, parse_json, read_text
 from optimus.job.typed import read_typed
@@ -52,7 +52,7 @@ def format_plan(plan: Plan) -> str:
     parts = [f"{_json(name)}: {_laid_out(name, value)}" for name, value in plan_header_fields(plan).items()]
     programs = [
         _json(
-            [format_program_opening(plan, device), *format_program_lines(program, plan.names)], between=",\n"
+            [format_program_title(plan, device), *format_program_lines(program, plan.names)], between=",\n"
         )[:-1]
         + "\n]"
         for device, program in enumerate(plan.programs)

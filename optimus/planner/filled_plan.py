@@ -15,7 +15,7 @@ from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.schedule.lower import LoweredPlan, lower_to_programs
 from optimus.schedule.phase_templates import SECONDS_DIGITS
-from optimus.schedule.plan_claims import compute_class_memory, encoder_seconds_by_region
+from optimus.schedule.plan_claims import compute_device_class_memory, encoder_seconds_by_region
 
 if TYPE_CHECKING:
     from optimus.planner.systems.pipeline import PipelineCandidate
@@ -72,7 +72,7 @@ def lower_to_plan(
             for region, seconds in encoder_seconds_by_region(header, lowered).items()
         },
     )
-    memory = compute_class_memory(header, lowered.programs, fixed)
+    memory = compute_device_class_memory(header, lowered.programs, fixed)
     plan = replace(header, programs=lowered.programs, claims=claims, memory=memory)
     return FilledPlan(plan=plan, lowered=lowered)
 

@@ -10,7 +10,7 @@ from optimus.errors import UserError
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.schedule.bubbles import Bubbles, average_bubbles, sum_bubbles_by_cause
+from optimus.schedule.bubbles import BubbleSeconds, average_bubbles, sum_bubbles_by_cause
 from optimus.schedule.lower import simulate_plan
 from optimus.schedule.plan_schedule import build_plan_schedule
 from optimus.schedule.simulator import ScheduleDeadlock, Timeline
@@ -23,7 +23,7 @@ class ReplayedPlan:
     plan: Plan
     schedule: Schedule
     timeline: Timeline
-    bubbles: Bubbles  # of the mean device class; all classes represent equally many GPUs
+    bubbles: BubbleSeconds  # of the mean device class; all classes represent equally many GPUs
 
     @property
     def floor_s(self) -> float | None:

@@ -14,7 +14,7 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bubbles:
+class BubbleSeconds:
     """Idle seconds of a compute lane per step by cause (the six of the paper's Table 1).
 
     dp_all_gather: waits for parameters. dp_reduce_scatter: waits for the reduction of the
@@ -35,7 +35,7 @@ class Bubbles:
         return float(sum(asdict(self).values()))
 
 
-CAUSES = tuple(asdict(Bubbles()))
+CAUSES = tuple(asdict(BubbleSeconds()))
 _GATHER, _REDUCE, _WARMUP, _COOLDOWN, _OTHER, _TP = range(len(CAUSES))
 
 
@@ -70,21 +70,21 @@ def find_idle_intervals(schedule: Schedule, timeline: Timeline) -> IdleIntervals
     )
 
 
-def sum_bubbles_by_cause(schedule: Schedule, timeline: Timeline) -> tuple[Bubbles, ...]:
+def sum_bubbles_by_cause(schedule: Schedule, timeline: Timeline) -> tuple[BubbleSeconds, ...]:
     """Returns idle seconds by cause for every device; they sum to the step minus the busy time."""
     idle = find_idle_intervals(schedule, timeline)
     shape = (schedule.num_devices, len(CAUSES))
     place = idle.device * len(CAUSES) + idle.cause
     sums = np.bincount(place, weights=idle.end_s - idle.begin_s, minlength=shape[0] * shape[1])
-    return tuple(Bubbles(**dict(zip(CAUSES, row, strict=True))) for row in sums.reshape(shape).tolist())
+    return tuple(BubbleSeconds(**dict(zip(CAUSES, row, strict=True))) for row in sums.reshape(shape).tolist())
 
 
-def average_bubbles(bubbles: tuple[Bubbles, ...], weights: Floats | None = None) -> Bubbles:
+def average_bubbles(bubbles: tuple[BubbleSeconds, ...], weights: Floats | None = None) -> BubbleSeconds:
     """Averages over devices, weighted by the number of GPUs that each represents."""
     values = {
         cause: float(np.average([getattr(b, cause) for b in bubbles], weights=weights)) for cause in CAUSES
     }
-    return Bubbles(**values)
+    return BubbleSeconds(**values)
 
 
 def _is_layer_collective(schedule: Schedule) -> Bools:

@@ -290,7 +290,7 @@ def _ops(header: Plan, device: int, kinds: tuple[OpKind, ...]) -> Iterator[Ints]
         yield rows
 
 
-def expand_to_all_tp_blocks(
+def expand_orders_to_tp_blocks(
     header: Plan, folded: Plan, orders: Sequence[Program]
 ) -> tuple[Plan, list[Program]]:
     """Returns the header of all TP blocks with its pipelines, and the orders of all its classes.

@@ -97,7 +97,7 @@ class EncoderPipeline:
     so it is packed once, and a split costs only a comparison of sorted times.
     """
 
-    sides: Sequence[DeviceBubbles]
+    devices: Sequence[DeviceBubbles]
     kernels: Sequence[Sequence[TimedKernel]]  # of one microbatch
     seconds: Sequence[float]  # of one microbatch's op, simulated alone
     _moves: list[_MovedMicrobatch | None] = field(default_factory=list)
@@ -112,10 +112,10 @@ class EncoderPipeline:
 
     def _pack_one(self) -> _MovedMicrobatch | None:
         """Places the next microbatch after those that were moved before, upstream stages first."""
-        cursors = list(self._cursors_s) or [side.free_s for side in self.sides]
+        cursors = list(self._cursors_s) or [device.free_s for device in self.devices]
         begins, arrived = [], 0.0
-        for stage, side in enumerate(self.sides):
-            packed = pack_kernels_into_bubbles(side, self.kernels[stage], max(cursors[stage], arrived))
+        for stage, device in enumerate(self.devices):
+            packed = pack_kernels_into_bubbles(device, self.kernels[stage], max(cursors[stage], arrived))
             if packed is None:
                 return None
             begins.append(packed[0])
@@ -126,16 +126,16 @@ class EncoderPipeline:
     def coarse(self, count: int) -> _CoarseSchedule:
         """Schedules `count` microbatches one after another before the LLM's compute."""
         if count not in self._coarse:
-            busy = [0.0] * len(self.sides)
+            busy = [0.0] * len(self.devices)
             ends, inside = [], 0.0
             for _ in range(count):
                 arrived = 0.0
-                for stage, (spent, side) in enumerate(zip(self.seconds, self.sides, strict=True)):
+                for stage, (spent, device) in enumerate(zip(self.seconds, self.devices, strict=True)):
                     begin = max(busy[stage], arrived)
                     arrived = busy[stage] = begin + spent
-                    inside += max(0.0, min(arrived, side.free_s) - begin)
+                    inside += max(0.0, min(arrived, device.free_s) - begin)
                 ends.append(arrived)
-            over = [end - side.free_s for end, side in zip(busy, self.sides, strict=True)]
+            over = [end - device.free_s for end, device in zip(busy, self.devices, strict=True)]
             overflow = max(over) if count else -float("inf")
             self._coarse[count] = _CoarseSchedule(ends_s=tuple(ends), overflow_s=overflow, inside_s=inside)
         return self._coarse[count]
@@ -151,9 +151,9 @@ class _CoarseSchedule:
 
 
 def pack_kernels_into_bubbles(
-    side: DeviceBubbles, kernels: Sequence[TimedKernel], now: float
+    device: DeviceBubbles, kernels: Sequence[TimedKernel], now: float
 ) -> tuple[tuple[float, ...], float] | None:
-    """Begins of consecutive kernels in a device's bubbles, and when the last one ends; None: no room.
+    """Returns the starts of consecutive kernels in a device's bubbles and the end of the last; None: no room.
 
     Compute goes where it fits whole. Communication never goes into a TP bubble: it runs under LLM compute
     that is long enough, or inside another bubble.
@@ -164,12 +164,12 @@ def pack_kernels_into_bubbles(
         if what == WAIT:
             now = max(now, communicated)
         elif what == LAUNCH:
-            begin = side.carry(seconds, max(now, communicated))
+            begin = device.carry(seconds, max(now, communicated))
             if begin is None:
                 return None
             communicated, now = begin + seconds, begin
         else:
-            place = side.fit(seconds, now)
+            place = device.fit(seconds, now)
             if place is None:
                 return None
             now = place
@@ -205,7 +205,7 @@ class BubbleFilling:
 
     @property
     def work_s(self) -> float:
-        """Seconds of encoder work in all."""
+        """Seconds of all encoder work."""
         pairs = zip(self.pipelines, self.split, strict=True)
         return sum(count * sum(pipeline.seconds) for pipeline, count in pairs)
 
@@ -228,12 +228,12 @@ def fill_bubbles(
         left = pipelines[critical].coarse(split[critical] - moved[critical] - 1)
         others = (before[j].overflow_s for j in numbers if j != critical)
         shorter = max(0.0, left.overflow_s, *others)
-        tried = [left if j == critical else before[j] for j in numbers]
+        candidate = [left if j == critical else before[j] for j in numbers]
         moves = [[*inside[j], move.end_s] if j == critical else inside[j] for j in numbers]
-        shorter += max(0.0, latest_delay_s(_in_llm_time(tried, moves, shorter)))
-        if shorter > delay or latest_delay_s(_in_llm_time(tried, moves, shorter)) > ROUNDING_S:
+        shorter += max(0.0, latest_delay_s(_in_llm_time(candidate, moves, shorter)))
+        if shorter > delay or latest_delay_s(_in_llm_time(candidate, moves, shorter)) > ROUNDING_S:
             break
-        before, delay = tried, shorter
+        before, delay = candidate, shorter
         inside[critical].append(move.end_s)
         moved[critical] += 1
     return BubbleFilling(
@@ -249,25 +249,25 @@ def fill_bubbles(
 def _in_llm_time(
     before: Sequence[_CoarseSchedule], inside: Sequence[Sequence[float]], delay: float
 ) -> tuple[tuple[float, ...], ...]:
-    """Ends by pipeline: what stands before the LLM is `delay` further away, what was moved is where it is."""
+    """Returns ends by pipeline: those before the LLM are `delay` earlier, those in bubbles stay."""
     pairs = zip(before, inside, strict=True)
     return tuple((*(end - delay for end in coarse.ends_s), *moved) for coarse, moved in pairs)
 
 
-def subtract_kernels(
-    side: DeviceBubbles, kernels: Sequence[TimedKernel], begins: Sequence[float]
+def subtract_kernels_from_bubbles(
+    device: DeviceBubbles, kernels: Sequence[TimedKernel], begins: Sequence[float]
 ) -> DeviceBubbles:
     """Returns the bubbles of a device without the time that placed kernels take."""
     if not kernels:
-        return side
+        return device
     spans = [(begin, begin + seconds) for (_, seconds), begin in zip(kernels, begins, strict=True)]
     compute = [span for span, (what, _) in zip(spans, kernels, strict=True) if what == COMPUTE]
     launches = [span for span, (what, _) in zip(spans, kernels, strict=True) if what == LAUNCH]
-    left = subtract_intervals([(bubble.begin_s, bubble.end_s) for bubble in side.bubbles], compute)
+    left = subtract_intervals([(bubble.begin_s, bubble.end_s) for bubble in device.bubbles], compute)
     return DeviceBubbles(
-        free_s=side.free_s,
-        bubbles=[Bubble(begin_s=begin, end_s=end, tp=side.bubbles[at].tp) for begin, end, at in left],
-        carriers=[(begin, end) for begin, end, _ in subtract_intervals(side.carriers, launches)],
+        free_s=device.free_s,
+        bubbles=[Bubble(begin_s=begin, end_s=end, tp=device.bubbles[at].tp) for begin, end, at in left],
+        carriers=[(begin, end) for begin, end, _ in subtract_intervals(device.carriers, launches)],
     )
 
 

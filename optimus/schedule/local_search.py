@@ -35,7 +35,7 @@ CsrLanes = tuple[Ints, Ints, int]  # lanes of every node: offsets, lanes; and th
 def shorten_pipeline_order(
     draft: TimedOrder, *, rounds: int, random: Random, enough_s: float, accept: Callable[[TimedOrder], bool]
 ) -> TimedOrder:
-    """Returns the shortest acceptable order of so many rounds, or the first that takes at most `enough_s`."""
+    """Returns the shortest acceptable order of all rounds, or the first that takes at most `enough_s`."""
     graph = _OrderGraph(draft)
     starts = [draft.starts[op] for op in graph.ops]
     for number in range(rounds):
@@ -109,7 +109,7 @@ class _OrderGraph:
 
 
 def shorten_schedule(schedule: Schedule, chains: Ints, turn: Ints, *, rounds: int) -> Ints:
-    """Returns every line's new turn.
+    """Shortens a schedule by local search; returns every line's new turn.
 
     `chains` holds pairs (line, the line it comes after) besides the schedule's dependencies.
     """

@@ -18,8 +18,8 @@ import numpy as np
 
 from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import WHOLE_STAGE, Plan, Program
-from optimus.schedule.plan_schedule import build_plan_schedule, build_schedule_of_table
-from optimus.schedule.program_table import HeaderArrays, Messages, ProgramTable, find_messages
+from optimus.schedule.plan_schedule import build_plan_schedule, build_schedule_from_table
+from optimus.schedule.program_table import MessageTable, PlanHeaderArrays, ProgramTable, find_messages
 from optimus.schedule.simulator import Timeline, simulate_schedule
 
 
@@ -37,7 +37,7 @@ def lower_to_programs(plan: Plan, orders: Sequence[Program]) -> LoweredPlan:
 
     Raises `ScheduleDeadlock` if no order of all phases has each after what it waits for and keeps `orders`.
     """
-    header = HeaderArrays(plan)
+    header = PlanHeaderArrays(plan)
     lines = ProgramTable.of(header, orders)
     transfers = find_messages(lines)
     clock = _Clock(plan, header, lines, transfers)
@@ -54,7 +54,7 @@ def build_unordered_schedule(
     For callers that reorder ops: only lanes they do not touch are guaranteed deadlock-free. Gathers come
     first and reduces last, each ordered by its value in `traffic`.
     """
-    header = HeaderArrays(plan)
+    header = PlanHeaderArrays(plan)
     lines = ProgramTable.of(header, orders)
     transfers = find_messages(lines)
     first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
@@ -74,7 +74,7 @@ def build_unordered_schedule(
         )
     programs = _merge(header, lines, extras)
     merged = ProgramTable.of(header, programs)
-    return merged, build_schedule_of_table(merged, ordered=False)
+    return merged, build_schedule_from_table(merged, ordered=False)
 
 
 def simulate_plan(plan: Plan, schedule: Schedule) -> Timeline:
@@ -106,7 +106,9 @@ class _Clock:
     phases that meet; where it is equal, `turn` increases. Together they order all phases of all classes.
     """
 
-    def __init__(self, plan: Plan, header: HeaderArrays, lines: ProgramTable, transfers: Messages) -> None:
+    def __init__(
+        self, plan: Plan, header: PlanHeaderArrays, lines: ProgramTable, transfers: MessageTable
+    ) -> None:
         self.header, self.lines, self.transfers = header, lines, transfers
         # The first phase line of every class, and the end of the last class.
         self.first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
@@ -198,7 +200,7 @@ def _place_communication(clock: _Clock) -> Iterator[_InsertedLines]:
     yield _finish(clock.header, clock.first)
 
 
-def _finish(header: HeaderArrays, first: Ints) -> _InsertedLines:
+def _finish(header: PlanHeaderArrays, first: Ints) -> _InsertedLines:
     """Returns the last line of every class; `first` holds the first phase line of each class, and the end."""
     devices = np.arange(len(first) - 1)
     return _InsertedLines(
@@ -210,7 +212,7 @@ def _finish(header: HeaderArrays, first: Ints) -> _InsertedLines:
     )
 
 
-def _sends(transfers: Messages, ready_s: Floats, number: Ints) -> _InsertedLines:
+def _sends(transfers: MessageTable, ready_s: Floats, number: Ints) -> _InsertedLines:
     """Places sends right after the op that produces their data, before any encoder work."""
     zeros = np.zeros(len(transfers), np.int64)
     rows = [transfers.module, transfers.kind, transfers.sender_chunk, transfers.microbatch, zeros]
@@ -294,7 +296,9 @@ def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int
     )
 
 
-def _merge(header: HeaderArrays, lines: ProgramTable, extras: list[_InsertedLines]) -> tuple[Program, ...]:
+def _merge(
+    header: PlanHeaderArrays, lines: ProgramTable, extras: list[_InsertedLines]
+) -> tuple[Program, ...]:
     """Returns phase lines with all insertions, class by class."""
     phases = np.stack([lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place], axis=1)
     rows = np.concatenate([phases, *(extra.rows for extra in extras)])

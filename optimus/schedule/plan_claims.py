@@ -10,12 +10,12 @@ from optimus.ir.op import Ints, Lane, OpKind
 from optimus.ir.plan import REGIONS, DeviceClassMemory, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.schedule.lower import LoweredPlan
-from optimus.schedule.program_table import HeaderArrays, ProgramTable
+from optimus.schedule.program_table import PlanHeaderArrays, ProgramTable
 
 LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(3)
 
 
-def compute_class_memory(
+def compute_device_class_memory(
     plan: Plan, programs: Sequence[Program], fixed: Sequence[Mapping[str, int]]
 ) -> tuple[DeviceClassMemory, ...]:
     """Computes the peak of live bytes along every program, and adds the fixed components."""
@@ -34,7 +34,7 @@ def compute_class_memory(
 
 def live_bytes_by_line(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
     """Yields, per device class, live bytes while each line runs, by component (LLM, encoders, seam)."""
-    lines = ProgramTable.of(HeaderArrays(plan), programs)
+    lines = ProgramTable.of(PlanHeaderArrays(plan), programs)
     added, freed = _changes(lines)
     for device in range(len(programs)):
         mine = lines.device == device
@@ -69,7 +69,7 @@ def _changes(lines: ProgramTable) -> tuple[Ints, Ints]:
     return added, freed
 
 
-def _held(header: HeaderArrays) -> tuple[Ints, Ints]:
+def _held(header: PlanHeaderArrays) -> tuple[Ints, Ints]:
     """Returns saved and recomputed bytes by module and virtual stage."""
     shape = len(header.names), int(header.virtual_stages.max())
     saved, recomputed = np.zeros(shape, np.int64), np.zeros(shape, np.int64)

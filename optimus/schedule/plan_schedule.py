@@ -8,7 +8,7 @@ import numpy as np
 
 from optimus.ir.op import RECVS, Communicator, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Program
-from optimus.schedule.program_table import BACKWARDS, HeaderArrays, ProgramTable, find_messages
+from optimus.schedule.program_table import BACKWARDS, PlanHeaderArrays, ProgramTable, find_messages
 from optimus.schedule.schedule_builder import edges_to_csr
 
 Edges = tuple[Ints, Ints]  # lines, and the line that each of them waits for
@@ -16,13 +16,15 @@ TRAFFIC = (OpKind.UNSHARD, OpKind.REDUCE_GRAD)
 
 
 def build_plan_schedule(
-    plan: Plan, programs: Sequence[Program], header: HeaderArrays | None = None, *, ordered: bool = True
+    plan: Plan, programs: Sequence[Program], header: PlanHeaderArrays | None = None, *, ordered: bool = True
 ) -> Schedule:
     """Builds the schedule of programs."""
-    return build_schedule_of_table(ProgramTable.of(header or HeaderArrays(plan), programs), ordered=ordered)
+    return build_schedule_from_table(
+        ProgramTable.of(header or PlanHeaderArrays(plan), programs), ordered=ordered
+    )
 
 
-def build_schedule_of_table(lines: ProgramTable, *, ordered: bool = True) -> Schedule:
+def build_schedule_from_table(lines: ProgramTable, *, ordered: bool = True) -> Schedule:
     """Builds the schedule of the lines of a table.
 
     Communication is posted after all compute before it; if lines are not `ordered` (not yet, or on separate

@@ -17,7 +17,7 @@ Bools = NDArray[np.bool_]
 BACKWARDS = (OpKind.BACKWARD, OpKind.INPUT_GRAD)
 
 
-class HeaderArrays:
+class PlanHeaderArrays:
     """Templates and modules of a plan as arrays, to look up many lines at once."""
 
     def __init__(self, plan: Plan) -> None:
@@ -102,7 +102,7 @@ class HeaderArrays:
 class ProgramTable:
     """Lines of all programs as columns, class after class, each in program order."""
 
-    header: HeaderArrays
+    header: PlanHeaderArrays
     device: Ints
     module: Ints
     kind: Ints
@@ -111,7 +111,7 @@ class ProgramTable:
     place: Ints
 
     @classmethod
-    def of(cls, header: HeaderArrays, programs: Sequence[Program]) -> ProgramTable:
+    def of(cls, header: PlanHeaderArrays, programs: Sequence[Program]) -> ProgramTable:
         rows = np.concatenate([program.rows for program in programs]).astype(np.int64)
         device = np.repeat(np.arange(len(programs)), [len(program) for program in programs])
         return cls(header, device, *rows.T)
@@ -231,7 +231,7 @@ class _OpTable:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Messages:
+class MessageTable:
     """Messages as columns; the kind of a receive is the kind of its send plus one."""
 
     sender: Ints
@@ -249,7 +249,7 @@ class Messages:
         return len(self.sender)
 
 
-def find_messages(lines: ProgramTable) -> Messages:
+def find_messages(lines: ProgramTable) -> MessageTable:
     """Finds all messages, in a fixed order."""
     ops, header = lines.ops, lines.header
     parts = []
@@ -258,17 +258,17 @@ def find_messages(lines: ProgramTable) -> Messages:
         parts += _between_stages(lines, module, mine)
         if module != header.llm:
             parts += _over_seam(lines, module, mine)
-    return Messages(
+    return MessageTable(
         **{
             field.name: np.concatenate(
                 [np.zeros(0, np.int64), *(getattr(part, field.name) for part in parts)]
             )
-            for field in fields(Messages)
+            for field in fields(MessageTable)
         }
     )
 
 
-def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messages]:
+def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[MessageTable]:
     """Returns activations to the next virtual stage and gradients to the previous one."""
     header, ops = lines.header, lines.ops
     if header.pp[module] == 1:
@@ -293,7 +293,7 @@ def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messag
         peers = header.following if forward else header.preceding
         carried = ops.virtual[op] if forward else there  # a gradient is as large as its activations
         messages.append(
-            Messages(
+            MessageTable(
                 sender=ops.device[op],
                 receiver=peers[module, ops.device[op]],
                 module=ops.module[op],
@@ -309,7 +309,7 @@ def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messag
     return messages
 
 
-def _over_seam(lines: ProgramTable, module: int, mine: Ints) -> list[Messages]:
+def _over_seam(lines: ProgramTable, module: int, mine: Ints) -> list[MessageTable]:
     """Returns an encoder's outputs to LLM stage 0 and their gradient back; none if both are on one class."""
     header, ops = lines.header, lines.ops
     planned = header.plan.modules[header.names[module]]
@@ -324,14 +324,14 @@ def _over_seam(lines: ProgramTable, module: int, mine: Ints) -> list[Messages]:
         "duration_s": np.full(len(op), planned.seam_s),
         "bytes": np.full(len(op), planned.seam_bytes, np.int64),
     }
-    forward = Messages(
+    forward = MessageTable(
         sender=source, receiver=entry, kind=zeros + OpKind.SEND_SEAM, produced=ops.last[op], **shared
     )
     if not header.needs_grad(module, int(header.pp[module]) - 1):
         return [forward]
     fed = ops.microbatch[op] // planned.microbatches_per_llm_microbatch
     made = lines.backward_end(entry, zeros + header.llm, zeros, fed)
-    backward = Messages(
+    backward = MessageTable(
         sender=entry, receiver=source, kind=zeros + OpKind.SEND_SEAM_B, produced=made, **shared
     )
     return [forward, backward]

@@ -219,7 +219,7 @@ def _lanes(derived: WaitDerivation, waits: LineWaits, replayed: ReplayedTimes) -
             lines.text(int(rows[at + 1])),
             f"starts on a lane that is occupied by {lines.text(int(rows[at]))}",
         )
-    for region, seconds in zip(REGIONS, replayed_encoder_seconds(derived, waits, replayed), strict=True):
+    for region, seconds in zip(REGIONS, sum_encoder_seconds_by_region(derived, waits, replayed), strict=True):
         claimed = lines.plan.claims.encoder_s.get(region)
         if claimed is None:
             yield f"encoder_s {region}", "no claim"
@@ -227,7 +227,9 @@ def _lanes(derived: WaitDerivation, waits: LineWaits, replayed: ReplayedTimes) -
             yield from _differs(f"encoder_s {region}", float(seconds), claimed)
 
 
-def replayed_encoder_seconds(derived: WaitDerivation, waits: LineWaits, replayed: ReplayedTimes) -> Floats:
+def sum_encoder_seconds_by_region(
+    derived: WaitDerivation, waits: LineWaits, replayed: ReplayedTimes
+) -> Floats:
     """Returns replayed encoder compute in each of REGIONS, summed over device classes."""
     lines = waits.lines
     llm = list(lines.plan.modules).index(LLM)

@@ -15,7 +15,7 @@ from optimus.ir.op import COMPUTE_PHASES, RECVS, Floats, Ints, Lane, OpKind, Sho
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage
-from optimus.verify.waits import LineWaits, WaitDerivation, consecutive_lines
+from optimus.verify.waits import LineWaits, WaitDerivation, pair_consecutive_lines
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class ReplayedTimes:
         return float(self.end_s.max(initial=0.0))
 
 
-def successors_to_csr(count: int, before: Ints, after: Ints) -> tuple[list[int], list[int], list[int]]:
+def build_successors_csr(count: int, before: Ints, after: Ints) -> tuple[list[int], list[int], list[int]]:
     """Returns the successors of every node as offsets and nodes, and the number of its predecessors."""
     order = np.argsort(before, kind="stable")
     offset = np.concatenate([[0], np.cumsum(np.bincount(before, minlength=count))])
@@ -52,7 +52,7 @@ class _EventLoop:
     def __init__(self, waits: LineWaits) -> None:
         plan, count = waits.lines.plan, len(waits.lines)
         earlier, later = waits.lane_order
-        self.offset, self.followers, self.pending = successors_to_csr(
+        self.offset, self.followers, self.pending = build_successors_csr(
             count, np.concatenate([waits.before, earlier]), np.concatenate([waits.after, later])
         )
         self.issue: list[float] = waits.issue_s.tolist()
@@ -209,9 +209,9 @@ def find_stream_deadlock(waits: LineWaits, *, one_queue: bool) -> WaitCycle | No
     never = np.flatnonzero(meets)[(posted < waits.meeting_size)[waits.meeting[meets]]]
     edges = [
         (waits.before[data], waits.after[data]),
-        consecutive_lines(lines.device, compute),
+        pair_consecutive_lines(lines.device, compute),
         (latest[behind], np.flatnonzero(behind)),
-        consecutive_lines(lines.device if one_queue else _communicators(waits), communicates),
+        pair_consecutive_lines(lines.device if one_queue else _communicators(waits), communicates),
         (never, never),
     ]
     joined = [(node[before], node[after]) for before, after in edges]
@@ -233,7 +233,7 @@ def _cycle(model: str, count: int, edges: list[tuple[Ints, Ints]], lines: int) -
     """Removes nodes that wait for nothing until none is left; any remainder holds a cycle."""
     before = np.concatenate([first for first, _ in edges])
     after = np.concatenate([second for _, second in edges])
-    offset, following, pending = successors_to_csr(count, before, after)
+    offset, following, pending = build_successors_csr(count, before, after)
     free = [node for node, waiting in enumerate(pending) if not waiting]
     for node in free:  # grows
         for follower in following[offset[node] : offset[node + 1]]:
@@ -266,7 +266,7 @@ def build_op_grid(plan: Plan, *, aligned: bool = True) -> OpGrid:
     lines = PlanLines(plan)
     phases = lines.kind <= OpKind.WEIGHT_GRAD
     first = phases & (lines.place == 0)
-    before, after = consecutive_lines(lines.device, phases)
+    before, after = pair_consecutive_lines(lines.device, phases)
     if aligned:
         expected = ExpectedLines(plan)
         broken = next(iter(check_line_coverage(lines, expected)), None)
@@ -286,7 +286,7 @@ def build_op_grid(plan: Plan, *, aligned: bool = True) -> OpGrid:
 def _longest_path(counted: Ints, before: Ints, after: Ints) -> Ints:
     """Returns how many counted lines the longest chain up to each line has."""
     count = len(counted)
-    offset, following, pending = successors_to_csr(count, before, after)
+    offset, following, pending = build_successors_csr(count, before, after)
     length = counted.astype(np.int64).tolist()
     weight = list(length)
     free = [line for line, waiting in enumerate(pending) if not waiting]

@@ -51,10 +51,10 @@ class LineWaits:
     @property
     def lane_order(self) -> tuple[Ints, Ints]:
         """Pairs of consecutive lines on a lane."""
-        return consecutive_lines(self.lines.device * NUM_LANES + self.lane, self.lane != NO_LANE)
+        return pair_consecutive_lines(self.lines.device * NUM_LANES + self.lane, self.lane != NO_LANE)
 
 
-def consecutive_lines(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
+def pair_consecutive_lines(queue: Ints, taken: Ints) -> tuple[Ints, Ints]:
     """Returns pairs of consecutive lines of each queue, among those taken."""
     rows = np.flatnonzero(taken)
     rows = rows[np.argsort(queue[rows], kind="stable")]

@@ -17,7 +17,7 @@ from optimus.job.job import Job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import SearchResult
 from optimus.protocols import SystemCandidate
-from optimus.schedule.bubbles import Bubbles, average_bubbles, sum_bubbles_by_cause
+from optimus.schedule.bubbles import BubbleSeconds, average_bubbles, sum_bubbles_by_cause
 from optimus.schedule.simulator import Timeline, simulate_schedule
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SimulatedSystem:
     tokens_per_s_per_gpu: float
     memory: RankMemory  # of the worst rank
     worst_rank: str
-    bubbles: Bubbles
+    bubbles: BubbleSeconds
     fits: bool
     candidate: SystemCandidate
     schedule: Schedule

@@ -17,7 +17,7 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, RejectedLayout, lower_to_plan
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.fill import Fill, FillResult, expand_to_all_tp_blocks
+from optimus.schedule.fill import Fill, FillResult, expand_orders_to_tp_blocks
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import lower_to_programs
 from optimus.schedule.pipeline_schedule import price_parameter_traffic
@@ -153,7 +153,7 @@ class ColocationCandidate:
         """Lowers a schedule for all blocks and replays it."""
         header, orders = self.header, arranged.orders()
         if self.folded:
-            header, orders = expand_to_all_tp_blocks(
+            header, orders = expand_orders_to_tp_blocks(
                 self._unfolded.header(strategy="optimus"), header, orders
             )
         return lower_to_plan(header, orders, self._unfolded.fixed_bytes(), estimate_s=arranged.step_s)

@@ -31,7 +31,7 @@ from optimus.schedule.fill_paper import (
     fill_bubbles,
     latest_delay_as_assigned,
     latest_delay_in_any_order,
-    subtract_kernels,
+    subtract_kernels_from_bubbles,
 )
 from optimus.schedule.llm_timeline import FIRST, LAST, LlmTimeline, PlacedEncoderOp, list_template_kernels
 
@@ -195,14 +195,14 @@ class PaperCandidate:
         pipelines = []
         for number, (first, count) in enumerate(zip(self._first_llm_stages, moved, strict=True)):
             if (first, count) not in self._mirrored:
-                sides = [self._remaining_bubbles(number, first, stage, count) for stage in self._stages]
-                self._mirrored[first, count] = self._build_pipeline(OpKind.BACKWARD, sides)
+                devices = [self._remaining_bubbles(number, first, stage, count) for stage in self._stages]
+                self._mirrored[first, count] = self._build_pipeline(OpKind.BACKWARD, devices)
             pipelines.append(self._mirrored[first, count])
         return pipelines
 
     def _remaining_bubbles(self, pipeline: int, first: int, stage: int, count: int) -> DeviceBubbles:
         """Returns a stage's mirrored bubbles without those that `count` moved forwards have taken."""
-        side = self.base.device_bubbles(first + stage, mirrored=True)
+        device = self.base.device_bubbles(first + stage, mirrored=True)
         taken = []
         for number in range(count):
             move = self._forward_pipelines[pipeline].move(number)
@@ -211,7 +211,7 @@ class PaperCandidate:
             taken += list(zip(kernels, move.begins_s[stage], strict=True))
         taken.reverse()  # as in the mirror, where a kernel begins when it ends in the timeline
         mirrored_begins_s = [self.base.end_s - begin_s - kernel[1] for kernel, begin_s in taken]
-        return subtract_kernels(side, [kernel for kernel, _ in taken], mirrored_begins_s)
+        return subtract_kernels_from_bubbles(device, [kernel for kernel, _ in taken], mirrored_begins_s)
 
     def _backward_points(self, pipelines: Sequence[int]) -> LatestDelay:
         """Returns the paper's B_i of every pipeline's microbatches, mirrored: the last comes first."""
@@ -220,12 +220,12 @@ class PaperCandidate:
             points_s[pipeline].append(self.base.end_s - point)
         return partial(latest_delay_as_assigned, points_s)
 
-    def _build_pipeline(self, kind: OpKind, sides: Sequence[DeviceBubbles]) -> EncoderPipeline:
+    def _build_pipeline(self, kind: OpKind, devices: Sequence[DeviceBubbles]) -> EncoderPipeline:
         """Builds an encoder pipeline; in the mirror, backwards run from the first stage to the last too."""
         make = self.context.chunks.price
         encoders = self._place_encoders([0] * self.llm.microbatches)
         return EncoderPipeline(
-            sides=sides,
+            devices=devices,
             kernels=[self._list_kernels(kind, stage) for stage in self._stages],
             seconds=[sum(make(e.stages[stage]).seconds[kind] for e in encoders) for stage in self._stages],
         )
