@@ -61,9 +61,9 @@ class SingleProcessTpGroup(TpGroup):
         return AsyncCollective(None, lambda: rows.repeat(self.size, *(1,) * (rows.dim() - 1)))
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> AsyncCollective:
-        own = part.shape[0]
+        rows = part.shape[0]
         for place in range(self.size):
-            whole[place * own : (place + 1) * own] = part
+            whole[place * rows : (place + 1) * rows] = part
         return AsyncCollective(None, lambda: whole)
 
     def reduce_scatter(self, parts: Tensor) -> AsyncCollective:

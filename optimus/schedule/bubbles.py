@@ -170,12 +170,12 @@ def find_op_slack(schedule: Schedule, timeline: Timeline) -> Floats:
         here = ready.pop()
         for place in range(first[here], first[here + 1]):
             op = before[place]
-            there = group_of[op]
+            group_before = group_of[op]
             ends[op] = min(ends[op], begins[here])
-            begins[there] = min(begins[there], begins[here] - spent[op])
-            left[there] -= 1
-            if left[there] == 0:
-                ready.append(there)
+            begins[group_before] = min(begins[group_before], begins[here] - spent[op])
+            left[group_before] -= 1
+            if left[group_before] == 0:
+                ready.append(group_before)
     slack_s: Floats = np.maximum(np.array(ends) - timeline.finish_s, 0.0)
     return slack_s
 

@@ -133,18 +133,18 @@ class Fill:
 
         Backwards for which a forward waits come right before it.
         """
-        lines, pieces = self._lines, self._lines.header.pieces
+        lines, per_llm_microbatch = self._lines, self._lines.header.per_llm_microbatch
         rank = np.full(len(lines), -1.0)
         rank[self.schedule.is_send] = 0.0
         free = np.flatnonzero(self._phases & ~self._of_llm)
         urgency = URGENCY[lines.kind[free]]
-        rank[free] = urgency * AFTER_ALL + lines.microbatch[free] / pieces[lines.module[free]]
+        rank[free] = urgency * AFTER_ALL + lines.microbatch[free] / per_llm_microbatch[lines.module[free]]
         for name, window in windows.items():
             number, module = lines.header.names.index(name), self.header.modules[name]
             ahead = window * (1 + max(module.pipelines))  # microbatches of all pipelines
             mine = free[(lines.module[free] == number) & (lines.kind[free] != OpKind.FORWARD)]
             held = mine[lines.microbatch[mine] + ahead < len(module.pipelines)]
-            rank[held] = (lines.microbatch[held] + ahead - 0.5) / pieces[number]
+            rank[held] = (lines.microbatch[held] + ahead - 0.5) / per_llm_microbatch[number]
         return rank
 
     def orders(self, turn: Ints, timeline: Timeline) -> list[Program]:
@@ -321,7 +321,7 @@ def _expand_class(
     rows = orders[folded.ranks.class_at(stage, context, 0)].rows.copy()
     for number, name in enumerate(header.names):
         if name in across:
-            own = position * ranks.block // header.modules[name].layout.tp
+            block = position * ranks.block // header.modules[name].layout.tp
             mine = rows[:, 0] == number
-            rows[mine, 3] = rows[mine, 3] * across[name] + own
+            rows[mine, 3] = rows[mine, 3] * across[name] + block
     return Program.of(rows)

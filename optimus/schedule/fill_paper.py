@@ -226,8 +226,8 @@ def fill_bubbles(
         if move is None:
             break
         left = pipelines[critical].coarse(split[critical] - moved[critical] - 1)
-        others = (before[j].overflow_s for j in numbers if j != critical)
-        shorter = max(0.0, left.overflow_s, *others)
+        other_overflows_s = (before[j].overflow_s for j in numbers if j != critical)
+        shorter = max(0.0, left.overflow_s, *other_overflows_s)
         candidate = [left if j == critical else before[j] for j in numbers]
         moves = [[*inside[j], move.end_s] if j == critical else inside[j] for j in numbers]
         shorter += max(0.0, latest_delay_s(_in_llm_time(candidate, moves, shorter)))

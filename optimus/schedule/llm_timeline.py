@@ -148,9 +148,9 @@ class LlmTimeline:
         """
         begins, ends = [], []
         first = self._stage_bubbles[0][2][0]
-        for each in range(stage, self._plan.ranks.llm.pp, every):
-            begins.append(self._stage_bubbles[each][2][0] - first)
-            here = self._schedule.device == self._plan.ranks.class_at(each, 0, 0)
+        for number in range(stage, self._plan.ranks.llm.pp, every):
+            begins.append(self._stage_bubbles[number][2][0] - first)
+            here = self._schedule.device == self._plan.ranks.class_at(number, 0, 0)
             ends.append(
                 float(self._timeline.finish_s[here & (self._schedule.kind != OpKind.OPTIMIZER)].max())
             )

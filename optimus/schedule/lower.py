@@ -273,16 +273,19 @@ def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
                 yield _reduce(clock, devices, mine[~forward], number, row)
 
 
-def _reduce(clock: _Clock, devices: Ints, made: Ints, number: int, row: list[int]) -> _InsertedLines:
-    """Places a reduce after the lines `made`, or when the last class of its group has its gradients.
+def _reduce(clock: _Clock, devices: Ints, producers: Ints, number: int, row: list[int]) -> _InsertedLines:
+    """Places a reduce after the lines `producers`, or when the last class of its group has its gradients.
 
     Not after compute that runs at that time: the reduce would wait for it.
     """
     lines, header = clock.lines, clock.header
-    own = [made[lines.device[made] == device] for device in devices.tolist()]
+    producers_by_class = [producers[lines.device[producers] == device] for device in devices.tolist()]
     firsts = clock.first[devices].tolist()
-    last = np.array([rows.max(initial=first - 1) for rows, first in zip(own, firsts, strict=True)], np.int64)
-    finish = np.array([clock.end_s[rows].max(initial=0.0) for rows in own])
+    last = np.array(
+        [rows.max(initial=first - 1) for rows, first in zip(producers_by_class, firsts, strict=True)],
+        np.int64,
+    )
+    finish = np.array([clock.end_s[rows].max(initial=0.0) for rows in producers_by_class])
     group = header.group[row[0], Communicator.DP, devices]
     done = np.array([finish[group == g].max() for g in group.tolist()])
     alone = header.group_size[row[0], Communicator.DP, devices] == 1
@@ -303,11 +306,11 @@ def _merge(
     phases = np.stack([lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place], axis=1)
     rows = np.concatenate([phases, *(extra.rows for extra in extras)])
     device = np.concatenate([lines.device, *(extra.device for extra in extras)])
-    own = np.arange(len(phases))
-    before = np.concatenate([own, *(extra.before for extra in extras)])
+    positions = np.arange(len(phases))
+    before = np.concatenate([positions, *(extra.before for extra in extras)])
     last = np.where(np.arange(len(rows)) < len(phases), 2, rows[:, 1] != OpKind.UNSHARD)
     time_s = np.concatenate([np.zeros(len(phases)), *(extra.time_s for extra in extras)])
-    number = np.concatenate([own, *(extra.number for extra in extras)])
+    number = np.concatenate([positions, *(extra.number for extra in extras)])
     order = np.lexsort((number, time_s, last, before, device))
     sorted_rows, sorted_device = rows[order], device[order]
     ends = np.searchsorted(sorted_device, np.arange(header.devices + 1))

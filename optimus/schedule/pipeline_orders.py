@@ -216,8 +216,8 @@ def list_schedule_pipeline(
             touched.add(here)
             if ended:
                 stages[here].end(op, split=times.backward is OpKind.INPUT_GRAD)
-                for after_s, there, follower in times.followers(here, op):
-                    heappush(events, (now + after_s, False, there, follower))
+                for after_s, follower_stage, follower in times.followers(here, op):
+                    heappush(events, (now + after_s, False, follower_stage, follower))
             else:
                 stages[here].add(op)
         for here in sorted(touched):

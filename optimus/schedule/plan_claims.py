@@ -96,7 +96,7 @@ def _add_seam(lines: ProgramTable, added: Ints, freed: Ints) -> None:
     microbatch = np.append(lines.microbatch[received], ops.microbatch[local])
     begin = np.append(received, ops.last[local])
     zeros = np.zeros(len(begin), np.int64)
-    fed = microbatch // header.pieces[module]
+    fed = microbatch // header.per_llm_microbatch[module]
     end = lines.end_of(device, zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
     np.add.at(added[:, SEAM], begin, size[module])
     np.add.at(freed[:, SEAM], end, size[module])
@@ -118,18 +118,18 @@ def encoder_seconds_by_region(plan: Plan, lowered: LoweredPlan) -> dict[str, flo
             OpKind.WAIT,
         ),
     )
-    own = phase & (schedule.module == llm)
+    llm_phase = phase & (schedule.module == llm)
     filler = (
         phase & (schedule.module != llm) & (schedule.lane == Lane.COMPUTE) & (schedule.kind != OpKind.WAIT)
     )
-    opened = np.cumsum(own & (schedule.kind == OpKind.LAUNCH)) - np.cumsum(
-        own & (schedule.kind == OpKind.WAIT)
+    opened = np.cumsum(llm_phase & (schedule.kind == OpKind.LAUNCH)) - np.cumsum(
+        llm_phase & (schedule.kind == OpKind.WAIT)
     )
     spent = timeline.finish_s - timeline.start_s
     seconds = dict.fromkeys(REGIONS, 0.0)
     for device in range(schedule.num_devices):
         here = np.flatnonzero(schedule.device == device)
-        llm_lines = here[own[here]]
+        llm_lines = here[llm_phase[here]]
         mine = here[filler[here]]
         before, after = mine < llm_lines[0], mine > llm_lines[-1]
         base = opened[llm_lines[0] - 1] if llm_lines[0] > 0 else 0

@@ -86,10 +86,10 @@ class _Graph:
         self._sent = by_key[self._key(at, kind, messages.sender_chunk)]
         self._received = by_key[self._key(messages.receiver, kind + 1, messages.receiver_chunk)]
         for rows in (self._sent, self._received):
-            there = rows >= 0  # receives may not be placed yet
-            self.lane[rows[there]], self.communicator[rows[there]] = Lane.P2P, Communicator.PP
-            self.bytes[rows[there]] = messages.bytes[there]
-            self.duration_s[rows[there]] = messages.duration_s[there]
+            placed = rows >= 0  # receives may not be placed yet
+            self.lane[rows[placed]], self.communicator[rows[placed]] = Lane.P2P, Communicator.PP
+            self.bytes[rows[placed]] = messages.bytes[placed]
+            self.duration_s[rows[placed]] = messages.duration_s[placed]
         assert (self._sent >= 0).all(), "a message is never sent"
 
     def _key(self, device: Ints, kind: Ints, chunk: Ints) -> Ints:
@@ -130,8 +130,8 @@ class _Graph:
         yield from self._inputs()
         messages = self._messages
         yield self._sent, messages.produced
-        there = self._received >= 0
-        yield self._received[there], self._sent[there]
+        placed = self._received >= 0
+        yield self._received[placed], self._sent[placed]
         yield from self._traffic()
 
     def posted(self, *, ordered: bool) -> Edges:
@@ -175,22 +175,24 @@ class _Graph:
         # Inputs that arrive in messages.
         took = {OpKind.SEND_F: (OpKind.FORWARD,), OpKind.SEND_B: BACKWARDS, OpKind.SEND_SEAM_B: BACKWARDS}
         for sent, kinds in took.items():
-            some = np.flatnonzero(messages.kind == sent)
+            arriving = np.flatnonzero(messages.kind == sent)
             for kind in kinds:
                 key = lines.op_key(
-                    messages.receiver[some],
-                    messages.module[some],
-                    np.full(len(some), kind),
-                    messages.receiver_chunk[some],
-                    messages.microbatch[some],
+                    messages.receiver[arriving],
+                    messages.module[arriving],
+                    np.full(len(arriving), kind),
+                    messages.receiver_chunk[arriving],
+                    messages.microbatch[arriving],
                 )
                 op = ops.number[key]
-                yield op[op >= 0], self._sent[some[op >= 0]]
-        some = np.flatnonzero(messages.kind == OpKind.SEND_SEAM)
-        zeros = np.zeros(len(some), np.int64)
-        fed = messages.microbatch[some] // header.pieces[messages.module[some]]
-        key = lines.op_key(messages.receiver[some], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
-        yield ops.number[key], self._sent[some]
+                yield op[op >= 0], self._sent[arriving[op >= 0]]
+        arriving = np.flatnonzero(messages.kind == OpKind.SEND_SEAM)
+        zeros = np.zeros(len(arriving), np.int64)
+        fed = messages.microbatch[arriving] // header.per_llm_microbatch[messages.module[arriving]]
+        key = lines.op_key(
+            messages.receiver[arriving], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed
+        )
+        yield ops.number[key], self._sent[arriving]
         # Inputs that are produced on the same class.
         yield from self._local_inputs()
 
@@ -198,24 +200,30 @@ class _Graph:
         lines, header, ops = self._lines, self._header, self._lines.ops
         backward = (ops.kind == OpKind.BACKWARD) | (ops.kind == OpKind.INPUT_GRAD)
         for needs, kind in ((backward, OpKind.FORWARD), (ops.kind == OpKind.WEIGHT_GRAD, OpKind.INPUT_GRAD)):
-            some = np.flatnonzero(needs)
-            yield some, lines.end_of(*self._same(some, kind))
+            waiting = np.flatnonzero(needs)
+            yield waiting, lines.end_of(*self._same(waiting, kind))
         alone = header.pp[ops.module] == 1
-        some = np.flatnonzero(alone & (ops.kind == OpKind.FORWARD) & (ops.virtual > 0))
-        yield some, lines.end_of(*self._same(some, OpKind.FORWARD, chunk=-1))
-        some = np.flatnonzero(alone & backward & (ops.virtual < header.virtual_stages[ops.module] - 1))
-        device, module, _, chunk, microbatch = self._same(some, OpKind.BACKWARD, chunk=1)
-        yield some, lines.backward_end(device, module, chunk, microbatch)
+        waiting = np.flatnonzero(alone & (ops.kind == OpKind.FORWARD) & (ops.virtual > 0))
+        yield waiting, lines.end_of(*self._same(waiting, OpKind.FORWARD, chunk=-1))
+        waiting = np.flatnonzero(alone & backward & (ops.virtual < header.virtual_stages[ops.module] - 1))
+        device, module, _, chunk, microbatch = self._same(waiting, OpKind.BACKWARD, chunk=1)
+        yield waiting, lines.backward_end(device, module, chunk, microbatch)
         # The seam, where encoder and LLM are on one class.
         local = (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
         local &= header.entry[ops.device] == ops.device
-        some = np.flatnonzero(local & (ops.kind == OpKind.FORWARD))
-        zeros, fed = np.zeros(len(some), np.int64), ops.microbatch[some] // header.pieces[ops.module[some]]
-        key = lines.op_key(ops.device[some], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
-        yield ops.number[key], ops.last[some]
-        some = np.flatnonzero(local & backward)
-        zeros, fed = np.zeros(len(some), np.int64), ops.microbatch[some] // header.pieces[ops.module[some]]
-        yield some, lines.backward_end(ops.device[some], zeros + header.llm, zeros, fed)
+        feeding = np.flatnonzero(local & (ops.kind == OpKind.FORWARD))
+        zeros, fed = np.zeros(len(feeding), np.int64), self._llm_microbatch(feeding)
+        key = lines.op_key(ops.device[feeding], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
+        yield ops.number[key], ops.last[feeding]
+        waiting = np.flatnonzero(local & backward)
+        zeros, fed = np.zeros(len(waiting), np.int64), self._llm_microbatch(waiting)
+        yield waiting, lines.backward_end(ops.device[waiting], zeros + header.llm, zeros, fed)
+
+    def _llm_microbatch(self, ops: Ints) -> Ints:
+        """Returns the LLM microbatch that encoder ops feed."""
+        all_ops = self._lines.ops
+        fed: Ints = all_ops.microbatch[ops] // self._header.per_llm_microbatch[all_ops.module[ops]]
+        return fed
 
     def _same(self, ops: Ints, kind: OpKind, chunk: int = 0) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Returns the key of another op of the same module, microbatch and class."""
@@ -234,14 +242,14 @@ class _Graph:
         rows = self._traffic_rows()
         phase = lines.phase[lines.phases]
         opens = lines.phases[(lines.kind[lines.phases] == OpKind.FORWARD) & header.opens_layer[phase]]
-        made = lines.phases[lines.kind[lines.phases] != OpKind.FORWARD]
+        backwards = lines.phases[lines.kind[lines.phases] != OpKind.FORWARD]
         for whole in (False, True):
             gates = self._bucket_of(opens, whole=whole, gating=True)
             gather = rows[lines.device[opens], lines.module[opens], gates, 0]
             yield opens[gather >= 0], gather[gather >= 0]
-            numbers = self._bucket_of(made, whole=whole, gating=False)
-            reduce = rows[lines.device[made], lines.module[made], numbers, 1]
-            yield self._last_of_each_lane(reduce[reduce >= 0], made[reduce >= 0])
+            numbers = self._bucket_of(backwards, whole=whole, gating=False)
+            reduce = rows[lines.device[backwards], lines.module[backwards], numbers, 1]
+            yield self._last_of_each_lane(reduce[reduce >= 0], backwards[reduce >= 0])
         finish = np.full(header.devices, -1, np.int64)
         ends = np.flatnonzero(lines.kind == OpKind.OPTIMIZER)
         finish[lines.device[ends]] = ends
@@ -263,8 +271,8 @@ class _Graph:
         most = 1 + max((number for _, _, number, _ in self._buckets()), default=0)
         rows = np.full((header.devices, len(header.names), most + 1, len(TRAFFIC)), -1, np.int64)
         for which, kind in enumerate(TRAFFIC):
-            some = np.flatnonzero(lines.kind == kind)
-            rows[lines.device[some], lines.module[some], lines.place[some], which] = some
+            moves = np.flatnonzero(lines.kind == kind)
+            rows[lines.device[moves], lines.module[moves], lines.place[moves], which] = moves
         return rows
 
     def _bucket_of(self, rows: Ints, *, whole: bool, gating: bool) -> Ints:
@@ -290,13 +298,17 @@ class _Graph:
         lines, header = self._lines, self._header
         meeting = np.full(len(lines), -1, np.int64)
         comm = (self.communicator >= Communicator.TP) & (self.communicator <= Communicator.DP)
-        some = np.flatnonzero(comm & (self.kind != OpKind.WAIT))
-        at = lines.module[some], self.communicator[some].astype(np.int64), lines.device[some]
+        collectives = np.flatnonzero(comm & (self.kind != OpKind.WAIT))
+        at = (
+            lines.module[collectives],
+            self.communicator[collectives].astype(np.int64),
+            lines.device[collectives],
+        )
         several = header.group_size[at] > 1
-        some, group = some[several], header.group[at][several]
+        collectives, group = collectives[several], header.group[at][several]
         most = 1 + int(lines.place.max(initial=0))
-        key = lines.op_key_of(some, group)
-        _, number = np.unique(key * most + lines.place[some], return_inverse=True)
-        meeting[some] = number
+        key = lines.op_key_of(collectives, group)
+        _, number = np.unique(key * most + lines.place[collectives], return_inverse=True)
+        meeting[collectives] = number
         meeting[lines.kind == OpKind.OPTIMIZER] = 1 + int(meeting.max(initial=-1))
         return meeting

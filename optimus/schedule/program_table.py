@@ -28,9 +28,11 @@ class PlanHeaderArrays:
         modules = [plan.modules[name] for name in self.names]
         self.pp: Ints = np.array([module.layout.pp for module in modules])
         self.virtual_stages: Ints = np.array([len(module.chunks) for module in modules])
-        self.pieces: Ints = np.array([module.microbatches_per_llm_microbatch for module in modules])
+        self.per_llm_microbatch: Ints = np.array(
+            [module.microbatches_per_llm_microbatch for module in modules]
+        )
         self.chunks = max(module.layout.chunks for module in modules)
-        self.microbatches = plan.microbatches * int(self.pieces.max())
+        self.microbatches = plan.microbatches * int(self.per_llm_microbatch.max())
         self._flatten_templates()
         self._place_modules()
 
@@ -280,18 +282,18 @@ def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messag
     messages = []
     for step, kind in ((1, OpKind.SEND_F), (-1, OpKind.SEND_B)):
         forward = kind == OpKind.SEND_F
-        made = (
+        produces = (
             ops.kind[mine] == OpKind.FORWARD
             if forward
             else (ops.kind[mine] == OpKind.BACKWARD) | (ops.kind[mine] == OpKind.INPUT_GRAD)
         )
-        there = ops.virtual[mine] + step
-        sent = made & (there >= 0) & (there < len(chunks))
+        peer_virtual = ops.virtual[mine] + step
+        sent = produces & (peer_virtual >= 0) & (peer_virtual < len(chunks))
         if not forward:
-            sent &= needs_grad[np.maximum(there, 0)]
-        op, there = mine[sent], there[sent]
+            sent &= needs_grad[np.maximum(peer_virtual, 0)]
+        op, peer_virtual = mine[sent], peer_virtual[sent]
         peers = header.following if forward else header.preceding
-        carried = ops.virtual[op] if forward else there  # a gradient is as large as its activations
+        carried = ops.virtual[op] if forward else peer_virtual  # a gradient is as large as its activations
         messages.append(
             MessageTable(
                 sender=ops.device[op],
@@ -299,7 +301,7 @@ def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messag
                 module=ops.module[op],
                 kind=np.full(len(op), kind, np.int64),
                 sender_chunk=ops.chunk[op],
-                receiver_chunk=there // header.pp[module],
+                receiver_chunk=peer_virtual // header.pp[module],
                 microbatch=ops.microbatch[op],
                 produced=ops.last[op],
                 duration_s=seconds[carried],
@@ -330,8 +332,8 @@ def _over_seam(lines: ProgramTable, module: int, mine: Ints) -> list[MessageTabl
     if not header.needs_grad(module, int(header.pp[module]) - 1):
         return [forward]
     fed = ops.microbatch[op] // planned.microbatches_per_llm_microbatch
-    made = lines.backward_end(entry, zeros + header.llm, zeros, fed)
+    produced = lines.backward_end(entry, zeros + header.llm, zeros, fed)
     backward = MessageTable(
-        sender=entry, receiver=source, kind=zeros + OpKind.SEND_SEAM_B, produced=made, **shared
+        sender=entry, receiver=source, kind=zeros + OpKind.SEND_SEAM_B, produced=produced, **shared
     )
     return [forward, backward]

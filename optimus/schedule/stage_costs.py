@@ -74,13 +74,13 @@ class LayerPrefixSums:
         self._optimizer = running(lambda x: x.shard_parameters * precision.optimizer_bytes * x.trained)
         self._updated = running(lambda x: x.shard_parameters * x.trained)
         self._logits = running(lambda x: x.logits_bytes)
-        own = running(lambda x: x.activation_bytes * (x.module == llm))
-        self._saved = np.stack([own, running(lambda x: x.activation_bytes) - own], axis=1)
+        saved_by_llm = running(lambda x: x.activation_bytes * (x.module == llm))
+        self._saved = np.stack([saved_by_llm, running(lambda x: x.activation_bytes) - saved_by_llm], axis=1)
         self._traffic: dict[tuple[float, ...], ParameterTraffic] = {}
         self._working: dict[tuple[int, int], float] = {}
-        of_llm = running(lambda x: (x.recomputed_bytes + x.logits_bytes) * (x.module == llm))
+        recomputed_by_llm = running(lambda x: (x.recomputed_bytes + x.logits_bytes) * (x.module == llm))
         self._recomputed = np.stack(
-            [of_llm, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1
+            [recomputed_by_llm, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1
         )
         self._groups: dict[DpGroup, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
         for group in dict.fromkeys(g for layer in layers for g, _ in split_parameters_by_dp_group(layer)):

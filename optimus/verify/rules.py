@@ -255,10 +255,10 @@ def _predecessors(derived: WaitDerivation, lines: PlanLines) -> Ints:
 def check_transfer_order(waits: LineWaits) -> Problems:
     """Checks that two classes order their transfers of a module, pipeline or seam, in the same way."""
     lines = waits.lines
-    here, there = lines.device[waits.send], lines.device[waits.recv]
-    low, high = np.minimum(here, there), np.maximum(here, there)
-    at_low = np.where(here < there, waits.send, waits.recv)
-    at_high = np.where(here < there, waits.recv, waits.send)
+    sender, receiver = lines.device[waits.send], lines.device[waits.recv]
+    low, high = np.minimum(sender, receiver), np.maximum(sender, receiver)
+    at_low = np.where(sender < receiver, waits.send, waits.recv)
+    at_high = np.where(sender < receiver, waits.recv, waits.send)
     seam = np.isin(lines.kind[waits.send], SEAMS)
     order_low = np.lexsort((at_low, seam, lines.module[waits.send], high, low))
     order_high = np.lexsort((at_high, seam, lines.module[waits.send], high, low))
