@@ -111,7 +111,7 @@ REFUSALS: list[tuple[Callable[[ParsedDocument], Any], str, str]] = [
     (put("compute", *PHASE, 5), "templates.llm-F[1][5]", "is not a lane of collectives"),
     (put("none", *PHASE, 6), "templates.llm-F[1][6]", "cannot carry a collective"),
     (put("world", *PHASE, 6), "templates.llm-F[1][6]", "is not a known communicator"),
-    (put([1], *PHASE, 7), "templates.llm-F[1][7]", "names phase 1, which does not stand before phase 1"),
+    (put([1], *PHASE, 7), "templates.llm-F[1][7]", "names phase 1, which does not precede phase 1"),
     (put([9], *PHASE, 7), "templates.llm-F[1][7]", "names phase 9"),
     (put([-1], *PHASE, 7), "templates.llm-F[1][7][0]", "is not 0 or more"),
     (drop(*PHASE, 7), "templates.llm-F[1]", "has 7 columns, not 8"),

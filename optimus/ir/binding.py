@@ -135,6 +135,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+# ---------------------------------------------------------------------------- rebuilding the job
+
 _JOB_PARTS = {"model": Model, "cluster": Cluster, "workload": Workload}
 _HASH_PREFIX = "sha256:"  # replaces a value that is too long for the file
 _MISSING = "name the job that the plan was made for with --job"

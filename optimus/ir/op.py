@@ -211,6 +211,9 @@ class Schedule:
         return self.deps[self.dep_offset[index] : self.dep_offset[index + 1]]
 
 
+# ---------------------------------------------------------------------------- kernels
+
+
 class KernelName(StrEnum):
     """Kernels and collectives of a layer and of a module's ends."""
 

@@ -192,6 +192,9 @@ class Plan:
         return () if name is None else self.templates[name]
 
 
+# ---------------------------------------------------------------------------- user modules
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
     """Seconds of a stage or block on one microbatch; `weight_s` of `backward_s` can be deferred."""

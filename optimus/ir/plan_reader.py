@@ -258,7 +258,7 @@ def _check_phase(node: DocumentNode, place: int, phase: Phase) -> None:
     launch = phase.kind == OpKind.LAUNCH
     late = [other for other in phase.after if other >= place]
     if late:
-        problem = f"names phase {late[0]}, which does not stand before phase {place}"
+        problem = f"names phase {late[0]}, which does not precede phase {place}"
         raise node[PHASE.index("after")].error(problem, "name earlier phases of the same template")
     if phase.kind not in PHASE_KINDS:
         hint = nearest(phase.kind.word, [kind.word for kind in PHASE_KINDS])

@@ -147,6 +147,9 @@ def _idle_of(
     )
 
 
+# ---------------------------------------------------------------------------- slack
+
+
 def find_op_slack(schedule: Schedule, timeline: Timeline) -> Floats:
     """Returns by how many seconds each op could end later without a longer step, all others unchanged.
 

@@ -107,8 +107,8 @@ class Fill:
         """Shortens a result by local search, which looks ahead; the event loop cannot."""
         rounds = min(1 + MAX_SEARCHED_LINES // len(self.schedule), MAX_SEARCH_ROUNDS)
         turn = shorten_schedule(self.schedule, self._chains(), arranged.turn, rounds=rounds)
-        played = simulate_schedule(reorder_schedule(self.schedule, turn), slowdown=self.header.slowdown)
-        timeline = replace(played, start_s=played.start_s[turn], finish_s=played.finish_s[turn])
+        simulated = simulate_schedule(reorder_schedule(self.schedule, turn), slowdown=self.header.slowdown)
+        timeline = replace(simulated, start_s=simulated.start_s[turn], finish_s=simulated.finish_s[turn])
         return replace(arranged, turn=turn, timeline=timeline)
 
     def _chains(self) -> Ints:
@@ -288,6 +288,9 @@ def _ops(header: Plan, device: int, kinds: tuple[OpKind, ...]) -> Iterator[Ints]
         rows = np.tile(one, (len(mine), 1))
         rows[:, 3] = np.repeat(mine, len(one))
         yield rows
+
+
+# ---------------------------------------------------------------------------- TP blocks
 
 
 def expand_orders_to_tp_blocks(

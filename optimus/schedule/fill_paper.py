@@ -290,6 +290,9 @@ def subtract_intervals(
     return left
 
 
+# ---------------------------------------------------------------------------- global ordering
+
+
 def latest_delay_in_any_order(points_s: Sequence[float], ends_s: Ends) -> float:
     """Returns by how much the latest end exceeds its F_i if any pipeline may feed any LLM microbatch.
 

@@ -173,6 +173,8 @@ def _unit(bits: Hashes) -> Floats:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+# ---------------------------------------------------------------------------- priority streams
+
 IN_PROGRAM_ORDER = -1.0  # the rank of an op that keeps its place on its lane
 
 

@@ -138,6 +138,8 @@ def peak_microbatches_in_flight(order: PipelineOrder) -> int:
     return most
 
 
+# ---------------------------------------------------------------------------- list scheduling
+
 UNLIMITED_CHUNKS = 1 << 30
 # rounds   backwards first, the oldest microbatch; forwards in rounds of as many as stages, as Megatron's
 # breadth  the same, but forwards of all microbatches through a chunk before those of the next

@@ -184,6 +184,9 @@ def _register_send_graphs(builder: ScheduleBuilder, spec: PipelineSpec) -> Ints:
     return np.array([outputs, gradients[-1:] + gradients[:-1]], np.int64)
 
 
+# ---------------------------------------------------------------------------- data-parallel traffic
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterTraffic:
     """Seconds to gather a chunk's parameters, to reduce its gradients and to update its shard."""

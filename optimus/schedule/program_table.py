@@ -232,6 +232,9 @@ class _OpTable:
         return len(self.first)
 
 
+# ---------------------------------------------------------------------------- messages
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MessageTable:
     """Messages as columns; the kind of a receive is the kind of its send plus one."""

@@ -201,6 +201,8 @@ def edges_to_csr(edges: Ints, count: int) -> tuple[Ints, Ints]:
     return offset, edges[order, 1].astype(np.int32)
 
 
+# ---------------------------------------------------------------------------- chunks
+
 CHUNK_OP_KINDS = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
 
 

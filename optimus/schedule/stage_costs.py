@@ -150,6 +150,9 @@ def _running(values: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.array(values, np.float64))])
 
 
+# ---------------------------------------------------------------------------- schedules of any cut
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSeconds:
     """Seconds of ops, sends and traffic of every virtual stage."""

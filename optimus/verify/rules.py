@@ -192,6 +192,9 @@ def check_gpu_capacity(plan: Plan) -> Problems:
         yield "capacity_bytes", f"{plan.capacity_bytes} are more than the GPU's {bound:.0f}"
 
 
+# ---------------------------------------------------------------------------- order of lines
+
+
 def check_lines_after_inputs(derived: WaitDerivation, waits: LineWaits) -> Problems:
     """Checks that lines follow what they wait for on their class, and the rules of order."""
     lines = waits.lines

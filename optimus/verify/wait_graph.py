@@ -144,6 +144,9 @@ class _EventLoop:
             heappush(self.heap, (self.due[device], self.running[device]))
 
 
+# ---------------------------------------------------------------------------- deadlock
+
+
 @dataclass(frozen=True, kw_only=True)
 class WaitCycle:
     """Cycle of lines that wait for each other: each for the next, the last for the first."""
@@ -253,6 +256,8 @@ def _cycle(model: str, count: int, edges: list[tuple[Ints, Ints]], lines: int) -
     cycle = list(seen)[seen[node] :]
     return WaitCycle(model=model, lines=tuple(node for node in cycle if node < lines))
 
+
+# ---------------------------------------------------------------------------- grid of ops
 
 OpGrid = list[list[ShortOpName | None]]
 
