@@ -11,7 +11,7 @@ from random_jobs import random_job, random_setting
 from random_plans import random_plan
 from tiny_plans import tiny_plan
 
-from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.op import NUM_LANES, Bools, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.schedule.noisy_replay import (
@@ -21,7 +21,6 @@ from optimus.schedule.noisy_replay import (
     PriorityStreamReplay,
 )
 from optimus.schedule.plan_schedule import build_plan_schedule
-from optimus.schedule.program_table import Bools
 from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
 from optimus.schedule.simulator import Timeline, simulate_schedule
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.op import NUM_LANES, Bools, Floats, Ints, Lane, OpKind, Schedule
 from optimus.schedule.simulator import Timeline
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.op import Bools, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.local_search import reorder_schedule, shorten_schedule
 from optimus.schedule.lower import TrafficKey, build_unordered_schedule
-from optimus.schedule.program_table import Bools, ProgramTable
+from optimus.schedule.program_table import ProgramTable
 from optimus.schedule.schedule_builder import edges_to_csr
 from optimus.schedule.simulator import Timeline, list_schedule, simulate_schedule
 

@@ -39,8 +39,8 @@ def lower_to_programs(plan: Plan, orders: Sequence[Program]) -> LoweredPlan:
     """
     header = PlanHeaderArrays(plan)
     lines = ProgramTable.of(header, orders)
-    transfers = find_messages(lines)
-    clock = _Clock(plan, header, lines, transfers)
+    messages = find_messages(lines)
+    clock = _Clock(plan, header, lines, messages)
     programs = _merge(header, lines, list(_place_communication(clock)))
     schedule = build_plan_schedule(plan, programs, header)
     return LoweredPlan(programs=programs, schedule=schedule, timeline=simulate_plan(plan, schedule))
@@ -56,10 +56,10 @@ def build_unordered_schedule(
     """
     header = PlanHeaderArrays(plan)
     lines = ProgramTable.of(header, orders)
-    transfers = find_messages(lines)
+    messages = find_messages(lines)
     first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
-    count = len(transfers)
-    extras = [_sends(transfers, np.zeros(count), np.arange(count)), _finish(header, first)]
+    count = len(messages)
+    extras = [_sends(messages, np.zeros(count), np.arange(count)), _finish(header, first)]
     for (module, kind, stage, place), turn in traffic.items():
         devices = np.flatnonzero(header.stage[module] == stage)
         chunk = max(plan.modules[header.names[module]].buckets[stage][place].chunk, 0)
@@ -107,13 +107,13 @@ class _Clock:
     """
 
     def __init__(
-        self, plan: Plan, header: PlanHeaderArrays, lines: ProgramTable, transfers: MessageTable
+        self, plan: Plan, header: PlanHeaderArrays, lines: ProgramTable, messages: MessageTable
     ) -> None:
-        self.header, self.lines, self.transfers = header, lines, transfers
+        self.header, self.lines, self.messages = header, lines, messages
         # The first phase line of every class, and the end of the last class.
         self.first: Ints = np.searchsorted(lines.device, np.arange(header.devices + 1))
-        count = len(transfers)
-        programs = _merge(header, lines, [_sends(transfers, np.zeros(count), np.arange(count))])
+        count = len(messages)
+        programs = _merge(header, lines, [_sends(messages, np.zeros(count), np.arange(count))])
         schedule = build_plan_schedule(plan, programs, header)
         timeline = simulate_plan(plan, schedule)
         phases = np.concatenate([program.kind for program in programs]) <= OpKind.WEIGHT_GRAD
@@ -192,9 +192,9 @@ def _turns(schedule: Schedule) -> Floats:
 
 def _place_communication(clock: _Clock) -> Iterator[_InsertedLines]:
     """Yields every line that is not a phase."""
-    produced = clock.transfers.produced
+    produced = clock.messages.produced
     ready_s, number = clock.end_s[produced], np.argsort(np.argsort(clock.turn[produced], kind="stable"))
-    yield _sends(clock.transfers, ready_s, number)
+    yield _sends(clock.messages, ready_s, number)
     yield _receives(clock, ready_s, number)
     yield from _traffic(clock)
     yield _finish(clock.header, clock.first)
@@ -212,13 +212,13 @@ def _finish(header: PlanHeaderArrays, first: Ints) -> _InsertedLines:
     )
 
 
-def _sends(transfers: MessageTable, ready_s: Floats, number: Ints) -> _InsertedLines:
+def _sends(messages: MessageTable, ready_s: Floats, number: Ints) -> _InsertedLines:
     """Places sends right after the op that produces their data, before any encoder work."""
-    zeros = np.zeros(len(transfers), np.int64)
-    rows = [transfers.module, transfers.kind, transfers.sender_chunk, transfers.microbatch, zeros]
+    zeros = np.zeros(len(messages), np.int64)
+    rows = [messages.module, messages.kind, messages.sender_chunk, messages.microbatch, zeros]
     return _InsertedLines(
-        device=transfers.sender,
-        before=transfers.produced + 1,
+        device=messages.sender,
+        before=messages.produced + 1,
         time_s=ready_s,
         number=number,
         rows=np.stack(rows, axis=1),
@@ -227,17 +227,17 @@ def _sends(transfers: MessageTable, ready_s: Floats, number: Ints) -> _InsertedL
 
 def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _InsertedLines:
     """Places receives when the message is ready on the other side; the LLM's not after encoder work."""
-    transfers, lines, header = clock.transfers, clock.lines, clock.header
-    before = clock.before_message(transfers.receiver, transfers.produced)
+    messages, lines, header = clock.messages, clock.lines, clock.header
+    before = clock.before_message(messages.receiver, messages.produced)
     rows_of_llm = np.flatnonzero(lines.module == header.llm)
     behind = np.searchsorted(rows_of_llm, before) - 1  # the last LLM phase before
     last = np.where(behind >= 0, rows_of_llm[np.maximum(behind, 0)] + 1 if len(rows_of_llm) else 0, 0)
-    first = clock.first[transfers.receiver]
-    for_llm = (transfers.module == header.llm) | (transfers.kind == OpKind.SEND_SEAM)
-    zeros = np.zeros(len(transfers), np.int64)
-    rows = [transfers.module, transfers.kind + 1, transfers.receiver_chunk, transfers.microbatch, zeros]
+    first = clock.first[messages.receiver]
+    for_llm = (messages.module == header.llm) | (messages.kind == OpKind.SEND_SEAM)
+    zeros = np.zeros(len(messages), np.int64)
+    rows = [messages.module, messages.kind + 1, messages.receiver_chunk, messages.microbatch, zeros]
     return _InsertedLines(
-        device=transfers.receiver,
+        device=messages.receiver,
         before=np.where(for_llm, np.maximum(last, first), before),
         time_s=ready_s,
         number=number,

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.op import NUM_LANES, Bools, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.plan import ALL, Plan
 from optimus.ir.ranks import LLM
-from optimus.schedule.program_table import Bools
 from optimus.schedule.schedule_builder import edges_to_csr
 from optimus.schedule.simulator import Timeline, count_launches_before, list_schedule
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from optimus.ir.op import COMPUTE_OPS, Communicator, Floats, Ints, OpKind
+from optimus.ir.op import COMPUTE_OPS, Bools, Communicator, Floats, Ints, OpKind
 from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
 
-Bools = NDArray[np.bool_]
 BACKWARDS = (OpKind.BACKWARD, OpKind.INPUT_GRAD)
 
 
@@ -102,7 +100,11 @@ class PlanHeaderArrays:
 
 @dataclass(frozen=True, eq=False)
 class ProgramTable:
-    """Lines of all programs as columns, class after class, each in program order."""
+    """Lines of all programs as columns, class after class, each in program order.
+
+    A line runs one phase of an op (compute, the launch of a collective, or the wait for it), a message, a
+    gather or reduce of a bucket, or the optimizer; `place` is the phase in its op's template, or the bucket.
+    """
 
     header: PlanHeaderArrays
     device: Ints

@@ -161,7 +161,7 @@ ONE_QUEUE = "all communication of a device goes through one queue"
 
 
 def find_host_deadlock(waits: LineWaits) -> WaitCycle | None:
-    """Checks model (a): hosts run lines in order; sends, waits, gated forwards and the optimizer block."""
+    """Finds a cycle under model (a): hosts run lines in order; sends, waits and the optimizer block."""
     lines, count = waits.lines, len(waits.lines)
     rows = np.arange(count)
     not_first = rows != lines.first[lines.device]
@@ -196,7 +196,7 @@ def find_host_deadlock(waits: LineWaits) -> WaitCycle | None:
 
 
 def find_stream_deadlock(waits: LineWaits, *, one_queue: bool) -> WaitCycle | None:
-    """Checks model (b), compute in order and a queue per communicator, or model (c), one queue for all."""
+    """Finds a cycle under model (b), compute in order and a queue per communicator, or (c), one for all."""
     lines, count = waits.lines, len(waits.lines)
     node = np.arange(count)
     _, first, number = np.unique(waits.meeting, return_index=True, return_inverse=True)
