@@ -99,7 +99,7 @@ PRESETS = {
 
 
 def get_preset(name: str) -> Assumptions:
-    """The set of assumptions called `name`."""
+    """Returns the set of assumptions called `name`."""
     if name not in PRESETS:
         raise UserError(field="--preset", value=name, problem="is not a preset", hint=nearest(name, PRESETS))
     return PRESETS[name]

@@ -20,13 +20,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class _LogGrid:
-    """Positive values at every crossing of sorted axes, kept as logarithms."""
+    """Positive values on a grid of sorted axes, stored and interpolated as logarithms."""
 
     log_axes: tuple[Floats, ...]
     log_values: Floats
 
     def at(self, *point: float) -> float:
-        """Straight lines in the logarithms; beyond an edge, the value at the edge."""
+        """Interpolates linearly in the logarithms; beyond an edge, returns the value at the edge."""
         cube = self.log_values
         for axis, coordinate in zip(self.log_axes, point, strict=True):
             place = float(np.interp(math.log(coordinate), axis, np.arange(len(axis))))  # stops at the edges
@@ -35,12 +35,12 @@ class _LogGrid:
         return math.exp(float(cube))
 
     def clamp(self, *point: float) -> tuple[float, ...]:
-        """The nearest point inside the grid."""
+        """Returns the nearest point inside the grid."""
         edges = zip(self.log_axes, point, strict=True)
         return tuple(min(max(x, math.exp(axis[0])), math.exp(axis[-1])) for axis, x in edges)
 
     def outside(self, *point: float) -> bool:
-        """True where `at` extrapolates: the caller should warn."""
+        """Returns whether the point is outside of the grid, where `at` is not reliable."""
         return any(not math.isclose(x, y) for x, y in zip(point, self.clamp(*point), strict=True))
 
 
@@ -55,7 +55,7 @@ class EfficiencyCurves:
 
 @functools.cache
 def load_efficiency_curves(system: str) -> EfficiencyCurves:
-    """The curves of `catalog/curves/<system>`; `flat` reaches the peak everywhere and has no collectives."""
+    """Loads `catalog/curves/<system>`; `flat` reaches the peak everywhere and has no collectives."""
     if system == FLAT:
         return EfficiencyCurves(gemm=_flat(3), attention={False: _flat(2), True: _flat(2)}, collectives={})
     folder = resources.files("optimus.catalog") / "curves"
@@ -75,7 +75,7 @@ def load_efficiency_curves(system: str) -> EfficiencyCurves:
 
 
 def _flat(dimensions: int) -> _LogGrid:
-    """1 at every point, of any size."""
+    """Returns a grid that is 1 everywhere."""
     return _LogGrid((np.log([1.0, 2.0]),) * dimensions, np.zeros((2,) * dimensions))
 
 
@@ -119,7 +119,7 @@ MEMORY_KERNEL_LATENCY_S = 3e-6
 
 
 def gemm_s(gpu: Gpu, m: float, n: float, k: float) -> float:
-    """(m x k) @ (k x n) in bf16.
+    """Returns the seconds of (m x k) @ (k x n) in bf16.
 
     A linear of `tokens` rows from `k` to `n` features: forward (tokens, n, k), input gradient
     (tokens, k, n), weight gradient (k, n, tokens). Below the smallest measured size a dimension costs what
@@ -131,7 +131,8 @@ def gemm_s(gpu: Gpu, m: float, n: float, k: float) -> float:
         return 0.0
     measured = load_efficiency_curves(gpu.curves).gemm
     rows, columns, depth = (
-        max(asked, kept) for asked, kept in zip((m, n, k), measured.clamp(m, n, k), strict=True)
+        max(size, measured_size)
+        for size, measured_size in zip((m, n, k), measured.clamp(m, n, k), strict=True)
     )
     compute_s = 2 * rows * columns * depth / (gpu.peak_flops * measured.at(m, n, k))
     traffic_s = BF16_BYTES * (m * k + k * n + m * n) / gpu.memory_bandwidth_bytes_per_s
@@ -141,7 +142,7 @@ def gemm_s(gpu: Gpu, m: float, n: float, k: float) -> float:
 def attention_s(
     gpu: Gpu, *, flops: float, tokens: float, head_dim: int, causal: bool, backward: bool = False
 ) -> float:
-    """Fused attention whose FORWARD takes `flops`, over sequences of `tokens` tokens.
+    """Returns the seconds of fused attention whose FORWARD takes `flops`, over sequences of `tokens` tokens.
 
     `flops` counts 4 * heads * tokens^2 * head_dim per sequence, and half of it when causal.
     """
@@ -155,7 +156,7 @@ def attention_s(
 
 
 def memory_bound_kernel_s(gpu: Gpu, size_bytes: float) -> float:
-    """A kernel that only reads and writes `size_bytes`: norms, activations, the optimizer."""
+    """Returns the seconds of a kernel that reads and writes `size_bytes`: norms, activations, optimizer."""
     if size_bytes <= 0:
         return 0.0
     return size_bytes / (MEMORY_BANDWIDTH_SHARE * gpu.memory_bandwidth_bytes_per_s) + MEMORY_KERNEL_LATENCY_S

@@ -15,7 +15,7 @@ from optimus.job.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCostModel:
-    """Seconds of kernels on one cluster."""
+    """Seconds of kernels, collectives and sends on one cluster, under a set of assumptions."""
 
     cluster: Cluster
     assumptions: Assumptions
@@ -36,7 +36,7 @@ class ClusterCostModel:
         return self._scaled(compute.memory_bound_kernel_s(self.cluster.gpu, size_bytes))
 
     def tp_s(self, collective: network.Collective, size_bytes: float, tp: int) -> float:
-        """A collective inside a layer, less what the framework already hides."""
+        """Returns the seconds of a TP collective inside a layer, less the share that the framework hides."""
         seconds = network.collective_s(self.cluster, collective, size_bytes, ranks=tp, stride=1)
         return self._scaled(seconds * (1.0 - self.assumptions.tp_overlapped_share))
 
@@ -45,7 +45,7 @@ class ClusterCostModel:
         return self._scaled(seconds)
 
     def gather_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
-        """Data-parallel all-gather of `size_bytes` of parameters."""
+        """Returns the seconds of a data-parallel all-gather of `size_bytes` of parameters."""
         seconds = network.collective_s(
             self.cluster,
             network.Collective.ALL_GATHER,
@@ -57,7 +57,7 @@ class ClusterCostModel:
         return self._scaled(seconds)
 
     def reduce_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
-        """Data-parallel reduce-scatter of `size_bytes` of gradients."""
+        """Returns the seconds of a data-parallel reduce-scatter of `size_bytes` of gradients."""
         seconds = network.collective_s(
             self.cluster,
             network.Collective.REDUCE_SCATTER,
@@ -73,18 +73,18 @@ class ClusterCostModel:
         return self._scaled(network.send_s(self.cluster, size, across_nodes=across_nodes))
 
     def measured_s(self, seconds: float) -> float:
-        """Seconds of a profile, which a calibration scales too."""
+        """Returns seconds of a profile, scaled by the calibration."""
         return self._scaled(seconds)
 
     def _scaled(self, seconds: float) -> float:
         return seconds * self.assumptions.time_scale
 
     def group_lane(self, ranks: int, stride: int) -> Lane:
-        """Links inside a node, or the NIC when the group leaves it."""
+        """Returns the lane of a group: links inside a node, or the NIC when the group leaves it."""
         return Lane.TP if self.cluster.nodes_spanned(ranks, stride) == 1 else Lane.DP
 
     def stages_cross_nodes(self, layout: Layout) -> bool:
-        """True if a pipeline spans nodes (pp is the slowest axis of the rank order)."""
+        """Returns whether a pipeline spans nodes (pp is the slowest axis of the rank order)."""
         return layout.gpus > self.cluster.gpus_per_node
 
     @cached_property

@@ -7,7 +7,7 @@ from optimus.job.workload import TokenLoad, Workload
 
 
 def forward_flops(module: Encoder | Llm, load: TokenLoad) -> float:
-    """FLOPs of one forward pass over `load`."""
+    """Returns the FLOPs of one forward pass over `load`."""
     stack = module.stack
     layers = sum(layer_flops(stack, layer, load) for layer in range(stack.layers))
     if isinstance(module, Llm):
@@ -16,7 +16,7 @@ def forward_flops(module: Encoder | Llm, load: TokenLoad) -> float:
 
 
 def layer_flops(stack: Stack, layer: int, load: TokenLoad) -> float:
-    """Two FLOPs per active weight and token, and attention over what a token may see."""
+    """Returns two FLOPs per active weight and token, and those of attention over attended pairs."""
     attention = stack.attention
     weights = stack.layer_parameters(layer, active=True) - 2 * stack.norm_parameters
     per_pair = 2.0 * attention.heads * (attention.score_dim + attention.value_dim)
@@ -24,7 +24,7 @@ def layer_flops(stack: Stack, layer: int, load: TokenLoad) -> float:
 
 
 def count_attended_pairs(attention: Attention, layer: int, load: TokenLoad) -> float:
-    """Pairs of tokens that see each other; a causal window still is full for all but its first tokens."""
+    """Returns the pairs of tokens that attend to each other; a causal window fills with its first tokens."""
     window = attention.window_of(layer)
     if window is None or window >= load.span:
         return load.squares * (0.5 if attention.causal else 1.0)
@@ -33,23 +33,23 @@ def count_attended_pairs(attention: Attention, layer: int, load: TokenLoad) -> f
 
 
 def lm_head_flops(llm: Llm, load: TokenLoad) -> float:
-    """The logits."""
+    """Returns the FLOPs of the logits."""
     return 2.0 * load.tokens * llm.vocab * llm.stack.hidden
 
 
 def patch_embedding_flops(encoder: Encoder, load: TokenLoad) -> float:
-    """Patches, or mel frames, to hidden states."""
+    """Returns the FLOPs from patches, or mel frames, to hidden states."""
     return 2.0 * load.tokens * encoder.patch_inputs * encoder.stack.hidden
 
 
 def projector_flops(encoder: Encoder, load: TokenLoad) -> float:
-    """Encoder tokens to LLM tokens, once per LLM layer fed."""
+    """Returns the FLOPs from encoder tokens to LLM tokens, once per LLM layer fed."""
     rows = load.tokens / encoder.projector.merge * len(encoder.feeds)
     return sum(2.0 * rows * k * n for k, n in encoder.projector.linears(encoder.stack.hidden))
 
 
 def step_flops(model: Model, workload: Workload) -> float:
-    """FLOPs of one step over the global batch: three times the forward pass of trained modules."""
+    """Returns the FLOPs of one step: three times the forward pass of trained modules, one of frozen ones."""
     total = 0.0
     for encoder in model.encoders:
         load = workload.encoder_load(encoder.name, encoder.projector.merge)

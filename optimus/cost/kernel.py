@@ -25,13 +25,13 @@ class Kernel:
 
 @dataclass(kw_only=True)
 class KernelListBuilder:
-    """Collects kernels; each waits for the one added before it unless told otherwise."""
+    """Builds a list of kernels; each waits for the one added before it unless `after` is given."""
 
     cost_model: ClusterCostModel
     kind: OpKind
     tp: int
     kernels: list[Kernel] = field(default_factory=list)
-    last: tuple[int, ...] = ()  # what the next kernel waits for
+    last: tuple[int, ...] = ()  # kernels that the next one waits for
 
     def compute(self, name: str, seconds: float, *, after: tuple[int, ...] | None = None) -> int:
         return self._add(name, Lane.COMPUTE, seconds, 0.0, after, Communicator.NONE)
@@ -39,7 +39,7 @@ class KernelListBuilder:
     def collective(
         self, name: str, kind: Collective, size_bytes: float, *, after: tuple[int, ...] | None = None
     ) -> int | None:
-        """A TP collective; none when the module is not divided."""
+        """Adds a TP collective, unless tp is 1."""
         if self.tp == 1:
             return None
         seconds = self.cost_model.tp_s(kind, size_bytes, self.tp)
@@ -55,14 +55,14 @@ class KernelListBuilder:
         ranks: int,
         stride: int,
     ) -> None:
-        """A cp or ep collective, on the NIC when it leaves the node."""
+        """Adds a CP or EP collective, on the NIC when it leaves the node."""
         if ranks > 1:
             seconds = self.cost_model.group_s(kind, size_bytes, ranks=ranks, stride=stride)
             lane = self.cost_model.group_lane(ranks, stride)
             self._add(name, lane, seconds, size_bytes, None, communicator)
 
     def join(self, *places: int | None) -> None:
-        """The next kernel waits for all of these."""
+        """Makes the next kernel wait for all of these."""
         self.last = tuple(place for place in places if place is not None)
 
     def _add(
@@ -118,13 +118,13 @@ def apply_measured_times(
         changed = list(listed)
         for kind in dict.fromkeys(kernel.kind for kernel in listed):
             places = [at for at, k in enumerate(listed) if k.lane == Lane.COMPUTE and k.kind == kind]
-            left = set(places)
+            unmeasured = set(places)
             for estimate in profile.estimates(module, layers, kind, tokens=tokens, tp=tp):
                 mine = [at for at in places if _base(listed[at]) in estimate.kernels]
                 _divide(changed, mine, cost_model.measured_s(estimate.seconds))
-                left -= set(mine)
+                unmeasured -= set(mine)
                 beyond |= estimate.beyond and bool(mine)
-            missing |= {f"{kind.word} {_base(listed[at])}" for at in left if _counts(listed[at])}
+            missing |= {f"{kind.word} {_base(listed[at])}" for at in unmeasured if _counts(listed[at])}
         result[op] = tuple(changed)
     if missing or beyond:
         cost_model.profile_gaps.add(

@@ -10,7 +10,7 @@ from optimus.job.model import BF16_BYTES, Experts, Mlp
 
 
 def list_forward_kernels(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> list[Kernel]:
-    """Norm, gather, QKV, attention, output, scatter; norm, gather, up, down, scatter."""
+    """Lists the kernels of a forward: norm, gather, QKV, attention, output, scatter; then the MLP's."""
     kernels = shape.kernels(kind)
     size = shape.hidden_bytes
     kernels.compute(KernelName.NORM1, shape.norm_s())
@@ -41,7 +41,7 @@ def _mlp_forward(kernels: KernelListBuilder, shape: LayerShape, mlp: Mlp) -> Non
 
 
 def list_backward_kernels(shape: LayerShape, *, weights: bool) -> list[Kernel]:
-    """Kind B (input and weight gradients, Megatron's overlaps), or kind I without `weights`."""
+    """Lists the kernels of B (input and weight gradients, Megatron's overlaps), or of I without `weights`."""
     kernels = shape.kernels(OpKind.BACKWARD if weights else OpKind.INPUT_GRAD)
     experts = shape.stack.experts
     if experts and shape.stack.has_experts(shape.layer):
@@ -85,7 +85,7 @@ def _row_backward(
     weights: bool,
     extra_s: float = 0.0,
 ) -> None:
-    """A row-parallel linear: the output's gradient is gathered, exposed, then both products."""
+    """Adds a row-parallel linear: the output's gradient is gathered, exposed, then both products."""
     kernels.collective(name.gather, Collective.ALL_GATHER, shape.hidden_bytes)
     kernels.compute(name.dgrad, shape.input_gradient_s(gemms) + extra_s)
     if weights:
@@ -101,7 +101,7 @@ def _column_backward(
     weights: bool,
     size: float,
 ) -> None:
-    """A column-parallel linear: its input is gathered under dgrad, its result scattered under wgrad."""
+    """Adds a column-parallel linear: its input is gathered under dgrad, its result scattered under wgrad."""
     before = kernels.last
     dgrad_s, wgrad_s = shape.input_gradient_s(gemms), shape.weight_gradient_s(gemms)
     if not weights or shape.cost_model.assumptions.tp_backward == "exposed":
@@ -119,7 +119,7 @@ def _column_backward(
 
 
 def list_weight_grad_kernels(shape: LayerShape) -> list[Kernel]:
-    """Kind W: what kind I left out; inputs of column-parallel linears are gathered under other products."""
+    """Lists the kernels of W; inputs of column-parallel linears are gathered under other products."""
     kernels = shape.kernels(OpKind.WEIGHT_GRAD)
     experts = shape.stack.experts
     if experts and shape.stack.has_experts(shape.layer):
@@ -154,7 +154,7 @@ def _gather_under(
 def _context_exchange(
     kernels: KernelListBuilder, shape: LayerShape, kind: Collective = Collective.ALL_GATHER
 ) -> None:
-    """Context parallelism: every rank gathers the keys and values of the whole sequence, exposed."""
+    """Adds the exposed gather of keys and values over CP ranks, or the scatter of their gradients."""
     layout, attention = shape.layout, shape.stack.attention
     size = shape.load.tokens * attention.key_value_width / layout.tp * BF16_BYTES
     name = KernelName.CONTEXT if kind == Collective.ALL_GATHER else KernelName.CONTEXT.scatter
@@ -162,7 +162,7 @@ def _context_exchange(
 
 
 def _experts(kernels: KernelListBuilder, shape: LayerShape, experts: Experts, parts: list[OpKind]) -> None:
-    """Router, dispatch, grouped products, combine; shared experts as an ordinary MLP beside them."""
+    """Adds router, dispatch, grouped products and combine; shared experts follow as an ordinary MLP."""
     size, ep = shape.dispatch_bytes(experts), shape.layout.ep
     router = [(shape.shard, float(experts.count), float(shape.stack.hidden))]
     product = {
@@ -198,7 +198,7 @@ def _experts(kernels: KernelListBuilder, shape: LayerShape, experts: Experts, pa
 
 
 def list_selective_recompute_kernels(shape: LayerShape) -> list[Kernel]:
-    """Kind R, selective: the scores where they would be stored, else norms and the non-linearity."""
+    """Lists the kernels of selective recomputation: unfused attention, else norms and non-linearity."""
     kernels = shape.kernels(OpKind.RECOMPUTE)
     if not shape.cost_model.assumptions.fused_attention:
         kernels.compute(KernelName.ATTENTION, shape.attention_s())

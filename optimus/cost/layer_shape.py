@@ -41,7 +41,7 @@ class LayerShape:
 
     @property
     def hidden_bytes(self) -> float:
-        """The hidden state of a TP group's tokens."""
+        """Bytes of the hidden states of a TP group's tokens."""
         return self.tokens * self.stack.hidden * BF16_BYTES
 
     @property
@@ -83,7 +83,7 @@ class LayerShape:
         )
 
     def qkv_gemms(self) -> list[Gemm]:
-        """(tokens, outputs, inputs) of every projection before attention, per rank."""
+        """Returns (tokens, outputs, inputs) of every projection before attention, per rank."""
         attention, hidden = self.stack.attention, self.stack.hidden
         if attention.latent is None:
             width = self.heads * attention.score_dim
@@ -97,7 +97,7 @@ class LayerShape:
         ]
 
     def latent_gemms(self) -> list[Gemm]:
-        """Down-projections of latent attention: every rank its own tokens, weights on all of them."""
+        """Returns the replicated down-projections of latent attention; every rank has its own tokens."""
         latent = self.stack.attention.latent
         return [(self.shard, latent.width, self.stack.hidden)] if latent else []
 
@@ -117,7 +117,7 @@ class LayerShape:
         return self.tokens, self.stack.hidden, mlp.width / self.layout.tp
 
     def activation_s(self, mlp: Mlp, tokens: float, *, tp: int, backward: bool = False) -> float:
-        """The non-linearity: reads what `up` wrote, writes what `down` reads (twice that backward)."""
+        """Returns the seconds of the non-linearity: reads outputs of `up`, writes inputs of `down`."""
         size = tokens * (mlp.up_width + mlp.width) / tp * BF16_BYTES
         return self.cost_model.memory_s(size * (2 if backward else 1)) if mlp.width else 0.0
 
@@ -138,7 +138,7 @@ class LayerShape:
         return Mlp(width=experts.shared_width) if experts and experts.shared_width else None
 
     def expert_gemms(self, experts: Experts) -> list[tuple[float, float, float, float]]:
-        """(times, tokens, outputs, inputs) of the grouped products of a rank, tokens spread evenly."""
+        """Returns (times, tokens, outputs, inputs) of a rank's grouped products, with even experts."""
         local = experts.count / self.layout.ep
         rows = self.shard * experts.active / local
         hidden = self.stack.hidden
@@ -149,7 +149,7 @@ class LayerShape:
 
 
 def saved_activation_bytes(shape: LayerShape, recompute: str) -> float:
-    """Bytes of activations that a rank saves from a layer's forward to its backward.
+    """Returns the bytes of activations that a rank saves from a layer's forward to its backward.
 
     Without recomputation a GPT layer keeps sbh(34 + 5as/h)/t bytes when scores are stored,
     and 34 sbh/t with selective recomputation (Korthikanti et al., arXiv 2205.05198, eq. 2-5).
@@ -177,12 +177,12 @@ def saved_activation_bytes(shape: LayerShape, recompute: str) -> float:
 
 
 def activation_gradient_bytes(shape: LayerShape) -> float:
-    """The most gradients of activations while a layer's backward runs: behind the MLP's non-linearity."""
+    """Returns the peak bytes of activation gradients in a layer's backward: after the MLP's non-linearity."""
     return BF16_BYTES * _mlp_widths(shape) * shape.shard
 
 
 def _mlp_widths(shape: LayerShape) -> float:
-    """Stored widths of the MLP or of the experts a token visits."""
+    """Returns the stored widths of the MLP, or of the experts that a token visits."""
     stack = shape.stack
     if not (stack.experts and stack.has_experts(shape.layer)):
         return stack.mlp.up_width + stack.mlp.width

@@ -13,9 +13,9 @@ from optimus.ir.op import KernelName, OpKind
 from optimus.job.model import Encoder, Llm, Model, Stack
 from optimus.job.typed import Amount, Count, NonNegative, Whole
 
-# Sorts of layers that the cost model tells apart; all layers of one sort have one price.
+# Classes of layers that the cost model tells apart; all layers of one class have one price.
 LayerClass = Literal["embedding", "full", "full-experts", "window", "window-experts", "projector", "head"]
-# What a segment may stand for: the cost model's compute kernels, without what follows a dot.
+# Kernels that a segment may cover: the cost model's compute kernels, without what follows a dot.
 KERNELS = (
     KernelName.NORM1,
     KernelName.LATENT,
@@ -34,7 +34,7 @@ KERNELS = (
 )
 MEASURED_KINDS = (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD, OpKind.BACKWARD)
 ANALYTIC = "analytic, uncalibrated"
-SHOWN = 4  # kernels that a note names
+MAX_KERNELS_SHOWN = 4  # in one note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class MeasurementConditions:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentMeasurement:
-    """Measured seconds of a segment of one sort of layer, for one kind of op at one size."""
+    """Measured seconds of a segment of one class of layer, for one kind of op at one size."""
 
     module: str
     layers: LayerClass
@@ -79,7 +79,7 @@ class MessageTime:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkMeasurement:
-    """Sends one way, or all-reduces, between processes: latency and bandwidth, and what they come from."""
+    """Measured latency and bandwidth of sends or all-reduces between processes, with the times per size."""
 
     operation: Literal["send", "all_reduce"]
     backend: str
@@ -91,7 +91,7 @@ class LinkMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class _SegmentEstimate:
-    """Seconds of a segment at the size asked for. `beyond`: outside of what was measured."""
+    """Seconds of a segment at one size; `beyond` if the size is outside of those measured."""
 
     kernels: tuple[str, ...]
     seconds: float
@@ -128,7 +128,7 @@ class Profile:
 
     @cached_property
     def _points(self) -> dict[tuple[str, str, OpKind, int], dict[str, list[SegmentMeasurement]]]:
-        """Rows by module, sort of layer, kind and tp; then by segment, smallest first."""
+        """Rows by module, class of layer, kind and tp; then by segment, smallest first."""
         points: dict[tuple[str, str, OpKind, int], dict[str, list[SegmentMeasurement]]] = {}
         for row in sorted(self.segments, key=lambda row: row.tokens):
             key = row.module, row.layers, row.kind, row.tp
@@ -145,9 +145,9 @@ class Profile:
     def estimates(
         self, module: str, layers: LayerClass, kind: OpKind, *, tokens: float, tp: int
     ) -> tuple[_SegmentEstimate, ...]:
-        """Every segment measured here. R runs as F does; B is I and W where it was not measured itself.
+        """Returns the segments' seconds. R takes as long as F; B is I plus W where it was not measured.
 
-        A width that was not measured divides the work of the nearest that was.
+        At a tp that was not measured, the seconds of the nearest tp are scaled.
         """
         width = self.nearest_tp(module, tp)
         if width is None:
@@ -174,17 +174,17 @@ class Profile:
         )
 
     def nearest_tp(self, module: str, tp: int) -> int | None:
-        """The width that was measured, or the nearest to it; none if nothing of the module was."""
+        """Returns the measured tp nearest to `tp`; None if nothing of the module was measured."""
         widths = self._widths.get(module, ())
         return min(widths, key=lambda width: (max(width / tp, tp / width), width), default=None)
 
     def sizes(self, module: str, tp: int | None) -> tuple[int, int] | None:
-        """The fewest and the most tokens that were measured."""
+        """Returns the fewest and the most tokens that were measured."""
         tokens = [row.tokens for row in self.segments if (row.module, row.tp) == (module, tp)]
         return (min(tokens), max(tokens)) if tokens else None
 
     def check_model(self, model: Model) -> None:
-        """Refuses a profile of another model: its seconds would be taken for this one's."""
+        """Refuses a profile that was measured with another model."""
         fingerprints = {module.name: hash_module_shape(module) for module in model.modules}
         known = [name for name, _ in self.modules if name in fingerprints]
         if self.segments and not known:
@@ -205,7 +205,7 @@ class Profile:
                 )
 
     def bound(self) -> list[list[Any]]:
-        """Values that a plan is bound to: the medians, not how or where they were measured."""
+        """Returns the values that a plan is bound to: the medians, not how or where they were measured."""
         rows = (
             [r.module, r.layers, r.segment, list(r.kernels), r.kind.word, r.tokens, r.tp, r.median_s]
             for r in self.segments
@@ -213,7 +213,7 @@ class Profile:
         return sorted(rows)
 
     def notes(self, profile_gaps: Iterable[ProfileGap]) -> list[str]:
-        """Warnings: what was priced by the formula after all, and sizes outside of those measured."""
+        """Returns warnings about kernels priced by the formula, and sizes outside of those measured."""
         grouped: dict[tuple[str, int], list[ProfileGap]] = {}
         for gap in sorted(profile_gaps, key=lambda gap: (gap.module, gap.tp, gap.tokens)):
             grouped.setdefault((gap.module, gap.tp), []).append(gap)
@@ -228,8 +228,14 @@ class Profile:
             if width != tp:
                 warnings.append(f"{where} was measured at tp {width} only: extrapolated in proportion")
             if missing:
-                more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-                warnings.append(f"{where}: {', '.join(missing[:SHOWN])}{more} priced by the formula")
+                more = (
+                    f" and {len(missing) - MAX_KERNELS_SHOWN} more"
+                    if len(missing) > MAX_KERNELS_SHOWN
+                    else ""
+                )
+                warnings.append(
+                    f"{where}: {', '.join(missing[:MAX_KERNELS_SHOWN])}{more} priced by the formula"
+                )
             if far := [gap.tokens for gap in group if not sizes[0] <= gap.tokens <= sizes[1]]:
                 warnings.append(
                     f"{where} is asked for {_range(far)} tokens, measured at {_range(sizes)}: "
@@ -239,7 +245,7 @@ class Profile:
 
 
 def classify_layer(stack: Stack, layer: int) -> LayerClass:
-    """The sort of a layer of a stack: what of it the cost model prices alike."""
+    """Returns the class of a layer; the cost model prices all layers of a class alike."""
     windowed, experts = stack.attention.window_of(layer) is not None, stack.has_experts(layer)
     if experts:
         return "window-experts" if windowed else "full-experts"
@@ -247,7 +253,7 @@ def classify_layer(stack: Stack, layer: int) -> LayerClass:
 
 
 def first_layer_of_each_class(stack: Stack) -> dict[LayerClass, int]:
-    """The first layer of every sort: what a profiler has to measure."""
+    """Returns the first layer of every class, which a profiler has to measure."""
     first_layers: dict[LayerClass, int] = {}
     for layer in range(stack.layers):
         first_layers.setdefault(classify_layer(stack, layer), layer)
@@ -255,7 +261,7 @@ def first_layer_of_each_class(stack: Stack) -> dict[LayerClass, int]:
 
 
 def hash_module_shape(module: Encoder | Llm) -> str:
-    """A hash of the shapes of a module's layers: not of their number, nor of what is trained."""
+    """Hashes the shapes of a module's layers, without their number and without what is trained."""
     fields = asdict(module)
     for name in ("name", "train", "recompute", "source", "feeds"):
         fields.pop(name, None)
@@ -269,7 +275,7 @@ def hash_module_shape(module: Encoder | Llm) -> str:
 
 
 def _at(points: list[SegmentMeasurement], tokens: float) -> _SegmentEstimate:
-    """Straight lines between sizes; outside, the nearest size in proportion."""
+    """Interpolates linearly between sizes; outside, scales the nearest size in proportion."""
     first, last = points[0], points[-1]
     if not first.tokens <= tokens <= last.tokens:
         nearest = first if tokens < first.tokens else last

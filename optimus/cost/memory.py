@@ -18,7 +18,7 @@ from optimus.job.model import Precision
 COMMUNICATOR_BYTES = {1: 0, 2: 342 * 2**20}
 COMMUNICATOR_BYTES_MANY = 392 * 2**20
 
-MESSAGES = 4  # of a module on their way at a time: one that leaves and one that is awaited, both ways
+MESSAGES_IN_FLIGHT = 4  # of a module at a time: one sent and one received, in both directions
 
 NOT_MODELLED = (
     "allocator fragmentation beyond the reserve",
@@ -33,7 +33,7 @@ NOT_MODELLED = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank at its high-water mark."""
+    """Bytes of one rank at its peak, by component."""
 
     parameters: float = 0.0
     gradients: float = 0.0
@@ -63,7 +63,7 @@ class RankMemory:
 
 
 def model_state_memory(layers: Iterable[PricedLayer], precision: Precision) -> RankMemory:
-    """Model states on a rank: bf16 parameters, gradients, and the sharded optimizer.
+    """Returns the model states on a rank: bf16 parameters, gradients, and the sharded optimizer.
 
     Parameters and gradients are the paper's k (DP_enc P_enc + DP_llm P_llm) / n with k = 6;
     the optimizer's 12 bytes are divided over the ranks that hold the same parameters.
@@ -83,35 +83,36 @@ def peak_activation_bytes(
     saved_activation_bytes: ArrayLike,
     recomputed_bytes: ArrayLike = 0.0,
 ) -> tuple[float, ...]:
-    """Activations alive when most are, while a stage runs `order`; bytes are by [chunk, component].
+    """Returns the peak activation bytes while a stage runs `order`; inputs are by [chunk, component].
 
-    A chunk keeps bytes from its forward to its backward, or to its W where that is split off; then what
-    its I has made again (recomputation, gradients of logits) waits for W too.
+    A chunk saves bytes from its forward to its backward, or to its W where that is split off; then what its I
+    has recomputed (and gradients of logits) is kept until W too.
     """
-    chunk, sign, again = _lives(order)
-    kept = np.asarray(saved_activation_bytes, np.float64)
-    more = np.broadcast_to(np.asarray(recomputed_bytes, np.float64), kept.shape)
-    alive = np.cumsum(sign[:, None] * kept[chunk] + again[:, None] * more[chunk], axis=0)
+    chunk, saves, recomputes = _find_lifetimes(order)
+    saved = np.asarray(saved_activation_bytes, np.float64)
+    recomputed = np.broadcast_to(np.asarray(recomputed_bytes, np.float64), saved.shape)
+    # Axes: op, component. Bytes alive after every op.
+    alive = np.cumsum(saves[:, None] * saved[chunk] + recomputes[:, None] * recomputed[chunk], axis=0)
     return tuple(float(value) for value in alive[alive.sum(axis=1).argmax()])
 
 
-@lru_cache(maxsize=4096)  # the same orders are asked about for many cuts
-def _lives(order: tuple[tuple[OpKind, int, int], ...]) -> tuple[Ints, Ints, Ints]:
+@lru_cache(maxsize=4096)  # a search tries many cuts with the same orders
+def _find_lifetimes(order: tuple[tuple[OpKind, int, int], ...]) -> tuple[Ints, Ints, Ints]:
     """Returns per op its chunk, and where saved and recomputed activations begin (1) and end (-1)."""
     kind, chunk, _ = np.array(order, np.int64).T
     split = kind == OpKind.WEIGHT_GRAD
     ends = split if split.any() else kind == OpKind.BACKWARD
-    again = ((kind == OpKind.INPUT_GRAD).astype(np.int64) - split) * split.any()
-    return chunk, (kind == OpKind.FORWARD).astype(np.int64) - ends, again
+    recomputes = ((kind == OpKind.INPUT_GRAD).astype(np.int64) - split) * split.any()
+    return chunk, (kind == OpKind.FORWARD).astype(np.int64) - ends, recomputes
 
 
 def transient_bytes(layers: Iterable[PricedLayer]) -> float:
-    """Beside what is kept: one layer's backward at a time, and messages between stages on their way."""
+    """Returns the bytes of one layer's backward and of messages in flight between stages."""
     held = list(layers)
-    messages = max((MESSAGES * x.output_bytes * (x.layout.pp > 1) for x in held), default=0.0)
+    messages = max((MESSAGES_IN_FLIGHT * x.output_bytes * (x.layout.pp > 1) for x in held), default=0.0)
     return max((x.backward_bytes for x in held), default=0.0) + messages
 
 
 def communicator_bytes(*group_sizes: int) -> float:
-    """Buffers of one communicator per group that has more than one rank."""
+    """Returns the NCCL buffers of one communicator per group of more than one rank."""
     return float(sum(COMMUNICATOR_BYTES.get(size, COMMUNICATOR_BYTES_MANY) for size in group_sizes))

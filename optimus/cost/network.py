@@ -12,7 +12,7 @@ from optimus.job.cluster import FLAT, Cluster
 
 
 class Collective(StrEnum):
-    """`size_bytes` is the whole tensor: gathered, unscattered, reduced, or all that one rank sends."""
+    """A collective; its size is that of the full tensor, or for all-to-all all that one rank sends."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -86,9 +86,9 @@ def collective_s(
     stride: int,
     nic_bytes_per_s: float | None = None,
 ) -> float:
-    """A group of `ranks` ranks whose neighbours are `stride` apart in the global order (tp fastest).
+    """Returns the seconds of a collective over `ranks` ranks that are `stride` apart in the global order.
 
-    `nic_bytes_per_s` replaces what the cluster says of traffic between nodes, per GPU.
+    The fastest axis of that order is tp. `nic_bytes_per_s` replaces the cluster's bandwidth between nodes.
     """
     if ranks <= 1 or size_bytes <= 0:
         return 0.0
@@ -111,7 +111,7 @@ def collective_s(
 
 
 def send_s(cluster: Cluster, size_bytes: float, *, across_nodes: bool) -> float:
-    """Seconds of a send of `size_bytes` from one rank to another."""
+    """Returns the seconds of a send of `size_bytes` from one rank to another."""
     if size_bytes <= 0:
         return 0.0
     link = cluster.between_nodes if across_nodes else cluster.within_node
@@ -126,7 +126,7 @@ def _ring_over_link_s(
     nodes: int,
     nic_bytes_per_s: float | None,
 ) -> float:
-    """Seconds of a ring over the slowest link, for systems without measured collectives."""
+    """Returns the seconds of a ring over the slowest link, for systems without measured collectives."""
     link = cluster.within_node if nodes == 1 else cluster.between_nodes
     rate = link.bandwidth_bytes_per_s if nodes == 1 else nic_bytes_per_s or link.bandwidth_bytes_per_s
     return _passes(collective) * (ranks - 1) * (link.latency_s + size_bytes / ranks / rate)
@@ -136,14 +136,14 @@ def _ring_over_link_s(
 
 
 def _within_node_s(cluster: Cluster, collective: Collective, size_bytes: float, ranks: int) -> float:
-    """Measured; beyond the largest message its bandwidth stays, beyond 8 ranks so does the time."""
+    """Returns measured seconds; beyond the largest message the bandwidth stays, beyond 8 ranks the time."""
     measured = load_efficiency_curves(cluster.gpu.curves).collectives[collective]
     _, kept_bytes = measured.clamp(ranks, size_bytes)
     return measured.at(ranks, size_bytes) * max(1.0, size_bytes / kept_bytes)
 
 
 def _local_bus_bytes_per_s(cluster: Cluster, collective: Collective, ranks: int) -> float:
-    """Bus bandwidth among the ranks of a group that share a node, at the largest message measured."""
+    """Returns the bus bandwidth among ranks of a group in one node, at the largest message measured."""
     if ranks == 1:
         return math.inf
     measured = load_efficiency_curves(cluster.gpu.curves).collectives[collective]
@@ -166,12 +166,12 @@ class _Group:
 
 
 def _passes(collective: Collective) -> int:
-    """An all-reduce goes round twice."""
+    """Returns how often data goes round the ring: twice for an all-reduce."""
     return 2 if collective is Collective.ALL_REDUCE else 1
 
 
 def _candidates_s(group: _Group, collective: Collective, size_bytes: float, bus: float) -> list[float]:
-    """Every algorithm and protocol that NCCL chooses from, for this collective."""
+    """Returns the seconds by every algorithm and protocol that NCCL chooses from."""
     limit = _LL_LIMIT_TWO_NODES if group.nodes == 2 else _LL_LIMIT_MORE_NODES
     times = []
     for protocol in (_LL, _LL128, _SIMPLE):
@@ -187,7 +187,7 @@ def _candidates_s(group: _Group, collective: Collective, size_bytes: float, bus:
 def _ring_s(
     group: _Group, protocol: _Protocol, collective: Collective, size_bytes: float, bus: float, cap: float
 ) -> float:
-    """`ranks - 1` steps of `size / ranks` each, `nodes - 1` of them over the network."""
+    """Returns the seconds of `ranks - 1` steps of `size / ranks`, `nodes - 1` of them over the network."""
     passes = _passes(collective)
     step_us = max(protocol.ring_nvlink_us, protocol.net_overhead_us)
     net_us = protocol.tree_net_us if group.ranks_per_node == 1 else protocol.ring_net_us
@@ -200,7 +200,7 @@ def _ring_s(
 
 
 def _tree_s(group: _Group, protocol: _Protocol, size_bytes: float, bus: float, cap: float) -> float:
-    """All-reduce up and down a double binary tree: few steps, which is what small messages need."""
+    """Returns the seconds of an all-reduce over a double binary tree: few steps, for small messages."""
     local_us = (group.ranks_per_node - 1) * protocol.tree_nvlink_us
     net_us = int(math.log2(group.nodes)) * protocol.tree_net_us
     latency_us = protocol.tree_base_us + 2 * (local_us + net_us)
@@ -208,14 +208,14 @@ def _tree_s(group: _Group, protocol: _Protocol, size_bytes: float, bus: float, c
 
 
 def _pat_s(group: _Group, size_bytes: float, bus: float) -> float:
-    """NCCL's logarithmic gather and scatter, used with one rank per node."""
+    """Returns the seconds of NCCL's logarithmic gather and scatter, used with one rank per node."""
     step_us = _SIMPLE.tree_net_us * _PAT_STEP_SHARE
     latency_us = _PAT_BASE_US + int(math.log2(group.nodes)) * step_us + group.ranks * _PAT_RANK_US
     return 1e-6 * latency_us + size_bytes / (bus * _PAT_SHARE)
 
 
 def _all_to_all_s(group: _Group, size_bytes: float, local: float) -> float:
-    """Sends to every peer at once: what leaves the node over this rank's NIC, the rest beside it."""
+    """Returns the seconds of sends to all peers at once, to other nodes over the NIC, in parallel."""
     share = size_bytes / group.ranks
     near_s = (group.ranks_per_node - 1) * share / local
     far_s = (group.ranks - group.ranks_per_node) * share / group.nic_bytes_per_s

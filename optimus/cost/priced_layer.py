@@ -29,14 +29,14 @@ class PricedLayer:
     name: str
     module: str
     layout: Layout  # of its module
-    kernels: dict[OpKind, tuple[Kernel, ...]]  # F, B, I, W; recomputation stands inside B and I
+    kernels: dict[OpKind, tuple[Kernel, ...]]  # F, B, I, W; B and I include recomputation
     parameters: float  # on one rank, without experts
-    activation_bytes: float  # kept from forward to backward, per microbatch
+    activation_bytes: float  # saved from forward to backward, per microbatch
     output_bytes: float  # what a rank sends on, per microbatch
     trained: bool
     flops: float = 0.0  # of the model's forward pass, all ranks together
     expert_parameters: float = 0.0  # on one rank
-    recomputed_bytes: float = 0.0  # made again before the layer's own backward
+    recomputed_bytes: float = 0.0  # of activations recomputed before the layer's backward
     gradient_bytes: float = 0.0  # of activations, alive only while the layer's own backward runs
     logits_bytes: float = 0.0
 
@@ -47,7 +47,7 @@ class PricedLayer:
 
     @property
     def shard_parameters(self) -> float:
-        """Parameters a rank keeps when those that hold the same ones divide them."""
+        """Parameters of a rank's shard, over all ranks that hold the same ones."""
         dense = self.parameters / self.layout.replica_ranks
         return dense + self.expert_parameters / self.layout.expert_replica_ranks
 
@@ -55,13 +55,13 @@ class PricedLayer:
 def price_encoder_layers(
     encoder: Encoder, load: TokenLoad, layout: Layout, cost_model: ClusterCostModel, recompute: str
 ) -> tuple[PricedLayer, ...]:
-    """Patch embedding, layers, projector."""
+    """Prices the patch embedding, layers and projector of an encoder."""
     tokens, hidden, tp = load.tokens / layout.cp, encoder.stack.hidden, layout.tp
     state_bytes = tokens / tp * hidden * BF16_BYTES
     llm_width = encoder.projector.widths[-1]
     llm_tokens = tokens / encoder.projector.merge
     projected_bytes = llm_tokens / tp * llm_width * BF16_BYTES * len(encoder.feeds)
-    kept, learns = float(encoder.train), float(encoder.train or encoder.projector.train)
+    needs_backward = encoder.train or encoder.projector.train
     inputs = encoder.projector.input_width(hidden)
     middle = sum(encoder.projector.widths[:-1])
     first = PricedLayer(
@@ -70,7 +70,7 @@ def price_encoder_layers(
         layout=layout,
         kernels=_encoder_embedding_kernels(encoder, tokens, layout, cost_model),
         parameters=encoder.embedding_parameters,
-        activation_bytes=kept * tokens / tp * encoder.patch_inputs * BF16_BYTES,
+        activation_bytes=float(encoder.train) * tokens / tp * encoder.patch_inputs * BF16_BYTES,
         output_bytes=state_bytes,
         trained=encoder.train,
         flops=flops.patch_embedding_flops(encoder, load),
@@ -81,7 +81,7 @@ def price_encoder_layers(
         layout=layout,
         kernels=_projector_kernels(encoder, tokens, layout, cost_model),
         parameters=encoder.projector_parameters + encoder.stack.norm_parameters,
-        activation_bytes=learns
+        activation_bytes=float(needs_backward)
         * (state_bytes + llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES)
         * len(encoder.feeds),
         output_bytes=projected_bytes,
@@ -112,7 +112,7 @@ def price_llm_layers(
     *,
     upstream_trained: bool = True,
 ) -> tuple[PricedLayer, ...]:
-    """Embedding, layers, head. A frozen LLM still passes gradients to what is trained before it."""
+    """Prices embedding, layers and head of an LLM; a frozen one passes gradients to trained encoders."""
     tokens, hidden, tp = load.tokens / layout.cp, llm.stack.hidden, layout.tp
     state_bytes = tokens / tp * hidden * BF16_BYTES
     passes = llm.train or upstream_trained
@@ -140,7 +140,7 @@ def price_llm_layers(
         output_bytes=0.0,
         trained=llm.train,
         flops=flops.lm_head_flops(llm, load),
-        logits_bytes=tokens * llm.vocab / tp * KEPT_BYTES_PER_LOGIT,
+        logits_bytes=tokens * llm.vocab / tp * SAVED_BYTES_PER_LOGIT,
     )
     layers = _stack_layers(
         llm.name, llm.stack, load, layout, cost_model, recompute, train=llm.train, passes_gradients=passes
@@ -161,7 +161,7 @@ def _stack_layers(
     train: bool,
     passes_gradients: bool,
 ) -> list[PricedLayer]:
-    """Every layer of a stack; equal layers share one price."""
+    """Prices every layer of a stack; equal layers share one price."""
     priced: dict[tuple[bool, int | None], PricedLayer] = {}
     layers = []
     for index in range(stack.layers):
@@ -179,7 +179,7 @@ def _stack_layers(
 def _measured(
     layer: PricedLayer, sort: LayerClass, tokens: float, cost_model: ClusterCostModel
 ) -> PricedLayer:
-    """The layer at what a profile says of it."""
+    """Returns the layer with the measured seconds of the profile."""
     kernels = apply_measured_times(
         layer.kernels, cost_model, module=layer.module, layers=sort, tokens=tokens, tp=layer.layout.tp
     )
@@ -187,13 +187,15 @@ def _measured(
 
 
 def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradients: bool) -> PricedLayer:
-    again: tuple[Kernel, ...] = ()
+    recomputed: tuple[Kernel, ...] = ()
     if recompute == "full":
-        again = tuple(list_forward_kernels(shape, OpKind.RECOMPUTE))
+        recomputed = tuple(list_forward_kernels(shape, OpKind.RECOMPUTE))
     elif recompute == "selective":
-        again = tuple(list_selective_recompute_kernels(shape))
-    inputs = _chain(again, tuple(list_backward_kernels(shape, weights=False))) if passes_gradients else ()
-    both = _chain(again, tuple(list_backward_kernels(shape, weights=True))) if train else inputs
+        recomputed = tuple(list_selective_recompute_kernels(shape))
+    inputs = (
+        _chain(recomputed, tuple(list_backward_kernels(shape, weights=False))) if passes_gradients else ()
+    )
+    both = _chain(recomputed, tuple(list_backward_kernels(shape, weights=True))) if train else inputs
     stack, layout = shape.stack, shape.layout
     experts, replicated = stack.expert_parameters(shape.layer), stack.replicated_parameters(shape.layer)
     kept = saved_activation_bytes(shape, recompute) if passes_gradients else 0.0
@@ -219,7 +221,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
 
 
 def _chain(first: tuple[Kernel, ...], second: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """Two lists as one: what starts the second waits for what ends the first."""
+    """Joins two lists: kernels that start the second wait for those that end the first."""
     if not first:
         return second
     waited = {place for kernel in first for place in kernel.after}
@@ -235,8 +237,8 @@ def _chain(first: tuple[Kernel, ...], second: tuple[Kernel, ...]) -> tuple[Kerne
 KernelsByKind = dict[OpKind, tuple[Kernel, ...]]
 # Loss over fp32 logits: read bf16 logits, write and read fp32 probabilities.
 LOSS_BYTES_PER_LOGIT = BF16_BYTES + 2 * FP32_BYTES
-# What the head keeps per logit from forward to backward: bf16 logits and fp32 probabilities.
-KEPT_BYTES_PER_LOGIT = BF16_BYTES + FP32_BYTES
+# The head saves from forward to backward, per logit: bf16 logits and fp32 probabilities.
+SAVED_BYTES_PER_LOGIT = BF16_BYTES + FP32_BYTES
 
 
 def _kernel_list(cost_model: ClusterCostModel, kind: OpKind, tp: int) -> KernelListBuilder:
@@ -246,7 +248,7 @@ def _kernel_list(cost_model: ClusterCostModel, kind: OpKind, tp: int) -> KernelL
 def _llm_embedding_kernels(
     llm: Llm, tokens: float, layout: Layout, cost_model: ClusterCostModel
 ) -> KernelsByKind:
-    """A look-up in a table split over the vocabulary; the sum is scattered over the sequence."""
+    """Prices a look-up in a table split over the vocabulary; the sum is scattered over the sequence."""
     size = tokens * llm.stack.hidden * BF16_BYTES
     forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
     forward.compute(KernelName.EMBEDDING, cost_model.memory_s(2 * size))
@@ -262,7 +264,7 @@ def _llm_embedding_kernels(
 
 
 def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, cost_model: ClusterCostModel) -> KernelsByKind:
-    """Final norm, logits and loss; the weight gradient stays in kind W when it is split off."""
+    """Prices final norm, logits and loss; the weight gradient is in kind W when it is split off."""
     hidden, columns = llm.stack.hidden, llm.vocab / layout.tp
     size = tokens * hidden * BF16_BYTES
     norm_s = cost_model.memory_s(4 * tokens * hidden / layout.tp * BF16_BYTES)
@@ -288,7 +290,7 @@ def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, cost_model: Clust
 def _encoder_embedding_kernels(
     encoder: Encoder, tokens: float, layout: Layout, cost_model: ClusterCostModel
 ) -> KernelsByKind:
-    """Patches (or mel frames) to hidden states, every rank its own tokens; no input gradient."""
+    """Prices patches (or mel frames) to hidden states, every rank its own tokens; no input gradient."""
     shard, hidden, inputs = tokens / layout.tp, encoder.stack.hidden, encoder.patch_inputs
     forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
     forward.compute(KernelName.PATCHES, cost_model.gemm_s(shard, hidden, inputs))
@@ -304,7 +306,7 @@ def _encoder_embedding_kernels(
 def _projector_kernels(
     encoder: Encoder, tokens: float, layout: Layout, cost_model: ClusterCostModel
 ) -> KernelsByKind:
-    """Encoder tokens to LLM tokens, once per LLM layer fed; every rank its own tokens."""
+    """Prices encoder tokens to LLM tokens, once per LLM layer fed; every rank its own tokens."""
     rows = tokens / layout.tp / encoder.projector.merge
     gemms = encoder.projector.linears(encoder.stack.hidden)
     times = len(encoder.feeds)

@@ -40,7 +40,7 @@ _TAKEN = ("null", "true", "false", "nan", "inf", "infinity")
 
 @dataclass(frozen=True, kw_only=True)
 class _HostTimes:
-    """`host:` of a profile."""
+    """The `host` section of a profile."""
 
     issue_s: NonNegative | None = None
     slowdown: NonNegative | None = None
@@ -63,7 +63,7 @@ class _ProfileFile:
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile in a file; whatever is wrong with it is a `UserError` that says where."""
+    """Loads a profile; raises a `UserError` that names the place of what is wrong."""
     if path.suffix not in ENDINGS:
         raise UserError(
             field="--profile",
@@ -75,7 +75,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def parse_profile(text: str, file: str) -> Profile:
-    """The profile in a text; `file` is what errors call it."""
+    """Parses a profile; errors name it `file`."""
     return _read(parse_yaml(text, file=file), Path(file).stem)
 
 
@@ -171,7 +171,7 @@ def save_profile(profile: Profile, path: Path) -> str:
 
 
 def format_profile(profile: Profile) -> str:
-    """The document; seconds to six digits."""
+    """Formats a profile as a YAML document, with seconds to six digits."""
     assert profile.measured is not None, "a profile says where it was measured"
     lines = [
         "# Measured by `optimus profile`; used by `optimus plan JOB --profile FILE`.",
@@ -196,7 +196,7 @@ def format_profile(profile: Profile) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in YAML's flow style."""
+    """Formats a value in YAML's flow style."""
     if isinstance(value, OpKind):
         return value.word
     if isinstance(value, float):
