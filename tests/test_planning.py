@@ -212,9 +212,7 @@ def test_two_runs_give_identical_bytes(tmp_path: Path) -> None:
 def test_a_plan_is_bound_to_its_job_and_not_to_how_it_is_run(planned: PlanningResult) -> None:
     job = find_job(SMALL)
     require_plan_of_job(planned.plan, list_bound_parts(job))
-    require_plan_of_job(
-        planned.plan, list_bound_parts(replace(job, run=replace(job.run, settings={"lr": 1.0})))
-    )
+    require_plan_of_job(planned.plan, list_bound_parts(replace(job, run={"lr": 1.0})))
     other = replace(job, cluster=replace(job.cluster, gpus=16))
     with pytest.raises(UserError) as caught:
         require_plan_of_job(planned.plan, list_bound_parts(other))

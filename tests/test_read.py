@@ -81,8 +81,8 @@ def test_the_example_of_the_design_is_read(tmp_path: Path) -> None:
     assert job.layout.limits.max_pp == 8
     assert job.today is not None and job.today.llm.chunks == 5 and job.today.placement == "stage0"
     assert job.today.measured_step_s == 17.9 and job.today.measured_memory_bytes == 71e9
-    assert job.run.settings["optimizer"]["lr"] == 2e-5
-    assert job.run.settings["launch"]["slurm"]["time"] == "72:00:00"
+    assert job.run["optimizer"]["lr"] == 2e-5
+    assert job.run["launch"]["slurm"]["time"] == "72:00:00"
     assert job.notes == ()
 
 

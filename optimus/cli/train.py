@@ -197,9 +197,7 @@ class TrainCommand:
     def _training(self, job: Job) -> TrainingConfig:
         from optimus.engine.config import read_training_config
 
-        return read_training_config(
-            job.run.settings, steps=self.steps, run_dir=self.run_dir, count_memory=self.memory
-        )
+        return read_training_config(job.run, steps=self.steps, run_dir=self.run_dir, count_memory=self.memory)
 
     @property
     def _shows_progress(self) -> bool:
@@ -256,7 +254,7 @@ def train(
 
     _require_torch()
     folder = None if run_dir is None else _make_folder("run_dir", Path(run_dir))
-    training = read_training_config(job.run.settings, steps=steps, run_dir=folder)
+    training = read_training_config(job.run, steps=steps, run_dir=folder)
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, PlanningResult):

@@ -77,7 +77,7 @@ def _batch_steps(steps: BatchStepTimes) -> str:
 def _sure_words(sure: WinRate) -> str:
     words = f"same winner, {sure.winner}, in {sure.same} of {sure.of} perturbed cost models"
     if len(sure.steps_s) == 1:
-        return f"{sure.winner} is the only system that was played under {sure.of} perturbed cost models"
+        return f"{sure.winner} is the only system that was simulated under {sure.of} perturbed cost models"
     return "; ".join([words, *(_rival_words(rival) for rival in sure.otherwise)])
 
 

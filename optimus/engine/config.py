@@ -1,4 +1,4 @@
-"""Configuration and results of a training run; the process that starts the ranks loads it without torch."""
+"""Defines configuration and results of a training run, which the launching process loads without torch."""
 
 from __future__ import annotations
 

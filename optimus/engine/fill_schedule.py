@@ -1,4 +1,4 @@
-"""A pipeline schedule with the interface of torch's own, which runs encoders inside the pipeline's bubbles.
+"""Provides a pipeline schedule with torch's interface that runs encoders in the pipeline's bubbles.
 
 Users keep their modules, optimizer and trainer. Where a script has
 

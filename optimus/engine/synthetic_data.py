@@ -1,4 +1,4 @@
-"""Synthetic samples with the lengths of a workload: a number gives the same sample on every rank."""
+"""Makes synthetic samples with the lengths of a workload: a number is the same sample on every rank."""
 
 from __future__ import annotations
 

@@ -12,13 +12,6 @@ from optimus.job.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Settings of the trainer (data, optimizer, paths); never part of a plan's hash."""
-
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CurrentRun:
     """The job as it runs now: the system `today`; its measurements calibrate the cost model."""
 
@@ -39,7 +32,8 @@ class Job:
     workload: Workload
     layout: LayoutConstraints = field(default_factory=LayoutConstraints)
     today: CurrentRun | None = None
-    run: RunSettings = field(default_factory=RunSettings)
+    # Settings of the trainer (data, optimizer, paths); never part of a plan's hash.
+    run: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=(), compare=False)  # assumptions about values that were left out
 
     def replace(self, *, gpus: int | None = None, sequences_per_step: int | None = None) -> Job:

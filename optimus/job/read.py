@@ -21,7 +21,7 @@ from optimus.job.catalog_files import (
 from optimus.job.checks import check_job
 from optimus.job.cluster import GB, Cluster, ClusterBlock, Gpu, Link, LinkBlock
 from optimus.job.hf_config import read_hf_config
-from optimus.job.job import CurrentRun, Job, RunSettings, adapt_to_other_cluster
+from optimus.job.job import CurrentRun, Job, adapt_to_other_cluster
 from optimus.job.layout import CurrentPlacement, LayoutConstraints, PartialLayout, SearchLimits, parse_layout
 from optimus.job.model import Encoder, Llm, Model, Precision, Recompute
 from optimus.job.nodes import NO_FILE, DocumentNode, Position, YamlMapping, make_argument_node, merge_yaml
@@ -185,7 +185,7 @@ def _assemble(root: DocumentNode, name: str, folder: Path, on: str | None, layou
         workload=workload,
         layout=add_stated_layouts(layout, layouts, model),
         today=today,
-        run=RunSettings(settings=file.run),
+        run=file.run,
         notes=notes,
     )
     check_job(job, root)
@@ -294,7 +294,7 @@ def _read_model(node: DocumentNode, folder: Path) -> Model:
         hint = "state one of: hf (a config.json), use (a catalog name), encoders with llm (dimensions)"
         raise node.error(problem, hint)
     if block.encoders is not None and block.llm is None:
-        raise node["encoders"].error(f"stands beside {forms[0]}", "state one of them")
+        raise node["encoders"].error(f"is given together with {forms[0]}", "state one of them")
     if block.hf is not None:
         model = read_hf_config(folder / block.hf)
     elif block.use is not None:

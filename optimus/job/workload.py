@@ -192,7 +192,7 @@ def read_workload(node: DocumentNode, model: Model, folder: Path) -> tuple[Workl
     if block.lengths is not None:
         if percentiles:
             stated = next(name for name in token_fields if name in node)
-            raise node[stated].error("stands beside workload.lengths", "state one of them")
+            raise node[stated].error("is given together with workload.lengths", "state one of them")
         path = folder / block.lengths
         sequences = _read_lengths(path, block.sequence_tokens, [encoder.name for encoder in model.encoders])
         source = block.source or f"{len(sequences):,} rows of {block.lengths}"

@@ -1,4 +1,4 @@
-"""Tensor-parallel groups: asynchronous collectives over rows, and the shards of parameters."""
+"""Runs asynchronous collectives of tensor-parallel groups over rows, and shards parameters."""
 
 from __future__ import annotations
 

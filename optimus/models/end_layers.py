@@ -1,4 +1,4 @@
-"""First and last layers of modules: patch embedding and projector of encoders, embedding and loss of LLMs."""
+"""Defines the first and last layers of modules: patch embedding, projector, token embedding and loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear maps, embeddings and norms over rows, whose weight gradients can be computed later.
+"""Computes linear maps, embeddings and norms over rows, whose weight gradients can be deferred.
 
 Kernels are replaceable: `KernelSet` holds those of linear maps and of attention.
 """

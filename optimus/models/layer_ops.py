@@ -1,4 +1,4 @@
-"""Ops of a transformer layer, each a segment with a hand-written backward over parameters that others own."""
+"""Defines ops of a transformer layer: segments with a hand-written backward over others' parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs and contexts of one microbatch: what segments read besides their state.
+"""Builds the inputs and context of one microbatch, which segments read besides their state.
 
 Everything is computed on the host, once per microbatch, from samples; nothing is read back from a device.
 """

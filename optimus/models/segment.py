@@ -1,4 +1,4 @@
-"""Segments: the smallest schedulable pieces of a module, each with its forward, input and weight gradients.
+"""Defines segments: the smallest schedulable parts of a module, with forward, input and weight gradients.
 
 A segment maps a *state*, a tuple of tensors, to the next state. Its backward comes from autograd on a
 detached boundary, or is written by hand (`ManualBackwardSegment`); either way it reaches into no other

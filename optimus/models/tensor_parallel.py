@@ -1,4 +1,4 @@
-"""Collectives between the segments of a tensor-parallel layer, with sequence parallelism.
+"""Defines the collectives between segments of a tensor-parallel layer, with sequence parallelism.
 
 Between segments every rank holds its own rows, a run of the sequence. Rows are all-gathered before a
 column-parallel product and reduce-scattered after a row-parallel one; in the backward the two change places.

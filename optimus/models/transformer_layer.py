@@ -1,4 +1,4 @@
-"""The five segments of a transformer layer, and their ops and collectives under tensor parallelism."""
+"""Builds the five segments of a transformer layer, and their tensor-parallel ops and collectives."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def render_candidates_section(candidates: TriedCandidates | None) -> str:
         render_legend((f"d-{sort}", SORTS[sort]) for sort in present),
         _scatter(candidates),
         render_note(
-            "Up is slower, right is more memory. What was not scheduled stands on the top edge."
+            "Up is slower, right is more memory. Candidates that were not scheduled are at the top edge."
             + (f" {more} more are not listed." if more else "")
         ),
         render_table(["", "what", "why not, or how", "step s", "peak GB"], rows, left=3),
