@@ -66,7 +66,7 @@ class LayerShape:
         attention = self.stack.attention
         return self.heads if attention.latent else math.ceil(attention.kv_heads / self.layout.tp)
 
-    # Prices of the pieces --------------------------------------------------------------
+    # Seconds of the parts --------------------------------------------------------------
 
     def norm_s(self, *, backward: bool = False) -> float:
         tensors = NORM_BACKWARD_TENSORS if backward else NORM_TENSORS

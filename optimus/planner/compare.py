@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def is_stated(self) -> bool:
-        """Whether the job left no choice of the LLM's layout."""
+        """True if the job left no choice of the LLM's layout."""
         return is_llm_layout_stated(self.job)
 
     @property

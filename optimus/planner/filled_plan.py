@@ -137,7 +137,7 @@ class SearchResult:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank stays within a GPU's memory."""
+        """True if every rank stays within a GPU's memory."""
         return self.filled.fits
 
     @property
@@ -173,6 +173,9 @@ class SearchResult:
             priced = context.sequences_per_piece(encoder, sequences, count, across)
             bins[encoder.name] = EncoderBins(bins=count, sharing="pieces", priced_sequences=priced)
         return BatchAssignment(replicas=replicas, microbatches=plan.microbatches, encoders=bins)
+
+
+# ---------------------------------------------------------------------------- rejected layouts
 
 
 @dataclass(frozen=True, kw_only=True)

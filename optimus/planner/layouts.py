@@ -204,6 +204,9 @@ def _find_fitting_pipeline(context: PlanningContext) -> PipelineCandidate | str:
     return pipeline
 
 
+# ---------------------------------------------------------------------------- encoders
+
+
 def common_encoder_layouts(context: PlanningContext, llm: Layout) -> Iterator[Layout | RejectedLayout]:
     """Yields layouts for all encoders alike: PP_enc divides PP_llm, TP_enc divides TP_llm, over all GPUs."""
     encoders = context.job.model.encoders
@@ -242,6 +245,9 @@ def encoder_layout_error(context: PlanningContext, encoder: Encoder, layout: Lay
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
+
+
+# ---------------------------------------------------------------------------- ranking
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

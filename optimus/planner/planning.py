@@ -229,6 +229,9 @@ def _with_remedies(refusal: DoesNotFit, job: Job, assumptions: Assumptions | str
     return DoesNotFit(refusal.problem, remedies or refusal.hint or "nothing that was tried makes it fit")
 
 
+# ---------------------------------------------------------------------------- remedies
+
+
 def _suggest_remedies(job: Job, assumptions: Assumptions | str) -> str:
     """Returns a hint that names changes under which the job fits; empty if none of them helps."""
     assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions

@@ -77,7 +77,7 @@ class DrawnBatches:
 
     @property
     def are_even(self) -> bool:
-        """Whether all sequences are equal, so that one batch represents all."""
+        """True if all sequences are equal, so that one batch represents all."""
         return len(set(self.workload.sequences)) == 1
 
 

@@ -32,7 +32,9 @@ from optimus.sensitivity.time_breakdown import break_down_step, describe_step_di
 
 Verdict = Literal["own", "rule", "memory", "impossible", "slower", "faster", "equal"]
 EQUAL_WITHIN = 1e-6  # relative difference below which two steps count as equal
-FIELD = "LAYOUT"
+FIELD = "LAYOUT"  # name of the argument in errors
+MAX_COMPONENTS_SHOWN = 3  # of the memory, in a sentence
+COMPONENT_LABELS = {"llm_activations": "LLM activations", "encoder_activations": "encoder activations"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,8 +294,7 @@ def _llm_alone_s(plan: Plan) -> float | None:
     return alone.timeline.step_s
 
 
-SHOWN_COMPONENTS = 3  # in a sentence
-LABELS = {"llm_activations": "LLM activations", "encoder_activations": "encoder activations"}
+# ---------------------------------------------------------------------------- memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,8 +323,8 @@ class MemoryRequirement:
     @property
     def description(self) -> str:
         """E.g. `the LLM alone needs 132.4 of 80.0 GB on stage 0 at dp4 pp1 tp1: optimizer 60.1, ...`."""
-        parts = list(_by_size(self.llm_alone).items())[:SHOWN_COMPONENTS]
-        held = ", ".join(f"{LABELS.get(name, name)} {_gb(size)}" for name, size in parts)
+        parts = list(_by_size(self.llm_alone).items())[:MAX_COMPONENTS_SHOWN]
+        held = ", ".join(f"{COMPONENT_LABELS.get(name, name)} {_gb(size)}" for name, size in parts)
         if self.encoders is None:
             needs = f"the LLM alone needs {_gb(self.needed_bytes)} of {_gb(self.capacity_bytes)} GB"
             return f"{needs} on stage {self.stage} at {self.llm_layout}: {held}"

@@ -71,7 +71,7 @@ class BaseCandidate(ABC):
 
     @property
     def fits(self) -> bool:
-        """Whether every rank stays within a GPU's memory."""
+        """True if every rank stays within a GPU's memory."""
         return self.peak_bytes <= self.context.capacity_bytes
 
     @property

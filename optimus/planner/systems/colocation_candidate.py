@@ -192,7 +192,7 @@ class ColocationCandidate:
 
     @property
     def _may_unfold(self) -> bool:
-        """Whether all encoders have one tp: blocks of a wider one's TP group could order ops differently."""
+        """True if all encoders have one tp: blocks of a wider one's TP group could order ops differently."""
         return len({chosen.layout.tp for chosen in self.placements.values()}) == 1
 
     @property
@@ -217,7 +217,7 @@ class ColocationCandidate:
 
     @property
     def can_halve_microbatches(self) -> bool:
-        """Whether the busiest block of any encoder has images enough for twice as many pieces."""
+        """True if the busiest block of any encoder has images enough for twice as many pieces."""
         llm, context = self.llm, self.context
         for encoder in context.job.model.encoders:
             blocks = self._blocks(encoder) if self.folded else 1

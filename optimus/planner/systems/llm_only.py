@@ -124,7 +124,7 @@ def build_llm_pipeline(
     """Returns the LLM's pipeline in one op order, cut so that its longest virtual stage is shortest."""
     layout = context.layout.with_(chunks=chunks)
     split = context.microbatches(context.microbatch_sequences)
-    assert split is not None, "decide_context found a batch that splits"
+    assert split is not None, "the batch of a context splits into microbatches"
     microbatches, sequences = split
     policy = ((LLM, recompute),)
     layers = context.layers((context.job.model.llm,), sequences, policy)
