@@ -30,7 +30,7 @@ from optimus.verify.validator import check_plan
 
 Record = Callable[[str, object], None]
 RANDOM, CI_RANDOM, PART = 12, 60, 30
-CI_WAYS, HEAVY_WAYS, WAYS_PART = 1_000, 100_000, 500
+CI_WAYS, HEAVY_WAYS, WAYS_PART = 500, 100_000, 250
 # Of the LLM's own step with interleaved 1F1B: as the catalog has the images, and with images of a quarter.
 OVER_FLOOR_1F1B = {
     ("paper/strong-3072", "clean"): (1.031, 1.025),
@@ -133,7 +133,7 @@ def test_whatever_is_tried_passes_all_rules() -> None:
 
 @pytest.mark.ci("search")
 @pytest.mark.parametrize("first", range(0, CI_WAYS, WAYS_PART))
-def test_a_thousand_ways_pass_all_rules(first: int) -> None:
+def test_five_hundred_ways_pass_all_rules(first: int) -> None:
     check_ways(range(first, first + WAYS_PART))
 
 

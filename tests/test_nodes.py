@@ -234,6 +234,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.ci
 @given(VALUES)
 def test_every_value_of_a_json_document_is_found_on_its_line(value: object) -> None:
     """Written with one value per line, values are found in the order of their lines."""

@@ -257,13 +257,8 @@ def test_plan_says_what_noise_leaves_if_asked(tmp_path: Path, capsys: pytest.Cap
     assert quiet["policies"]["static"]["speedup"] == pytest.approx(shown["speedup"]["stage0"])
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        pytest.param("clean", marks=pytest.mark.ci("search")),
-        pytest.param("default", marks=pytest.mark.heavy),
-    ],
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("preset", ["clean", "default"])
 def test_little_of_the_speed_up_is_lost_at_3072_gpus(preset: str) -> None:
     made = make_plan(
         find_job("paper/strong-3072"), strategy="optimus", assumptions=preset, systems=["balanced-best"]

@@ -29,6 +29,7 @@ def plan(ranks: int, pp: int, stages: int, order: str, encoder_pp: int, pieces: 
     )
 
 
+@pytest.mark.ci("search")
 @pytest.mark.parametrize(
     ("ranks", "pp", "stages", "order", "encoder_pp", "pieces"),
     [

@@ -281,6 +281,7 @@ def test_numbers_that_would_cost_minutes() -> None:
     assert refused(edited(put(2**31 - 1, "buckets", 0, 2))).field == "buckets[0][2]"
 
 
+@pytest.mark.ci("plan file")
 def test_large_nonsense_is_refused_at_once() -> None:
     started = time.perf_counter()
     names = [f'"n{number}": 0' for number in range(300_000)]

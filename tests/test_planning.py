@@ -160,8 +160,13 @@ def test_the_validator_s_replay_equals_the_claim_on_every_catalog_job(name: str)
     assert report.step_s == pytest.approx(found.filled.step_s, abs=1e-9)
 
 
-@pytest.mark.ci("plan file")
-@pytest.mark.parametrize("name", ["paper", "clean", "clean-slack", "paper-first-chunk"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.ci("plan file")) for name in ("paper", "clean-slack")),
+        *(pytest.param(name, marks=pytest.mark.heavy) for name in ("clean", "paper-first-chunk")),
+    ],
+)
 def test_every_preset_makes_a_plan_that_holds(name: str) -> None:
     """Gathers and reduces for a whole stage, for chunks, and off the NIC."""
     found = make_plan(small_job(), systems=[], assumptions=name)
@@ -260,6 +265,7 @@ def test_plan_prints_what_it_chose_and_why(
     assert "9 of 9 rules" in text and f"wrote {path}" in text and "next  optimus check" in text
 
 
+@pytest.mark.ci("plan file")
 def test_check_refuses_a_plan_of_another_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.plan.json"
     assert run(["plan", SMALL, *AT, "--no-sure", "--system", "stage0", "-o", str(path)]) == OK

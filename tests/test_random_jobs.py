@@ -17,8 +17,8 @@ from optimus.planner.systems.paper import PaperSystem, search_paper_plan
 from optimus.verify.validator import check_plan
 
 STRATEGY = 33  # one plan in so many is the paper's; the others are arranged at random
-CI, HEAVY = 1_000, 100_000
-CI_PART, HEAVY_PART = 500, 1_000
+CI, HEAVY = 500, 100_000
+CI_PART, HEAVY_PART = 250, 1_000
 
 
 def setting_of(seed: int) -> PlanningContext:
@@ -58,13 +58,13 @@ def check(first: int, count: int) -> None:
     assert not found, "\n".join(found)
 
 
-def test_sixty_random_jobs() -> None:
-    check(0, 60)
+def test_twenty_random_jobs() -> None:
+    check(0, 20)
 
 
 @pytest.mark.ci("plan file")
 @pytest.mark.parametrize("first", range(0, CI, CI_PART))
-def test_a_thousand_random_jobs(first: int) -> None:
+def test_five_hundred_random_jobs(first: int) -> None:
     check(first, CI_PART)
 
 

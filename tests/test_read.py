@@ -218,6 +218,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.ci
 @settings(max_examples=250, deadline=None)
 @given(text=st.sampled_from([JOB, HAND]), pick=st.integers(0, 10_000), value=VALUES, drop=st.booleans())
 def test_mutated_values_are_read_or_refused(

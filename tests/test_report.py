@@ -112,6 +112,7 @@ def unpacked(scene: dict[str, Any]) -> tuple[np.ndarray[Any, Any], ...]:
 # ---------------------------------------------------------------- what it says
 
 
+@pytest.mark.ci
 def test_titles_say_the_figures_of_the_plan() -> None:
     plan, system = planned().plan, planned().system
     page = Page(render_report_page(data()))

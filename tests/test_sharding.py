@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import HALF, SHARDED
+from engine_cases import HALF, SHARDED, Case
 from sharding_bugs import SHARDING_BUGS
 from test_equality import caught, check, check_cases
 from worker_lines import run_worker
@@ -40,11 +40,18 @@ def test_all_sharded_plans_compute_what_one_process_does_also_after_twenty_steps
     assert len(check_cases(20, "sharded", timeout_s=1700)) == len(SHARDED) >= 16
 
 
-@pytest.mark.ci("engine")
 @pytest.mark.timeout(240)
-def test_gradients_are_wide_and_as_good_as_those_of_one_process_in_bf16() -> None:
-    lines = run_worker("engine_worker.py", "bf16", timeout_s=230)
-    assert len(lines) == len(HALF) >= 3
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(HALF[:1], id="one", marks=pytest.mark.ci("engine")),
+        pytest.param(HALF, id="all", marks=pytest.mark.heavy),
+    ],
+)
+def test_gradients_are_wide_and_as_good_as_those_of_one_process_in_bf16(cases: list[Case]) -> None:
+    names = [case.name for case in cases]
+    lines = run_worker("engine_worker.py", "bf16", *names, timeout_s=230)
+    assert [line["name"] for line in lines] == names
     for line in lines:
         check_half(line)
 

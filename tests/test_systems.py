@@ -56,6 +56,7 @@ def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
 JOBS = ["paper/A", "paper/small-a100 llm=pp2,tp2"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", JOBS)
 def test_no_system_at_the_same_layout_is_faster_than_the_floor(name: str) -> None:
     comparison = compared(name)
@@ -191,6 +192,7 @@ def test_today_runs_on_all_gpus_of_the_job_and_no_more(placement: str, tmp_path:
         assert "dp8 pp1 tp2" in system.how
 
 
+@pytest.mark.ci
 def test_fsdp_hides_gathers_under_compute() -> None:
     """A step near the busier of compute and the NIC."""
     job = find_job("paper/D")
