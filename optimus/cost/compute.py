@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from importlib import resources
 
 import numpy as np
-import numpy.typing as npt
 
 from optimus.errors import UserError, nearest
+from optimus.ir.op import Floats
 from optimus.job.cluster import FLAT, Gpu
-
-Floats = npt.NDArray[np.float64]
+from optimus.job.model import BF16_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +98,6 @@ def _to_grid(rows: Sequence[Sequence[str]]) -> _LogGrid:
     assert len(logs) == math.prod(shape), f"{len(logs)} rows do not fill a grid of {shape}"
     return _LogGrid(axes, logs[:, -1].reshape(shape))
 
-
-BF16_BYTES = 2
 
 # FlashAttention recomputes the scores: 5 matrix products backward for 2 forward; the papers on
 # FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608) count backward FLOPs the same way.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from optimus.cost import flops
 from optimus.cost.cost_model import ClusterCostModel
-from optimus.cost.kernel import Kernel, KernelListBuilder, apply_measured_times
+from optimus.cost.kernel import Kernel, KernelListBuilder, KernelsByKind, apply_measured_times
 from optimus.cost.layer_kernels import (
     list_backward_kernels,
     list_forward_kernels,
@@ -234,7 +234,6 @@ def _chain(first: tuple[Kernel, ...], second: tuple[Kernel, ...]) -> tuple[Kerne
     return (*first, *moved)
 
 
-KernelsByKind = dict[OpKind, tuple[Kernel, ...]]
 # Loss over fp32 logits: read bf16 logits, write and read fp32 probabilities.
 LOSS_BYTES_PER_LOGIT = BF16_BYTES + 2 * FP32_BYTES
 # The head saves from forward to backward, per logit: bf16 logits and fp32 probabilities.

@@ -107,3 +107,8 @@ class LayoutConstraints:
 
     def of(self, module: str) -> PartialLayout:
         return self.modules.get(module, PartialLayout())
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -14,7 +14,7 @@ from optimus.cost.memory import model_state_memory
 from optimus.errors import DoesNotFit, UserError, one_of
 from optimus.ir.op import OpKind
 from optimus.job.job import Job
-from optimus.job.layout import Layout
+from optimus.job.layout import Layout, divisors
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningCache, PlanningContext
 from optimus.planner.filled_plan import RejectedLayout
@@ -222,8 +222,8 @@ def valid_encoder_layouts(context: PlanningContext, encoder: Encoder, llm: Layou
 
 
 def _all_layouts(llm: Layout) -> Iterator[Layout]:
-    for pp in _divisors(llm.pp):
-        for tp in _divisors(llm.tp):
+    for pp in divisors(llm.pp):
+        for tp in divisors(llm.tp):
             yield encoder_layout_on_llm_gpus(llm, pp=pp, tp=tp)
 
 
@@ -241,10 +241,6 @@ def encoder_layout_error(context: PlanningContext, encoder: Encoder, layout: Lay
         if axis in ("dp", "pp", "tp") and getattr(layout, axis) != size:
             return f"stated: the job asks for {encoder.name} {axis}{size}"
     return None
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 # ---------------------------------------------------------------------------- ranking

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -10,7 +10,7 @@ from itertools import product
 from optimus.cost.memory import RankMemory, communicator_bytes, transient_bytes
 from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind, Schedule
-from optimus.job.layout import Layout
+from optimus.job.layout import Layout, divisors
 from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
 from optimus.planner.context import PlanningContext, RecomputePolicy, describe_recompute
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
@@ -172,7 +172,7 @@ def _fsdp_candidates(context: PlanningContext) -> Iterator[FsdpCandidate]:
         busiest = -(-job.workload.sequences_per_step // dp)  # sequences of the busiest rank
         if job.workload.sequences_per_step < dp:
             continue
-        for sequences, keeps in product(_divisors(busiest), (False, True)):
+        for sequences, keeps in product(divisors(busiest), (False, True)):
             choice = _first_fitting(context, layout, sequences, busiest // sequences, keeps_gathered=keeps)
             if choice is not None:
                 yield choice
@@ -195,7 +195,3 @@ def _first_fitting(
         if choice.fits:
             return choice
     return None
-
-
-def _divisors(number: int) -> Sequence[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
