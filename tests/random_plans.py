@@ -22,7 +22,7 @@ from optimus.planner.systems.colocated_plan import (
     encoder_layout_on_llm_gpus,
 )
 from optimus.planner.systems.pipeline import PipelineCandidate, available_op_orders
-from optimus.schedule.phase_templates import SECONDS_DIGITS, build_op_template
+from optimus.schedule.op_phases import SECONDS_DIGITS, expand_op_into_phases
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
     build_interleaved_1f1b_order,
@@ -128,7 +128,7 @@ def _with_split_backwards(rng: Random, plan: Plan, choices: Sequence[ColocatedEn
         name, chunks = choice.encoder.name, []
         for stage, (chunk, layers) in enumerate(zip(modules[name].chunks, choice.stages, strict=True)):
             halves = {
-                kind: build_op_template(layers, kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
+                kind: expand_op_into_phases(layers, kind) for kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
             }
             if all(halves.values()) and rng.random() < 0.8:
                 named = {kind: f"{name}.{kind.word}.{stage}" for kind in halves}

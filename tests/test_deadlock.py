@@ -14,14 +14,14 @@ from tiny_plans import tiny_plan
 
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan, Program
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage
+from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage
 from optimus.verify.validator import check_plan
 from optimus.verify.wait_graph import find_host_deadlock, find_stream_deadlock
 from optimus.verify.waits import LineWaits, WaitDerivation
 
 
 def waits_of(plan: Plan) -> LineWaits:
-    lines, asked = PlanLines(plan), ExpectedLines(plan)
+    lines, asked = PlanLines(plan), ExpectedProgram(plan)
     assert not list(check_line_coverage(lines, asked))
     return WaitDerivation(lines, asked).derive()
 

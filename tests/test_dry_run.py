@@ -20,7 +20,7 @@ import optimus
 from optimus.cli import run
 from optimus.cli.dry_run import build_dry_run_json, format_dry_run
 from optimus.cli.train import TrainCommand
-from optimus.engine.rank_dry_run import DryRun, count_encoder_phases, dry_run_rank
+from optimus.engine.rank_dry_run import DryRun, count_encoder_phases_in_tp_slots, dry_run_rank
 from optimus.ir.plan import Plan
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.kernels import KERNELS
@@ -97,8 +97,10 @@ def test_a_rank_says_where_it_stands_and_what_it_plays() -> None:
     assert (groups["llm.dp"].size, groups["llm.dp"].first, groups["llm.dp"].last) == (2, 5, 7)
     lines = sum(sum(verbs.values()) for verbs in found.program.values())
     assert lines == len(plan.programs[device]) and 0 < found.actions <= lines
-    assert (found.encoder_phases, found.encoder_phases_in_slots) == count_encoder_phases(plan, device)
-    assert sum(count_encoder_phases(plan, each)[1] for each in range(len(plan.programs))) > 0
+    assert (found.encoder_phases, found.encoder_phases_in_slots) == count_encoder_phases_in_tp_slots(
+        plan, device
+    )
+    assert sum(count_encoder_phases_in_tp_slots(plan, each)[1] for each in range(len(plan.programs))) > 0
     rows = next(each for each in found.travels if (each.module, each.verb) == ("llm", "recv-f"))
     assert rows.shape == (12, 32) and rows.bytes == 12 * 32 * 2 and rows.times == plan.microbatches
     assert all(

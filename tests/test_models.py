@@ -21,7 +21,7 @@ from optimus.models.kernels import Norm, NumericConstants
 from optimus.models.layer_ops import SwiGlu, swiglu
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
 from optimus.models.phase_order import Recompute
-from optimus.models.sample import compute_token_order
+from optimus.models.sample import compute_encoder_token_order
 from optimus.models.segment import WeightGradStore
 
 State = tuple[Tensor, ...]
@@ -202,7 +202,7 @@ def test_nothing_reads_values_or_sizes_from_a_device(name: str) -> None:
 @pytest.mark.parametrize("grid", [(4, 4), (6, 10), (2, 2), (8, 2), (3, 4, 6)])
 def test_windows_and_merge_groups_stand_together_and_the_llm_gets_raster_order(grid: tuple[int, ...]) -> None:
     encoder = ENCODERS["windows"]
-    order = compute_token_order(encoder, grid)
+    order = compute_encoder_token_order(encoder, grid)
     frames, height, width = grid if len(grid) == 3 else (1, *grid)
     tokens = frames * height * width
     assert sorted(order.raster_index.tolist()) == list(range(tokens))

@@ -15,7 +15,7 @@ from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, St
 from optimus.models.build import build_layers
 from optimus.models.kernels import NumericConstants
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
-from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem, compute_token_order
+from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem, compute_encoder_token_order
 
 pytestmark = [pytest.mark.ci("engine"), pytest.mark.filterwarnings("ignore")]  # warnings of the reference
 
@@ -313,7 +313,7 @@ def test_vision_towers_equal_the_reference(name: str) -> None:
     (rows,) = whole(layers, (inputs,), context)
     start = 0
     for item in items:
-        tokens = compute_token_order(encoder, item.grid).output_index
+        tokens = compute_encoder_token_order(encoder, item.grid).output_index
         end = start + len(tokens)
         assert_close(rows[start:end], expected[start:end][tokens], str(item.grid))
         start = end

@@ -12,7 +12,7 @@ from tiny_headers import large_header, tiny_header
 from optimus.ir.op import OpKind
 from optimus.ir.plan import REGIONS, DeviceClassMemory, Plan, PlanClaims, Program, Template
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage, input_grad_kind
+from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage, input_grad_kind
 from optimus.verify.memory_replay import replay_peak_bytes
 from optimus.verify.validator import sum_encoder_seconds_by_region
 from optimus.verify.wait_graph import replay_times
@@ -34,7 +34,7 @@ def large_plan(rng: Random, *, microbatches: int, layers: int) -> Plan:
 
 def with_claims(plan: Plan) -> Plan:
     """The plan with the claims that its replay gives."""
-    lines, asked = PlanLines(plan), ExpectedLines(plan)
+    lines, asked = PlanLines(plan), ExpectedProgram(plan)
     problems = list(check_line_coverage(lines, asked))
     assert not problems, problems
     derived = WaitDerivation(lines, asked)

@@ -107,7 +107,7 @@ def dry_run_rank(
         trainer, memory = _step(job, plan, training, groups, kernels or KernelSet(linear=GPU_LINEAR))
     device = plan.ranks.class_of(rank)
     fixed = plan.memory[device].fixed
-    phases, in_slots = count_encoder_phases(plan, device)
+    phases, in_slots = count_encoder_phases_in_tp_slots(plan, device)
     return DryRun(
         job=job.name,
         rank=rank,
@@ -175,7 +175,7 @@ def _lines(plan: Plan, device: int) -> dict[str, dict[str, int]]:
     return counts
 
 
-def count_encoder_phases(plan: Plan, device: int) -> tuple[int, int]:
+def count_encoder_phases_in_tp_slots(plan: Plan, device: int) -> tuple[int, int]:
     """Counts the compute phases of encoders, and those between a launch of the LLM and its wait."""
     program, in_flight, phases, inside = plan.programs[device], 0, 0, 0
     for module, op, chunk, _, place in program.rows[program.kind <= OpKind.WEIGHT_GRAD].tolist():

@@ -23,7 +23,7 @@ from optimus.models.sample import (
     Sample,
     SampleItem,
     TokenOrder,
-    compute_token_order,
+    compute_encoder_token_order,
 )
 
 TensorMap = Callable[[Tensor], Tensor]
@@ -169,7 +169,7 @@ def _checked_order(encoder: Encoder, item: SampleItem) -> TokenOrder:
             problem=f"do not have the shape {expected} of its grid {item.grid} and patch_inputs",
             hint="give one row of patch_inputs numbers per token of the grid",
         )
-    order = compute_token_order(encoder, item.grid)
+    order = compute_encoder_token_order(encoder, item.grid)
     if not encoder.positions:
         return order
     sides = _position_grid_sides(encoder)
@@ -224,7 +224,7 @@ def find_llm_row_targets(
     target = torch.full((capacity // encoder.projector.merge,), rows, dtype=torch.int64)
     start = 0
     for sample, _, item in items:
-        tokens = compute_token_order(encoder, item.grid).output_index
+        tokens = compute_encoder_token_order(encoder, item.grid).output_index
         end = start + len(tokens)
         if sample in first_rows:
             target[start:end] = first_rows[sample] + item.offset + tokens
@@ -303,7 +303,7 @@ def _output_grids(sample: Sample, encoders: Sequence[Encoder]) -> dict[int, tupl
     """Returns the grid of every item's LLM tokens, by the offset of the first."""
     by_name = {encoder.name: encoder for encoder in encoders}
     return {
-        item.offset: compute_token_order(by_name[name], item.grid).output_grid
+        item.offset: compute_encoder_token_order(by_name[name], item.grid).output_grid
         for name, items in sample.items.items()
         for item in items
     }

@@ -82,7 +82,7 @@ class TokenOrder:
     output_grid: tuple[int, ...]  # of the LLM tokens: (frames, height, width), or (tokens,)
 
 
-def compute_token_order(encoder: Encoder, grid: tuple[int, ...]) -> TokenOrder:
+def compute_encoder_token_order(encoder: Encoder, grid: tuple[int, ...]) -> TokenOrder:
     """Returns the order in which an encoder reads the tokens of an item with this grid."""
     merge, window_tokens = encoder.projector.merge, encoder.stack.attention.window_tokens
     if encoder.modality == "audio":

@@ -17,7 +17,7 @@ from optimus.ir.plan import Template
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
-from optimus.schedule.phase_templates import build_op_template
+from optimus.schedule.op_phases import expand_op_into_phases
 from optimus.schedule.pipeline_orders import PipelineOrder
 from optimus.schedule.schedule_builder import ChunkPricer
 from optimus.schedule.stage_costs import Cut, LayerPrefixSums, RetimableSchedule
@@ -92,7 +92,7 @@ class PlanningContext:
         # Ids stay valid: the cache keeps the priced layers alive.
         key = tuple(id(layer.kernels[kind]) for layer in layers), kind, first, last
         if key not in self.cache.templates:
-            template = build_op_template(layers, kind, first=first, last=last)
+            template = expand_op_into_phases(layers, kind, first=first, last=last)
             self.cache.templates[key] = self.cache.equal.setdefault(template, template)
         return self.cache.templates[key]
 

@@ -14,7 +14,7 @@ from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.schedule.lower import LoweredPlan, lower_to_programs
-from optimus.schedule.phase_templates import SECONDS_DIGITS
+from optimus.schedule.op_phases import SECONDS_DIGITS
 from optimus.schedule.plan_claims import compute_device_class_memory, encoder_seconds_by_region
 
 if TYPE_CHECKING:

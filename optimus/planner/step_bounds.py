@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.planner.systems.replicated_encoder import (
-    ReplicatedEncoder,
+from optimus.planner.systems.encoder_replica import (
+    EncoderReplica,
     encoder_tp_and_recompute,
     replicate_on_all_gpus,
 )
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.schedule_builder import ScheduleBuilder
 from optimus.schedule.simulator import simulate_schedule
 
@@ -64,7 +64,7 @@ def compute_step_bounds(context: PlanningContext, floor: PipelineCandidate, floo
     )
 
 
-def _alone_s(replicated: ReplicatedEncoder) -> float:
+def _alone_s(replicated: EncoderReplica) -> float:
     """Simulates all forwards, then all backwards of an encoder on all GPUs, its traffic overlapped."""
     if not replicated.pieces:
         return 0.0
@@ -81,7 +81,7 @@ def _alone_s(replicated: ReplicatedEncoder) -> float:
     return simulate_schedule(builder.build(), slowdown=slowdown).step_s
 
 
-def _work_s(replicated: ReplicatedEncoder) -> float:
+def _work_s(replicated: EncoderReplica) -> float:
     """Returns the seconds of an encoder's kernels on the mean GPU, as if images could be split."""
     context, sequences = replicated.context, replicated.context.microbatch_sequences
     layers = context.encoder_layers(replicated.encoder, replicated.layout, sequences, replicated.recompute)
@@ -114,7 +114,7 @@ def _llm_path_s(floor: PipelineCandidate) -> float:
     )
 
 
-def _path_s(replicated: ReplicatedEncoder) -> float:
+def _path_s(replicated: EncoderReplica) -> float:
     """Returns the time of one piece's forward and the shorter of its backwards."""
     seconds = replicated.context.chunks.price(replicated.layers).seconds
     return (

@@ -30,7 +30,7 @@ from optimus.planner.systems.pipeline import build_op_order
 from optimus.schedule.fill import Fill, FillResult
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import lower_to_programs
-from optimus.schedule.phase_templates import SECONDS_DIGITS
+from optimus.schedule.op_phases import SECONDS_DIGITS
 
 UNLIMITED_BYTES = 2**50  # memory is not modelled here
 SHIFT_SHARES = (0.0, 0.05, 0.1, 0.2)  # of the LLM's own step: how much later the LLM begins

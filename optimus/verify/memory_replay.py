@@ -9,7 +9,7 @@ import numpy as np
 from optimus.ir.op import Ints, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage
+from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage
 from optimus.verify.waits import WaitDerivation
 
 ACTIVATIONS = ("llm_activations", "encoder_activations", "seam")
@@ -35,7 +35,7 @@ def replay_peak_bytes(derived: WaitDerivation) -> list[_PeakBytes]:
 
 def replay_live_bytes(plan: Plan, device: int) -> Ints:
     """Returns the bytes alive while each line of a class runs, by component; the plan must be valid."""
-    lines, expected = PlanLines(plan), ExpectedLines(plan)
+    lines, expected = PlanLines(plan), ExpectedProgram(plan)
     broken = next(iter(check_line_coverage(lines, expected)), None)
     assert broken is None, broken
     derived = WaitDerivation(lines, expected)

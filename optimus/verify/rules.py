@@ -9,7 +9,7 @@ import numpy as np
 from optimus.ir.op import REGATHER_NAMES, SEAMS, Communicator, Ints, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Template
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import PlanLines, Problems, input_grad_kind
+from optimus.verify.expected_program import PlanLines, Problems, input_grad_kind
 from optimus.verify.waits import LineWaits, WaitDerivation
 
 _MAX_BYTES = 2**53  # sums stay exact in float64

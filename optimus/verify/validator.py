@@ -16,7 +16,7 @@ from optimus.ir.op import COMPUTE_PHASES, NUM_LANES, Floats, OpKind
 from optimus.ir.plan import REGIONS, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage
+from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage
 from optimus.verify.memory_replay import ACTIVATIONS, replay_peak_bytes
 from optimus.verify.rules import (
     check_collective_order,
@@ -126,7 +126,7 @@ def check_plan(plan: Plan) -> CheckReport:
         return _unseen(report, "the header is not sound")
     if not report.add("coverage", chain(check_template_layers(plan), check_recomputation(plan))):
         return _unseen(report, "templates and modules do not agree")
-    lines, expected = PlanLines(plan), ExpectedLines(plan)
+    lines, expected = PlanLines(plan), ExpectedProgram(plan)
     if not report.add("coverage", check_line_coverage(lines, expected)):
         return _unseen(report, "coverage does not hold")
     derived = WaitDerivation(lines, expected)

@@ -14,7 +14,7 @@ import numpy as np
 from optimus.ir.op import COMPUTE_PHASES, RECVS, Floats, Ints, Lane, OpKind, ShortOpName
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import ExpectedLines, PlanLines, check_line_coverage
+from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage
 from optimus.verify.waits import LineWaits, WaitDerivation, pair_consecutive_lines
 
 
@@ -273,7 +273,7 @@ def build_op_grid(plan: Plan, *, aligned: bool = True) -> OpGrid:
     first = phases & (lines.place == 0)
     before, after = pair_consecutive_lines(lines.device, phases)
     if aligned:
-        expected = ExpectedLines(plan)
+        expected = ExpectedProgram(plan)
         broken = next(iter(check_line_coverage(lines, expected)), None)
         assert broken is None, broken
         waits = WaitDerivation(lines, expected).derive()

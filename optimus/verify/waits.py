@@ -18,7 +18,7 @@ from optimus.ir.op import (
 )
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Template
 from optimus.ir.ranks import LLM
-from optimus.verify.expected_lines import ExpectedLines, LineBlockKey, PlanLines, input_grad_kind
+from optimus.verify.expected_program import ExpectedProgram, LineBlockKey, PlanLines, input_grad_kind
 
 NO_LANE = -1  # of receives
 RECV_OF = {OpKind.SEND_F: OpKind.RECV_F, OpKind.SEND_B: OpKind.RECV_B}
@@ -96,7 +96,7 @@ class _TemplateColumns:
 class WaitDerivation:
     """Derives the dependencies of a plan that satisfies coverage, block by block."""
 
-    def __init__(self, lines: PlanLines, expected: ExpectedLines) -> None:
+    def __init__(self, lines: PlanLines, expected: ExpectedProgram) -> None:
         self.lines, self.plan, self.expected, self.ranks = lines, lines.plan, expected, expected.ranks
         count = len(lines)
         self.phases = {name: _TemplateColumns(template) for name, template in self.plan.templates.items()}

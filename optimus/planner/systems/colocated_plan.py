@@ -20,7 +20,7 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.phase_templates import PASS_THROUGH_TEMPLATES, SECONDS_DIGITS, make_collective_kernel
+from optimus.schedule.op_phases import PASS_THROUGH_TEMPLATES, SECONDS_DIGITS, make_collective_kernel
 from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap, price_parameter_traffic
 from optimus.schedule.schedule_builder import PricedChunk
 

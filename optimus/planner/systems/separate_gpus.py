@@ -16,15 +16,15 @@ from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
-from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.planner.systems.pipeline_search import search_pipelines
-from optimus.planner.systems.replicated_encoder import (
-    ReplicatedEncoder,
+from optimus.planner.systems.encoder_replica import (
+    EncoderReplica,
     encoder_tp_and_recompute,
     pareto_front,
     replicate_on_separate_gpus,
 )
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline_search import search_pipelines
 from optimus.schedule.pipeline_schedule import (
     PipelineBlockIds,
     add_pipeline_to_schedule,
@@ -44,7 +44,7 @@ class SeparateGpusCandidate(BaseCandidate):
 
     context: PlanningContext
     llm: PipelineCandidate
-    encoders: tuple[ReplicatedEncoder, ...]
+    encoders: tuple[EncoderReplica, ...]
     encoder_gpus: int
     lead: float = 0.0
 
@@ -155,7 +155,7 @@ class SeparateGpusCandidate(BaseCandidate):
     def _seconds(self, kind: OpKind) -> float:
         return sum(self.context.chunks.price(replicated.layers).seconds[kind] for replicated in self.encoders)
 
-    def _as_one_op(self, replicated: ReplicatedEncoder, kind: OpKind) -> KernelGraph:
+    def _as_one_op(self, replicated: EncoderReplica, kind: OpKind) -> KernelGraph:
         """Returns an encoder's op as a single entry."""
         return make_single_kernel_graph(
             kind, Lane.COMPUTE, self.context.chunks.price(replicated.layers).seconds[kind]

@@ -12,14 +12,14 @@ from optimus.job.model import BF16_BYTES
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
-from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.planner.systems.replicated_encoder import (
-    ReplicatedEncoder,
+from optimus.planner.systems.encoder_replica import (
+    EncoderReplica,
     encoder_tp_and_recompute,
     pareto_front,
     replicate_on_all_gpus,
 )
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.pipeline_schedule import add_pipeline_to_schedule, make_optimizer_graph
 from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
 
@@ -29,7 +29,7 @@ class ThreePhaseCandidate(BaseCandidate):
     """One LLM pipeline, with every encoder replicated over all GPUs before and after it."""
 
     context: PlanningContext
-    encoders: tuple[ReplicatedEncoder, ...]
+    encoders: tuple[EncoderReplica, ...]
     llm: PipelineCandidate
 
     def schedule(self) -> Schedule:
@@ -125,7 +125,7 @@ class ThreePhaseCandidate(BaseCandidate):
             )
         return memory
 
-    def _seam_bytes(self, replicated: ReplicatedEncoder) -> float:
+    def _seam_bytes(self, replicated: EncoderReplica) -> float:
         """Returns the bytes of encoder outputs of all microbatches, which wait at stage 0."""
         workload, layout = self.context.job.workload, self.context.layout
         projector = replicated.encoder.projector

@@ -50,7 +50,7 @@ def _bucket_chunk(bucket: Bucket) -> int:
     return max(bucket.chunk, 0)
 
 
-class ExpectedLines:
+class ExpectedProgram:
     """Lines that the header of a plan requires."""
 
     def __init__(self, plan: Plan) -> None:
@@ -208,7 +208,7 @@ class PlanLines:
         return ((key, *block) for key, block in self._blocks.items())
 
 
-def check_line_coverage(lines: PlanLines, expected: ExpectedLines) -> Problems:
+def check_line_coverage(lines: PlanLines, expected: ExpectedProgram) -> Problems:
     """Yields missing, repeated and unexpected lines; if there are none, records where the blocks are."""
     plan, blocks = lines.plan, list(expected.blocks())
     wanted = sum(len(block.microbatches) * len(block.places) for block in blocks)

@@ -20,7 +20,7 @@ BUCKETS = 8  # per encoder: enough to overlap, few enough for large messages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ReplicatedEncoder:
+class EncoderReplica:
     """An encoder's work on one group of `layout.tp` GPUs; a piece is one microbatch of the group."""
 
     context: PlanningContext
@@ -125,14 +125,14 @@ class ReplicatedEncoder:
 
 def replicate_on_all_gpus(
     context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str
-) -> ReplicatedEncoder:
+) -> EncoderReplica:
     """Replicates an encoder on all GPUs of the job; whole images are assigned as evenly as possible."""
     workload = context.job.workload
     layout = Layout(dp=context.job.cluster.gpus // tp, tp=tp)
     busiest = context.busiest_group_sequences(encoder, workload.sequences_per_step, layout.dp)
     pieces = math.ceil(busiest / context.microbatch_sequences)
     share = busiest / pieces if pieces else 0.0
-    return ReplicatedEncoder(
+    return EncoderReplica(
         context=context,
         encoder=encoder,
         layout=layout,
@@ -144,11 +144,11 @@ def replicate_on_all_gpus(
 
 def replicate_on_separate_gpus(
     context: PlanningContext, encoder: Encoder, *, tp: int, recompute: str, gpus: int, sequences: float
-) -> ReplicatedEncoder:
+) -> EncoderReplica:
     """Replicates an encoder on GPUs of its own; a piece is a group's part of a microbatch of all replicas."""
     layout = Layout(dp=gpus // tp, tp=tp)
     share = context.layout.dp * sequences / layout.dp
-    return ReplicatedEncoder(
+    return EncoderReplica(
         context=context,
         encoder=encoder,
         layout=layout,
@@ -158,7 +158,7 @@ def replicate_on_separate_gpus(
     )
 
 
-def pareto_front(choices: Sequence[ReplicatedEncoder]) -> list[ReplicatedEncoder]:
+def pareto_front(choices: Sequence[EncoderReplica]) -> list[EncoderReplica]:
     """Returns the choices that no other beats in both time and memory."""
     return [
         choice

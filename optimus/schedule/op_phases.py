@@ -12,7 +12,7 @@ from optimus.ir.plan import Phase, Template
 SECONDS_DIGITS = 12  # durations are whole picoseconds, the same on every machine
 
 
-def build_op_template(
+def expand_op_into_phases(
     layers: Sequence[PricedLayer],
     kind: OpKind,
     *,
