@@ -23,13 +23,27 @@ from optimus.ir.op import OpKind
 from optimus.ir.plan import REGIONS, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
-from optimus.verify.validator import MAX_VIOLATIONS, RULES, CheckReport, check_plan, require_valid_plan
+from optimus.verify.validator import (
+    MAX_VIOLATIONS,
+    RULES,
+    CheckReport,
+    _ReportBuilder,
+    check_plan,
+    require_valid_plan,
+)
 
 ORDER = ("coverage", "data", "pairs", "deadlock", "groups")  # rules that say nothing of seconds and bytes
 
 
 def broken(report: CheckReport) -> set[str]:
     return {rule for rule, holds in report.rules.items() if not holds}
+
+
+def test_a_rule_that_failed_once_stays_failed() -> None:
+    report = _ReportBuilder()
+    assert not report.add("coverage", [("line 1", "is missing")])
+    assert report.add("coverage", [])
+    assert report.rules == {"coverage": False}
 
 
 # ---------------------------------------------------------------------------- what is valid

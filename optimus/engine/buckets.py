@@ -206,7 +206,7 @@ def _shared_parameter(name: str) -> UserError:
     return UserError(
         field=name,
         problem="has a parameter that two of its buckets share, and is trained on several ranks",
-        hint="put what shares a parameter into one stage or block, or plan with the preset `clean`, "
+        hint="put what shares a parameter into one stage or block, or plan with the preset `paper`, "
         "whose buckets are whole stages",
     )
 

@@ -102,9 +102,9 @@ class _ReportBuilder:
         ]
         dropped = sum(1 for _ in rest)
         if dropped:
-            self.more[rule] = dropped
+            self.more[rule] = self.more.get(rule, 0) + dropped
         self.violations += kept
-        self.rules[rule] = not kept
+        self.rules[rule] = self.rules.get(rule, True) and not kept
         return not kept
 
     def done(self, step_s: float | None, single_connection_holds: bool) -> CheckReport:
@@ -150,20 +150,21 @@ def check_plan(plan: Plan) -> CheckReport:
     if not replayed.complete:
         first = lines.text(int(np.flatnonzero(replayed.end_s < 0)[0]))
         report.add("deadlock", deadlocks or [(first, "never ends if every lane runs in program order")])
-        for rule in ("lanes", "claim"):
-            report.add(rule, [(first, "not evaluated: it never ends")])
-        return report.done(None, single is None)
+        return _unseen(report, "it never ends", where=first, single_connection_holds=single is None)
     report.add("deadlock", deadlocks)
     report.add("lanes", _lanes(derived, waits, replayed))
     report.add("claim", _differs("step_s", replayed.step_s, plan.claims.step_s))
     return report.done(replayed.step_s, single is None)
 
 
-def _unseen(report: _ReportBuilder, reason: str) -> CheckReport:
+def _unseen(
+    report: _ReportBuilder, reason: str, *, where: str = "plan", single_connection_holds: bool = False
+) -> CheckReport:
+    """Ends a check early: rules that were not evaluated do not hold."""
     for rule in RULES:
         if rule not in report.rules:
-            report.add(rule, [("plan", f"not evaluated: {reason}")])
-    return report.done(None, single_connection_holds=False)
+            report.add(rule, [(where, f"not evaluated: {reason}")])
+    return report.done(None, single_connection_holds)
 
 
 def _describe_cycle(lines: PlanLines, cycle: WaitCycle) -> tuple[str, str]:
