@@ -173,19 +173,18 @@ def test_every_preset_makes_a_plan_that_holds(name: str) -> None:
     assert found.report.ok, found.report.violations[:3]
 
 
-@pytest.mark.ci("plan file")
-def test_a_frozen_encoder_and_one_without_anything_to_learn() -> None:
+@pytest.mark.parametrize(
+    "projector_trains",
+    [pytest.param(True, marks=pytest.mark.ci("plan file")), pytest.param(False, marks=pytest.mark.heavy)],
+)
+def test_a_frozen_encoder_and_one_without_anything_to_learn(projector_trains: bool) -> None:
     job = small_job()
     vision = job.model.encoders[0]
-    for encoder in (
-        replace(vision, train=False),
-        replace(vision, train=False, projector=replace(vision.projector, train=False)),
-    ):
-        changed = replace(job, model=replace(job.model, encoders=(encoder,)))
-        found = make_plan(changed, systems=[])
-        assert found.report.ok, found.report.violations[:3]
-        backward = [bool(chunk.templates.keys() - {0}) for chunk in found.plan.modules["vision"].chunks]
-        assert backward[-1] == encoder.projector.train and not any(backward[:-1])
+    encoder = replace(vision, train=False, projector=replace(vision.projector, train=projector_trains))
+    found = make_plan(replace(job, model=replace(job.model, encoders=(encoder,))), systems=[])
+    assert found.report.ok, found.report.violations[:3]
+    backward = [bool(chunk.templates.keys() - {0}) for chunk in found.plan.modules["vision"].chunks]
+    assert backward[-1] == projector_trains and not any(backward[:-1])
 
 
 # ---------------------------------------------------------------- the file
