@@ -96,6 +96,7 @@ def test_mean_is_weighted_by_gpus() -> None:
     assert average_bubbles(pair, np.array([2.0, 1.0])).tp == 2.0
 
 
+@pytest.mark.ci
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), slowdown=st.sampled_from([0.0, 0.1]), launch_s=st.sampled_from([0.0, 0.3]))
 def test_causes_sum_to_step_minus_busy(data: st.DataObject, slowdown: float, launch_s: float) -> None:

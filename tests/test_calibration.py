@@ -79,6 +79,7 @@ def test_a_profile_is_calibrated_by_the_same_rule() -> None:
     assert found.source.startswith("profile ") and "calibrated on your measured" in found.source
 
 
+@pytest.mark.ci
 def test_a_calibrated_plan_holds_and_says_its_scale() -> None:
     plain = make_plan(job(), systems=["today"])
     planned = make_plan(job(1.25 * plain.systems["today"].step_s), systems=["today"])

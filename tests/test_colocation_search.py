@@ -62,6 +62,7 @@ def check_random(seeds: range) -> None:
     assert plans > len(seeds) // 2
 
 
+@pytest.mark.ci("search")
 def test_plans_of_random_jobs_pass_all_rules() -> None:
     check_random(range(RANDOM))
 
@@ -127,6 +128,7 @@ def check_ways(seeds: range) -> None:
     assert made > len(seeds) // 2
 
 
+@pytest.mark.ci("search")
 def test_whatever_is_tried_passes_all_rules() -> None:
     check_ways(range(40))
 

@@ -91,6 +91,7 @@ def pipeline_of_two(first: list[tuple[OpKind, int]], second: list[tuple[OpKind, 
     return replace(plan, programs=tuple(Program.of(rows + finish) for rows in programs))
 
 
+@pytest.mark.ci("plan file")
 def test_sends_that_face_each_other_stop() -> None:
     """Equal sequences per direction are not enough: A = [send f, recv b], B = [send b, recv f]."""
     F, B = OpKind.FORWARD, OpKind.BACKWARD

@@ -137,6 +137,7 @@ def check_keys(found: dict[str, Any]) -> None:
     assert set(found["memory"]["planned_only_bytes"]) == {"communicators", "reserve"}
 
 
+@pytest.mark.ci("engine")
 def test_text_and_json_say_the_same() -> None:
     case = BY_NAME["tp: two stages"]
     found = stepped(case, 3)

@@ -212,6 +212,7 @@ KERNELS = st.lists(
 )
 
 
+@pytest.mark.ci
 @given(device=devices(), kernels=KERNELS)
 @settings(max_examples=300, deadline=None)
 def test_packed_kernels_lie_in_bubbles_in_order_and_do_not_overlap(

@@ -187,6 +187,7 @@ def test_without_noise_a_plan_takes_what_its_proof_says(seed: int) -> None:
 # ------------------------------------------------------------------------ a plan under noise
 
 
+@pytest.mark.ci("search")
 def test_under_noise_is_paired_and_repeats(planned: PlanningResult) -> None:
     found = simulate_under_noise(planned.plan, planned.comparison, seeds=3)
     again = simulate_under_noise(planned.plan, planned.comparison, seeds=3)

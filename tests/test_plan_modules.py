@@ -47,6 +47,7 @@ def test_plans_hold_all_rules(
     assert report.ok, report.violations[:3]
 
 
+@pytest.mark.ci("search")
 def test_filling_beats_the_encoder_in_front_of_the_llm() -> None:
     found = plan_modules(
         stages=[STAGE] * 2,
@@ -307,6 +308,7 @@ def test_half_of_the_plans_are_faster_by_a_twentieth() -> None:
     assert median(case.listed_s / case.filled_s for case in CASES) > 1.05
 
 
+@pytest.mark.ci("search")
 def test_plans_are_the_same_on_every_rank() -> None:
     """An assignment of encoder microbatches is drawn at random, always from the same seed."""
     case = next(case for case in CASES if case.name == "zero-bubble pp4, light, pieces 2")

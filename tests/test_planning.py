@@ -107,6 +107,7 @@ def test_memory_rejects_with_the_figure() -> None:
 # ---------------------------------------------------------------- claims and proof
 
 
+@pytest.mark.ci("plan file")
 def test_a_plan_is_proved_and_its_parts_agree(planned: PlanningResult) -> None:
     assert planned.report.ok and len(planned.report.rules) == 9
     assert planned.report.step_s == pytest.approx(planned.step_s, abs=1e-9)
@@ -190,6 +191,7 @@ def test_a_frozen_encoder_and_one_without_anything_to_learn(projector_trains: bo
 # ---------------------------------------------------------------- the file
 
 
+@pytest.mark.ci("plan file")
 def test_a_saved_plan_comes_back_and_plays_the_same(planned: PlanningResult, tmp_path: Path) -> None:
     path = tmp_path / "small.plan.json"
     optimus.save_plan(planned.plan, path)
@@ -226,6 +228,7 @@ def test_a_plan_is_bound_to_its_job_and_not_to_how_it_is_run(planned: PlanningRe
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.ci("plan file")
 def test_plan_json_has_the_contract_s_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, trace = tmp_path / "a.plan.json", tmp_path / "a.json.gz"
     flags = ["--system", "stage0", "--no-sure", "--trace", str(trace), "--json"]
@@ -243,6 +246,7 @@ def test_plan_json_has_the_contract_s_keys(tmp_path: Path, capsys: pytest.Captur
     assert run(["diff", str(path), str(path)]) == OK
 
 
+@pytest.mark.ci("plan file")
 def test_plan_prints_what_it_chose_and_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,6 +320,7 @@ def test_a_model_without_encoders_has_nothing_to_place() -> None:
         make_plan(alone)
 
 
+@pytest.mark.ci("plan file")
 def test_a_stated_encoder_layout_asks_for_an_llm_that_it_divides() -> None:
     """Layouts of the LLM that it does not divide are rejected with that reason."""
     ranked = rank_llm_layouts(find_job(SMALL, layouts=["vision=pp2"]), get_preset("default"))
@@ -324,6 +329,7 @@ def test_a_stated_encoder_layout_asks_for_an_llm_that_it_divides() -> None:
     assert odd and all(each.reason == "stated: vision pp2 does not divide the LLM's pp1" for each in odd)
 
 
+@pytest.mark.ci("plan file")
 def test_recomputation_is_proposed_where_it_is_enough() -> None:
     """Activations of long sequences at one stage: what is stated as kept would fit if recomputed."""
     job = find_job("paper/strong-3072", layouts=["llm=pp8,tp8,chunks1"])

@@ -327,6 +327,7 @@ def test_kinds_that_do_not_run_are_not_missed() -> None:
 # ---------------------------------------------------------------- plans
 
 
+@pytest.mark.ci
 def test_a_plan_is_bound_to_its_profile() -> None:
     job = find_job(TINY, layouts=[FLAT])
     profile = made_profile(job, lambda s: 2 * s)

@@ -182,6 +182,7 @@ def test_init_of_a_catalog_model_loads_again(tmp_path: Path) -> None:
     assert load_job(path) == find_job("omni-3", on="b200:64")
 
 
+@pytest.mark.ci
 def test_large_lengths_files_are_read_in_time(tmp_path: Path) -> None:
     rows = "".join(f'{{"text": {4000 + n % 97}, "vision": [1024, {n % 1000 + 1}]}}\n' for n in range(20_000))
     (tmp_path / "lengths.jsonl").write_text(rows, encoding="utf-8")

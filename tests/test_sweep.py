@@ -82,6 +82,7 @@ def test_a_point_is_what_planning_there_gives(swept: JobSweep) -> None:
     assert rate == pytest.approx(plan.system.tokens_per_s_per_gpu, rel=1e-9)
 
 
+@pytest.mark.ci("plan file")
 def test_layout_axes_and_gpus_are_ranges_too() -> None:
     job = find_job(TINY, None, FLAT)
     wide = sweep_job(job, tp=(1, 2, 3), systems=[])

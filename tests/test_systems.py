@@ -152,6 +152,7 @@ def test_paper_preset_exposes_all_parameter_traffic() -> None:
     assert everything.dp_reduce_scatter > 2 * first.dp_reduce_scatter
 
 
+@pytest.mark.ci
 def test_a_frozen_encoder_has_no_backward_and_no_gradient_traffic() -> None:
     job = find_job("paper/A")
     vision = job.model.encoders[0]
@@ -180,6 +181,7 @@ today:
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("placement", ["stage0", "balanced", "three-phase", "separate-gpus", "fsdp"])
 def test_today_runs_on_all_gpus_of_the_job_and_no_more(placement: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"

@@ -200,6 +200,7 @@ def test_the_same_systems_give_the_same_bytes() -> None:
     assert render_timeline_svg([small()], job="job") == render_timeline_svg([again], job="job")
 
 
+@pytest.mark.ci
 def test_128_microbatches_on_16_stages_make_a_small_file() -> None:
     wide = system_of(build_interleaved_1f1b_order(stages=16, chunks=4, microbatches=128), layers=4)
     assert len(wide.schedule) > 100_000

@@ -95,6 +95,7 @@ def nanoseconds(microseconds: float) -> int:
     return round(1000 * microseconds)
 
 
+@pytest.mark.ci("plan file")
 @pytest.mark.parametrize("make", [two_devices, small_job])
 def test_every_busy_op_is_there_once_when_and_where_the_timeline_has_it(make: Any, tmp_path: Path) -> None:
     schedule, timeline = make()
@@ -113,6 +114,7 @@ def test_every_busy_op_is_there_once_when_and_where_the_timeline_has_it(make: An
     assert spent_s == pytest.approx(float((timeline.finish_s - timeline.start_s)[busy].sum()), rel=1e-6)
 
 
+@pytest.mark.ci("plan file")
 @pytest.mark.parametrize("make", [two_devices, small_job])
 def test_a_thread_plays_one_event_at_a_time_and_in_order(make: Any, tmp_path: Path) -> None:
     write_trace({"a": make(), "b": make()}, tmp_path / "step.json.gz")

@@ -114,6 +114,7 @@ def stepped(case: Case, rank: int) -> tuple[Executor, dict[int, set[int]]]:
     return one.executor, notes.found
 
 
+@pytest.mark.ci("engine")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_line_names_all_that_it_waits_for(name: str) -> None:
     case, waits = BY_NAME[name], 0

@@ -357,6 +357,7 @@ def test_small_differences_are_not_rounded_away() -> None:
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.ci("plan file")
 def test_the_command_answers_with_0_whatever_the_answer(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
