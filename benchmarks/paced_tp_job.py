@@ -130,7 +130,7 @@ class TpJob:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Sequences of a step."""
         return self.microbatches * self.dp
 
     @property

@@ -45,7 +45,7 @@ class SystemCandidate(Protocol):
 
     @property
     def fits(self) -> bool:
-        """Whether every rank stays within a GPU's memory."""
+        """True if every rank stays within a GPU's memory."""
 
     @property
     def estimate_s(self) -> float:
@@ -78,15 +78,15 @@ class System(Protocol):
 
     @property
     def makes_plan(self) -> bool:
-        """Whether its candidates are `SearchResult`s, with a plan that can be saved and run."""
+        """True if its candidates are `SearchResult`s, with a plan that can be saved and run."""
 
     @property
     def needs_llm_pipeline(self) -> bool:
-        """Whether no step is shorter than the LLM's pipeline alone at the same layout."""
+        """True if no step is shorter than the LLM's pipeline alone at the same layout."""
 
     @property
     def searches_layouts(self) -> bool:
-        """Whether the system is simulated at every promising layout of the LLM, or at the first only."""
+        """True if the system is simulated at every promising layout of the LLM, not only the first."""
 
     def applies_to(self, job: Job) -> bool:
         """Returns whether the job states what the system needs."""
@@ -145,7 +145,7 @@ class ParamBucket(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `gather` waits for other replicas."""
+        """True if `gather` waits for other replicas."""
 
     @property
     def reduced_grad(self) -> Tensor:

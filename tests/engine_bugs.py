@@ -252,7 +252,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(rank_batch.RankBatch, "__init__", make)
 
 
-@bug("what was emptied is not made again", "selective")
+@bug("what was freed is not recomputed", "selective")
 def _() -> AbstractContextManager[Any]:
     def recompute(original: Any, self: WeightGradStore) -> None:
         for tensor, _, _ in self.recomputable:
@@ -262,7 +262,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(WeightGradStore, "recompute", recompute)
 
 
-@bug("a layer is made again from the input of another", "recompute")
+@bug("a layer is recomputed from the input of another", "recompute")
 def _() -> AbstractContextManager[Any]:
     def again(original: Any, self: SegmentedChunk, microbatch: int, place: int) -> None:
         kept = self._frames[microbatch].recompute_inputs

@@ -62,7 +62,7 @@ def _() -> AbstractContextManager[Any]:
     return wrapped(TpGroup, "all_gather", gather)
 
 
-@bug("what was given up is not gathered again", PLAIN, TP_BUGS)
+@bug("what was freed is not gathered again", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
     def again(original: Any, self: AllGather, part: Tensor, whole: Tensor) -> AsyncCollective:
         return AsyncCollective(None, whole.zero_)

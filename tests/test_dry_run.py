@@ -242,7 +242,7 @@ def test_a_rank_of_3072_steps_on_a_laptop(rank: int, tmp_path: Path) -> None:
     assert abs(memory["error"]) < 0.05 and found["fits"]
     for name in ("parameters", "gradients", "optimizer"):
         assert memory["counted_bytes"][name] == pytest.approx(memory["planned_bytes"][name], rel=0.01)
-    # The plan counts masks of dropout, which are made again; and too little of split backwards of encoders.
+    # The plan counts masks of dropout, which are recomputed, and too little of split backwards of encoders.
     counted, planned = memory["counted_bytes"], memory["planned_bytes"]
     assert 0.94 < counted["llm_activations"] / planned["llm_activations"] < 1.0
     assert 0.94 < counted["encoder_activations"] / planned["encoder_activations"] < 1.35

@@ -111,7 +111,7 @@ def test_the_job_file_on_the_page_is_a_row_of_the_table(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_fewer_images_still_fit() -> None:
-    """Weight gradients are put off further than with 40 %, and each keeps what was made again."""
+    """Weight gradients are deferred further than with 40 %, and each keeps what was recomputed."""
     job = job_of(ModelCase(model="qwen2.5-vl-72b", share=20))
     stated = add_stated_layouts(job.layout, ["llm=dp32,pp4,tp4,chunks7"], job.model)
     found = compare_systems(replace(job, layout=stated), names=["optimus"])

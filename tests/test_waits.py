@@ -91,7 +91,7 @@ class Notes:
             self.found[self._line] |= set(groups.members[f"{plan.names[int(row[0])]}.tp"])
 
     def _begin(self, name: object, run: Callable[[], None]) -> None:
-        """Beside the program: whoever ends it waits as long."""
+        """Messages outside the program: the line that ends one waits as long."""
         before = self.found.pop(self._line, set())
         run()
         waits = self.found.pop(self._line, set()).union(*self._beside.values())  # one after another

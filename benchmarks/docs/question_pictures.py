@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.docs.pages import Figures
 from benchmarks.docs.question_figures import MULTI, RATIOS, STRONG, TOKENS, gain, simpler
-from optimus.render.markup import FAINT, FONT, INK, PAPER, escape_markup, render_svg_text
+from optimus.render.markup import FAINT, INK, render_svg_text, render_titled_svg
 from optimus.render.palette import PARTS
 from optimus.render.sweep_chart import FLOOR, OURS, SIMPLER
 from optimus.schedule.bubbles import CAUSES
@@ -48,7 +48,7 @@ def sweep_map(stored: Figures) -> str:
             16, 468, f"{note}. b balanced-best, t three-phase, f fsdp: who is next.", size=12, colour=FAINT
         ),
     ]
-    return _svg(title, 480, body)
+    return render_titled_svg(title, body, width=WIDTH, height=480)
 
 
 Cell = Callable[[Figures], tuple[str, str, str]]  # words, words below them, colour
@@ -122,7 +122,7 @@ def bubble_bars(stored: Figures) -> str:
         body.append(f"<rect x='{place}' y='{y + 6}' width='11' height='11' fill='{colour}'/>")
         body.append(render_svg_text(place + 15, y + 16, words.removeprefix("idle: "), size=12))
         place += 40 + round(6.2 * len(words.removeprefix("idle: ")))
-    return _svg(title, y + 34, body)
+    return render_titled_svg(title, body, width=WIDTH, height=y + 34)
 
 
 def _used(case: Figures) -> float:
@@ -161,23 +161,7 @@ def encoder_bars(stored: Figures) -> str:
             y += 17
         y += 12
     body.append(f"<path stroke='{FLOOR}' d='M220 66V{y - 8}'/>")
-    return _svg(title, y + 4, body)
-
-
-def _svg(title: str, height: int, body: list[str]) -> str:
-    head, _, rest = title.partition("; ")
-    size = f"width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'"
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>",
-        f"<title>{escape_markup(title)}</title>",
-        f"<rect width='100%' height='100%' rx='6' fill='{PAPER}'/>",
-        render_svg_text(16, 26, head, size=16, weight="bold"),
-        render_svg_text(16, 46, rest, size=14),
-        *body,
-        "</svg>",
-        "",
-    ]
-    return "\n".join(parts)
+    return render_titled_svg(title, body, width=WIDTH, height=y + 4)
 
 
 PICTURES = {

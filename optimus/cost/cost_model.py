@@ -40,33 +40,32 @@ class ClusterCostModel:
         seconds = network.collective_s(self.cluster, collective, size_bytes, ranks=tp, stride=1)
         return self._scaled(seconds * (1.0 - self.assumptions.tp_overlapped_share))
 
-    def group_s(self, collective: network.Collective, size_bytes: float, *, ranks: int, stride: int) -> float:
-        seconds = network.collective_s(self.cluster, collective, size_bytes, ranks=ranks, stride=stride)
+    def group_s(
+        self,
+        collective: network.Collective,
+        size_bytes: float,
+        *,
+        ranks: int,
+        stride: int,
+        nic_bytes_per_s: float | None = None,
+    ) -> float:
+        """Returns the seconds of a collective of ranks that are `stride` apart."""
+        seconds = network.collective_s(
+            self.cluster, collective, size_bytes, ranks=ranks, stride=stride, nic_bytes_per_s=nic_bytes_per_s
+        )
         return self._scaled(seconds)
 
     def gather_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
         """Returns the seconds of a data-parallel all-gather of `size_bytes` of parameters."""
-        seconds = network.collective_s(
-            self.cluster,
-            network.Collective.ALL_GATHER,
-            size_bytes,
-            ranks=ranks,
-            stride=stride,
-            nic_bytes_per_s=self.assumptions.nic_gather_bytes_per_s,
-        )
-        return self._scaled(seconds)
+        nic = self.assumptions.nic_gather_bytes_per_s
+        kind = network.Collective.ALL_GATHER
+        return self.group_s(kind, size_bytes, ranks=ranks, stride=stride, nic_bytes_per_s=nic)
 
     def reduce_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
         """Returns the seconds of a data-parallel reduce-scatter of `size_bytes` of gradients."""
-        seconds = network.collective_s(
-            self.cluster,
-            network.Collective.REDUCE_SCATTER,
-            size_bytes,
-            ranks=ranks,
-            stride=stride,
-            nic_bytes_per_s=self.assumptions.nic_reduce_bytes_per_s,
-        )
-        return self._scaled(seconds)
+        nic = self.assumptions.nic_reduce_bytes_per_s
+        kind = network.Collective.REDUCE_SCATTER
+        return self.group_s(kind, size_bytes, ranks=ranks, stride=stride, nic_bytes_per_s=nic)
 
     def send_s(self, size_bytes: float, *, across_nodes: bool) -> float:
         size = min(size_bytes, 1.0) if self.assumptions.p2p_latency_only else size_bytes

@@ -90,3 +90,20 @@ def render_svg_text(
     extra = (f" text-anchor='{anchor}'" if anchor else "") + (f" font-weight='{weight}'" if weight else "")
     place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}'{extra}"
     return f"<text {place}>{escape_markup(words)}</text>"
+
+
+def render_titled_svg(title: str, body: Iterable[str], *, width: int, height: int) -> str:
+    """Returns an SVG file: a title of two lines, cut at its first semicolon, above `body`."""
+    head, _, rest = title.partition("; ")
+    size = f"width='{width}' height='{height}' viewBox='0 0 {width} {height}'"
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>",
+        f"<title>{escape_markup(title)}</title>",
+        f"<rect width='100%' height='100%' rx='6' fill='{PAPER}'/>",
+        render_svg_text(16, 26, head, size=16, weight="bold"),
+        render_svg_text(16, 46, rest, size=14),
+        *body,
+        "</svg>",
+        "",
+    ]
+    return "\n".join(parts)

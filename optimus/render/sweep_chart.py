@@ -12,13 +12,12 @@ from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
 from optimus.render.format_numbers import format_gigabytes, format_seconds, format_three_digits
 from optimus.render.markup import (
     FAINT,
-    FONT,
     INK,
-    PAPER,
     choose_tick_spacing,
     escape_markup,
     render_svg_text,
     render_table,
+    render_titled_svg,
 )
 from optimus.sensitivity.job_sweep import JobSweep, SweepFigures, SweepPoint
 
@@ -97,23 +96,13 @@ def render_sweep_svg(sweep: JobSweep) -> str:
     lines = _lines(sweep)
     highest = max((value for line in lines for value in line.values if value is not None), default=1.0)
     plot = _LogPlot(tuple(point.value for point in sweep.points), 1.06 * highest)
-    title = summarize_sweep(sweep)
-    head, _, rest = title.partition("; ")
-    size = f"width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}'"
     body = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>",
-        f"<title>{escape_markup(title)}</title>",
-        f"<rect width='100%' height='100%' rx='6' fill='{PAPER}'/>",
-        render_svg_text(16, 26, head, size=16, weight="bold"),
-        render_svg_text(16, 46, rest, size=14),
         *_axes(sweep, plot),
         *(part for line in lines for part in _line(line, plot)),
         *_names(lines, plot),
         *_impossible(sweep, plot),
-        "</svg>",
-        "",
     ]
-    return "\n".join(body)
+    return render_titled_svg(summarize_sweep(sweep), body, width=WIDTH, height=HEIGHT)
 
 
 def _rate(point: SweepPoint, plan: SweepFigures) -> float:
