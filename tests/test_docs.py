@@ -281,7 +281,7 @@ def test_pages_name_no_machine(page: Path) -> None:
 @by_page
 def test_files_and_catalog_entries_that_pages_name_exist(page: Path) -> None:
     text = page.read_text()
-    for name in re.findall(r"`(optimus/[\w/]+(?:\.py|/))`", text):
+    for name in re.findall(r"\b((?:optimus|benchmarks|tests)/[\w/]+(?:\.py|/))(?=[`\s])", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
     for name in re.findall(r"\bpaper/[\w-]+", text):
         assert name in list_catalog_names("jobs"), f"{page.name} names {name}"
