@@ -21,7 +21,7 @@ from benchmarks.paced_backend import PacedNetwork
 from benchmarks.paced_clock import Draws, PacedClock, PacedLink
 from benchmarks.paced_job import ROWS, WIDTH, bucket
 from optimus.engine.buckets import ReplicatedBucket
-from optimus.engine.compile import MessageSpecs
+from optimus.engine.compile import FixedMessageSpecs
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import TensorSpec
@@ -201,12 +201,12 @@ class PacedPlan:
         return PacedChunk([[part] for part in segments], clock=self._clock, seconds=seconds, spent=spent)
 
 
-def _shapes(plan: Plan) -> MessageSpecs:
+def _shapes(plan: Plan) -> FixedMessageSpecs:
     def rows(name: str) -> tuple[TensorSpec, ...]:
         rows = ROWS // plan.modules[name].microbatches_per_llm_microbatch
         return (TensorSpec(shape=(rows, WIDTH), dtype=torch.float32),)
 
-    return MessageSpecs(
+    return FixedMessageSpecs(
         inputs={name: [rows(name)] * len(module.chunks) for name, module in plan.modules.items()},
         rows={name: rows(name) for name in plan.encoders},
     )

@@ -22,9 +22,7 @@ def main() -> None:
 
     # How long does each stage and block take? Measured once; then the plan is the same on every rank.
     tokens, images, _ = make_batch(0, samples=2)  # one microbatch
-    profiles = profile_stages(
-        [stage], {"images": blocks}, (tokens,), {"images": (images, 1)}, pp=2, repeats=5
-    )
+    profiles = profile_stages([stage], {"images": blocks}, tokens, {"images": [images]}, pp=2, repeats=5)
     plan = plan_modules(
         stages=profiles.stage_seconds,
         encoders={"images": EncoderBlocks(blocks=profiles.block_seconds("images"))},
@@ -34,8 +32,7 @@ def main() -> None:
     )
 
     schedule = FillSchedule([stage], {"images": blocks}, plan, loss_fn=loss_fn)
-    parameters = [parameter for module in (stage, *blocks) for parameter in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    optimizer = torch.optim.AdamW(schedule.parameters(), lr=1e-3)
     for step in range(STEPS):
         tokens, images, labels = make_batch(step)
         optimizer.zero_grad()

@@ -155,8 +155,17 @@ class ParamBucket(Protocol):
     def shard_offset(self) -> int:
         """The place of `reduced_grad` among the flat gradients of all parameters."""
 
-    def zero_grad(self) -> None:
-        """Zeroes the gradients before a step."""
+    def local_grad(self, parameter: Tensor) -> Tensor:
+        """Returns this rank's part of the reduced gradient of one of the parameters, to be changed in place.
+
+        A bucket that shards its parameters together must hold this one alone.
+        """
+
+    def begin_step(self) -> None:
+        """Starts the gradients of a step at zero."""
+
+    def end_step(self) -> None:
+        """Completes `grad` of all parameters, after gradients are reduced and tied ones are summed."""
 
     def gather(self) -> None:
         """Launches the all-gather of parameters that an optimizer has updated."""

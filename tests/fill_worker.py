@@ -214,6 +214,7 @@ def learn(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.sub_(RATE * parameter.grad)
+                parameter.grad = None
 
 
 def one_process(case: FillCase) -> list[tuple[dict[str, Tensor], list[list[float]], list[Tensor]]]:
@@ -222,10 +223,7 @@ def one_process(case: FillCase) -> list[tuple[dict[str, Tensor], list[list[float
     found = []
     for _ in range(STEPS):
         found.append(one_step(case, stages, encoders))
-        parameters = named(dict(enumerate(stages)), encoders).values()
-        learn(parameters)
-        for parameter in parameters:
-            parameter.grad = None
+        learn(named(dict(enumerate(stages)), encoders).values())
     return found
 
 

@@ -194,7 +194,7 @@ def segment_costs(enough: Callable[[Mapping[str, float]], bool]) -> SegmentCosts
     whole, halves = TinyRank("1f1b"), TinyRank("zero-bubble")
     for rank in (whole, halves):
         for bucket in rank.executor.buckets:
-            bucket.zero_grad()
+            bucket.begin_step()
         for parameter in rank.parameters:
             parameter.grad = torch.zeros_like(parameter)
     graphs: list[Any] = []

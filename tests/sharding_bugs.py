@@ -129,7 +129,7 @@ changed("nothing is reduced", TWO, ShardedBucket, "reduce", _not_reduced)
 changed("gradients are reduced twice", FOUR, ShardedBucket, "reduce", _reduced_twice)
 changed("gradients are averaged over replicas", TWO, ShardedBucket, "wait_reduced", _averaged)
 changed("gradients travel in bf16", TWO, ShardedBucket, "reduce", _reduced_in_half)
-changed("gradients of the step before stay", TWO, ShardedBucket, "zero_grad", _kept)
+changed("gradients of the step before stay", TWO, ShardedBucket, "begin_step", _kept)
 changed("the part of another replica is taken", FOUR, ShardedBucket, "reduce", _next_part)
 
 

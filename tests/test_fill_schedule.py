@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from optimus.engine.buckets import ReplicatedBucket
-from optimus.engine.compile import MessageSpecs
+from optimus.engine.compile import FixedMessageSpecs
 from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.fsdp_ddp import (
@@ -179,7 +179,10 @@ def test_a_step_without_the_inputs_of_an_encoder_is_refused(way: str) -> None:
     with pytest.raises(UserError) as error:
         getattr(schedule(), way)(x, target=target, **images)
     assert error.value.field == "step"
-    assert "['encoder0']" in error.value.problem and "encoder1" in error.value.problem
+    assert (
+        "for ['encoder0']" in error.value.problem
+        and "none for the encoders ['encoder1']" in error.value.problem
+    )
 
 
 @pytest.mark.usefixtures("rank")
@@ -203,7 +206,7 @@ def test_a_parameter_shared_by_stages_with_replicas_is_refused_by_name() -> None
     with fake_process_group(0, case.ranks):
         stage, _ = make_stages(case)[:2]
         mine = FillSchedule([stage, stage], make_encoders(case), case.plan)
-        nothing = MessageSpecs(inputs={}, rows={})
+        nothing = FixedMessageSpecs(inputs={}, rows={})
         with pytest.raises(UserError, match="two of its buckets share") as error:
             Executor(case.plan, mine._groups, mine._chunks, nothing, device=torch.device("cpu"))
         assert error.value.field == "llm"
@@ -274,7 +277,7 @@ def test_gradients_of_bf16_blocks_are_added_up_in_float32(alone: DeviceMesh) -> 
     fully_shard(module, mesh=alone, mp_policy=policy)
     disable_fsdp_hooks(module, "llm", (0,))
     bucket, block = FsdpBucket(list(module.parameters()), list_fsdp_modules(module)), FsdpSegment(module)
-    bucket.zero_grad()
+    bucket.begin_step()
     bucket.gather()
     bucket.wait_gathered()
     chunk = SegmentedChunk([[block]])

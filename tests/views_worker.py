@@ -51,7 +51,7 @@ def trained(seed: int, group: dist.ProcessGroup | None) -> tuple[ShardedBucket, 
     optimizer = DistributedOptimizer(
         [bucket], [bucket.reduced_grad], learning_rate=0.1, weight_decay=0.1, device=torch.device("cpu")
     )
-    bucket.zero_grad()
+    bucket.begin_step()
     for parameter in bucket.parameters:
         assert parameter.grad is not None
         parameter.grad.copy_(torch.arange(parameter.numel()).view_as(parameter) + seed)

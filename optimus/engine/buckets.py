@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
@@ -22,7 +23,8 @@ BucketType = Callable[[Sequence[Tensor], dist.ProcessGroup | None], ParamBucket]
 class ReplicatedBucket:
     """Parameters that every replica holds in full, with gradients in one buffer that is all-reduced.
 
-    Callers with an optimizer of their own read `grad`, as after any backward.
+    Callers with an optimizer of their own read `grad`, as after any backward: a step adds to what they leave
+    there.
     """
 
     shard_offset = 0
@@ -35,13 +37,30 @@ class ReplicatedBucket:
         size = sum(parameter.numel() for parameter in self.parameters)
         self.reduced_grad = torch.zeros(size, dtype=like.dtype, device=like.device)
         self._views = view_as_params(self.reduced_grad, self.parameters)
+        self._earlier: Tensor | None = None  # gradients of earlier steps, which must not be reduced again
         self._work: dist.Work | None = None
 
-    def zero_grad(self) -> None:
-        """Zeroes gradients, and restores `grad` if an optimizer has set it to None."""
+    def local_grad(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        return parameter.grad
+
+    def begin_step(self) -> None:
+        """Sets aside what earlier steps left in `grad`, if anything."""
+        if any(parameter.grad is not None for parameter in self.parameters):
+            self._earlier = torch.zeros_like(self.reduced_grad)
+            for parameter, view in zip(
+                self.parameters, view_as_params(self._earlier, self.parameters), strict=True
+            ):
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
         self.reduced_grad.zero_()
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
+
+    def end_step(self) -> None:
+        if self._earlier is not None:
+            self.reduced_grad.add_(self._earlier)
+            self._earlier = None
 
     def gather(self) -> None:
         """Does nothing: parameters are never sharded."""
@@ -63,9 +82,10 @@ class RankBuckets:
     """All buckets of one rank; each parameter is in exactly one.
 
     A parameter that is `tied` to another rank's has a bucket of its own, so that both ends hold the same
-    shard of it. Parameters outside the plan's chunk buckets are in the bucket of the whole stage, if there is
-    one; those that the plan does not reduce at all are in `unplanned`. Parameters whose gradients are
-    `partial` sums over a tensor-parallel group come first in their bucket.
+    shard of it (FSDP2 shards every parameter alike at both). Parameters outside the plan's chunk buckets are
+    in the bucket of the whole stage, if there is one; those that the plan does not reduce at all are in
+    `unplanned`. Parameters whose gradients are `partial` sums over a tensor-parallel group come first in
+    their bucket.
     """
 
     def __init__(
@@ -161,8 +181,8 @@ class RankBuckets:
         self, name: str, parameters: Sequence[Tensor], group: dist.ProcessGroup | None
     ) -> tuple[ParamBucket, ...]:
         """Makes one bucket, and one for each tied parameter."""
-        tied = [[p] for p in parameters if id(p) in self._tied]
-        untied = [p for p in parameters if id(p) not in self._tied]
+        tied = [[p] for p in parameters if id(p) in self._tied and not isinstance(p, DTensor)]
+        untied = [p for p in parameters if id(p) not in self._tied or isinstance(p, DTensor)]
         untied.sort(key=lambda parameter: id(parameter) not in self._partial)
         buckets = tuple(self._bucket_type(part, group) for part in (untied, *tied) if part)
         self._module_of.update(dict.fromkeys(buckets, name))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.engine.compile import MessageSpecs
+from optimus.engine.compile import FixedMessageSpecs
 from optimus.engine.p2p import TensorSpec
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
@@ -42,7 +42,7 @@ class RankModel:
     tied: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
     partial: tuple[Tensor, ...]
-    specs: MessageSpecs
+    specs: FixedMessageSpecs
 
     @property
     def trained(self) -> list[Tensor]:
@@ -165,7 +165,9 @@ def find_layer_ranges(plan: Plan, module: Encoder | Llm, rank: int) -> list[tupl
     return [(ends[virtual - 1] if virtual else 0, ends[virtual]) for virtual in virtual_stages]
 
 
-def _build_message_specs(model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype) -> MessageSpecs:
+def _build_message_specs(
+    model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype
+) -> FixedMessageSpecs:
     """Returns the specs of messages between stages, and over the seam."""
     hidden, tp = model.llm.stack.hidden, plan.ranks.llm.tp
     if llm_tokens % tp:
@@ -187,7 +189,7 @@ def _build_message_specs(model: Model, plan: Plan, *, llm_tokens: int, dtype: to
         inputs[encoder.name] = stage_inputs(encoder.name, tokens, encoder.stack.hidden)
         merged = (tokens // encoder.projector.merge // plan.modules[encoder.name].layout.tp, hidden)
         rows[encoder.name] = (TensorSpec(shape=merged, dtype=dtype),)
-    return MessageSpecs(inputs=inputs, rows=rows)
+    return FixedMessageSpecs(inputs=inputs, rows=rows)
 
 
 def reject_unsupported_plan(plan: Plan) -> None:

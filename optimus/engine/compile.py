@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from optimus.engine.buckets import RankBuckets
 from optimus.engine.p2p import Key, P2PMailbox, SideStream, TensorSpec
@@ -42,12 +44,28 @@ FORWARD_KINDS = (
 )
 
 
+class MessageSpecs(Protocol):
+    """Specs of messages. The number of tensors in a message and their dtypes never change; shapes may."""
+
+    def stage_input(self, module: str, virtual: int, microbatch: int) -> tuple[TensorSpec, ...]:
+        """Returns the specs of what a virtual stage of a module receives from the one before it."""
+
+    def encoder_rows(self, module: str, microbatch: int) -> tuple[TensorSpec, ...]:
+        """Returns the specs of what an encoder microbatch sends over the seam."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class MessageSpecs:
-    """Specs of messages: the inputs of each virtual stage of a module, and encoder rows over the seam."""
+class FixedMessageSpecs:
+    """Message specs that are the same for all microbatches and steps."""
 
     inputs: Mapping[str, Sequence[tuple[TensorSpec, ...]]]  # the first virtual stage's are not read
     rows: Mapping[str, tuple[TensorSpec, ...]]
+
+    def stage_input(self, module: str, virtual: int, microbatch: int) -> tuple[TensorSpec, ...]:
+        return self.inputs[module][virtual]
+
+    def encoder_rows(self, module: str, microbatch: int) -> tuple[TensorSpec, ...]:
+        return self.rows[module]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -319,11 +337,12 @@ class ProgramCompiler:
 
     def _specs_under(self, key: Key) -> tuple[TensorSpec, ...]:
         """Returns the specs of the message under a key."""
-        payload, module, virtual, _ = key
+        payload, module, virtual, microbatch = key
         last = len(self.plan.modules[module].chunks) - 1
         if payload == ROWS or (payload == BACKWARD and module != LLM and virtual == last):
-            return self.specs.rows[module]
-        return self.specs.inputs[module][virtual if payload == FORWARD else virtual + 1]
+            return self.specs.encoder_rows(module, microbatch)
+        receiver = virtual if payload == FORWARD else virtual + 1
+        return self.specs.stage_input(module, receiver, microbatch)
 
     # ------------------------------------------------------------------------ transfers
 
@@ -339,7 +358,10 @@ class ProgramCompiler:
         if kind in SENDS:
             return partial(self.mailbox.send, key, peer, group)
         self.senders[key] = (peer,)
-        return partial(self.mailbox.receive, key, self._specs_under(key), peer, group)
+        return partial(self._receive, key, peer, group)
+
+    def _receive(self, key: Key, peer: int, group: dist.ProcessGroup) -> None:
+        self.mailbox.receive(key, self._specs_under(key), peer, group)
 
     def _message_key(self, module: str, kind: OpKind, chunk: int, microbatch: int) -> Key:
         """Returns the key of the message that a line sends or receives."""

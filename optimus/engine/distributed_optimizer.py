@@ -80,10 +80,17 @@ class ShardedBucket:
         mesh = DeviceMesh.from_group(self.group, shard.device.type)
         return DTensor.from_local(unpadded, mesh, [Shard(0)], run_check=False, shape=(count,), stride=(1,))
 
-    def zero_grad(self) -> None:
+    def local_grad(self, parameter: Tensor) -> Tensor:
+        assert len(self.parameters) == 1 and self.parameters[0] is parameter
+        return self.reduced_grad
+
+    def begin_step(self) -> None:
         self.grad_buffer.zero_()
         for parameter, view in zip(self.parameters, self.grad_views, strict=True):
             parameter.grad = view
+
+    def end_step(self) -> None:
+        """Does nothing: the optimizer reads `master.grad`."""
 
     def gather(self) -> None:
         self._param_shard.copy_(self.master.detach())

@@ -71,7 +71,7 @@ class Executor:
     def step(self, batch: Batch) -> Tensor | None:
         """Runs forward and backward of all microbatches; returns this rank's part of the loss, if any."""
         for bucket in self.buckets:
-            bucket.zero_grad()
+            bucket.begin_step()
         for bucket in self.buckets.unplanned:
             bucket.gather()
         self._run(self.actions, batch)
@@ -122,12 +122,19 @@ class Executor:
             bucket.wait_reduced()
         self.buckets.reduce_partial_sums()
         self._sum_tied_grads()
+        for bucket in self.buckets:
+            bucket.end_step()
         if self.optimizer is not None:
             self.optimizer.step()
 
     def _sum_tied_grads(self) -> None:
         tied = {id(parameter) for parameter in self.tied}
-        grads = [bucket.reduced_grad for bucket in self.buckets if id(bucket.parameters[0]) in tied]
+        grads = [
+            bucket.local_grad(parameter)
+            for bucket in self.buckets
+            for parameter in bucket.parameters
+            if id(parameter) in tied
+        ]
         group = self.groups.get("ends")
         if len(grads) == 2:
             grads[0].add_(grads[1])

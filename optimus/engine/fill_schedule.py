@@ -13,9 +13,9 @@ with the encoder inside stage 0, it makes the encoder a list of blocks of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from optimus.engine.buckets import list_all_layers
 from optimus.engine.build_rank import reject_unsupported_plan
-from optimus.engine.compile import MessageSpecs
+from optimus.engine.distributed_optimizer import CLIP_EPS
 from optimus.engine.executor import Executor
 from optimus.engine.fsdp_ddp import (
     disable_fsdp_hooks,
@@ -35,54 +35,37 @@ from optimus.engine.fsdp_ddp import (
     reject_wrapped_modules,
     unwrap_ddp,
 )
-from optimus.engine.p2p import TensorSpec
 from optimus.engine.process_groups import find_replica_ranks, make_process_groups
 from optimus.engine.stage_profile import ProfiledStages, profile_stages
+from optimus.engine.stage_segments import LossFn, LossSegment, make_stage_segment
+from optimus.engine.step_batch import OutputShapes, StepBatch, StepSpecs, find_block_range
+from optimus.engine.tied_weights import check_tied_ends, reject_undeclared_ties
 from optimus.engine.torch_private import reshard_fsdp_after_forward
 from optimus.errors import UserError
-from optimus.ir.plan import Plan, PlannedModule
+from optimus.ir.plan import Plan
 from optimus.ir.planfile import hash_plan
 from optimus.ir.ranks import LLM
-from optimus.models.chunk import SegmentedChunk
-from optimus.models.segment import Gradients, ModuleSegment, Segment, State, WeightGradStore
+from optimus.models.chunk import SegmentedChunk, trainable_parameters
+from optimus.models.segment import Segment
 from optimus.verify.validator import check_plan
-
-Loss = Callable[[Any, Tensor], Tensor]
-Target = tuple[Tensor | None, float]  # of one microbatch: labels, and the factor of its loss
-
-
-class _LossSegment(Segment):
-    """The last stage and the loss. Outputs are the scaled loss, the loss, and the stage's output."""
-
-    def __init__(self, stage: ModuleSegment, loss: Loss | None) -> None:
-        super().__init__()
-        self.stage, self.loss = stage, loss
-
-    @property
-    def trainable(self) -> list[nn.Parameter]:
-        return self.stage.trainable
-
-    def add_gradients(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
-        self.stage.add_gradients(parameters, gradients)
-
-    def forward(self, state: State, context: Target, weight_grads: WeightGradStore | None = None) -> State:
-        (output,) = self.stage(state, None)
-        target, scale = context
-        if target is None or self.loss is None:
-            zero = output.new_zeros(())
-            return zero, zero, output
-        loss = self.loss(output, target)
-        return loss * scale, loss.detach(), output
 
 
 class FillSchedule:
-    """A schedule with `step` and `eval` as torch's have; every encoder's inputs are a keyword argument.
+    """A schedule with `step` and `eval` as torch's have, which runs encoders in the pipeline's bubbles.
 
-    `stages` are this rank's stages of the LLM in order, modules or `PipelineStage`s. The first gets the
-    positional arguments of `step`, then the output of every encoder microbatch that feeds it. `encoders` are
-    lists of blocks, complete on every rank: the plan says which of them a rank runs, and only those are
-    trained there. Every `step` zeroes gradients first; they are of the loss's mean over microbatches and
-    replicas, and are reduced when it returns. All replicas start with the parameters of the first.
+    `stages` are this rank's stages of the LLM in order, modules or `PipelineStage`s. `encoders` are lists of
+    blocks: the plan says which of them a rank runs; those of other ranks may be on `meta`. The first stage is
+    called with the positional arguments of `step` and the outputs of every encoder microbatch that feeds it,
+    every stage with the keyword arguments. Blocks likewise get the inputs of their encoder, a keyword
+    argument of `step` with the encoder's name.
+
+    Gradients are added to `grad`, as by torch's schedules, and are reduced over replicas when `step` returns.
+    All replicas start with the parameters of the first. `tied` are this rank's ends of a parameter that the
+    first and the last stage share; their gradients are summed, and the last starts with the first's values.
+
+    `shapes` has a function for the LLM ("llm") and for each encoder whose microbatches differ in shape: it
+    returns the shapes of the outputs of a stage or block for the inputs of one microbatch. Without it, all
+    microbatches of a module must have equal shapes.
 
     Stages and blocks may be wrapped in DDP, or sharded by FSDP2 over the plan's replicas of their module (see
     `replica_mesh`): then lines of the plan gather and reduce them, and `grad` holds this rank's shard.
@@ -94,14 +77,17 @@ class FillSchedule:
         encoders: Mapping[str, Sequence[nn.Module]],
         plan: Plan,
         *,
-        loss_fn: Loss | None = None,
+        loss_fn: LossFn | None = None,
+        tied: Sequence[nn.Parameter] | None = None,
+        shapes: Mapping[str, OutputShapes] = MappingProxyType({}),
+        profiles: ProfiledStages | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self.plan, self.rank = plan, dist.get_rank()
         self.stages = [unwrap_ddp(getattr(stage, "submod", stage)) for stage in stages]
-        _check_modules(plan, self.stages, encoders)
+        _check_modules(plan, self.stages, encoders, shapes)
         self.encoders = {name: [unwrap_ddp(block) for block in encoders[name]] for name in plan.encoders}
-        self.loss_fn = loss_fn
+        self.loss_fn, self._shapes, self._tied = loss_fn, shapes, list(tied or ())
         _check_plan(plan)
         self._groups = make_process_groups(plan, self.rank, timeout_s=timeout_s)
         self._chunks = self._make_chunks()
@@ -109,53 +95,118 @@ class FillSchedule:
         self._sharded = [part for layer in list_all_layers(self._chunks) for part in list_fsdp_modules(layer)]
         self._frozen = [part for part in self._sharded if not any(p.requires_grad for p in part.parameters())]
         self._broadcast_parameters()
+        if tied is None:
+            reject_undeclared_ties(self.stages, is_first=self.is_first, is_last=self.is_last)
+        self._profiles, self._specs = profiles, StepSpecs(plan)
         self._executor: Executor | None = None
-        self._input_shapes: dict[str, tuple[int, ...]] = {}
 
     def step(
         self,
-        *args: Tensor,
-        target: Tensor | None = None,
+        *args: Any,
+        target: Any = None,
         losses: list[Tensor] | None = None,
+        num_items: float | Tensor | None = None,
         return_outputs: bool = True,
-        **inputs: Tensor,
-    ) -> Tensor | None:
-        """Runs forward and backward of a batch; returns the last stage's output on its rank."""
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forward and backward of a batch; returns the last stage's outputs on its rank.
+
+        A tensor is split along its first dimension; a list has one entry per microbatch. An entry of an
+        encoder is a tensor, a tuple of them, keyword arguments, `StageInputs`, or None if the microbatch
+        has no inputs for it.
+
+        `loss_fn` is called with the last stage's outputs, the target and `loss_kwargs`. The loss is the mean
+        of its values over microbatches and replicas; with `num_items`, their sum divided by that number:
+        the labels of the whole batch, for example, if `loss_fn` returns a sum over labels.
+        """
         if self.is_last and self.loss_fn is not None and target is None:
             raise UserError(
                 field="step: target",
                 problem="is missing on the rank that computes the loss",
                 hint="give target=, or call eval",
             )
-        batch = self._batch(args, inputs, target)
-        executor = self._prepared_executor(batch)
-        self._gather_frozen()
+        options = {"target": target, "num_items": num_items, "loss_kwargs": loss_kwargs or {}}
+        executor, batch = self._begin(args, kwargs, {**options, "keeps_output": return_outputs})
         executor.step(batch)
         return self._result(executor, losses, return_outputs=return_outputs)
 
     def eval(
         self,
-        *args: Tensor,
-        target: Tensor | None = None,
+        *args: Any,
+        target: Any = None,
         losses: list[Tensor] | None = None,
-        **inputs: Tensor,
-    ) -> Tensor | None:
-        """Runs forward of a batch without gradients; returns the last stage's output on its rank."""
-        batch = self._batch(args, inputs, target)
-        executor = self._prepared_executor(batch)
-        self._gather_frozen()
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forward of a batch without gradients; returns the last stage's outputs on its rank."""
+        options = {"target": target, "num_items": None, "loss_kwargs": loss_kwargs or {}}
+        executor, batch = self._begin(args, kwargs, {**options, "keeps_output": return_outputs})
         executor.eval(batch)
         for module in self._sharded:
             if module not in self._frozen:
                 reshard_fsdp_after_forward(module)
-        return self._result(executor, losses, return_outputs=True)
+        return self._result(executor, losses, return_outputs=return_outputs)
+
+    @property
+    def is_first(self) -> bool:
+        """True if this rank runs the first stage, to which encoder rows go."""
+        return self.plan.ranks.place(LLM, self.rank).pp == 0
 
     @property
     def is_last(self) -> bool:
         """True if this rank computes the loss."""
         return self.plan.ranks.place(LLM, self.rank).pp == self.plan.ranks.llm.pp - 1
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of this rank's stages and blocks, for an optimizer."""
+        for layer in list_all_layers(self._chunks):
+            yield from layer.parameters()
+
+    def count_labels(self, *targets: Tensor, ignore_index: int = -100) -> int:
+        """Returns how many labels enter the loss over all replicas, as `num_items` of `step`.
+
+        Every rank calls it, with the targets of all `step` calls before the next optimizer step.
+        """
+        count = torch.tensor([sum(int((target != ignore_index).sum()) for target in targets)])
+        group = self._groups.get(f"{LLM}.dp")
+        if group is not None:
+            count = count.to(self._device)
+            dist.all_reduce(count, dist.ReduceOp.SUM, group)
+        return int(count)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips gradients by one norm over all ranks, in which every parameter counts once; returns it.
+
+        `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's stages and blocks alone.
+        """
+        repeated = {id(p) for p in (self._tied if self._is_last_of_many else self._tied[1:])}
+        squares = [torch.zeros((), dtype=torch.float64, device=self._device)]
+        grads: list[Tensor] = []
+        for name, chunks in self._chunks.items():
+            counts_here = find_replica_ranks(self.plan, name, self.rank)[0] == self.rank
+            for parameter in trainable_parameters(list_all_layers({name: chunks})):
+                if parameter.grad is None:
+                    continue
+                grads.append(_local(parameter.grad))
+                is_sharded = isinstance(parameter, DTensor)
+                if (is_sharded or counts_here) and id(parameter) not in repeated:
+                    squares.append(grads[-1].double().square().sum())
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        norm = total.sqrt()
+        scale = torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0)
+        for grad in grads:
+            grad.mul_(scale)
+        return norm
+
     # ------------------------------------------------------------------------ modules as chunks
+
+    @property
+    def _is_last_of_many(self) -> bool:
+        return self.is_last and self.plan.ranks.llm.pp > 1
 
     def _disable_fsdp_hooks(self) -> None:
         """Leaves FSDP2's collectives to the program; raises for wrapped blocks of other ranks."""
@@ -174,7 +225,10 @@ class FillSchedule:
             module.unshard()
 
     def _broadcast_parameters(self) -> None:
-        """Broadcasts parameters and buffers of the first replica, as DDP does; shards have one owner."""
+        """Broadcasts parameters and buffers of the first replica, as DDP does; shards have one owner.
+
+        Then the first stage's end of a tied parameter goes to the last stage.
+        """
         for name, chunks in self._chunks.items():
             group = self._groups.get(f"{name}.dp")
             if group is None:
@@ -184,133 +238,124 @@ class FillSchedule:
                 for tensor in (*layer.parameters(), *layer.buffers()):
                     if not isinstance(tensor, DTensor):
                         dist.broadcast(tensor.detach(), source, group)
+        group = self._groups.get("ends")
+        if group is not None:
+            check_tied_ends(self._tied, group)
+            for parameter in self._tied:
+                dist.broadcast(_local(parameter.detach()), self._groups.members["ends"][0], group)
 
     def _make_chunks(self) -> dict[str, tuple[SegmentedChunk, ...]]:
         device = self.plan.ranks.class_of(self.rank)
         chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
         for name, blocks in self.encoders.items():
-            first, end = _block_range(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
-            chunks[name] = (SegmentedChunk([[make_module_segment(block)] for block in blocks[first:end]]),)
-        segments: list[Segment] = [make_module_segment(stage) for stage in self.stages]
+            first, end = find_block_range(self.plan.modules[name], self.plan.ranks.stage_of(name, device))
+            field = f"encoders.{name}"
+            layers = [[make_stage_segment(blocks[number], field, number)] for number in range(first, end)]
+            chunks[name] = (SegmentedChunk(layers),)
+        stage, pp = self.plan.ranks.stage_of(LLM, device), self.plan.ranks.llm.pp
+        segments: list[Segment] = [
+            make_stage_segment(module, LLM, at * pp + stage) for at, module in enumerate(self.stages)
+        ]
         if self.is_last:
-            segments[-1] = _LossSegment(make_module_segment(self.stages[-1]), self.loss_fn)
+            last = make_module_segment(self.stages[-1])
+            segments[-1] = LossSegment(last, len(self.stages) * pp - 1, self.loss_fn)
         return {**chunks, LLM: tuple(SegmentedChunk([[segment]], opaque=True) for segment in segments)}
 
-    def _prepared_executor(self, batch: _SplitBatch) -> Executor:
-        """Returns the executor; before the first step ranks exchange the shapes of messages."""
+    def _begin(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Executor, StepBatch]:
+        """Splits a batch; before the first step ranks exchange the specs of messages."""
+        missing = [name for name in self.encoders if name not in kwargs]
+        if missing:
+            raise UserError(
+                field="step",
+                problem=f"has inputs for {sorted(kwargs)}, and none for the encoders {missing}",
+                hint="give one keyword argument per encoder, on every rank",
+            )
+        batch = StepBatch(self.plan, args, kwargs, self._shapes, **options)
+        batch.profiles = self._profiles = self._profiles or self._profile(batch)
+        batch.check_signatures()
+        self._specs.batch = batch
         if self._executor is None:
-            encoder_microbatches = {
-                name: (batch.inputs(name, 0)[0], self.plan.modules[name].microbatches_per_llm_microbatch)
-                for name in self.encoders
-            }
-            for module in self._sharded:
-                module.unshard()  # a collective: profiling itself runs on one rank at a time
-            with torch.no_grad():
-                profiles = profile_stages(
-                    self.stages,
-                    self.encoders,
-                    batch.inputs(LLM, 0),
-                    encoder_microbatches,
-                    pp=self.plan.ranks.llm.pp,
-                )
-            for module in self._sharded:
-                reshard_fsdp_after_forward(module)
             self._executor = Executor(
                 self.plan,
                 self._groups,
                 self._chunks,
-                _message_specs(self.plan, profiles),
+                self._specs,
                 device=self._device,
                 bucket_type=partial(make_param_bucket, self._sharded),
+                tied=self._tied,
             )
-        return self._executor
+        self._gather_frozen()
+        return self._executor, batch
+
+    def _profile(self, batch: StepBatch) -> ProfiledStages:
+        """Runs one microbatch through all modules, for the number, dtypes and shapes of their outputs."""
+        number = [batch.find_complete_microbatch()]
+        dist.broadcast_object_list(number, 0)
+        if number[0] is None:
+            raise UserError(
+                field="step",
+                problem="has no microbatch with inputs for every encoder on the first replica",
+                hint="begin with one that has, or pass `profiles` of profile_stages",
+            )
+        for module in self._sharded:
+            module.unshard()  # a collective: profiling itself runs on one rank at a time
+        with torch.no_grad():
+            profiles = profile_stages(
+                self.stages,
+                self.encoders,
+                batch.stage_inputs(LLM, number[0]),
+                {
+                    name: [batch.stage_inputs(name, each) for each in module.microbatches_of(number[0])]
+                    for name, module in self.plan.encoders.items()
+                },
+                pp=self.plan.ranks.llm.pp,
+            )
+        for module in self._sharded:
+            reshard_fsdp_after_forward(module)
+        return profiles
 
     @property
     def _device(self) -> torch.device:
         parameter = next((p for stage in self.stages for p in stage.parameters()), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
-    # ------------------------------------------------------------------------ data
-
-    def _batch(
-        self, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor], target: Tensor | None
-    ) -> _SplitBatch:
-        if set(inputs) != set(self.encoders):
-            raise UserError(
-                field="step",
-                problem=f"has inputs for {sorted(inputs)}, and the encoders are {sorted(self.encoders)}",
-                hint="give one keyword argument per encoder, on every rank",
-            )
-        batch = _SplitBatch(self.plan, args, inputs, target)
-        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-        shapes |= {f"argument {at}": tuple(tensor.shape) for at, tensor in enumerate(args)}
-        self._input_shapes = self._input_shapes or shapes
-        if shapes != self._input_shapes:
-            raise UserError(
-                field="step",
-                problem=f"has shapes {shapes}, and the first step had {self._input_shapes}",
-                hint="pad batches to one shape: messages between ranks have a fixed size",
-            )
-        return batch
-
-    def _result(
-        self, executor: Executor, losses: list[Tensor] | None, *, return_outputs: bool
-    ) -> Tensor | None:
+    def _result(self, executor: Executor, losses: list[Tensor] | None, *, return_outputs: bool) -> Any:
         outputs = [output for _, output in sorted(executor.outputs.items())]
         executor.outputs.clear()
         if losses is not None:
-            losses[:] = [loss for loss, _ in outputs]
+            losses[:] = [loss for loss, *_ in outputs]
         if not outputs or not return_outputs:
             return None
-        return torch.cat([output for _, output in outputs])
+        merged = tuple(_merge(tensors) for tensors in zip(*(kept for _, *kept in outputs), strict=True))
+        return merged[0] if len(merged) == 1 else merged
 
 
-class _SplitBatch:
-    """A batch split along its first dimension, as torch's schedules split it."""
-
-    def __init__(
-        self, plan: Plan, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor], target: Tensor | None
-    ) -> None:
-        count = plan.microbatches
-        self._inputs: dict[str, list[tuple[Tensor, ...]]] = {
-            name: [
-                (part,) for part in _split(name, inputs[name], count * module.microbatches_per_llm_microbatch)
-            ]
-            for name, module in plan.encoders.items()
-        }
-        parts = [_split(f"argument {at}", argument, count) for at, argument in enumerate(args)]
-        self._inputs[LLM] = [tuple(part[i] for part in parts) for i in range(count)]
-        targets = [None] * count if target is None else _split("target", target, count)
-        scale = 1.0 / (count * plan.ranks.llm.dp)
-        self._targets: list[Target] = [(labels, scale) for labels in targets]
-
-    def inputs(self, module: str, microbatch: int) -> State:
-        return self._inputs[module][microbatch]
-
-    def context(self, module: str, microbatch: int) -> Any:
-        return self._targets[microbatch] if module == LLM else None
+def _merge(tensors: Sequence[Tensor]) -> Tensor | list[Tensor]:
+    """Concatenates outputs of microbatches, or lists them if their shapes differ."""
+    mergeable = all(t.ndim > 0 and t.shape[1:] == tensors[0].shape[1:] for t in tensors)
+    return torch.cat(list(tensors)) if mergeable else list(tensors)
 
 
-def _split(name: str, tensor: Tensor, count: int) -> list[Tensor]:
-    if tensor.shape[0] % count:
-        raise UserError(
-            field=f"step: {name}",
-            value=tuple(tensor.shape),
-            problem=f"cannot be divided into {count} microbatches of equal size",
-            hint=f"give a first dimension that is a multiple of {count}",
-        )
-    return list(tensor.chunk(count))
-
-
-def _block_range(module: PlannedModule, stage: int) -> tuple[int, int]:
-    """Returns the first and end block of an encoder stage."""
-    ends = [0, *accumulate(chunk.layers for chunk in module.chunks)]
-    return ends[stage], ends[stage + 1]
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_modules(
-    plan: Plan, stages: Sequence[nn.Module], encoders: Mapping[str, Sequence[nn.Module]]
+    plan: Plan,
+    stages: Sequence[nn.Module],
+    encoders: Mapping[str, Sequence[nn.Module]],
+    shapes: Mapping[str, OutputShapes],
 ) -> None:
+    unknown = sorted(set(shapes) - set(plan.modules))
+    if unknown:
+        raise UserError(
+            field="shapes",
+            value=unknown,
+            problem=f"are not modules of the plan, {sorted(plan.modules)}",
+            hint="give a function for those only",
+        )
     if set(encoders) != set(plan.encoders):
         raise UserError(
             field="encoders",
@@ -362,15 +407,3 @@ def _check_plan(plan: Plan) -> None:
             problem=f"is another on ranks {different} than on rank 0",
             hint="make it from the same times on every rank; profile_stages gives them to all",
         )
-
-
-def _message_specs(plan: Plan, profiles: ProfiledStages) -> MessageSpecs:
-    inputs: dict[str, list[tuple[TensorSpec, ...]]] = {
-        LLM: [(), *(profile.output for profile in profiles.stages[:-1])]
-    }
-    for name, module in plan.encoders.items():
-        blocks = profiles.encoders[name]
-        firsts = [_block_range(module, stage)[0] for stage in range(module.layout.pp)]
-        inputs[name] = [blocks[first - 1].output if first else () for first in firsts]
-    rows = {name: blocks[-1].output for name, blocks in profiles.encoders.items()}
-    return MessageSpecs(inputs=inputs, rows=rows)

@@ -95,16 +95,28 @@ class FsdpBucket:
         # Over gloo FSDP2's reduce-scatter blocks, so it runs in the last line, where ranks wait anyway.
         self._reduce_blocks = self.parameters[0].device.type == "cpu"
         self._gather_handles: list[Any] = []
+        self._earlier: list[Tensor | None] = []  # gradients of earlier steps
 
     @property
     def reduced_grad(self) -> Tensor:
         """The gradients of this rank's shards."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        return torch.cat([(g.to_local() if isinstance(g, DTensor) else g).flatten() for g in grads])
+        return torch.cat([self.local_grad(p).flatten() for p in self.parameters if p.grad is not None])
 
-    def zero_grad(self) -> None:
+    def local_grad(self, parameter: Tensor) -> Tensor:
+        assert isinstance(parameter.grad, DTensor)
+        return parameter.grad.to_local()
+
+    def begin_step(self) -> None:
+        """Sets aside what earlier steps left in `grad`: tied gradients of this step are summed without it."""
+        self._earlier = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
+
+    def end_step(self) -> None:
+        for parameter, earlier in zip(self.parameters, self._earlier, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self._earlier = []
 
     def gather(self) -> None:
         self._gather_handles = [unshard_fsdp_params(module) for module in self._modules]

@@ -22,13 +22,17 @@ Key = tuple[str, str, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a message. Both are fixed by the plan, so no message carries its size."""
+    """Shape and dtype of a message. Both are known to its receiver, so no message carries its size."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def without_rows(self) -> TensorSpec:
+        """Returns the spec of a message with nothing in it: no row in the first dimension."""
+        return TensorSpec(shape=(0, *self.shape[1:]), dtype=self.dtype)
 
 
 class _PendingSends:
@@ -116,18 +120,19 @@ class P2PMailbox:
         return tensors
 
     def send(self, key: Key, peer: int, group: dist.ProcessGroup) -> None:
-        """Sends the tensors under a key to another rank."""
+        """Sends the tensors under a key to another rank; those without elements are not sent."""
         self._sends.release_completed()
         for tensor in self.take(key):
             message = tensor.contiguous()
-            self._sends.add(dist.isend(message, peer, group), message, group)
+            if message.numel():
+                self._sends.add(dist.isend(message, peer, group), message, group)
 
     def receive(self, key: Key, specs: tuple[TensorSpec, ...], peer: int, group: dist.ProcessGroup) -> None:
         """Posts a receive; `take` waits for it."""
         self._sends.release_completed()
         with nullcontext() if self._recv_stream is None else torch.cuda.stream(self._recv_stream):
             tensors = tuple([spec.empty(self.device) for spec in specs])
-            self._receives[key] = [dist.irecv(tensor, peer, group) for tensor in tensors]
+            self._receives[key] = [dist.irecv(tensor, peer, group) for tensor in tensors if tensor.numel()]
         self._tensors[key] = tensors
 
     def finish(self) -> None:

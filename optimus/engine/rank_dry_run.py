@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus.engine.compile import MessageSpecs, describe_line
+from optimus.engine.compile import FixedMessageSpecs, describe_line
 from optimus.engine.config import MemoryUse, TrainingConfig
 from optimus.engine.memory_tracker import measure_step_memory
 from optimus.engine.process_groups import ProcessGroups, make_process_groups
@@ -189,7 +189,7 @@ def count_encoder_phases_in_tp_slots(plan: Plan, device: int) -> tuple[int, int]
     return phases, inside
 
 
-def _travels(plan: Plan, device: int, messages: MessageSpecs) -> Iterator[MessageCount]:
+def _travels(plan: Plan, device: int, messages: FixedMessageSpecs) -> Iterator[MessageCount]:
     for module, times in _lines(plan, device).items():
         for kind in (*SENDS, *RECVS):
             if kind.word not in times:

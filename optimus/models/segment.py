@@ -306,14 +306,17 @@ class SequentialSegment(Segment):
 
 
 class ModuleSegment(Segment):
-    """Any module as one segment: it maps one or more tensors to one or more tensors."""
+    """Any module as one segment: it maps one or more tensors to one or more tensors.
+
+    Its context, if any, holds keyword arguments of the module.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
-        output = self.module(*state)
+        output = self.module(*state, **(context or {}))
         return output if isinstance(output, tuple) else (output,)
 
 

@@ -180,7 +180,7 @@ def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasureme
     (built,) = build_layers(
         _trained(module), dtype=load.dtype, first=layer, end=layer + 1, tp_group=load.tp_group
     )
-    ShardedBucket(trainable_parameters(built), None).zero_grad()  # accumulates in float32, as in training
+    ShardedBucket(trainable_parameters(built), None).begin_step()  # accumulates in float32, as in training
     names = _names(load, layer, built)
     parts = built if tp == 1 else insert_tp_collectives(built)
     op_sequences = (
