@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from optimus.cli.train import train as train
     from optimus.engine.fill_schedule import FillSchedule as FillSchedule
     from optimus.engine.process_groups import replica_mesh as replica_mesh
+    from optimus.engine.stage_profile import StageInputs as StageInputs
     from optimus.engine.stage_profile import profile_stages as profile_stages
     from optimus.exporters.targets import export_plan as export
     from optimus.ir.plan import EncoderBlocks as EncoderBlocks
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from optimus.sensitivity.why_not import explain_layout as why
 
 # Public names and their modules, imported on first use: `import optimus` costs nothing, and torch is imported
-# only by `FillSchedule`, `profile_stages` and `replica_mesh`, and by the ranks that `train` starts.
+# only by what is in `optimus.engine`, and by the ranks that `train` starts.
 _PUBLIC = {
     "find_job": ("optimus.job.read", "find_job"),
     "load_job": ("optimus.job.read", "load_job"),
@@ -49,6 +50,7 @@ _PUBLIC = {
     "plan_modules": ("optimus.planner.user_modules", "plan_modules"),
     "train": ("optimus.cli.train", "train"),
     "FillSchedule": ("optimus.engine.fill_schedule", "FillSchedule"),
+    "StageInputs": ("optimus.engine.stage_profile", "StageInputs"),
     "profile_stages": ("optimus.engine.stage_profile", "profile_stages"),
     "replica_mesh": ("optimus.engine.process_groups", "replica_mesh"),
 }
@@ -57,6 +59,7 @@ __all__ = [
     "EncoderBlocks",
     "FillSchedule",
     "Seconds",
+    "StageInputs",
     "assess",
     "check",
     "export",

@@ -137,11 +137,11 @@ def find_block_range(module: PlannedModule, stage: int) -> tuple[int, int]:
 
 
 def _split_stage_inputs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], microbatches: int
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], microbatches: int, prefix: str = ""
 ) -> list[StageInputs]:
-    """Splits the arguments of a step into those of LLM microbatches."""
-    positional = [_split(f"argument {at}", value, microbatches) for at, value in enumerate(args)]
-    keywords = {name: _split(name, value, microbatches) for name, value in kwargs.items()}
+    """Splits arguments of a whole batch into those of its microbatches."""
+    positional = [_split(f"{prefix}argument {at}", value, microbatches) for at, value in enumerate(args)]
+    keywords = {name: _split(prefix + name, value, microbatches) for name, value in kwargs.items()}
     return [
         StageInputs(
             args=tuple(values[number] for values in positional),
@@ -153,11 +153,11 @@ def _split_stage_inputs(
 
 def _split_encoder_inputs(name: str, value: Any, microbatches: int) -> list[StageInputs | None]:
     """Splits the inputs of an encoder: tensors of the whole batch, or a list of entries per microbatch."""
-    if value is None or isinstance(value, list):
+    if value is None or isinstance(value, list | Tensor):
         return [make_inputs(entry) for entry in _split(name, value, microbatches)]
     inputs = make_inputs(value)
     assert inputs is not None
-    return list(_split_stage_inputs(inputs.args, inputs.kwargs, microbatches))
+    return list(_split_stage_inputs(inputs.args, inputs.kwargs, microbatches, prefix=f"{name} "))
 
 
 def _split(name: str, value: Any, microbatches: int) -> list[Any]:
