@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -174,6 +174,8 @@ class PacedPlan:
         self._is_free = False
 
     def step(self) -> None:
+        for parameter in chain.from_iterable(each.parameters for each in self.executor.buckets):
+            parameter.grad = None
         self.recorder.reset()
         self.executor.step(self._batch)
 

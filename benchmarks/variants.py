@@ -40,6 +40,7 @@ from optimus.models.microbatch_inputs import (
 )
 from optimus.models.sample import Sample, list_placed_items
 from optimus.models.segment import Segment
+from optimus.protocols import Batch
 
 OURS = "optimus"
 SEED = 0
@@ -109,7 +110,7 @@ class Variants:
             bucket_type=ReplicatedBucket,
         )
         self.steps: dict[str, Callable[[], Tensor | None]] = {
-            OURS: partial(trainer.executor.step, trainer.batch(0))
+            OURS: partial(_run_step, trainer, trainer.batch(0))
         }
         self._parameters: dict[str, list[Tensor]] = {OURS: _counted_parameters(trainer)}
         on_built(OURS)
@@ -139,6 +140,13 @@ class Variants:
                 total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square()
         dist.all_reduce(total)
         return float(total)
+
+
+def _run_step(trainer: RankTrainer, batch: Batch) -> Tensor | None:
+    """Runs a step from new gradients: replicated buckets add to what `grad` holds."""
+    for parameter in trainer.model.trained:
+        parameter.grad = None
+    return trainer.executor.step(batch)
 
 
 def _counted_parameters(trainer: RankTrainer) -> list[Tensor]:

@@ -172,7 +172,7 @@ def _() -> AbstractContextManager[Any]:
         original(self)
         self.reduced_grad.copy_(before)
 
-    return wrapped(ReplicatedBucket, "zero_grad", reset)
+    return wrapped(ReplicatedBucket, "begin_step", reset)
 
 
 @bug("tied embeddings are not summed", "tied")

@@ -98,6 +98,8 @@ class RankRun:
         return range(step * per_step, (step + 1) * per_step)
 
     def play(self, step: int) -> float:
+        if self._adamw is not None:
+            self._adamw.zero_grad()
         loss = self.executor.step(self.batch(step))
         if self.trains and self._adamw is not None:
             self._adamw.step()

@@ -66,7 +66,7 @@ def _sample(name: str, parameter: Tensor) -> Iterator[tuple[str, str]]:
     """Yields a digest of shape, dtype and some elements; nothing if these are all equal."""
     local = parameter.detach()
     local = (local.to_local() if isinstance(local, DTensor) else local).flatten()
-    sample = local[:: max(1, len(local) // SAMPLED_ELEMENTS)].cpu()
+    sample = local[:: max(1, len(local) // SAMPLED_ELEMENTS)].cpu().contiguous()
     if len(sample) and not bool((sample == sample[0]).all()):
         content = sample.view(torch.uint8).numpy().tobytes()
         yield name, f"{tuple(parameter.shape)} {parameter.dtype} {sha256(content).hexdigest()}"
