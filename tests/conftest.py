@@ -15,6 +15,7 @@ MINUTES = {
     "engine": 8,
     "search": 6,
     "tensor parallelism": 2,
+    "hf": 4,
 }
 SLOWEST = 4  # tests named of an area that is over its minutes
 SLOW_MACHINE = 3.0  # the same tests take up to three times as long on a busy, slower machine: only more fails

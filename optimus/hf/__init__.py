@@ -1,0 +1,1 @@
+"""Trains unmodified transformers models in a filled pipeline: splitting, inputs, loss, weights in and out."""

@@ -1,0 +1,98 @@
+"""Chooses what trains: freezes parameters by name, adds LoRA adapters to parts, saves them as peft does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from optimus.errors import UserError, nearest
+
+ADAPTER = "default"
+FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # as peft writes them
+
+
+def freeze(model: Any, *patterns: str) -> None:
+    """Freezes the parameters of a split model whose names match: `model.visual.*`."""
+    for parameter in _matching(model, patterns):
+        parameter.requires_grad_(False)
+
+
+def train_only(model: Any, *patterns: str) -> None:
+    """Freezes all parameters of a split model but those whose names match: `*.merger.*`."""
+    matching = _matching(model, patterns)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for parameter in matching:
+        parameter.requires_grad_(True)
+
+
+def _matching(model: Any, patterns: Sequence[str]) -> list[nn.Parameter]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            raise UserError(field=pattern, problem="matches no parameter", hint=nearest(pattern, named))
+    return [p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def add_lora(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> None:
+    """Freezes a split model and adds adapters to its loaded parts; a part without a target gets none."""
+    unsupported = [name for name in ("modules_to_save", "target_parameters") if getattr(config, name, None)]
+    if unsupported:
+        raise UserError(field=unsupported[0], problem="is not supported", hint="give target_modules")
+    if not any(check_target_module_exists(config, name) for name, _ in model.named_modules()):
+        raise UserError(
+            field="target_modules",
+            value=config.target_modules,
+            problem="is no module",
+            hint="use names of linear layers",
+        )
+    for part in parts:
+        part.requires_grad_(False)
+        dtype = next((p.dtype for p in part.parameters()), torch.float32)
+        if any(check_target_module_exists(config, name) for name, _ in part.hf.named_modules()):
+            inject_adapter_in_model(copy.deepcopy(config), part.hf, adapter_name=ADAPTER)
+        for name, parameter in part.named_parameters():
+            if ".lora_" in name:
+                parameter.data = parameter.data.to(dtype)
+
+
+def adapter_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Returns the adapters of parts by the names that peft stores; sharded ones are gathered."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        state = {name: value for name, value in part.hf.state_dict().items() if ".lora_" in name}
+        if state:
+            state = get_peft_model_state_dict(part.hf, state_dict=state, adapter_name=ADAPTER)
+        for name, value in state.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            tensors[PREFIX + name] = whole.cpu().contiguous()
+    return tensors
+
+
+def save_lora(parts: Sequence[nn.Module], config: LoraConfig, into: str | Path) -> None:
+    """Writes the adapters of parts as a folder of peft's; all ranks call this together, rank 0 writes."""
+    tensors, rank = adapter_tensors(parts), 0
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        gathered: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(tensors, gathered)
+        for other in gathered or ():
+            tensors = {**other, **tensors}
+    if rank == 0:
+        folder = Path(into)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = copy.deepcopy(config)
+        config.inference_mode = True
+        config.save_pretrained(folder)
+        save_file(dict(sorted(tensors.items())), folder / FILE, metadata={"format": "pt"})

@@ -1,0 +1,183 @@
+"""Turns a processor's output into what stages and blocks get: arguments, keywords, target, encoder inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus.errors import UserError, nearest
+from optimus.hf.families import Family, Tower, find_family
+from optimus.hf.parts import Features, capture_audio_mask, capture_text_call
+
+IGNORED = -100  # labels without a loss
+TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "labels")
+TEXT_CALL = ("inputs_embeds", "deepstack_visual_embeds", "use_cache", "return_dict")  # that stages make
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderInputs:
+    """Inputs of an encoder microbatch: `args` for the first block, `kwargs` for every block."""
+
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchInputs:
+    """Inputs of a microbatch: `args` for the first stage, `kwargs` for every stage, `target` for the loss."""
+
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Any]
+    target: Tensor | None
+    encoders: dict[str, EncoderInputs | None]  # None without images or audio
+
+
+def make_inputs(model: Any, family: Family, batch: Mapping[str, Any], *, router: bool) -> MicrobatchInputs:
+    """Returns a microbatch's inputs from a processor's output; positions and masks are transformers' own."""
+    given = {name: value for name, value in batch.items() if value is not None}
+    _refuse_unknown(model, family, given)
+    ids = given["input_ids"]
+    encoders = {name: _encoder_inputs(model, tower, given) for name, tower in family.towers.items()}
+    kwargs = _text_kwargs(model, family, given)
+    if router and "attention_mask" in given:
+        kwargs["router_mask"] = given["attention_mask"]
+    target = given.get("labels")
+    if target is not None and model.config.model_type == "qwen2_audio" and "attention_mask" in given:
+        target = target.masked_fill(given["attention_mask"] == 0, IGNORED)  # as its loss does
+    return MicrobatchInputs(args=(ids,), kwargs=kwargs, target=target, encoders=encoders)
+
+
+def _refuse_unknown(model: Any, family: Family, given: Mapping[str, Any]) -> None:
+    towers = family.towers.values()
+    known = {*TEXT_INPUTS, *family.text_inputs, *(n for t in towers for n in (*t.inputs, *t.videos))}
+    for name in given:
+        if name not in known:
+            raise UserError(
+                field=name,
+                problem=f"is no input of {model.config.model_type} here",
+                hint=nearest(name, known),
+            )
+    for names in (names for tower in towers for names in (tower.inputs, tower.videos)):
+        if len({name in given for name in names}) > 1:
+            raise UserError(field=names[0], problem="is incomplete", hint=f"give {' and '.join(names)}")
+    for field in ("input_ids", *(("mm_token_type_ids",) if "image_grid_thw" in given else ())):
+        if field not in given and field in known:
+            raise UserError(field=field, problem="is missing", hint="give the processor's output as it is")
+
+
+def _encoder_inputs(model: Any, tower: Tower, given: Mapping[str, Any]) -> EncoderInputs | None:
+    """Concatenates images and videos, which share a tower; None without either."""
+    parts = [
+        [given[name] for name in names]
+        for names in (tower.inputs, tower.videos)
+        if names and names[0] in given
+    ]
+    tokens = [getattr(model.config, field) for field in (tower.token, tower.video_token) if field]
+    placed = any(bool((given["input_ids"] == token).any()) for token in tokens)
+    if placed != bool(parts):
+        problem = (
+            "has tokens of an encoder without its inputs" if placed else "has no token of an encoder's inputs"
+        )
+        raise UserError(field="input_ids", problem=problem, hint=f"give {tower.inputs[0]} with its tokens")
+    if not parts:
+        return None
+    first, *rest = (torch.cat(column) for column in zip(*parts, strict=True))
+    names = ["grid_thw" if "grid" in name else name for name in tower.inputs[1:]]
+    kwargs: dict[str, Any] = dict(zip(names, rest, strict=True))
+    if not tower.features:
+        kwargs = _inline_audio_kwargs(model, tower, given)
+    return EncoderInputs(args=(first,), kwargs=kwargs)
+
+
+def _inline_audio_kwargs(model: Any, tower: Tower, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the mask of an audio tower, and which of its rows are no padding."""
+    inputs = {name: given[name] for name in ("input_ids", *tower.inputs)}
+    mask = capture_audio_mask(model.model, tower.module, inputs)
+    audio = model.model._modules[tower.module]
+    counts = audio._get_feat_extract_output_lengths(given[tower.inputs[1]].sum(-1))[1]
+    most = audio.config.max_source_positions // 2
+    valid = torch.arange(most, device=counts.device) < counts[:, None]
+    placed = int((given["input_ids"] == getattr(model.config, tower.token)).sum())
+    if placed != int(valid.sum()):
+        raise UserError(
+            field="input_ids",
+            problem=f"has {placed} audio tokens for {int(valid.sum())} rows of audio",
+            hint="expand audio tokens in the processor",
+        )
+    return {"attention_mask": mask, "valid_rows": valid}
+
+
+def _text_kwargs(model: Any, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keywords of the text model's call, but for embeddings, from the inner model's own forward."""
+    dtype, ids = model.dtype, given["input_ids"]
+
+    def embed(tokens: Tensor) -> Tensor:
+        return torch.zeros(*tokens.shape, 1, dtype=dtype, device=tokens.device)
+
+    features: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    for tower in family.towers.values():
+        for method, names, token in (
+            (tower.features, tower.inputs, tower.token),
+            (tower.video_features, tower.videos, tower.video_token),
+        ):
+            if not method or not names or names[0] not in given:
+                continue
+            rows = embed(ids[ids == getattr(model.config, token)])
+            features[method] = lambda *args, rows=rows, **more: Features(rows, [rows])
+            inputs |= {names[0]: ids, **{name: given[name] for name in names[1:]}}
+    inputs |= {
+        name: given[name]
+        for name in (*TEXT_INPUTS, *family.text_inputs)
+        if name in given and name != "labels"
+    }
+    call = capture_text_call(model.model, embed, features, inputs)
+    return {name: value for name, value in call.items() if name not in TEXT_CALL}
+
+
+def count_labels(batches: Sequence[MicrobatchInputs]) -> int:
+    """Returns the number of labels with a loss; the first of a sequence is predicted by nothing."""
+    return sum(int((batch.target[:, 1:] != IGNORED).sum()) for batch in batches if batch.target is not None)
+
+
+def pack_documents(model: Any, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Concatenates documents, each a processor's output of one sequence, into one; positions restart.
+
+    Attention keeps to the document: transformers recognises restarts of `position_ids` without a mask.
+    """
+    family = find_family(model.config)
+    positions = [_document_positions(model, family, document) for document in documents]
+    packed: dict[str, Any] = {"position_ids": torch.cat(positions, -1)}
+    for name in dict.fromkeys(name for document in documents for name in document):
+        values = [document.get(name) for document in documents]
+        if name == "attention_mask":
+            if not all(value is None or bool(value.all()) for value in values):
+                raise UserError(field=name, problem="pads a document", hint="pack documents without padding")
+        elif name == "labels":
+            packed[name] = torch.cat([_without_first(value) for value in values], -1)
+        elif values[0] is not None and name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
+            packed[name] = torch.cat(values, -1)
+        else:
+            packed[name] = torch.cat([value for value in values if value is not None])
+    return packed
+
+
+def _without_first(labels: Tensor) -> Tensor:
+    labels = labels.clone()
+    labels[:, 0] = IGNORED
+    return labels
+
+
+def _document_positions(model: Any, family: Family, document: Mapping[str, Any]) -> Tensor:
+    """Returns positions of a document: (1, n), or (4, 1, n) with the text's own first for three-axis rope."""
+    ids = document["input_ids"]
+    plain = torch.arange(ids.shape[1], device=ids.device)[None]
+    if not hasattr(model.model, "get_rope_index"):
+        return plain
+    given = {name: value for name, value in document.items() if value is not None}
+    axes = _text_kwargs(model, family, given).get("position_ids", plain[None].expand(3, 1, -1))
+    return torch.cat([plain[None], axes])
