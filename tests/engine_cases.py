@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,10 +14,9 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, SearchLimits
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
+from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Rope, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
-from optimus.models.kernels import NumericConstants
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
@@ -85,7 +84,6 @@ class Case:
     clip: float = 0.0  # of the gradient's norm
     dtype: str = "float64"
     seed: int = 0
-    numerics: dict[str, NumericConstants] = field(default_factory=dict)
 
     def _encoder(self, name: str) -> Encoder:
         attention: dict[str, Any] = {"kv_heads": 4 if self.tp > 2 else 2}
@@ -117,6 +115,7 @@ class Case:
                 gated=not self.plain,
                 bias=self.plain,
                 kv_heads=4 if self.tp > 2 else 2,
+                rope=Rope(sections=(1, 1, 2) if self.sections else ()),
             ),
             vocab=45 if self.odd else 48,
             tied=self.tied,
@@ -167,10 +166,6 @@ class Case:
         candidate = ColocationCandidate(context, llm, placements)
         plan = bound(candidate.plan(candidate.fill.schedule_encoders(0.0)).plan, context)
         return plan if self.slots else remove_tp_slots(plan).plan
-
-    @property
-    def all_numerics(self) -> dict[str, NumericConstants]:
-        return {LLM: NumericConstants(rope_sections=(1, 1, 2))} if self.sections else {}
 
 
 CASES = [

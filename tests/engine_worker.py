@@ -56,7 +56,6 @@ class RankRun:
             dtype=self.dtype,
             device=torch.device("cpu"),
             recorder=self,
-            numerics=case.all_numerics,
             fuse=not case.segments,
             bucket_type=ShardedBucket if case.sharded else ReplicatedBucket,
         )
@@ -201,7 +200,7 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     digests, learned = everybody(digest.hexdigest()), everybody(mine)
     if rank:
         return {}
-    one = OneProcess(case.job.model, seed=case.seed, numerics=case.all_numerics)
+    one = OneProcess(case.job.model, seed=case.seed)
     samples = [run.data.sample(number) for number in run.numbers(0)]
     expected_loss, expected = one.loss_and_gradients(samples, 0)
     if run.built.optimizer is not None:
@@ -214,7 +213,7 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     }
     if steps:
         batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
-        one = OneProcess(case.job.model, seed=case.seed, numerics=case.all_numerics)
+        one = OneProcess(case.job.model, seed=case.seed)
         one.train(batches, clip=case.clip, **LEARNING)
         trained = {name: p.detach() for name, p in one.parameters().items() if p.requires_grad}
         found["parameters"] = worst(learned, trained, run)
@@ -243,15 +242,12 @@ def compare_half(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     if rank:
         return {}
     model, samples = case.job.model, [run.data.sample(number) for number in run.numbers(0)]
-    exact, half = (
-        OneProcess(model, dtype=dtype, seed=case.seed, numerics=case.all_numerics)
-        for dtype in (torch.float64, run.dtype)
-    )
+    exact, half = (OneProcess(model, dtype=dtype, seed=case.seed) for dtype in (torch.float64, run.dtype))
     expected, other = (one.loss_and_gradients(samples, 0)[1] for one in (exact, half))
     batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
     exact.train(batches, clip=case.clip, **LEARNING)
     trained = {name: p.detach() for name, p in exact.parameters().items() if p.requires_grad}
-    begun = OneProcess(model, seed=case.seed, numerics=case.all_numerics).parameters()
+    begun = OneProcess(model, seed=case.seed).parameters()
     moved = {name: tensor - begun[name].detach() for name, tensor in trained.items()}
     return {
         "ours": max(error(of_rank, expected) for of_rank in gradients),

@@ -6,7 +6,7 @@ positions, which `test_models_reference.py` compares with released implementatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, named_parameters
-from optimus.models.kernels import NUMERICS, NumericConstants
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs, find_llm_row_targets
 from optimus.models.sample import PlacedItem, Sample, list_placed_items
 from optimus.models.segment import Segment
@@ -43,7 +42,7 @@ def loss_scale(samples: Iterable[Sample]) -> float:
 
 
 class OneProcess:
-    """All modules of a model in one process; `numerics` are by the module's name."""
+    """All modules of a model in one process."""
 
     def __init__(
         self,
@@ -51,17 +50,9 @@ class OneProcess:
         *,
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
-        numerics: Mapping[str, NumericConstants] | None = None,
     ) -> None:
         self.model, self.dtype, self.seed = model, dtype, seed
-        self.numerics = numerics or {}
-        self.layers = {
-            module.name: build_layers(module, dtype=dtype, seed=seed, numerics=self._numerics(module))
-            for module in model.modules
-        }
-
-    def _numerics(self, module: Encoder | Llm) -> NumericConstants:
-        return self.numerics.get(module.name, NUMERICS)
+        self.layers = {module.name: build_layers(module, dtype=dtype, seed=seed) for module in model.modules}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns all parameters by global name, frozen ones too."""
@@ -80,7 +71,6 @@ class OneProcess:
             seed=self.seed,
             step=step,
             dtype=self.dtype,
-            numerics=self._numerics(encoder),
         )
         (rows,) = whole(self.layers[encoder.name], (inputs,), context)
         return rows
@@ -104,7 +94,6 @@ class OneProcess:
             seed=self.seed,
             step=step,
             dtype=self.dtype,
-            numerics=self._numerics(self.model.llm),
             encoders=self.model.encoders,
         )
         (loss,) = whole(self.layers["llm"], (ids, *rows), context)

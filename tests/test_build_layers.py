@@ -44,7 +44,7 @@ def test_names_are_those_of_checkpoints() -> None:
 
 
 def test_a_tied_head_shares_the_table_or_has_an_equal_one() -> None:
-    llm = LLMS["gpt"][0]
+    llm = LLMS["gpt"]
     layers = build_layers(llm, dtype=DTYPE)
     assert layers[0][0].weight is layers[-1][0].weight
     count = count_layers(llm)
@@ -54,7 +54,7 @@ def test_a_tied_head_shares_the_table_or_has_an_equal_one() -> None:
 
 
 def test_what_the_engine_does_not_run_is_named() -> None:
-    llm, encoder = LLMS["llama"][0], ENCODERS["windows"]
+    llm, encoder = LLMS["llama"], ENCODERS["windows"]
     latent = LatentAttention(
         query_rank=4, key_value_rank=4, nope_head_dim=4, rope_head_dim=4, value_head_dim=4
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +159,24 @@ def test_other_families_have_the_parameters_of_their_cards(
     assert model.llm.parameters() / 1e9 == pytest.approx(llm_b, rel=0.002)
 
 
-def test_the_catalog_agrees_with_the_released_files(tmp_path: Path) -> None:
+def sizes(value: Any) -> Any:
+    """Returns a model with every constant at its default."""
+    if isinstance(value, tuple):
+        return tuple(map(sizes, value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    kept = [each.name for each in fields(value) if not each.metadata.get("constant")]
+    return type(value)(**{name: sizes(getattr(value, name)) for name in kept})
+
+
+def test_the_catalog_has_the_sizes_of_the_released_files(tmp_path: Path) -> None:
     for name, model in (
         ("qwen3-vl-235b", released("Qwen3-VL-235B-A22B-Instruct")),
         ("kimi-k2.5", released("Kimi-K2.5")),
         ("qwen2.5-vl-72b", read_hf_config(written(tmp_path, BY_HAND["qwen2_5_vl"]))),
         ("internvl3-78b", read_hf_config(written(tmp_path, BY_HAND["internvl_chat"]))),
     ):
-        assert load_model(name).modules == model.modules, name
+        assert load_model(name).modules == sizes(model.modules), name
 
 
 def test_deepstack_feeds_the_embedding_and_the_layers_behind_it() -> None:

@@ -14,7 +14,7 @@ from optimus.job.model import Attention, Mlp, Stack
 from optimus.models.attention import Rotary, build_sequence_rotary_table
 from optimus.models.collectives import NO_TP, TpGroup
 from optimus.models.dropout import Dropout, make_dropout_keys
-from optimus.models.kernels import KERNELS, NumericConstants
+from optimus.models.kernels import KERNELS
 from optimus.models.layer_ops import ResidualAdd
 from optimus.models.segment import (
     ManualBackwardSegment,
@@ -67,12 +67,13 @@ CONTEXTS = {
 
 def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
     """Yields the segments of a layer, or with `parts` those of a rank of two under tensor parallelism."""
-    numerics, tp_group = NumericConstants(dropout=0.25), TpGroup(rank=0, size=2 if parts else 1)
+    stack = replace(stack, dropout_rate=0.25)
+    tp_group = TpGroup(rank=0, size=2 if parts else 1)
     projections: list[LinearSegment] = [
-        QkvSegment(stack, numerics, KERNELS, tp_group, **WHERE),
-        build_attention_out(stack, numerics, KERNELS, "out", tp_group, **WHERE),
-        MlpUpSegment(stack, numerics, KERNELS, tp_group, **WHERE),
-        build_mlp_down(stack, numerics, KERNELS, "down", tp_group, **WHERE),
+        QkvSegment(stack, KERNELS, tp_group, **WHERE),
+        build_attention_out(stack, KERNELS, "out", tp_group, **WHERE),
+        MlpUpSegment(stack, KERNELS, tp_group, **WHERE),
+        build_mlp_down(stack, KERNELS, "down", tp_group, **WHERE),
     ]
     for projection in projections:
         for parameter in projection.parameters():
@@ -152,9 +153,7 @@ def test_no_op_of_a_layer_builds_a_graph() -> None:
 
 def test_a_segment_that_was_moved_computes_with_its_new_parameters() -> None:
     for stack in STACKS.values():
-        moved = MlpUpSegment(
-            stack, NumericConstants(), KERNELS, NO_TP, dtype=torch.float64, device="meta"
-        ).to_empty(device="cpu")
+        moved = MlpUpSegment(stack, KERNELS, NO_TP, dtype=torch.float64, device="meta").to_empty(device="cpu")
         x = torch.randn(ROWS, WIDTH, **WHERE)
         _, saved = moved.run_forward((x,), (True,), CONTEXTS["plain"], WeightGradStore())
         assert saved is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import OneProcess, loss_scale, whole
-from tiny_models import DTYPE, ENCODERS, LLMS, close, images, random_samples, tiny_model
+from tiny_models import DTYPE, ENCODERS, close, images, random_samples, tiny_model
 from torch import Tensor
 
 from optimus.job.model import Model
@@ -51,7 +51,6 @@ def in_bins(
         seed=oracle.seed,
         step=4,
         dtype=DTYPE,
-        numerics=oracle.numerics["llm"],
         encoders=model.encoders,
     )
     parameters = oracle.parameters()
@@ -66,7 +65,7 @@ def in_bins(
 )
 def test_bins_padding_and_microbatches_change_nothing(llm: str, encoders: tuple[str, ...]) -> None:
     model = tiny_model(llm, encoders)
-    oracle = OneProcess(model, seed=3, numerics={"llm": LLMS[llm][1]})
+    oracle = OneProcess(model, seed=3)
     samples = random_samples(model, 5, seed=2, documents=llm == "qwen")
     assert any(sum(map(len, sample.items.values())) > 1 for sample in samples)
     loss, expected = oracle.loss_and_gradients(samples, step=4)

@@ -17,7 +17,7 @@ from optimus.job.model import Encoder, Llm
 from optimus.models.attention import attend_by_spans
 from optimus.models.build import build_layers
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.kernels import Norm, NumericConstants
+from optimus.models.kernels import Norm
 from optimus.models.layer_ops import SwiGlu, swiglu
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
 from optimus.models.phase_order import Recompute
@@ -61,7 +61,6 @@ def inputs_of(module: Encoder | Llm, name: str) -> tuple[State, tuple[bool, ...]
         seed=1,
         step=2,
         dtype=DTYPE,
-        numerics=LLMS[key][1],
         encoders=model.encoders,
     )
     return (ids, *rows), (False, True, True), context
@@ -242,7 +241,7 @@ def test_attention_sees_its_span_only(spans: tuple[int, ...], causal: bool) -> N
 def test_the_loss_falls_along_its_gradient() -> None:
     """A central difference along a random direction of all parameters."""
     model = tiny_model("qwen")
-    oracle = OneProcess(model, numerics={"llm": LLMS["qwen"][1]})
+    oracle = OneProcess(model)
     samples = random_samples(model, 2, first=1)
     _, gradients = oracle.loss_and_gradients(samples)
     generator = torch.Generator().manual_seed(1)
@@ -261,8 +260,7 @@ def test_the_loss_falls_along_its_gradient() -> None:
 @pytest.mark.parametrize("name", ["qwen", "windows"])
 def test_bf16_comes_near_float64(name: str) -> None:
     module, exact = build(name)
-    numerics = LLMS[name][1] if name in LLMS else NumericConstants()
-    layers = build_layers(module, dtype=torch.bfloat16, numerics=numerics)
+    layers = build_layers(module, dtype=torch.bfloat16)
     state, _, context = inputs_of(module, name)
     (expected,) = whole(exact, state, context)
     rotary = tuple(table.bfloat16() for table in context.rotary)

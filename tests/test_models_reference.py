@@ -11,9 +11,8 @@ import torch
 from one_process import OneProcess, loss_scale, parameters_by_name, whole
 from torch import Tensor, nn
 
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
+from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Rope, Stack
 from optimus.models.build import build_layers
-from optimus.models.kernels import NumericConstants
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
 from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem, compute_encoder_token_order
 
@@ -129,8 +128,7 @@ def gpt2_names(get: Get, layers: int, llm: Llm) -> Named:
 
 
 def qwen_vision_names(get: Get, encoder: Encoder, *, inner: str = "") -> Named:
-    """Qwen2-VL and Qwen2.5-VL, whose patches have no bias."""
-    hidden = encoder.stack.hidden
+    """Qwen2-VL and Qwen2.5-VL."""
     kinds = ("weight", "bias") if encoder.stack.norm == "layernorm" else ("weight",)
     found = {"vision.patches.weight": get(f"{inner}patch_embed.proj.weight").flatten(1)}
     for kind in kinds:
@@ -150,13 +148,13 @@ def qwen_vision_names(get: Get, encoder: Encoder, *, inner: str = "") -> Named:
     for number, part in enumerate(("mlp.0", "mlp.2")):
         for kind in ("weight", "bias"):
             found[f"vision.projector.linears.{number}.{kind}"] = get(f"{inner}merger.{part}.{kind}")
-    return found | {"vision.patches.bias": torch.zeros(hidden, dtype=DTYPE)}
+    return found
 
 
 # ------------------------------------------------------------------------ language models
 
 
-def text_case(name: str) -> tuple[Any, Llm, NumericConstants, Callable[..., Named]]:
+def text_case(name: str) -> tuple[Any, Llm, Callable[..., Named]]:
     transformers = reference_module()
     common: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -174,48 +172,48 @@ def text_case(name: str) -> tuple[Any, Llm, NumericConstants, Callable[..., Name
         layers=2,
         attention=Attention(heads=4, kv_heads=2, head_dim=8),
         mlp=Mlp(width=24),
+        norm_eps=1e-5,
     )
-    numerics = NumericConstants(norm_eps=1e-5)
     llm = Llm(stack=stack, vocab=VOCAB)
     if name == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common)), llm, numerics, llama_names
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common)), llm, llama_names
     if name == "qwen2":
         biased = replace(stack.attention, bias=True, output_bias=False)
         llm = replace(llm, stack=replace(stack, attention=biased))
-        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common)), llm, numerics, llama_names
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common)), llm, llama_names
     if name == "qwen3":
         wide = replace(stack.attention, qk_norm=True, head_dim=16)
         llm = replace(llm, stack=replace(stack, attention=wide))
         config = transformers.Qwen3Config(**common, head_dim=16)
-        return transformers.Qwen3ForCausalLM(config), llm, numerics, llama_names
+        return transformers.Qwen3ForCausalLM(config), llm, llama_names
     config = transformers.GPT2Config(
         vocab_size=VOCAB, n_positions=20, n_embd=32, n_layer=2, n_head=4, attn_implementation="eager"
     )
     stack = replace(
         stack,
         attention=Attention(heads=4, kv_heads=4, head_dim=8, bias=True),
-        mlp=Mlp(width=128, gated=False, bias=True),
+        mlp=Mlp(width=128, gated=False, bias=True, activation="gelu_new"),
         norm="layernorm",
     )
     llm = Llm(stack=stack, vocab=VOCAB, tied=True, positions=20)
-    return transformers.GPT2LMHeadModel(config), llm, replace(numerics, gelu="tanh"), gpt2_names
+    return transformers.GPT2LMHeadModel(config), llm, gpt2_names
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_language_models_equal_the_reference(name: str) -> None:
     """Two packed documents here are two sequences there."""
-    reference, llm, numerics, names = text_case(name)
+    reference, llm, names = text_case(name)
     reference = randomised(reference)
     values, gradients = getters(reference)
     model = Model(name="reference", encoders=(), llm=llm)
-    ours = OneProcess(model, numerics={"llm": numerics})
+    ours = OneProcess(model)
     copied(ours.parameters(), names(values, llm.stack.layers, llm))
     lengths = (11, 6)
     ids, labels = drawn(sum(lengths)), drawn(sum(lengths), seed=3)
     labels[4] = IGNORE_INDEX
     sample = Sample(number=0, tokens=ids, labels=labels, documents=lengths)
 
-    _, context = build_llm_inputs(llm, [sample], [], 1.0, seed=0, step=0, dtype=DTYPE, numerics=numerics)
+    _, context = build_llm_inputs(llm, [sample], [], 1.0, seed=0, step=0, dtype=DTYPE)
     state = whole(ours.layers["llm"][:-1], (ids,), context)
     logits = ours.layers["llm"][-1][0].logits(state)
     expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(lengths)])
@@ -264,6 +262,7 @@ def qwen25_encoder() -> Encoder:
         stack=Stack(hidden=32, layers=3, attention=attention, mlp=Mlp(width=24, bias=True)),
         projector=Projector(widths=(128, 32), merge=4),
         patch_inputs=8,
+        patch_bias=False,
     )
 
 
@@ -339,14 +338,14 @@ def test_learned_positions_of_an_image_equal_the_reference() -> None:
             hidden=32,
             layers=2,
             attention=Attention(heads=4, kv_heads=4, head_dim=8, bias=True, causal=False),
-            mlp=Mlp(width=24, gated=False, bias=True),
+            mlp=Mlp(width=24, gated=False, bias=True, activation="gelu_pytorch_tanh"),
             norm="layernorm",
         ),
         projector=Projector(widths=(32,), bias=False),
         patch_inputs=8,
         positions=16,
     )
-    layers = build_layers(encoder, dtype=DTYPE, numerics=NumericConstants(gelu="tanh"))
+    layers = build_layers(encoder, dtype=DTYPE)
     parameters = parameters_by_name(encoder, layers)
     copied(parameters, siglip_names(getters(reference)[0], encoder))
 
@@ -405,12 +404,10 @@ def test_a_vision_language_model_with_multimodal_rotary_equals_the_reference() -
     )
     reference = randomised(transformers.Qwen2_5_VLForConditionalGeneration(config))
     encoder = qwen25_encoder()
-    attention = Attention(heads=4, kv_heads=2, head_dim=8, bias=True, output_bias=False)
+    rope = Rope(sections=sections)
+    attention = Attention(heads=4, kv_heads=2, head_dim=8, bias=True, output_bias=False, rope=rope)
     llm = Llm(stack=Stack(hidden=32, layers=2, attention=attention, mlp=Mlp(width=24)), vocab=VOCAB)
-    ours = OneProcess(
-        Model(name="reference", encoders=(encoder,), llm=llm),
-        numerics={"llm": NumericConstants(rope_sections=sections)},
-    )
+    ours = OneProcess(Model(name="reference", encoders=(encoder,), llm=llm))
 
     def names(get: Get) -> Named:
         found = llama_names(get, 2, llm, inner="model.language_model.")
@@ -439,8 +436,7 @@ def test_a_vision_language_model_with_multimodal_rotary_equals_the_reference() -
     assert loss_scale([sample]) == 1 / 27
     assert found_loss == pytest.approx(float(loss.detach()), rel=ERROR)
     for name, gradient in names(gradients).items():
-        if name != "vision.patches.bias":  # of which the reference has none
-            assert_close(found[name], gradient, name, 0.01)
+        assert_close(found[name], gradient, name, 0.01)
 
 
 # ------------------------------------------------------------------------ sound
@@ -476,12 +472,12 @@ def test_a_whisper_encoder_equals_the_reference_behind_its_convolutions(learned:
     encoder = Encoder(
         name="audio",
         modality="audio",
-        stack=Stack(hidden=hidden, layers=2, attention=attention, mlp=mlp, norm="layernorm"),
+        stack=Stack(hidden=hidden, layers=2, attention=attention, mlp=mlp, norm="layernorm", norm_eps=1e-5),
         projector=Projector(widths=(hidden,), bias=False),
         patch_inputs=hidden,
         positions=frames if learned else 0,
     )
-    layers = build_layers(encoder, dtype=DTYPE, numerics=NumericConstants(norm_eps=1e-5))
+    layers = build_layers(encoder, dtype=DTYPE)
     copied(parameters_by_name(encoder, layers), whisper_names(getters(reference)[0], encoder))
 
     mel = normal(1, 3, 2 * frames)

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
+from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Rope, Stack
 from optimus.models.build import build_layers
-from optimus.models.kernels import NUMERICS, NumericConstants
 from optimus.models.sample import IGNORE_INDEX, PlacedItem, Sample, SampleItem
 from optimus.models.segment import Segment
 
@@ -44,20 +43,29 @@ def _stack(
     )
 
 
-LLMS: Mapping[str, tuple[Llm, NumericConstants]] = {
-    "llama": (Llm(stack=_stack(hidden=32, kv_heads=2), vocab=VOCAB), NumericConstants()),
-    "qwen": (
-        Llm(stack=_stack(hidden=32, kv_heads=1, bias=True, output_bias=False, qk_norm=True), vocab=VOCAB),
-        NumericConstants(rope_sections=(2, 1, 1), rope_theta=500.0),
-    ),
-    "gpt": (
-        Llm(
-            stack=_stack(bias=True, norm="layernorm", dropout=True, mlp=_PLAIN),
-            vocab=VOCAB,
-            tied=True,
-            positions=64,
+LLMS: Mapping[str, Llm] = {
+    "llama": Llm(stack=_stack(hidden=32, kv_heads=2), vocab=VOCAB),
+    "qwen": Llm(
+        stack=_stack(
+            hidden=32,
+            kv_heads=1,
+            bias=True,
+            output_bias=False,
+            qk_norm=True,
+            rope=Rope(theta=500.0, sections=(2, 1, 1)),
         ),
-        NumericConstants(gelu="tanh"),
+        vocab=VOCAB,
+    ),
+    "gpt": Llm(
+        stack=_stack(
+            bias=True,
+            norm="layernorm",
+            dropout=True,
+            mlp=replace(_PLAIN, activation="gelu_pytorch_tanh"),
+        ),
+        vocab=VOCAB,
+        tied=True,
+        positions=64,
     ),
 }
 
@@ -101,7 +109,7 @@ def tiny_model(
     llm: str = "llama", encoders: Sequence[str] = ("windows", "sound"), *, trained: bool = True
 ) -> Model:
     """Returns an LLM of `LLMS` with encoders of `ENCODERS` that feed it; or with frozen trunks."""
-    of_llm = LLMS[llm][0]
+    of_llm = LLMS[llm]
     found = []
     for name in encoders:
         encoder = ENCODERS[name]
@@ -146,12 +154,11 @@ def random_samples(
 
 
 def build(name: str, **where: Any) -> tuple[Encoder | Llm, Layers]:
-    numerics = NUMERICS
     module: Encoder | Llm
     if name in LLMS:
-        module, numerics = LLMS[name]
+        module = LLMS[name]
     elif name == "frozen llm":
-        module = replace(LLMS["llama"][0], train=False)
+        module = replace(LLMS["llama"], train=False)
     elif name == "frozen trunk":
         module = replace(ENCODERS["windows"], train=False)
     elif name == "frozen projector":
@@ -159,7 +166,7 @@ def build(name: str, **where: Any) -> tuple[Encoder | Llm, Layers]:
         module = replace(windows, projector=replace(windows.projector, train=False))
     else:
         module = ENCODERS[name]
-    return module, build_layers(module, dtype=DTYPE, numerics=numerics, **where)
+    return module, build_layers(module, dtype=DTYPE, **where)
 
 
 def images(encoder: Encoder, count: int = 3) -> list[PlacedItem]:

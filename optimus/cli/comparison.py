@@ -7,6 +7,7 @@ from dataclasses import asdict
 from optimus.cli.simulate import CAUSES_REMARK, SCHEMA, SHORT_CAUSES
 from optimus.cli.text import align_columns, wrap_remark, wrap_text
 from optimus.cost.memory import NOT_MODELLED, RankMemory
+from optimus.job.own_layers import find_untrainable
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import OVERLAPPED_TP_SHARE, SimulatedSystem
 from optimus.render.format_numbers import format_gigabytes, format_parameter_count, format_seconds
@@ -116,10 +117,13 @@ def format_job(comparison: Comparison) -> list[str]:
     job, model, workload = comparison.job, comparison.job.model, comparison.job.workload
     batch = f"{workload.sequences_per_step} sequences of {workload.sequence_tokens} tokens a step"
     modules = (f"{module.name} {format_parameter_count(module.parameters())}" for module in model.modules)
-    return [
-        *wrap_text("job", f"{job.name}: {job.cluster.gpus} x {job.cluster.gpu.name}, {batch}"),
-        *wrap_text("model", f"{model.name}: {' + '.join(modules)}"),
-    ]
+    lines = wrap_text("job", f"{job.name}: {job.cluster.gpus} x {job.cluster.gpu.name}, {batch}")
+    lines += wrap_text("model", f"{model.name}: {' + '.join(modules)}")
+    untrainable = find_untrainable(model)
+    if untrainable is not None:
+        words = f"{untrainable.field} = {untrainable.value}"
+        lines += wrap_text("", f"can be planned, not trained on our own layers: {words}")
+    return lines
 
 
 def format_header(comparison: Comparison) -> list[str]:

@@ -109,10 +109,8 @@ class TrainCommand:
 
     def _launch(self) -> int:
         """Starts the ranks on this host and waits for them."""
-        from optimus.job.read import find_job
-
         _require_torch()
-        job, profile = find_job(self.job, self.on, self.layout), load_optional_profile(self.profile)
+        job, profile = self._job(), load_optional_profile(self.profile)
         training = self._training(job)
         _make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
@@ -158,9 +156,8 @@ class TrainCommand:
     def _dry_run(self) -> int:
         """Steps one rank in this process."""
         from optimus.cli.dry_run import build_dry_run_json, format_dry_run
-        from optimus.job.read import find_job
 
-        job, profile = find_job(self.job, self.on, self.layout), load_optional_profile(self.profile)
+        job, profile = self._job(), load_optional_profile(self.profile)
         training, rank = self._training(job), self.rank or 0
         engine = import_trainer("optimus.engine.rank_dry_run")
         engine.check_rank_exists(rank, job.cluster.gpus)
@@ -173,9 +170,8 @@ class TrainCommand:
         """Trains one rank in this process; rank 0 prints the result."""
         from optimus.engine.config import PLAN
         from optimus.ir.planfile import hash_plan, save_plan
-        from optimus.job.read import find_job
 
-        job, profile = find_job(self.job, self.on, self.layout), load_optional_profile(self.profile)
+        job, profile = self._job(), load_optional_profile(self.profile)
         training = self._training(job)
         plan = self._plan(job, profile)
         trainer = import_trainer("optimus.engine.trainer")
@@ -193,6 +189,15 @@ class TrainCommand:
                 _train_json(summary), _train_text(summary, job, plan, self.run_dir), as_json=self.json
             )
         return OK
+
+    def _job(self) -> Job:
+        """Loads the job; a model that our own layers cannot train is refused before anything is planned."""
+        from optimus.job.own_layers import refuse_untrainable
+        from optimus.job.read import find_job
+
+        job = find_job(self.job, self.on, self.layout)
+        refuse_untrainable(job.model)
+        return job
 
     def _training(self, job: Job) -> TrainingConfig:
         from optimus.engine.config import read_training_config
@@ -249,10 +254,12 @@ def train(
     the last ops of failed ranks are written to `run_dir`.
     """
     from optimus.engine.config import read_training_config
+    from optimus.job.own_layers import refuse_untrainable
     from optimus.planner.planning import PlanningResult, make_plan
     from optimus.verify.validator import require_valid_plan
 
     _require_torch()
+    refuse_untrainable(job.model)
     folder = None if run_dir is None else _make_folder("run_dir", Path(run_dir))
     training = read_training_config(job.run, steps=steps, run_dir=folder)
     if plan is None:

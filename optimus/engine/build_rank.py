@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from optimus.ir.op import KernelName, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm, Model
+from optimus.job.own_layers import refuse_untrainable
 from optimus.models.build import build_layers, count_layers, insert_tp_collectives, named_parameters
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import ParamSplit
-from optimus.models.kernels import KERNELS, NUMERICS, KernelSet, NumericConstants
+from optimus.models.kernels import KERNELS, KernelSet
 from optimus.models.phase_order import Recompute
 from optimus.models.segment import Segment, SequentialSegment
 
@@ -58,7 +58,6 @@ def build_rank_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    numerics: Mapping[str, NumericConstants] = MappingProxyType({}),
     kernels: KernelSet = KERNELS,
     fuse: bool = True,
 ) -> RankModel:
@@ -67,6 +66,7 @@ def build_rank_model(
     A layer runs as one segment if the program runs nothing between its segments, unless `fuse` is off or it
     is tensor-parallel.
     """
+    refuse_untrainable(model)
     reject_unsupported_plan(plan)
     segmented = _find_segmented_modules(plan, groups.rank) if fuse else set(plan.modules)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed, "compute": kernels}
@@ -77,12 +77,9 @@ def build_rank_model(
     for module in model.modules:
         tp_group, recompute = groups.tp_group(plan, module.name), choose_recompute_mode(plan, module.name)
         fused = module.name not in segmented and recompute != "attention"
-        constants = numerics.get(module.name, NUMERICS)
         tensor_parallel, module_chunks = tp_group.size > 1, list[SegmentedChunk]()
         for first, end in find_layer_ranges(plan, module, groups.rank):
-            layers = build_layers(
-                module, first=first, end=end, numerics=constants, tp_group=tp_group, **options
-            )
+            layers = build_layers(module, first=first, end=end, tp_group=tp_group, **options)
             grouped = [
                 _group_segments(layer, tensor_parallel=tensor_parallel, fused=fused) for layer in layers
             ]

@@ -7,10 +7,9 @@ position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Model
 from optimus.models.collectives import TpGroup
-from optimus.models.kernels import NUMERICS, NumericConstants
 from optimus.models.microbatch_inputs import (
     SeamRoute,
     TensorMap,
@@ -54,9 +52,7 @@ class RankBatch:
         step: int,
         dtype: torch.dtype,
         place: TensorMap = _identity,
-        numerics: Mapping[str, NumericConstants] = MappingProxyType({}),
     ) -> None:
-        self.numerics = numerics
         self.model, self.plan, self.table, self.scale, self._place = model, plan, table, scale, place
         self._options: dict[str, Any] = {"seed": seed, "step": step, "dtype": dtype}
         self._samples: dict[int, Sample] = {}
@@ -93,8 +89,8 @@ class RankBatch:
     def _build_encoder(self, name: str, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
         encoder = self.model.encoder(name)
         capacity = self.plan.modules[name].bin_tokens
-        items, numerics = self._items(name, microbatch), self.numerics.get(name, NUMERICS)
-        inputs, context = build_encoder_inputs(encoder, items, capacity, numerics=numerics, **self._options)
+        items = self._items(name, microbatch)
+        inputs, context = build_encoder_inputs(encoder, items, capacity, **self._options)
         rows = self._tp_groups[name].rows(capacity)
         return (self._place(inputs[rows]),), context.shard(rows).map(self._place)
 
@@ -109,7 +105,6 @@ class RankBatch:
             [rows.targets for rows in routed],
             self.scale,
             encoders=self.model.encoders,
-            numerics=self.numerics.get(LLM, NUMERICS),
             **self._options,
         )
         tp_group = self._tp_groups[LLM]

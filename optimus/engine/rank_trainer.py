@@ -5,8 +5,7 @@ The trainer and benchmarks step it among other ranks; a dry run steps it alone, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
-from optimus.models.kernels import KERNELS, KernelSet, NumericConstants
+from optimus.models.kernels import KERNELS, KernelSet
 from optimus.protocols import Dataset, Recorder
 
 
@@ -32,8 +31,7 @@ class RankTrainer:
 
     `groups` determines the rank. `bucket_type` decides how parameters are gathered and gradients reduced:
     with `ReplicatedBucket` there is no `optimizer`, and the caller reads gradients from `grad`. `dataset` is
-    synthetic by default. `numerics` overrides constants of modules; with `fuse`, layers into which nothing is
-    scheduled run as one segment.
+    synthetic by default. With `fuse`, layers into which nothing is scheduled run as one segment.
     """
 
     def __init__(
@@ -48,12 +46,11 @@ class RankTrainer:
         dataset: Dataset | None = None,
         recorder: Recorder | None = None,
         kernels: KernelSet = KERNELS,
-        numerics: Mapping[str, NumericConstants] = MappingProxyType({}),
         fuse: bool = True,
         bucket_type: type[ShardedBucket] | type[ReplicatedBucket] = ShardedBucket,
     ) -> None:
         self.job, self.plan, self.config, self.groups = job, plan, config, groups
-        self.dtype, self.device, self._numerics = dtype, device, numerics
+        self.dtype, self.device = dtype, device
         sequences_per_replica = job.workload.sequences_per_step // plan.ranks.llm.dp
         self.sequences_per_microbatch = sequences_per_replica // plan.microbatches
         self.dataset = dataset or SyntheticDataset(job=job, seed=config.seed)
@@ -66,7 +63,6 @@ class RankTrainer:
             dtype=dtype,
             device=device,
             seed=config.seed,
-            numerics=numerics,
             kernels=kernels,
             fuse=fuse,
         )
@@ -135,5 +131,4 @@ class RankTrainer:
             step=step,
             dtype=self.dtype,
             place=place or (lambda tensor: tensor.to(self.device, non_blocking=True)),
-            numerics=self._numerics,
         )

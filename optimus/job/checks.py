@@ -10,7 +10,7 @@ from optimus.errors import UserError, nearest, one_of
 from optimus.job.catalog_files import list_gpu_curves
 from optimus.job.job import Job
 from optimus.job.layout import PartialLayout
-from optimus.job.model import Encoder, Llm, Model, Stack
+from optimus.job.model import Attention, Encoder, Llm, Model, Stack
 from optimus.job.nodes import NO_FILE, DocumentNode
 
 MAX_LAYERS = 10_000
@@ -72,6 +72,7 @@ def _check_stack(stack: Stack, field: str, root: DocumentNode) -> None:
             problem = f"is not a layer: {field}.layers = {stack.layers}"
             hint = f"use 0 to {stack.layers - 1}"
             raise root.at(f"{field}.attention.full_layers[{index}]").error(problem, hint, layer)
+    _check_rope(attention, f"{field}.attention", root)
     if experts and experts.active > experts.count:
         problem = f"is more than {field}.experts.count = {experts.count}"
         hint = f"use {experts.count} or less"
@@ -81,6 +82,16 @@ def _check_stack(stack: Stack, field: str, root: DocumentNode) -> None:
         raise root.at(f"{field}.experts.leading_dense_layers").error(
             problem, hint, experts.leading_dense_layers
         )
+
+
+def _check_rope(attention: Attention, field: str, root: DocumentNode) -> None:
+    """Checks that sections of a rotary embedding cover its frequencies."""
+    sections, total = attention.rope.sections, sum(attention.rope.sections)
+    width = attention.latent.rope_head_dim if attention.latent else attention.head_dim
+    frequencies = int(width * attention.rope.partial_factor) // 2
+    if sections and total != frequencies:
+        problem = f"add up to {total}, and half of the rotated head is {frequencies}"
+        raise root.at(f"{field}.rope.sections").error(problem, f"use {frequencies} in all", list(sections))
 
 
 def _check_seam(encoder: Encoder, llm: Llm, field: str, root: DocumentNode) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from optimus.errors import one_of
-from optimus.job.hf_llm import TEXT_TYPES, HfConfig, load_hf_config, read_hf_llm
+from optimus.job.hf_file import HfConfig, load_hf_config
+from optimus.job.hf_llm import TEXT_TYPES, read_hf_llm
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.typed import Amount, Whole
 
@@ -28,6 +30,11 @@ def _stack(
     norm: Literal["layernorm", "rmsnorm"] = "layernorm",
     window_tokens: int | None = None,
     full_layers: tuple[int, ...] = (),
+    activation: str = "gelu",
+    eps: float = 1e-6,
+    layer_scale: bool = False,
+    rotary: bool | None = None,
+    qk_norm_over: Literal["head", "hidden"] = "head",
 ) -> Stack:
     """Returns a bidirectional transformer whose head width is hidden / heads."""
     if hidden % heads:
@@ -43,9 +50,19 @@ def _stack(
         causal=False,
         window_tokens=window_tokens,
         full_layers=full_layers,
+        rotary=rotary,
+        qk_norm_over=qk_norm_over,
     )
-    mlp = Mlp(width=width, gated=gated, bias=True)
-    return Stack(hidden=hidden, layers=layers, attention=attention, mlp=mlp, norm=norm)
+    mlp = Mlp(width=width, gated=gated, bias=True, activation=activation)
+    return Stack(
+        hidden=hidden,
+        layers=layers,
+        attention=attention,
+        mlp=mlp,
+        norm=norm,
+        norm_eps=eps,
+        layer_scale=layer_scale,
+    )
 
 
 def _channels(vision: HfConfig) -> int:
@@ -55,19 +72,16 @@ def _channels(vision: HfConfig) -> int:
     return vision.derive("in_channels", RGB, "images are RGB")
 
 
-def _qwen_encoder(
-    vision: HfConfig, stack: Stack, llm: Llm, *, outputs: int, positions: int = 0, feeds: int = 1
-) -> Encoder:
-    """Returns Qwen's patch embedding over two frames and its 2x2 merger, one per LLM layer fed."""
+def _qwen_encoder(vision: HfConfig, stack: Stack, *, outputs: int) -> Encoder:
+    """Returns Qwen's patch embedding over two frames, without a bias, and its 2x2 merger."""
     patch, merge = vision.count("patch_size"), vision.count("spatial_merge_size") ** 2
     return Encoder(
         name="vision",
         stack=stack,
         projector=Projector(widths=(stack.hidden * merge, outputs), merge=merge),
         patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
-        positions=positions,
-        feeds=tuple(range(feeds)),
         source=f"{vision.file} (vision_config)",
+        patch_bias=False,
     )
 
 
@@ -81,8 +95,9 @@ def _read_qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
         layers=vision.count("depth"),
         heads=vision.count("num_heads"),
         width=round(vision.read(Amount, "mlp_ratio") * hidden),
+        activation=vision.read_or("quick_gelu", str, "hidden_act"),
     )
-    return _qwen_encoder(vision, stack, llm, outputs=vision.count("hidden_size"))
+    return _qwen_encoder(vision, stack, outputs=vision.count("hidden_size"))
 
 
 def _read_qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
@@ -99,8 +114,9 @@ def _read_qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
         norm="rmsnorm",
         window_tokens=max(1, side**2),
         full_layers=vision.read(tuple[Whole, ...], "fullatt_block_indexes"),
+        activation=vision.read_or("silu", str, "hidden_act"),
     )
-    return _qwen_encoder(vision, stack, llm, outputs=vision.count("out_hidden_size"))
+    return _qwen_encoder(vision, stack, outputs=vision.count("out_hidden_size"))
 
 
 def _read_qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
@@ -112,14 +128,19 @@ def _read_qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
         layers=vision.count("depth"),
         heads=vision.count("num_heads"),
         width=vision.count("intermediate_size"),
+        activation=vision.read_or("gelu_pytorch_tanh", str, "hidden_act"),
+        rotary=True,
     )
-    return _qwen_encoder(
-        vision,
-        stack,
-        llm,
-        outputs=vision.count("out_hidden_size"),
+    encoder = _qwen_encoder(vision, stack, outputs=vision.count("out_hidden_size"))
+    layers = vision.read(tuple[Whole, ...], "deepstack_visual_indexes")
+    return replace(
+        encoder,
+        projector=replace(encoder.projector, norm="layernorm", deepstack_norm=True),
         positions=vision.count("num_position_embeddings"),
-        feeds=1 + len(vision.read(tuple[Whole, ...], "deepstack_visual_indexes")),
+        feeds=tuple(range(1 + len(layers))),
+        patch_bias=True,
+        interpolates_positions=True,
+        deepstack_layers=layers,
     )
 
 
@@ -137,16 +158,23 @@ def _read_internvl(config: HfConfig, llm: Llm) -> Encoder:
         bias=vision.read(bool, "qkv_bias"),
         qk_norm=vision.read(bool, "qk_normalization"),
         norm="rmsnorm" if norm == "rms_norm" else "layernorm",
+        activation=vision.read_or("gelu", str, "hidden_act"),
+        eps=vision.read_or(1e-6, Amount, "layer_norm_eps"),
+        layer_scale=True,
+        qk_norm_over="hidden",
     )
-    patch = vision.count("patch_size")
+    patch, width = vision.count("patch_size"), llm.stack.hidden
     merge = round(1 / config.read(Amount, "downsample_ratio") ** 2)
     return Encoder(
         name="vision",
         stack=stack,
-        projector=Projector(widths=(llm.stack.hidden, llm.stack.hidden), merge=max(1, merge)),
+        projector=Projector(widths=(width, width), merge=max(1, merge), norm="layernorm", norm_eps=1e-5),
         patch_inputs=_channels(vision) * patch**2,
         positions=(vision.count("image_size") // patch) ** 2 + 1,
         source=f"{vision.file} (vision_config)",
+        class_token=True,
+        final_norm=False,
+        interpolates_positions=True,
     )
 
 
@@ -159,6 +187,9 @@ def _read_kimi(config: HfConfig, llm: Llm) -> Encoder:
         layers=vision.count("vt_num_hidden_layers"),
         heads=vision.count("vt_num_attention_heads"),
         width=vision.count("vt_intermediate_size"),
+        activation="gelu_pytorch_tanh",
+        eps=1e-5,
+        rotary=True,
     )
     merge = 1
     for side in vision.read(tuple[Whole, ...], "merge_kernel_size"):
@@ -171,13 +202,15 @@ def _read_kimi(config: HfConfig, llm: Llm) -> Encoder:
         patch_inputs=_channels(vision) * vision.count("patch_size") ** 2,
         positions=vision.count("init_pos_emb_height") * vision.count("init_pos_emb_width"),
         source=f"{vision.file} (vision_config)",
+        interpolates_positions=True,
     )
 
 
 def _read_llava(config: HfConfig, llm: Llm) -> Encoder:
     """Reads LLaVA's and its successors': CLIP or SigLIP up to `vision_feature_layer`, two linear layers."""
     width = llm.stack.hidden
-    return _tower(config, "vision_feature_layer", Projector(widths=(width, width)))
+    activation = config.read_or("gelu", str, "projector_hidden_act")
+    return _tower(config, "vision_feature_layer", Projector(widths=(width, width), activation=activation))
 
 
 def _read_gemma3(config: HfConfig, llm: Llm) -> Encoder:
@@ -186,6 +219,7 @@ def _read_gemma3(config: HfConfig, llm: Llm) -> Encoder:
     patches = (vision.count("image_size") // vision.count("patch_size")) ** 2
     merge = max(1, patches // config.count("mm_tokens_per_image"))
     projector = Projector(widths=(llm.stack.hidden,), merge=merge, concatenates=False, bias=False)
+    projector = replace(projector, norm="rmsnorm")
     return _tower(config, None, projector)
 
 
@@ -202,6 +236,8 @@ def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encode
         layers=layers if select is None else _layers_used(config, select, layers),
         heads=vision.count("num_attention_heads"),
         width=vision.count("intermediate_size"),
+        activation=vision.read_or("quick_gelu" if kind == CLIP else "gelu_pytorch_tanh", str, "hidden_act"),
+        eps=vision.read_or(1e-5 if kind == CLIP else 1e-6, Amount, "layer_norm_eps"),
     )
     patch = vision.count("patch_size")
     return Encoder(
@@ -211,6 +247,10 @@ def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encode
         patch_inputs=_channels(vision) * patch**2,
         positions=(vision.count("image_size") // patch) ** 2 + (1 if kind == CLIP else 0),
         source=f"{vision.file} (vision_config)",
+        patch_bias=kind != CLIP,
+        class_token=kind == CLIP,
+        pre_norm=kind == CLIP,
+        final_norm=select is None,
     )
 
 
@@ -254,7 +294,8 @@ def read_hf_config(path: Path) -> Model:
     llm = read_hf_llm(text, config)
     encoder = ENCODER_READERS[kind](config, llm)
     derived = f"; derived: {', '.join(config.derived)}" if config.derived else ""
-    return Model(name=_name(path), encoders=(encoder,), llm=llm, source=f"{path} ({kind}){derived}")
+    source = f"{path} ({kind}){derived}"
+    return Model(name=_name(path), encoders=(encoder,), llm=llm, source=source, family=kind)
 
 
 def _name(path: Path) -> str:

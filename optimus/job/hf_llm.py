@@ -2,74 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, TypeVar, overload
-
-from optimus.errors import one_of, show_value
-from optimus.job.model import Attention, Experts, LatentAttention, Llm, Mlp, Stack
-from optimus.job.nodes import DocumentNode, parse_json, read_text
-from optimus.job.typed import Count, Whole, read_typed
-
-COPY_HINT = "released files lean on class defaults here: add the key to a copy, or write dimensions by hand"
-T = TypeVar("T")
-
-
-class HfConfig:
-    """One object of a config.json; `derived` lists values that were computed rather than read."""
-
-    def __init__(self, node: DocumentNode, derived: list[str] | None = None) -> None:
-        self.node = node
-        self.derived: list[str] = [] if derived is None else derived
-
-    @property
-    def file(self) -> str | None:
-        return self.node.document.file
-
-    def __getitem__(self, key: str) -> DocumentNode:
-        return self.node[key]
-
-    def has(self, key: str) -> bool:
-        return self[key].value is not None
-
-    @overload
-    def read(self, kind: type[T], *keys: str) -> T: ...
-
-    @overload
-    def read(self, kind: Any, *keys: str) -> Any: ...
-
-    def read(self, kind: Any, *keys: str) -> Any:
-        """Returns the value of the first of `keys` that the object has."""
-        for key in keys:
-            if self.has(key):
-                return read_typed(kind, self[key])
-        raise self[keys[0]].error("is missing", COPY_HINT)
-
-    def count(self, *keys: str) -> int:
-        number: int = self.read(Count, *keys)
-        return number
-
-    def inner(self, key: str) -> HfConfig:
-        """Returns a nested object."""
-        self.read(dict[str, object], key)
-        return HfConfig(self[key], self.derived)
-
-    def derive(self, key: str, value: T, how: str) -> T:
-        """Notes a value that the file leaves out; the model's source lists it."""
-        self.derived.append(f"{self[key].field} = {show_value(value)} ({how})")
-        return value
-
-
-def load_hf_config(path: Path) -> HfConfig:
-    """Reads the root object of a config.json."""
-    hint = "check the brackets, commas and quotes, or use the config.json of a released model"
-    return HfConfig(parse_json(read_text(path), file=str(path), hint=hint))
-
+from optimus.errors import one_of
+from optimus.job.hf_file import HfConfig
+from optimus.job.hf_rope import read_rope
+from optimus.job.model import Attention, Experts, LatentAttention, Llm, Mlp, Rope, Stack
+from optimus.job.typed import Amount, Whole
 
 QKV_BIAS = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # by their architecture
 QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3_text")
 QWEN_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 LATENT = ("deepseek_v3", "kimi_k2")
 TEXT_TYPES = ("llama", "mistral", "internlm2", *QKV_BIAS, *QK_NORM, *LATENT)
+GEMMA = ("gemma3_text",)
+# Class defaults of transformers where they differ from 10,000 and 1e-6.
+THETA = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "gemma3_text"), 1e6),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), 5e5),
+}
+EPS = dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), 1e-5)
+# Rotary embeddings that a class has whatever its file says, and its sections where the file has none.
+ROPES = {
+    **dict.fromkeys(
+        ("qwen3_vl_text", "qwen3_vl_moe_text"), Rope(sections=(24, 20, 20), interleaved_sections=True)
+    ),
+    **dict.fromkeys(LATENT, Rope(interleaved=True)),
+}
 
 
 def read_hf_llm(text: HfConfig, tied: HfConfig) -> Llm:
@@ -85,15 +42,33 @@ def read_hf_llm(text: HfConfig, tied: HfConfig) -> Llm:
         layers=layers,
         attention=_latent_attention(text) if kind in LATENT else _attention(text, kind, hidden, layers),
         mlp=Mlp(
-            width=text.count("intermediate_size"), bias=_optional_flag(text, "mlp_bias", kind == "llama")
+            width=text.count("intermediate_size"),
+            bias=_optional_flag(text, "mlp_bias", kind == "llama"),
+            activation=_activation(text, kind),
         ),
         experts=_experts(text, kind),
+        norm_eps=text.read_or(EPS.get(kind, 1e-6), Amount, "rms_norm_eps"),
+        norm_offset=kind in GEMMA,
+        post_norms=kind in GEMMA,
     )
     if text["num_nextn_predict_layers"].value:
         text.derived.append("multi-token-prediction layers are left out")
     tied_flag = (text if text.has("tie_word_embeddings") else tied).read(bool, "tie_word_embeddings")
     source = f"{text.file} ({kind})"
-    return Llm(stack=stack, vocab=text.count("vocab_size"), tied=tied_flag, source=source)
+    softcap = "final_logit_softcapping"
+    return Llm(
+        stack=stack,
+        vocab=text.count("vocab_size"),
+        tied=tied_flag,
+        source=source,
+        embedding_scale=hidden**0.5 if kind in GEMMA else 1.0,
+        logit_softcap=text.read(Amount, softcap) if text.has(softcap) else None,
+    )
+
+
+def _activation(text: HfConfig, kind: str) -> str:
+    default = "gelu_pytorch_tanh" if kind in GEMMA else "silu"
+    return text.read_or(default, str, "hidden_activation" if kind in GEMMA else "hidden_act")
 
 
 def _optional_flag(text: HfConfig, key: str, expected: bool) -> bool:
@@ -128,7 +103,20 @@ def _attention(text: HfConfig, kind: str, hidden: int, layers: int) -> Attention
         qk_norm=kind in QK_NORM,
         window_tokens=window,
         full_layers=full,
+        rope=_rope(text, kind),
+        softmax_scale=_softmax_scale(text),
+        softcap=text.read(Amount, "attn_logit_softcapping") if text.has("attn_logit_softcapping") else None,
     )
+
+
+def _rope(text: HfConfig, kind: str) -> Rope:
+    return read_rope(text, theta=THETA.get(kind, 10_000.0), expected=ROPES.get(kind))
+
+
+def _softmax_scale(text: HfConfig) -> float | None:
+    """Returns Gemma's scale of attention scores, which it states as a width."""
+    key = "query_pre_attn_scalar"
+    return float(text.read(Amount, key)) ** -0.5 if text.has(key) else None
 
 
 def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[int, ...]]:
@@ -149,12 +137,13 @@ def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[i
 
 
 def _latent_attention(text: HfConfig) -> Attention:
-    heads = text.count("num_attention_heads")
+    heads, kind = text.count("num_attention_heads"), text.read(str, "model_type")
     nope, rope = text.count("qk_nope_head_dim"), text.count("qk_rope_head_dim")
     return Attention(
         heads=heads,
         kv_heads=heads,
         head_dim=nope + rope,
+        rope=_rope(text, kind),
         latent=LatentAttention(
             query_rank=text.count("q_lora_rank"),
             key_value_rank=text.count("kv_lora_rank"),

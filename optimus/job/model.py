@@ -3,14 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
-from optimus.job.typed import Count, Whole
+from optimus.job.typed import Amount, Count, Share, Whole
 
 Recompute = Literal["none", "selective", "full", "auto"]
 Modality = Literal["vision", "audio", "video"]
+NormKind = Literal["layernorm", "rmsnorm"]
 BF16_BYTES = 2
 FP32_BYTES = 4
+T = TypeVar("T")
+
+
+def constant(default: T) -> T:
+    """Declares a constant of a model family, which changes no schedule.
+
+    A plan is bound to it only where it differs from its default, so that plans from before it stay bound.
+    """
+    value: T = field(default=default, metadata={"constant": True})
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Scaling of rotary frequencies beyond the trained length, by the names of `rope_parameters`."""
+
+    type: str  # linear, dynamic, yarn, longrope, llama3, ...
+    factor: Amount | None = constant(None)
+    original_max_position_embeddings: Count | None = constant(None)
+    attention_factor: Amount | None = constant(None)
+    beta_fast: Amount | None = constant(None)
+    beta_slow: Amount | None = constant(None)
+    low_freq_factor: Amount | None = constant(None)
+    high_freq_factor: Amount | None = constant(None)
+    mscale: Amount | None = constant(None)
+    mscale_all_dim: Amount | None = constant(None)
+    short_factor: tuple[Amount, ...] = constant(())
+    long_factor: tuple[Amount, ...] = constant(())
+    truncate: bool | None = constant(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding; `sections` are its frequencies per axis (time, height, width)."""
+
+    theta: Amount = constant(10_000.0)
+    local_theta: Amount | None = constant(None)  # of layers with a window; None: as others
+    scaling: RopeScaling | None = constant(None)
+    sections: tuple[Whole, ...] = constant(())  # empty: one axis
+    interleaved_sections: bool = constant(False)  # axes take turns, frequency by frequency
+    partial_factor: Share = constant(1.0)  # share of a head that is rotated
+    interleaved: bool = constant(False)  # rotates neighbours (2i, 2i + 1) instead of (i, i + dim / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +86,12 @@ class Attention:
     window_tokens: Count | None = None  # encoder tokens a token attends to in windowed layers
     full_layers: tuple[Whole, ...] = ()  # layers without the window
     latent: LatentAttention | None = None
+    rotary: bool | None = constant(None)  # None: where no positions are learned, but not of sounds
+    rope: Rope = constant(Rope())
+    qk_norm_kind: Literal["layernorm", "rmsnorm", "l2"] = constant("rmsnorm")
+    qk_norm_over: Literal["head", "hidden"] = constant("head")
+    softmax_scale: Amount | None = constant(None)  # None: 1 / sqrt(score_dim)
+    softcap: Amount | None = constant(None)  # of attention scores
 
     @property
     def score_dim(self) -> int:
@@ -82,7 +131,14 @@ class Attention:
         weights = hidden * (self.query_width + self.key_value_width) + self.output_width * hidden
         biases = self.query_width + self.key_value_width if self.bias else 0
         biases += hidden if (self.bias if self.output_bias is None else self.output_bias) else 0
-        return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
+        return weights + biases + self._qk_norm_parameters
+
+    @property
+    def _qk_norm_parameters(self) -> int:
+        if not self.qk_norm or self.qk_norm_kind == "l2":
+            return 0
+        heads = (self.heads, self.kv_heads) if self.qk_norm_over == "hidden" else (1, 1)
+        return sum(heads) * self.head_dim * (2 if self.qk_norm_kind == "layernorm" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +148,11 @@ class Mlp:
     width: Count
     gated: bool = True
     bias: bool = False
+    activation: str | None = constant(None)  # as transformers names it; None: silu if gated, else gelu
+
+    @property
+    def activation_name(self) -> str:
+        return self.activation or ("silu" if self.gated else "gelu")
 
     @property
     def up_width(self) -> int:
@@ -131,8 +192,13 @@ class Stack:
     attention: Attention
     mlp: Mlp
     experts: Experts | None = None
-    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    norm: NormKind = "rmsnorm"
     dropout: bool = False  # keeps a mask of one byte per dropped-out element
+    dropout_rate: Share = constant(0.1)  # of elements, in stacks with dropout
+    norm_eps: Amount = constant(1e-6)
+    norm_offset: bool = constant(False)  # norms multiply by 1 + weight
+    post_norms: bool = constant(False)  # attention and MLP each have a norm behind them too
+    layer_scale: bool = constant(False)  # learned factors on the outputs of attention and MLP
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer >= self.experts.leading_dense_layers
@@ -142,7 +208,9 @@ class Stack:
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     def layer_parameters(self, layer: int, *, active: bool = False) -> int:
-        parameters = self.attention.parameters(self.hidden) + 2 * self.norm_parameters
+        parameters = self.attention.parameters(self.hidden)
+        parameters += (4 if self.post_norms else 2) * self.norm_parameters
+        parameters += 2 * self.hidden if self.layer_scale else 0
         if self.experts and self.has_experts(layer):
             experts = self.experts
             return parameters + (experts.active_parameters if active else experts.parameters)(self.hidden)
@@ -170,7 +238,7 @@ class Projector:
     """Linear layers from encoder width to LLM width; `widths` are their outputs.
 
     `merge` encoder tokens become one LLM token (4 for a 2x2 merger), concatenated
-    before the first linear when `concatenates`.
+    before the first linear when `concatenates`. `norm` is between merge and first linear.
     """
 
     widths: tuple[Count, ...]
@@ -178,6 +246,10 @@ class Projector:
     concatenates: bool = True
     bias: bool = True
     train: bool = True
+    activation: str = constant("gelu")  # between linear layers, as transformers names it
+    norm: NormKind | None = constant(None)
+    norm_eps: Amount = constant(1e-6)
+    deepstack_norm: bool = constant(False)  # projectors behind the first have `norm`, and no final norm
 
     def input_width(self, hidden: int) -> int:
         return hidden * self.merge if self.concatenates else hidden
@@ -186,6 +258,9 @@ class Projector:
         """(input, output) widths of every linear layer."""
         inputs = (self.input_width(hidden), *self.widths[:-1])
         return tuple(zip(inputs, self.widths, strict=True))
+
+    def norm_parameters(self, hidden: int) -> int:
+        return 0 if self.norm is None else self.input_width(hidden) * (2 if self.norm == "layernorm" else 1)
 
     def parameters(self, hidden: int) -> int:
         return sum(a * b + (b if self.bias else 0) for a, b in self.linears(hidden))
@@ -205,20 +280,35 @@ class Encoder:
     train: bool = True
     recompute: Recompute = "auto"
     source: str = field(default="", compare=False)
+    patch_bias: bool = constant(True)
+    class_token: bool = constant(False)
+    pre_norm: bool = constant(False)  # a norm before the first layer
+    final_norm: bool = constant(True)  # a norm behind the last layer, before the merge
+    interpolates_positions: bool = constant(False)  # learned positions fit any grid
+    deepstack_layers: tuple[Whole, ...] = constant(())  # its own layers whose outputs go to feeds[1:]
+
+    @property
+    def rotary(self) -> bool:
+        """Whether heads are rotated."""
+        stated = self.stack.attention.rotary
+        return not self.positions and self.modality != "audio" if stated is None else stated
 
     @property
     def embedding_parameters(self) -> int:
-        return (self.patch_inputs + 1 + self.positions) * self.stack.hidden
+        rows = self.patch_inputs + self.positions + self.patch_bias + self.class_token
+        return rows * self.stack.hidden + (self.stack.norm_parameters if self.pre_norm else 0)
 
     @property
     def projector_parameters(self) -> int:
-        return self.projector.parameters(self.stack.hidden) * len(self.feeds)
+        projector, hidden, count = self.projector, self.stack.hidden, len(self.feeds)
+        norms = projector.norm_parameters(hidden) * (count - projector.deepstack_norm)
+        return projector.parameters(hidden) * count + norms
 
     def parameters(self, *, active: bool = False) -> int:
         return (
             self.embedding_parameters
             + self.stack.parameters(active=active)
-            + self.stack.norm_parameters
+            + (self.stack.norm_parameters if self.final_norm else 0)
             + self.projector_parameters
         )
 
@@ -235,6 +325,14 @@ class Llm:
     recompute: Recompute = "auto"
     name: Literal["llm"] = "llm"
     source: str = field(default="", compare=False)
+    embedding_scale: Amount = constant(1.0)  # of token embeddings
+    logit_softcap: Amount | None = constant(None)
+
+    @property
+    def rotary(self) -> bool:
+        """Whether heads are rotated."""
+        stated = self.stack.attention.rotary
+        return not self.positions if stated is None else stated
 
     @property
     def embedding_parameters(self) -> int:
@@ -278,6 +376,7 @@ class Model:
     llm: Llm
     precision: Precision = field(default_factory=Precision)
     source: str = field(default="", compare=False)
+    family: str = constant("")  # model_type of its config.json; empty: written by hand
 
     @property
     def modules(self) -> tuple[Encoder | Llm, ...]:

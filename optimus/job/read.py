@@ -82,6 +82,7 @@ class ModelBlock:
     name: str | None = None
     encoders: tuple[Encoder, ...] | None = None
     llm: Llm | None = None
+    family: str = ""
     modules: dict[str, ModuleOverrides] = field(default_factory=dict)
     precision: Precision | None = None
     source: str = ""
@@ -295,6 +296,8 @@ def _read_model(node: DocumentNode, folder: Path) -> Model:
         raise node.error(problem, hint)
     if block.encoders is not None and block.llm is None:
         raise node["encoders"].error(f"is given together with {forms[0]}", "state one of them")
+    if block.family and block.llm is None:
+        raise node["family"].error(f"is given together with {forms[0]}", "leave it out")
     if block.hf is not None:
         model = read_hf_config(folder / block.hf)
     elif block.use is not None:
@@ -302,7 +305,9 @@ def _read_model(node: DocumentNode, folder: Path) -> Model:
     else:
         assert block.llm is not None
         source = str(node.document.file)
-        model = Model(name="model", encoders=block.encoders or (), llm=block.llm, source=source)
+        model = Model(
+            name="model", encoders=block.encoders or (), llm=block.llm, source=source, family=block.family
+        )
     if block.precision is not None:
         model = replace(model, precision=block.precision)
     named = replace(model, name=block.name or model.name, source=block.source or model.source)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from optimus.job.catalog_files import resolve_catalog_name
 from optimus.job.job import Job
@@ -21,7 +24,7 @@ name: {name}
 model:
   {origin}
   modules:                               # recompute: auto | none | selective | full
-{modules}  precision: {{compute: bf16, gradients: fp32, optimizer: adamw-fp32}}
+{modules}{constants}  precision: {{compute: bf16, gradients: fp32, optimizer: adamw-fp32}}
 cluster:
   use: {cluster}
   gpus: {gpus}
@@ -77,6 +80,7 @@ def _head(job: Job, origin: str, cluster: str) -> str:
         name=_quoted(job.name),
         origin=origin,
         modules=modules,
+        constants=_constant_lines(job),
         cluster=cluster,
         gpus=job.cluster.gpus,
         source=textwrap.fill(DEFAULT_SOURCE, 106, initial_indent="  # ", subsequent_indent="  # "),
@@ -85,6 +89,27 @@ def _head(job: Job, origin: str, cluster: str) -> str:
         row=row,
         tokens=tokens,
     )
+
+
+def _constant_lines(job: Job) -> str:
+    """Returns comments with the constants of a config.json, which the job reads with it."""
+    lines = []
+    for module in job.model.modules:
+        if stated := ", ".join(_constants(module)):
+            lines += textwrap.wrap(
+                f"{module.name}: {stated}", 104, initial_indent="  #   ", subsequent_indent="  #     "
+            )
+    return "\n".join([f"  # constants of {job.model.family}, read with it:", *lines, ""]) if lines else ""
+
+
+def _constants(value: Any, field: str = "") -> Iterator[str]:
+    """Yields the constants of a module that differ from their defaults: `stack.norm_eps 1e-05`."""
+    for each in fields(value):
+        item, name = getattr(value, each.name), f"{field}{each.name}"
+        if is_dataclass(item):
+            yield from _constants(item, f"{name}.")
+        elif each.metadata.get("constant") and item != each.default:
+            yield f"{name} {json.dumps(item)}"
 
 
 def _quoted(text: str) -> str:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from optimus.errors import UserError, one_of
 from optimus.job.model import Encoder, Llm
+from optimus.job.own_layers import find_unsupported
 from optimus.models.collectives import NO_TP, ParamSplit, TpGroup
 from optimus.models.dropout import hash64
 from optimus.models.end_layers import EncoderProjector, LossHead, PatchEmbedding, TokenEmbedding
-from optimus.models.kernels import KERNELS, NUMERICS, KernelSet, NumericConstants
+from optimus.models.kernels import KERNELS, KernelSet
 from optimus.models.layer_ops import RESIDUAL_ADD
 from optimus.models.segment import Segment, SequentialSegment
 from optimus.models.tensor_parallel import TpCollective
@@ -40,7 +41,6 @@ def build_layers(
     seed: int = 0,
     first: int = 0,
     end: int | None = None,
-    numerics: NumericConstants = NUMERICS,
     compute: KernelSet = KERNELS,
     tp_group: TpGroup = NO_TP,
     encoders_train: bool = True,
@@ -50,10 +50,13 @@ def build_layers(
     The rank in `tp_group` decides which shards of parameters are built. `encoders_train` says whether any
     encoder of an LLM needs gradients.
     """
-    _refuse_unsupported(module, tp_group.size)
+    _refuse_uneven_heads(module, tp_group.size)
+    unsupported = find_unsupported(module)
+    if unsupported is not None:
+        raise unsupported
     end = count_layers(module) if end is None else end
     assert 0 <= first <= end <= count_layers(module), f"layers {first}:{end} of {count_layers(module)}"
-    options: dict[str, Any] = {"numerics": numerics, "tp_group": tp_group, "dtype": dtype, "device": device}
+    options: dict[str, Any] = {"tp_group": tp_group, "dtype": dtype, "device": device}
     layers = [
         _build_layer(module, layer, compute, encoders_train=encoders_train, **options)
         for layer in range(first, end)
@@ -71,21 +74,20 @@ def _build_layer(
     layer: int,
     compute: KernelSet,
     *,
-    numerics: NumericConstants,
     tp_group: TpGroup,
     encoders_train: bool,
     **factory_kwargs: Any,
 ) -> list[Segment]:
     last = count_layers(module) - 1
     if layer == 0 and isinstance(module, Llm):
-        return [TokenEmbedding(module, numerics, tp_group, encoders_train=encoders_train, **factory_kwargs)]
+        return [TokenEmbedding(module, tp_group, encoders_train=encoders_train, **factory_kwargs)]
     if layer == last and isinstance(module, Llm):
-        return [LossHead(module, numerics, compute, tp_group, **factory_kwargs)]
+        return [LossHead(module, compute, tp_group, **factory_kwargs)]
     if layer in (0, last) and isinstance(module, Encoder):
         end_layer = EncoderProjector if layer else PatchEmbedding
-        return [end_layer(module, numerics, compute, **factory_kwargs)]
+        return [end_layer(module, compute, **factory_kwargs)]
     name = f"{module.name}.layers.{layer - 1}"
-    return build_layer_segments(module.stack, layer - 1, name, numerics, compute, tp_group, **factory_kwargs)
+    return build_layer_segments(module.stack, layer - 1, name, compute, tp_group, **factory_kwargs)
 
 
 def insert_tp_collectives(layer: Sequence[Segment]) -> list[Segment]:
@@ -172,30 +174,6 @@ def _initialize(parameter: Tensor, name: str, seed: int, split: ParamSplit | Non
 
 
 # ---------------------------------------------------------------------------------------- refusals
-
-
-def _refuse_unsupported(module: Module, tp: int) -> None:
-    """Raises an error that names the first field that the engine cannot run."""
-    _refuse_uneven_heads(module, tp)
-    stack, attention = module.stack, module.stack.attention
-    problems: list[tuple[str, object, bool]] = [
-        ("stack.experts", "given", stack.experts is not None),
-        ("stack.attention.latent", "given", attention.latent is not None),
-        ("feeds", getattr(module, "feeds", (0,)), isinstance(module, Encoder) and module.feeds != (0,)),
-        (
-            "stack.attention.window_tokens",
-            attention.window_tokens,
-            isinstance(module, Llm) and attention.window_tokens is not None,
-        ),
-    ]
-    for field, value, unsupported in problems:
-        if unsupported:
-            raise UserError(
-                field=f"model.{module.name}.{field}",
-                value=value,
-                problem="can be planned, but the engine does not run it yet",
-                hint="leave it out, or only plan",
-            )
 
 
 def _refuse_uneven_heads(module: Module, tp: int) -> None:

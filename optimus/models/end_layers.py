@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from optimus.ir.op import KernelName
 from optimus.job.model import Encoder, Llm
+from optimus.job.own_layers import GELU_APPROXIMATIONS
 from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout
-from optimus.models.kernels import KernelSet, Linear, Norm, NumericConstants, embedding, linear
+from optimus.models.kernels import KernelSet, Linear, Norm, embedding, linear
 from optimus.models.sample import IGNORE_INDEX
 from optimus.models.segment import FunctionSegment, Segment, State, WeightGradStore
 from optimus.models.tensor_parallel import AllGather, ReduceScatter, SeamExchange
@@ -30,15 +31,14 @@ class PatchEmbedding(Segment):
     kernels = (KernelName.PATCHES,)
     defers_weight_grads, is_end = True, True
 
-    def __init__(
-        self, encoder: Encoder, numerics: NumericConstants, compute: KernelSet, **factory_kwargs: Any
-    ) -> None:
+    def __init__(self, encoder: Encoder, compute: KernelSet, **factory_kwargs: Any) -> None:
         super().__init__()
         hidden = encoder.stack.hidden
         self.compute = compute
-        self.dropout = Dropout(f"{encoder.name}.patches", numerics.dropout)
+        self.dropout = Dropout(f"{encoder.name}.patches", encoder.stack.dropout_rate)
         self.weight = nn.Parameter(torch.empty(hidden, encoder.patch_inputs, **factory_kwargs))
-        self.bias = nn.Parameter(torch.empty(hidden, **factory_kwargs))
+        bias = torch.empty(hidden, **factory_kwargs) if encoder.patch_bias else None
+        self.bias = None if bias is None else nn.Parameter(bias)
         self.positions = _position_table(encoder.positions, hidden, factory_kwargs)
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
@@ -58,13 +58,13 @@ class EncoderProjector(Segment):
     kernels = (KernelName.PROJECTOR,)
     defers_weight_grads, is_end = True, True
 
-    def __init__(
-        self, encoder: Encoder, numerics: NumericConstants, compute: KernelSet, **factory_kwargs: Any
-    ) -> None:
+    def __init__(self, encoder: Encoder, compute: KernelSet, **factory_kwargs: Any) -> None:
         super().__init__()
         self.projector, self.compute = encoder.projector, compute
         stack, bias = encoder.stack, encoder.projector.bias
-        self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **factory_kwargs)
+        norm = Norm(stack.norm, stack.hidden, stack.norm_eps, **factory_kwargs)
+        self.norm = norm if encoder.final_norm else None
+        self._gelu = GELU_APPROXIMATIONS.get(self.projector.activation, "none")  # unused by one linear
         widths = self.projector.linears(stack.hidden)
         self.linears = nn.ModuleList(
             Linear(inputs, outputs, bias=bias, **factory_kwargs) for inputs, outputs in widths
@@ -73,10 +73,11 @@ class EncoderProjector(Segment):
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         (x,) = state
         merge = self.projector.merge
-        rows = self.norm(x).unflatten(0, (x.shape[0] // merge, merge))
+        rows = x if self.norm is None else self.norm(x)
+        rows = rows.unflatten(0, (x.shape[0] // merge, merge))
         rows = rows.flatten(1) if self.projector.concatenates else rows.mean(1)
         for index, layer in enumerate(self.linears):
-            rows = functional.gelu(rows) if index else rows
+            rows = functional.gelu(rows, approximate=self._gelu) if index else rows
             rows = layer(rows, weight_grads, self.compute.linear)
         return (rows,)
 
@@ -97,7 +98,6 @@ class TokenEmbedding(Segment):
     def __init__(
         self,
         llm: Llm,
-        numerics: NumericConstants,
         tp_group: TpGroup,
         *,
         encoders_train: bool,
@@ -106,7 +106,7 @@ class TokenEmbedding(Segment):
         super().__init__()
         hidden, split = llm.stack.hidden, ParamSplit(dim=0, blocks=((llm.vocab, 1),))
         self.splits, self.tp_group, self.encoders_train = {"weight": split}, tp_group, encoders_train
-        self.dropout = Dropout(f"{llm.name}.embedding", numerics.dropout)
+        self.dropout = Dropout(f"{llm.name}.embedding", llm.stack.dropout_rate)
         rows = split.shard_length(tp_group.size)
         self._first_id = tp_group.rank * rows
         self.weight = nn.Parameter(torch.empty(rows, hidden, **factory_kwargs))
@@ -170,7 +170,6 @@ class LossHead(Segment):
     def __init__(
         self,
         llm: Llm,
-        numerics: NumericConstants,
         compute: KernelSet,
         tp_group: TpGroup,
         **factory_kwargs: Any,
@@ -178,7 +177,7 @@ class LossHead(Segment):
         super().__init__()
         split = ParamSplit(dim=0, blocks=((llm.vocab, 1),))
         self.compute, self.tp_group, self.splits = compute, tp_group, {"weight": split}
-        self.norm = Norm(llm.stack.norm, llm.stack.hidden, numerics.norm_eps, **factory_kwargs)
+        self.norm = Norm(llm.stack.norm, llm.stack.hidden, llm.stack.norm_eps, **factory_kwargs)
         rows = split.shard_length(tp_group.size)
         self._first_id = tp_group.rank * rows
         self._count = max(0, min(rows, llm.vocab - self._first_id))

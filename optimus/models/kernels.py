@@ -313,17 +313,6 @@ class _RmsNorm(torch.autograd.Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumericConstants:
-    """Constants of a model family that a job's model omits, since they do not change any cost."""
-
-    norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_sections: tuple[int, ...] = ()  # rotary frequencies per axis (time, height, width); empty: one axis
-    gelu: Literal["none", "tanh"] = "none"  # approximation of the GELU in an MLP that is not gated
-    dropout: float = 0.1  # share of elements dropped in stacks with dropout
-
-
-@dataclass(frozen=True, kw_only=True)
 class KernelSet:
     """Replaceable kernels of segments."""
 
@@ -331,4 +320,4 @@ class KernelSet:
     attention: AttentionKernel = attend_by_spans
 
 
-NUMERICS, KERNELS = NumericConstants(), KernelSet()
+KERNELS = KernelSet()

@@ -16,7 +16,6 @@ from optimus.errors import UserError
 from optimus.job.model import Encoder, Llm
 from optimus.models.attention import Rotary, build_grid_rotary_table, build_sequence_rotary_table
 from optimus.models.dropout import make_dropout_keys
-from optimus.models.kernels import NUMERICS, NumericConstants
 from optimus.models.sample import (
     IGNORE_INDEX,
     PlacedItem,
@@ -123,7 +122,6 @@ def build_encoder_inputs(
     seed: int,
     step: int,
     dtype: torch.dtype = torch.float32,
-    numerics: NumericConstants = NUMERICS,
 ) -> tuple[Tensor, EncoderMicrobatchContext]:
     """Returns a bin: items one after another, then padding up to `capacity` tokens as one more span."""
     inputs = torch.zeros(capacity, encoder.patch_inputs, dtype=dtype)
@@ -146,10 +144,10 @@ def build_encoder_inputs(
         window_spans += order.window_spans
         start = end
     padding = (capacity - start,) if capacity > start else ()
-    learned, head_dim = encoder.positions > 0, encoder.stack.attention.head_dim
+    learned, attention = encoder.positions > 0, encoder.stack.attention
     rotary = None
-    if not learned and not is_sound:
-        rotary = build_grid_rotary_table(coordinates, head_dim, numerics.rope_theta, dtype)
+    if encoder.rotary:
+        rotary = build_grid_rotary_table(coordinates, attention.head_dim, attention.rope.theta, dtype)
     return inputs, EncoderMicrobatchContext(
         spans=(*spans, *padding),
         window_spans=(*window_spans, *padding),
@@ -244,23 +242,20 @@ def build_llm_inputs(
     seed: int,
     step: int,
     dtype: torch.dtype = torch.float32,
-    numerics: NumericConstants = NUMERICS,
     encoders: Sequence[Encoder] = (),
 ) -> tuple[Tensor, LlmMicrobatchContext]:
     """Returns token ids and context of packed samples; multimodal rotary positions read `encoders`."""
-    positions = torch.cat([_positions(llm, sample, numerics, encoders) for sample in samples], 1)
+    positions = torch.cat([_positions(llm, sample, encoders) for sample in samples], 1)
     keys = [
         make_dropout_keys(torch.arange(sample.length), seed=seed, step=step, sample=sample.number)
         for sample in samples
     ]
     labels = torch.cat([sample.labels for sample in samples])
-    attention, sections = llm.stack.attention, numerics.rope_sections
+    attention, rope = llm.stack.attention, llm.stack.attention.rope
     rotary = None
-    if not llm.positions:
-        per_axis = positions if sections else positions[0]
-        rotary = build_sequence_rotary_table(
-            per_axis, attention.head_dim, numerics.rope_theta, dtype, sections
-        )
+    if llm.rotary:
+        per_axis = positions if rope.sections else positions[0]
+        rotary = build_sequence_rotary_table(per_axis, attention.head_dim, rope.theta, dtype, rope.sections)
     return torch.cat([sample.tokens for sample in samples]), LlmMicrobatchContext(
         spans=tuple(span for sample in samples for span in sample.spans),
         rotary=rotary,
@@ -272,7 +267,7 @@ def build_llm_inputs(
     )
 
 
-def _positions(llm: Llm, sample: Sample, numerics: NumericConstants, encoders: Sequence[Encoder]) -> Tensor:
+def _positions(llm: Llm, sample: Sample, encoders: Sequence[Encoder]) -> Tensor:
     """Returns positions (axes, length) that restart in every document; with sections, items have axes."""
     if llm.positions and max(sample.spans) > llm.positions:
         raise UserError(
@@ -281,7 +276,7 @@ def _positions(llm: Llm, sample: Sample, numerics: NumericConstants, encoders: S
             problem=f"is less than the {max(sample.spans)} tokens of sample {sample.number}",
             hint=f"use {max(sample.spans)} or more, or shorter samples",
         )
-    axes = max(1, len(numerics.rope_sections))
+    axes = max(1, len(llm.stack.attention.rope.sections))
     grids = _output_grids(sample, encoders) if axes > 1 else {}
     runs: list[Tensor] = []
     start = 0

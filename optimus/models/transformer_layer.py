@@ -9,9 +9,10 @@ from torch import nn
 
 from optimus.ir.op import KernelName
 from optimus.job.model import Stack
+from optimus.job.own_layers import GELU_APPROXIMATIONS
 from optimus.models.collectives import ParamSplit, TpGroup
 from optimus.models.dropout import Dropout
-from optimus.models.kernels import KernelSet, Norm, NumericConstants
+from optimus.models.kernels import KernelSet, Norm
 from optimus.models.layer_ops import (
     LinearResidualAdd,
     MlpUp,
@@ -28,18 +29,17 @@ def build_layer_segments(
     stack: Stack,
     layer: int,
     name: str,
-    numerics: NumericConstants,
     compute: KernelSet,
     tp_group: TpGroup,
     **factory_kwargs: Any,
 ) -> list[Segment]:
     """Returns the segments of one layer; `name` is the layer's in the model."""
     return [
-        QkvSegment(stack, numerics, compute, tp_group, **factory_kwargs),
+        QkvSegment(stack, compute, tp_group, **factory_kwargs),
         SelfAttention(stack, layer, compute),
-        build_attention_out(stack, numerics, compute, f"{name}.out", tp_group, **factory_kwargs),
-        MlpUpSegment(stack, numerics, compute, tp_group, **factory_kwargs),
-        build_mlp_down(stack, numerics, compute, f"{name}.down", tp_group, **factory_kwargs),
+        build_attention_out(stack, compute, f"{name}.out", tp_group, **factory_kwargs),
+        MlpUpSegment(stack, compute, tp_group, **factory_kwargs),
+        build_mlp_down(stack, compute, f"{name}.down", tp_group, **factory_kwargs),
     ]
 
 
@@ -84,7 +84,6 @@ class QkvSegment(LinearSegment):
     def __init__(
         self,
         stack: Stack,
-        numerics: NumericConstants,
         compute: KernelSet,
         tp_group: TpGroup,
         **factory_kwargs: Any,
@@ -99,7 +98,7 @@ class QkvSegment(LinearSegment):
             tp_group=tp_group,
             **factory_kwargs,
         )
-        eps = numerics.norm_eps
+        eps = stack.norm_eps
         self.norm = Norm(stack.norm, stack.hidden, eps, **factory_kwargs)
         self.query_norm = Norm("rmsnorm", width, eps, **factory_kwargs) if attention.qk_norm else None
         self.key_norm = Norm("rmsnorm", width, eps, **factory_kwargs) if attention.qk_norm else None
@@ -151,7 +150,6 @@ class MlpUpSegment(LinearSegment):
     def __init__(
         self,
         stack: Stack,
-        numerics: NumericConstants,
         compute: KernelSet,
         tp_group: TpGroup,
         **factory_kwargs: Any,
@@ -165,8 +163,9 @@ class MlpUpSegment(LinearSegment):
             tp_group=tp_group,
             **factory_kwargs,
         )
-        self.norm = Norm(stack.norm, stack.hidden, numerics.norm_eps, **factory_kwargs)
-        self._linear, self._gated, self._gelu = compute.linear, mlp.gated, numerics.gelu
+        self.norm = Norm(stack.norm, stack.hidden, stack.norm_eps, **factory_kwargs)
+        self._linear, self._gated = compute.linear, mlp.gated
+        self._gelu = "none" if mlp.gated else GELU_APPROXIMATIONS[mlp.activation_name]
         self.set_segments(self.ops())
 
     def ops(self) -> list[Segment]:
@@ -189,7 +188,6 @@ class ResidualProjection(LinearSegment):
     def __init__(
         self,
         stack: Stack,
-        numerics: NumericConstants,
         compute: KernelSet,
         site: str,
         tp_group: TpGroup,
@@ -210,7 +208,7 @@ class ResidualProjection(LinearSegment):
             **factory_kwargs,
         )
         self.kernels, self._kernel, self._scatter = (kernel,), kernel, scatter
-        self._linear, self._dropout = compute.linear, Dropout(site, numerics.dropout)
+        self._linear, self._dropout = compute.linear, Dropout(site, stack.dropout_rate)
         self.set_segments(self.ops())
 
     def ops(self) -> list[Segment]:
@@ -226,7 +224,6 @@ class ResidualProjection(LinearSegment):
 
 def build_attention_out(
     stack: Stack,
-    numerics: NumericConstants,
     compute: KernelSet,
     site: str,
     tp_group: TpGroup,
@@ -236,7 +233,6 @@ def build_attention_out(
     attention = stack.attention
     return ResidualProjection(
         stack,
-        numerics,
         compute,
         site,
         tp_group,
@@ -250,7 +246,6 @@ def build_attention_out(
 
 def build_mlp_down(
     stack: Stack,
-    numerics: NumericConstants,
     compute: KernelSet,
     site: str,
     tp_group: TpGroup,
@@ -259,7 +254,6 @@ def build_mlp_down(
     """Returns the second half of an MLP; `site` names its dropout."""
     return ResidualProjection(
         stack,
-        numerics,
         compute,
         site,
         tp_group,

@@ -1,0 +1,93 @@
+"""Says which models our own layers train: whatever is not listed here is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from optimus.errors import UserError, one_of
+from optimus.job.model import Encoder, Llm, Model
+
+# Families (`model_type` of config.json) that a test compares with transformers as whole models: losses and
+# gradients, with every constant. Value: the test's file.
+COMPARED_FAMILIES: dict[str, str] = {}
+
+GELU_APPROXIMATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}  # torch's, by name
+PLAN_ONLY = "can be planned, but the engine does not run it yet"
+
+
+def find_untrainable(model: Model) -> UserError | None:
+    """Returns why our own layers cannot train a model, or None if they can."""
+    if model.family and model.family not in COMPARED_FAMILIES:
+        compared = f"compared are {one_of(sorted(COMPARED_FAMILIES))}; " if COMPARED_FAMILIES else ""
+        return UserError(
+            field="model.family",
+            value=model.family,
+            problem="can be planned, but no test compares our own layers with this family of transformers",
+            hint=f"{compared}only plan it, or run its transformers modules in FillSchedule",
+        )
+    return next((error for error in map(find_unsupported, model.modules) if error is not None), None)
+
+
+def refuse_untrainable(model: Model) -> None:
+    """Raises an error that names the first field that our own layers cannot train."""
+    error = find_untrainable(model)
+    if error is not None:
+        raise error
+
+
+def find_unsupported(module: Encoder | Llm) -> UserError | None:
+    """Returns an error about the first field of a module that our own layers cannot honour."""
+    for field, value, supported in _limits(module):
+        if not supported:
+            name, hint = f"model.{module.name}.{field}", "leave it out, or only plan"
+            return UserError(field=name, value=value, problem=PLAN_ONLY, hint=hint)
+    return None
+
+
+def _limits(module: Encoder | Llm) -> Iterator[tuple[str, object, bool]]:
+    """Yields fields, their values, and whether our layers honour them."""
+    stack, attention = module.stack, module.stack.attention
+    rope, mlp = attention.rope, stack.mlp
+    yield "stack.experts", "given", stack.experts is None
+    yield "stack.attention.latent", "given", attention.latent is None
+    yield "stack.attention.rope.scaling", rope.scaling and rope.scaling.type, rope.scaling is None
+    yield "stack.attention.rope.local_theta", rope.local_theta, rope.local_theta is None
+    yield "stack.attention.rope.partial_factor", rope.partial_factor, rope.partial_factor == 1
+    yield "stack.attention.rope.interleaved", True, not rope.interleaved
+    yield "stack.attention.rope.interleaved_sections", True, not rope.interleaved_sections
+    kind, over = attention.qk_norm_kind, attention.qk_norm_over
+    yield "stack.attention.qk_norm_kind", kind, not attention.qk_norm or kind == "rmsnorm"
+    yield "stack.attention.qk_norm_over", over, not attention.qk_norm or over == "head"
+    has_default_scale = attention.softmax_scale in (None, attention.score_dim**-0.5)
+    yield "stack.attention.softmax_scale", attention.softmax_scale, has_default_scale
+    yield "stack.attention.softcap", attention.softcap, attention.softcap is None
+    activations = ("silu",) if mlp.gated else tuple(GELU_APPROXIMATIONS)
+    yield "stack.mlp.activation", mlp.activation_name, mlp.activation_name in activations
+    yield "stack.norm_offset", True, not stack.norm_offset
+    yield "stack.post_norms", True, not stack.post_norms
+    yield "stack.layer_scale", True, not stack.layer_scale
+    yield from _encoder_limits(module) if isinstance(module, Encoder) else _llm_limits(module)
+
+
+def _encoder_limits(encoder: Encoder) -> Iterator[tuple[str, object, bool]]:
+    projector, rope = encoder.projector, encoder.stack.attention.rope
+    yield "feeds", encoder.feeds, encoder.feeds == (0,)
+    yield "stack.attention.rope.sections", rope.sections, not rope.sections
+    yield "stack.attention.rotary", True, not (encoder.rotary and encoder.positions)
+    yield "stack.attention.rotary", True, not (encoder.rotary and encoder.modality == "audio")
+    yield "class_token", True, not encoder.class_token
+    yield "pre_norm", True, not encoder.pre_norm
+    yield "interpolates_positions", True, not encoder.interpolates_positions
+    yield "deepstack_layers", encoder.deepstack_layers, not encoder.deepstack_layers
+    yield "projector.norm", projector.norm, projector.norm is None
+    yield "projector.deepstack_norm", True, not projector.deepstack_norm
+    supported = len(projector.widths) == 1 or projector.activation in GELU_APPROXIMATIONS
+    yield "projector.activation", projector.activation, supported
+
+
+def _llm_limits(llm: Llm) -> Iterator[tuple[str, object, bool]]:
+    attention = llm.stack.attention
+    yield "stack.attention.window_tokens", attention.window_tokens, attention.window_tokens is None
+    yield "stack.attention.rotary", attention.rotary, attention.rotary in (None, not llm.positions)
+    yield "embedding_scale", llm.embedding_scale, llm.embedding_scale == 1
+    yield "logit_softcap", llm.logit_softcap, llm.logit_softcap is None
