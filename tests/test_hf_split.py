@@ -7,91 +7,14 @@ from typing import Any
 import hf_models
 import pytest
 import torch
-from torch import Tensor, nn
+from hf_chain import compare, gradients, run_forward, run_step
 
-from optimus.hf.inputs import EncoderInputs, MicrobatchInputs, count_labels, pack_documents
-from optimus.hf.split import SplitModel, split_model
+from optimus.errors import UserError
+from optimus.hf.inputs import pack_documents
+from optimus.hf.loss import CausalLmLoss
+from optimus.hf.split import split_model
 
-CLOSE = 1e-12  # of the largest gradient
 BLOCKS = {"vision": [1, 2, 1], "audio": [1, 2, 1]}
-
-
-class Boundary:
-    """Runs one part after another with detached states between them, and backward the other way."""
-
-    def __init__(self, split: SplitModel) -> None:
-        self.split = split
-        self.calls: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
-
-    def call(self, name: str, index: int, inputs: tuple[Tensor, ...], batch: Any) -> tuple[Tensor, ...]:
-        parts = self.split.stages if name == "llm" else self.split.encoders[name]
-        outputs = parts[index](*inputs, **batch.kwargs)
-        expected = self.split.shapes[name](index, batch.args, batch.kwargs)
-        assert [tuple(output.shape) for output in outputs] == expected, f"{name} {index}"
-        detached = tuple(output.detach().requires_grad_() for output in outputs)
-        self.calls.append((outputs, detached))
-        return detached
-
-    def backward(self) -> None:
-        for outputs, detached in reversed(self.calls):
-            pairs = [
-                (output, leaf.grad)
-                for output, leaf in zip(outputs, detached, strict=True)
-                if leaf.grad is not None and output.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-
-
-def no_rows(split: SplitModel, name: str) -> tuple[Tensor, ...]:
-    width = split.model.config.get_text_config().hidden_size
-    levels = sum(len(block.deepstack) for block in split.encoders[name])
-    return tuple(torch.zeros(0, width, dtype=split.model.dtype) for _ in range(1 + levels))
-
-
-def run_encoder(chain: Boundary, name: str, batch: EncoderInputs | None) -> tuple[Tensor, ...]:
-    if batch is None:
-        return no_rows(chain.split, name)
-    state = batch.args
-    for index in range(len(chain.split.encoders[name])):
-        state = chain.call(name, index, state, batch)
-    return state
-
-
-def run_step(split: SplitModel, batches: list[MicrobatchInputs]) -> float:
-    """Runs forward and backward of all microbatches; returns the batch's loss."""
-    loss_fn = split.loss(count_labels(batches), len(batches))
-    total = 0.0
-    for batch in batches:
-        chain = Boundary(split)
-        rows = [row for name in split.encoders for row in run_encoder(chain, name, batch.encoders[name])]
-        state = (*batch.args, *rows)
-        for index in range(len(split.stages)):
-            state = chain.call("llm", index, state, batch)
-        assert batch.target is not None
-        loss = loss_fn(*state, batch.target)
-        loss.backward()
-        chain.backward()
-        total += float(loss.detach())
-    return total
-
-
-def gradients(split: SplitModel) -> dict[str, Tensor]:
-    parts: list[nn.Module] = [*split.stages, *(b for blocks in split.encoders.values() for b in blocks)]
-    named: dict[Any, str] = {}  # a tied parameter has the name of its embedding
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            named.setdefault(parameter, name.removeprefix("hf."))
-    return {name: p.grad for p, name in named.items() if p.grad is not None}
-
-
-def compare(loss: float, grads: dict[str, Tensor], expected: tuple[float, dict[str, Tensor]]) -> None:
-    assert loss == pytest.approx(expected[0], rel=CLOSE)
-    assert set(grads) == set(expected[1])
-    scale = max(float(grad.abs().max()) for grad in expected[1].values())
-    errors = {name: float((grads[name] - grad).abs().max()) / scale for name, grad in expected[1].items()}
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] < CLOSE, f"{worst}: {errors[worst]}"
 
 
 def check_split(case: str, stages: list[int], blocks: dict[str, list[int]], **options: Any) -> None:
@@ -123,17 +46,97 @@ def test_whole_towers_with_eager_attention_do_too(case: str) -> None:
 def test_packed_documents_do_not_see_each_other(case: str) -> None:
     split = split_model(hf_models.build(case), stages=[2, 2], router_loss=False)
     documents = next(docs for docs in hf_models.documents(case) if len(docs) > 1)
-    packed = run_forward(split, pack_documents(split.model, documents))
-    alone = torch.cat([run_forward(split, document) for document in documents], 1)
+    packed = run_forward(split, pack_documents(split.model, documents))[0]
+    alone = torch.cat([run_forward(split, document)[0] for document in documents], 1)
     assert float((packed - alone).abs().max()) < 1e-6 * float(alone.abs().max())  # norms sum in float32
 
 
-def run_forward(split: SplitModel, document: dict[str, Any]) -> Tensor:
-    batch, chain = split.inputs(document), Boundary(split)
-    state = (
-        *batch.args,
-        *(row for name in split.encoders for row in run_encoder(chain, name, batch.encoders[name])),
-    )
-    for index in range(len(split.stages)):
-        state = chain.call("llm", index, state, batch)
-    return state[0].detach()
+@pytest.mark.ci("hf")
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl_moe", "qwen2_audio"])
+def test_the_loss_is_the_one_of_transformers(case: str) -> None:
+    model = hf_models.build(case, dtype=torch.float32)
+    for document in hf_models.microbatches(case):
+        document = {n: v.float() if v.is_floating_point() else v for n, v in document.items()}
+        split = split_model(model, stages=[2, 2])
+        batch = split.inputs(document)
+        assert batch.target is not None
+        count = int((batch.target[:, 1:] != -100).sum())
+        out = model(**document, use_cache=False)
+        state = run_forward(split, document)
+        assert float(split.loss(count, 1)(*state, batch.target)) == pytest.approx(
+            float(out.loss.detach()), rel=1e-6
+        )
+
+
+def test_losses_of_microbatches_add_up_to_the_mean_over_labels() -> None:
+    logits, labels = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(0, 7, (3, 5))
+    labels[0, 2:] = labels[1, 4] = -100
+    count = int((labels[:, 1:] != -100).sum())
+    loss = CausalLmLoss(num_labels=count, num_microbatches=3)
+    parts = sum(float(loss(logits[i : i + 1], labels[i : i + 1])) for i in range(3))
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert parts == pytest.approx(float(expected), rel=1e-12)
+
+
+def build_on_meta(case: str) -> Any:
+    with torch.device("meta"):
+        return hf_models.MODELS[case]()
+
+
+def refusal(function: Any) -> UserError:
+    with pytest.raises(UserError) as raised:
+        function()
+    return raised.value
+
+
+def test_splits_that_do_not_fit_are_refused_by_name() -> None:
+    model = build_on_meta("qwen2_5_vl")
+    assert "does not divide 4 layers" in str(refusal(lambda: split_model(model, stages=[2, 1])))
+    assert "does not divide" in str(refusal(lambda: split_model(model, stages=[4, 0])))
+    assert refusal(lambda: split_model(model, stages=[4], blocks={"audio": [4]})).field == "blocks.audio"
+    assert refusal(lambda: split_model(model, stages=[4], router_loss=True)).field == "router_loss"
+    omni = build_on_meta("qwen2_5_omni")
+    assert refusal(lambda: split_model(omni, stages=[4], blocks={"audio": [2, 2]})).field == "blocks.audio"
+    llava = build_on_meta("llava_clip_llama")
+    llava.config.vision_feature_layer = -4
+    problem = refusal(lambda: split_model(llava, stages=[4], blocks={"vision": [2, 2]}))
+    assert "cuts behind layer 1" in str(problem)
+    split_model(llava, stages=[4], blocks={"vision": [1, 3]})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model_type": "mllama"}, "model_type"),
+        ({"quantization_config": {}}, "quantization_config"),
+    ],
+)
+def test_models_that_no_test_compares_are_refused_by_name(change: dict[str, Any], field: str) -> None:
+    model = build_on_meta("qwen2_5_vl")
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    assert refusal(lambda: split_model(model, stages=[4])).field == field
+
+
+def test_towers_and_texts_that_no_test_compares_are_refused_by_name() -> None:
+    model = build_on_meta("llava_clip_llama")
+    model.config.text_config.model_type = "mistral"
+    assert refusal(lambda: split_model(model, stages=[4])).field == "text_config.model_type"
+    model = build_on_meta("llava_clip_llama")
+    model.config.vision_config.model_type = "pixtral"
+    assert refusal(lambda: split_model(model, stages=[4])).field == "vision_config.model_type"
+
+
+def test_inputs_that_are_not_carried_are_refused_by_name() -> None:
+    split = split_model(build_on_meta("qwen2_5_vl"), stages=[4])
+    batch = hf_models.microbatches("qwen2_5_vl")[0]
+    cases = {
+        "image_sizes": {**batch, "image_sizes": torch.ones(1)},
+        "pixel_values": {name: value for name, value in batch.items() if name != "image_grid_thw"},
+        "mm_token_type_ids": {name: value for name, value in batch.items() if name != "mm_token_type_ids"},
+        "input_ids": {"input_ids": batch["input_ids"]},
+    }
+    for field, changed in cases.items():
+        assert refusal(lambda changed=changed: split.inputs(changed)).field == field
+    padded = {**batch, "attention_mask": torch.zeros_like(batch["input_ids"])}
+    assert refusal(lambda: pack_documents(split.model, [batch, padded])).field == "attention_mask"

@@ -149,20 +149,26 @@ def pack_documents(model: Any, documents: Sequence[Mapping[str, Any]]) -> dict[s
 
     Attention keeps to the document: transformers recognises restarts of `position_ids` without a mask.
     """
+    for document in documents:
+        mask = document.get("attention_mask")
+        if len(document["input_ids"]) != 1 or (mask is not None and not bool(mask.all())):
+            raise UserError(
+                field="attention_mask",
+                value=None if mask is None else tuple(mask.shape),
+                problem="is of several sequences or pads one",
+                hint="pack documents of one sequence, without padding",
+            )
     family = find_family(model.config)
     positions = [_document_positions(model, family, document) for document in documents]
     packed: dict[str, Any] = {"position_ids": torch.cat(positions, -1)}
     for name in dict.fromkeys(name for document in documents for name in document):
-        values = [document.get(name) for document in documents]
-        if name == "attention_mask":
-            if not all(value is None or bool(value.all()) for value in values):
-                raise UserError(field=name, problem="pads a document", hint="pack documents without padding")
-        elif name == "labels":
+        values = [document[name] for document in documents if document.get(name) is not None]
+        if name == "labels":
             packed[name] = torch.cat([_without_first(value) for value in values], -1)
-        elif values[0] is not None and name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
+        elif name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
             packed[name] = torch.cat(values, -1)
-        else:
-            packed[name] = torch.cat([value for value in values if value is not None])
+        elif values and name != "attention_mask":
+            packed[name] = torch.cat(values)
     return packed
 
 

@@ -1,10 +1,9 @@
-"""Chooses what trains: freezes parameters by name, adds LoRA adapters to parts, saves them as peft does."""
+"""Adds LoRA adapters (peft) to parts of a split model, and saves them as peft does."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError
 
 ADAPTER = "default"
 FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # as peft writes them
-
-
-def freeze(model: Any, *patterns: str) -> None:
-    """Freezes the parameters of a split model whose names match: `model.visual.*`."""
-    for parameter in _matching(model, patterns):
-        parameter.requires_grad_(False)
-
-
-def train_only(model: Any, *patterns: str) -> None:
-    """Freezes all parameters of a split model but those whose names match: `*.merger.*`."""
-    matching = _matching(model, patterns)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for parameter in matching:
-        parameter.requires_grad_(True)
-
-
-def _matching(model: Any, patterns: Sequence[str]) -> list[nn.Parameter]:
-    named = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in named):
-            raise UserError(field=pattern, problem="matches no parameter", hint=nearest(pattern, named))
-    return [p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def add_lora(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> None:
@@ -50,17 +26,21 @@ def add_lora(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> None
     unsupported = [name for name in ("modules_to_save", "target_parameters") if getattr(config, name, None)]
     if unsupported:
         raise UserError(field=unsupported[0], problem="is not supported", hint="give target_modules")
-    if not any(check_target_module_exists(config, name) for name, _ in model.named_modules()):
+    targets = [name for name, _ in model.named_modules() if check_target_module_exists(config, name)]
+    if not targets or any(name.endswith(("embed_tokens", "lm_head")) for name in targets):
         raise UserError(
             field="target_modules",
             value=config.target_modules,
-            problem="is no module",
+            problem="matches the embedding or the head" if targets else "matches no module",
             hint="use names of linear layers",
         )
     for part in parts:
         part.requires_grad_(False)
         dtype = next((p.dtype for p in part.parameters()), torch.float32)
         if any(check_target_module_exists(config, name) for name, _ in part.hf.named_modules()):
+            part.hf.__dict__["get_input_embeddings"] = (
+                nn.Module
+            )  # that peft looks for ends of a tied parameter in
             inject_adapter_in_model(copy.deepcopy(config), part.hf, adapter_name=ADAPTER)
         for name, parameter in part.named_parameters():
             if ".lora_" in name:
