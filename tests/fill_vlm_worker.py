@@ -32,7 +32,7 @@ WIDTH, PIXELS, VOCABULARY, IMAGE, IGNORED = 6, 5, 11, 10, -100
 BLOCKS, MICROBATCHES, UPDATES, RATE, CLIP = 4, 4, 2, 0.2, 0.5
 TIMES = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0, gather_s=0.1, reduce_s=0.1)
 # Rows of the images of each microbatch, by step: two of them become one row of the LLM.
-IMAGES = (((4, 2), (), (6,), (2, 2, 4)), ((), (2,), (4,), ()), ((2, 6), (4, 4), (), (2,)))
+IMAGES = (((4, 2), (), (6,), (2, 2, 4)), ((2,), (), (4,), ()), ((2, 6), (4, 4), (), (2,)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,14 +107,17 @@ def profile_stages(
     blocks, signatures = dict[str, tuple[StageProfile, ...]](), {LLM: inputs.signature}
     for name, modules in encoders.items():
         microbatches = [make_inputs(value) for value in encoder_microbatches[name]]
-        timed = next((number for number, each in enumerate(microbatches) if each is not None), None)
+        # Other replicas have other data, which is not run: they follow the first.
+        is_empty = _run_and_broadcast(partial(_find_empty, microbatches), stage_owners[0])
+        timed = next((number for number, empty in enumerate(is_empty) if not empty), None)
         if timed is None:
-            raise missing_inputs(name)
+            raise _missing_inputs(name)
         outputs: dict[int, State] = {}
-        for number, each in sorted(enumerate(microbatches), key=lambda pair: pair[0] != timed):
-            if each is None:
+        for number in sorted(range(len(microbatches)), key=lambda number: number != timed):
+            if is_empty[number]:
                 outputs[number] = tuple(spec.without_rows().empty(device) for spec in blocks[name][-1].output)
                 continue
+            each = microbatches[number] or StageInputs()
             profiles, outputs[number] = run(
                 modules,
                 [*block_owners[name], stage_owners[0]],
@@ -132,8 +135,11 @@ def profile_stages(
     return ProfiledStages(stages=profiles, encoders=blocks, signatures=signatures)
 
 
-def missing_inputs(encoder: str) -> UserError:
-    """Returns the error of an encoder that cannot be profiled."""
+def _find_empty(microbatches: Sequence[StageInputs | None]) -> list[bool]:
+    return [inputs is None for inputs in microbatches]
+
+
+def _missing_inputs(encoder: str) -> UserError:
     return UserError(
         field=encoder,
         problem="has no inputs in the microbatch that is profiled",
