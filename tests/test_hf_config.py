@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus.errors import OptimusError, UserError
-from optimus.job.hf_config import ENCODER_READERS, read_hf_config
+from optimus.job.hf_config import ENCODER_READERS, REFUSED, read_hf_config
 from optimus.job.model import Model
 from optimus.job.read import find_job, load_job, load_model
 from optimus.job.write import format_job_yaml
@@ -214,7 +214,7 @@ def test_a_layer_selected_before_the_last_cuts_the_tower(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", sorted(BY_HAND))
 def test_every_missing_key_is_named(tmp_path: Path, family: str) -> None:
-    """Take out one key at a time: the model is the same (not needed), or the error names the key."""
+    """Take out one key at a time: the same model (not needed), a named default, or an error with the key."""
     whole = read_hf_config(written(tmp_path, BY_HAND[family]))
     nested = [key for key, value in BY_HAND[family].items() if isinstance(value, dict)]
     for block, key in [("", key) for key in BY_HAND[family]] + [
@@ -224,7 +224,8 @@ def test_every_missing_key_is_named(tmp_path: Path, family: str) -> None:
         del (config[block] if block else config)[key]
         path, refused = written(tmp_path, config), None
         try:
-            assert read_hf_config(path) == whole, key
+            model = read_hf_config(path)
+            assert model == whole or f"{key} " in model.source.partition("; derived: ")[2], key
         except UserError as error:
             refused = error
         assert refused is None or (key in refused.field and refused.file == str(path))
@@ -237,8 +238,23 @@ def test_a_language_model_alone_is_refused() -> None:
 
 def test_an_unknown_model_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        read_hf_config(written(tmp_path, {"model_type": "mllama"}))
+        read_hf_config(written(tmp_path, {"model_type": "no_such_vl"}))
     assert all(name in caught.value.hint for name in ENCODER_READERS)
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_a_model_that_cannot_be_described_is_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UserError, match=REFUSED[kind]):
+        read_hf_config(written(tmp_path, {"model_type": kind}))
+
+
+def test_images_of_a_fixed_size_reach_the_assumed_workload(tmp_path: Path) -> None:
+    job = find_job(written(tmp_path, BY_HAND["gemma3"]), on="h100:64")
+    assert job.model.encoders[0].tokens_per_item == 256
+    lengths = [n for sequence in job.workload.sequences for n in sequence.lengths("vision")]
+    assert lengths and max(lengths) <= 256
+    text = format_job_yaml(tmp_path / "config.json", "h100:64")
+    assert "item: 256" in text
 
 
 def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:

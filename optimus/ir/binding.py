@@ -116,10 +116,10 @@ def require_plan_of_job(plan: Plan, parts: Mapping[str, Any], *, file: str | Non
 
 
 def _flat(value: Any, field: str) -> Iterator[tuple[str, Any]]:
-    """Yields the fields below `value`, without `source`, which does not change a plan."""
+    """Yields the fields below `value`, without `source` and `derived`, which do not change a plan."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
-            if name != "source":
+            if name not in ("source", "derived"):
                 yield from _flat(item, f"{field}.{name}" if field else str(name))
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         for place, item in enumerate(value):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from optimus.errors import show_value
-from optimus.job.nodes import DocumentNode, parse_json, read_text
+from optimus.job.hf_defaults import find_class_defaults
+from optimus.job.nodes import DocumentNode, make_argument_node, parse_json, read_text
 from optimus.job.typed import Count, read_typed
 
+CLASS_DEFAULT = "class default"
 COPY_HINT = "released files lean on class defaults here: add the key to a copy, or write dimensions by hand"
 T = TypeVar("T")
 
@@ -16,9 +19,12 @@ T = TypeVar("T")
 class HfConfig:
     """One object of a config.json; `derived` lists values that were computed rather than read."""
 
-    def __init__(self, node: DocumentNode, derived: list[str] | None = None) -> None:
+    def __init__(
+        self, node: DocumentNode, derived: list[str] | None = None, defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self.node = node
         self.derived: list[str] = [] if derived is None else derived
+        self.defaults = find_class_defaults(node["model_type"].value) if defaults is None else defaults
 
     @property
     def file(self) -> str | None:
@@ -29,6 +35,10 @@ class HfConfig:
 
     def has(self, key: str) -> bool:
         return self[key].value is not None
+
+    def knows(self, *keys: str) -> bool:
+        """Tells whether the file or the defaults of its class have one of `keys`."""
+        return any(self.has(key) or key in self.defaults for key in keys)
 
     @overload
     def read(self, kind: type[T], *keys: str) -> T: ...
@@ -41,6 +51,10 @@ class HfConfig:
         for key in keys:
             if self.has(key):
                 return read_typed(kind, self[key])
+        for key in keys:
+            if key in self.defaults:
+                value = read_typed(kind, make_argument_node(key, self.defaults[key]))
+                return self.derive(key, value, CLASS_DEFAULT)
         raise self[keys[0]].error("is missing", COPY_HINT)
 
     def count(self, *keys: str) -> int:
@@ -48,16 +62,26 @@ class HfConfig:
         return number
 
     def inner(self, key: str) -> HfConfig:
-        """Returns a nested object."""
-        self.read(dict[str, object], key)
-        return HfConfig(self[key], self.derived)
+        """Returns a nested object; one that is left out is the default of the class around it."""
+        default = self.defaults.get(key)
+        if not self.has(key) and isinstance(default, dict):
+            self.derived.append(f"{self[key].field} ({CLASS_DEFAULT})")
+            empty = DocumentNode({}, self.node.document, self[key].path)
+            return HfConfig(empty, self.derived, find_class_defaults(default["model_type"]) | default)
+        if not self.has(key):
+            raise self[key].error("is missing", COPY_HINT)
+        read_typed(dict[str, object], self[key])
+        defaults = find_class_defaults(self[key]["model_type"].value)
+        if isinstance(default, dict) and "model_type" in default and (not defaults or key in defaults):
+            defaults = find_class_defaults(default["model_type"])  # also of files that name the whole here
+        return HfConfig(self[key], self.derived, defaults)
 
     def read_or(self, default: T, kind: Any, *keys: str) -> T:
         """Returns the value of the first of `keys` that the object has, or else a default, which is noted."""
-        if any(self.has(key) for key in keys):
+        if self.knows(*keys):
             value: T = self.read(kind, *keys)
             return value
-        return self.derive(keys[0], default, "class default")
+        return self.derive(keys[0], default, CLASS_DEFAULT)
 
     def derive(self, key: str, value: T, how: str) -> T:
         """Notes a value that the file leaves out; the model's source lists it."""

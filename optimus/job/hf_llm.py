@@ -6,26 +6,28 @@ from optimus.errors import one_of
 from optimus.job.hf_file import HfConfig
 from optimus.job.hf_rope import read_rope
 from optimus.job.model import Attention, Experts, LatentAttention, Llm, Mlp, Rope, Stack
-from optimus.job.typed import Amount, Whole
+from optimus.job.typed import Amount, Count, Whole
 
-QKV_BIAS = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # by their architecture
-QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3_text")
-QWEN_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
+QWEN2_VL = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text")
+QKV_BIAS = ("qwen2", "glm4v_text", *QWEN2_VL)  # by their architecture
+QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "gemma3_text")
+QWEN_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
 LATENT = ("deepseek_v3", "kimi_k2")
-TEXT_TYPES = ("llama", "mistral", "internlm2", *QKV_BIAS, *QK_NORM, *LATENT)
-GEMMA = ("gemma3_text",)
-# Class defaults of transformers where they differ from 10,000 and 1e-6.
-THETA = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "gemma3_text"), 1e6),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), 5e5),
-}
-EPS = dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), 1e-5)
+GLM_EXPERTS = ("glm4v_moe_text",)
+MISTRAL = ("mistral", "ministral3")
+GEMMA = ("gemma", "gemma3_text")
+FLOORED_HEADS = ("qwen3_omni_moe_text", *GLM_EXPERTS)  # classes that round the width of heads down
+POST_NORMS = ("gemma3_text", "glm4v_text")
+TEXT_TYPES = (
+    "llama", "llama4_text", "gemma", "internlm2", *MISTRAL, *QKV_BIAS, *QK_NORM, *LATENT, *GLM_EXPERTS
+)  # fmt: skip
 # Rotary embeddings that a class has whatever its file says, and its sections where the file has none.
 ROPES = {
     **dict.fromkeys(
-        ("qwen3_vl_text", "qwen3_vl_moe_text"), Rope(sections=(24, 20, 20), interleaved_sections=True)
+        ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text"),
+        Rope(sections=(24, 20, 20), interleaved_sections=True),
     ),
-    **dict.fromkeys(LATENT, Rope(interleaved=True)),
+    **dict.fromkeys((*LATENT, "llama4_text", "glm4v_text"), Rope(interleaved=True)),
 }
 
 
@@ -42,18 +44,19 @@ def read_hf_llm(text: HfConfig, tied: HfConfig) -> Llm:
         layers=layers,
         attention=_latent_attention(text) if kind in LATENT else _attention(text, kind, hidden, layers),
         mlp=Mlp(
-            width=text.count("intermediate_size"),
+            width=text.count("intermediate_size_mlp", "intermediate_size"),
             bias=_optional_flag(text, "mlp_bias", kind == "llama"),
             activation=_activation(text, kind),
         ),
         experts=_experts(text, kind),
-        norm_eps=text.read_or(EPS.get(kind, 1e-6), Amount, "rms_norm_eps"),
+        norm_eps=text.read_or(1e-6, Amount, "rms_norm_eps"),
         norm_offset=kind in GEMMA,
-        post_norms=kind in GEMMA,
+        post_norms=kind in POST_NORMS,
     )
     if text["num_nextn_predict_layers"].value:
         text.derived.append("multi-token-prediction layers are left out")
-    tied_flag = (text if text.has("tie_word_embeddings") else tied).read(bool, "tie_word_embeddings")
+    stated = tied if tied.knows("tie_word_embeddings") else text  # transformers reads the outer one
+    tied_flag = stated.read(bool, "tie_word_embeddings")
     source = f"{text.file} ({kind})"
     softcap = "final_logit_softcapping"
     return Llm(
@@ -67,21 +70,21 @@ def read_hf_llm(text: HfConfig, tied: HfConfig) -> Llm:
 
 
 def _activation(text: HfConfig, kind: str) -> str:
-    default = "gelu_pytorch_tanh" if kind in GEMMA else "silu"
-    return text.read_or(default, str, "hidden_activation" if kind in GEMMA else "hidden_act")
+    keys = ("hidden_activation", "hidden_act") if kind in GEMMA else ("hidden_act",)
+    return text.read_or("silu", str, *keys)
 
 
 def _optional_flag(text: HfConfig, key: str, expected: bool) -> bool:
     """Returns a flag that older files leave out because it did not exist: then false, and noted."""
-    if text.has(key):
+    if text.knows(key):
         return text.read(bool, key)
     return text.derive(key, False, "left out") if expected else False
 
 
 def _head_dim(text: HfConfig, hidden: int, heads: int) -> int:
-    if text.has("head_dim"):
+    if text.knows("head_dim"):
         return text.count("head_dim")
-    if hidden % heads:
+    if hidden % heads and text.read(str, "model_type") not in FLOORED_HEADS:
         hint = "add head_dim to a copy of the file"
         raise text["num_attention_heads"].error(f"does not divide hidden_size = {hidden}", hint)
     return text.derive("head_dim", hidden // heads, "hidden_size / num_attention_heads")
@@ -96,11 +99,12 @@ def _attention(text: HfConfig, kind: str, hidden: int, layers: int) -> Attention
     window, full = _window(text, kind, layers)
     return Attention(
         heads=heads,
-        kv_heads=text.count("num_key_value_heads"),
-        head_dim=text.count("head_dim") if kind in QK_NORM else _head_dim(text, hidden, heads),
+        kv_heads=text.count("num_key_value_heads") if text.knows("num_key_value_heads") else heads,
+        head_dim=_head_dim(text, hidden, heads),
         bias=bias,
-        output_bias=False if kind in QKV_BIAS else None,
-        qk_norm=kind in QK_NORM,
+        output_bias=False if kind in (*QKV_BIAS, *GLM_EXPERTS) else None,
+        qk_norm=kind in QK_NORM or (kind == "llama4_text" and text.read_or(True, bool, "use_qk_norm")),
+        qk_norm_kind="l2" if kind == "llama4_text" else "rmsnorm",
         window_tokens=window,
         full_layers=full,
         rope=_rope(text, kind),
@@ -110,13 +114,13 @@ def _attention(text: HfConfig, kind: str, hidden: int, layers: int) -> Attention
 
 
 def _rope(text: HfConfig, kind: str) -> Rope:
-    return read_rope(text, theta=THETA.get(kind, 10_000.0), expected=ROPES.get(kind))
+    return read_rope(text, ROPES.get(kind))
 
 
 def _softmax_scale(text: HfConfig) -> float | None:
     """Returns Gemma's scale of attention scores, which it states as a width."""
     key = "query_pre_attn_scalar"
-    return float(text.read(Amount, key)) ** -0.5 if text.has(key) else None
+    return float(text.read(Amount, key)) ** -0.5 if text.knows(key) else None
 
 
 def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[int, ...]]:
@@ -128,8 +132,10 @@ def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[i
             if len(names) == layers:
                 return window, tuple(i for i, name in enumerate(names) if name == "full_attention")
             raise text["layer_types"].error(f"does not name {layers} layers", "correct the file")
-        pattern = text.count("sliding_window_pattern")
+        pattern = text.read_or(6, Count, "sliding_window_pattern")
         return window, tuple(i for i in range(min(layers, 10_000)) if (i + 1) % pattern == 0)
+    if kind in MISTRAL and text.has("sliding_window"):
+        return text.count("sliding_window"), ()
     if text["use_sliding_window"].value:
         hint = "write dimensions by hand in a job file (attention.window_tokens and full_layers)"
         raise text["use_sliding_window"].error("is not supported", hint)
@@ -159,11 +165,16 @@ def _experts(text: HfConfig, kind: str) -> Experts | None:
         _only(text, "decoder_sparse_step", 1)
         _only(text, "mlp_only_layers", [])
         return Experts(
-            count=text.count("num_experts"),
+            count=text.count("num_experts", "num_local_experts"),
             active=text.count("num_experts_per_tok"),
             width=text.count("moe_intermediate_size"),
         )
-    if kind in LATENT:
+    if kind == "llama4_text":
+        _only(text, "interleave_moe_layer_step", 1)
+        width = text.count("intermediate_size")
+        count, active = text.count("num_local_experts"), text.count("num_experts_per_tok")
+        return Experts(count=count, active=active, width=width, shared_width=width)
+    if kind in (*LATENT, *GLM_EXPERTS):
         _only(text, "moe_layer_freq", 1)
         width = text.count("moe_intermediate_size")
         return Experts(

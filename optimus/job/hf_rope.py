@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
-from optimus.job.hf_file import HfConfig
+from optimus.job.hf_file import CLASS_DEFAULT, HfConfig
 from optimus.job.model import Rope, RopeScaling
 from optimus.job.typed import Amount, Share, Whole, read_typed
 
@@ -19,8 +19,8 @@ KEYS: dict[str, tuple[str, Any]] = {  # the field of each key, and its type
 }
 
 
-def read_rope(config: HfConfig, *, theta: float, expected: Rope | None = None) -> Rope:
-    """Reads the rotary embedding of a language model or tower; `theta` is the default of its class.
+def read_rope(config: HfConfig, expected: Rope | None = None) -> Rope:
+    """Reads the rotary embedding of a language model or tower.
 
     `expected` holds what the class does whatever the file says, and sections for files without them.
     """
@@ -38,7 +38,11 @@ def read_rope(config: HfConfig, *, theta: float, expected: Rope | None = None) -
         if place is not None:
             stated[field] = place.read(kind, key)
     if "theta" not in stated:
-        stated["theta"] = config.derive("rope_theta", theta, "class default")
+        default = config.defaults.get("rope_parameters", {})
+        theta = default.get(FULL, default).get("rope_theta", 10_000.0)
+        stated["theta"] = config.derive("rope_theta", float(theta), CLASS_DEFAULT)
+        if SLIDING in default and local is None:
+            stated["local_theta"] = float(default[SLIDING]["rope_theta"])
     rope = replace(rope, **stated)
     return rope if block is None else replace(rope, scaling=_read_scaling(block))
 

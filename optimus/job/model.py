@@ -286,6 +286,7 @@ class Encoder:
     final_norm: bool = constant(True)  # a norm behind the last layer, before the merge
     interpolates_positions: bool = constant(False)  # learned positions fit any grid
     deepstack_layers: tuple[Whole, ...] = constant(())  # its own layers whose outputs go to feeds[1:]
+    tokens_per_item: Whole = constant(0)  # LLM tokens of an image, where the family fixes them
 
     @property
     def rotary(self) -> bool:
@@ -377,6 +378,7 @@ class Model:
     precision: Precision = field(default_factory=Precision)
     source: str = field(default="", compare=False)
     family: str = constant("")  # model_type of its config.json; empty: written by hand
+    derived: tuple[str, ...] = field(default=(), compare=False)  # values that its config.json leaves out
 
     @property
     def modules(self) -> tuple[Encoder | Llm, ...]:

@@ -119,9 +119,20 @@ def make_job(*, model: str | Path | Model, on: str | None, layouts: Iterable[str
     cluster = _read_cluster(node)
     workload, notes = assume_workload(model, cluster.gpus)
     layout = add_stated_layouts(LayoutConstraints(), layouts, model)
-    job = Job(name=model.name, model=model, cluster=cluster, workload=workload, layout=layout, notes=notes)
+    job = Job(
+        name=model.name,
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        layout=layout,
+        notes=(*_model_notes(model), *notes),
+    )
     check_job(job, node.root)
     return job
+
+
+def _model_notes(model: Model) -> tuple[str, ...]:
+    return (f"model: {', '.join(model.derived)}",) if model.derived else ()
 
 
 def load_model(name_or_path: str | Path) -> Model:
@@ -187,7 +198,7 @@ def _assemble(root: DocumentNode, name: str, folder: Path, on: str | None, layou
         layout=add_stated_layouts(layout, layouts, model),
         today=today,
         run=file.run,
-        notes=notes,
+        notes=(*_model_notes(model), *notes),
     )
     check_job(job, root)
     return job

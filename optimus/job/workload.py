@@ -230,12 +230,14 @@ def assume_workload(model: Model, gpus: int) -> tuple[Workload, tuple[str, ...]]
     return workload, (size, *notes)
 
 
-def assume_percentiles(encoder_count: int, sequence_tokens: int) -> TokenPercentiles:
+def assume_percentiles(
+    encoder_count: int, sequence_tokens: int, tokens_per_item: int = 0
+) -> TokenPercentiles:
     """Returns a median of 40 % of the sequence, shared evenly among the encoders."""
     p50, p95, most = (
         max(1, round(share * sequence_tokens / encoder_count)) for share in DEFAULT_SHARES.values()
     )
-    return TokenPercentiles(p50=p50, p95=p95, max=most)
+    return TokenPercentiles(p50=p50, p95=p95, max=most, item=tokens_per_item or DEFAULT_ITEM_TOKENS)
 
 
 def _assume_percentiles(
@@ -243,7 +245,8 @@ def _assume_percentiles(
 ) -> tuple[dict[str, TokenPercentiles], tuple[str, ...]]:
     by_encoder, notes = {}, []
     for encoder in model.encoders:
-        by_encoder[encoder.name] = assume_percentiles(len(model.encoders), sequence_tokens)
+        count, tokens_per_item = len(model.encoders), encoder.tokens_per_item
+        by_encoder[encoder.name] = assume_percentiles(count, sequence_tokens, tokens_per_item)
         notes.append(_default_note(encoder, by_encoder[encoder.name]))
     return by_encoder, tuple(notes)
 

@@ -70,7 +70,8 @@ def _head(job: Job, origin: str, cluster: str) -> str:
     )
     tokens = ""
     for encoder in encoders:
-        percentiles = assume_percentiles(len(encoders), workload.sequence_tokens)
+        count, tokens_per_item = len(encoders), encoder.tokens_per_item
+        percentiles = assume_percentiles(count, workload.sequence_tokens, tokens_per_item)
         numbers = ", ".join(
             f"{name}: {getattr(percentiles, name):.0f}" for name in ("p50", "p95", "max", "item")
         )

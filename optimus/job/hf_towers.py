@@ -1,0 +1,377 @@
+"""Reads vision towers of a config.json, one function a kind of tower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from optimus.errors import one_of
+from optimus.job.hf_file import HfConfig
+from optimus.job.model import Attention, Encoder, Llm, Mlp, Projector, Stack
+from optimus.job.typed import Amount, Count, Whole
+
+RGB = 3
+SIGLIP, CLIP, PIXTRAL = "siglip_vision_model", "clip_vision_model", "pixtral"
+
+
+def _stack(
+    vision: HfConfig,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    width: int,
+    gated: bool = False,
+    bias: bool = True,
+    qk_norm: bool = False,
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm",
+    window_tokens: int | None = None,
+    full_layers: tuple[int, ...] = (),
+    activation: str = "gelu",
+    eps: float = 1e-6,
+    layer_scale: bool = False,
+    rotary: bool | None = None,
+    qk_norm_over: Literal["head", "hidden"] = "head",
+) -> Stack:
+    """Returns a bidirectional transformer whose head width is hidden / heads."""
+    if hidden % heads:
+        problem = f"is not a divisor of the hidden size {hidden}"
+        raise vision["num_heads"].error(problem, "correct the file", heads)
+    attention = Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        bias=bias,
+        output_bias=None if bias else True,
+        qk_norm=qk_norm,
+        causal=False,
+        window_tokens=window_tokens,
+        full_layers=full_layers,
+        rotary=rotary,
+        qk_norm_over=qk_norm_over,
+    )
+    mlp = Mlp(width=width, gated=gated, bias=True, activation=activation)
+    return Stack(
+        hidden=hidden,
+        layers=layers,
+        attention=attention,
+        mlp=mlp,
+        norm=norm,
+        norm_eps=eps,
+        layer_scale=layer_scale,
+    )
+
+
+def _channels(vision: HfConfig) -> int:
+    keys = ("in_channels", "in_chans", "num_channels")
+    return vision.count(*keys) if vision.knows(*keys) else vision.derive("in_channels", RGB, "images are RGB")
+
+
+def _side(vision: HfConfig, *keys: str) -> int:
+    """Returns a side of an image or patch in pixels, which some files state as a pair."""
+    key = next((key for key in keys if vision.has(key)), keys[0])
+    value = vision[key].value if vision.has(key) else vision.defaults.get(key)
+    if not isinstance(value, list):
+        return vision.count(*keys)
+    sides: tuple[int, ...] = vision.read(tuple[Count, ...], key)
+    if len(set(sides)) != 1:
+        raise vision[key].error("is not a square", "write dimensions by hand in a job file")
+    return sides[0]
+
+
+def _qwen_encoder(vision: HfConfig, stack: Stack, *, outputs: int) -> Encoder:
+    """Returns Qwen's patch embedding over two frames, without a bias, and its 2x2 merger."""
+    patch, merge = _side(vision, "patch_size"), vision.count("spatial_merge_size") ** 2
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(stack.hidden * merge, outputs), merge=merge),
+        patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
+        source=f"{vision.file} (vision_config)",
+        patch_bias=False,
+    )
+
+
+def read_qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Qwen2-VL's encoder: LayerNorm, plain MLP."""
+    vision = config.inner("vision_config")
+    hidden = vision.count("embed_dim")
+    stack = _stack(
+        vision,
+        hidden=hidden,
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=round(vision.read(Amount, "mlp_ratio") * hidden),
+        activation=vision.read_or("quick_gelu", str, "hidden_act"),
+    )
+    return _qwen_encoder(vision, stack, outputs=vision.count("hidden_size"))
+
+
+def read_qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Qwen2.5-VL's: RMSNorm, gated MLP, windows of `window_size` pixels except in a few layers."""
+    vision = config.inner("vision_config")
+    side = vision.count("window_size") // _side(vision, "patch_size")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=vision.count("intermediate_size"),
+        gated=True,
+        norm="rmsnorm",
+        window_tokens=max(1, side**2),
+        full_layers=vision.read(tuple[Whole, ...], "fullatt_block_indexes"),
+        activation=vision.read_or("silu", str, "hidden_act"),
+    )
+    return _qwen_encoder(vision, stack, outputs=vision.count("out_hidden_size"))
+
+
+def read_qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Qwen3-VL's encoder: deepstack features are added to outputs of LLM layers 0, 1, ..."""
+    vision = config.inner("vision_config")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=vision.count("intermediate_size"),
+        activation=vision.read_or("gelu_pytorch_tanh", str, "hidden_act"),
+        rotary=True,
+    )
+    encoder = _qwen_encoder(vision, stack, outputs=vision.count("out_hidden_size"))
+    layers = vision.read(tuple[Whole, ...], "deepstack_visual_indexes")
+    return replace(
+        encoder,
+        projector=replace(encoder.projector, norm="layernorm", deepstack_norm=True),
+        positions=vision.count("num_position_embeddings"),
+        feeds=tuple(range(1 + len(layers))),
+        patch_bias=True,
+        interpolates_positions=True,
+        deepstack_layers=layers,
+    )
+
+
+def read_internvl(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads InternVL's encoder: InternViT, pixel shuffle, two linear layers."""
+    vision = config.inner("vision_config")
+    layers = vision.count("num_hidden_layers")
+    norm = vision.read(Literal["rms_norm", "layer_norm"], "norm_type")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=_layers_used(config, layers, "select_layer", "vision_feature_layer"),
+        heads=vision.count("num_attention_heads"),
+        width=vision.count("intermediate_size"),
+        bias=vision.read(bool, "qkv_bias", "attention_bias"),
+        qk_norm=vision.read(bool, "qk_normalization", "use_qk_norm"),
+        norm="rmsnorm" if norm == "rms_norm" else "layernorm",
+        activation=vision.read_or("gelu", str, "hidden_act"),
+        eps=vision.read_or(1e-6, Amount, "layer_norm_eps"),
+        layer_scale=True,
+        qk_norm_over="hidden",
+    )
+    patch, width = _side(vision, "patch_size"), llm.stack.hidden
+    merge = round(1 / config.read(Amount, "downsample_ratio") ** 2)
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(width, width), merge=max(1, merge), norm="layernorm", norm_eps=1e-5),
+        patch_inputs=_channels(vision) * patch**2,
+        positions=(_side(vision, "image_size") // patch) ** 2 + 1,
+        source=f"{vision.file} (vision_config)",
+        class_token=True,
+        tokens_per_item=(_side(vision, "image_size") // patch) ** 2 // max(1, merge),
+        final_norm=not vision.read_or(True, bool, "use_mean_pooling"),
+        interpolates_positions=True,
+    )
+
+
+def read_kimi(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Kimi-K2.5's encoder: MoonViT and a patch merger."""
+    vision = config.inner("vision_config")
+    stack = _stack(
+        vision,
+        hidden=vision.count("vt_hidden_size", "hidden_size"),
+        layers=vision.count("vt_num_hidden_layers", "num_hidden_layers"),
+        heads=vision.count("vt_num_attention_heads", "num_attention_heads"),
+        width=vision.count("vt_intermediate_size", "intermediate_size"),
+        activation="gelu_pytorch_tanh",
+        eps=1e-5,
+        rotary=True,
+    )
+    merge = 1
+    for side in vision.read(tuple[Whole, ...], "merge_kernel_size"):
+        merge *= side
+    outputs = llm.stack.hidden
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=(stack.hidden * merge, outputs), merge=max(1, merge)),
+        patch_inputs=_channels(vision) * _side(vision, "patch_size") ** 2,
+        positions=vision.count("init_pos_emb_height", "pos_emb_height")
+        * vision.count("init_pos_emb_width", "pos_emb_width"),
+        source=f"{vision.file} (vision_config)",
+        interpolates_positions=True,
+    )
+
+
+def read_llava(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads LLaVA's and its successors': CLIP or SigLIP up to `vision_feature_layer`, two linear layers."""
+    width, bias = llm.stack.hidden, config.read_or(True, bool, "multimodal_projector_bias")
+    activation = config.read_or("gelu", str, "projector_hidden_act")
+    projector = Projector(widths=(width, width), bias=bias, activation=activation)
+    encoder = _tower(config, "vision_feature_layer", projector)
+    return replace(encoder, tokens_per_item=max(0, encoder.positions - encoder.class_token))
+
+
+def read_mistral3(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Mistral 3's: Pixtral, a norm, a merger of patches and two linear layers."""
+    vision, width = config.inner("vision_config"), llm.stack.hidden
+    projector = Projector(
+        widths=(vision.count("hidden_size"), width, width),
+        merge=config.count("spatial_merge_size") ** 2,
+        bias=config.read(bool, "multimodal_projector_bias"),
+        activation=config.read_or("gelu", str, "projector_hidden_act"),
+    )
+    return replace(_tower(config, "vision_feature_layer", projector), final_norm=True)
+
+
+def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads GLM-4V's: a gated tower without biases; its merger ends in a gated MLP."""
+    vision = config.inner("vision_config")
+    outputs, width = vision.count("out_hidden_size"), vision.count("intermediate_size")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=vision.count("depth"),
+        heads=vision.count("num_heads"),
+        width=outputs,
+        gated=True,
+        bias=vision.read_or(False, bool, "attention_bias"),
+        norm="rmsnorm",
+        activation=vision.read_or("silu", str, "hidden_act"),
+        eps=vision.read_or(1e-5, Amount, "rms_norm_eps"),
+        rotary=True,
+    )
+    no_bias = replace(stack.attention, output_bias=stack.attention.bias)
+    stack = replace(stack, attention=no_bias, mlp=replace(stack.mlp, bias=False))
+    patch, merge = _side(vision, "patch_size"), vision.count("spatial_merge_size") ** 2
+    vision.derived.append("the gated MLP of the merger counts as two linear layers of its parameters")
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(
+            widths=(outputs, outputs, max(1, 3 * width // 2), outputs), merge=merge, bias=False
+        ),
+        patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
+        positions=(_side(vision, "image_size") // patch) ** 2,
+        source=f"{vision.file} (vision_config)",
+        pre_norm=True,
+        interpolates_positions=True,
+    )
+
+
+def read_idefics3(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Idefics 3's and SmolVLM's: SigLIP, pixel shuffle, one matrix."""
+    merge = config.count("scale_factor", "pixel_shuffle_factor") ** 2
+    encoder = _tower(config, None, Projector(widths=(llm.stack.hidden,), merge=merge, bias=False))
+    return replace(encoder, tokens_per_item=encoder.positions // merge)
+
+
+def read_paligemma(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads PaliGemma's: SigLIP and one linear layer."""
+    encoder = _tower(config, None, Projector(widths=(llm.stack.hidden,)))
+    return replace(encoder, tokens_per_item=encoder.positions)
+
+
+def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Llama 4's: a tower with rotary positions, pixel shuffle, two linear layers and a third."""
+    vision = config.inner("vision_config")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=vision.count("num_hidden_layers"),
+        heads=vision.count("num_attention_heads"),
+        width=vision.count("intermediate_size"),
+        activation=vision.read_or("gelu", str, "hidden_act"),
+        eps=vision.read_or(1e-5, Amount, "norm_eps"),
+        rotary=True,
+    )
+    patch = _side(vision, "patch_size")
+    widths = vision.count("projector_input_dim"), vision.count("projector_output_dim"), llm.stack.hidden
+    merge = round(1 / vision.read(Amount, "pixel_shuffle_ratio") ** 2)
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=Projector(widths=widths, merge=max(1, merge), bias=False),
+        patch_inputs=_channels(vision) * patch**2,
+        positions=(_side(vision, "image_size") // patch) ** 2 + 1,
+        source=f"{vision.file} (vision_config)",
+        patch_bias=False,
+        class_token=True,
+        pre_norm=True,
+    )
+
+
+def read_gemma3(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads Gemma 3's encoder: SigLIP, average pooling to a fixed number of tokens, one matrix."""
+    vision = config.inner("vision_config")
+    patches = (_side(vision, "image_size") // _side(vision, "patch_size")) ** 2
+    merge = max(1, patches // config.count("mm_tokens_per_image"))
+    projector = Projector(widths=(llm.stack.hidden,), merge=merge, concatenates=False, bias=False)
+    projector = replace(projector, norm="rmsnorm")
+    return replace(_tower(config, None, projector), tokens_per_item=config.count("mm_tokens_per_image"))
+
+
+# Kinds of towers by their model_type.
+TOWERS = {SIGLIP: SIGLIP, "siglip": SIGLIP, "idefics3_vision": SIGLIP, "smolvlm_vision": SIGLIP,
+          "idefics3": SIGLIP, CLIP: CLIP, "clip": CLIP, PIXTRAL: PIXTRAL}  # fmt: skip
+
+
+def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encoder:
+    """Reads CLIP, SigLIP or Pixtral up to the layer of the key `select`."""
+    vision = config.inner("vision_config")
+    kind = TOWERS.get(vision.read(str, "model_type"))
+    if kind is None:
+        hint = f"supported: {one_of(sorted(TOWERS))}; or write dimensions by hand in a job file"
+        raise vision["model_type"].error("is not a supported vision tower", hint)
+    layers, options = vision.count("num_hidden_layers"), dict[str, Any]()
+    if kind == PIXTRAL:
+        options = {"gated": True, "bias": False, "norm": "rmsnorm", "eps": 1e-5, "rotary": True}
+    else:
+        options["eps"] = vision.read_or(1e-5 if kind == CLIP else 1e-6, Amount, "layer_norm_eps")
+    stack = _stack(
+        vision,
+        hidden=vision.count("hidden_size"),
+        layers=layers if select is None else _layers_used(config, layers, select),
+        heads=vision.count("num_attention_heads"),
+        width=vision.count("intermediate_size"),
+        activation=vision.read_or("gelu", str, "hidden_act"),
+        **options,
+    )
+    patch = _side(vision, "patch_size")
+    learned = (_side(vision, "image_size") // patch) ** 2 + (1 if kind == CLIP else 0)
+    if kind == PIXTRAL:
+        attention = replace(stack.attention, output_bias=False)
+        stack = replace(stack, attention=attention, mlp=replace(stack.mlp, bias=False))
+    return Encoder(
+        name="vision",
+        stack=stack,
+        projector=projector,
+        patch_inputs=_channels(vision) * patch**2,
+        positions=0 if kind == PIXTRAL else learned,
+        source=f"{vision.file} (vision_config)",
+        patch_bias=kind == SIGLIP,
+        class_token=kind == CLIP,
+        pre_norm=kind in (CLIP, PIXTRAL),
+        final_norm=select is None,
+    )
+
+
+def _layers_used(config: HfConfig, layers: int, *keys: str) -> int:
+    """Returns the layers up to an index: -1 is the output of the last layer, -2 of the one before it."""
+    layer = config.read(int, *keys)
+    if not -layers <= layer <= -1:
+        key = next((key for key in keys if config.has(key)), keys[0])
+        raise config[key].error(f"is not one of -{layers} to -1", "write dimensions by hand in a job file")
+    return layers + layer + 1
