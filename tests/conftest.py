@@ -15,6 +15,7 @@ MINUTES = {
     "engine": 8,
     "search": 6,
     "tensor parallelism": 2,
+    "torchtitan": 5,
     "hf": 4,
 }
 SLOWEST = 4  # tests named of an area that is over its minutes

@@ -38,7 +38,7 @@ CONFIGS = ROOT / "tests" / "data" / "configs"
 TABLES = ROOT / "docs" / "cost-model.md"
 REFRESH = "run `python tests/test_docs.py` and look at what changed"
 LEFT_OUT = "..."  # a line of its own: lines of the output that are not shown
-ELSEWHERE = ("pip", "make")  # commands that a test does not run but checks
+ELSEWHERE = ("pip", "make", "torchrun")  # commands that this test does not run
 LONG = ("export", "report", "why")  # pages that plan and compare for minutes
 PROGRESS = re.compile(r"^\w+: .*, \d+ of \d+, \d+ s\n", re.MULTILINE)  # their number depends on the machine
 HOSTS = ("arxiv.org", "keepachangelog.com", "semver.org")
@@ -47,7 +47,16 @@ OPTIONS = {
     f"--{field.name.replace('_', '-')}"
     for command in (*COMMANDS.values(), Bench)
     for field in fields(command)
-} | {"--nproc-per-node"}  # of torchrun
+} | {
+    "--nproc-per-node",
+    "--module",
+    "--config",
+    "--dump_folder",
+    "--training",
+    "--parallelism",
+    "--checkpoint",
+}
+# of torchrun and torchtitan
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -95,12 +104,16 @@ def steps(page: Path) -> list[Step]:
         assert body[0].startswith("$ "), f"{page.name}:{block.begin + 1} begins without a command"
         starts = [place for place, line in enumerate(body) if line.startswith("$ ")]
         for start, stop in zip(starts, [*starts[1:], len(body)], strict=True):
+            command = body[start][2:]
+            while command.endswith("\\"):  # goes on in the next line
+                start += 1
+                command = command[:-1] + body[start]
             shown = tuple(body[start + 1 : stop])
-            if body[start] == "$ echo $?":
+            if command == "echo $?":
                 last = found.pop()
                 found.append(Step(last.words, last.shown, last.begin, exit_code=int(shown[0])))
             else:
-                found.append(Step(tuple(shlex.split(body[start][2:])), shown, block.begin + start + 1))
+                found.append(Step(tuple(shlex.split(command)), shown, block.begin + start + 1))
     return found
 
 
@@ -194,6 +207,8 @@ def test_every_command_is_ours_or_can_be_checked(page: Path) -> None:
             assert wanted, f"{rest[1]} is not this checkout"
             known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert set((wanted["extras"] or "").split(",")) <= {"", *known}
+        elif command == "torchrun":  # run by tests/test_torchtitan.py
+            assert page.name == "torchtitan.md"
         elif command != "file":
             assert command in ("optimus", "optimus-mllm"), command
 
