@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.process_groups import replica_mesh
-from optimus.engine.stage_profile import StageInputs
-from optimus.hf.inputs import IGNORED, EncoderInputs, MicrobatchInputs, count_labels
+from optimus.hf.inputs import IGNORED, count_labels, step_arguments
 from optimus.hf.load import load_model
 from optimus.hf.lora import ADAPTER, add_lora
+from optimus.hf.loss import causal_lm_loss
 from optimus.hf.split import SplitModel, split_model
 from optimus.hf.training import checkpoint_activations, freeze, train_only
 from optimus.hf.weights import load_weights
@@ -150,10 +150,6 @@ def all_numbers(case: HfCase) -> Iterator[int]:
             yield from numbers(case, step, replica)
 
 
-def stage_inputs(inputs: MicrobatchInputs | EncoderInputs | None) -> StageInputs | None:
-    return None if inputs is None else StageInputs(args=inputs.args, kwargs=inputs.kwargs)
-
-
 # ---------------------------------------------------------------------------- one process
 
 
@@ -187,7 +183,7 @@ def one_process(case: HfCase) -> tuple[float, dict[str, Tensor]]:
         out = model(**inputs, use_cache=False)
         loss = hf_models.sum_of_labels(out.logits, document["labels"]) / count
         if "moe" in case.model:
-            loss = loss + model.config.text_config.router_aux_loss_coef * out.aux_loss / len(used)
+            loss = loss + model.config.text_config.router_aux_loss_coef * out.aux_loss.double() / len(used)
         if loss.requires_grad:
             loss.backward()
         total += float(loss.detach())
@@ -231,34 +227,25 @@ def compare(case: HfCase, rank: int) -> dict[str, Any]:
     batches = [split.inputs(batch) for batch in hf_models.microbatches(case.model)]
     used = list(all_numbers(case))
     count = count_labels([batches[number] for number in used])
-    shapes = {
-        name: lambda number, inputs, shapes=shapes: shapes(number, inputs.args, inputs.kwargs)
-        for name, shapes in split.shapes.items()
-    }
+    weight = split.router_weight(count, len(used))
+    loss_kwargs = {} if weight is None else {"router_weight": weight}
     schedule = FillSchedule(
         stages,
         split.encoders,
         plan,
-        loss_fn=split.loss(count, len(used)),
+        loss_fn=causal_lm_loss,
         tied=split.tied(stages),
-        shapes=shapes,
+        shapes=split.shapes,
     )
     total = 0.0
     for step in range(case.accumulate):
         chosen = [batches[number] for number in numbers(case, step, replica)]
         losses: list[Tensor] = []
-        encoders: dict[str, Any] = {
-            name: [stage_inputs(batch.encoders[name]) for batch in chosen] for name in split.encoders
-        }
+        args, kwargs = step_arguments(chosen)
         schedule.step(
-            [stage_inputs(batch) for batch in chosen],
-            target=[batch.target for batch in chosen],
-            losses=losses,
-            num_items=1,
-            return_outputs=False,
-            **encoders,
+            *args, **kwargs, losses=losses, num_items=count, loss_kwargs=loss_kwargs, return_outputs=False
         )
-        total += sum(map(float, losses))
+        total += sum(map(float, losses)) / count
     grads = {
         name.removeprefix("hf."): whole(parameter.grad)
         for part in parts

@@ -356,7 +356,7 @@ def reference(case: str, model: Any = None, *, packed: bool = False) -> tuple[fl
         out = model(**inputs, use_cache=False)
         loss = sum_of_labels(out.logits, document["labels"]) / count
         if router:
-            loss = loss + model.config.text_config.router_aux_loss_coef * out.aux_loss / len(batches)
+            loss = loss + model.config.text_config.router_aux_loss_coef * out.aux_loss.double() / len(batches)
         if loss.requires_grad:  # not if all that trains is an encoder without inputs
             loss.backward()
         total += float(loss.detach())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.engine.stage_profile import StageInputs
 from optimus.errors import UserError, nearest
 from optimus.hf.families import Family, Tower, find_family
 from optimus.hf.parts import Features, capture_audio_mask, capture_text_call
@@ -19,21 +20,13 @@ TEXT_CALL = ("inputs_embeds", "deepstack_visual_embeds", "use_cache", "return_di
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderInputs:
-    """Inputs of an encoder microbatch: `args` for the first block, `kwargs` for every block."""
-
-    args: tuple[Tensor, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
 class MicrobatchInputs:
     """Inputs of a microbatch: `args` for the first stage, `kwargs` for every stage, `target` for the loss."""
 
     args: tuple[Tensor, ...]
     kwargs: dict[str, Any]
     target: Tensor | None
-    encoders: dict[str, EncoderInputs | None]  # None without images or audio
+    encoders: dict[str, StageInputs | None]  # None without images or audio
 
 
 def make_inputs(model: Any, family: Family, batch: Mapping[str, Any], *, router: bool) -> MicrobatchInputs:
@@ -69,7 +62,7 @@ def _refuse_unknown(model: Any, family: Family, given: Mapping[str, Any]) -> Non
             raise UserError(field=field, problem="is missing", hint="give the processor's output as it is")
 
 
-def _encoder_inputs(model: Any, tower: Tower, given: Mapping[str, Any]) -> EncoderInputs | None:
+def _encoder_inputs(model: Any, tower: Tower, given: Mapping[str, Any]) -> StageInputs | None:
     """Concatenates images and videos, which share a tower; None without either."""
     parts = [
         [given[name] for name in names]
@@ -90,7 +83,7 @@ def _encoder_inputs(model: Any, tower: Tower, given: Mapping[str, Any]) -> Encod
     kwargs: dict[str, Any] = dict(zip(names, rest, strict=True))
     if not tower.features:
         kwargs = _inline_audio_kwargs(model, tower, given)
-    return EncoderInputs(args=(first,), kwargs=kwargs)
+    return StageInputs(args=(first,), kwargs=kwargs)
 
 
 def _inline_audio_kwargs(model: Any, tower: Tower, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +130,15 @@ def _text_kwargs(model: Any, family: Family, given: Mapping[str, Any]) -> dict[s
     }
     call = capture_text_call(model.model, embed, features, inputs)
     return {name: value for name, value in call.items() if name not in TEXT_CALL}
+
+
+def step_arguments(batches: Sequence[MicrobatchInputs]) -> tuple[list[list[Tensor]], dict[str, Any]]:
+    """Returns positional and keyword arguments of `FillSchedule.step`: lists with an entry per microbatch."""
+    names = dict.fromkeys(name for batch in batches for name in batch.kwargs)
+    kwargs = {name: [batch.kwargs.get(name) for batch in batches] for name in names}
+    encoders = {name: [batch.encoders[name] for batch in batches] for name in batches[0].encoders}
+    args = [list(column) for column in zip(*(batch.args for batch in batches), strict=True)]
+    return args, {**kwargs, **encoders, "target": [batch.target for batch in batches]}
 
 
 def count_labels(batches: Sequence[MicrobatchInputs]) -> int:

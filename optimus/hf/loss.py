@@ -1,42 +1,36 @@
-"""Computes the loss of a microbatch as transformers does, as its share of the whole batch's."""
+"""Computes the loss of a microbatch as transformers does, as a sum that the batch's labels divide."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from optimus.errors import UserError
 from optimus.hf.inputs import IGNORED
 
 
-@dataclass(frozen=True, kw_only=True)
-class CausalLmLoss:
-    """The sum over a microbatch's labels, divided by the batch's count, and its share of the router loss.
+def causal_lm_loss(logits: Tensor, *more: Tensor, router_weight: float | None = None) -> Tensor:
+    """Returns the loss of `logits` as a sum over labels; behind them are router statistics and the target.
 
-    Losses of all microbatches add up to the batch's. `router_coef` weighs the load-balancing loss, which
-    is the mean over microbatches of what transformers computes for each.
+    The whole batch's number of labels divides it (`num_items` of `FillSchedule.step`). `router_weight` is the
+    weight of the microbatch's load-balancing loss in this sum, see `SplitModel.router_weight`.
     """
-
-    num_labels: int
-    num_microbatches: int = 1
-    router_coef: float = 0.0
-
-    def __call__(self, logits: Tensor, *more: Tensor) -> Tensor:
-        """Returns the loss of `logits`, router statistics if any, and the target last."""
-        *stats, target = more
-        shifted = target[:, 1:].to(logits.device)
-        scores = logits[:, :-1]
-        if scores.dtype not in (torch.float32, torch.float64):
-            scores = scores.float()
-        loss = functional.cross_entropy(
-            scores.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        loss = loss / self.num_labels
-        for sums in stats:
-            loss = loss + self.router_coef * balance_experts(sums) / self.num_microbatches
-        return loss
+    *stats, target = more
+    scores = logits[:, :-1]
+    if scores.dtype not in (torch.float32, torch.float64):
+        scores = scores.float()
+    labels = target[:, 1:].to(logits.device).flatten()
+    loss = functional.cross_entropy(scores.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+    for sums in stats:
+        if router_weight is None:
+            raise UserError(
+                field="router_weight",
+                problem="is missing for a model with a router loss",
+                hint="give loss_kwargs of step the split model's router_weight",
+            )
+        loss = loss + balance_experts(sums).to(loss.dtype) * router_weight
+    return loss
 
 
 def balance_experts(sums: Tensor) -> Tensor:

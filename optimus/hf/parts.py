@@ -258,6 +258,7 @@ class Stage(nn.Module):
         return self.hf.model._modules["language_model"]
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> State:
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if self.is_first:
             hidden, levels = self._merge(inputs[0], inputs[1:], kwargs)
             stats = self._no_stats(hidden)

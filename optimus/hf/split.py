@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from optimus.engine.stage_profile import StageInputs
 from optimus.errors import UserError, nearest
 from optimus.hf.families import Family, Tower, find_family
 from optimus.hf.inputs import MicrobatchInputs, make_inputs
-from optimus.hf.loss import CausalLmLoss
 from optimus.hf.parts import Block, Stage
 
 Shape = tuple[int, ...]
-ShapesOf = Callable[[int, Sequence[Any], Mapping[str, Any]], list[Shape]]
+ShapesOf = Callable[[int, StageInputs], list[Shape]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,15 @@ class SplitModel:
         """Returns the inputs of a microbatch from a processor's output."""
         return make_inputs(self.model, self.family, batch, router=self.router)
 
-    def loss(self, num_labels: int, num_microbatches: int) -> CausalLmLoss:
-        """Returns the loss of a microbatch of a batch with so many labels and microbatches."""
-        coef = self.model.config.get_text_config().router_aux_loss_coef if self.router else 0.0
-        return CausalLmLoss(num_labels=num_labels, num_microbatches=num_microbatches, router_coef=coef)
+    def router_weight(self, num_labels: int, num_microbatches: int) -> float | None:
+        """Returns the weight of a microbatch's router loss in `causal_lm_loss`, None without one.
+
+        With it the batch's router loss is the mean over microbatches of what transformers adds for each.
+        """
+        if not self.router:
+            return None
+        coef = float(self.model.config.get_text_config().router_aux_loss_coef)
+        return coef * num_labels / num_microbatches
 
     def tied(self, parts: Iterable[nn.Module]) -> list[nn.Parameter]:
         """Returns parameters among `parts` that are ends of the tied embedding."""
@@ -58,21 +63,22 @@ class SplitModel:
                     ends[id(part.hf.lm_head.weight)] = part.hf.lm_head.weight
         return list(ends.values())
 
-    def _stage_shapes(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shape]:
+    def _stage_shapes(self, index: int, inputs: StageInputs) -> list[Shape]:
         text, stage = self.model.config.get_text_config(), self.stages[index]
         stats: list[Shape] = [(2 * text.num_experts + 1,)] if self.router else []
-        size = tuple(args[0].shape)
+        size = tuple(inputs.args[0].shape)
         if stage.is_last:
             return [(*size, text.vocab_size), *stats]
-        rows = int(kwargs["visual_pos_masks"].sum()) if "visual_pos_masks" in kwargs else 0
+        masks = inputs.kwargs.get("visual_pos_masks")
+        rows = 0 if masks is None else int(masks.sum())
         levels = max(0, stage.deepstack - stage.end)
         return [(*size, text.hidden_size), *[(rows, text.hidden_size)] * levels, *stats]
 
     def _shapes_of(self, name: str) -> ShapesOf:
         blocks = self.encoders[name]
 
-        def shapes(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shape]:
-            block = blocks[index]
+        def shapes(index: int, inputs: StageInputs) -> list[Shape]:
+            block, args, kwargs = blocks[index], inputs.args, inputs.kwargs
             hidden: Shape = ()
             if "grid_thw" in kwargs:
                 return _qwen_shapes(self.model, blocks, index, args[0])
