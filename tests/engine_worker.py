@@ -45,7 +45,7 @@ LEARNING = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 class RankRun:
     """One rank of a case."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: Case, rank: int, **options: Any) -> None:
         self.case, self.rank, self.plan = case, rank, case.plan
         self.dtype = getattr(torch, case.dtype)
         self.built = RankTrainer(
@@ -58,6 +58,7 @@ class RankRun:
             recorder=self,
             fuse=not case.segments,
             bucket_type=ShardedBucket if case.sharded else ReplicatedBucket,
+            **options,
         )
         self.model, self.data, self.buckets = (
             self.built.model,

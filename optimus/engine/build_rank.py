@@ -57,7 +57,7 @@ def build_rank_model(
     llm_tokens: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    seed: int = 0,
+    seed: int | None = 0,
     kernels: KernelSet = KERNELS,
     fuse: bool = True,
 ) -> RankModel:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optimus.engine.batch_plan import BatchPlan, plan_batch
 from optimus.engine.buckets import ReplicatedBucket
-from optimus.engine.build_rank import build_rank_model
+from optimus.engine.build_rank import RankModel, build_rank_model
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
 from optimus.engine.executor import Executor
@@ -31,7 +31,8 @@ class RankTrainer:
 
     `groups` determines the rank. `bucket_type` decides how parameters are gathered and gradients reduced:
     with `ReplicatedBucket` there is no `optimizer`, and the caller reads gradients from `grad`. `dataset` is
-    synthetic by default. With `fuse`, layers into which nothing is scheduled run as one segment.
+    synthetic by default. With `fuse`, layers into which nothing is scheduled run as one segment. `load` gives
+    all parameters their values, which are random otherwise.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RankTrainer:
         kernels: KernelSet = KERNELS,
         fuse: bool = True,
         bucket_type: type[ShardedBucket] | type[ReplicatedBucket] = ShardedBucket,
+        load: Callable[[RankModel], object] | None = None,
     ) -> None:
         self.job, self.plan, self.config, self.groups = job, plan, config, groups
         self.dtype, self.device = dtype, device
@@ -62,10 +64,12 @@ class RankTrainer:
             llm_tokens=self.sequences_per_microbatch * job.workload.sequence_tokens,
             dtype=dtype,
             device=device,
-            seed=config.seed,
+            seed=config.seed if load is None else None,
             kernels=kernels,
             fuse=fuse,
         )
+        if load is not None:
+            load(self.model)
         self.executor = Executor(
             plan,
             groups,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,18 @@ def read_rows(file: TensorFile, name: str, into: Tensor, first: int = 0) -> int:
                 raise _broken(file.path, name, "is truncated")
             done += count
     return done
+
+
+def read_columns(file: TensorFile, name: str, into: Tensor, first: int = 0) -> int:
+    """Fills a contiguous matrix with columns of a stored one, from column `first`; returns the bytes read."""
+    entry = file.tensors[name]
+    item_bytes = int(entry.dtype.itemsize)
+    row_bytes, offset = entry.shape[1] * item_bytes, entry.offset_bytes + first * item_bytes
+    with file.path.open("rb", buffering=0) as stream:
+        for row, columns in enumerate(into):
+            if os.preadv(stream.fileno(), [as_bytes(columns)], offset + row * row_bytes) != columns.nbytes:
+                raise _broken(file.path, name, "is truncated")
+    return int(into.nbytes)
 
 
 class TensorFileWriter:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from optimus.errors import UserError
 from optimus.hf.checkpoint import INDEX, Checkpoint, Piece, WeightMap
-from optimus.hf.safetensors_file import TensorFileWriter, read_rows
+from optimus.hf.safetensors_file import TensorFile, TensorFileWriter, read_rows
 
 COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # configuration, processor, tokenizer
 
@@ -71,15 +71,20 @@ def _distinct(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def _check_dtype(weights: WeightMap, name: str, *, cast: bool) -> None:
     for piece in weights.pieces(name):
         file = weights.checkpoint.file_of(piece.source)
-        stored, wanted = file.tensors[piece.source].dtype, weights.state[name].dtype
-        if stored != wanted and not cast:
-            raise UserError(
-                field=piece.source,
-                value=str(stored).removeprefix("torch."),
-                problem=f"is not {str(wanted).removeprefix('torch.')} as the model",
-                hint="give load_model and load_weights the wanted dtype (cast=True)",
-                file=str(file.path),
-            )
+        check_dtype(file, piece.source, weights.state[name].dtype, cast=cast)
+
+
+def check_dtype(file: TensorFile, source: str, wanted: torch.dtype, *, cast: bool) -> None:
+    """Raises an error if a stored tensor has another dtype than its parameter, unless `cast`."""
+    stored = file.tensors[source].dtype
+    if stored != wanted and not cast:
+        raise UserError(
+            field=source,
+            value=str(stored).removeprefix("torch."),
+            problem=f"is not {str(wanted).removeprefix('torch.')} as the model",
+            hint="give load_model and load_weights the wanted dtype (cast=True)",
+            file=str(file.path),
+        )
 
 
 def materialize(model: Any, parts: Sequence[nn.Module], device: str = "cpu") -> None:
@@ -204,10 +209,7 @@ def save_weights_distributed(
 
 
 def _save(model: Any, own: dict[str, Tensor], folder: Path, into: Path, *, rank: int, ranks: int) -> None:
-    if folder.resolve() == into.resolve():
-        raise UserError(
-            field="into", value=str(into), problem="is the folder of the weights", hint="use another"
-        )
+    refuse_same_folder(folder, into)
     weights = WeightMap(model, Checkpoint(folder))
     owners: list[set[str]] = [set(own)]
     if ranks > 1:
@@ -226,7 +228,7 @@ def _save(model: Any, own: dict[str, Tensor], folder: Path, into: Path, *, rank:
         if output is not None:
             output.close()
     if rank == 0:
-        _copy_files(folder, into)
+        copy_files(folder, into)
     if ranks > 1:
         dist.barrier()
 
@@ -286,7 +288,15 @@ def _fetch(
     return tensor
 
 
-def _copy_files(folder: Path, into: Path) -> None:
+def refuse_same_folder(folder: Path, into: Path) -> None:
+    """Raises an error if weights would be written over those that are read."""
+    if folder.resolve() == into.resolve():
+        raise UserError(
+            field="into", value=str(into), problem="is the folder of the weights", hint="use another"
+        )
+
+
+def copy_files(folder: Path, into: Path) -> None:
     """Copies index, configuration and processor files."""
     for path in sorted(folder.iterdir()):
         if path.is_file() and (path.suffix in COPIED or path.name == INDEX):

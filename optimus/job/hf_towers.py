@@ -123,7 +123,8 @@ def read_qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
         full_layers=vision.read(tuple[Whole, ...], "fullatt_block_indexes"),
         activation=vision.read_or("silu", str, "hidden_act"),
     )
-    return _qwen_encoder(vision, stack, outputs=vision.count("out_hidden_size"))
+    encoder = _qwen_encoder(vision, stack, outputs=vision.count("out_hidden_size"))
+    return replace(encoder, tokens_per_second=vision.read_or(4.0, Amount, "tokens_per_second"))
 
 
 def read_qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:

@@ -285,6 +285,9 @@ class Encoder:
     pre_norm: bool = constant(False)  # a norm before the first layer
     final_norm: bool = constant(True)  # a norm behind the last layer, before the merge
     interpolates_positions: bool = constant(False)  # learned positions fit any grid
+    tokens_per_second: Amount | None = constant(
+        None
+    )  # positions in time of a second of video; None: of a frame
     deepstack_layers: tuple[Whole, ...] = constant(())  # its own layers whose outputs go to feeds[1:]
     tokens_per_item: Whole = constant(0)  # LLM tokens of an image, where the family fixes them
 

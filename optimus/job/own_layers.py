@@ -9,7 +9,7 @@ from optimus.job.model import Encoder, Llm, Model
 
 # Families (`model_type` of config.json) that a test compares with transformers as whole models: losses and
 # gradients, with every constant. Value: the test's file.
-COMPARED_FAMILIES: dict[str, str] = {}
+COMPARED_FAMILIES: dict[str, str] = {"qwen2_5_vl": "tests/test_own_families.py"}
 
 GELU_APPROXIMATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}  # torch's, by name
 PLAN_ONLY = "can be planned, but the engine does not run it yet"

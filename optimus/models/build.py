@@ -38,7 +38,7 @@ def build_layers(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    seed: int = 0,
+    seed: int | None = 0,
     first: int = 0,
     end: int | None = None,
     compute: KernelSet = KERNELS,
@@ -48,7 +48,7 @@ def build_layers(
     """Builds the layers `first` up to but not including `end` of a module, each as a list of segments.
 
     The rank in `tp_group` decides which shards of parameters are built. `encoders_train` says whether any
-    encoder of an LLM needs gradients.
+    encoder of an LLM needs gradients. With `seed` None, only norms have values.
     """
     _refuse_uneven_heads(module, tp_group.size)
     unsupported = find_unsupported(module)
@@ -62,9 +62,10 @@ def build_layers(
         for layer in range(first, end)
     ]
     _tie(module, first, end, layers)
-    with torch.no_grad():
-        for name, parameter, split in named_parameters(module, layers, first=first):
-            _initialize(parameter, name, seed, split, tp_group)
+    if seed is not None:
+        with torch.no_grad():
+            for name, parameter, split in named_parameters(module, layers, first=first):
+                _initialize(parameter, name, seed, split, tp_group)
     _freeze(module, layers)
     return layers
 

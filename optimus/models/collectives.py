@@ -153,6 +153,16 @@ class ParamSplit:
             pieces.append(parameter.new_zeros(padding))
         return torch.cat(pieces, self.dim)
 
+    def shard_runs(self, rank: int, size: int) -> list[tuple[int, int, int]]:
+        """Returns the runs of one rank's shard: first index of the parameter, of the shard, and length."""
+        runs, block_start, at = [], 0, 0
+        for units, length in self.blocks:
+            count = _units_per_rank(units, size)
+            begin, end = (min(index * count, units) for index in (rank, rank + 1))
+            runs.append((block_start + begin * length, at, (end - begin) * length))
+            block_start, at = block_start + units * length, at + count * length
+        return runs
+
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """Returns the parameter from the shards of all ranks in order."""
         lengths = [_units_per_rank(units, len(shards)) * length for units, length in self.blocks]

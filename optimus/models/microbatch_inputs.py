@@ -277,35 +277,39 @@ def _positions(llm: Llm, sample: Sample, encoders: Sequence[Encoder]) -> Tensor:
             hint=f"use {max(sample.spans)} or more, or shorter samples",
         )
     axes = max(1, len(llm.stack.attention.rope.sections))
-    grids = _output_grids(sample, encoders) if axes > 1 else {}
+    of_items = _item_positions(sample, encoders, axes) if axes > 1 else {}
     runs: list[Tensor] = []
     start = 0
     for span in sample.spans:
         next_position, end = 0, start + span
         while start < end:
-            if start in grids:
-                run = _grid_positions(grids[start], axes) + next_position
+            if start in of_items:
+                run = of_items[start]
             else:
-                stop = min((offset for offset in grids if start < offset < end), default=end)
-                run = torch.arange(next_position, next_position + stop - start).expand(axes, -1)
-            runs.append(run)
+                stop = min((offset for offset in of_items if start < offset < end), default=end)
+                run = torch.arange(stop - start).expand(axes, -1)
+            runs.append(run + next_position)
             start += run.shape[1]
-            next_position = int(run.max()) + 1
+            next_position += int(run[-2:].max()) + 1  # time may pass faster than positions
     return torch.cat(runs, 1)
 
 
-def _output_grids(sample: Sample, encoders: Sequence[Encoder]) -> dict[int, tuple[int, ...]]:
-    """Returns the grid of every item's LLM tokens, by the offset of the first."""
+def _item_positions(sample: Sample, encoders: Sequence[Encoder], axes: int) -> dict[int, Tensor]:
+    """Returns positions (axes, tokens) of every item's LLM tokens, by the offset of the first."""
     by_name = {encoder.name: encoder for encoder in encoders}
     return {
-        item.offset: compute_encoder_token_order(by_name[name], item.grid).output_grid
+        item.offset: _grid_positions(by_name[name], item, axes)
         for name, items in sample.items.items()
         for item in items
     }
 
 
-def _grid_positions(grid: tuple[int, ...], axes: int) -> Tensor:
+def _grid_positions(encoder: Encoder, item: SampleItem, axes: int) -> Tensor:
     """Returns time, height and width of every token; those of a sound are equal along all axes."""
+    grid = compute_encoder_token_order(encoder, item.grid).output_grid
     if len(grid) == 1:
         return torch.arange(grid[0]).expand(axes, -1)
-    return torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij")).flatten(1)
+    times, *sides = map(torch.arange, grid)
+    if encoder.tokens_per_second is not None:  # in float32, as transformers
+        times = (times * (encoder.tokens_per_second * torch.tensor(item.seconds_per_frame))).long()
+    return torch.stack(torch.meshgrid(times, *sides, indexing="ij")).flatten(1)

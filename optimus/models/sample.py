@@ -32,6 +32,7 @@ class SampleItem:
     offset: int  # position of its first LLM token in the sample
     grid: tuple[int, ...]
     inputs: Tensor  # (tokens, patch_inputs), in raster order
+    seconds_per_frame: float = 1.0  # of a video: time between two frames of its grid
 
     @property
     def tokens(self) -> int:

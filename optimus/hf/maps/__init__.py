@@ -1,0 +1,1 @@
+"""Names of our own layers' parameters in transformers' models, as data: one file a family."""

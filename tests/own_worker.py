@@ -1,0 +1,111 @@
+"""Trains tiny models of transformers in our own layers on four ranks; prints one JSON line for each.
+
+Arguments are a dtype, steps of AdamW and names of `hf_models`; rank 0 compares with one process of unpatched
+transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import torch
+from engine_worker import LEARNING, RankRun, everybody, play, worst
+from own_families import OwnCase, as_ours, save_folder
+from torch import Tensor
+
+from optimus.hf.own_layers import list_layer_tensors, load_layers, save_layers
+
+
+class OwnRun(RankRun):
+    """One rank of a case, with the weights of its folder."""
+
+    def __init__(self, case: OwnCase, rank: int) -> None:
+        def load(model: Any) -> None:
+            tensors = list_layer_tensors(model, case.plan, rank)
+            self.report = load_layers(case.job.model.family, tensors, case.folder)
+
+        super().__init__(case, rank, load=load, dataset=case.documents)
+
+
+def train_reference(case: OwnCase, dtype: torch.dtype, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Returns losses and trained parameters of one process of transformers."""
+    model = hf_models.build(case.model, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **LEARNING)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(hf_models.reference(case.model, model)[0])
+        optimizer.step()
+    return losses, dict(model.named_parameters())
+
+
+def compare(case: OwnCase, rank: int, *, steps: int) -> dict[str, Any]:
+    """Loss and gradients of one step, losses and parameters of more, bytes read and written."""
+    run = OwnRun(case, rank)
+    loss = run.play(0)
+    gradients = everybody(run.gradients())
+    read = everybody((run.report.read_bytes, run.report.own_bytes))
+    run.trains = True
+    losses = [run.play(step) for step in range(steps)]
+    learned = everybody(run.learned())
+    empty_slots = replace(case, slots=False)
+    again = OwnRun(empty_slots, rank)
+    same = loss == again.play(0)
+    empty = everybody(again.gradients())
+    into = case.folder.parent / "saved"
+    save_layers(case.job.model.family, list_layer_tensors(again.model, case.plan, rank), case.folder, into)
+    if rank:
+        return {}
+    names = sorted({name.removesuffix(" (head)") for of_rank in gradients for name in of_rank})
+    model = case.job.model
+    expected_loss, theirs = hf_models.reference(case.model, hf_models.build(case.model, dtype=run.dtype))
+    expected_losses, trained = train_reference(case, run.dtype, steps)
+    return {
+        "loss": abs(loss - expected_loss) / abs(expected_loss),
+        "gradients": worst(gradients, as_ours(model, theirs, names), run),
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True)),
+        "fallen": losses[-1] / losses[0],
+        "parameters": worst(learned, as_ours(model, {n: p.detach() for n, p in trained.items()}, names), run),
+        "slots": same
+        and case.plan.programs != empty_slots.plan.programs
+        and all(_equal(a, b) for a, b in zip(gradients, empty, strict=True)),
+        "read": max(of_rank / own for of_rank, own in read),
+        "saved": sorted(path.name for path in case.folder.iterdir() if not _same(path, into / path.name)),
+    }
+
+
+def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _same(a: Path, b: Path) -> bool:
+    return b.exists() and a.read_bytes() == b.read_bytes()
+
+
+def main(dtype: str, steps: str, names: list[str]) -> None:
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            save_folder(name, Path(folder, "model"), getattr(torch, dtype))
+            case = OwnCase(
+                name=name,
+                model=name,
+                folder=Path(folder, "model"),
+                ranks=4,
+                pp=2,
+                tp=2,
+                microbatches=5,
+                encoders=((1, 1, 2),),
+                dtype=dtype,
+            )
+            print(json.dumps({"name": name, **play(case, partial(compare, steps=int(steps)))}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,209 @@
+"""Our own layers with weights of transformers compute what unpatched transformers does, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+from one_process import OneProcess, loss_scale
+from own_families import Documents, as_ours, read_model, save_folder, whole_tensors
+from torch import Tensor
+from worker_lines import run_worker
+
+from optimus.errors import UserError
+from optimus.hf.own_layers import FAMILY_MAPS, load_layers, save_layers
+from optimus.job.model import Encoder, Llm, Model, RopeScaling
+from optimus.job.own_layers import COMPARED_FAMILIES, find_unsupported
+
+CASES = ("qwen2_5_vl",)
+TOLERANCE = {"float64": 1e-5, "float32": 2e-5}  # transformers computes norms and rotary tables in float32
+
+
+@pytest.mark.ci("own layers")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("dtype", "steps"), [("float64", 20), ("float32", 1)])
+@pytest.mark.parametrize("case", CASES)
+def test_four_ranks_compute_what_transformers_does(case: str, dtype: str, steps: int) -> None:
+    (line,) = run_worker("own_worker.py", dtype, str(steps), case, timeout_s=290)
+    assert "error" not in line, line["error"]
+    assert line["loss"] <= TOLERANCE[dtype] and line["gradients"] <= TOLERANCE[dtype], line
+    assert line["losses"] <= TOLERANCE[dtype], line
+    assert line["slots"] and line["saved"] == [] and line["read"] <= 1.1, line
+    if dtype == "float64":  # in float32 AdamW turns tiny gradients into steps of either sign
+        assert line["parameters"] <= 1e-4 and line["fallen"] < 0.6, line
+
+
+def test_families_with_weights_are_those_compared() -> None:
+    assert set(FAMILY_MAPS) == set(COMPARED_FAMILIES)
+    assert set(COMPARED_FAMILIES) <= {read.partition("_siglip")[0].partition("_tied")[0] for read in CASES}
+
+
+# ---------------------------------------------------------------------------------------- weights
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("own")
+    for case in CASES:
+        save_folder(case, folder / case, torch.bfloat16)
+        (folder / case / "preprocessor_config.json").write_text("{}")
+    return {case: folder / case for case in CASES}
+
+
+@pytest.mark.ci("own layers")
+@pytest.mark.parametrize("case", CASES)
+def test_weights_go_in_and_out_bit_for_bit(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    model = read_model(folders[case])
+    parameters = OneProcess(model, dtype=torch.bfloat16).parameters()
+    report = load_layers(model.family, whole_tensors(parameters), folders[case])
+    assert report.read_bytes == report.own_bytes
+    theirs = hf_models.build(case, dtype=torch.bfloat16).state_dict()
+    for name, tensor in as_ours(model, theirs, list(parameters)).items():
+        assert torch.equal(parameters[name], tensor), name
+    save_layers(model.family, whole_tensors(parameters), folders[case], tmp_path / "saved")
+    for path in folders[case].iterdir():
+        assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_weights_of_another_dtype_are_cast_only_if_asked(folders: dict[str, Path]) -> None:
+    model = read_model(folders["qwen2_5_vl"])
+    tensors = whole_tensors(OneProcess(model, dtype=torch.float32).parameters())
+    with pytest.raises(UserError, match="is not float32 as the model"):
+        load_layers(model.family, tensors, folders["qwen2_5_vl"])
+    load_layers(model.family, tensors, folders["qwen2_5_vl"], cast=True)
+
+
+def test_a_tensor_without_a_place_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = read_model(folders["qwen2_5_vl"])
+    tensors = whole_tensors(OneProcess(model, dtype=torch.bfloat16).parameters())
+    missing = [tensor for tensor in tensors if tensor.name != "vision.layers.1.out.bias"]
+    with pytest.raises(UserError, match=r"visual\.blocks\.1\.attn\.proj\.bias is a tensor that our own"):
+        save_layers(model.family, missing, folders["qwen2_5_vl"], tmp_path / "saved")
+
+
+# ---------------------------------------------------------------------------------------- constants
+
+
+def changed(value: Any, path: str, new: object) -> Any:
+    """Returns a copy of nested dataclasses with the field at `path` replaced."""
+    name, _, rest = path.partition(".")
+    return replace(value, **{name: changed(getattr(value, name), rest, new) if rest else new})
+
+
+def list_constants(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields paths and values of the constants of nested dataclasses."""
+    for each in fields(value):
+        inner = getattr(value, each.name)
+        if is_dataclass(inner):
+            yield from list_constants(inner, f"{before}{each.name}.")
+        elif each.metadata.get("constant"):
+            yield before + each.name, inner
+
+
+OTHERS: dict[str, object] = {  # values of constants whose type does not tell another
+    "activation": "gelu_pytorch_tanh",
+    "scaling": RopeScaling(type="llama3", factor=8.0),
+    "local_theta": 1e4,
+    "partial_factor": 0.5,
+    "rotary": False,
+    "qk_norm_kind": "l2",
+    "qk_norm_over": "hidden",
+    "softmax_scale": 0.5,
+    "softcap": 50.0,
+    "logit_softcap": 30.0,
+    "norm": "rmsnorm",
+    "tokens_per_second": 3.0,
+    "deepstack_layers": (1, 2),
+    "sections": (2, 1, 1),
+}
+# Fields that change no schedule are constants; these change schedules and results.
+DIMENSIONS: dict[str, object] = {
+    "stack.attention.causal": None,
+    "stack.attention.window_tokens": 64,
+    "stack.attention.full_layers": (0, 3),
+}
+# Constants of features that a model has not.
+IDLE = {
+    "stack.dropout_rate",
+    "stack.attention.qk_norm_kind",
+    "stack.attention.qk_norm_over",
+    "projector.norm_eps",
+    "tokens_per_item",
+}
+
+
+def another(path: str, value: Any) -> object:
+    name = path.rpartition(".")[2]
+    if name == "activation" and value in (None, "silu", "gelu_pytorch_tanh"):
+        return "gelu"
+    if name in OTHERS:
+        return OTHERS[name]
+    return not value if isinstance(value, bool) else value * 3
+
+
+def list_mutants(model: Model) -> Iterator[tuple[str, Model]]:
+    """Yields the model with one constant of one module changed."""
+    for module in model.modules:
+        constants = [
+            (path, another(path, value)) for path, value in list_constants(module) if path not in IDLE
+        ]
+        for path, new in DIMENSIONS.items():
+            value: Any = module
+            for name in path.split("."):
+                value = getattr(value, name)
+            if value not in (None, ()):
+                constants.append((path, (not value) if isinstance(value, bool) else new))
+        for path, new in constants:
+            yield f"{module.name}.{path} = {new}", _with(model, module, changed(module, path, new))
+
+
+def _with(model: Model, module: Encoder | Llm, other: Encoder | Llm) -> Model:
+    if isinstance(other, Llm):
+        return replace(model, llm=other)
+    return replace(model, encoders=tuple(other if e is module else e for e in model.encoders))
+
+
+@cache
+def reference(case: str) -> tuple[float, dict[str, Tensor]]:
+    return hf_models.reference(case)
+
+
+def is_equal(case: str, model: Model, folder: Path) -> bool:
+    """Tells whether a model with the weights of a folder computes what transformers does."""
+    if any(find_unsupported(module) is not None for module in model.modules):
+        return False
+    one = OneProcess(model)
+    try:
+        load_layers(model.family, whole_tensors(one.parameters()), folder, cast=True)
+    except (KeyError, UserError):  # a parameter that transformers has not, or of another shape
+        return False
+    documents = Documents(case)
+    samples = [documents.sample(number) for number in range(len(documents.samples))]
+    expected_loss, theirs = reference(case)
+    with torch.no_grad():
+        loss = sum(float(one.loss(sample, loss_scale(samples), 0)) for sample in samples)
+    if abs(loss - expected_loss) / expected_loss > TOLERANCE["float64"]:
+        return False
+    gradients = one.loss_and_gradients(samples)[1]
+    expected = as_ours(model, theirs, list(gradients))
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    wrong = max(float((gradients[name] - right).abs().max()) for name, right in expected.items()) / scale
+    return wrong <= TOLERANCE["float64"]
+
+
+@pytest.mark.ci("own layers")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES)
+def test_every_constant_changed_alone_makes_the_comparison_fail(case: str, tmp_path: Path) -> None:
+    save_folder(case, tmp_path / case, torch.float64)
+    model = read_model(tmp_path / case)
+    assert is_equal(case, model, tmp_path / case)
+    mutants = list(list_mutants(model))
+    assert len(mutants) > 40
+    assert [name for name, mutant in mutants if is_equal(case, mutant, tmp_path / case)] == []
