@@ -38,7 +38,9 @@ CONFIGS = ROOT / "tests" / "data" / "configs"
 TABLES = ROOT / "docs" / "cost-model.md"
 REFRESH = "run `python tests/test_docs.py` and look at what changed"
 LEFT_OUT = "..."  # a line of its own: lines of the output that are not shown
-ELSEWHERE = ("pip", "make", "torchrun")  # commands that this test does not run
+MODULES = {"optimus": "optimus", "optimus-mllm": "optimus", "torchrun": "torch.distributed.run"}
+ELSEWHERE = ("pip", "make")  # commands that a test does not run but checks
+RUN_BY_OTHERS = ("torchtitan",)  # pages whose commands tests/test_torchtitan.py runs
 LONG = ("export", "report", "why")  # pages that plan and compare for minutes
 PROGRESS = re.compile(r"^\w+: .*, \d+ of \d+, \d+ s\n", re.MULTILINE)  # their number depends on the machine
 HOSTS = ("arxiv.org", "keepachangelog.com", "semver.org")
@@ -132,9 +134,10 @@ def play(step: Step, folder: Path) -> list[str]:
         return list(step.shown)
     if step.words[0] in ELSEWHERE:
         return list(step.shown)
-    assert step.words[0] in ("optimus", "optimus-mllm"), f"{step.words[0]} is not a command of ours"
+    assert step.words[0] in MODULES, f"{step.words[0]} is not a command of ours"
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in step.words[1:]]
     ran = subprocess.run(
-        [sys.executable, "-m", "optimus", *step.words[1:]],
+        [sys.executable, "-m", MODULES[step.words[0]], *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
         capture_output=True,
@@ -183,7 +186,7 @@ def is_shown_truly(shown: tuple[str, ...], output: list[str]) -> bool:
     [
         pytest.param(page, marks=pytest.mark.heavy if page.stem in LONG else pytest.mark.ci, id=page.name)
         for page in PAGES
-        if any(step.words[0] == "optimus" for step in steps(page))
+        if page.stem not in RUN_BY_OTHERS and any(step.words[0] in MODULES for step in steps(page))
     ],
 )
 @pytest.mark.timeout(300)  # a page of plans takes 90 s on a quiet machine
@@ -207,10 +210,8 @@ def test_every_command_is_ours_or_can_be_checked(page: Path) -> None:
             assert wanted, f"{rest[1]} is not this checkout"
             known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert set((wanted["extras"] or "").split(",")) <= {"", *known}
-        elif command == "torchrun":  # run by tests/test_torchtitan.py
-            assert page.name == "torchtitan.md"
         elif command != "file":
-            assert command in ("optimus", "optimus-mllm"), command
+            assert command in MODULES, command
 
 
 @pytest.mark.parametrize("where", ["README.md", "docs/index.md", "mkdocs.yml"])

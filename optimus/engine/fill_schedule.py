@@ -33,6 +33,7 @@ from optimus.engine.fsdp_ddp import (
     make_module_segment,
     make_param_bucket,
     reject_wrapped_modules,
+    unshard_all,
     unwrap_ddp,
 )
 from optimus.engine.process_groups import find_replica_ranks, make_process_groups
@@ -299,10 +300,8 @@ class FillSchedule:
                 problem="has no microbatch with inputs for every encoder on the first replica",
                 hint="begin with one that has, or pass `profiles` of profile_stages",
             )
-        for module in self._sharded:
-            module.unshard()  # a collective: profiling itself runs on one rank at a time
-        with torch.no_grad():
-            profiles = profile_stages(
+        with unshard_all(self._sharded), torch.no_grad():
+            return profile_stages(
                 self.stages,
                 self.encoders,
                 batch.stage_inputs(LLM, number[0]),
@@ -312,9 +311,6 @@ class FillSchedule:
                 },
                 pp=self.plan.ranks.llm.pp,
             )
-        for module in self._sharded:
-            reshard_fsdp_after_forward(module)
-        return profiles
 
     @property
     def _device(self) -> torch.device:

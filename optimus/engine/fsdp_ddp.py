@@ -7,7 +7,8 @@ Frozen modules are gathered once, before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from optimus.engine.torch_private import (
     accumulate_fsdp_grads,
     find_fsdp_mesh_ranks,
     reduce_fsdp_grads,
+    reshard_fsdp_after_forward,
     unshard_fsdp_params,
     wait_fsdp_grads,
 )
@@ -69,6 +71,23 @@ def disable_fsdp_hooks(module: nn.Module, field: str, replicas: Sequence[int]) -
         part.set_force_sum_reduction_for_comms(True)
         part.set_is_last_backward(False)
         part.set_reduce_scatter_max_input_buffers(len(parts))  # or compute would wait for the previous one
+
+
+@contextmanager
+def unshard_all(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gathers everything that FSDP2 shards in some modules, so that one rank can run them alone.
+
+    All replicas enter it together.
+    """
+    parts = [part for module in modules for part in list_fsdp_modules(module)]
+    for part in parts:
+        part.set_requires_gradient_sync(False, recurse=False)
+        part.set_reshard_after_forward(False, recurse=False)
+        part.set_reshard_after_backward(False, recurse=False)
+        part.unshard()
+    yield
+    for part in parts:
+        reshard_fsdp_after_forward(part)
 
 
 class FsdpSegment(ModuleSegment):
