@@ -139,3 +139,10 @@ def test_inputs_that_are_not_carried_are_refused_by_name() -> None:
         assert refusal(lambda changed=changed: split.inputs(changed)).field == field
     padded = {**batch, "attention_mask": torch.zeros_like(batch["input_ids"])}
     assert refusal(lambda: pack_documents(split.model, [batch, padded])).field == "attention_mask"
+
+
+def test_other_numbers_of_encoder_outputs_are_refused() -> None:
+    split = split_model(hf_models.build("qwen3_vl"), stages=[2, 2])
+    batch = split.inputs(hf_models.microbatches("qwen3_vl")[1])
+    problem = refusal(lambda: split.stages[0](*batch.args, torch.zeros(0, 32), **batch.kwargs))
+    assert problem.field == "encoder rows"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimus.errors import UserError
 from optimus.hf.families import Tower
 
 State = tuple[Tensor, ...]
@@ -286,6 +287,14 @@ class Stage(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Embeds ids and puts encoder rows in the place of their tokens, by the model's own forward."""
         config, rest = self.hf.config, list(rows)
+        wanted = len(self.towers) + self.deepstack
+        if len(rows) != wanted:
+            raise UserError(
+                field="encoder rows",
+                value=len(rows),
+                problem=f"are not the {wanted} outputs of one microbatch of each encoder",
+                hint="plan one encoder microbatch for each LLM microbatch",
+            )
         features: dict[str, Callable[..., Features]] = {}
         inputs = {name: kwargs[name] for name in ("position_ids", "attention_mask") if name in kwargs}
         inline: list[tuple[str, Tensor]] = []

@@ -127,8 +127,8 @@ def image_tokens(model: Any) -> tuple[int, int]:
 
 
 def is_tied(model: Any) -> bool:
-    """Returns whether the head is the embedding; the flag of the top level wins."""
-    return bool(model.config.tie_word_embeddings) and bool(getattr(model, "_tied_weights_keys", None))
+    """Returns whether the head is the embedding."""
+    return bool(model.all_tied_weights_keys)
 
 
 def split_model(

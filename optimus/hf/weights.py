@@ -92,7 +92,7 @@ def materialize(model: Any, parts: Sequence[nn.Module], device: str = "cpu") -> 
     for part in parts:
         if any(tensor.is_meta for tensor in (*part.parameters(), *part.buffers())):
             part.to_empty(device=device)
-            _init_buffers(model, part)
+            _init_buffers(part)
     embeddings = [p.text.embed_tokens for p in parts if getattr(p, "is_first", False) and hasattr(p, "text")]
     heads = [p.hf.lm_head for p in parts if getattr(p, "is_last", False) and hasattr(p, "text")]
     if getattr(model, "all_tied_weights_keys", None):
@@ -101,7 +101,7 @@ def materialize(model: Any, parts: Sequence[nn.Module], device: str = "cpu") -> 
                 head.weight = embedding.weight
 
 
-def _init_buffers(model: Any, part: nn.Module) -> None:
+def _init_buffers(part: nn.Module) -> None:
     """Computes buffers that no file holds (rotary frequencies, position ids) as transformers does."""
     for path, module in part.named_modules():
         names = [n for n in module._buffers if n in module._non_persistent_buffers_set]
