@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 from torchtitan.components.validate import Validator
 from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan_vlm.config_registry import small
+from torchtitan_vlm.config_registry import image_shapes, small
 from torchtitan_vlm.data import PATCHES, SyntheticImages
+
+from optimus.integrations.torchtitan import Encoder, fill_pipeline
 
 
 class ValidationImages(SyntheticImages):  # type: ignore[misc]
@@ -29,4 +31,12 @@ def recomputed() -> Any:
     config = small()
     config.activation_checkpoint = FullAC.Config()
     config.validator = Validator.Config(enable=True, freq=2, dataloader=ValidationImages.Config())
+    return config
+
+
+def planned() -> Any:
+    """Returns a run that writes its plan, or uses the one that is there."""
+    config = small()
+    images = Encoder(blocks="vision", inputs=["pixel_values"], shapes=image_shapes)
+    config.model_spec.pipelining_fn = fill_pipeline({"images": images}, plan="plan.json")
     return config

@@ -91,7 +91,7 @@ class ExpertLayer(nn.Module):  # type: ignore[misc]
 def refusals() -> dict[str, str]:
     """The field of the error for each setting that is changed alone; "" where there is none."""
     base: dict[str, dict[str, Any]] = {
-        "parallel_dims": {"tp": 1, "cp": 1, "ep": 1, "dp_replicate": 1},
+        "parallel_dims": {"tp": 1, "cp": 1, "ep": 1, "dp_replicate": 1, "dp_shard": 1},
         "training": {"mixed_precision_param": "float32", "dtype": "float32", "enable_cpu_offload": False},
         "parallelism": {
             "spmd_backend": "partial_dtensor",
@@ -136,11 +136,17 @@ def refusals() -> dict[str, str]:
         except UserError as error:
             messages[name] = error.field
     model = nn.Module()
-    model.blocks = nn.ModuleList([nn.Linear(1, 1)])
+    model.blocks, model.projector = nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1)
+    encoder = torchtitan.Encoder(blocks="blocks", inputs=["pixels"])
     try:
-        torchtitan._find_blocks(model, "images", torchtitan.Encoder(blocks="blocks", inputs=["pixels"]))
+        torchtitan._find_blocks(model, "images", encoder)
     except UserError as error:
         messages["module list"] = error.field
+    torchtitan._reject_unassigned(model, [["projector"]], {"images": encoder})
+    try:
+        torchtitan._reject_unassigned(model, [["proj"]], {"images": encoder})
+    except UserError as error:
+        messages["projector in no stage"] = error.problem
     return messages
 
 

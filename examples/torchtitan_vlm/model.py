@@ -39,7 +39,7 @@ class VisionBlock(Module):
         self.norm, self.up, self.down = config.norm.build(), config.up.build(), config.down.build()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.embed is None else self.embed(x)
+        x = x if self.embed is None else self.embed(x.to(self.embed.weight.dtype))
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 

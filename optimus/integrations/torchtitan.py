@@ -92,14 +92,13 @@ class FilledPipeline:
         blocks: Mapping[str, Sequence[nn.Module]],
         layout: Plan,
         *,
-        order: str,
         loss_fn: Callable[..., Any],
         microbatch_shape: tuple[int, int],
         plan_file: str | Path | None,
         timeout_s: float,
     ) -> None:
         self.stages, self.encoders, self.blocks, self.layout = stages, encoders, blocks, layout
-        self.loss_fn, self.microbatch_shape, self._order = loss_fn, microbatch_shape, order
+        self.loss_fn, self.microbatch_shape = loss_fn, microbatch_shape
         self._plan_file = None if plan_file is None else Path(plan_file)
         self._timeout_s = timeout_s
         self.schedule: FillSchedule | None = None
@@ -181,7 +180,7 @@ class FilledPipeline:
                     microbatches=self.layout.microbatches,
                     ranks=self.layout.ranks.world,
                     pp=self.layout.ranks.llm.pp,
-                    order=self._order,
+                    order=self.layout.order,
                 )
                 if self._plan_file is not None and dist.get_rank() == 0:
                     save_plan(plan, self._plan_file)
@@ -250,9 +249,6 @@ def _fill_pipeline(
     parallel_dims: Any,
     training: Any,
     parallelism: Any,
-    compile_config: Any,
-    ac_config: Any,
-    dump_folder: str,
     device: torch.device,
     model_config: Any,
     parallelize_fn: Callable[..., nn.Module],
@@ -260,41 +256,32 @@ def _fill_pipeline(
     encoders: Mapping[str, Encoder],
     plan_file: str | Path | None,
     timeout_s: float,
+    **options: Any,
 ) -> tuple[FilledPipeline, list[nn.Module], bool, bool]:
     """Has the arguments and results of torchtitan's `pipeline_llm`."""
-    _reject_unsupported(model, parallel_dims, training, parallelism, compile_config, loss_fn, encoders)
+    compiled = options["compile_config"]
+    _reject_unsupported(model, parallel_dims, training, parallelism, compiled, loss_fn, encoders)
     virtual, *counts = pp._get_pipeline_metadata(parallel_dims, parallelism, model_config)
     names = parallelism.module_fqns_per_model_part
     names = names or pp._generate_llm_fqn_per_model_part(virtual, *counts)
-    order = ORDERS[parallelism.pipeline_parallel_schedule]
+    _reject_unassigned(model, names, encoders)
     second = Seconds(forward_s=1.0, backward_s=1.0)  # layouts do not depend on seconds
-    sizes = {name: len(_find_blocks(model, name, encoder)) for name, encoder in encoders.items()}
+    blocks_of = {name: _find_blocks(model, name, encoder) for name, encoder in encoders.items()}
     layout = plan_modules(
         stages=[second] * len(names),
         encoders={
-            name: EncoderBlocks(blocks=[second] * sizes[name], pp=encoder.pp)
+            name: EncoderBlocks(blocks=[second] * len(blocks_of[name]), pp=encoder.pp)
             for name, encoder in encoders.items()
         },
         microbatches=training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
         ranks=dist.get_world_size(),
         pp=parallel_dims.pp,
-        order=order,
+        order=ORDERS[parallelism.pipeline_parallel_schedule],
     )
     here = parallel_dims.get_mesh("pp").get_local_rank()
     stages = [pp._split_module(model, part) for part in names[here :: parallel_dims.pp]]
-    for at, stage in enumerate(stages):
-        if parallel_dims.dp_shard > 1:
-            stages[at] = parallelize_fn(
-                stage,
-                parallel_dims=parallel_dims,
-                training=training,
-                parallelism=parallelism,
-                compile_config=compile_config,
-                ac_config=ac_config,
-                dump_folder=dump_folder,
-            )
-        elif ac_config is not None:
-            ac_config.build(dump_folder=dump_folder).apply(stage)
+    options |= {"parallel_dims": parallel_dims, "training": training, "parallelism": parallelism}
+    stages = [_parallelize(stage, parallelize_fn, **options) for stage in stages]
     parts, blocks = [], {}
     for name, encoder in encoders.items():
         part, blocks[name] = _split_encoder(model, name, encoder, layout, training)
@@ -304,7 +291,6 @@ def _fill_pipeline(
         encoders,
         blocks,
         layout,
-        order=order,
         loss_fn=loss_fn,
         microbatch_shape=(parallelism.pipeline_parallel_microbatch_size, training.seq_len),
         plan_file=plan_file,
@@ -312,6 +298,15 @@ def _fill_pipeline(
     )
     dist_utils.clip_grad_norm_ = pipeline.clip_grad_norm_
     return pipeline, [*parts, *stages], here == 0, here == parallel_dims.pp - 1
+
+
+def _parallelize(stage: nn.Module, parallelize_fn: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    """Shards a stage if it has several replicas, and makes it recompute activations if torchtitan would."""
+    if options["parallel_dims"].dp_shard > 1:
+        return parallelize_fn(stage, **options)
+    if options["ac_config"] is not None:
+        options["ac_config"].build(dump_folder=options["dump_folder"]).apply(stage)
+    return stage
 
 
 def _split_encoder(
@@ -345,6 +340,24 @@ def _find_blocks(model: nn.Module, name: str, encoder: Encoder) -> nn.ModuleDict
     return blocks
 
 
+def _reject_unassigned(
+    model: nn.Module, names: Sequence[Sequence[str]], encoders: Mapping[str, Encoder]
+) -> None:
+    """Raises for parameters that no stage and no encoder would hold: torchtitan drops their modules."""
+    assigned = {
+        *(name for part in names for name in part),
+        *(encoder.blocks for encoder in encoders.values()),
+    }
+    prefixes = tuple(f"{name}." for name in assigned)
+    unassigned = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
+    if unassigned:
+        raise UserError(
+            field="model",
+            problem=f"has parameters in no stage of the LLM and no encoder, {unassigned[0]} first",
+            hint="move them into a block, or name them in parallelism.module_fqns_per_model_part",
+        )
+
+
 def _reject_unsupported(
     model: nn.Module,
     parallel_dims: Any,
@@ -362,6 +375,7 @@ def _reject_unsupported(
             problem="cannot be filled from torchtitan",
             hint=f"use {one_of(ORDERS)}",
         )
+    is_mixed = training.mixed_precision_param != training.dtype
     unsupported = {
         "parallelism.spmd_backend": parallelism.spmd_backend != "partial_dtensor",
         "parallelism.tensor_parallel_degree": parallel_dims.tp > 1,
@@ -370,7 +384,8 @@ def _reject_unsupported(
         "parallelism.data_parallel_replicate_degree": parallel_dims.dp_replicate > 1,
         "parallelism.fsdp_reshard_after_forward": parallelism.fsdp_reshard_after_forward == "always",
         "parallelism.enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
-        "training.mixed_precision_param": training.mixed_precision_param != training.dtype,
+        # FSDP2 casts parameters, and a module with one replica is not sharded.
+        "training.mixed_precision_param": is_mixed and parallel_dims.dp_shard == 1,
         "training.enable_cpu_offload": training.enable_cpu_offload,
         "compile.enable": compile_config.enable,
         "loss: ChunkedLossWrapper": isinstance(loss_fn, ChunkedLossWrapper),
