@@ -30,7 +30,7 @@ def recomputed() -> Any:
     """Returns a run with activation checkpointing and validation after every second step."""
     config = small()
     config.activation_checkpoint = FullAC.Config()
-    config.validator = Validator.Config(enable=True, freq=2, dataloader=ValidationImages.Config())
+    config.validator = Validator.Config(enable=True, freq=2, steps=1, dataloader=ValidationImages.Config())
     return config
 
 
