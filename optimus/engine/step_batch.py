@@ -44,7 +44,7 @@ class StepBatch:
             for name, module in plan.encoders.items()
         }
         llm_kwargs = {name: value for name, value in kwargs.items() if name not in plan.encoders}
-        self._inputs[LLM] = _split_llm_inputs(args, llm_kwargs, count)
+        self._inputs[LLM] = list(_split_stage_inputs(args, llm_kwargs, count))
         self._targets = _split("target", target, count)
         self._loss_options = {
             "num_items": count * plan.ranks.llm.dp if num_items is None else num_items,
@@ -134,16 +134,6 @@ def find_block_range(module: PlannedModule, stage: int) -> tuple[int, int]:
     """Returns the first and end block of an encoder stage."""
     ends = [0, *accumulate(chunk.layers for chunk in module.chunks)]
     return ends[stage], ends[stage + 1]
-
-
-def _split_llm_inputs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], microbatches: int
-) -> list[StageInputs | None]:
-    """Splits the arguments of a step, or takes `StageInputs` of all microbatches as the only argument."""
-    is_split = len(args) == 1 and isinstance(args[0], list) and isinstance(args[0][0], StageInputs)
-    if is_split and not kwargs:
-        return _split("argument 0", args[0], microbatches)
-    return list(_split_stage_inputs(args, kwargs, microbatches))
 
 
 def _split_stage_inputs(

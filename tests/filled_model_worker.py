@@ -1,0 +1,53 @@
+"""Trains folders by `FilledModel` in several ways; prints losses, norms and a digest of what it saved."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import torch
+from torch import distributed as dist
+
+from optimus.hf import FilledModel, freeze
+
+WAYS: dict[str, dict[str, Any]] = {  # number of ranks, and options
+    "two stages": {"ranks": 2, "pp": 2},
+    "no pipeline": {"ranks": 1, "pp": 1, "encoder_blocks": 1},
+    "chunks": {"ranks": 2, "pp": 2, "chunks": 2, "encoder_pp": 2},
+    "sharded": {"ranks": 4, "pp": 2, "encoder_pp": 2, "shard": True},
+}
+STEPS, MICROBATCHES = 2, 2
+
+
+def main(folder: Path, way: str, accumulate: int, frozen: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    options = dict(WAYS[way])
+    replicas = options.pop("ranks") // options["pp"]
+    # All replicas together have the same batches, however many there are.
+    model = FilledModel(folder, microbatches=4 // accumulate // replicas, **options)
+    if frozen:
+        freeze(model.model, frozen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    data, printed = hf_models.microbatches("qwen3_vl_tied")[:4], []
+    share = len(data) // replicas
+    mine = data[model.replica * share : (model.replica + 1) * share]
+    parts = [mine[at::accumulate] for at in range(accumulate)]
+    for _ in range(STEPS):
+        count = model.count_labels(mine)
+        loss = sum(model.step(part, num_items=count) for part in parts)
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        printed.append((loss, float(norm)))
+    model.save(folder.parent / f"saved {way} {accumulate} {bool(frozen)}")
+    if dist.get_rank() == 0:
+        print(json.dumps(printed))  # noqa: T201
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
