@@ -74,12 +74,19 @@ class Documents:
 
 
 def _packed(documents: list[dict[str, Any]]) -> Sample:
-    tokens = [document["input_ids"][0] for document in documents]
-    labels = [torch.cat((d["labels"][0, 1:], torch.tensor([IGNORE_INDEX]))) for d in documents]
-    items, start = [], 0
+    """Returns documents one after another; rows of a padded document are documents without padding."""
+    items, tokens, labels, start = [], list[Tensor](), list[Tensor](), 0
     for document in documents:
-        items += [replace(item, offset=item.offset + start) for item in _items(document)]
-        start += document["input_ids"].shape[1]
+        images, videos = iter(_images(document)), iter(_videos(document))
+        mask = document.get("attention_mask", torch.ones_like(document["input_ids"])).bool()
+        for ids, targets, kept in zip(document["input_ids"], document["labels"], mask, strict=True):
+            tokens.append(ids[kept])
+            labels.append(torch.cat((targets[kept][1:], torch.tensor([IGNORE_INDEX]))))
+            for at in range(1, len(tokens[-1])):
+                if int(ids[at]) in (IMAGE, VIDEO) and ids[at - 1] != ids[at]:
+                    item = next(images if ids[at] == IMAGE else videos)
+                    items.append(replace(item, offset=start + at))
+            start += len(tokens[-1])
     return Sample(
         number=0,
         tokens=torch.cat(tokens),
@@ -87,15 +94,6 @@ def _packed(documents: list[dict[str, Any]]) -> Sample:
         items={"vision": tuple(items)},
         documents=tuple(map(len, tokens)),
     )
-
-
-def _items(document: dict[str, Any]) -> Iterator[SampleItem]:
-    """Yields images, videos and frames in the order of their tokens."""
-    ids = document["input_ids"][0]
-    images, videos = iter(_images(document)), iter(_videos(document))
-    for at in range(1, len(ids)):
-        if int(ids[at]) in (IMAGE, VIDEO) and ids[at - 1] != ids[at]:
-            yield replace(next(images if ids[at] == IMAGE else videos), offset=at)
 
 
 def _images(document: dict[str, Any]) -> Iterator[SampleItem]:

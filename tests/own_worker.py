@@ -29,7 +29,7 @@ class OwnRun(RankRun):
     def __init__(self, case: OwnCase, rank: int) -> None:
         def load(model: Any) -> None:
             tensors = list_layer_tensors(model, case.plan, rank)
-            self.report = load_layers(case.job.model.family, tensors, case.folder)
+            self.report = load_layers(case.job.model, tensors, case.folder)
 
         super().__init__(case, rank, load=load, dataset=case.documents)
 
@@ -60,7 +60,7 @@ def compare(case: OwnCase, rank: int, *, steps: int) -> dict[str, Any]:
     same = loss == again.play(0)
     empty = everybody(again.gradients())
     into = case.folder.parent / "saved"
-    save_layers(case.job.model.family, list_layer_tensors(again.model, case.plan, rank), case.folder, into)
+    save_layers(case.job.model, list_layer_tensors(again.model, case.plan, rank), case.folder, into)
     if rank:
         return {}
     names = sorted({name.removesuffix(" (head)") for of_rank in gradients for name in of_rank})

@@ -51,6 +51,7 @@ BY_NAME: dict[str, list[tuple[str, object]]] = {
     "windows": [
         ("class_token", True),
         ("pre_norm", True),
+        ("drops_first_row", True),
         ("interpolates_positions", True),
         ("deepstack_layers", (1,)),
         ("stack.attention.rope.sections", (2, 2)),
@@ -100,21 +101,21 @@ def test_constants_reach_the_layers(name: str) -> None:
 
 
 def test_a_family_that_no_test_compares_is_refused_and_can_be_planned(tmp_path: Path) -> None:
-    model = replace(tiny_model(), family="llava")
+    model = replace(tiny_model(), family="gemma3")
     refused = find_untrainable(model)
-    assert refused is not None and refused.field == "model.family" and refused.value == "llava"
-    with pytest.raises(UserError, match=r"model\.family = llava"):
+    assert refused is not None and refused.field == "model.family" and refused.value == "gemma3"
+    with pytest.raises(UserError, match=r"model\.family = gemma3"):
         refuse_untrainable(model)
-    with pytest.raises(UserError, match=r"model\.family = llava"):
+    with pytest.raises(UserError, match=r"model\.family = gemma3"):
         train(replace(find_job("cpu/tiny-vl"), model=model), run_dir=tmp_path)
     assert find_untrainable(tiny_model()) is None
 
 
 def test_a_compared_family_is_checked_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(own_layers.COMPARED_FAMILIES, "llava", "tests/test_own_layers.py")
-    assert find_untrainable(replace(tiny_model(), family="llava")) is None
+    monkeypatch.setitem(own_layers.COMPARED_FAMILIES, "gemma3", "tests/test_own_layers.py")
+    assert find_untrainable(replace(tiny_model(), family="gemma3")) is None
     model = changed(tiny_model(), "llm.logit_softcap", 30.0)
-    refused = find_untrainable(replace(model, family="llava"))
+    refused = find_untrainable(replace(model, family="gemma3"))
     assert refused is not None and refused.field == "model.llm.logit_softcap"
 
 

@@ -15,14 +15,17 @@ from optimus.engine.process_groups import build_tp_group
 from optimus.errors import UserError
 from optimus.hf.checkpoint import Checkpoint, Piece, WeightMap
 from optimus.hf.load import load_model
+from optimus.hf.maps.llava_siglip import LLAVA_SIGLIP
 from optimus.hf.maps.qwen2_5_vl import QWEN2_5_VL
 from optimus.hf.maps.weight_names import FamilyMap
 from optimus.hf.safetensors_file import TensorFileWriter, read_columns, read_rows
 from optimus.hf.weights import LoadReport, check_dtype, copy_files, refuse_same_folder
 from optimus.ir.plan import Plan
+from optimus.job.model import Model
+from optimus.job.own_layers import refuse_untrainable
 from optimus.models.collectives import ParamSplit
 
-FAMILY_MAPS: dict[str, FamilyMap] = {"qwen2_5_vl": QWEN2_5_VL}
+FAMILY_MAPS: dict[str, FamilyMap] = {"llava": LLAVA_SIGLIP, "qwen2_5_vl": QWEN2_5_VL}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,10 +71,12 @@ def list_layer_tensors(model: RankModel, plan: Plan, rank: int) -> list[LayerTen
 class LayerWeights:
     """Which stored tensors make up which shard of our own layers."""
 
-    def __init__(self, family: str, folder: str | Path) -> None:
+    def __init__(self, model: Model, folder: str | Path) -> None:
+        refuse_untrainable(model)
         self.checkpoint = Checkpoint(folder)
         self.weights = WeightMap(load_model(folder), self.checkpoint)
-        self.names = FAMILY_MAPS[family]
+        self.names = FAMILY_MAPS[model.family]
+        self._layers = model.encoders[0].stack.layers
 
     def parts(self, tensor: LayerTensor) -> list[Part]:
         """Returns the parts of stored tensors that fill a shard; heads that pad it are in none of them."""
@@ -108,7 +113,7 @@ class LayerWeights:
         """Raises an error for a stored tensor that our layers would leave out although it has an effect."""
         known = {self.piece(name).source for name in mapped}
         for source, target in self.weights.target_of.items():
-            if source not in known and not target.startswith(self.names.unused):
+            if source not in known and not self.names.has_no_effect(target, self._layers):
                 raise UserError(
                     field=source,
                     problem="is a tensor that our own layers have no place for",
@@ -118,13 +123,13 @@ class LayerWeights:
 
 
 def load_layers(
-    family: str, tensors: Sequence[LayerTensor], folder: str | Path, *, cast: bool = False
+    model: Model, tensors: Sequence[LayerTensor], folder: str | Path, *, cast: bool = False
 ) -> LoadReport:
     """Fills shards of our own layers from a folder, reading nothing else.
 
     Stored dtypes must be those of the parameters unless `cast`.
     """
-    weights = LayerWeights(family, folder)
+    weights = LayerWeights(model, folder)
     read = own = 0
     for tensor in tensors:
         tensor.tensor.zero_()
@@ -158,7 +163,7 @@ class Share:
     part: Part
 
 
-def save_layers(family: str, tensors: Sequence[LayerTensor], folder: str | Path, into: str | Path) -> None:
+def save_layers(model: Model, tensors: Sequence[LayerTensor], folder: str | Path, into: str | Path) -> None:
     """Writes the layers of all ranks as the folder that they were loaded from; all ranks call this together.
 
     Each file is written by one rank. Tensors arrive one at a time, from one rank for every shard; what our
@@ -166,7 +171,7 @@ def save_layers(family: str, tensors: Sequence[LayerTensor], folder: str | Path,
     """
     folder, into = Path(folder), Path(into)
     refuse_same_folder(folder, into)
-    weights = LayerWeights(family, folder)
+    weights = LayerWeights(model, folder)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     shares = _gather_shares(weights, tensors, rank, ranks)
     weights.refuse_unmapped(name for share in shares.values() for name in weights.names.theirs(share[0].name))

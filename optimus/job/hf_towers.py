@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from optimus.errors import one_of
 from optimus.job.hf_file import HfConfig
+from optimus.job.hf_rope import read_rope
 from optimus.job.model import Attention, Encoder, Llm, Mlp, Projector, Stack
 from optimus.job.typed import Amount, Count, Whole
 
@@ -82,6 +83,9 @@ def _side(vision: HfConfig, *keys: str) -> int:
 def _qwen_encoder(vision: HfConfig, stack: Stack, *, outputs: int) -> Encoder:
     """Returns Qwen's patch embedding over two frames, without a bias, and its 2x2 merger."""
     patch, merge = _side(vision, "patch_size"), vision.count("spatial_merge_size") ** 2
+    if vision.has("rope_parameters"):
+        attention = replace(stack.attention, rope=read_rope(vision))
+        stack = replace(stack, attention=attention)
     return Encoder(
         name="vision",
         stack=stack,
@@ -222,6 +226,8 @@ def read_llava(config: HfConfig, llm: Llm) -> Encoder:
     activation = config.read_or("gelu", str, "projector_hidden_act")
     projector = Projector(widths=(width, width), bias=bias, activation=activation)
     encoder = _tower(config, "vision_feature_layer", projector)
+    strategy = config.read_or("default", str, "vision_feature_select_strategy")
+    encoder = replace(encoder, drops_first_row=strategy == "default")
     return replace(encoder, tokens_per_item=max(0, encoder.positions - encoder.class_token))
 
 

@@ -282,6 +282,7 @@ class Encoder:
     source: str = field(default="", compare=False)
     patch_bias: bool = constant(True)
     class_token: bool = constant(False)
+    drops_first_row: bool = constant(False)  # of its output: the class token, or the first patch without one
     pre_norm: bool = constant(False)  # a norm before the first layer
     final_norm: bool = constant(True)  # a norm behind the last layer, before the merge
     interpolates_positions: bool = constant(False)  # learned positions fit any grid

@@ -9,7 +9,7 @@ from optimus.job.model import Encoder, Llm, Model
 
 # Families (`model_type` of config.json) that a test compares with transformers as whole models: losses and
 # gradients, with every constant. Value: the test's file.
-COMPARED_FAMILIES: dict[str, str] = {"qwen2_5_vl": "tests/test_own_families.py"}
+COMPARED_FAMILIES: dict[str, str] = dict.fromkeys(("llava", "qwen2_5_vl"), "tests/test_own_families.py")
 
 GELU_APPROXIMATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}  # torch's, by name
 PLAN_ONLY = "can be planned, but the engine does not run it yet"
@@ -77,6 +77,7 @@ def _encoder_limits(encoder: Encoder) -> Iterator[tuple[str, object, bool]]:
     yield "stack.attention.rotary", True, not (encoder.rotary and encoder.modality == "audio")
     yield "class_token", True, not encoder.class_token
     yield "pre_norm", True, not encoder.pre_norm
+    yield "drops_first_row", True, not encoder.drops_first_row
     yield "interpolates_positions", True, not encoder.interpolates_positions
     yield "deepstack_layers", encoder.deepstack_layers, not encoder.deepstack_layers
     yield "projector.norm", projector.norm, projector.norm is None

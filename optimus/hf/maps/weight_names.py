@@ -12,10 +12,20 @@ _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyMap:
-    """Parameters of a family: `names` maps ours to theirs, `unused` are prefixes of theirs without effect."""
+    """Parameters of a family: `names` maps ours to theirs, `unused` are prefixes of theirs without effect.
+
+    `layers` is the prefix of a tower's layers, of which the last may be without effect.
+    """
 
     names: Names
     unused: tuple[str, ...] = ()
+    layers: str | None = None
+
+    def has_no_effect(self, theirs: str, layers: int) -> bool:
+        """Tells whether a tower of which `layers` layers are used reads no tensor of this name."""
+        if self.layers is not None and theirs.startswith(self.layers):
+            return int(theirs.removeprefix(self.layers).partition(".")[0]) >= layers
+        return theirs.startswith(self.unused)
 
     def theirs(self, name: str) -> tuple[str, ...]:
         """Returns the names of the tensors whose rows, one after another, are a parameter of ours."""
