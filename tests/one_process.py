@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimus.engine.build_rank import count_deepstack
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs, find_llm_row_targets
@@ -52,7 +53,10 @@ class OneProcess:
         seed: int = 0,
     ) -> None:
         self.model, self.dtype, self.seed = model, dtype, seed
-        self.layers = {module.name: build_layers(module, dtype=dtype, seed=seed) for module in model.modules}
+        self.layers = {
+            module.name: build_layers(module, dtype=dtype, seed=seed, deepstack=count_deepstack(model))
+            for module in model.modules
+        }
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns all parameters by global name, frozen ones too."""

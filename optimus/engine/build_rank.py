@@ -68,8 +68,10 @@ def build_rank_model(
     """
     refuse_untrainable(model)
     reject_unsupported_plan(plan)
+    reject_distant_deepstack(model, plan)
     segmented = _find_segmented_modules(plan, groups.rank) if fuse else set(plan.modules)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed, "compute": kernels}
+    options["deepstack"] = count_deepstack(model)
     options["encoders_train"] = any(e.train or e.projector.train for e in model.encoders)
     chunks: dict[str, tuple[SegmentedChunk, ...]] = {}
     parameters, splits = dict[str, Tensor](), dict[str, ParamSplit]()
@@ -184,9 +186,39 @@ def _build_message_specs(
     for encoder in model.encoders:
         tokens = plan.modules[encoder.name].bin_tokens
         inputs[encoder.name] = stage_inputs(encoder.name, tokens, encoder.stack.hidden)
-        merged = (tokens // encoder.projector.merge // plan.modules[encoder.name].layout.tp, hidden)
+        width = hidden * (1 + count_deepstack(model))
+        merged = (tokens // encoder.projector.merge // plan.modules[encoder.name].layout.tp, width)
         rows[encoder.name] = (TensorSpec(shape=merged, dtype=dtype),)
     return FixedMessageSpecs(inputs=inputs, rows=rows)
+
+
+def count_deepstack(model: Model) -> int:
+    """Returns the LLM layers behind which rows of encoders are added."""
+    return max(len(encoder.feeds) for encoder in model.encoders) - 1
+
+
+def reject_distant_deepstack(model: Model, plan: Plan) -> None:
+    """Raises unless layers that pass rows beside the pipeline are on one rank with those that read them."""
+    count = count_deepstack(model)
+    if not count:
+        return
+    for encoder in model.encoders:
+        pp = plan.modules[encoder.name].layout.pp
+        if pp > 1 or len(model.encoders) > 1:
+            raise UserError(
+                field=f"plan.modules.{encoder.name}.layout.pp",
+                value=pp,
+                problem="is not 1, or there are several encoders, and its projector reads earlier layers",
+                hint=f"plan with one encoder and {encoder.name}=pp1",
+            )
+    layers = plan.modules[LLM].chunks[0].layers - 1
+    if layers < count:
+        raise UserError(
+            field=f"plan.modules.{LLM}.chunks",
+            value=layers,
+            problem=f"layers in the first stage are fewer than the {count} that get rows of encoders",
+            hint="plan with fewer stages",
+        )
 
 
 def reject_unsupported_plan(plan: Plan) -> None:

@@ -17,6 +17,7 @@ from optimus.hf.checkpoint import Checkpoint, Piece, WeightMap
 from optimus.hf.load import load_model
 from optimus.hf.maps.llava_siglip import LLAVA_SIGLIP
 from optimus.hf.maps.qwen2_5_vl import QWEN2_5_VL
+from optimus.hf.maps.qwen3_vl import QWEN3_VL
 from optimus.hf.maps.weight_names import FamilyMap
 from optimus.hf.safetensors_file import TensorFileWriter, read_columns, read_rows
 from optimus.hf.weights import LoadReport, check_dtype, copy_files, refuse_same_folder
@@ -25,7 +26,7 @@ from optimus.job.model import Model
 from optimus.job.own_layers import refuse_untrainable
 from optimus.models.collectives import ParamSplit
 
-FAMILY_MAPS: dict[str, FamilyMap] = {"llava": LLAVA_SIGLIP, "qwen2_5_vl": QWEN2_5_VL}
+FAMILY_MAPS: dict[str, FamilyMap] = {"llava": LLAVA_SIGLIP, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 
 from optimus.errors import UserError, one_of
 from optimus.job.model import Encoder, Llm, Model
 
 # Families (`model_type` of config.json) that a test compares with transformers as whole models: losses and
 # gradients, with every constant. Value: the test's file.
-COMPARED_FAMILIES: dict[str, str] = dict.fromkeys(("llava", "qwen2_5_vl"), "tests/test_own_families.py")
+COMPARED_FAMILIES: dict[str, str] = dict.fromkeys(
+    ("llava", "qwen2_5_vl", "qwen3_vl"), "tests/test_own_families.py"
+)
 
 GELU_APPROXIMATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}  # torch's, by name
 PLAN_ONLY = "can be planned, but the engine does not run it yet"
@@ -54,7 +57,8 @@ def _limits(module: Encoder | Llm) -> Iterator[tuple[str, object, bool]]:
     yield "stack.attention.rope.local_theta", rope.local_theta, rope.local_theta is None
     yield "stack.attention.rope.partial_factor", rope.partial_factor, rope.partial_factor == 1
     yield "stack.attention.rope.interleaved", True, not rope.interleaved
-    yield "stack.attention.rope.interleaved_sections", True, not rope.interleaved_sections
+    takes_turns = rope.interleaved_sections and len(rope.sections) != 3
+    yield "stack.attention.rope.interleaved_sections", True, not takes_turns
     kind, over = attention.qk_norm_kind, attention.qk_norm_over
     yield "stack.attention.qk_norm_kind", kind, not attention.qk_norm or kind == "rmsnorm"
     yield "stack.attention.qk_norm_over", over, not attention.qk_norm or over == "head"
@@ -71,17 +75,22 @@ def _limits(module: Encoder | Llm) -> Iterator[tuple[str, object, bool]]:
 
 def _encoder_limits(encoder: Encoder) -> Iterator[tuple[str, object, bool]]:
     projector, rope = encoder.projector, encoder.stack.attention.rope
-    yield "feeds", encoder.feeds, encoder.feeds == (0,)
+    layers, deep = encoder.deepstack_layers, bool(encoder.deepstack_layers)
+    fitted = encoder.interpolates_positions
+    in_order = encoder.feeds == tuple(range(len(encoder.feeds)))
+    yield "feeds", encoder.feeds, encoder.feeds == (0,) or (in_order and deep)
+    yield "deepstack_layers", layers, len(encoder.feeds) == 1 + len(layers)
     yield "stack.attention.rope.sections", rope.sections, not rope.sections
-    yield "stack.attention.rotary", True, not (encoder.rotary and encoder.positions)
+    yield "stack.attention.rotary", True, not (encoder.rotary and encoder.positions and not fitted)
     yield "stack.attention.rotary", True, not (encoder.rotary and encoder.modality == "audio")
     yield "class_token", True, not encoder.class_token
     yield "pre_norm", True, not encoder.pre_norm
     yield "drops_first_row", True, not encoder.drops_first_row
-    yield "interpolates_positions", True, not encoder.interpolates_positions
-    yield "deepstack_layers", encoder.deepstack_layers, not encoder.deepstack_layers
-    yield "projector.norm", projector.norm, projector.norm is None
-    yield "projector.deepstack_norm", True, not projector.deepstack_norm
+    is_square = encoder.positions > 0 and isqrt(encoder.positions) ** 2 == encoder.positions
+    yield "interpolates_positions", True, not fitted or (is_square and encoder.modality != "audio")
+    yield "projector.deepstack_norm", projector.deepstack_norm, projector.deepstack_norm == deep
+    yield "projector.norm", projector.norm, (projector.norm is not None) == deep
+    yield "projector.concatenates", False, projector.concatenates or not deep
     supported = len(projector.widths) == 1 or projector.activation in GELU_APPROXIMATIONS
     yield "projector.activation", projector.activation, supported
 

@@ -55,14 +55,27 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> T
 
 
 def build_sequence_rotary_table(
-    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, sections: Sequence[int] = ()
+    positions: Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    sections: Sequence[int] = (),
+    *,
+    interleaved: bool = False,
 ) -> Rotary:
-    """Returns the table of positions (n,), or of positions (axes, n) where section i rotates by axis i."""
+    """Returns the table of positions (n,), or of positions (axes, n) where section i rotates by axis i.
+
+    With `interleaved`, axes take turns until their section is used up; the first axis gets the rest.
+    """
     frequencies = _frequencies(head_dim // 2, theta)
     if not sections:
         return _table(positions.double()[:, None] * frequencies, dtype)
     assert sum(sections) == head_dim // 2, f"sections {sections} for {head_dim // 2} frequencies"
     axes = torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+    if interleaved:
+        axes = torch.zeros(head_dim // 2, dtype=torch.int64)
+        for axis, count in enumerate(sections[1:], 1):
+            axes[axis : count * len(sections) : len(sections)] = axis
     return _table(positions.double()[axes].T * frequencies, dtype)
 
 

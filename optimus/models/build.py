@@ -15,10 +15,11 @@ from optimus.errors import UserError, one_of
 from optimus.job.model import Encoder, Llm
 from optimus.job.own_layers import find_unsupported
 from optimus.models.collectives import NO_TP, ParamSplit, TpGroup
+from optimus.models.deepstack import AddRows, GiveRows
 from optimus.models.dropout import hash64
 from optimus.models.end_layers import EncoderProjector, LossHead, PatchEmbedding, TokenEmbedding
 from optimus.models.kernels import KERNELS, KernelSet
-from optimus.models.layer_ops import RESIDUAL_ADD
+from optimus.models.layer_ops import RESIDUAL_ADD, SideHook
 from optimus.models.segment import Segment, SequentialSegment
 from optimus.models.tensor_parallel import TpCollective
 from optimus.models.transformer_layer import build_layer_segments
@@ -44,11 +45,13 @@ def build_layers(
     compute: KernelSet = KERNELS,
     tp_group: TpGroup = NO_TP,
     encoders_train: bool = True,
+    deepstack: int = 0,
 ) -> list[list[Segment]]:
     """Builds the layers `first` up to but not including `end` of a module, each as a list of segments.
 
     The rank in `tp_group` decides which shards of parameters are built. `encoders_train` says whether any
-    encoder of an LLM needs gradients. With `seed` None, only norms have values.
+    encoder of an LLM needs gradients. With `seed` None, only norms have values. Rows
+    of encoders are added behind `deepstack` layers of an LLM too.
     """
     _refuse_uneven_heads(module, tp_group.size)
     unsupported = find_unsupported(module)
@@ -58,7 +61,7 @@ def build_layers(
     assert 0 <= first <= end <= count_layers(module), f"layers {first}:{end} of {count_layers(module)}"
     options: dict[str, Any] = {"tp_group": tp_group, "dtype": dtype, "device": device}
     layers = [
-        _build_layer(module, layer, compute, encoders_train=encoders_train, **options)
+        _build_layer(module, layer, compute, encoders_train=encoders_train, deepstack=deepstack, **options)
         for layer in range(first, end)
     ]
     _tie(module, first, end, layers)
@@ -77,18 +80,29 @@ def _build_layer(
     *,
     tp_group: TpGroup,
     encoders_train: bool,
+    deepstack: int,
     **factory_kwargs: Any,
 ) -> list[Segment]:
     last = count_layers(module) - 1
     if layer == 0 and isinstance(module, Llm):
-        return [TokenEmbedding(module, tp_group, encoders_train=encoders_train, **factory_kwargs)]
+        options = {"encoders_train": encoders_train, "deepstack": deepstack, **factory_kwargs}
+        return [TokenEmbedding(module, tp_group, **options)]
     if layer == last and isinstance(module, Llm):
         return [LossHead(module, compute, tp_group, **factory_kwargs)]
     if layer in (0, last) and isinstance(module, Encoder):
         end_layer = EncoderProjector if layer else PatchEmbedding
         return [end_layer(module, compute, **factory_kwargs)]
     name = f"{module.name}.layers.{layer - 1}"
-    return build_layer_segments(module.stack, layer - 1, name, compute, tp_group, **factory_kwargs)
+    side = _side_hook(module, layer - 1, deepstack)
+    return build_layer_segments(module.stack, layer - 1, name, compute, tp_group, side, **factory_kwargs)
+
+
+def _side_hook(module: Module, layer: int, deepstack: int) -> SideHook:
+    """Returns what a layer does with its output besides passing it on."""
+    if isinstance(module, Llm):
+        return AddRows(layer) if layer < deepstack else None
+    given = module.deepstack_layers
+    return GiveRows(given.index(layer)) if layer in given else None
 
 
 def insert_tp_collectives(layer: Sequence[Segment]) -> list[Segment]:
@@ -118,6 +132,7 @@ def _freeze(module: Module, layers: Sequence[Sequence[Segment]]) -> None:
             segment.requires_grad_(module.train)
             if isinstance(segment, EncoderProjector):
                 segment.linears.requires_grad_(segment.projector.train)
+                segment.deepstack.requires_grad_(segment.projector.train)
 
 
 # ---------------------------------------------------------------------------------------- names and values

@@ -13,6 +13,7 @@ from optimus.ir.op import KernelName
 from optimus.job.model import Encoder, Llm
 from optimus.job.own_layers import GELU_APPROXIMATIONS
 from optimus.models.collectives import ParamSplit, TpGroup
+from optimus.models.deepstack import keep_rows, take_rows
 from optimus.models.dropout import Dropout
 from optimus.models.kernels import KernelSet, Linear, Norm, embedding, linear
 from optimus.models.sample import IGNORE_INDEX
@@ -46,7 +47,10 @@ class PatchEmbedding(Segment):
         kernels = self.compute.linear
         x = linear(inputs, self.weight, self.bias, weight_grads=weight_grads, kernels=kernels)
         if self.positions is not None:
-            x = x + embedding(context.positions, self.positions, weight_grads=weight_grads)
+            positions = embedding(context.positions, self.positions, weight_grads=weight_grads)
+            if context.position_weights is not None:  # of the four nearest of the learned grid
+                positions = (positions * context.position_weights[:, :, None]).sum(1)
+            x = x + positions
         elif context.sinusoids is not None:
             x = x + context.sinusoids
         return (self.dropout(x, context.dropout_keys),)
@@ -69,6 +73,9 @@ class EncoderProjector(Segment):
         self.linears = nn.ModuleList(
             Linear(inputs, outputs, bias=bias, **factory_kwargs) for inputs, outputs in widths
         )
+        self.deepstack = nn.ModuleList(
+            DeepstackProjector(encoder, **factory_kwargs) for _ in encoder.deepstack_layers
+        )
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         (x,) = state
@@ -76,10 +83,32 @@ class EncoderProjector(Segment):
         rows = x if self.norm is None else self.norm(x)
         rows = rows.unflatten(0, (x.shape[0] // merge, merge))
         rows = rows.flatten(1) if self.projector.concatenates else rows.mean(1)
-        for index, layer in enumerate(self.linears):
+        outputs = [self._project(rows, self.linears, weight_grads)]
+        for index, projector in enumerate(self.deepstack):
+            earlier = take_rows(x, context.side, index).unflatten(0, (x.shape[0] // merge, merge)).flatten(1)
+            outputs.append(self._project(projector.norm(earlier), projector.linears, weight_grads))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1),)
+
+    def _project(self, rows: Tensor, linears: nn.ModuleList, weight_grads: WeightGradStore | None) -> Tensor:
+        for index, layer in enumerate(linears):
             rows = functional.gelu(rows, approximate=self._gelu) if index else rows
             rows = layer(rows, weight_grads, self.compute.linear)
-        return (rows,)
+        return rows
+
+
+class DeepstackProjector(nn.Module):
+    """Parameters of the projector of an earlier layer's output, which is normed after the merge."""
+
+    def __init__(self, encoder: Encoder, **factory_kwargs: Any) -> None:
+        super().__init__()
+        projector, hidden = encoder.projector, encoder.stack.hidden
+        assert projector.norm is not None
+        width = projector.input_width(hidden)
+        self.norm = Norm(projector.norm, width, projector.norm_eps, **factory_kwargs)
+        self.linears = nn.ModuleList(
+            Linear(inputs, outputs, bias=projector.bias, **factory_kwargs)
+            for inputs, outputs in projector.linears(hidden)
+        )
 
 
 # ---------------------------------------------------------------------------------------- the LLM
@@ -101,9 +130,11 @@ class TokenEmbedding(Segment):
         tp_group: TpGroup,
         *,
         encoders_train: bool,
+        deepstack: int = 0,
         **factory_kwargs: Any,
     ) -> None:
         super().__init__()
+        self.deepstack = deepstack
         hidden, split = llm.stack.hidden, ParamSplit(dim=0, blocks=((llm.vocab, 1),))
         self.splits, self.tp_group, self.encoders_train = {"weight": split}, tp_group, encoders_train
         self.dropout = Dropout(f"{llm.name}.embedding", llm.stack.dropout_rate)
@@ -115,7 +146,12 @@ class TokenEmbedding(Segment):
     def tp_segments(self) -> list[Segment]:
         width, dtype = self.weight.shape[1], self.weight.dtype
         return [
-            SeamExchange(self.tp_group, width=width, dtype=dtype, needs_backward=self.encoders_train),
+            SeamExchange(
+                self.tp_group,
+                width=width * (1 + self.deepstack),
+                dtype=dtype,
+                needs_backward=self.encoders_train,
+            ),
             FunctionSegment(self, self._sharded_lookup, self.kernels, [self.weight]),
             ReduceScatter(
                 self.tp_group,
@@ -131,7 +167,19 @@ class TokenEmbedding(Segment):
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         ids, *encoder_rows = state
         x = embedding(ids, self.weight, weight_grads=weight_grads)
-        return self._add_positions(_place_rows(x, encoder_rows, context.targets), context, weight_grads)
+        return self._add_positions(
+            self._place(x, encoder_rows, context.targets, context), context, weight_grads
+        )
+
+    def _place(self, x: Tensor, rows: Sequence[Tensor], targets: Sequence[Tensor], context: Any) -> Tensor:
+        """Puts rows at their positions; columns behind the first are kept for layers of the LLM."""
+        if not self.deepstack or not rows:
+            return _place_rows(x, rows, targets)
+        width = x.shape[1]
+        x = _place_rows(x, [piece[:, :width] for piece in rows], targets)
+        return keep_rows(
+            x, torch.cat([piece[:, width:] for piece in rows]), torch.cat(tuple(targets)), context.side
+        )
 
     def _sharded_lookup(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
         ids, rows = state
@@ -139,7 +187,8 @@ class TokenEmbedding(Segment):
 
     def _place_received(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
         rows, x = state
-        return self._add_positions(_place_rows(x, (rows,), (context.seam.targets,)), context, weight_grads)
+        x = self._place(x, (rows,), (context.seam.targets,), context)
+        return self._add_positions(x, context, weight_grads)
 
     def _add_positions(self, x: Tensor, context: Any, weight_grads: WeightGradStore | None) -> State:
         if self.positions is not None:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optimus.models.attention import apply_rotary, apply_rotary_backward
+from optimus.models.deepstack import AddRows, GiveRows
 from optimus.models.dropout import Dropout
 from optimus.models.kernels import LinearKernels, Norm, add_bias_gradient, linear_backward
 from optimus.models.segment import Gradients, ManualBackwardSegment, NeedsGrad, State, WeightGradStore
 
+SideHook = GiveRows | AddRows | None  # what a layer does with its output besides passing it on
 RESIDUAL_ADD = ("residual_add",)  # no kernel of plans: it runs where the collective before it has ended
 
 
@@ -211,24 +213,26 @@ class ResidualAdd(ManualBackwardSegment):
     kernels = RESIDUAL_ADD
     saves_nothing = True
 
-    def __init__(self, bias: nn.Parameter | None, dropout: Dropout) -> None:
+    def __init__(self, bias: nn.Parameter | None, dropout: Dropout, side: SideHook = None) -> None:
         super().__init__()
-        self.bias, self._dropout = bias, dropout
+        self.bias, self._dropout, self._side = bias, dropout, side
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, rows = state
         rows = rows if self.bias is None else rows + self.bias
-        return (x + self._dropout(rows, context.dropout_keys),)
+        x = x + self._dropout(rows, context.dropout_keys)
+        return (x if self._side is None else self._side(x, context.side),)
 
     def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
-        return self.forward(state, context), context.dropout_keys
+        return self.forward(state, context), (context.dropout_keys, self._side and context.side)
 
     def backward(
         self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
-        (gradient,) = gradients
+        (keys, side), (gradient,) = values, gradients
         assert gradient is not None
-        rows_grad = self._dropout(gradient, values)
+        gradient = gradient if self._side is None else self._side.backward(gradient, side)
+        rows_grad = self._dropout(gradient, keys)
         if self.bias is not None and self.bias.requires_grad:
             add_bias_gradient(self.bias, rows_grad)
         return gradient if needs_grad[0] else None, rows_grad if needs_grad[1] else None
@@ -244,22 +248,26 @@ class LinearResidualAdd(_LinearOp):
         linear: LinearKernels,
         kernels: tuple[str, ...],
         dropout: Dropout,
+        side: SideHook = None,
     ) -> None:
         super().__init__(weight, bias, linear, kernels)
-        self._dropout = dropout
+        self._dropout, self._side = dropout, side
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
         x, rows = state
-        return (x + self._dropout(self.linear_forward(rows), context.dropout_keys),)
+        x = x + self._dropout(self.linear_forward(rows), context.dropout_keys)
+        return (x if self._side is None else self._side(x, context.side),)
 
     def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
-        return self.forward(state, context), (state[1].detach(), context.dropout_keys)
+        saved = state[1].detach(), context.dropout_keys, self._side and context.side
+        return self.forward(state, context), saved
 
     def backward(
         self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
-        (rows, keys), (gradient,) = values, gradients
+        (rows, keys, side), (gradient,) = values, gradients
         assert gradient is not None
+        gradient = gradient if self._side is None else self._side.backward(gradient, side)
         inner = self._dropout(gradient, keys)
         residual_grad = gradient if needs_grad[0] else None
         return residual_grad, self.linear_backward(inner, rows, weight_grads, needs_input_grad=needs_grad[1])

@@ -6,7 +6,7 @@ Everything is computed on the host, once per microbatch, from samples; nothing i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isqrt
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from optimus.errors import UserError
 from optimus.job.model import Encoder, Llm
 from optimus.models.attention import Rotary, build_grid_rotary_table, build_sequence_rotary_table
+from optimus.models.deepstack import SideRows
 from optimus.models.dropout import make_dropout_keys
 from optimus.models.sample import (
     IGNORE_INDEX,
@@ -52,15 +53,18 @@ class EncoderMicrobatchContext:
     spans: tuple[int, ...]
     window_spans: tuple[int, ...]
     rotary: Rotary | None  # for images without learned positions
-    positions: Tensor | None  # int64 (capacity,), into the learned table
+    positions: Tensor | None  # int64 (capacity,), into the learned table; (capacity, 4) with weights
     sinusoids: Tensor | None  # (capacity, hidden), for sounds without learned positions
     dropout_keys: Tensor | None  # int64 (capacity,)
+    position_weights: Tensor | None = None  # (capacity, 4), of learned positions that are interpolated
+    side: SideRows = field(default_factory=SideRows)
 
     def shard(self, rows: slice) -> EncoderMicrobatchContext:
         """Returns the context of a rank that holds these rows between products; heads see all rows."""
         return replace(
             self,
             positions=_rows(self.positions, rows),
+            position_weights=_rows(self.position_weights, rows),
             sinusoids=_rows(self.sinusoids, rows),
             dropout_keys=_rows(self.dropout_keys, rows),
         )
@@ -72,6 +76,7 @@ class EncoderMicrobatchContext:
             rotary=None if self.rotary is None else (function(self.rotary[0]), function(self.rotary[1])),
             positions=None if self.positions is None else function(self.positions),
             sinusoids=None if self.sinusoids is None else function(self.sinusoids),
+            position_weights=None if self.position_weights is None else function(self.position_weights),
             dropout_keys=None if self.dropout_keys is None else function(self.dropout_keys),
         )
 
@@ -88,6 +93,7 @@ class LlmMicrobatchContext:
     targets: tuple[Tensor, ...]  # per encoder output: the row that each of its rows replaces; n for none
     dropout_keys: Tensor | None  # int64 (n,)
     seam: SeamRoute | None = None  # instead of targets, with tensor parallelism
+    side: SideRows = field(default_factory=SideRows)
 
     def shard(self, rows: slice, seam: SeamRoute | None) -> LlmMicrobatchContext:
         """Returns the context of a rank that holds these rows between products; heads and labels see all."""
@@ -128,6 +134,7 @@ def build_encoder_inputs(
     keys = torch.zeros(capacity, dtype=torch.int64)
     is_sound = encoder.modality == "audio"
     coordinates = torch.zeros(capacity, 1 if is_sound else 2, dtype=torch.int64)
+    grids = torch.ones(capacity, 2, dtype=torch.int64)  # of the item of every row
     spans: list[int] = []
     window_spans: list[int] = []
     start = 0
@@ -137,6 +144,8 @@ def build_encoder_inputs(
         assert end <= capacity, f"items of at least {end} tokens in a bin of {capacity}"
         inputs[start:end] = item.inputs[order.raster_index]
         coordinates[start:end] = order.coordinates
+        if not is_sound:
+            grids[start:end] = torch.tensor(item.grid[-2:])
         keys[start:end] = make_dropout_keys(
             order.raster_index, seed=seed, step=step, sample=sample, item=index
         )
@@ -145,14 +154,18 @@ def build_encoder_inputs(
         start = end
     padding = (capacity - start,) if capacity > start else ()
     learned, attention = encoder.positions > 0, encoder.stack.attention
-    rotary = None
+    rotary = position_weights = None
+    table_index = _table_index(encoder, coordinates) if learned else None
+    if encoder.interpolates_positions:
+        table_index, position_weights = _interpolated_index(encoder, coordinates, grids, dtype)
     if encoder.rotary:
         rotary = build_grid_rotary_table(coordinates, attention.head_dim, attention.rope.theta, dtype)
     return inputs, EncoderMicrobatchContext(
         spans=(*spans, *padding),
         window_spans=(*window_spans, *padding),
         rotary=rotary,
-        positions=_table_index(encoder, coordinates) if learned else None,
+        positions=table_index,
+        position_weights=position_weights,
         sinusoids=_sinusoids(encoder, coordinates, dtype) if is_sound and not learned else None,
         dropout_keys=keys if encoder.stack.dropout else None,
     )
@@ -168,7 +181,7 @@ def _checked_order(encoder: Encoder, item: SampleItem) -> TokenOrder:
             hint="give one row of patch_inputs numbers per token of the grid",
         )
     order = compute_encoder_token_order(encoder, item.grid)
-    if not encoder.positions:
+    if not encoder.positions or encoder.interpolates_positions:
         return order
     sides = _position_grid_sides(encoder)
     if any(length > side for length, side in zip(item.grid[-2:], sides, strict=True)):
@@ -201,6 +214,23 @@ def _table_index(encoder: Encoder, coordinates: Tensor) -> Tensor:
     if encoder.modality == "audio":
         return coordinates[:, 0].contiguous()
     return coordinates[:, 0] * _position_grid_sides(encoder)[1] + coordinates[:, 1]
+
+
+def _interpolated_index(
+    encoder: Encoder, coordinates: Tensor, grids: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns the four nearest of the learned positions and their weights: corners of the grids coincide.
+
+    It computes in float32, as transformers.
+    """
+    side = isqrt(encoder.positions)
+    places = coordinates.float() * (side - 1) / (grids - 1).clamp(min=1)
+    nearest = places.floor().long()[:, :, None] + torch.arange(2)  # rows, axes, neighbours
+    weights = (1 - (places[:, :, None] - nearest).abs()).clamp(min=0)
+    nearest = nearest.clamp(max=side - 1)
+    index = nearest[:, 0, :, None] * side + nearest[:, 1, None, :]
+    products = weights[:, 0, :, None] * weights[:, 1, None, :]
+    return index.flatten(1), products.flatten(1).to(dtype)
 
 
 def _sinusoids(encoder: Encoder, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
@@ -255,7 +285,10 @@ def build_llm_inputs(
     rotary = None
     if llm.rotary:
         per_axis = positions if rope.sections else positions[0]
-        rotary = build_sequence_rotary_table(per_axis, attention.head_dim, rope.theta, dtype, rope.sections)
+        interleaved = rope.interleaved_sections
+        rotary = build_sequence_rotary_table(
+            per_axis, attention.head_dim, rope.theta, dtype, rope.sections, interleaved=interleaved
+        )
     return torch.cat([sample.tokens for sample in samples]), LlmMicrobatchContext(
         spans=tuple(span for sample in samples for span in sample.spans),
         rotary=rotary,
@@ -276,7 +309,16 @@ def _positions(llm: Llm, sample: Sample, encoders: Sequence[Encoder]) -> Tensor:
             problem=f"is less than the {max(sample.spans)} tokens of sample {sample.number}",
             hint=f"use {max(sample.spans)} or more, or shorter samples",
         )
-    axes = max(1, len(llm.stack.attention.rope.sections))
+    rope = llm.stack.attention.rope
+    axes = max(1, len(rope.sections))
+    videos = [i for items in sample.items.values() for i in items if len(i.grid) == 3 and i.grid[0] > 1]
+    if rope.interleaved_sections and videos:
+        raise UserError(
+            field=f"grid of an item of sample {sample.number}",
+            value=videos[0].grid,
+            problem="is a video, whose frames have their times as text before them in this model",
+            hint="give each frame as an item (height, width)",
+        )
     of_items = _item_positions(sample, encoders, axes) if axes > 1 else {}
     runs: list[Tensor] = []
     start = 0

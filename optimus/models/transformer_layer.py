@@ -20,6 +20,7 @@ from optimus.models.layer_ops import (
     PreNorm,
     QkvLinear,
     ResidualAdd,
+    SideHook,
 )
 from optimus.models.segment import Segment, SequentialSegment, State, WeightGradStore
 from optimus.models.tensor_parallel import AllGather, ReduceScatter
@@ -31,15 +32,16 @@ def build_layer_segments(
     name: str,
     compute: KernelSet,
     tp_group: TpGroup,
+    side: SideHook = None,
     **factory_kwargs: Any,
 ) -> list[Segment]:
-    """Returns the segments of one layer; `name` is the layer's in the model."""
+    """Returns the segments of one layer; `name` is the layer's in the model, `side` reads its output."""
     return [
         QkvSegment(stack, compute, tp_group, **factory_kwargs),
         SelfAttention(stack, layer, compute),
         build_attention_out(stack, compute, f"{name}.out", tp_group, **factory_kwargs),
         MlpUpSegment(stack, compute, tp_group, **factory_kwargs),
-        build_mlp_down(stack, compute, f"{name}.down", tp_group, **factory_kwargs),
+        build_mlp_down(stack, compute, f"{name}.down", tp_group, side=side, **factory_kwargs),
     ]
 
 
@@ -196,6 +198,7 @@ class ResidualProjection(LinearSegment):
         scatter: str,
         bias: bool,
         block: tuple[int, int],
+        side: SideHook = None,
         **factory_kwargs: Any,
     ) -> None:
         units, length = block
@@ -209,16 +212,18 @@ class ResidualProjection(LinearSegment):
         )
         self.kernels, self._kernel, self._scatter = (kernel,), kernel, scatter
         self._linear, self._dropout = compute.linear, Dropout(site, stack.dropout_rate)
+        self._side = side
         self.set_segments(self.ops())
 
     def ops(self) -> list[Segment]:
-        return [LinearResidualAdd(self.weight, self.bias, self._linear, self.kernels, self._dropout)]
+        dropout, side = self._dropout, self._side
+        return [LinearResidualAdd(self.weight, self.bias, self._linear, self.kernels, dropout, side)]
 
     def tp_segments(self) -> list[Segment]:
         return [
             PartialLinear(self.weight, None, self._linear, self.kernels),
             ReduceScatter(self.tp_group, 1, forward_name=self._scatter, kernel=self._kernel),
-            ResidualAdd(self.bias, self._dropout),
+            ResidualAdd(self.bias, self._dropout, self._side),
         ]
 
 
@@ -249,6 +254,8 @@ def build_mlp_down(
     compute: KernelSet,
     site: str,
     tp_group: TpGroup,
+    *,
+    side: SideHook = None,
     **factory_kwargs: Any,
 ) -> ResidualProjection:
     """Returns the second half of an MLP; `site` names its dropout."""
@@ -261,5 +268,6 @@ def build_mlp_down(
         scatter=KernelName.SCATTER2,
         bias=stack.mlp.bias,
         block=(stack.mlp.width, 1),
+        side=side,
         **factory_kwargs,
     )

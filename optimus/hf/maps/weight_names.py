@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Names = Mapping[str, tuple[str, ...]]  # by our name: theirs, in the order of rows; {} is the layer's number
-_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_LAYER = re.compile(r"(?:(?<=\.layers\.)|(?<=\.deepstack\.))\d+(?=\.)")
 
 
 @dataclass(frozen=True, kw_only=True)
