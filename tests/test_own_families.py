@@ -123,7 +123,7 @@ OTHERS: dict[str, object] = {  # values of constants whose type does not tell an
     "norm": "rmsnorm",
     "tokens_per_second": 3.0,
     "deepstack_layers": (1, 2),
-    "sections": (2, 1, 1),
+    "sections": (2, 2, 0),  # (2, 1, 1) is (1, 2, 1) where axes take turns
 }
 # Fields that change no schedule are constants; these change schedules and results.
 DIMENSIONS: dict[str, object] = {
@@ -141,7 +141,8 @@ IDLE = {
 def is_idle(model: Model, module: Encoder | Llm, path: str) -> bool:
     """Tells whether a constant belongs to a feature that a model has not."""
     no_rotary = ".rope." in path and not module.rotary
-    no_time = path == "tokens_per_second" and not model.llm.stack.attention.rope.sections
+    rope = model.llm.stack.attention.rope  # where axes take turns, each frame is an image
+    no_time = path == "tokens_per_second" and (not rope.sections or rope.interleaved_sections)
     no_qk_norm = ".qk_norm_" in path and not module.stack.attention.qk_norm
     no_norm = path == "projector.norm_eps" and isinstance(module, Encoder) and module.projector.norm is None
     return path in IDLE or no_rotary or no_time or no_qk_norm or no_norm
@@ -155,7 +156,7 @@ def another(module: Encoder | Llm, path: str, value: Any) -> object:
         return "gelu"
     if name in OTHERS:
         return OTHERS[name]
-    return not value if isinstance(value, bool) else value * 3
+    return not value if isinstance(value, bool) else value * (1e4 if name == "norm_eps" else 3)
 
 
 def list_mutants(model: Model) -> Iterator[tuple[str, Model]]:
