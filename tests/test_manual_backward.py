@@ -206,7 +206,7 @@ def test_a_bias_that_adds_up_in_float32_gets_sums_in_float32() -> None:
     bias.grad = torch.zeros(WIDTH)
     join = ResidualAdd(bias, Dropout("join", 0.0))
     gradient = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    join.backward(None, (gradient,), (True, True), WeightGradStore())
+    join.backward((None, None), (gradient,), (True, True), WeightGradStore())
     assert torch.equal(bias.grad, gradient.sum(0, dtype=torch.float32))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from optimus.errors import UserError, one_of
-from optimus.ir.binding import flatten_and_hash_parts
+from optimus.ir.binding import flatten_and_hash_parts, omit_default_constants
 from optimus.ir.op import KernelName, OpKind
 from optimus.job.model import Encoder, Llm, Model, Stack
 from optimus.job.typed import Amount, Count, NonNegative, Whole
@@ -262,7 +262,7 @@ def first_layer_of_each_class(stack: Stack) -> dict[LayerClass, int]:
 
 def hash_module_shape(module: Encoder | Llm) -> str:
     """Hashes the shapes of a module's layers, without their number and without what is trained."""
-    fields = asdict(module)
+    fields = omit_default_constants(module)
     for name in ("name", "train", "recompute", "source", "feeds"):
         fields.pop(name, None)
     fields["stack"].pop("layers")

@@ -7,6 +7,7 @@ Frozen modules are gathered once, before the first step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,9 @@ from optimus.engine.torch_private import (
 from optimus.errors import UserError
 from optimus.models.segment import Gradients, ModuleSegment
 from optimus.protocols import ParamBucket
+
+# Segments change nothing in place, so that views are as good as other outputs.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def unwrap_ddp(module: nn.Module) -> nn.Module:

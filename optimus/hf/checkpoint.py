@@ -49,6 +49,13 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UserError(
+                field="folder",
+                value=str(folder),
+                problem="does not exist",
+                hint="give the folder of a model that was downloaded",
+            )
         index = self.folder / INDEX
         self.has_index = index.exists()
         if self.has_index:

@@ -13,6 +13,7 @@ model.save("out")
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.fsdp_ddp import unshard_all
-from optimus.engine.stage_profile import StageInputs, profile_stages
-from optimus.errors import UserError
+from optimus.engine.stage_profile import ProfiledStages, StageInputs, profile_stages
+from optimus.errors import UserError, one_of
 from optimus.hf.families import find_family
 from optimus.hf.inputs import IGNORED, MicrobatchInputs, step_arguments
 from optimus.hf.load import load_model
@@ -37,10 +38,12 @@ from optimus.ir.op import Communicator
 from optimus.ir.plan import EncoderBlocks, Plan
 from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
+from optimus.models.collectives import all_gather_single
 from optimus.planner.systems.colocated_plan import split_layers_evenly
 from optimus.planner.user_modules import plan_modules
 
 PROFILE_REPEATS = 3
+ORDERS = ("", "1f1b", "interleaved", "zero-bubble")
 
 
 class FilledModel:
@@ -70,10 +73,19 @@ class FilledModel:
     ) -> None:
         self.folder, self.microbatches, self.order, self.plan = Path(folder), microbatches, order, plan
         self.device, self.encoder_pp = device, encoder_pp
+        _check_counts(microbatches=microbatches, pp=pp, chunks=chunks, encoder_pp=encoder_pp, order=order)
         self.model = load_model(folder, dtype=dtype, attn_implementation=attn_implementation)
+        layers = self.model.config.get_text_config().num_hidden_layers
+        if pp * chunks > layers:
+            raise UserError(
+                field="pp * chunks",
+                value=pp * chunks,
+                problem=f"stages are more than the LLM's {layers} layers",
+                hint=f"use at most {layers}",
+            )
         self.split = split_model(
             self.model,
-            stages=split_layers_evenly(self.model.config.get_text_config().num_hidden_layers, pp * chunks),
+            stages=split_layers_evenly(layers, pp * chunks),
             blocks=_cut_evenly(self.model, encoder_blocks),
         )
         self._ranks = self._make_ranks(pp, chunks)
@@ -87,6 +99,7 @@ class FilledModel:
                     fully_shard(part, mesh=mesh)
         load_weights(self.model, self.parts, folder, cast=dtype is not None, device=device)
         self._schedule: FillSchedule | None = None
+        self._trained: set[int] = set()  # parameters for which the schedule was made
 
     @property
     def config(self) -> Any:
@@ -103,15 +116,39 @@ class FilledModel:
         parameters = {id(p): p for part in self.parts for p in part.parameters() if p.requires_grad}
         yield from parameters.values()
 
+    def prepare(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Measures stages and blocks on one of these microbatches, and plans; trains nothing.
+
+        The first `step` does this with its own microbatches. Call it before with others if none of those has
+        inputs for every encoder.
+        """
+        self._schedule = self._make_schedule(self._inputs(batches))
+        self._trained = {id(parameter) for parameter in self.parameters()}
+
     def step(self, batches: Sequence[Mapping[str, Any]], *, num_items: int | None = None) -> float:
         """Runs forward and backward of a step and returns its loss, the mean over labels of all replicas.
 
         `batches` are a processor's outputs with labels, one per microbatch, on all ranks of a replica. To
-        accumulate gradients over several steps, give `count_labels` of all of them as `num_items`.
+        accumulate gradients over several steps, give `count_labels` of all of them as `num_items`: then each
+        returns its share of the loss.
         """
         inputs = self._inputs(batches)
-        count = self.count_labels(batches) if num_items is None else num_items
-        schedule = self._schedule or self._make_schedule(inputs)
+        count = self.count_labels(batches)
+        count = count if num_items is None else num_items
+        if count < 1:
+            raise UserError(
+                field="batches: labels", problem=f"are all {IGNORED}", hint="give labels to train on"
+            )
+        if self._schedule is None:
+            self.prepare(batches)
+        schedule = self._schedule
+        assert schedule is not None
+        if {id(parameter) for parameter in self.parameters()} != self._trained:
+            raise UserError(
+                field="parameters",
+                problem="were frozen, thawed or added after the plan was made",
+                hint="do so before the first step, or call prepare again",
+            )
         args, kwargs = step_arguments(inputs)
         losses: list[Tensor] = []
         weight = self.split.router_weight(count, len(inputs) * self._ranks.llm.dp)
@@ -129,32 +166,54 @@ class FilledModel:
         return float(total) / count
 
     def count_labels(self, batches: Sequence[Mapping[str, Any]]) -> int:
-        """Returns how many labels enter the loss over all replicas; all ranks call it."""
+        """Returns how many labels enter the loss over all replicas; all ranks call it.
+
+        Raises if ranks of one replica have different batches.
+        """
+        _check_labels(batches)
         labels = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
-        count = torch.tensor(labels, device=self.device)
-        dist.all_reduce(count)
-        return int(count) // self._ranks.llm.pp  # ranks that hold the same batches
+        facts = torch.tensor([self.replica, labels, _digest(batches)], device=self.device)
+        of_ranks = torch.empty(dist.get_world_size() * len(facts), dtype=facts.dtype, device=self.device)
+        all_gather_single(of_ranks, facts)
+        of_replicas: dict[int, tuple[int, int]] = {}
+        for replica, count, digest in of_ranks.view(-1, len(facts)).tolist():
+            if of_replicas.setdefault(replica, (count, digest)) != (count, digest):
+                raise UserError(
+                    field="batches",
+                    problem=f"differ between the ranks of replica {replica}",
+                    hint="shard data by model.replica, not by rank: stages of a pipeline share their batches",
+                )
+        return sum(count for count, _ in of_replicas.values())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips gradients by one norm over all ranks and returns it."""
-        assert self._schedule is not None, "no step has run"
+        if self._schedule is None:
+            raise UserError(
+                field="clip_grad_norm_", problem="comes before the first step", hint="call step first"
+            )
         return self._schedule.clip_grad_norm_(max_norm)
 
     def save(self, into: str | Path) -> None:
         """Writes the model as the folder that it was loaded from; all ranks call it."""
+        if any(".lora_" in name for part in self.parts for name, _ in part.named_parameters()):
+            raise UserError(
+                field="save",
+                problem="would write a model that has adapters",
+                hint="call optimus.hf.lora.save_lora(model.parts, config, folder)",
+            )
         save_weights_distributed(self.model, self.parts, self.folder, into)
 
     # ------------------------------------------------------------------------ ranks
 
     def _make_ranks(self, pp: int, chunks: int) -> RankGrid:
         world = dist.get_world_size()
-        if world % pp or pp % self.encoder_pp:
-            raise UserError(
-                field="pp",
-                value=pp,
-                problem=f"does not divide {world} ranks, or is no multiple of encoder_pp = {self.encoder_pp}",
-                hint="choose numbers that divide",
-            )
+        for field, value, whole in (("pp", pp, world), ("encoder_pp", self.encoder_pp, pp)):
+            if whole % value:
+                fits = one_of(n for n in range(1, whole + 1) if whole % n == 0)
+                what = f"{world} ranks" if field == "pp" else f"pp = {pp}"
+                raise UserError(
+                    field=field, value=value, problem=f"does not divide {what}", hint=f"use {fits}"
+                )
         layouts = {
             name: Layout(dp=world // stages, pp=stages)
             for name, stages in (
@@ -179,34 +238,49 @@ class FilledModel:
     # ------------------------------------------------------------------------ the first step
 
     def _inputs(self, batches: Sequence[Mapping[str, Any]]) -> list[MicrobatchInputs]:
-        if len(batches) != self.microbatches:
+        if isinstance(batches, Mapping) or len(batches) != self.microbatches:
             raise UserError(
                 field="batches",
-                value=len(batches),
+                value="one mapping" if isinstance(batches, Mapping) else len(batches),
                 problem=f"were given for {self.microbatches} microbatches",
-                hint="give one processor output per microbatch",
+                hint="give a list with one processor output per microbatch",
             )
-        return [self.split.inputs(batch) for batch in batches]
+        inputs = []
+        for number, batch in enumerate(batches):
+            try:
+                inputs.append(self.split.inputs(batch))
+            except UserError as error:
+                error.field = f"batches[{number}]: {error.field}"
+                raise
+        return inputs
 
     def _make_schedule(self, inputs: Sequence[MicrobatchInputs]) -> FillSchedule:
-        plan = self.plan or self._make_plan(inputs)
-        self.plan = plan
-        self._schedule = FillSchedule(
+        profiles = self._profile(inputs)
+        self.plan = self.plan or self._make_plan(profiles)
+        return FillSchedule(
             self.stages,
             self.split.encoders,
-            plan,
+            self.plan,
             loss_fn=causal_lm_loss,
             tied=self.split.tied(self.stages),
             shapes=self.split.shapes,
+            profiles=profiles,
         )
-        return self._schedule
 
-    def _make_plan(self, inputs: Sequence[MicrobatchInputs]) -> Plan:
-        """Measures every stage and block on a microbatch that has inputs for all encoders, and plans."""
-        complete = (batch for batch in inputs if all(each is not None for each in batch.encoders.values()))
-        batch = next(complete, inputs[0])
+    def _profile(self, inputs: Sequence[MicrobatchInputs]) -> ProfiledStages:
+        """Measures every stage and block on a microbatch that has inputs for all encoders."""
+        complete = [all(each is not None for each in batch.encoders.values()) for batch in inputs]
+        number = [complete.index(True) if any(complete) else -1]
+        dist.broadcast_object_list(number, 0)  # the first replica's data is run
+        if number[0] < 0:
+            raise UserError(
+                field="batches",
+                problem="have no microbatch with inputs for every encoder, and there is no plan yet",
+                hint="call model.prepare(batches) with some that have, before the first step",
+            )
+        batch = inputs[number[0]]
         with unshard_all(self.parts):
-            profiles = profile_stages(
+            return profile_stages(
                 self.stages,
                 self.split.encoders,
                 StageInputs(args=batch.args, kwargs=batch.kwargs),
@@ -214,6 +288,8 @@ class FilledModel:
                 pp=self._ranks.llm.pp,
                 repeats=PROFILE_REPEATS,
             )
+
+    def _make_plan(self, profiles: ProfiledStages) -> Plan:
         return plan_modules(
             stages=profiles.stage_seconds,
             encoders={
@@ -235,3 +311,36 @@ def _cut_evenly(model: Any, blocks: int) -> dict[str, tuple[int, ...]]:
             depth = len(model.model._modules[tower.module].get_submodule(tower.cut.layers))
             counts[name] = split_layers_evenly(depth, min(blocks, depth))
     return counts
+
+
+def _check_counts(*, order: str, **counts: Any) -> None:
+    for field, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise UserError(
+                field=field, value=count, problem="is not a positive number", hint="use 1 or more"
+            )
+    if order not in ORDERS:
+        raise UserError(field="order", value=order, problem="is not known", hint=f"use {one_of(ORDERS[1:])}")
+
+
+def _check_labels(batches: Sequence[Mapping[str, Any]]) -> None:
+    for number, batch in enumerate(batches):
+        labels, ids = batch.get("labels"), batch["input_ids"]
+        if labels is None or labels.shape != ids.shape:
+            problem = (
+                "is missing" if labels is None else f"has shape {tuple(labels.shape)}, not that of input_ids"
+            )
+            raise UserError(
+                field=f"batches[{number}]: labels",
+                problem=problem,
+                hint=f"give input_ids with {IGNORED} where there is no loss",
+            )
+
+
+def _digest(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Returns a number that batches of other tokens or labels do not have."""
+    content = sha256()
+    for batch in batches:
+        for name in ("input_ids", "labels"):
+            content.update(batch[name].cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(content.digest()[:7], "big")

@@ -55,11 +55,20 @@ def _refuse_unknown(model: Any, family: Family, given: Mapping[str, Any]) -> Non
                 hint=nearest(name, known),
             )
     for names in (names for tower in towers for names in (tower.inputs, tower.videos)):
-        if len({name in given for name in names}) > 1:
-            raise UserError(field=names[0], problem="is incomplete", hint=f"give {' and '.join(names)}")
+        missing = [name for name in names if name not in given]
+        if missing and len(missing) < len(names):
+            raise UserError(field=missing[0], problem="is missing", hint=f"give {' and '.join(names)}")
     for field in ("input_ids", *(("mm_token_type_ids",) if "image_grid_thw" in given else ())):
         if field not in given and field in known:
             raise UserError(field=field, problem="is missing", hint="give the processor's output as it is")
+    ids, vocabulary = given["input_ids"], model.config.get_text_config().vocab_size
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise UserError(
+            field="input_ids",
+            value=int(ids.max()),
+            problem=f"is outside the vocabulary of {vocabulary}",
+            hint="use the tokenizer of this model",
+        )
 
 
 def _encoder_inputs(model: Any, tower: Tower, given: Mapping[str, Any]) -> StageInputs | None:
@@ -78,6 +87,14 @@ def _encoder_inputs(model: Any, tower: Tower, given: Mapping[str, Any]) -> Stage
         raise UserError(field="input_ids", problem=problem, hint=f"give {tower.inputs[0]} with its tokens")
     if not parts:
         return None
+    for inputs, *grids in parts:
+        patches = int(grids[0].prod(-1).sum()) if "grid" in "".join(tower.inputs[1:]) else len(inputs)
+        if patches != len(inputs):
+            raise UserError(
+                field=tower.inputs[0],
+                problem=f"has {len(inputs)} rows, and {tower.inputs[1]} has {patches} patches",
+                hint="give both as the processor returned them",
+            )
     first, *rest = (torch.cat(column) for column in zip(*parts, strict=True))
     names = ["grid_thw" if "grid" in name else name for name in tower.inputs[1:]]
     kwargs: dict[str, Any] = dict(zip(names, rest, strict=True))

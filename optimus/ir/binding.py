@@ -55,22 +55,22 @@ def list_bound_parts(job: Job, profile: BoundProfile | None = None) -> dict[str,
     if profile is not None and profile.slowdown is not None:
         measured["slowdown"] = profile.slowdown
     return {
-        "model": _without_default_constants(job.model),
+        "model": omit_default_constants(job.model),
         "cluster": asdict(job.cluster),
         "workload": asdict(job.workload),
         "profile": measured,
     }
 
 
-def _without_default_constants(value: Any) -> Any:
+def omit_default_constants(value: Any) -> Any:
     """Returns dataclasses as mappings, without constants that have their default."""
     if isinstance(value, tuple):
-        return tuple(map(_without_default_constants, value))
+        return tuple(map(omit_default_constants, value))
     if not is_dataclass(value):
         return value
     items = ((field, getattr(value, field.name)) for field in fields(value))
     return {
-        field.name: _without_default_constants(item)
+        field.name: omit_default_constants(item)
         for field, item in items
         if not (field.metadata.get("constant") and item == field.default)
     }
