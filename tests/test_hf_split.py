@@ -131,7 +131,7 @@ def test_inputs_that_are_not_carried_are_refused_by_name() -> None:
     batch = hf_models.microbatches("qwen2_5_vl")[0]
     cases = {
         "image_sizes": {**batch, "image_sizes": torch.ones(1)},
-        "pixel_values": {name: value for name, value in batch.items() if name != "image_grid_thw"},
+        "image_grid_thw": {name: value for name, value in batch.items() if name != "image_grid_thw"},
         "mm_token_type_ids": {name: value for name, value in batch.items() if name != "mm_token_type_ids"},
         "input_ids": {"input_ids": batch["input_ids"]},
     }
