@@ -145,7 +145,9 @@ def is_idle(model: Model, module: Encoder | Llm, path: str) -> bool:
     no_time = path == "tokens_per_second" and (not rope.sections or rope.interleaved_sections)
     no_qk_norm = ".qk_norm_" in path and not module.stack.attention.qk_norm
     no_norm = path == "projector.norm_eps" and isinstance(module, Encoder) and module.projector.norm is None
-    return path in IDLE or no_rotary or no_time or no_qk_norm or no_norm
+    # Images of one size have the grid for which positions were learned.
+    one_size = path == "interpolates_positions" and model.family == "llava"
+    return path in IDLE or no_rotary or no_time or no_qk_norm or no_norm or one_size
 
 
 def another(module: Encoder | Llm, path: str, value: Any) -> object:
@@ -200,8 +202,11 @@ def is_equal(case: str, model: Model, folder: Path) -> bool:
     documents = Documents(case)
     samples = [documents.sample(number) for number in range(len(documents.samples))]
     expected_loss, theirs = reference(case)
-    with torch.no_grad():
-        loss = sum(float(one.loss(sample, loss_scale(samples), 0)) for sample in samples)
+    try:
+        with torch.no_grad():
+            loss = sum(float(one.loss(sample, loss_scale(samples), 0)) for sample in samples)
+    except UserError:  # inputs that such a model does not take
+        return False
     if abs(loss - expected_loss) / expected_loss > TOLERANCE["float64"]:
         return False
     gradients = one.loss_and_gradients(samples)[1]

@@ -194,7 +194,7 @@ def _build_message_specs(
 
 def count_deepstack(model: Model) -> int:
     """Returns the LLM layers behind which rows of encoders are added."""
-    return max(len(encoder.feeds) for encoder in model.encoders) - 1
+    return max((len(encoder.feeds) for encoder in model.encoders), default=1) - 1
 
 
 def reject_distant_deepstack(model: Model, plan: Plan) -> None:
