@@ -73,7 +73,7 @@ class RankRun:
 
     @property
     def trains(self) -> bool:
-        """Whether steps change parameters."""
+        """True if steps change parameters."""
         return self._trains
 
     @trains.setter
@@ -158,7 +158,7 @@ class RankRun:
 
 
 def everybody(mine: Any) -> list[Any]:
-    """What every rank has, on rank 0."""
+    """Returns the values of all ranks on rank 0."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, found if dist.get_rank() == 0 else None)
     return found
@@ -180,7 +180,7 @@ def worst(given: list[dict[str, Tensor]], expected: dict[str, Tensor], run: Rank
 
 
 def part_of(run: RankRun, rank: int, name: str, whole: dict[str, Tensor]) -> Tensor:
-    """What a rank holds of a parameter."""
+    """Returns the part of a parameter that a rank holds."""
     tp_group = build_tp_group(run.plan, name.split(".")[0], rank)
     split = run.splits.get(name)
     return whole[name] if split is None else split.shard(whole[name], tp_group.rank, tp_group.size)

@@ -259,10 +259,10 @@ def prepare(case: VlmCase, rank: int) -> tuple[dict[int, nn.Module], list[nn.Mod
     return dict(local), list(blocks), {at: blocks[at] for at in mine}
 
 
-def compare(case: VlmCase, rank: int) -> dict[str, Any]:
-    plan = case.plan
-    stages, blocks, mine = prepare(case, rank)
-    replica, pp, last = plan.ranks.place(LLM, rank).dp, case.pp, case.pp * case.chunks - 1
+def make_schedule(
+    case: VlmCase, stages: dict[int, Any], blocks: list[nn.Module], mine: dict[int, nn.Module], replica: int
+) -> FillSchedule:
+    plan, last = case.plan, case.pp * case.chunks - 1
     profiles = None
     if case.profiled:
         batch = make_batch(case, 0, replica)
@@ -271,7 +271,7 @@ def compare(case: VlmCase, rank: int) -> dict[str, Any]:
         )
         images = {"images": batch["images"][: case.pieces]}
         profiles = profile_stages(
-            list(stages.values()), {"images": blocks}, microbatch, images, pp=pp, repeats=1
+            list(stages.values()), {"images": blocks}, microbatch, images, pp=case.pp, repeats=1
         )
         assert len(profiles.block_seconds("images")) == BLOCKS
         assert all(seconds.forward_s > 0 < seconds.backward_s for seconds in profiles.stage_seconds)
@@ -283,16 +283,21 @@ def compare(case: VlmCase, rank: int) -> dict[str, Any]:
             fully_shard(stage, mesh=meshes[LLM])
     ends = [stage.embedding for at, stage in stages.items() if at == 0]
     ends += [stage.head for at, stage in stages.items() if at == last > 0]
-    tied = [end.weight for end in ends] if case.tied else None
-    schedule = FillSchedule(
+    return FillSchedule(
         list(stages.values()),
         {"images": blocks},
         plan,
         loss_fn=loss_fn,
-        tied=tied,
+        tied=[end.weight for end in ends] if case.tied else None,
         shapes={"images": image_shapes, LLM: llm_shapes},
         profiles=profiles,
     )
+
+
+def compare(case: VlmCase, rank: int) -> dict[str, Any]:
+    stages, blocks, mine = prepare(case, rank)
+    replica = case.plan.ranks.place(LLM, rank).dp
+    schedule = make_schedule(case, stages, blocks, mine, replica)
     seen = []
     for update in range(UPDATES):
         first, total = update * case.accumulate, 0.0

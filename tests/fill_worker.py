@@ -172,7 +172,7 @@ def wrap_all(
 
 
 def in_parts(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    """Whether modules hold the parameters that they held: FSDP2 swaps them for whole ones and back."""
+    """True if modules hold the parameters that they held: FSDP2 swaps them for whole ones and back."""
     return all(before[name] is parameter for name, parameter in after.items())
 
 
@@ -209,7 +209,7 @@ def named(stages: Mapping[int, nn.Module], encoders: Mapping[str, list[nn.Module
 
 
 def learn(parameters: Iterable[Tensor]) -> None:
-    """What an optimizer would do, behind the schedule's back."""
+    """Updates parameters as an optimizer would."""
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:

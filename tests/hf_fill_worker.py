@@ -187,13 +187,17 @@ def one_process(case: HfCase) -> tuple[float, dict[str, Tensor]]:
         if loss.requires_grad:
             loss.backward()
         total += float(loss.detach())
-    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if model.config.tie_word_embeddings:
+        grads["lm_head.weight"] = grads["model.language_model.embed_tokens.weight"]
+    return total, grads
 
 
 # ---------------------------------------------------------------------------- ranks
 
 
-def compare(case: HfCase, rank: int) -> dict[str, Any]:
+def load(case: HfCase, rank: int) -> tuple[Any, list[nn.Module], list[nn.Module], float]:
+    """Returns the split model, this rank's stages and all its parts, and bytes read over bytes owned."""
     plan = case.plan
     model = load_model(case.folder)
     if "moe" in case.model:
@@ -201,8 +205,7 @@ def compare(case: HfCase, rank: int) -> dict[str, Any]:
     model.eval()
     split = case.split(model)
     device = plan.ranks.class_of(rank)
-    stage, replica = plan.ranks.stage_of(LLM, device), plan.ranks.place(LLM, rank).dp
-    stages = split.stages[stage :: case.pp]
+    stages = split.stages[plan.ranks.stage_of(LLM, device) :: case.pp]
     blocks: list[nn.Module] = []
     for name, of_encoder in split.encoders.items():
         place, counts = plan.ranks.stage_of(name, device), [c.layers for c in plan.modules[name].chunks]
@@ -224,6 +227,12 @@ def compare(case: HfCase, rank: int) -> dict[str, Any]:
         set_adapters((name, p) for part in parts for name, p in part.hf.named_parameters())
     if case.option == "checkpointing":
         checkpoint_activations(parts)
+    return split, stages, parts, report.read_bytes / report.own_bytes
+
+
+def compare(case: HfCase, rank: int) -> dict[str, Any]:
+    split, stages, parts, read = load(case, rank)
+    replica = case.plan.ranks.place(LLM, rank).dp
     batches = [split.inputs(batch) for batch in hf_models.microbatches(case.model)]
     used = list(all_numbers(case))
     count = count_labels([batches[number] for number in used])
@@ -232,7 +241,7 @@ def compare(case: HfCase, rank: int) -> dict[str, Any]:
     schedule = FillSchedule(
         stages,
         split.encoders,
-        plan,
+        case.plan,
         loss_fn=causal_lm_loss,
         tied=split.tied(stages),
         shapes=split.shapes,
@@ -252,12 +261,12 @@ def compare(case: HfCase, rank: int) -> dict[str, Any]:
         for name, parameter in part.named_parameters()
         if parameter.grad is not None
     }
-    results = everybody((total, grads, report.read_bytes / report.own_bytes))
-    if rank:
-        return {}
+    results = everybody((total, grads, read))
+    return {} if rank else compare_with_one_process(case, results)
+
+
+def compare_with_one_process(case: HfCase, results: list[Any]) -> dict[str, Any]:
     loss, expected = one_process(case)
-    if split.model.config.tie_word_embeddings:
-        expected["lm_head.weight"] = expected["model.language_model.embed_tokens.weight"]
     scale = max(float(grad.abs().max()) for grad in expected.values())
     differences = {
         name: float((grad - expected.get(name, torch.zeros(()))).abs().max()) / scale

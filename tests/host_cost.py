@@ -1,4 +1,4 @@
-"""What the host spends on issuing work, measured on tensors so small that nothing else costs anything.
+"""Measures what the host spends on issuing work, on tensors so small that nothing else costs anything.
 
 Everything is process CPU time, the minimum of many blocks of calls; what is measured and what it is compared
 with take turns, so that a busy machine slows both. Microseconds of engine code are *above* bare torch calls.

@@ -120,7 +120,7 @@ def steps(page: Path) -> list[Step]:
 
 
 def furnish(folder: Path) -> None:
-    """What a reader of the docs has at hand: folders of released models with their config.json."""
+    """Writes what a reader of the docs has: folders of released models with their config.json."""
     for path in CONFIGS.glob("*_config.json"):
         home = folder / path.stem.removesuffix("_config").rpartition("--")[2]
         home.mkdir()
@@ -161,7 +161,7 @@ def parts_of(shown: tuple[str, ...]) -> list[list[str]]:
 
 
 def is_shown_truly(shown: tuple[str, ...], output: list[str]) -> bool:
-    """Whether `shown` is the output with nothing changed and nothing left out in silence."""
+    """Returns whether `shown` is the output with nothing changed and nothing left out in silence."""
     if not shown:
         return True
     first, *others = parts_of(shown)

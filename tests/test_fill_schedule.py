@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from workers import run_cases
 
 from optimus.engine.buckets import ReplicatedBucket
-from optimus.engine.compile import FixedMessageSpecs
 from optimus.engine.executor import Executor
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.fsdp_ddp import (
@@ -30,6 +27,7 @@ from optimus.engine.fsdp_ddp import (
     make_param_bucket,
     reject_wrapped_modules,
 )
+from optimus.engine.p2p import FixedMessageSpecs
 from optimus.engine.torch_private import fake_process_group
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
@@ -50,20 +48,7 @@ CASE = FillCase(name="refused", ranks=2, pp=2, encoders=((1, 2, 0), (2, 1, 0)))
 )
 def test_gradients_losses_and_outputs_are_those_of_one_process(cases: list[FillCase]) -> None:
     """And `eval` gives the same losses and outputs, bit by bit, and leaves gradients alone."""
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(here / "fill_worker.py"), *(case.name for case in cases)],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["name"] for line in lines] == [case.name for case in cases]
-    for line in lines:
-        assert "error" not in line, f"{line['name']}: {line['error']}"
+    for line in run_cases("fill_worker.py", [case.name for case in cases], timeout_s=220):
         assert line["gradients"] <= DIFFERENCE and line["losses"] <= DIFFERENCE, line
         assert line["eval"] == 0 and line["untouched"], line
         assert line["last ranks"] == 2 * line["replicas"], line  # in each of two steps

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +13,7 @@ import torch
 from engine_worker import play
 from fill_vlm_worker import CASES, VlmCase, build, compare, image_shapes, llm_shapes, loss_fn, make_batch
 from torch import nn
+from workers import run_cases
 
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.executor import Executor
@@ -40,20 +38,7 @@ DIFFERENCE = 1e-14
     ],
 )
 def test_gradients_norms_and_losses_are_those_of_one_process(cases: list[VlmCase]) -> None:
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(here / "fill_vlm_worker.py"), *(case.name for case in cases)],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["name"] for line in lines] == [case.name for case in cases]
-    for line in lines:
-        assert "error" not in line, f"{line['name']}: {line['error']}"
+    for line in run_cases("fill_vlm_worker.py", [case.name for case in cases], timeout_s=220):
         assert max(line["gradients"], line["norm"], line["loss"]) <= DIFFERENCE, line
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from hf_fill_worker import CASES, HfCase
+from workers import run_cases
 
 CLOSE = 1e-12  # of the largest gradient, and of the loss
 QUICK = ("qwen2_5_vl", "qwen3_vl tied FSDP2", "qwen3_vl_moe", "gemma3", "qwen2_5_omni", "LoRA")
@@ -27,19 +23,6 @@ OTHERS = [case for case in CASES if case.name not in QUICK]
     ],
 )
 def test_losses_and_gradients_are_those_of_one_process(cases: list[HfCase]) -> None:
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(here / "hf_fill_worker.py"), *(case.name for case in cases)],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["name"] for line in lines] == [case.name for case in cases]
-    for line in lines:
-        assert "error" not in line, f"{line['name']}: {line['error']}"
+    for line in run_cases("hf_fill_worker.py", [case.name for case in cases], timeout_s=380):
         assert line["gradients"] < CLOSE and line["loss"] < CLOSE, line
         assert not line["missing"] and line["read"] <= 1.1, line

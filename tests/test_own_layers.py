@@ -1,4 +1,4 @@
-"""What our own layers cannot train is refused by name; constants of a config.json reach the layers."""
+"""Refuses by name what our own layers cannot train; constants of a config.json reach the layers."""
 
 from __future__ import annotations
 
