@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from optimus.engine.compile import FixedMessageSpecs
-from optimus.engine.p2p import TensorSpec
+from optimus.engine.p2p import FixedMessageSpecs, TensorSpec
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
 from optimus.ir.op import KernelName, OpKind
 from optimus.ir.plan import Plan
+from optimus.ir.planfile import hash_plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm, Model
 from optimus.job.own_layers import refuse_untrainable
@@ -25,6 +26,7 @@ from optimus.models.collectives import ParamSplit
 from optimus.models.kernels import KERNELS, KernelSet
 from optimus.models.phase_order import Recompute
 from optimus.models.segment import Segment, SequentialSegment
+from optimus.verify.validator import check_plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -232,6 +234,34 @@ def reject_unsupported_plan(plan: Plan) -> None:
                     problem="can be planned, but the engine does not run it yet",
                     hint=f"plan with {name}={axis}1",
                 )
+
+
+def check_plan_on_ranks(plan: Plan) -> None:
+    """Raises unless the plan holds, is for this world size, and is the same on every rank."""
+    reject_unsupported_plan(plan)
+    world = dist.get_world_size()
+    if plan.ranks.world != world:
+        raise UserError(
+            field="plan",
+            value=plan.ranks.world,
+            problem=f"ranks are planned, and there are {world}",
+            hint="plan for as many ranks as run",
+        )
+    report = check_plan(plan)
+    if not report.ok:
+        first = report.violations[0]
+        raise UserError(
+            field=first.where, problem=f"breaks the rule `{first.rule}`: {first.problem}", hint="plan again"
+        )
+    digests: list[Any] = [None] * world
+    dist.all_gather_object(digests, hash_plan(plan))
+    if len(set(digests)) > 1:
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise UserError(
+            field="plan",
+            problem=f"is another on ranks {different} than on rank 0",
+            hint="make it from the same times on every rank; profile_stages gives them to all",
+        )
 
 
 def choose_recompute_mode(plan: Plan, name: str) -> Recompute:

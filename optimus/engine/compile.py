@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine.buckets import RankBuckets
-from optimus.engine.p2p import Key, P2PMailbox, SideStream, TensorSpec
+from optimus.engine.p2p import Key, MessageSpecs, P2PMailbox, SideStream, TensorSpec
 from optimus.engine.process_groups import (
     ProcessGroups,
     find_seam_peer,
@@ -42,30 +41,6 @@ FORWARD_KINDS = (
     OpKind.RECV_SEAM,
     OpKind.UNSHARD,
 )
-
-
-class MessageSpecs(Protocol):
-    """Specs of messages. The number of tensors in a message and their dtypes never change; shapes may."""
-
-    def stage_input(self, module: str, virtual: int, microbatch: int) -> tuple[TensorSpec, ...]:
-        """Returns the specs of what a virtual stage of a module receives from the one before it."""
-
-    def encoder_rows(self, module: str, microbatch: int) -> tuple[TensorSpec, ...]:
-        """Returns the specs of what an encoder microbatch sends over the seam."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedMessageSpecs:
-    """Message specs that are the same for all microbatches and steps."""
-
-    inputs: Mapping[str, Sequence[tuple[TensorSpec, ...]]]  # the first virtual stage's are not read
-    rows: Mapping[str, tuple[TensorSpec, ...]]
-
-    def stage_input(self, module: str, virtual: int, microbatch: int) -> tuple[TensorSpec, ...]:
-        return self.inputs[module][virtual]
-
-    def encoder_rows(self, module: str, microbatch: int) -> tuple[TensorSpec, ...]:
-        return self.rows[module]
 
 
 @dataclass(kw_only=True, slots=True)

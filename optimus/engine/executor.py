@@ -9,9 +9,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine.buckets import BucketType, RankBuckets, ReplicatedBucket
-from optimus.engine.compile import Action, MessageSpecs, ProgramCompiler, StepState, select_forward_actions
+from optimus.engine.compile import Action, ProgramCompiler, StepState, select_forward_actions
 from optimus.engine.distributed_optimizer import DistributedOptimizer
-from optimus.engine.p2p import P2PMailbox, SideStream
+from optimus.engine.p2p import MessageSpecs, P2PMailbox, SideStream
 from optimus.engine.process_groups import ProcessGroups
 from optimus.ir.plan import Plan
 from optimus.models.segment import State

@@ -24,7 +24,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from optimus.engine.buckets import list_all_layers
-from optimus.engine.build_rank import reject_unsupported_plan
+from optimus.engine.build_rank import check_plan_on_ranks
 from optimus.engine.distributed_optimizer import CLIP_EPS
 from optimus.engine.executor import Executor
 from optimus.engine.fsdp_ddp import (
@@ -44,11 +44,9 @@ from optimus.engine.tied_weights import check_tied_ends, reject_undeclared_ties
 from optimus.engine.torch_private import reshard_fsdp_after_forward
 from optimus.errors import UserError
 from optimus.ir.plan import Plan
-from optimus.ir.planfile import hash_plan
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import SegmentedChunk, trainable_parameters
 from optimus.models.segment import Segment
-from optimus.verify.validator import check_plan
 
 
 class FillSchedule:
@@ -89,7 +87,7 @@ class FillSchedule:
         _check_modules(plan, self.stages, encoders, shapes)
         self.encoders = {name: [unwrap_ddp(block) for block in encoders[name]] for name in plan.encoders}
         self.loss_fn, self._shapes, self._tied = loss_fn, shapes, list(tied or ())
-        _check_plan(plan)
+        check_plan_on_ranks(plan)
         self._groups = make_process_groups(plan, self.rank, timeout_s=timeout_s)
         self._chunks = self._make_chunks()
         self._disable_fsdp_hooks()
@@ -374,32 +372,4 @@ def _check_modules(
             value=len(stages),
             problem=f"stages were given for a rank that runs {plan.ranks.llm.chunks}",
             hint="give this rank's stages in order",
-        )
-
-
-def _check_plan(plan: Plan) -> None:
-    """Raises unless the plan holds, is for this world size, and is the same on every rank."""
-    reject_unsupported_plan(plan)
-    world = dist.get_world_size()
-    if plan.ranks.world != world:
-        raise UserError(
-            field="plan",
-            value=plan.ranks.world,
-            problem=f"ranks are planned, and there are {world}",
-            hint="plan for as many ranks as run",
-        )
-    report = check_plan(plan)
-    if not report.ok:
-        first = report.violations[0]
-        raise UserError(
-            field=first.where, problem=f"breaks the rule `{first.rule}`: {first.problem}", hint="plan again"
-        )
-    digests: list[Any] = [None] * world
-    dist.all_gather_object(digests, hash_plan(plan))
-    if len(set(digests)) > 1:
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        raise UserError(
-            field="plan",
-            problem=f"is another on ranks {different} than on rank 0",
-            hint="make it from the same times on every rank; profile_stages gives them to all",
         )

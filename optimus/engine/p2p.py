@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
+from typing import Protocol
 from weakref import finalize
 
 import torch
@@ -33,6 +34,30 @@ class TensorSpec:
     def without_rows(self) -> TensorSpec:
         """Returns the spec of a message with nothing in it: no row in the first dimension."""
         return TensorSpec(shape=(0, *self.shape[1:]), dtype=self.dtype)
+
+
+class MessageSpecs(Protocol):
+    """Specs of messages. The number of tensors in a message and their dtypes never change; shapes may."""
+
+    def stage_input(self, module: str, virtual: int, microbatch: int) -> tuple[TensorSpec, ...]:
+        """Returns the specs of what a virtual stage of a module receives from the one before it."""
+
+    def encoder_rows(self, module: str, microbatch: int) -> tuple[TensorSpec, ...]:
+        """Returns the specs of what an encoder microbatch sends over the seam."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedMessageSpecs:
+    """Message specs that are the same for all microbatches and steps."""
+
+    inputs: Mapping[str, Sequence[tuple[TensorSpec, ...]]]  # the first virtual stage's are not read
+    rows: Mapping[str, tuple[TensorSpec, ...]]
+
+    def stage_input(self, module: str, virtual: int, microbatch: int) -> tuple[TensorSpec, ...]:
+        return self.inputs[module][virtual]
+
+    def encoder_rows(self, module: str, microbatch: int) -> tuple[TensorSpec, ...]:
+        return self.rows[module]
 
 
 class _PendingSends:

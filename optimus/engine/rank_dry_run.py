@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus.engine.compile import FixedMessageSpecs, describe_line
+from optimus.engine.compile import describe_line
 from optimus.engine.config import MemoryUse, TrainingConfig
 from optimus.engine.memory_tracker import measure_step_memory
+from optimus.engine.p2p import FixedMessageSpecs
 from optimus.engine.process_groups import ProcessGroups, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import FakeTensorMode, fake_process_group

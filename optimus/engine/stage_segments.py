@@ -21,7 +21,7 @@ LossFn = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchContext:
-    """What the segments of a module read of one microbatch; `inputs` is None if it has none."""
+    """Inputs of one microbatch for the segments of a module; `inputs` is None if it has none."""
 
     inputs: StageInputs | None
     output_specs: Callable[[int], tuple[TensorSpec, ...]]  # by number of the stage or block

@@ -102,7 +102,7 @@ class Checkpoint:
 
 
 class WeightMap:
-    """Which stored tensors make up which parameter of a model."""
+    """Maps the parameters of a model to the stored tensors that make them up."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         self.model, self.checkpoint = model, checkpoint

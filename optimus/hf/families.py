@@ -10,7 +10,7 @@ from optimus.errors import UserError, one_of
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a tower divides into blocks: its layers, and what only the first or the last block holds."""
+    """The division of a tower into blocks: its layers, and modules of the first or the last block only."""
 
     layers: str
     stem: tuple[str, ...]
@@ -34,7 +34,7 @@ class Tower:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What Optimus knows of a `model_type` beside the modules themselves."""
+    """Facts about a `model_type` that its modules do not state."""
 
     towers: dict[str, Tower]
     texts: tuple[str, ...]  # model_type of the text model, as compared by tests

@@ -19,8 +19,8 @@ from optimus.hf.maps.llava_siglip import LLAVA_SIGLIP
 from optimus.hf.maps.qwen2_5_vl import QWEN2_5_VL
 from optimus.hf.maps.qwen3_vl import QWEN3_VL
 from optimus.hf.maps.weight_names import FamilyMap
-from optimus.hf.safetensors_file import TensorFileWriter, read_columns, read_rows
-from optimus.hf.weights import LoadReport, check_dtype, copy_files, refuse_same_folder
+from optimus.hf.safetensors_file import TensorEntry, read_columns, read_rows
+from optimus.hf.weights import LoadReport, check_dtype, write_folder
 from optimus.ir.plan import Plan
 from optimus.job.model import Model
 from optimus.job.own_layers import refuse_untrainable
@@ -70,7 +70,7 @@ def list_layer_tensors(model: RankModel, plan: Plan, rank: int) -> list[LayerTen
 
 
 class LayerWeights:
-    """Which stored tensors make up which shard of our own layers."""
+    """Maps the shards of our own layers to the stored tensors that make them up."""
 
     def __init__(self, model: Model, folder: str | Path) -> None:
         refuse_untrainable(model)
@@ -157,7 +157,7 @@ def load_layers(
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one rank holds of a stored tensor."""
+    """The part of a stored tensor that one rank holds."""
 
     rank: int
     name: str
@@ -170,31 +170,21 @@ def save_layers(model: Model, tensors: Sequence[LayerTensor], folder: str | Path
     Each file is written by one rank. Tensors arrive one at a time, from one rank for every shard; what our
     layers do not have is copied.
     """
-    folder, into = Path(folder), Path(into)
-    refuse_same_folder(folder, into)
     weights = LayerWeights(model, folder)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     shares = _gather_shares(weights, tensors, rank, ranks)
     weights.refuse_unmapped(name for share in shares.values() for name in weights.names.theirs(share[0].name))
     own = {tensor.name: tensor.tensor for tensor in reversed(tensors)}
-    into.mkdir(parents=True, exist_ok=True)
-    for number, name in enumerate(sorted(set(weights.checkpoint.weight_map.values()))):
-        writer, file = number % ranks, weights.checkpoint.file(name)
-        output = TensorFileWriter(into / name, file) if rank == writer else None
-        for source, entry in file.tensors.items():
-            whole = torch.empty(entry.shape, dtype=entry.dtype) if output is not None else None
-            if source in shares:
-                _collect(shares[source], own, whole, entry.dtype, writer, rank)
-            elif whole is not None:
-                read_rows(file, source, whole)
-            if output is not None and whole is not None:
-                output.write(source, whole)
-        if output is not None:
-            output.close()
-    if rank == 0:
-        copy_files(folder, into)
-    if ranks > 1:
-        dist.barrier()
+
+    def collect(source: str, entry: TensorEntry, writer: int) -> Tensor | None:
+        whole = torch.empty(entry.shape, dtype=entry.dtype) if rank == writer else None
+        if source in shares:
+            _collect(shares[source], own, whole, entry.dtype, writer, rank)
+        elif whole is not None:
+            read_rows(weights.checkpoint.file_of(source), source, whole)
+        return whole
+
+    write_folder(weights.checkpoint, Path(into), collect, rank=rank, ranks=ranks)
 
 
 def _gather_shares(

@@ -36,7 +36,7 @@ LONGEST_HEADER = 100_000_000  # bytes, as the format's own limit
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Where a tensor's bytes are in its file."""
+    """Dtype, shape and position of a tensor in its file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

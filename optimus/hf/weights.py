@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from optimus.errors import UserError
 from optimus.hf.checkpoint import INDEX, Checkpoint, Piece, WeightMap
-from optimus.hf.safetensors_file import TensorFile, TensorFileWriter, read_rows
+from optimus.hf.safetensors_file import TensorEntry, TensorFile, TensorFileWriter, read_rows
 
 COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # configuration, processor, tokenizer
 
@@ -209,26 +209,45 @@ def save_weights_distributed(
 
 
 def _save(model: Any, own: dict[str, Tensor], folder: Path, into: Path, *, rank: int, ranks: int) -> None:
-    refuse_same_folder(folder, into)
     weights = WeightMap(model, Checkpoint(folder))
     owners: list[set[str]] = [set(own)]
     if ranks > 1:
         owners = [set() for _ in range(ranks)]
         dist.all_gather_object(owners, set(own))
+    whole = _WholeTensors(own)
+
+    def collect(source: str, entry: TensorEntry, writer: int) -> Tensor | None:
+        return _fetch(weights, source, entry.dtype, owners, writer, rank, whole)
+
+    write_folder(weights.checkpoint, into, collect, rank=rank, ranks=ranks)
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    into: Path,
+    collect: Callable[[str, TensorEntry, int], Tensor | None],
+    *,
+    rank: int,
+    ranks: int,
+) -> None:
+    """Writes a folder like another, each file by one rank; all ranks call this together.
+
+    `collect` has the name of a stored tensor, its entry and the writing rank; there it returns the tensor.
+    """
+    _refuse_same_folder(checkpoint.folder, into)
     into.mkdir(parents=True, exist_ok=True)
-    for number, name in enumerate(sorted(set(weights.checkpoint.weight_map.values()))):
-        writer = number % ranks
-        file = weights.checkpoint.file(name)
+    for number, name in enumerate(sorted(set(checkpoint.weight_map.values()))):
+        writer, file = number % ranks, checkpoint.file(name)
         output = TensorFileWriter(into / name, file) if rank == writer else None
-        whole = _WholeTensors(own)
         for source, entry in file.tensors.items():
-            tensor = _fetch(weights, source, entry.dtype, owners, writer, rank, whole)
+            tensor = collect(source, entry, writer)
             if output is not None:
+                assert tensor is not None
                 output.write(source, tensor)
         if output is not None:
             output.close()
     if rank == 0:
-        copy_files(folder, into)
+        _copy_files(checkpoint.folder, into)
     if ranks > 1:
         dist.barrier()
 
@@ -261,7 +280,7 @@ def _fetch(
     writer: int,
     rank: int,
     whole: Callable[[str], Tensor],
-) -> Any:
+) -> Tensor | None:
     """Returns a stored tensor on the writing rank; all ranks that own its parameter gather it together."""
     target = weights.target_of.get(source)
     if target is None:
@@ -288,7 +307,7 @@ def _fetch(
     return tensor
 
 
-def refuse_same_folder(folder: Path, into: Path) -> None:
+def _refuse_same_folder(folder: Path, into: Path) -> None:
     """Raises an error if weights would be written over those that are read."""
     if folder.resolve() == into.resolve():
         raise UserError(
@@ -296,7 +315,7 @@ def refuse_same_folder(folder: Path, into: Path) -> None:
         )
 
 
-def copy_files(folder: Path, into: Path) -> None:
+def _copy_files(folder: Path, into: Path) -> None:
     """Copies index, configuration and processor files."""
     for path in sorted(folder.iterdir()):
         if path.is_file() and (path.suffix in COPIED or path.name == INDEX):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,10 @@ from torchtitan.distributed import pipeline_parallel as pp
 from torchtitan.distributed import utils as dist_utils
 
 from optimus.engine.fill_schedule import FillSchedule
-from optimus.engine.fsdp_ddp import disable_fsdp_hooks, list_fsdp_modules
+from optimus.engine.fsdp_ddp import disable_fsdp_hooks, unshard_all
 from optimus.engine.process_groups import find_replica_ranks, replica_mesh
 from optimus.engine.stage_profile import ProfiledStages, StageInputs, profile_stages
 from optimus.engine.step_batch import OutputShapes, find_block_range
-from optimus.engine.torch_private import reshard_fsdp_after_forward
 from optimus.errors import UserError, one_of
 from optimus.ir.plan import EncoderBlocks, Plan, Seconds
 from optimus.ir.planfile import load_plan, save_plan
@@ -221,16 +221,15 @@ class FilledPipeline:
 
     def _profile_microbatch(self, args: list[Any], kwargs: dict[str, Any]) -> ProfiledStages:
         """Gathers what FSDP2 shards, since ranks run one after another, and shards it again."""
-        rank, sharded = dist.get_rank(), []
-        for name, modules in {**self.blocks, LLM: self.stages}.items():
-            for module in modules:
+        rank = dist.get_rank()
+        modules = {**self.blocks, LLM: self.stages}
+        for name, of_module in modules.items():
+            for module in of_module:
                 disable_fsdp_hooks(module, name, find_replica_ranks(self.layout, name, rank))
-                sharded += list_fsdp_modules(module)
-        for part in sharded:
-            part.unshard()
         inputs = {name: [kwargs.pop(name)] for name in self.encoders}
-        with torch.enable_grad():  # also if a validator comes first
-            profiles = profile_stages(
+        # A validator may come first: it disables gradients.
+        with unshard_all(chain.from_iterable(modules.values())), torch.enable_grad():
+            return profile_stages(
                 self.stages,
                 self.blocks,
                 StageInputs(args=tuple(args), kwargs=kwargs),
@@ -238,9 +237,6 @@ class FilledPipeline:
                 pp=self.layout.ranks.llm.pp,
                 repeats=PROFILE_REPEATS,
             )
-        for part in sharded:
-            reshard_fsdp_after_forward(part)
-        return profiles
 
 
 def _fill_pipeline(

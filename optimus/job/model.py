@@ -294,7 +294,7 @@ class Encoder:
 
     @property
     def rotary(self) -> bool:
-        """Whether heads are rotated."""
+        """True if heads are rotated."""
         stated = self.stack.attention.rotary
         return not self.positions and self.modality != "audio" if stated is None else stated
 
@@ -335,7 +335,7 @@ class Llm:
 
     @property
     def rotary(self) -> bool:
-        """Whether heads are rotated."""
+        """True if heads are rotated."""
         stated = self.stack.attention.rotary
         return not self.positions if stated is None else stated
 
