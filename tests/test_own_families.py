@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from optimus.engine.build_rank import reject_distant_deepstack
 from optimus.errors import UserError
 from optimus.hf.own_layers import FAMILY_MAPS, load_layers, save_layers
 from optimus.job.model import Encoder, Llm, Model, RopeScaling
-from optimus.job.own_layers import COMPARED_FAMILIES, find_unsupported
+from optimus.job.own_layers import COMPARED_FAMILIES, find_unsupported, find_untrainable
 from optimus.models.microbatch_inputs import build_llm_inputs
 from optimus.models.sample import Sample, SampleItem
 
-CASES = ("qwen2_5_vl", "llava_siglip_qwen2", "qwen3_vl", "qwen3_vl_tied")
+CASES = ("qwen2_5_vl", "llava_siglip_qwen2", "llava_siglip_llama", "qwen3_vl", "qwen3_vl_tied")
 TOLERANCE = {"float64": 1e-5, "float32": 2e-5}  # transformers computes norms and rotary tables in float32
 
 
@@ -190,7 +190,9 @@ def reference(case: str) -> tuple[float, dict[str, Tensor]]:
     return hf_models.reference(case)
 
 
-def is_equal(case: str, model: Model, folder: Path) -> bool:
+def is_equal(
+    case: str, model: Model, folder: Path, expected: tuple[float, dict[str, Tensor]] | None = None
+) -> bool:
     """Tells whether a model with the weights of a folder computes what transformers does."""
     if any(find_unsupported(module) is not None for module in model.modules):
         return False
@@ -201,7 +203,7 @@ def is_equal(case: str, model: Model, folder: Path) -> bool:
         return False
     documents = Documents(case)
     samples = [documents.sample(number) for number in range(len(documents.samples))]
-    expected_loss, theirs = reference(case)
+    expected_loss, theirs = expected or reference(case)
     try:
         with torch.no_grad():
             loss = sum(float(one.loss(sample, loss_scale(samples), 0)) for sample in samples)
@@ -210,9 +212,9 @@ def is_equal(case: str, model: Model, folder: Path) -> bool:
     if abs(loss - expected_loss) / expected_loss > TOLERANCE["float64"]:
         return False
     gradients = one.loss_and_gradients(samples)[1]
-    expected = as_ours(model, theirs, list(gradients))
-    scale = max(float(gradient.abs().max()) for gradient in expected.values())
-    wrong = max(float((gradients[name] - right).abs().max()) for name, right in expected.items()) / scale
+    right = as_ours(model, theirs, list(gradients))
+    scale = max(float(gradient.abs().max()) for gradient in right.values())
+    wrong = max(float((gradients[name] - each).abs().max()) for name, each in right.items()) / scale
     return wrong <= TOLERANCE["float64"]
 
 
@@ -228,7 +230,81 @@ def test_every_constant_changed_alone_makes_the_comparison_fail(case: str, tmp_p
     assert [name for name, mutant in mutants if is_equal(case, mutant, tmp_path / case)] == []
 
 
+# ---------------------------------------------------------------------------------------- configurations
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# One field of a config.json changed; the value after it is the field that is refused, None if it is trained.
+CONFIGURATIONS: list[tuple[str, str, object, str | None]] = [
+    ("llava_siglip_llama", "text_config.attention_bias", True, None),
+    ("llava_siglip_llama", "text_config.mlp_bias", True, None),
+    ("llava_siglip_llama", "text_config.rope_parameters", LLAMA3, "llm.stack.attention.rope.scaling"),
+    ("llava_siglip_llama", "tie_word_embeddings", True, None),
+    ("llava_siglip_llama", "multimodal_projector_bias", False, None),
+    ("llava_siglip_llama", "vision_feature_layer", -1, None),
+    ("llava_siglip_llama", "projector_hidden_act", "silu", "vision.projector.activation"),
+    ("llava_siglip_llama", "vision_config.hidden_act", "quick_gelu", "vision.stack.mlp.activation"),
+    ("llava_clip_llama", "vision_config.hidden_act", "quick_gelu", "vision.stack.mlp.activation"),
+    ("llava_clip_llama", "vision_config.hidden_act", "gelu", "vision.class_token"),
+    ("qwen2_5_vl", "tie_word_embeddings", True, None),
+    ("qwen3_vl", "text_config.attention_bias", True, None),
+    ("qwen3_vl", "vision_config.hidden_act", "gelu", None),
+    ("qwen3_vl", "vision_config.deepstack_visual_indexes", [0, 1, 2, 3], None),
+    ("qwen3_vl", "vision_config.deepstack_visual_indexes", [2, 0], "vision.deepstack_layers"),
+    ("qwen3_vl", "vision_config.num_position_embeddings", 50, "vision.interpolates_positions"),
+]
+
+
+def with_field(build: Callable[[], Any], path: str, value: object) -> Any:
+    """Returns a model of transformers whose configuration differs in one field."""
+    with torch.device("meta"):
+        model = build()
+    *objects, name = path.split(".")
+    inner = model.config
+    for each in objects:
+        inner = getattr(inner, each)
+    setattr(inner, name, value)
+    return type(model)(model.config)
+
+
+@pytest.mark.ci("own layers")
+@pytest.mark.parametrize(("case", "path", "value", "refused"), CONFIGURATIONS)
+def test_a_configuration_is_trained_equally_or_refused(
+    case: str,
+    path: str,
+    value: object,
+    refused: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changed_model = partial(with_field, hf_models.MODELS[case], path, value)
+    monkeypatch.setitem(hf_models.MODELS, case, changed_model)
+    save_folder(case, tmp_path, torch.float64)
+    model = read_model(tmp_path)
+    error = find_untrainable(model)
+    if refused is not None:
+        assert error is not None and error.field == f"model.{refused}"
+        return
+    assert error is None
+    assert is_equal(case, model, tmp_path, expected=hf_models.reference(case))
+
+
 # ---------------------------------------------------------------------------------------- refusals
+
+
+def test_a_tie_of_the_inner_configuration_alone_is_refused(tmp_path: Path) -> None:
+    model = with_field(hf_models.MODELS["qwen2_5_vl"], "text_config.tie_word_embeddings", True)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"text_config\.tie_word_embeddings = True is not tie_word_embeddings"
+    ):
+        load_layers(read_model(tmp_path), [], tmp_path)
 
 
 def test_rows_beside_the_pipeline_stay_on_one_rank() -> None:

@@ -76,6 +76,14 @@ class LayerWeights:
         refuse_untrainable(model)
         self.checkpoint = Checkpoint(folder)
         self.weights = WeightMap(load_model(folder), self.checkpoint)
+        if model.llm.tied != bool(self.weights.tied):
+            raise UserError(
+                field="text_config.tie_word_embeddings",
+                value=not model.llm.tied,
+                problem="is not tie_word_embeddings of the outer object",
+                hint="set both alike: to false if the files have weights of the head",
+                file=str(self.checkpoint.folder / "config.json"),
+            )
         self.names = FAMILY_MAPS[model.family]
         self._layers = model.encoders[0].stack.layers
 

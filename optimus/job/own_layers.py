@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import isqrt
 
 from optimus.errors import UserError, one_of
@@ -79,7 +80,8 @@ def _encoder_limits(encoder: Encoder) -> Iterator[tuple[str, object, bool]]:
     fitted = encoder.interpolates_positions
     in_order = encoder.feeds == tuple(range(len(encoder.feeds)))
     yield "feeds", encoder.feeds, encoder.feeds == (0,) or (in_order and deep)
-    yield "deepstack_layers", layers, len(encoder.feeds) == 1 + len(layers)
+    ascending = all(before < after for before, after in pairwise(layers))
+    yield "deepstack_layers", layers, len(encoder.feeds) == 1 + len(layers) and ascending
     yield "stack.attention.rope.sections", rope.sections, not rope.sections
     yield "stack.attention.rotary", True, not (encoder.rotary and encoder.positions and not fitted)
     yield "stack.attention.rotary", True, not (encoder.rotary and encoder.modality == "audio")
