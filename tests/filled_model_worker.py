@@ -11,6 +11,7 @@ import hf_models
 import torch
 from torch import distributed as dist
 
+from optimus.errors import UserError
 from optimus.hf import FilledModel, freeze
 
 WAYS: dict[str, dict[str, Any]] = {  # number of ranks, and options
@@ -22,9 +23,30 @@ WAYS: dict[str, dict[str, Any]] = {  # number of ranks, and options
 STEPS, MICROBATCHES = 2, 2
 
 
+def refuse_different_batches(folder: Path) -> None:
+    """Rank 1 of one replica has another token, then other pixels; prints what each rank is told."""
+    model = FilledModel(folder, pp=2, microbatches=2)
+    for name in ("input_ids", "pixel_values"):
+        batches = [dict(batch) for batch in hf_models.microbatches("qwen3_vl_tied")[:2]]
+        if dist.get_rank() == 1:
+            batches[0][name] = batches[0][name].clone()
+            batches[0][name][0, 0] += 1
+        told: list[str] = [""] * 2
+        try:
+            model.step(batches)
+        except UserError as error:
+            dist.all_gather_object(told, f"{error.field} {error.problem}")
+        if dist.get_rank() == 0:
+            print(json.dumps(told))  # noqa: T201
+
+
 def main(folder: Path, way: str, accumulate: int, frozen: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if way == "different":
+        refuse_different_batches(folder)
+        dist.destroy_process_group()
+        return
     options = dict(WAYS[way])
     replicas = options.pop("ranks") // options["pp"]
     # All replicas together have the same batches, however many there are.
@@ -38,7 +60,7 @@ def main(folder: Path, way: str, accumulate: int, frozen: str) -> None:
     parts = [mine[at::accumulate] for at in range(accumulate)]
     for _ in range(STEPS):
         count = model.count_labels(mine)
-        loss = sum(model.step(part, num_items=count) for part in parts)
+        loss = sum(model.step(part, num_items=count, accumulate=accumulate) for part in parts)
         norm = model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

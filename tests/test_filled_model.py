@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,15 @@ from optimus.hf.lora import add_lora
 
 CLOSE = 1e-12
 TOWER = "model.visual.blocks.*"
+EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
-def train(folder: Path, way: str, accumulate: int = 1, frozen: str = "") -> tuple[list[list[float]], Path]:
-    """Returns losses and norms, and the folder that was saved."""
+def launch(ranks: int, folder: Path, way: str, accumulate: int = 1, frozen: str = "") -> list[Any]:
+    """Returns the lines that the worker prints."""
     here = Path(__file__).parent
-    ranks = str(WAYS[way]["ranks"])
     worker = [str(here / "filled_model_worker.py"), str(folder), way, str(accumulate), frozen]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *worker],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *worker],
         cwd=here,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -41,7 +42,13 @@ def train(folder: Path, way: str, accumulate: int = 1, frozen: str = "") -> tupl
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout), folder.parent / f"saved {way} {accumulate} {bool(frozen)}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def train(folder: Path, way: str, accumulate: int = 1, frozen: str = "") -> tuple[list[list[float]], Path]:
+    """Returns losses and norms, and the folder that was saved."""
+    (printed,) = launch(WAYS[way]["ranks"], folder, way, accumulate, frozen)
+    return printed, folder.parent / f"saved {way} {accumulate} {bool(frozen)}"
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("two stages", 2, TOWER),
         ("sharded", 1, ""),
+        ("two stages", 1, EMBEDDING),  # tied: the head on the other rank is frozen with it
         pytest.param("chunks", 1, "", marks=pytest.mark.heavy),
         pytest.param("sharded", 2, TOWER, marks=pytest.mark.heavy),
     ],
@@ -76,7 +84,14 @@ def test_layouts_change_nothing(folder: Path, way: str, accumulate: int, frozen:
     assert set(before) == set(after) == set(other)
     for name, tensor in other.items():
         assert float((after[name] - tensor).abs().max()) < CLOSE, name
-        assert torch.equal(after[name], before[name]) == (bool(frozen) and ".visual.blocks." in name), name
+        assert torch.equal(after[name], before[name]) == fnmatchcase(name, frozen), name
+
+
+@pytest.mark.ci("hf")
+@pytest.mark.timeout(150)
+def test_ranks_of_a_replica_with_different_batches_are_refused(folder: Path) -> None:
+    told = launch(2, folder, "different")
+    assert told == [["batches differ between the ranks of replica 0"] * 2] * 2  # another token, other pixels
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -141,6 +156,60 @@ def test_what_comes_at_the_wrong_time_is_refused(model: FilledModel) -> None:
     add_lora(model.model, model.parts, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(UserError, match="save_lora"):
         model.save("anywhere")
+
+
+def test_a_plan_of_another_layout_or_of_frozen_parameters_is_refused(model: FilledModel) -> None:
+    freeze(model.model, "model.visual.*")
+    model.prepare(two_batches())
+    with pytest.raises(UserError, match=r"plan is for .* chunks 1, and this model has .* chunks 2"):
+        FilledModel(model.folder, pp=1, microbatches=2, encoder_blocks=1, chunks=2, plan=model.plan)
+    trained = FilledModel(model.folder, pp=1, microbatches=2, encoder_blocks=1, plan=model.plan)
+    with pytest.raises(UserError, match="was planned as frozen, and has parameters that train"):
+        trained.step(two_batches())
+
+
+def save(case: str, folder: Path, dtype: torch.dtype = hf_models.DTYPE) -> Path:
+    model = hf_models.build(case, dtype=dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_autocast_that_begins_after_the_plan_is_refused(model: FilledModel, tmp_path: Path) -> None:
+    path = save("qwen3_vl_tied", tmp_path / "float32", torch.float32)
+    model = FilledModel(path, pp=1, microbatches=2, encoder_blocks=1)
+    batches = [{n: v.float() if v.is_floating_point() else v for n, v in b.items()} for b in two_batches()]
+    model.step(batches)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match=r"expect \[torch.float32"):
+        model.step(batches)
+
+
+@pytest.mark.ci("hf")
+def test_accumulated_router_losses_are_those_of_one_step(model: FilledModel, tmp_path: Path) -> None:
+    data, grads, losses = hf_models.microbatches("qwen3_vl_moe")[:2], [], []
+    path = save("qwen3_vl_moe", tmp_path / "moe")
+    for accumulate in (1, 2):
+        moe = FilledModel(path, pp=1, microbatches=2 // accumulate, encoder_blocks=1)
+        moe.model.set_experts_implementation("eager")
+        moe.prepare(data[: 2 // accumulate])
+        count, parts = moe.count_labels(data), [data[at::accumulate] for at in range(accumulate)]
+        losses.append(sum(moe.step(part, num_items=count, accumulate=accumulate) for part in parts))
+        grads.append(torch.cat([p.grad.flatten() for p in moe.parameters()]))
+    assert losses[1] == pytest.approx(losses[0], rel=CLOSE)
+    assert float((grads[1] - grads[0]).abs().max()) < CLOSE * float(grads[0].abs().max())
+    with pytest.raises(UserError, match="accumulate = 1"):
+        moe.step(data[:1], num_items=count)
+
+
+@pytest.mark.ci("hf")
+def test_labels_on_padding_count_as_in_the_loss_of_the_model(model: FilledModel, tmp_path: Path) -> None:
+    path = save("qwen2_audio", tmp_path / "audio", torch.float32)
+    batch = hf_models.microbatches("qwen2_audio")[4]
+    batch = {name: v.float() if v.is_floating_point() else v for name, v in batch.items()}
+    batch["labels"][batch["attention_mask"] == 0] = 7
+    audio = FilledModel(path, pp=1, microbatches=1, encoder_blocks=1)
+    expected = float(hf_models.build("qwen2_audio", dtype=torch.float32)(**batch).loss.detach())
+    assert audio.step([batch]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(

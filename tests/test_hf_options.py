@@ -106,7 +106,8 @@ def test_adapters_that_are_not_carried_are_refused_by_name() -> None:
     with torch.device("meta"):
         model = hf_models.MODELS["gemma3"]()
     parts = parts_of(split_model(model, stages=[4]))
-    with pytest.raises(UserError, match="modules_to_save"):
-        add_lora(model, parts, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    for field, value in {"modules_to_save": ["lm_head"], "bias": "all", "use_dora": True}.items():
+        with pytest.raises(UserError, match=field):
+            add_lora(model, parts, LoraConfig(target_modules=["q_proj"], **{field: value}))
     with pytest.raises(UserError, match="matches no module"):
         add_lora(model, parts, LoraConfig(target_modules=["query"]))

@@ -42,6 +42,26 @@ def test_whole_towers_with_eager_attention_do_too(case: str) -> None:
 
 
 @pytest.mark.ci("hf")
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl_moe", "llava_clip_llama", "gemma3", "qwen2_audio"])
+def test_padding_on_the_left_changes_nothing_else(case: str) -> None:
+    batch = hf_models.microbatches(case)[4]
+    lengths = batch["attention_mask"].sum(-1).tolist()
+    for name, value in batch.items():
+        if value.shape == batch["input_ids"].shape:
+            rows = zip(value, lengths, strict=True)
+            batch[name] = torch.stack([row.roll(len(row) - length) for row, length in rows])
+    split, model = split_model(hf_models.build(case), stages=[1, 3]), hf_models.build(case)
+    total = run_step(split, [split.inputs(batch)])
+    out = model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
+    loss = hf_models.sum_of_labels(out.logits, batch["labels"]) / int((batch["labels"][:, 1:] != -100).sum())
+    if "moe" in case:
+        loss = loss + model.config.text_config.router_aux_loss_coef * out.aux_loss.double()
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    compare(total, gradients(split), (float(loss.detach()), grads))
+
+
+@pytest.mark.ci("hf")
 @pytest.mark.parametrize("case", hf_models.PACKED)
 def test_packed_documents_do_not_see_each_other(case: str) -> None:
     split = split_model(hf_models.build(case), stages=[2, 2], router_loss=False)
@@ -117,6 +137,15 @@ def test_models_that_no_test_compares_are_refused_by_name(change: dict[str, Any]
     assert refusal(lambda: split_model(model, stages=[4])).field == field
 
 
+def test_dropout_is_refused_by_name() -> None:
+    model = build_on_meta("qwen2_audio")
+    model.config.audio_config.encoder_layerdrop = 0.1
+    assert refusal(lambda: split_model(model, stages=[4])).field == "audio_config.encoder_layerdrop"
+    model = build_on_meta("qwen2_5_vl")
+    model.config.text_config.attention_dropout = 0.1
+    assert refusal(lambda: split_model(model, stages=[4])).field == "text_config.attention_dropout"
+
+
 def test_towers_and_texts_that_no_test_compares_are_refused_by_name() -> None:
     model = build_on_meta("llava_clip_llama")
     model.config.text_config.model_type = "mistral"
@@ -137,6 +166,14 @@ def test_inputs_that_are_not_carried_are_refused_by_name() -> None:
     }
     for field, changed in cases.items():
         assert refusal(lambda changed=changed: split.inputs(changed)).field == field
+    video = hf_models.microbatches("qwen2_5_vl")[2]
+    ids = video["input_ids"].clone()
+    ids[0, int((ids[0] == hf_models.VIDEO).nonzero()[0])] = hf_models.IMAGE  # as many rows as tokens in all
+    problem = refusal(lambda: split.inputs({**video, "input_ids": ids}))
+    assert "has 5 tokens for the 4 rows that pixel_values becomes" in str(problem)
+    llava, one = split_model(build_on_meta("internvl"), stages=[4]), hf_models.microbatches("internvl")[0]
+    problem = refusal(lambda: llava.inputs({**one, "pixel_values": one["pixel_values"][1:]}))
+    assert "has 8 tokens for the 4 rows that pixel_values becomes" in str(problem)
     padded = {**batch, "attention_mask": torch.zeros_like(batch["input_ids"])}
     assert refusal(lambda: pack_documents(split.model, [batch, padded])).field == "attention_mask"
 

@@ -43,6 +43,7 @@ from optimus.engine.step_batch import OutputShapes, StepBatch, StepSpecs, find_b
 from optimus.engine.tied_weights import check_tied_ends, reject_undeclared_ties
 from optimus.engine.torch_private import reshard_fsdp_after_forward
 from optimus.errors import UserError
+from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models.chunk import SegmentedChunk, trainable_parameters
@@ -90,6 +91,7 @@ class FillSchedule:
         check_plan_on_ranks(plan)
         self._groups = make_process_groups(plan, self.rank, timeout_s=timeout_s)
         self._chunks = self._make_chunks()
+        _check_backwards(plan, self.rank, self._chunks)
         self._disable_fsdp_hooks()
         self._sharded = [part for layer in list_all_layers(self._chunks) for part in list_fsdp_modules(layer)]
         self._frozen = [part for part in self._sharded if not any(p.requires_grad for p in part.parameters())]
@@ -324,6 +326,24 @@ class FillSchedule:
             return None
         merged = tuple(_merge(tensors) for tensors in zip(*(kept for _, *kept in outputs), strict=True))
         return merged[0] if len(merged) == 1 else merged
+
+
+def _check_backwards(plan: Plan, rank: int, chunks: Mapping[str, Sequence[SegmentedChunk]]) -> None:
+    """Raises if the plan has no backward of a stage or block that trains: it would get no gradient."""
+    device = plan.ranks.class_of(rank)
+    for name, of_module in chunks.items():
+        module, stage = plan.modules[name], plan.ranks.stage_of(name, device)
+        for at, chunk in enumerate(of_module):
+            templates = module.chunks[at * module.layout.pp + stage].templates
+            named = [templates.get(kind) for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)]
+            planned = {phase.layer for each in named if each for phase in plan.templates[each]}
+            for number, layer in enumerate(chunk.layers):
+                if number not in planned and trainable_parameters([layer]):
+                    raise UserError(
+                        field=f"plan.modules.{name}",
+                        problem="was planned as frozen, and has parameters that train",
+                        hint="plan again, or freeze them",
+                    )
 
 
 def _merge(tensors: Sequence[Tensor]) -> Tensor | list[Tensor]:

@@ -59,6 +59,13 @@ class StageSegment(Segment):
                 problem=f"returned shapes {shapes}, and the ranks that wait for them expect {expected}",
                 hint="correct the function in `shapes=` that says so, or return equal shapes every time",
             )
+        dtypes, planned = [t.dtype for t in outputs], [spec.dtype for spec in specs]
+        if dtypes != planned:
+            raise UserError(
+                field=f"{self.field}[{self.number}]",
+                problem=f"returned {dtypes}, and the ranks that wait for them expect {planned}",
+                hint="use the same autocast in every step, from the one on that is profiled",
+            )
         return outputs
 
     @property

@@ -17,15 +17,22 @@ SAMPLED_ELEMENTS = 4096  # of a parameter, compared to find ties that were not d
 
 
 def check_tied_ends(tied: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Raises unless both ends of a pipeline name as many tied parameters, of the same shapes."""
-    shapes = [tuple(parameter.shape) for parameter in tied]
+    """Raises unless both ends of a pipeline name as many tied parameters, of the same shapes, that train."""
+    ends = [[tuple(parameter.shape) for parameter in tied], [parameter.requires_grad for parameter in tied]]
     by_end: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_end, shapes, group)
-    if by_end[0] != by_end[-1]:
+    dist.all_gather_object(by_end, ends, group)
+    (first_shapes, first_trains), (last_shapes, last_trains) = by_end[0], by_end[-1]
+    if first_shapes != last_shapes:
         raise UserError(
             field="tied",
-            problem=f"has shapes {by_end[0]} on the first stage, and {by_end[-1]} on the last",
+            problem=f"has shapes {first_shapes} on the first stage, and {last_shapes} on the last",
             hint="name the same parameter on both, or on neither",
+        )
+    if first_trains != last_trains:
+        raise UserError(
+            field="tied",
+            problem="trains on one of the first and the last stage, and is frozen on the other",
+            hint="freeze both ends or neither",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ class Family:
     text_inputs: tuple[str, ...] = ()  # of the processor, beside ids, masks, positions and labels
 
 
+RANDOM = ("dropout", "layerdrop", "drop_path")  # in the names of fields
 QWEN_CUT = Cut(layers="blocks", stem=("patch_embed", "pos_embed"), tail=("merger",))
 CUTS = {  # by model_type of the vision or audio configuration
     "siglip_vision_model": Cut(
@@ -127,7 +129,22 @@ def find_family(config: Any) -> Family:
         raise UserError(
             field="quantization_config", problem="is set", hint="train from weights that are not quantized"
         )
+    _refuse_random_layers("", config.to_dict())
     return replace(family, towers={name: _known_tower(config, t) for name, t in family.towers.items()})
+
+
+def _refuse_random_layers(prefix: str, fields: Mapping[str, Any]) -> None:
+    """Refuses dropout: masks are drawn in another order than by one process, so no test can compare them."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _refuse_random_layers(f"{prefix}{name}.", value)
+        elif any(word in str(name) for word in RANDOM) and isinstance(value, (int, float)) and value > 0:
+            raise UserError(
+                field=f"{prefix}{name}",
+                value=value,
+                problem="drops activations or layers, which no test compares equal",
+                hint=f"set {name} to 0 in config.json",
+            )
 
 
 def _known_tower(config: Any, tower: Tower) -> Tower:

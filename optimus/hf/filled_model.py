@@ -29,7 +29,7 @@ from optimus.engine.fsdp_ddp import unshard_all
 from optimus.engine.stage_profile import ProfiledStages, StageInputs, profile_stages
 from optimus.errors import UserError, one_of
 from optimus.hf.families import find_family
-from optimus.hf.inputs import IGNORED, MicrobatchInputs, step_arguments
+from optimus.hf.inputs import IGNORED, MicrobatchInputs, make_target, step_arguments
 from optimus.hf.load import load_model
 from optimus.hf.loss import causal_lm_loss
 from optimus.hf.split import split_model
@@ -43,6 +43,7 @@ from optimus.planner.systems.colocated_plan import split_layers_evenly
 from optimus.planner.user_modules import plan_modules
 
 PROFILE_REPEATS = 3
+SAMPLED_ELEMENTS = 4096  # of pixels or audio, compared between the ranks of a replica
 ORDERS = ("", "1f1b", "interleaved", "zero-bubble")
 
 
@@ -89,6 +90,12 @@ class FilledModel:
             blocks=_cut_evenly(self.model, encoder_blocks),
         )
         self._ranks = self._make_ranks(pp, chunks)
+        if plan is not None and plan.ranks.layouts != self._ranks.layouts:
+            raise UserError(
+                field="plan",
+                problem=f"is for {_describe(plan.ranks)}, and this model has {_describe(self._ranks)}",
+                hint="give pp, chunks and encoder_pp of the plan, or leave the plan out",
+            )
         self.stages: list[nn.Module] = list(self.split.stages[self._stage_of(LLM) :: pp])
         local = {name: self._local_blocks(name, blocks) for name, blocks in self.split.encoders.items()}
         self.parts = [*self.stages, *chain.from_iterable(local.values())]
@@ -125,15 +132,24 @@ class FilledModel:
         self._schedule = self._make_schedule(self._inputs(batches))
         self._trained = {id(parameter) for parameter in self.parameters()}
 
-    def step(self, batches: Sequence[Mapping[str, Any]], *, num_items: int | None = None) -> float:
+    def step(
+        self, batches: Sequence[Mapping[str, Any]], *, num_items: int | None = None, accumulate: int = 1
+    ) -> float:
         """Runs forward and backward of a step and returns its loss, the mean over labels of all replicas.
 
         `batches` are a processor's outputs with labels, one per microbatch, on all ranks of a replica. To
-        accumulate gradients over several steps, give `count_labels` of all of them as `num_items`: then each
-        returns its share of the loss.
+        accumulate gradients over several steps, give their number as `accumulate` and `count_labels` of all
+        of them as `num_items`: then each returns its share of the loss.
         """
         inputs = self._inputs(batches)
         count = self.count_labels(batches)
+        if num_items not in (None, count) and accumulate == 1 and self.split.router:
+            raise UserError(
+                field="accumulate",
+                value=1,
+                problem="does not say over how many steps the router loss of the batch is a mean",
+                hint="give the number of steps whose labels num_items counts",
+            )
         count = count if num_items is None else num_items
         if count < 1:
             raise UserError(
@@ -151,7 +167,7 @@ class FilledModel:
             )
         args, kwargs = step_arguments(inputs)
         losses: list[Tensor] = []
-        weight = self.split.router_weight(count, len(inputs) * self._ranks.llm.dp)
+        weight = self.split.router_weight(count, len(inputs) * self._ranks.llm.dp * accumulate)
         schedule.step(
             *args,
             **kwargs,
@@ -171,7 +187,8 @@ class FilledModel:
         Raises if ranks of one replica have different batches.
         """
         _check_labels(batches)
-        labels = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+        targets = [make_target(self.model, batch) for batch in batches]
+        labels = sum(int((target[:, 1:] != IGNORED).sum()) for target in targets if target is not None)
         facts = torch.tensor([self.replica, labels, _digest(batches)], device=self.device)
         of_ranks = torch.empty(dist.get_world_size() * len(facts), dtype=facts.dtype, device=self.device)
         all_gather_single(of_ranks, facts)
@@ -303,6 +320,11 @@ class FilledModel:
         )
 
 
+def _describe(ranks: RankGrid) -> str:
+    each = (f"{name} dp {at.dp} pp {at.pp} chunks {at.chunks}" for name, at in ranks.layouts.items())
+    return ", ".join(each)
+
+
 def _cut_evenly(model: Any, blocks: int) -> dict[str, tuple[int, ...]]:
     """Returns the layers of each block of the towers that can be cut."""
     counts = {}
@@ -338,9 +360,16 @@ def _check_labels(batches: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _digest(batches: Sequence[Mapping[str, Any]]) -> int:
-    """Returns a number that batches of other tokens or labels do not have."""
+    """Returns a number that other batches do not have, from all integers and a sample of other values."""
     content = sha256()
     for batch in batches:
-        for name in ("input_ids", "labels"):
-            content.update(batch[name].cpu().contiguous().numpy().tobytes())
+        for name, value in sorted((name, value) for name, value in batch.items() if value is not None):
+            content.update(name.encode())
+            if not isinstance(value, Tensor):
+                content.update(repr(value).encode())
+                continue
+            flat = value.detach().flatten()
+            if value.is_floating_point():
+                flat = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].double()
+            content.update(repr(tuple(value.shape)).encode() + flat.cpu().numpy().tobytes())
     return int.from_bytes(content.digest()[:7], "big")

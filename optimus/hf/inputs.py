@@ -38,10 +38,15 @@ def make_inputs(model: Any, family: Family, batch: Mapping[str, Any], *, router:
     kwargs = _text_kwargs(model, family, given)
     if router and "attention_mask" in given:
         kwargs["router_mask"] = given["attention_mask"]
-    target = given.get("labels")
-    if target is not None and model.config.model_type == "qwen2_audio" and "attention_mask" in given:
-        target = target.masked_fill(given["attention_mask"] == 0, IGNORED)  # as its loss does
-    return MicrobatchInputs(args=(ids,), kwargs=kwargs, target=target, encoders=encoders)
+    return MicrobatchInputs(args=(ids,), kwargs=kwargs, target=make_target(model, given), encoders=encoders)
+
+
+def make_target(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    """Returns the labels of a processor's output that enter the loss of its model."""
+    target, mask = batch.get("labels"), batch.get("attention_mask")
+    if target is not None and mask is not None and model.config.model_type == "qwen2_audio":
+        target = target.masked_fill(mask == 0, IGNORED)  # as its loss does
+    return target
 
 
 def _refuse_unknown(model: Any, family: Family, given: Mapping[str, Any]) -> None:
@@ -73,11 +78,12 @@ def _refuse_unknown(model: Any, family: Family, given: Mapping[str, Any]) -> Non
 
 def _encoder_inputs(model: Any, tower: Tower, given: Mapping[str, Any]) -> StageInputs | None:
     """Concatenates images and videos, which share a tower; None without either."""
-    parts = [
-        [given[name] for name in names]
-        for names in (tower.inputs, tower.videos)
+    kinds = [
+        (names, field)
+        for names, field in ((tower.inputs, tower.token), (tower.videos, tower.video_token))
         if names and names[0] in given
     ]
+    parts = [[given[name] for name in names] for names, _ in kinds]
     tokens = [getattr(model.config, field) for field in (tower.token, tower.video_token) if field]
     placed = any(bool((given["input_ids"] == token).any()) for token in tokens)
     if placed != bool(parts):
@@ -95,9 +101,13 @@ def _encoder_inputs(model: Any, tower: Tower, given: Mapping[str, Any]) -> Stage
                 problem=f"has {len(inputs)} rows, and {tower.inputs[1]} has {patches} patches",
                 hint="give both as the processor returned them",
             )
+    for names, field in kinds if "grid" in "".join(tower.inputs[1:]) else ():
+        merged = model.config.vision_config.spatial_merge_size**2
+        rows = int(given[names[1]].prod(-1).sum()) // merged
+        check_token_count(names[0], count_tokens(model, given["input_ids"], field), rows)
     first, *rest = (torch.cat(column) for column in zip(*parts, strict=True))
-    names = ["grid_thw" if "grid" in name else name for name in tower.inputs[1:]]
-    kwargs: dict[str, Any] = dict(zip(names, rest, strict=True))
+    keywords = ["grid_thw" if "grid" in name else name for name in tower.inputs[1:]]
+    kwargs: dict[str, Any] = dict(zip(keywords, rest, strict=True))
     if not tower.features:
         kwargs = _inline_audio_kwargs(model, tower, given)
     return StageInputs(args=(first,), kwargs=kwargs)
@@ -111,14 +121,22 @@ def _inline_audio_kwargs(model: Any, tower: Tower, given: Mapping[str, Any]) -> 
     counts = audio._get_feat_extract_output_lengths(given[tower.inputs[1]].sum(-1))[1]
     most = audio.config.max_source_positions // 2
     valid = torch.arange(most, device=counts.device) < counts[:, None]
-    placed = int((given["input_ids"] == getattr(model.config, tower.token)).sum())
-    if placed != int(valid.sum()):
+    return {"attention_mask": mask, "valid_rows": valid}
+
+
+def count_tokens(model: Any, ids: Tensor, *fields: str) -> int:
+    """Returns how many ids are placeholders, by their fields of the configuration."""
+    return sum(int((ids == getattr(model.config, field)).sum()) for field in fields if field)
+
+
+def check_token_count(name: str, tokens: int, rows: int) -> None:
+    """Raises an error unless there is one placeholder for every row of an encoder."""
+    if tokens != rows:
         raise UserError(
             field="input_ids",
-            problem=f"has {placed} audio tokens for {int(valid.sum())} rows of audio",
-            hint="expand audio tokens in the processor",
+            problem=f"has {tokens} tokens for the {rows} rows that {name} becomes",
+            hint="give the processor's output as it is",
         )
-    return {"attention_mask": mask, "valid_rows": valid}
 
 
 def _text_kwargs(model: Any, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,24 +8,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft import LoraConfig, TaskType, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from optimus.errors import UserError
+from optimus.errors import UserError, one_of
 
 ADAPTER = "default"
+SUPPORTED = ("r", "lora_alpha", "target_modules", "lora_dropout", "exclude_modules", "use_rslora")
+SUPPORTED_VALUES = [  # of other fields
+    *(("task_type", kind) for kind in TaskType),
+    ("init_lora_weights", "gaussian"),
+    ("inference_mode", True),
+]
 FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # as peft writes them
 
 
 def add_lora(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> None:
     """Freezes a split model and adds adapters to its loaded parts; a part without a target gets none."""
-    unsupported = [name for name in ("modules_to_save", "target_parameters") if getattr(config, name, None)]
-    if unsupported:
-        raise UserError(field=unsupported[0], problem="is not supported", hint="give target_modules")
+    for name, default in vars(LoraConfig()).items():
+        value = getattr(config, name)
+        if name not in SUPPORTED and value != default and (name, value) not in SUPPORTED_VALUES:
+            raise UserError(
+                field=f"LoraConfig.{name}",
+                value=value,
+                problem="is compared equal by no test",
+                hint=f"leave it out; use {one_of(SUPPORTED)}",
+            )
     targets = [name for name, _ in model.named_modules() if check_target_module_exists(config, name)]
     if not targets or any(name.endswith(("embed_tokens", "lm_head")) for name in targets):
         raise UserError(
@@ -33,6 +45,12 @@ def add_lora(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> None
             value=config.target_modules,
             problem="matches the embedding or the head" if targets else "matches no module",
             hint="use names of linear layers",
+        )
+    if any(isinstance(parameter, DTensor) for part in parts for parameter in part.parameters()):
+        raise UserError(
+            field="shard",
+            problem="has sharded the parts, and adapters are not sharded with them",
+            hint="leave out shard=True: adapters are small, and what is frozen has no gradients",
         )
     for part in parts:
         part.requires_grad_(False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from optimus.engine.stage_profile import StageInputs
 from optimus.errors import UserError, nearest
 from optimus.hf.families import Family, Tower, find_family
-from optimus.hf.inputs import MicrobatchInputs, make_inputs
+from optimus.hf.inputs import MicrobatchInputs, check_token_count, count_tokens, make_inputs
 from optimus.hf.parts import Block, Stage
 
 Shape = tuple[int, ...]
@@ -40,7 +40,13 @@ class SplitModel:
 
     def inputs(self, batch: Mapping[str, Any]) -> MicrobatchInputs:
         """Returns the inputs of a microbatch from a processor's output."""
-        return make_inputs(self.model, self.family, batch, router=self.router)
+        inputs = make_inputs(self.model, self.family, batch, router=self.router)
+        for name, of_encoder in inputs.encoders.items():
+            if of_encoder is not None:
+                tower, last = self.family.towers[name], len(self.encoders[name]) - 1
+                tokens = count_tokens(self.model, inputs.args[0], tower.token, tower.video_token)
+                check_token_count(tower.inputs[0], tokens, self.shapes[name](last, of_encoder)[0][0])
+        return inputs
 
     def router_weight(self, num_labels: int, num_microbatches: int) -> float | None:
         """Returns the weight of a microbatch's router loss in `causal_lm_loss`, None without one.

@@ -31,7 +31,11 @@ def _matching(model: Any, patterns: Sequence[str]) -> list[nn.Parameter]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
             raise UserError(field=pattern, problem="matches no parameter", hint=nearest(pattern, named))
-    return [p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    matching = {name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    for ends in model.all_tied_weights_keys.items():  # one parameter, though two ranks may hold an end each
+        if matching & set(ends):
+            matching |= set(ends)
+    return [parameter for name, parameter in named.items() if name in matching]
 
 
 def checkpoint_activations(parts: Sequence[nn.Module]) -> None:
