@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-MAX_CHOICES = 60  # that a hint looks at and lists
+MAX_CHOICES = 4000  # that a hint looks at
+MAX_LISTED = 30  # that it lists in full
+FEW_LISTED = 5  # that it lists of more
 MAX_SHOWN = 60  # characters of a value
 
 
@@ -67,6 +69,8 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     known = sorted(islice(choices, MAX_CHOICES))
     close = difflib.get_close_matches(name[:MAX_SHOWN], known, n=1, cutoff=0.5)
     listed = one_of(known)
+    if len(known) > MAX_LISTED:
+        listed = f"{', '.join(known[:FEW_LISTED])} and {len(known) - FEW_LISTED} more"
     return f"did you mean {close[0]}? known: {listed}" if close and len(known) > 1 else f"use {listed}"
 
 

@@ -40,6 +40,9 @@ def test_errors_survive_pickling() -> None:
 
 
 def test_nearest_proposes_and_lists() -> None:
+    many = [f"layers.{number}" for number in range(100)]
+    assert nearest("layer.99", many).startswith("did you mean layers.99? known: layers.0, layers.1, ")
+    assert nearest("layer.99", many).endswith(" and 95 more")
     assert nearest("worklod", ["workload", "layout"]) == "did you mean workload? known: layout or workload"
     assert nearest("zzz", ["a", "b"]) == "use a or b"
     assert nearest("optimus.job/2", ["optimus.job/1"]) == "use optimus.job/1"

@@ -19,6 +19,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import distributed as dist
 
+from optimus.engine.user_errors import report_errors_once
 from optimus.errors import UserError
 from optimus.hf import FilledModel, freeze
 from optimus.hf.lora import add_lora
@@ -28,11 +29,12 @@ TOWER = "model.visual.blocks.*"
 EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
-def launch(ranks: int, folder: Path, way: str, accumulate: int = 1, frozen: str = "") -> list[Any]:
-    """Returns the lines that the worker prints."""
+def run_worker(
+    ranks: int, folder: Path, way: str, accumulate: int = 1, frozen: str = ""
+) -> subprocess.CompletedProcess[str]:
     here = Path(__file__).parent
     worker = [str(here / "filled_model_worker.py"), str(folder), way, str(accumulate), frozen]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *worker],
         cwd=here,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
@@ -41,6 +43,11 @@ def launch(ranks: int, folder: Path, way: str, accumulate: int = 1, frozen: str 
         timeout=120,
         check=False,
     )
+
+
+def launch(*args: Any) -> list[Any]:
+    """Returns the lines that the worker prints."""
+    done = run_worker(*args)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -144,10 +151,17 @@ def test_batches_that_cannot_be_trained_on_are_refused_by_name(
         model.step(batches)
 
 
-def test_what_comes_at_the_wrong_time_is_refused(model: FilledModel) -> None:
+def test_what_comes_at_the_wrong_time_is_refused(
+    model: FilledModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="call step first"):
         model.clip_grad_norm_(1.0)
     model.prepare(two_batches())
+    measured, planned = capsys.readouterr().err.splitlines()[-2:]
+    assert measured == "optimus: measures 1 stages and 1 blocks of vision on microbatch 0"
+    assert planned.startswith(
+        "optimus: plans 1f1b, vision dp 1 pp 1 chunks 1, llm dp 1 pp 1 chunks 1, 2 micro"
+    )
     text = two_batches()[1]
     assert model.step([text, text]) > 0  # no images at all, once there is a plan
     freeze(model.model, TOWER)
@@ -156,6 +170,27 @@ def test_what_comes_at_the_wrong_time_is_refused(model: FilledModel) -> None:
     add_lora(model.model, model.parts, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(UserError, match="save_lora"):
         model.save("anywhere")
+
+
+@pytest.mark.ci("hf")
+def test_a_mistake_is_printed_once_for_all_ranks(folder: Path) -> None:
+    done = run_worker(2, folder.parent / "nowhere", "two stages")
+    assert done.returncode != 0
+    assert done.stderr.count("does not exist\nhint: give the folder of a model") == 1
+    assert "filled_model.py" not in done.stderr  # no traceback through our code
+
+
+def test_bugs_keep_their_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    report_errors_once()
+    report_errors_once()
+    bug = ValueError("bug")
+    sys.excepthook(ValueError, bug, None)
+    sys.excepthook(UserError, UserError(field="pp", problem="is odd", hint="use 2"), None)
+    assert seen == [bug] and capsys.readouterr().err == "error: pp is odd\nhint: use 2\n"
 
 
 def test_a_plan_of_another_layout_or_of_frozen_parameters_is_refused(model: FilledModel) -> None:

@@ -231,10 +231,13 @@ def _run_and_broadcast(work: Callable[[], T], source: int) -> T:
         try:
             message[0] = work()
         except Exception as error:
-            failure, message[1] = error, f"{type(error).__name__}: {error}"
+            failure = error
+            message[1] = error if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(message, source)
     if failure is not None:
         raise failure
+    if isinstance(message[1], UserError):
+        raise message[1]
     if message[1]:
         raise RuntimeError(f"rank {source} could not run its modules on one microbatch: {message[1]}")
     result: T = message[0]

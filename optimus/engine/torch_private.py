@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensorMode",
     "accumulate_fsdp_grads",
+    "default_store",
     "fake_process_group",
     "find_fsdp_mesh_ranks",
     "on_storage_resize",
@@ -30,6 +31,11 @@ __all__ = [
     "unshard_fsdp_params",
     "wait_fsdp_grads",
 ]
+
+
+def default_store() -> dist.Store:
+    """Returns the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
 
 
 @contextmanager

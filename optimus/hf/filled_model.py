@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.fsdp_ddp import unshard_all
 from optimus.engine.stage_profile import ProfiledStages, StageInputs, profile_stages
+from optimus.engine.user_errors import report_errors_once, say
 from optimus.errors import UserError, one_of
 from optimus.hf.families import find_family
 from optimus.hf.inputs import IGNORED, MicrobatchInputs, make_target, step_arguments
@@ -72,6 +73,7 @@ class FilledModel:
         shard: bool = False,
         plan: Plan | None = None,
     ) -> None:
+        report_errors_once()
         self.folder, self.microbatches, self.order, self.plan = Path(folder), microbatches, order, plan
         self.device, self.encoder_pp = device, encoder_pp
         _check_counts(microbatches=microbatches, pp=pp, chunks=chunks, encoder_pp=encoder_pp, order=order)
@@ -274,6 +276,10 @@ class FilledModel:
     def _make_schedule(self, inputs: Sequence[MicrobatchInputs]) -> FillSchedule:
         profiles = self._profile(inputs)
         self.plan = self.plan or self._make_plan(profiles)
+        say(
+            f"plans {self.plan.order}, {_describe(self.plan.ranks)}, {self.plan.microbatches} microbatches: "
+            f"{self.plan.claims.step_s:.3g} s a step without communication and optimizer"
+        )
         return FillSchedule(
             self.stages,
             self.split.encoders,
@@ -296,6 +302,8 @@ class FilledModel:
                 hint="call model.prepare(batches) with some that have, before the first step",
             )
         batch = inputs[number[0]]
+        blocks = ", ".join(f"{len(b)} blocks of {name}" for name, b in self.split.encoders.items())
+        say(f"measures {len(self.split.stages)} stages and {blocks} on microbatch {number[0]}")
         with unshard_all(self.parts):
             return profile_stages(
                 self.stages,
