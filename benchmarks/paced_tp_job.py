@@ -19,10 +19,11 @@ from optimus.cost.measured_profile import LayerClass, Profile, SegmentMeasuremen
 from optimus.errors import UserError, one_of
 from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
+from optimus.job.attention import Attention
 from optimus.job.cluster import FLAT, Cluster, Gpu, Link
 from optimus.job.job import Job
 from optimus.job.layout import LayoutConstraints, PartialLayout, SearchLimits
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Stack
+from optimus.job.model import Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.workload import PackedSequence, Workload
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context

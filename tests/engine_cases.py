@@ -12,9 +12,10 @@ from benchmarks.without_tp_slots import remove_tp_slots
 from optimus.cost.assumptions import get_preset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
+from optimus.job.attention import Attention, Rope
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, SearchLimits
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Rope, Stack
+from optimus.job.model import Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
 from optimus.planner.layouts import choose_smallest_context

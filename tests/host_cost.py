@@ -29,8 +29,9 @@ from optimus.engine.watchdog import FlightRecorder
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
+from optimus.job.attention import Attention
 from optimus.job.job import Job
-from optimus.job.model import Attention, Mlp, Model, Stack
+from optimus.job.model import Mlp, Model, Stack
 from optimus.job.workload import PackedSequence, Workload
 from optimus.models.segment import Segment, State
 from optimus.planner.layouts import choose_smallest_context

@@ -10,12 +10,13 @@ from typing import get_args
 
 from optimus.cost.assumptions import PRESETS, get_preset
 from optimus.ir.ranks import LLM
+from optimus.job.attention import Attention
 from optimus.job.catalog_files import list_catalog_names
 from optimus.job.checks import check_job
 from optimus.job.cluster import Cluster
 from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, SearchLimits
-from optimus.job.model import Attention, Encoder, Experts, Llm, Mlp, Model, Projector, Recompute, Stack
+from optimus.job.model import Encoder, Experts, Llm, Mlp, Model, Projector, Recompute, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import PackedSequence, Workload
 from optimus.planner.context import PlanningContext

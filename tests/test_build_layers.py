@@ -10,7 +10,8 @@ from one_process import parameters_by_name
 from tiny_models import DTYPE, ENCODERS, LLMS, build, random_samples, tiny_model
 
 from optimus.errors import UserError
-from optimus.job.model import Encoder, Experts, LatentAttention, Llm
+from optimus.job.attention import LatentAttention
+from optimus.job.model import Encoder, Experts, Llm
 from optimus.models.build import build_layers, count_layers
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
 from optimus.models.sample import SampleItem

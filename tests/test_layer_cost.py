@@ -14,8 +14,9 @@ from optimus.cost.layer_kernels import list_backward_kernels, list_forward_kerne
 from optimus.cost.layer_shape import saved_activation_bytes
 from optimus.cost.priced_layer import price_encoder_layers
 from optimus.ir.op import Lane, OpKind
+from optimus.job.attention import Attention
 from optimus.job.layout import Layout
-from optimus.job.model import Attention, Experts
+from optimus.job.model import Experts
 from optimus.job.read import find_job
 from optimus.job.workload import TokenLoad
 from optimus.schedule.schedule_builder import ScheduleBuilder, build_kernel_graph

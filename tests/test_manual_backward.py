@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.job.model import Attention, Mlp, Stack
+from optimus.job.attention import Attention
+from optimus.job.model import Mlp, Stack
 from optimus.models.attention import Rotary, build_sequence_rotary_table
 from optimus.models.collectives import NO_TP, TpGroup
 from optimus.models.dropout import Dropout, make_dropout_keys

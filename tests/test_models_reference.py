@@ -11,7 +11,8 @@ import torch
 from one_process import OneProcess, loss_scale, parameters_by_name, whole
 from torch import Tensor, nn
 
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Rope, Stack
+from optimus.job.attention import Attention, Rope
+from optimus.job.model import Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.models.build import build_layers
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs
 from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem, compute_encoder_token_order

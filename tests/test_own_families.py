@@ -20,7 +20,8 @@ from worker_lines import run_worker
 from optimus.engine.build_rank import reject_distant_deepstack
 from optimus.errors import UserError
 from optimus.hf.own_layers import FAMILY_MAPS, load_layers, save_layers
-from optimus.job.model import Encoder, Llm, Model, RopeScaling
+from optimus.job.attention import RopeScaling
+from optimus.job.model import Encoder, Llm, Model
 from optimus.job.own_layers import COMPARED_FAMILIES, find_unsupported, find_untrainable
 from optimus.models.microbatch_inputs import build_llm_inputs
 from optimus.models.sample import Sample, SampleItem

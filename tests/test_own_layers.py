@@ -15,8 +15,9 @@ from optimus.cli.train import train
 from optimus.errors import UserError
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.job import own_layers
+from optimus.job.attention import Rope, RopeScaling
 from optimus.job.hf_config import ENCODER_READERS, read_hf_config
-from optimus.job.model import Encoder, Llm, Model, Rope, RopeScaling
+from optimus.job.model import Encoder, Llm, Model
 from optimus.job.own_layers import COMPARED_FAMILIES, find_unsupported, find_untrainable, refuse_untrainable
 from optimus.job.read import find_job
 from optimus.models.build import build_layers

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Model, Projector, Rope, Stack
+from optimus.job.attention import Attention, Rope
+from optimus.job.model import Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.models.build import build_layers
 from optimus.models.sample import IGNORE_INDEX, PlacedItem, Sample, SampleItem
 from optimus.models.segment import Segment

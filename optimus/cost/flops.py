@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from optimus.job.model import Attention, Encoder, Llm, Model, Stack
+from optimus.job.attention import Attention
+from optimus.job.model import Encoder, Llm, Model, Stack
 from optimus.job.workload import TokenLoad, Workload
 
 

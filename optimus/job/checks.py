@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from optimus.errors import UserError, nearest, one_of
+from optimus.job.attention import Attention
 from optimus.job.catalog_files import list_gpu_curves
 from optimus.job.job import Job
 from optimus.job.layout import PartialLayout
-from optimus.job.model import Attention, Encoder, Llm, Model, Stack
+from optimus.job.model import Encoder, Llm, Model, Stack
 from optimus.job.nodes import NO_FILE, DocumentNode
 
 MAX_LAYERS = 10_000

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from optimus.job.attention import Attention
 from optimus.job.hf_file import HfConfig
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Projector, Stack
+from optimus.job.model import Encoder, Llm, Mlp, Projector, Stack
 
 MEL_REDUCTION = 8  # of Qwen3-Omni's three convolutions of stride 2
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from optimus.errors import one_of
+from optimus.job.attention import Attention, LatentAttention, Rope
 from optimus.job.hf_file import HfConfig
 from optimus.job.hf_rope import read_rope
-from optimus.job.model import Attention, Experts, LatentAttention, Llm, Mlp, Rope, Stack
+from optimus.job.model import Experts, Llm, Mlp, Stack
 from optimus.job.typed import Amount, Count, Whole
 
 QWEN2_VL = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text")

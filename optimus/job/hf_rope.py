@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
+from optimus.job.attention import Rope, RopeScaling
 from optimus.job.hf_file import CLASS_DEFAULT, HfConfig
-from optimus.job.model import Rope, RopeScaling
 from optimus.job.typed import Amount, Share, Whole, read_typed
 
 UNSCALED = ("default", "mrope", "axial")  # types without a scaling

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from optimus.errors import one_of
+from optimus.job.attention import Attention
 from optimus.job.hf_file import HfConfig
 from optimus.job.hf_rope import read_rope
-from optimus.job.model import Attention, Encoder, Llm, Mlp, Projector, Stack
+from optimus.job.model import Encoder, Llm, Mlp, Projector, Stack
 from optimus.job.typed import Amount, Count, Whole
 
 RGB = 3
