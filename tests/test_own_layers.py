@@ -15,9 +15,9 @@ from optimus.cli.train import train
 from optimus.errors import UserError
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.job import own_layers
-from optimus.job.attention import Rope, RopeScaling
+from optimus.job.attention import LinearAttention, Rope, RopeScaling
 from optimus.job.hf_config import ENCODER_READERS, read_hf_config
-from optimus.job.model import Encoder, Llm, Model
+from optimus.job.model import Encoder, LayerVariant, Linear, Llm, Mlp, Model, PerLayerInputs
 from optimus.job.own_layers import COMPARED_FAMILIES, find_unsupported, find_untrainable, refuse_untrainable
 from optimus.job.read import find_job
 from optimus.models.build import build_layers
@@ -45,6 +45,14 @@ BY_NAME: dict[str, list[tuple[str, object]]] = {
         ("stack.norm_offset", True),
         ("stack.post_norms", True),
         ("stack.layer_scale", True),
+        ("stack.attention.linear", LinearAttention(value_head_dim=8)),
+        ("stack.attention.output_gate", True),
+        ("stack.attention.kv_projection", "keys"),
+        ("stack.variants", (LayerVariant(layers=(0,), mlp=Mlp(width=8)),)),
+        ("stack.linears", (Linear(inputs=8, outputs=8),)),
+        ("stack.extra_parameters", 8),
+        ("stack.streams", 4),
+        ("per_layer_inputs", PerLayerInputs(vocab=64, width=8)),
         ("embedding_scale", 5.6),
         ("logit_softcap", 30.0),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,20 @@ from benchmarks.docs.supported_models import (
     fill,
     read_stored,
 )
+from optimus.cost.assumptions import get_preset
+from optimus.cost.cost_model import ClusterCostModel
+from optimus.cost.flops import forward_flops, layer_flops
+from optimus.cost.priced_layer import price_llm_layers
 from optimus.errors import UserError
+from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
+from optimus.ir.op import OpKind
 from optimus.job.hf_config import ENCODER_READERS, REFUSED, THINKERS, read_hf_config
 from optimus.job.hf_defaults import find_class_defaults
+from optimus.job.layout import Layout
 from optimus.job.model import Model
-from optimus.job.read import find_job
+from optimus.job.read import find_job, load_job
+from optimus.job.workload import TokenLoad
+from optimus.job.write import format_job_yaml
 
 REFRESH = "run python -m benchmarks.docs.supported_models and read what changed"
 MAX_DIFFERENCE = 0.01
@@ -51,6 +61,19 @@ def test_counts_agree_and_every_family_is_there_in_both_forms() -> None:
     assert refused == set(REFUSED)
     kinds = {row["model_type"] for row in accepted.values()}
     assert kinds == {*ENCODER_READERS, *THINKERS} - {"internvl_chat"}
+
+
+# Encoders that count fewer parameters: layers that the LLM never reads, a head, convolutions.
+LEFT_OUT = {"llava": 0.05, "llava_next": 0.05, "gemma3": 0.08, "llama4": 0.07, "qwen3_omni": 0.02}
+
+
+def test_counts_of_every_module_agree() -> None:
+    """A total hides an encoder that is wrong behind a large LLM."""
+    for key, row in read_stored().items():
+        for name, (ours, theirs) in row.get("modules", {}).items():
+            short = next((kind for kind in LEFT_OUT if row["model_type"].startswith(kind)), "")
+            allowed = LEFT_OUT[short] if short and name != "llm" else MAX_DIFFERENCE
+            assert ours == pytest.approx(theirs, rel=allowed), (key, name)
 
 
 @pytest.mark.ci("hf")
@@ -115,8 +138,11 @@ def test_images_have_the_tokens_of_their_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "block", "key", "value"),
     [
-        ("Llama-4-Scout", "text_config", "interleave_moe_layer_step", 2),
-        ("Qwen3-Omni-30B-A3B (thinker)", "text_config", "decoder_sparse_step", 2),
+        ("GLM-4.5V", "text_config", "moe_layer_freq", 2),
+        ("InternVL3-8B", "", "downsample_ratio", 1e-200),
+        ("InternVL3-8B", "", "downsample_ratio", 0.3),
+        ("Llama-4-Scout", "vision_config", "pixel_shuffle_ratio", 1e-9),
+        ("Qwen3.5-27B", "text_config", "linear_num_key_heads", 7),
         ("LLaVA-1.5-7B", "vision_config", "model_type", "dinov2"),
         ("LLaVA-1.5-7B", "text_config", "model_type", "mamba"),
         ("InternVL3-8B", "vision_config", "image_size", [448, 224]),
@@ -126,7 +152,113 @@ def test_what_cannot_be_mapped_is_refused_by_name(
     tmp_path: Path, name: str, block: str, key: str, value: object
 ) -> None:
     config = json.loads(json.dumps(FORMS[name]))
-    config[block][key] = value
+    (config[block] if block else config)[key] = value
     with pytest.raises(UserError) as caught:
         read(tmp_path, config)
-    assert caught.value.field == f"{block}.{key}"
+    assert caught.value.field == (f"{block}.{key}" if block else key)
+
+
+def test_layers_of_two_kinds_are_told_apart(tmp_path: Path) -> None:
+    maverick = read(tmp_path, FORMS["Llama-4-Maverick"]).llm.stack
+    assert [maverick.has_experts(layer) for layer in range(4)] == [False, True, False, True]
+    assert maverick.layer_parameters(1) > 50 * maverick.layer_parameters(0)
+    qwen = read(tmp_path, FORMS["Qwen3.5-35B-A3B"]).llm.stack
+    linear = [qwen.at(layer).attention.linear is not None for layer in range(8)]
+    assert linear == [True, True, True, False] * 2
+    omni = json.loads(json.dumps(FORMS["Qwen3-Omni-30B-A3B (thinker)"]))
+    omni["text_config"] |= {"decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    stack = read(tmp_path, omni).llm.stack
+    assert [stack.has_experts(layer) for layer in range(6)] == [False, False, False, True, False, True]
+
+
+@pytest.mark.ci("hf")
+def test_flops_of_linear_attention_are_those_of_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count the products of transformers' module on `meta`, with its triangular system as a product."""
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import Qwen3_5TextConfig
+
+    monkeypatch.setattr(modeling, "is_torchdynamo_exporting", lambda: True)
+    config, tokens = Qwen3_5TextConfig(num_hidden_layers=4), 512
+    with torch.device("meta"):
+        module = modeling.Qwen3_5GatedDeltaNet(config, 0)
+        with FlopCounterMode(display=False) as counter:
+            module(torch.empty(1, tokens, config.hidden_size))
+    written = {"model_type": "qwen3_5", "text_config": config.to_dict(), "vision_config": {}}
+    stack = read(tmp_path, written).llm.stack
+    load = TokenLoad(tokens=tokens, squares=tokens**2)
+    mlp = 2.0 * tokens * stack.mlp.parameters(stack.hidden)
+    assert layer_flops(stack, 0, load) - mlp == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_linear_attention_costs_in_proportion_to_its_tokens(tmp_path: Path) -> None:
+    stack = read(tmp_path, FORMS["Qwen3.5-27B"]).llm.stack
+    short, long = (TokenLoad(tokens=2**16, squares=2**16 * span) for span in (2**10, 2**16))
+    assert layer_flops(stack, 0, short) == layer_flops(stack, 0, long)
+    assert layer_flops(stack, 3, short) < layer_flops(stack, 3, long)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Llama-4-Maverick", "Kimi-VL-A3B"])
+def test_layers_of_several_kinds_can_be_priced_and_written(tmp_path: Path, name: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(FORMS[name]))
+    job = find_job(config, on="h100:64")
+    path = tmp_path / "job.yaml"
+    path.write_text(format_job_yaml(config, "h100:64"), encoding="utf-8")
+    assert load_job(path) == job
+    assert ("stack.variants" in path.read_text()) == (name != "Kimi-VL-A3B")
+    cost_model = ClusterCostModel(cluster=job.cluster, assumptions=get_preset("clean"))
+    layout, load = Layout(tp=2, cp=2), job.workload.llm_load()
+    layers = price_llm_layers(job.model.llm, load, layout, cost_model, "selective")
+    for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
+        assert all(sum(k.duration_s for k in layer.kernels[kind]) > 0 for layer in layers[1:-1])
+    held = sum(layer.flops for layer in layers)
+    assert held == pytest.approx(forward_flops(job.model.llm, load))
+    bound, _ = flatten_and_hash_parts(list_bound_parts(job))
+    assert not any(str(value).startswith("sha256") for value in bound["model"].values())
+
+
+def test_both_forms_of_internvl_are_one_model(tmp_path: Path) -> None:
+    """transformers has no class of the hub's own form, which names the same sizes otherwise."""
+    config = json.loads(json.dumps(FORMS["InternVL3-8B"]))
+    chat = {"model_type": "internvl_chat", "select_layer": -1, "llm_config": config["text_config"]}
+    chat |= {"downsample_ratio": config["downsample_ratio"], "vision_config": dict(config["vision_config"])}
+    chat["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+    chat["vision_config"] |= {"model_type": "intern_vit_6b", "qkv_bias": True, "qk_normalization": False}
+    chat["vision_config"]["norm_type"] = "layer_norm"
+    ours, theirs = read(tmp_path, chat), read(tmp_path, config)
+    assert [module.parameters() for module in ours.modules] == [
+        module.parameters() for module in theirs.modules
+    ]
+
+
+def numbers(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the paths of numbers and lists."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from numbers(value, (*path, key))
+        elif isinstance(value, int | float | list) and not isinstance(value, bool):
+            yield (*path, key)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1e-9, "x", None, [], [3]])
+def test_a_broken_number_gives_a_job_or_an_error_that_names_a_field(tmp_path: Path, value: object) -> None:
+    """Every number of every form is broken with one of the values; each form meets them all in turn."""
+    path = tmp_path / "config.json"
+    broken = [(name, spot) for name in FORMS for spot in numbers(FORMS[name])]
+    for name, spot in broken[::2]:
+        config = json.loads(json.dumps(FORMS[name]))
+        block = config
+        for key in spot[:-1]:
+            block = block[key]
+        block[spot[-1]] = value
+        path.write_text(json.dumps(config))
+        try:
+            counts = [module.parameters() for module in find_job(path, on="h100:64").model.modules]
+            sound = all(0 < count < 1e16 for count in counts)
+        except UserError as error:
+            sound = bool(error.hint) and (spot[-1] in str(error) or error.field.startswith("model."))
+        assert sound, (name, spot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +26,8 @@ from optimus.job.hf_config import ENCODER_READERS, REFUSED, THINKERS, read_hf_co
 PAGE = DOCS / "supported-models.md"
 STORED = GOLDEN / "supported_models.json"
 DATA = ROOT / "tests" / "data"
-NO_CLASS = ("internvl_chat",)  # read, but transformers has no class of its own
+NO_CLASS = ("internvl_chat", "kimi_vl")  # read, but transformers has no class of its own
+SAME_CLASS = {"kimi_vl": "kimi_k25"}  # classes of other sizes of the same modules
 RELEASED, WRITTEN = "released form", "as transformers writes it"
 
 
@@ -45,12 +47,21 @@ def list_configs() -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield kind, WRITTEN, json.loads((Path(folder) / "config.json").read_text())
 
 
-def count_in_transformers(config: dict[str, Any]) -> int:
-    """Counts the parameters of transformers' own model, which is built without memory."""
+def count_in_transformers(config: dict[str, Any]) -> dict[str, int]:
+    """Counts parameters by module of transformers' own model, which is built without memory."""
     import torch
     from transformers import AutoConfig
     from transformers.models.auto import modeling_auto
 
+    kind = config["model_type"]
+    if kind in SAME_CLASS:
+        vision = config["vision_config"] | {"model_type": f"{SAME_CLASS[kind]}_vision"}
+        tied = config["text_config"]["tie_word_embeddings"]
+        config = config | {
+            "model_type": SAME_CLASS[kind],
+            "vision_config": vision,
+            "tie_word_embeddings": tied,
+        }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         read = AutoConfig.from_pretrained(folder)
@@ -59,8 +70,22 @@ def count_in_transformers(config: dict[str, Any]) -> int:
         kinds = getattr(modeling_auto, mapping)
         if type(read) in kinds:
             with torch.device("meta"):
-                return sum(parameter.numel() for parameter in kinds[type(read)](read).parameters())
+                return _count_by_module(kinds[type(read)](read))
     raise AssertionError(f"no class for {config['model_type']}")
+
+
+def _count_by_module(model: Any) -> dict[str, int]:
+    """Adds up the parameters of the LLM and of every encoder, each with its projector."""
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        own = re.search(
+            "language_model|text_model|lm_head|^model\\.layers|^model\\.embed_tokens|^model\\.norm", name
+        )
+        module = "llm" if own else "audio" if "audio" in name else "vision"
+        counts[module] = counts.get(module, 0) + parameter.numel()
+    if set(counts) == {"llm", "vision"} and not hasattr(model.config, "vision_config"):
+        counts["audio"] = counts.pop("vision")  # its projector has no name of its own
+    return counts
 
 
 def figures(config: dict[str, Any]) -> Figures:
@@ -72,11 +97,14 @@ def figures(config: dict[str, Any]) -> Figures:
             model = read_hf_config(path)
         except UserError as error:
             return {"model_type": config["model_type"], "refused": error.problem}
+    theirs = count_in_transformers(config)
+    ours = {module.name: module.parameters() for module in model.modules}
     return {
         "model_type": config["model_type"],
-        "ours": model.parameters(),
-        "transformers": count_in_transformers(config),
+        "ours": sum(ours.values()),
+        "transformers": sum(theirs.values()),
         "encoders": [encoder.name for encoder in model.encoders],
+        "modules": {name: [count, theirs[name]] for name, count in ours.items()},
     }
 
 

@@ -12,16 +12,44 @@ def forward_flops(module: Encoder | Llm, load: TokenLoad) -> float:
     stack = module.stack
     layers = sum(layer_flops(stack, layer, load) for layer in range(stack.layers))
     if isinstance(module, Llm):
-        return layers + lm_head_flops(module, load)
+        return layers + lm_head_flops(module, load) + embedding_flops(module, load)
     return layers + patch_embedding_flops(module, load) + projector_flops(module, load)
 
 
 def layer_flops(stack: Stack, layer: int, load: TokenLoad) -> float:
     """Returns two FLOPs per active weight and token, and those of attention over attended pairs."""
-    attention = stack.attention
+    attention = stack.at(layer).attention
     weights = stack.layer_parameters(layer, active=True) - 2 * stack.norm_parameters
+    flops = 2.0 * weights * load.tokens
+    if attention.linear:
+        products = list_recurrence_products(attention, load.tokens, attention.heads)
+        return flops + sum(2.0 * m * n * k for m, n, k in products)
     per_pair = 2.0 * attention.heads * (attention.score_dim + attention.value_dim)
-    return 2.0 * weights * load.tokens + per_pair * count_attended_pairs(attention, layer, load)
+    return flops + per_pair * count_attended_pairs(attention, layer, load)
+
+
+def list_recurrence_products(
+    attention: Attention, tokens: float, heads: float
+) -> list[tuple[float, float, float]]:
+    """Returns (rows, columns, depth) of the matrix products of a chunked gated delta rule.
+
+    Inside a chunk: keys with keys, queries with keys, the system that both make applied to keys and to
+    values, scores with values. Between chunks: the state read for keys, read for queries, and written.
+    """
+    assert attention.linear is not None
+    rows, chunk = tokens * heads, float(attention.linear.chunk)
+    keys, values = float(attention.score_dim), float(attention.value_dim)
+    return (
+        [(rows, chunk, keys)] * 2
+        + [(rows, keys, chunk)]
+        + [(rows, values, chunk)] * 2
+        + [(rows, values, keys)] * 3
+    )
+
+
+def embedding_flops(llm: Llm, load: TokenLoad) -> float:
+    """Returns the FLOPs of matrices before an LLM's first layer; the table itself has none."""
+    return sum(2.0 * load.tokens * linear.inputs * linear.outputs for linear in llm.embedding_linears)
 
 
 def count_attended_pairs(attention: Attention, layer: int, load: TokenLoad) -> float:
@@ -34,8 +62,9 @@ def count_attended_pairs(attention: Attention, layer: int, load: TokenLoad) -> f
 
 
 def lm_head_flops(llm: Llm, load: TokenLoad) -> float:
-    """Returns the FLOPs of the logits."""
-    return 2.0 * load.tokens * llm.vocab * llm.stack.hidden
+    """Returns the FLOPs of the logits, and of matrices that end further streams of hidden states."""
+    streams = sum(2.0 * load.tokens * linear.inputs * linear.outputs for linear in llm.stream_linears)
+    return 2.0 * load.tokens * llm.vocab * llm.stack.hidden + streams
 
 
 def patch_embedding_flops(encoder: Encoder, load: TokenLoad) -> float:

@@ -6,7 +6,7 @@ from optimus.cost.kernel import Kernel, KernelListBuilder
 from optimus.cost.layer_shape import Gemm, LayerShape
 from optimus.cost.network import Collective
 from optimus.ir.op import Communicator, KernelName, OpKind
-from optimus.job.model import BF16_BYTES, Experts, Mlp
+from optimus.job.model import Experts, Mlp
 
 
 def list_forward_kernels(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> list[Kernel]:
@@ -26,8 +26,10 @@ def list_forward_kernels(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> li
     experts = shape.stack.experts
     if experts and shape.stack.has_experts(shape.layer):
         _experts(kernels, shape, experts, [OpKind.FORWARD])
-        return kernels.kernels
-    _mlp_forward(kernels, shape, shape.stack.mlp)
+    else:
+        _mlp_forward(kernels, shape, shape.stack.mlp)
+    if side := shape.side_gemms():
+        kernels.compute(KernelName.SIDE, shape.forward_s(side) + shape.streams_s)
     return kernels.kernels
 
 
@@ -44,6 +46,9 @@ def list_backward_kernels(shape: LayerShape, *, weights: bool) -> list[Kernel]:
     """Lists the kernels of B (input and weight gradients, Megatron's overlaps), or of I without `weights`."""
     kernels = shape.kernels(OpKind.BACKWARD if weights else OpKind.INPUT_GRAD)
     experts = shape.stack.experts
+    if side := shape.side_gemms():
+        seconds = shape.input_gradient_s(side) + (shape.weight_gradient_s(side) if weights else 0.0)
+        kernels.compute(KernelName.SIDE, seconds + 2 * shape.streams_s)
     if experts and shape.stack.has_experts(shape.layer):
         _experts(
             kernels,
@@ -132,6 +137,8 @@ def list_weight_grad_kernels(shape: LayerShape) -> list[Kernel]:
     _gather_under(kernels, shape, KernelName.OUT, [shape.out_gemm()], KernelName.QKV, shape.qkv_gemms())
     if latent := shape.latent_gemms():
         kernels.compute(KernelName.LATENT.wgrad, shape.weight_gradient_s(latent))
+    if side := shape.side_gemms():
+        kernels.compute(KernelName.SIDE.wgrad, shape.weight_gradient_s(side))
     return kernels.kernels
 
 
@@ -155,10 +162,9 @@ def _context_exchange(
     kernels: KernelListBuilder, shape: LayerShape, kind: Collective = Collective.ALL_GATHER
 ) -> None:
     """Adds the exposed gather of keys and values over CP ranks, or the scatter of their gradients."""
-    layout, attention = shape.layout, shape.stack.attention
-    size = shape.load.tokens * attention.key_value_width / layout.tp * BF16_BYTES
+    layout = shape.layout
     name = KernelName.CONTEXT if kind == Collective.ALL_GATHER else KernelName.CONTEXT.scatter
-    kernels.group(name, kind, size, Communicator.CP, ranks=layout.cp, stride=layout.tp)
+    kernels.group(name, kind, shape.context_bytes, Communicator.CP, ranks=layout.cp, stride=layout.tp)
 
 
 def _experts(kernels: KernelListBuilder, shape: LayerShape, experts: Experts, parts: list[OpKind]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from optimus.cost.compute import ATTENTION_BACKWARD_FLOPS
 from optimus.cost.cost_model import ClusterCostModel
-from optimus.cost.flops import count_attended_pairs
+from optimus.cost.flops import count_attended_pairs, list_recurrence_products
 from optimus.cost.kernel import KernelListBuilder
 from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
@@ -74,6 +75,11 @@ class LayerShape:
 
     def attention_s(self, *, backward: bool = False) -> float:
         attention = self.stack.attention
+        if attention.linear:
+            products = list_recurrence_products(attention, self.tokens, self.heads)
+            convolved = self.tokens * (attention.query_width + attention.key_value_width) / self.layout.tp
+            seconds = self.forward_s(products) + self.cost_model.memory_s(2 * convolved * BF16_BYTES)
+            return seconds * (ATTENTION_BACKWARD_FLOPS if backward else 1.0)
         pairs = count_attended_pairs(attention, self.layer, self.load) / self.layout.cp
         heads = self.heads
         flops = 2.0 * pairs * (attention.score_dim + attention.value_dim) * heads
@@ -86,13 +92,11 @@ class LayerShape:
         """Returns (tokens, outputs, inputs) of every projection before attention, per rank."""
         attention, hidden = self.stack.attention, self.stack.hidden
         if attention.latent is None:
-            width = self.heads * attention.score_dim
-            width += self.kv_heads * (attention.score_dim + attention.value_dim)
-            return [(self.tokens, width, hidden)]
+            return [(self.tokens, attention.projected_width(self.heads, self.kv_heads), hidden)]
         latent = attention.latent
         keys = self.heads * (latent.nope_head_dim + latent.value_head_dim)
         return [
-            (self.tokens, self.heads * attention.score_dim, latent.query_rank),
+            (self.tokens, self.heads * attention.score_dim, latent.query_rank or hidden),
             (self.tokens, keys, latent.key_value_rank),
         ]
 
@@ -101,11 +105,34 @@ class LayerShape:
         latent = self.stack.attention.latent
         return [(self.shard, latent.width, self.stack.hidden)] if latent else []
 
+    def side_gemms(self) -> list[Gemm]:
+        """Returns the replicated matrices besides attention and MLP; every rank has its own tokens."""
+        return [(self.shard, linear.outputs, linear.inputs) for linear in self.stack.linears]
+
+    @property
+    def streams_s(self) -> float:
+        """Seconds to mix further streams of hidden states: read and written before and behind a layer."""
+        streams = self.stack.streams
+        size = 4.0 * streams * self.shard * self.stack.hidden * BF16_BYTES
+        return self.cost_model.memory_s(size) if streams > 1 else 0.0
+
+    @property
+    def context_bytes(self) -> float:
+        """Bytes that CP ranks gather: keys and values, or a state of every rank."""
+        attention, layout = self.stack.attention, self.layout
+        if attention.linear:
+            state = self.heads * attention.score_dim * attention.value_dim
+            return float(layout.cp * state * FP32_BYTES)
+        return self.load.tokens * attention.key_value_width / layout.tp * BF16_BYTES
+
     @property
     def qkv_input_bytes(self) -> float:
         """Bytes gathered before the tensor-parallel projections: hidden states, or latents."""
         latent = self.stack.attention.latent
-        return self.tokens * latent.width * BF16_BYTES if latent else self.hidden_bytes
+        if latent is None:
+            return self.hidden_bytes
+        direct = 0.0 if latent.query_rank else self.hidden_bytes
+        return self.tokens * latent.width * BF16_BYTES + direct
 
     def out_gemm(self) -> Gemm:
         return self.tokens, self.stack.hidden, self.heads * self.stack.attention.value_dim
@@ -157,10 +184,10 @@ def saved_activation_bytes(shape: LayerShape, recompute: str) -> float:
     stack, tp = shape.stack, shape.layout.tp
     attention, hidden = stack.attention, stack.hidden
     if recompute == "full":
-        return 2.0 * hidden * shape.shard
-    widths = 4.0 * hidden + attention.query_width + attention.key_value_width + attention.output_width
-    if attention.latent:
-        widths += attention.latent.width
+        return 2.0 * hidden * stack.streams * shape.shard
+    widths = 4.0 * hidden + attention.saved_width
+    widths += sum(linear.inputs + linear.outputs for linear in stack.linears)
+    widths += 2.0 * hidden * (stack.streams - 1)
     masks = 2.0 * hidden if stack.dropout else 0.0
     widths += _mlp_widths(shape)
     fused = shape.cost_model.assumptions.fused_attention
@@ -168,7 +195,9 @@ def saved_activation_bytes(shape: LayerShape, recompute: str) -> float:
     if fused and recompute == "selective":
         stored -= BF16_BYTES * (2 * hidden + _nonlinear_widths(shape))
     scores = 0.0
-    if fused:
+    if attention.linear:
+        scores = 0.0
+    elif fused:
         scores = FP32_BYTES * attention.heads * shape.tokens / tp  # log-sum-exp of every row
     elif recompute == "none":
         per_pair = 5 if stack.dropout else 2  # softmax output 2; dropout mask 1 and output 2

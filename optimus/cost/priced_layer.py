@@ -123,7 +123,7 @@ def price_llm_layers(
         kernels=_llm_embedding_kernels(llm, tokens, layout, cost_model),
         parameters=llm.embedding_parameters / tp,
         activation_bytes=0.0,
-        output_bytes=state_bytes,
+        output_bytes=state_bytes * llm.stack.streams,
         trained=llm.train,
     )
     kernels = _llm_head_kernels(llm, tokens, layout, cost_model)
@@ -145,6 +145,14 @@ def price_llm_layers(
     layers = _stack_layers(
         llm.name, llm.stack, load, layout, cost_model, recompute, train=llm.train, passes_gradients=passes
     )
+    if llm.per_layer_inputs:  # what later layers need travels with the hidden states
+        width = tokens / tp * llm.per_layer_inputs.width * BF16_BYTES
+        embedding = replace(embedding, output_bytes=embedding.output_bytes + len(layers) * width)
+        later = reversed(range(len(layers)))
+        layers = [
+            replace(layer, output_bytes=layer.output_bytes + rest * width)
+            for layer, rest in zip(layers, later, strict=True)
+        ]
     embedding = _measured(embedding, "embedding", tokens, cost_model)
     head = _measured(head, "head", tokens, cost_model)
     return (embedding, *layers, head)
@@ -162,16 +170,19 @@ def _stack_layers(
     passes_gradients: bool,
 ) -> list[PricedLayer]:
     """Prices every layer of a stack; equal layers share one price."""
-    priced: dict[tuple[bool, int | None], PricedLayer] = {}
+    priced: dict[tuple[bool, int | None, int | None], PricedLayer] = {}
     layers = []
     for index in range(stack.layers):
-        sort = (stack.has_experts(index), stack.attention.window_of(index))
+        here, variant = stack.at(index), stack.variant_of(index)
+        sort = (stack.has_experts(index), here.attention.window_of(index), variant)
         if sort not in priced:
             shape = LayerShape(
-                module=module, stack=stack, layer=index, load=load, layout=layout, cost_model=cost_model
+                module=module, stack=here, layer=index, load=load, layout=layout, cost_model=cost_model
             )
             layer = _price_layer(shape, recompute, train=train, passes_gradients=passes_gradients)
-            priced[sort] = _measured(layer, classify_layer(stack, index), shape.tokens, cost_model)
+            if variant is None:  # profiles measure our own layers, which have no variants
+                layer = _measured(layer, classify_layer(stack, index), shape.tokens, cost_model)
+            priced[sort] = layer
         layers.append(replace(priced[sort], name=f"{module}.{index}"))
     return layers
 
@@ -214,7 +225,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
         activation_bytes=kept,
         recomputed_bytes=saved_activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
         gradient_bytes=activation_gradient_bytes(shape) if passes_gradients else 0.0,
-        output_bytes=shape.shard * stack.hidden * BF16_BYTES,
+        output_bytes=shape.shard * stack.hidden * stack.streams * BF16_BYTES,
         trained=train,
         flops=flops.layer_flops(stack, shape.layer, shape.load),
     )
@@ -250,14 +261,17 @@ def _llm_embedding_kernels(
     """Prices a look-up in a table split over the vocabulary; the sum is scattered over the sequence."""
     size = tokens * llm.stack.hidden * BF16_BYTES
     forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
-    forward.compute(KernelName.EMBEDDING, cost_model.memory_s(2 * size))
+    linears = [(tokens / layout.tp, side.outputs, side.inputs) for side in llm.embedding_linears]
+    linears_s = sum(cost_model.gemm_s(m, n, k) for m, n, k in linears)
+    forward.compute(KernelName.EMBEDDING, cost_model.memory_s(2 * size) + linears_s)
     forward.collective(KernelName.EMBEDDING.scatter, Collective.REDUCE_SCATTER, size)
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels), OpKind.INPUT_GRAD: ()}
     for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
         back = _kernel_list(cost_model, kind, layout.tp)
         if llm.train:
             back.collective(KernelName.EMBEDDING.gather, Collective.ALL_GATHER, size)
-            back.compute(KernelName.EMBEDDING.wgrad, cost_model.memory_s(3 * size))
+            linears_s = sum(cost_model.gemm_s(k, n, m) + cost_model.gemm_s(m, k, n) for m, n, k in linears)
+            back.compute(KernelName.EMBEDDING.wgrad, cost_model.memory_s(3 * size) + linears_s)
         result[kind] = tuple(back.kernels)
     return result
 
@@ -271,15 +285,19 @@ def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, cost_model: Clust
     forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
     forward.compute(KernelName.HEAD_NORM, norm_s)
     forward.collective(KernelName.HEAD.gather, Collective.ALL_GATHER, size)
-    forward.compute(KernelName.HEAD, cost_model.gemm_s(tokens, columns, hidden) + loss_s)
+    shard, streams = tokens / layout.tp, len(llm.stream_linears)
+    stream_s = streams * cost_model.gemm_s(shard, hidden, hidden)
+    forward.compute(KernelName.HEAD, cost_model.gemm_s(tokens, columns, hidden) + loss_s + stream_s)
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels)}
     for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
         back = _kernel_list(cost_model, kind, layout.tp)
         if kind != OpKind.WEIGHT_GRAD:
-            back.compute(KernelName.HEAD.dgrad, cost_model.gemm_s(tokens, hidden, columns) + loss_s)
+            dgrad_s = cost_model.gemm_s(tokens, hidden, columns) + loss_s + stream_s
+            back.compute(KernelName.HEAD.dgrad, dgrad_s)
             back.collective(KernelName.HEAD.scatter, Collective.REDUCE_SCATTER, size)
         if kind != OpKind.INPUT_GRAD and llm.train:
-            back.compute(KernelName.HEAD.wgrad, cost_model.gemm_s(hidden, columns, tokens))
+            wgrad_s = streams * cost_model.gemm_s(hidden, hidden, shard)
+            back.compute(KernelName.HEAD.wgrad, cost_model.gemm_s(hidden, columns, tokens) + wgrad_s)
         if kind != OpKind.WEIGHT_GRAD:
             back.compute(KernelName.HEAD_NORM, norm_s)
         result[kind] = tuple(back.kernels)

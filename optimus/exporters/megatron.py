@@ -22,6 +22,13 @@ ARGUMENTS = "megatron.args"
 # pipeline layout refuses encoder layers), nor three phases, nor encoders on GPUs of their own.
 SYSTEMS = ("stage0", "fsdp")
 ORDERS = ("1f1b", "interleaved")
+OTHER_LAYERS = tuple(  # fields of layers that the arguments do not state
+    f"llm.{field}"
+    for field in (
+        "stack.variants", "stack.linears", "stack.streams", "stack.extra_parameters", "per_layer_inputs",
+        "stack.attention.linear", "stack.attention.output_gate", "stack.attention.kv_projection",
+    )
+)  # fmt: skip
 Flag = tuple[str, ...]
 
 USE = (
@@ -180,9 +187,10 @@ def _latent(facts: PlanFacts) -> list[Flag]:
     latent = "llm.stack.attention.latent"
     if facts.get("model", f"{latent}.query_rank") is None:
         return []
+    queries = [_size("--q-lora-rank", facts, f"{latent}.query_rank")]
     return [
         ("--multi-latent-attention",),
-        _size("--q-lora-rank", facts, f"{latent}.query_rank"),
+        *(queries if facts.model(f"{latent}.query_rank") else []),
         _size("--kv-lora-rank", facts, f"{latent}.key_value_rank"),
         _size("--qk-head-dim", facts, f"{latent}.nope_head_dim"),
         _size("--qk-pos-emb-head-dim", facts, f"{latent}.rope_head_dim"),
@@ -250,6 +258,9 @@ def _list_unsupported(facts: PlanFacts) -> list[UnsupportedFeature]:
                 why=f"it refuses a number that is not a multiple of pp = {facts.layout.pp}",
             )
         )
+    if any(name.startswith(OTHER_LAYERS) for name in plan.bound_to.get("model", {})):
+        why = "the arguments state one kind of layer, with attention and MLP or experts alone"
+        unsupported.append(UnsupportedFeature(what="the LLM's layers of other kinds", why=why))
     if facts.has_empty_ends:
         unsupported.append(EMPTY_ENDS)
     if facts.recompute == "selective" and facts.fused_attention:

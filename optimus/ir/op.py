@@ -227,6 +227,7 @@ class KernelName(StrEnum):
     DOWN = "down"
     ROUTER = "router"
     EXPERTS = "experts"
+    SIDE = "side"  # matrices of a layer besides attention and MLP
     PATCHES = "patches"
     PROJECTOR = "projector"
     EMBEDDING = "embedding"

@@ -55,7 +55,7 @@ class Rope:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek): queries and keys through low-rank projections."""
 
-    query_rank: Count
+    query_rank: Whole  # 0: queries straight from the hidden states
     key_value_rank: Count
     nope_head_dim: Count
     rope_head_dim: Count
@@ -68,8 +68,20 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearAttention:
+    """Gated delta rule (Qwen3.5): `heads` value heads over `kv_heads` heads of queries and keys.
+
+    A causal convolution over `kernel` tokens precedes the recurrence, which is computed in chunks.
+    """
+
+    value_head_dim: Count
+    kernel: Count = 4
+    chunk: Count = 64
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Grouped-query attention, or latent attention if `latent` is given."""
+    """Grouped-query attention; latent attention if `latent` is given, linear attention if `linear` is."""
 
     heads: Count
     kv_heads: Count
@@ -81,6 +93,10 @@ class Attention:
     window_tokens: Count | None = None  # encoder tokens a token attends to in windowed layers
     full_layers: tuple[Whole, ...] = ()  # layers without the window
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = constant(None)
+    output_gate: bool = constant(False)  # queries come with a gate of the output
+    kv_projection: Literal["both", "keys", "none"] = constant("both")
+    """`keys`: values are the keys; `none`: keys and values are those of an earlier layer."""
     rotary: bool | None = constant(None)  # None: where no positions are learned, but not of sounds
     rope: Rope = constant(Rope())
     qk_norm_kind: Literal["layernorm", "rmsnorm", "l2"] = constant("rmsnorm")
@@ -96,21 +112,42 @@ class Attention:
     @property
     def value_dim(self) -> int:
         """Width of one value head."""
+        if self.linear:
+            return self.linear.value_head_dim
         return self.latent.value_head_dim if self.latent else self.head_dim
 
     @property
     def query_width(self) -> int:
-        return self.heads * self.score_dim
+        return (self.kv_heads if self.linear else self.heads) * self.score_dim
 
     @property
     def key_value_width(self) -> int:
         """Width of keys and values together."""
+        if self.linear:
+            return self.kv_heads * self.score_dim + self.heads * self.value_dim
         heads = self.heads if self.latent else self.kv_heads
         return heads * (self.score_dim + self.value_dim)
 
     @property
     def output_width(self) -> int:
         return self.heads * self.value_dim
+
+    def projected_width(self, heads: int, kv_heads: int) -> int:
+        """Returns the outputs of the projections before attention (not latent) for so many of its heads."""
+        if self.linear:  # queries, keys, values; the output's gate; decay and learning rate of every head
+            return 2 * kv_heads * self.score_dim + 2 * heads * (self.value_dim + 1)
+        queries = heads * self.score_dim * (2 if self.output_gate else 1)
+        keys = 0 if self.kv_projection == "none" else self.score_dim
+        values = self.value_dim if self.kv_projection == "both" else 0
+        return queries + kv_heads * (keys + values)
+
+    @property
+    def saved_width(self) -> int:
+        """Values per token that attention saves for its backward."""
+        if self.latent:
+            return self.query_width + self.key_value_width + self.output_width + self.latent.width
+        width = self.projected_width(self.heads, self.kv_heads) + self.output_width
+        return width + (self.query_width + self.key_value_width if self.linear else 0)  # convolved
 
     def window_of(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.window_tokens
@@ -119,14 +156,23 @@ class Attention:
         if self.latent:
             latent = self.latent
             down = hidden * (latent.query_rank + latent.key_value_rank + latent.rope_head_dim)
-            queries = latent.query_rank * self.query_width
+            queries = (latent.query_rank or hidden) * self.query_width
             keys = latent.key_value_rank * self.heads * (latent.nope_head_dim + latent.value_head_dim)
             norms = latent.query_rank + latent.key_value_rank
             return down + queries + keys + norms + self.output_width * hidden
-        weights = hidden * (self.query_width + self.key_value_width) + self.output_width * hidden
-        biases = self.query_width + self.key_value_width if self.bias else 0
+        projected = self.projected_width(self.heads, self.kv_heads)
+        weights = hidden * projected + self.output_width * hidden
+        biases = projected if self.bias else 0
         biases += hidden if (self.bias if self.output_bias is None else self.output_bias) else 0
-        return weights + biases + self._qk_norm_parameters
+        return weights + biases + self._qk_norm_parameters + self._linear_parameters
+
+    @property
+    def _linear_parameters(self) -> int:
+        """Parameters of linear attention besides its projections: convolution, decay, norm of the output."""
+        if not self.linear:
+            return 0
+        convolved = self.query_width + self.key_value_width
+        return self.linear.kernel * convolved + 2 * self.heads + self.value_dim
 
     @property
     def _qk_norm_parameters(self) -> int:

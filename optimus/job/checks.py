@@ -58,22 +58,14 @@ def check_model(model: Model, root: DocumentNode) -> None:
 
 
 def _check_stack(stack: Stack, field: str, root: DocumentNode) -> None:
-    attention, experts = stack.attention, stack.experts
+    experts = stack.experts
     if stack.layers > MAX_LAYERS:
         raise root.at(f"{field}.layers").error(f"is more than {MAX_LAYERS}", "use fewer", stack.layers)
     for name, width in (("hidden", stack.hidden), ("mlp.width", stack.mlp.width)):
         if width > MAX_WIDTH:
             raise root.at(f"{field}.{name}").error(f"is more than {MAX_WIDTH:,}", "use less", width)
-    if attention.heads % attention.kv_heads:
-        problem = f"does not divide {field}.attention.heads = {attention.heads}"
-        hint = f"use {format_nearest_divisors(attention.heads, attention.kv_heads)}"
-        raise root.at(f"{field}.attention.kv_heads").error(problem, hint, attention.kv_heads)
-    for index, layer in enumerate(attention.full_layers):
-        if layer >= stack.layers:
-            problem = f"is not a layer: {field}.layers = {stack.layers}"
-            hint = f"use 0 to {stack.layers - 1}"
-            raise root.at(f"{field}.attention.full_layers[{index}]").error(problem, hint, layer)
-    _check_rope(attention, f"{field}.attention", root)
+    _check_attention(stack.attention, stack, f"{field}.attention", root)
+    _check_variants(stack, field, root)
     if experts and experts.active > experts.count:
         problem = f"is more than {field}.experts.count = {experts.count}"
         hint = f"use {experts.count} or less"
@@ -83,6 +75,39 @@ def _check_stack(stack: Stack, field: str, root: DocumentNode) -> None:
         raise root.at(f"{field}.experts.leading_dense_layers").error(
             problem, hint, experts.leading_dense_layers
         )
+
+
+def _check_attention(attention: Attention, stack: Stack, field: str, root: DocumentNode) -> None:
+    if attention.heads % attention.kv_heads:
+        problem = f"does not divide {field}.heads = {attention.heads}"
+        hint = f"use {format_nearest_divisors(attention.heads, attention.kv_heads)}"
+        raise root.at(f"{field}.kv_heads").error(problem, hint, attention.kv_heads)
+    if attention.latent and attention.linear:
+        raise root.at(f"{field}.linear").error(f"is given with {field}.latent", "use one of them")
+    _check_layers(attention.full_layers, stack, f"{field}.full_layers", root)
+    _check_rope(attention, field, root)
+
+
+def _check_layers(layers: tuple[int, ...], stack: Stack, field: str, root: DocumentNode) -> None:
+    for index, layer in enumerate(layers):
+        if layer >= stack.layers:
+            problem = f"is not a layer: {field.partition('.stack')[0]}.stack.layers = {stack.layers}"
+            hint = f"use 0 to {stack.layers - 1}"
+            raise root.at(f"{field}[{index}]").error(problem, hint, layer)
+
+
+def _check_variants(stack: Stack, field: str, root: DocumentNode) -> None:
+    """Checks that a layer has one variant at most, and each variant as the stack's own parts."""
+    seen: set[int] = set()
+    for place, variant in enumerate(stack.variants):
+        at = f"{field}.variants[{place}]"
+        _check_layers(variant.layers, stack, f"{at}.layers", root)
+        if twice := sorted(seen & set(variant.layers)):
+            problem = f"has layer {twice[0]}, which another variant has too"
+            raise root.at(f"{at}.layers").error(problem, "state a layer once")
+        seen |= set(variant.layers)
+        if variant.attention:
+            _check_attention(variant.attention, stack, f"{at}.attention", root)
 
 
 def _check_rope(attention: Attention, field: str, root: DocumentNode) -> None:

@@ -22,6 +22,7 @@ ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
     "internvl": (hf_towers.read_internvl,),
     "internvl_chat": (hf_towers.read_internvl,),
     "kimi_k25": (hf_towers.read_kimi,),
+    "kimi_vl": (hf_towers.read_kimi,),
     "llama4": (hf_towers.read_llama4,),
     "llava": (hf_towers.read_llava,),
     "llava_next": (hf_towers.read_llava,),
@@ -32,6 +33,8 @@ ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
     "qwen2_5_vl": (hf_towers.read_qwen2_5_vl,),
     "qwen2_audio": (hf_audio.read_qwen2_audio,),
     "qwen2_vl": (hf_towers.read_qwen2_vl,),
+    "qwen3_5": (hf_towers.read_qwen3_vl,),
+    "qwen3_5_moe": (hf_towers.read_qwen3_vl,),
     "qwen3_omni_moe_thinker": (hf_towers.read_qwen3_vl, hf_audio.read_qwen3_omni),
     "qwen3_vl": (hf_towers.read_qwen3_vl,),
     "qwen3_vl_moe": (hf_towers.read_qwen3_vl,),
@@ -41,11 +44,9 @@ ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
 REFUSED = {
     "gemma3n": "layers with per-layer embeddings and AltUp",
     "gemma4": "layers with per-layer embeddings and shared keys and values",
-    "minicpmv4_6": "linear attention",
+    "minicpmv4_6": "a vision tower that merges tokens between its layers",
     "mllama": "cross-attention layers",
     "phi4_multimodal": "a conformer and adapters in the language model",
-    "qwen3_5": "linear attention",
-    "qwen3_5_moe": "linear attention",
 }
 THINKERS = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 TEXT_KEYS = {"internvl_chat": "llm_config"}  # key of the language model, if it is not `text_config`

@@ -13,6 +13,7 @@ from optimus.job.model import Encoder, Llm, Mlp, Projector, Stack
 from optimus.job.typed import Amount, Count, Whole
 
 RGB = 3
+HEADS = ("num_heads", "num_attention_heads", "vt_num_attention_heads")
 SIGLIP, CLIP, PIXTRAL = "siglip_vision_model", "clip_vision_model", "pixtral"
 
 
@@ -37,8 +38,9 @@ def _stack(
 ) -> Stack:
     """Returns a bidirectional transformer whose head width is hidden / heads."""
     if hidden % heads:
-        problem = f"is not a divisor of the hidden size {hidden}"
-        raise vision["num_heads"].error(problem, "correct the file", heads)
+        problem = f"is not a divisor of hidden_size = {hidden}"
+        key = next((key for key in HEADS if vision.knows(key)), HEADS[0])
+        raise vision[key].error(problem, "correct the file", heads)
     attention = Attention(
         heads=heads,
         kv_heads=heads,
@@ -79,6 +81,24 @@ def _side(vision: HfConfig, *keys: str) -> int:
     if len(set(sides)) != 1:
         raise vision[key].error("is not a square", "write dimensions by hand in a job file")
     return sides[0]
+
+
+def _patches(vision: HfConfig) -> int:
+    """Returns the patches of a square image of `image_size` pixels."""
+    image, patch = _side(vision, "image_size"), _side(vision, "patch_size")
+    if patch > image:
+        raise vision["patch_size"].error(f"is more than image_size = {image}", "correct the file", patch)
+    return (image // patch) ** 2
+
+
+def _shuffled(config: HfConfig, key: str, patches: int) -> int:
+    """Returns the patches that a pixel shuffle makes one, of a ratio such as 0.5 (one of 2 x 2)."""
+    ratio: float = config.read(Amount, key)
+    side = round(1 / ratio)
+    if abs(side * ratio - 1) > 1e-6 or side**2 > patches:
+        problem = f"is not one over a whole number of patches, of {patches} in an image"
+        raise config[key].error(problem, "use for example 0.5", ratio)
+    return side**2
 
 
 def _qwen_encoder(vision: HfConfig, stack: Stack, *, outputs: int) -> Encoder:
@@ -133,7 +153,7 @@ def read_qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
 
 
 def read_qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
-    """Reads Qwen3-VL's encoder: deepstack features are added to outputs of LLM layers 0, 1, ..."""
+    """Reads Qwen3-VL's: deepstack features are added to outputs of LLM layers 0, 1, ...; Qwen3.5 has none."""
     vision = config.inner("vision_config")
     stack = _stack(
         vision,
@@ -145,10 +165,13 @@ def read_qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
         rotary=True,
     )
     encoder = _qwen_encoder(vision, stack, outputs=vision.count("out_hidden_size"))
-    layers = vision.read(tuple[Whole, ...], "deepstack_visual_indexes")
+    deepstack, projector = "deepstack_visual_indexes", encoder.projector
+    layers: tuple[int, ...] = ()
+    if vision.knows(deepstack):
+        layers = vision.read(tuple[Whole, ...], deepstack)
     return replace(
         encoder,
-        projector=replace(encoder.projector, norm="layernorm", deepstack_norm=True),
+        projector=replace(projector, norm="layernorm", deepstack_norm=True) if layers else projector,
         positions=vision.count("num_position_embeddings"),
         feeds=tuple(range(1 + len(layers))),
         patch_bias=True,
@@ -177,23 +200,24 @@ def read_internvl(config: HfConfig, llm: Llm) -> Encoder:
         qk_norm_over="hidden",
     )
     patch, width = _side(vision, "patch_size"), llm.stack.hidden
-    merge = round(1 / config.read(Amount, "downsample_ratio") ** 2)
+    patches = _patches(vision)
+    merge = _shuffled(config, "downsample_ratio", patches)
     return Encoder(
         name="vision",
         stack=stack,
-        projector=Projector(widths=(width, width), merge=max(1, merge), norm="layernorm", norm_eps=1e-5),
+        projector=Projector(widths=(width, width), merge=merge, norm="layernorm", norm_eps=1e-5),
         patch_inputs=_channels(vision) * patch**2,
-        positions=(_side(vision, "image_size") // patch) ** 2 + 1,
+        positions=patches + 1,
         source=f"{vision.file} (vision_config)",
         class_token=True,
-        tokens_per_item=(_side(vision, "image_size") // patch) ** 2 // max(1, merge),
+        tokens_per_item=patches // merge,
         final_norm=not vision.read_or(True, bool, "use_mean_pooling"),
         interpolates_positions=True,
     )
 
 
 def read_kimi(config: HfConfig, llm: Llm) -> Encoder:
-    """Reads Kimi-K2.5's encoder: MoonViT and a patch merger."""
+    """Reads the encoder of Kimi-VL and Kimi-K2.5: MoonViT and a patch merger."""
     vision = config.inner("vision_config")
     stack = _stack(
         vision,
@@ -272,7 +296,7 @@ def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
             widths=(outputs, outputs, max(1, 3 * width // 2), outputs), merge=merge, bias=False
         ),
         patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
-        positions=(_side(vision, "image_size") // patch) ** 2,
+        positions=_patches(vision),
         source=f"{vision.file} (vision_config)",
         pre_norm=True,
         interpolates_positions=True,
@@ -307,13 +331,13 @@ def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
     )
     patch = _side(vision, "patch_size")
     widths = vision.count("projector_input_dim"), vision.count("projector_output_dim"), llm.stack.hidden
-    merge = round(1 / vision.read(Amount, "pixel_shuffle_ratio") ** 2)
+    merge = _shuffled(vision, "pixel_shuffle_ratio", _patches(vision))
     return Encoder(
         name="vision",
         stack=stack,
-        projector=Projector(widths=widths, merge=max(1, merge), bias=False),
+        projector=Projector(widths=widths, merge=merge, bias=False),
         patch_inputs=_channels(vision) * patch**2,
-        positions=(_side(vision, "image_size") // patch) ** 2 + 1,
+        positions=_patches(vision) + 1,
         source=f"{vision.file} (vision_config)",
         patch_bias=False,
         class_token=True,
@@ -324,7 +348,7 @@ def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
 def read_gemma3(config: HfConfig, llm: Llm) -> Encoder:
     """Reads Gemma 3's encoder: SigLIP, average pooling to a fixed number of tokens, one matrix."""
     vision = config.inner("vision_config")
-    patches = (_side(vision, "image_size") // _side(vision, "patch_size")) ** 2
+    patches = _patches(vision)
     merge = max(1, patches // config.count("mm_tokens_per_image"))
     projector = Projector(widths=(llm.stack.hidden,), merge=merge, concatenates=False, bias=False)
     projector = replace(projector, norm="rmsnorm")
@@ -358,7 +382,7 @@ def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encode
         **options,
     )
     patch = _side(vision, "patch_size")
-    learned = (_side(vision, "image_size") // patch) ** 2 + (1 if kind == CLIP else 0)
+    learned = 0 if kind == PIXTRAL else _patches(vision) + (1 if kind == CLIP else 0)
     if kind == PIXTRAL:
         attention = replace(stack.attention, output_bias=False)
         stack = replace(stack, attention=attention, mlp=replace(stack.mlp, bias=False))
@@ -367,7 +391,7 @@ def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encode
         stack=stack,
         projector=projector,
         patch_inputs=_channels(vision) * patch**2,
-        positions=0 if kind == PIXTRAL else learned,
+        positions=learned,
         source=f"{vision.file} (vision_config)",
         patch_bias=kind == SIGLIP,
         class_token=kind == CLIP,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from optimus.job.attention import Attention, constant
@@ -58,8 +58,26 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A matrix that a layer applies to every token besides attention and MLP."""
+
+    inputs: Count
+    outputs: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerVariant:
+    """Layers of a stack that differ from its others; what is left out is as in the stack."""
+
+    layers: tuple[Whole, ...]
+    attention: Attention | None = None
+    mlp: Mlp | None = None
+    experts: bool = True  # false: an MLP where the stack has experts
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Equal transformer layers; a mixture of experts may begin with dense ones."""
+    """Transformer layers, equal but for windows, leading dense layers and `variants`."""
 
     hidden: Count
     layers: Count
@@ -73,22 +91,47 @@ class Stack:
     norm_offset: bool = constant(False)  # norms multiply by 1 + weight
     post_norms: bool = constant(False)  # attention and MLP each have a norm behind them too
     layer_scale: bool = constant(False)  # learned factors on the outputs of attention and MLP
+    variants: tuple[LayerVariant, ...] = constant(())  # layers of other kinds
+    linears: tuple[Linear, ...] = constant(())  # of every layer, replicated over a TP group
+    extra_parameters: Whole = constant(0)  # of every layer: convolutions, gates, further norms
+    streams: Count = constant(1)  # copies of the hidden states between layers (AltUp)
+
+    def variant_of(self, layer: int) -> int | None:
+        """Returns the index of a layer's variant, or None for a layer like most."""
+        return next((at for at, variant in enumerate(self.variants) if layer in variant.layers), None)
+
+    def at(self, layer: int) -> Stack:
+        """Returns the stack whose layers are all like this one."""
+        place = self.variant_of(layer)
+        if place is None:
+            return self
+        variant = self.variants[place]
+        return replace(
+            self,
+            attention=variant.attention or self.attention,
+            mlp=variant.mlp or self.mlp,
+            experts=self.experts if variant.experts else None,
+            variants=(),
+        )
 
     def has_experts(self, layer: int) -> bool:
-        return self.experts is not None and layer >= self.experts.leading_dense_layers
+        experts = self.at(layer).experts
+        return experts is not None and layer >= experts.leading_dense_layers
 
     @property
     def norm_parameters(self) -> int:
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     def layer_parameters(self, layer: int, *, active: bool = False) -> int:
-        parameters = self.attention.parameters(self.hidden)
+        here = self.at(layer)
+        parameters = here.attention.parameters(self.hidden) + self.extra_parameters
+        parameters += sum(linear.inputs * linear.outputs for linear in self.linears)
         parameters += (4 if self.post_norms else 2) * self.norm_parameters
         parameters += 2 * self.hidden if self.layer_scale else 0
         if self.experts and self.has_experts(layer):
             experts = self.experts
             return parameters + (experts.active_parameters if active else experts.parameters)(self.hidden)
-        return parameters + self.mlp.parameters(self.hidden)
+        return parameters + here.mlp.parameters(self.hidden)
 
     def expert_parameters(self, layer: int) -> int:
         """The part of a layer that expert parallelism divides."""
@@ -97,9 +140,10 @@ class Stack:
         return 3 * self.hidden * self.experts.count * self.experts.width
 
     def replicated_parameters(self, layer: int) -> int:
-        """The part of a layer that every rank of a TP group holds: latent down-projections, the router."""
-        latent = self.attention.latent
+        """The part of a layer that every rank of a TP group holds: what is latent, the router, `linears`."""
+        latent = self.at(layer).attention.latent
         down = self.hidden * latent.width if latent else 0
+        down += sum(linear.inputs * linear.outputs for linear in self.linears)
         router = self.hidden * self.experts.count if self.experts and self.has_experts(layer) else 0
         return down + router
 
@@ -193,6 +237,14 @@ class Encoder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PerLayerInputs:
+    """A second embedding (Gemma 3n): `width` values for every layer, from a table and from the first one."""
+
+    vocab: Count
+    width: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class Llm:
     """The language model that every encoder feeds."""
 
@@ -206,6 +258,7 @@ class Llm:
     source: str = field(default="", compare=False)
     embedding_scale: Amount = constant(1.0)  # of token embeddings
     logit_softcap: Amount | None = constant(None)
+    per_layer_inputs: PerLayerInputs | None = constant(None)
 
     @property
     def rotary(self) -> bool:
@@ -214,12 +267,29 @@ class Llm:
         return not self.positions if stated is None else stated
 
     @property
+    def stream_linears(self) -> tuple[Linear, ...]:
+        """Matrices that make further streams of hidden states, and as many that end them."""
+        return (Linear(inputs=self.stack.hidden, outputs=self.stack.hidden),) * (self.stack.streams - 1)
+
+    @property
+    def embedding_linears(self) -> tuple[Linear, ...]:
+        """Matrices applied to embeddings before the first layer."""
+        if self.per_layer_inputs is None:
+            return self.stream_linears
+        outputs = self.stack.layers * self.per_layer_inputs.width
+        return (*self.stream_linears, Linear(inputs=self.stack.hidden, outputs=outputs))
+
+    @property
     def embedding_parameters(self) -> int:
-        return (self.vocab + self.positions) * self.stack.hidden
+        parameters = (self.vocab + self.positions) * self.stack.hidden
+        if extra := self.per_layer_inputs:
+            parameters += extra.vocab * self.stack.layers * extra.width + extra.width
+        return parameters + sum(linear.inputs * linear.outputs for linear in self.embedding_linears)
 
     @property
     def head_parameters(self) -> int:
-        return self.stack.norm_parameters + (0 if self.tied else self.vocab * self.stack.hidden)
+        streams = sum(linear.inputs * linear.outputs for linear in self.stream_linears)
+        return streams + self.stack.norm_parameters + (0 if self.tied else self.vocab * self.stack.hidden)
 
     def parameters(self, *, active: bool = False) -> int:
         return self.embedding_parameters + self.stack.parameters(active=active) + self.head_parameters

@@ -54,6 +54,13 @@ def _limits(module: Encoder | Llm) -> Iterator[tuple[str, object, bool]]:
     rope, mlp = attention.rope, stack.mlp
     yield "stack.experts", "given", stack.experts is None
     yield "stack.attention.latent", "given", attention.latent is None
+    yield "stack.attention.linear", "given", attention.linear is None
+    yield "stack.attention.output_gate", True, not attention.output_gate
+    yield "stack.attention.kv_projection", attention.kv_projection, attention.kv_projection == "both"
+    yield "stack.variants", "given", not stack.variants
+    yield "stack.linears", "given", not stack.linears
+    yield "stack.extra_parameters", stack.extra_parameters, not stack.extra_parameters
+    yield "stack.streams", stack.streams, stack.streams == 1
     yield "stack.attention.rope.scaling", rope.scaling and rope.scaling.type, rope.scaling is None
     yield "stack.attention.rope.local_theta", rope.local_theta, rope.local_theta is None
     yield "stack.attention.rope.partial_factor", rope.partial_factor, rope.partial_factor == 1
@@ -102,4 +109,5 @@ def _llm_limits(llm: Llm) -> Iterator[tuple[str, object, bool]]:
     yield "stack.attention.window_tokens", attention.window_tokens, attention.window_tokens is None
     yield "stack.attention.rotary", attention.rotary, attention.rotary in (None, not llm.positions)
     yield "embedding_scale", llm.embedding_scale, llm.embedding_scale == 1
+    yield "per_layer_inputs", "given", llm.per_layer_inputs is None
     yield "logit_softcap", llm.logit_softcap, llm.logit_softcap is None

@@ -107,10 +107,16 @@ def _constants(value: Any, field: str = "") -> Iterator[str]:
     """Yields the constants of a module that differ from their defaults: `stack.norm_eps 1e-05`."""
     for each in fields(value):
         item, name = getattr(value, each.name), f"{field}{each.name}"
-        if is_dataclass(item):
+        if is_dataclass(item) and (is_dataclass(each.default) or not each.metadata.get("constant")):
             yield from _constants(item, f"{name}.")
         elif each.metadata.get("constant") and item != each.default:
-            yield f"{name} {json.dumps(item)}"
+            yield f"{name} {json.dumps(item, default=_stated)}"
+
+
+def _stated(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that differ from their defaults."""
+    items = ((each, getattr(value, each.name)) for each in fields(value))
+    return {each.name: item for each, item in items if item != each.default}
 
 
 def _quoted(text: str) -> str:
