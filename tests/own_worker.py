@@ -1,7 +1,7 @@
 """Trains tiny models of transformers in our own layers on four ranks; prints one JSON line for each.
 
-Arguments are a dtype, steps of AdamW and names of `hf_models`; rank 0 compares with one process of unpatched
-transformers.
+Arguments are a dtype, steps of AdamW and names of `hf_models`, with `@` and a name of LAYOUTS for a layout
+that is not tp2 x pp2; rank 0 compares with one process of unpatched transformers.
 """
 
 from __future__ import annotations
@@ -89,20 +89,26 @@ def _same(a: Path, b: Path) -> bool:
     return b.exists() and a.read_bytes() == b.read_bytes()
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "": {"pp": 2, "tp": 2, "encoders": ((1, 1, 2),)},
+    "stages": {"pp": 4, "encoders": ((4, 1),), "order": "zero-bubble"},
+    "recompute": {"pp": 2, "tp": 2, "encoders": ((2, 1, 2),), "recompute": "full"},
+}
+
+
 def main(dtype: str, steps: str, names: list[str]) -> None:
     for name in names:
+        model, _, layout = name.partition("@")
         with tempfile.TemporaryDirectory() as folder:
-            save_folder(name, Path(folder, "model"), getattr(torch, dtype))
+            save_folder(model, Path(folder, "model"), getattr(torch, dtype))
             case = OwnCase(
                 name=name,
-                model=name,
+                model=model,
                 folder=Path(folder, "model"),
-                ranks=4,
-                pp=2,
-                tp=2,
-                microbatches=5,
-                encoders=((1, 1, 2),),
                 dtype=dtype,
+                ranks=4,
+                microbatches=5,
+                **LAYOUTS[layout],
             )
             print(json.dumps({"name": name, **play(case, partial(compare, steps=int(steps)))}), flush=True)  # noqa: T201
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from engine_cases import Case
 from one_process import OneProcess, loss_scale
-from own_families import Documents, as_ours, read_model, save_folder, whole_tensors
+from own_families import Documents, OwnCase, as_ours, read_model, save_folder, whole_tensors
+from own_worker import LAYOUTS
 from torch import Tensor
 from worker_lines import run_worker
 
-from optimus.engine.build_rank import reject_distant_deepstack
+from optimus.engine.build_rank import build_message_specs
 from optimus.errors import UserError
 from optimus.hf.own_layers import FAMILY_MAPS, load_layers, save_layers
 from optimus.job.attention import RopeScaling
@@ -25,6 +26,7 @@ from optimus.job.model import Encoder, Llm, Model
 from optimus.job.own_layers import COMPARED_FAMILIES, find_unsupported, find_untrainable
 from optimus.models.microbatch_inputs import build_llm_inputs
 from optimus.models.sample import Sample, SampleItem
+from optimus.profiler import segments
 
 CASES = ("qwen2_5_vl", "llava_siglip_qwen2", "llava_siglip_llama", "qwen3_vl", "qwen3_vl_tied")
 TOLERANCE = {"float64": 1e-5, "float32": 2e-5}  # transformers computes norms and rotary tables in float32
@@ -42,6 +44,41 @@ def test_four_ranks_compute_what_transformers_does(case: str, dtype: str, steps:
     assert line["slots"] and line["saved"] == [] and line["read"] <= 1.1, line
     if dtype == "float64":  # in float32 AdamW turns tiny gradients into steps of either sign
         assert line["parameters"] <= 1e-4 and line["fallen"] < 0.6, line
+
+
+@pytest.mark.ci("own layers")
+@pytest.mark.timeout(300)
+def test_deepstack_rows_travel_between_stages() -> None:
+    """Rows leave encoder stages before the projector's, and LLM layers behind the first stage add them."""
+    names = "qwen3_vl@stages", "qwen3_vl@recompute"
+    for line in run_worker("own_worker.py", "float64", "2", *names, timeout_s=290):
+        assert "error" not in line, line["error"]
+        assert max(line["loss"], line["gradients"], line["losses"]) <= TOLERANCE["float64"], line
+        assert line["slots"] and line["saved"] == [], line
+
+
+def test_plans_price_the_rows_that_travel(tmp_path: Path) -> None:
+    """Messages of a plan and of the engine have the same bytes; planned encoder tokens are a mean."""
+    save_folder("qwen3_vl", tmp_path, torch.bfloat16)
+    layout = {"ranks": 4, "microbatches": 5, **LAYOUTS["stages"]}
+    case = OwnCase(name="stages", model="qwen3_vl", folder=tmp_path, **layout)
+    plan, tokens = case.plan, case.job.workload.sequence_tokens
+    specs = build_message_specs(case.job.model, plan, llm_tokens=tokens, dtype=torch.bfloat16)
+    state_bytes = {"llm": tokens * case.job.model.llm.stack.hidden * 2}
+    for name, module in plan.modules.items():
+        counts = [len(message) for message in specs.inputs[name][1:]]
+        sent = [chunk.output_bytes for chunk in module.chunks[:-1]]
+        each = state_bytes.get(name, sent[0] / counts[0])
+        assert min(counts) < max(counts) and sent == pytest.approx([count * each for count in counts], abs=1)
+
+
+def test_a_projector_with_deepstack_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "REPETITIONS", 2)
+    save_folder("qwen3_vl", tmp_path, torch.float32)
+    job = OwnCase(name="job", model="qwen3_vl", folder=tmp_path, ranks=2, pp=2, microbatches=5).job
+    rows = segments.profile_job(job, tps=(1, 2)).segments
+    projector = {(row.kind, row.tp) for row in rows if row.layers == "projector"}
+    assert len(projector) == 4 + 3
 
 
 def test_families_with_weights_are_those_compared() -> None:
@@ -308,15 +345,11 @@ def test_a_tie_of_the_inner_configuration_alone_is_refused(tmp_path: Path) -> No
         load_layers(read_model(tmp_path), [], tmp_path)
 
 
-def test_rows_beside_the_pipeline_stay_on_one_rank() -> None:
-    """Deepstack rows go from an encoder's layers to its projector, and to the LLM's first stage."""
-    pipeline = Case(name="encoder in two stages", ranks=2, pp=2, encoders=((2, 1),))
-    stages = Case(name="four stages", ranks=4, pp=4, encoders=((1, 1),))
-    for case, field in ((pipeline, r"vision\.layout\.pp"), (stages, r"llm\.chunks")):
-        (encoder,) = case.job.model.encoders
-        deep = replace(encoder, feeds=(0, 1, 2, 3), deepstack_layers=(0, 1, 2))
-        with pytest.raises(UserError, match=rf"plan\.modules\.{field}"):
-            reject_distant_deepstack(replace(case.job.model, encoders=(deep,)), case.plan)
+def test_deepstack_of_several_encoders_is_refused() -> None:
+    model = Case(name="two encoders", ranks=2, pp=2, encoders=((1, 1), (1, 1))).job.model
+    deep = replace(model.encoders[0], feeds=(0, 1), deepstack_layers=(0,))
+    refused = find_untrainable(replace(model, encoders=(deep, model.encoders[1])))
+    assert refused is not None and refused.field == "model.vision.deepstack_layers"
 
 
 def test_a_video_of_qwen3_vl_is_given_frame_by_frame(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from optimus.cost import flops
@@ -100,6 +101,11 @@ def price_encoder_layers(
     )
     first = _measured(first, "embedding", tokens, cost_model)
     last = _measured(last, "projector", tokens, cost_model)
+    given = [sum(deep <= index for deep in encoder.deepstack_layers) for index in range(len(layers))]
+    layers = [
+        replace(layer, output_bytes=layer.output_bytes * (1 + rows))
+        for layer, rows in zip(layers, given, strict=True)
+    ]
     return (first, *layers, last)
 
 
@@ -111,8 +117,13 @@ def price_llm_layers(
     recompute: str,
     *,
     upstream_trained: bool = True,
+    feeds: Collection[int] = (0,),
 ) -> tuple[PricedLayer, ...]:
-    """Prices embedding, layers and head of an LLM; a frozen one passes gradients to trained encoders."""
+    """Prices embedding, layers and head of an LLM; a frozen one passes gradients to trained encoders.
+
+    Encoder rows for layers of `feeds` behind the first travel with the state up to them, and the layer before
+    saves them: they are added to its output.
+    """
     tokens, hidden, tp = load.tokens / layout.cp, llm.stack.hidden, layout.tp
     state_bytes = tokens / tp * hidden * BF16_BYTES
     passes = llm.train or upstream_trained
@@ -155,7 +166,15 @@ def price_llm_layers(
         ]
     embedding = _measured(embedding, "embedding", tokens, cost_model)
     head = _measured(head, "head", tokens, cost_model)
-    return (embedding, *layers, head)
+    stack = [
+        replace(
+            layer,
+            output_bytes=layer.output_bytes * (1 + sum(fed > index for fed in feeds)),
+            activation_bytes=layer.activation_bytes + state_bytes * (passes and index in feeds and index > 0),
+        )
+        for index, layer in enumerate((embedding, *layers))
+    ]
+    return (*stack, head)
 
 
 def _stack_layers(

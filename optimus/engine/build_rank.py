@@ -23,6 +23,7 @@ from optimus.job.own_layers import refuse_untrainable
 from optimus.models.build import build_layers, count_layers, insert_tp_collectives, named_parameters
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import ParamSplit
+from optimus.models.deepstack import list_passed_rows
 from optimus.models.kernels import KERNELS, KernelSet
 from optimus.models.phase_order import Recompute
 from optimus.models.segment import Segment, SequentialSegment
@@ -70,7 +71,6 @@ def build_rank_model(
     """
     refuse_untrainable(model)
     reject_unsupported_plan(plan)
-    reject_distant_deepstack(model, plan)
     segmented = _find_segmented_modules(plan, groups.rank) if fuse else set(plan.modules)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed, "compute": kernels}
     options["deepstack"] = count_deepstack(model)
@@ -88,7 +88,12 @@ def build_rank_model(
                 _group_segments(layer, tensor_parallel=tensor_parallel, fused=fused) for layer in layers
             ]
             regather = plan.modules[module.name].regather
-            module_chunks.append(SegmentedChunk(grouped, recompute=recompute, regather=regather))
+            rows_in, rows_out = (list_passed_rows(module, at, options["deepstack"]) for at in (first, end))
+            module_chunks.append(
+                SegmentedChunk(
+                    grouped, recompute=recompute, regather=regather, rows_in=rows_in, rows_out=rows_out
+                )
+            )
             for name, parameter, split in named_parameters(module, layers, first=first):
                 if parameters.setdefault(name, parameter) is not parameter:  # head of a tied embedding
                     parameters[f"{name} (head)"] = parameter
@@ -106,7 +111,7 @@ def build_rank_model(
         tied=(*embeddings, *heads),
         copies=tuple(heads),
         partial=tuple(partial_grads),
-        specs=_build_message_specs(model, plan, llm_tokens=llm_tokens, dtype=dtype),
+        specs=build_message_specs(model, plan, llm_tokens=llm_tokens, dtype=dtype),
     )
 
 
@@ -166,7 +171,7 @@ def find_layer_ranges(plan: Plan, module: Encoder | Llm, rank: int) -> list[tupl
     return [(ends[virtual - 1] if virtual else 0, ends[virtual]) for virtual in virtual_stages]
 
 
-def _build_message_specs(
+def build_message_specs(
     model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype
 ) -> FixedMessageSpecs:
     """Returns the specs of messages between stages, and over the seam."""
@@ -179,15 +184,17 @@ def _build_message_specs(
             hint="use sequences of another length, or another tp",
         )
 
-    def stage_inputs(module: str, rows: int, width: int) -> list[tuple[TensorSpec, ...]]:
-        shard = rows // plan.modules[module].layout.tp
-        return [(TensorSpec(shape=(shard, width), dtype=dtype),)] * len(plan.modules[module].chunks)
+    def stage_inputs(module: Encoder | Llm, rows: int) -> list[tuple[TensorSpec, ...]]:
+        planned, deepstack = plan.modules[module.name], count_deepstack(model)
+        firsts = list(accumulate((chunk.layers for chunk in planned.chunks), initial=0))[:-1]
+        state = TensorSpec(shape=(rows // planned.layout.tp, module.stack.hidden), dtype=dtype)
+        return [(state,) * (1 + len(list_passed_rows(module, first, deepstack))) for first in firsts]
 
-    inputs = {LLM: stage_inputs(LLM, llm_tokens, hidden)}
+    inputs = {LLM: stage_inputs(model.llm, llm_tokens)}
     rows = {}
     for encoder in model.encoders:
         tokens = plan.modules[encoder.name].bin_tokens
-        inputs[encoder.name] = stage_inputs(encoder.name, tokens, encoder.stack.hidden)
+        inputs[encoder.name] = stage_inputs(encoder, tokens)
         width = hidden * (1 + count_deepstack(model))
         merged = (tokens // encoder.projector.merge // plan.modules[encoder.name].layout.tp, width)
         rows[encoder.name] = (TensorSpec(shape=merged, dtype=dtype),)
@@ -197,30 +204,6 @@ def _build_message_specs(
 def count_deepstack(model: Model) -> int:
     """Returns the LLM layers behind which rows of encoders are added."""
     return max((len(encoder.feeds) for encoder in model.encoders), default=1) - 1
-
-
-def reject_distant_deepstack(model: Model, plan: Plan) -> None:
-    """Raises unless layers that pass rows beside the pipeline are on one rank with those that read them."""
-    count = count_deepstack(model)
-    if not count:
-        return
-    for encoder in model.encoders:
-        pp = plan.modules[encoder.name].layout.pp
-        if pp > 1 or len(model.encoders) > 1:
-            raise UserError(
-                field=f"plan.modules.{encoder.name}.layout.pp",
-                value=pp,
-                problem="is not 1, or there are several encoders, and its projector reads earlier layers",
-                hint=f"plan with one encoder and {encoder.name}=pp1",
-            )
-    layers = plan.modules[LLM].chunks[0].layers - 1
-    if layers < count:
-        raise UserError(
-            field=f"plan.modules.{LLM}.chunks",
-            value=layers,
-            problem=f"layers in the first stage are fewer than the {count} that get rows of encoders",
-            hint="plan with fewer stages",
-        )
 
 
 def reject_unsupported_plan(plan: Plan) -> None:

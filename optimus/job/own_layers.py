@@ -29,6 +29,14 @@ def find_untrainable(model: Model) -> UserError | None:
             problem="can be planned, but no test compares our own layers with this family of transformers",
             hint=f"{compared}only plan it, or run its transformers modules in FillSchedule",
         )
+    deep = next((encoder for encoder in model.encoders if encoder.deepstack_layers), None)
+    if deep is not None and len(model.encoders) > 1:
+        return UserError(
+            field=f"model.{deep.name}.deepstack_layers",
+            value=deep.deepstack_layers,
+            problem=f"can be planned, but the engine does not run it with {len(model.encoders)} encoders yet",
+            hint="leave out the other encoders, or only plan",
+        )
     return next((error for error in map(find_unsupported, model.modules) if error is not None), None)
 
 

@@ -50,6 +50,7 @@ class SegmentedChunk:
     forward; the `attention`; or the `full` layer, of which only the inputs are saved. With `regather`, the
     output of an all-gather is freed after the product that reads it, and gathered again for the gradient of
     its weights. An `opaque` chunk runs all layers of its stage as one, however many the plan has.
+    `rows_in` and `rows_out` number the rows that travel behind its input and output (deepstack).
     """
 
     def __init__(
@@ -59,9 +60,12 @@ class SegmentedChunk:
         recompute: Recompute = "none",
         regather: bool = True,
         opaque: bool = False,
+        rows_in: Sequence[int] = (),
+        rows_out: Sequence[int] = (),
     ) -> None:
         self.layers = nn.ModuleList(nn.ModuleList(layer) for layer in layers)
         self.recompute, self.opaque = recompute, opaque
+        self.rows_in, self.rows_out = tuple(rows_in), tuple(rows_out)
         self._segments = [segment for layer in layers for segment in layer]
         self._layer_of = [number for number, layer in enumerate(layers) for _ in layer]
         firsts = accumulate((len(layer) for layer in layers), initial=0)
@@ -113,6 +117,10 @@ class SegmentedChunk:
     def begin_forward(
         self, microbatch: int, state: State, needs_grad: NeedsGrad | None, context: Any
     ) -> None:
+        if self.rows_in:
+            first = len(state) - len(self.rows_in)
+            context.side.rows.update(zip(self.rows_in, state[first:], strict=True))
+            state, needs_grad = state[:first], needs_grad and needs_grad[:first]
         self._frames[microbatch] = _Frame(state, needs_grad, context, len(self._segments))
 
     def output(self, microbatch: int) -> State:
@@ -123,16 +131,21 @@ class SegmentedChunk:
             self._release_outputs(frame, len(frame.saved) - 1)
         if not any(frame.saved) and not frame.recompute_inputs:
             del self._frames[microbatch]  # no backward follows
-        return output
+        return (*output, *frame.context.side.take(self.rows_out, output[0])) if self.rows_out else output
 
     def begin_backward(self, microbatch: int, gradients: Gradients) -> None:
-        self._frames[microbatch].gradients = gradients
+        frame = self._frames[microbatch]
+        if self.rows_out:
+            first = len(gradients) - len(self.rows_out)
+            frame.context.side.grads.update(zip(self.rows_out, gradients[first:], strict=True))
+            gradients = gradients[:first]
+        frame.gradients = gradients
 
     def input_gradients(self, microbatch: int) -> Gradients:
         frame = self._frames[microbatch]
         gradients, frame.gradients = frame.gradients, ()
         self._drop_finished(microbatch)
-        return gradients
+        return (*gradients, *frame.context.side.take_grads(self.rows_in)) if self.rows_in else gradients
 
     def _drop_finished(self, microbatch: int) -> None:
         """Drops the frame of a microbatch on which no op has anything left to do."""

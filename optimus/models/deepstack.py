@@ -1,12 +1,14 @@
-"""Passes rows between distant layers of one rank beside the state of segments (deepstack).
+"""Passes rows between distant layers beside the state of segments (deepstack).
 
 A projector reads outputs of earlier encoder layers, and the rows that it makes of them are added behind the
 first layers of the LLM. Gradients go back the same way: who reads rows in the forward runs its backward
-before the one who gave them.
+before the one who gave them. Between stages, rows travel behind the state, and their gradients behind its
+gradient (`SegmentedChunk`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +16,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from optimus.job.model import Encoder, Llm
+
 
 @dataclass(kw_only=True, eq=False)
 class SideRows:
-    """Rows of one microbatch and their gradients, by index; `targets` are those of an LLM's rows."""
+    """Rows of one microbatch and their gradients, by index; each has the shape of the state."""
 
     rows: dict[int, Tensor] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
-    targets: Tensor | None = None
+
+    def take(self, indices: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
+        """Removes and returns rows; those of a microbatch without encoder outputs are zeros."""
+        rows = [self.rows.pop(index, None) for index in indices]
+        return tuple(torch.zeros_like(like) if each is None else each for each in rows)
+
+    def take_grads(self, indices: Sequence[int]) -> tuple[Tensor | None, ...]:
+        """Removes and returns gradients, None where there is none."""
+        return tuple(self.grads.pop(index, None) for index in indices)
+
+
+def list_passed_rows(module: Encoder | Llm, boundary: int, deepstack: int = 0) -> tuple[int, ...]:
+    """Returns the indices of rows that travel between layer `boundary` of a module and the one before it.
+
+    Layers are numbered with the module's two ends. Rows of an encoder go from their layer to the projector,
+    the `deepstack` rows of an LLM from the embedding to their layer.
+    """
+    if not 0 < boundary < module.stack.layers + 2:
+        return ()
+    if isinstance(module, Llm):
+        return tuple(range(boundary - 1, deepstack))
+    return tuple(index for index, layer in enumerate(module.deepstack_layers) if layer + 1 < boundary)
 
 
 class GiveRows:
@@ -35,6 +60,7 @@ class GiveRows:
         return _Hooked.apply(x, self, side) if torch.is_grad_enabled() else x
 
     def backward(self, gradient: Tensor, side: SideRows) -> Tensor:
+        side.rows.pop(self.index, None)  # of a recomputation
         given = side.grads.pop(self.index, None)
         return gradient if given is None else gradient + given
 
@@ -46,15 +72,15 @@ class AddRows:
         self.index = index
 
     def __call__(self, x: Tensor, side: SideRows) -> Tensor:
-        if side.targets is None:
+        rows = side.rows.get(self.index)
+        if rows is None:
             return x  # a microbatch without encoder outputs
-        padded = functional.pad(x, (0, 0, 0, 1)).detach()
-        added = padded.index_add_(0, side.targets, side.rows[self.index].to(x.dtype))[: x.shape[0]]
+        added = x.detach() + rows
         return _Hooked.apply(x, self, side, added) if torch.is_grad_enabled() else added
 
     def backward(self, gradient: Tensor, side: SideRows) -> Tensor:
-        if side.targets is not None:
-            side.grads[self.index] = functional.pad(gradient, (0, 0, 0, 1))[side.targets]
+        if side.rows.pop(self.index, None) is not None:
+            side.grads[self.index] = gradient
         return gradient
 
 
@@ -81,7 +107,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, side: SideRows, index: int) -> Tensor:
         context.side, context.index = side, index
-        return side.rows[index].clone()
+        return side.rows.pop(index).clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, None, None]:
@@ -90,7 +116,10 @@ class _Take(torch.autograd.Function):
 
 
 def keep_rows(x: Tensor, rows: Tensor, targets: Tensor, side: SideRows) -> Tensor:
-    """Keeps the rows for `AddRows`, whose width is that of `x`; returns `x`."""
+    """Puts rows at their targets and keeps them for `AddRows`; returns `x`, of which they are multiples.
+
+    Rows with a target past the end are dropped.
+    """
     kept: Tensor = _Keep.apply(x, rows, targets, side)
     return kept
 
@@ -98,12 +127,13 @@ def keep_rows(x: Tensor, rows: Tensor, targets: Tensor, side: SideRows) -> Tenso
 class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, rows: Tensor, targets: Tensor, side: SideRows) -> Tensor:
-        parts = rows.detach().split(x.shape[1], 1)
-        side.rows, side.targets = dict(enumerate(parts)), targets
-        context.side, context.count = side, len(parts)
+        parts = rows.detach().to(x.dtype).split(x.shape[1], 1)
+        for index, part in enumerate(parts):
+            side.rows[index] = x.new_zeros(x.shape[0] + 1, x.shape[1]).index_copy_(0, targets, part)[:-1]
+        context.side, context.targets, context.count = side, targets, len(parts)
         return x.view_as(x)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grads = context.side.grads
-        return gradient, torch.cat([grads.pop(index) for index in range(context.count)], 1), None, None
+        parts = [functional.pad(context.side.grads.pop(i), (0, 0, 0, 1)) for i in range(context.count)]
+        return gradient, torch.cat([part[context.targets] for part in parts], 1), None, None

@@ -186,6 +186,7 @@ class PlanningContext:
                 self.cost_model,
                 recompute,
                 upstream_trained=upstream,
+                feeds={fed for encoder in model.encoders for fed in encoder.feeds},
             )
         return self.cache.priced[key]
 

@@ -27,10 +27,11 @@ from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
 from optimus.ir.op import KernelName, OpKind
 from optimus.job.job import Job
-from optimus.job.model import Encoder, Llm
+from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, count_layers, insert_tp_collectives, segment_name
 from optimus.models.chunk import SegmentedChunk, trainable_parameters
 from optimus.models.collectives import AsyncCollective, TpGroup
+from optimus.models.deepstack import list_passed_rows
 from optimus.models.microbatch_inputs import (
     LlmMicrobatchContext,
     SeamRoute,
@@ -143,7 +144,7 @@ def _loads(job: Job, dtype: torch.dtype) -> Iterator[_Load]:
         for count in sorted(count for count in counts if count <= len(items)):
             yield _encoder_load(encoder, items[:count], dtype)
     for size in sizes:
-        yield _llm_load(job.model.llm, samples[:size], dtype)
+        yield _llm_load(job.model, samples[:size], dtype)
 
 
 def _encoder_load(encoder: Encoder, items: list[PlacedItem], dtype: torch.dtype) -> _Load:
@@ -152,9 +153,11 @@ def _encoder_load(encoder: Encoder, items: list[PlacedItem], dtype: torch.dtype)
     return _Load(module=encoder, tokens=tokens, inputs=(inputs,), context=context, dtype=dtype)
 
 
-def _llm_load(llm: Llm, samples: list[Sample], dtype: torch.dtype) -> _Load:
-    ids, context = build_llm_inputs(llm, samples, (), 1.0, seed=0, step=0, dtype=dtype)
-    return _Load(module=llm, tokens=len(ids), inputs=(ids,), context=context, dtype=dtype)
+def _llm_load(model: Model, samples: list[Sample], dtype: torch.dtype) -> _Load:
+    ids, context = build_llm_inputs(
+        model.llm, samples, (), 1.0, seed=0, step=0, dtype=dtype, encoders=model.encoders
+    )
+    return _Load(module=model.llm, tokens=len(ids), inputs=(ids,), context=context, dtype=dtype)
 
 
 def _shard(load: _Load, tp: int) -> _Load:
@@ -183,6 +186,7 @@ def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasureme
     ShardedBucket(trainable_parameters(built), None).begin_step()  # accumulates in float32, as in training
     names = _names(load, layer, built)
     parts = built if tp == 1 else insert_tp_collectives(built)
+    rows_in, rows_out = (list_passed_rows(module, boundary) for boundary in (layer, layer + 1))
     op_sequences = (
         ((OpKind.FORWARD, OpKind.BACKWARD), (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD))
         if tp == 1
@@ -193,7 +197,7 @@ def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasureme
         for kinds in op_sequences:
             timed: dict[tuple[str, OpKind], float] = {}
             for kind, phase, seconds in _run_microbatch(
-                SegmentedChunk([parts]), kinds, load, first=layer == 0
+                SegmentedChunk([parts], rows_in=rows_in, rows_out=rows_out), kinds, load, first=layer == 0
             ):
                 key = names[_base(phase)], kind
                 timed[key] = timed.get(key, 0.0) + seconds
@@ -238,7 +242,8 @@ def _run_microbatch(
 ) -> Iterator[tuple[OpKind, ChunkPhase, float]]:
     """Runs one microbatch through one layer; yields the op's kind, the phase and its seconds."""
     rows = load.tokens // load.tp_group.size
-    state = load.inputs if first else (torch.randn(rows, load.module.stack.hidden, dtype=load.dtype),)
+    hidden, count = load.module.stack.hidden, 1 + len(chunk.rows_in)
+    state = load.inputs if first else tuple(torch.randn(rows, hidden, dtype=load.dtype) for _ in range(count))
     chunk.begin_forward(0, state, (not first,) * len(state), load.context)
     for kind in kinds:
         if kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD):
