@@ -78,14 +78,24 @@ def _packed(documents: list[dict[str, Any]]) -> Sample:
     items, tokens, labels, start = [], list[Tensor](), list[Tensor](), 0
     for document in documents:
         images, videos = iter(_images(document)), iter(_videos(document))
+        frames = list[int]()  # first tokens of frames of a video with text between them
         mask = document.get("attention_mask", torch.ones_like(document["input_ids"])).bool()
         for ids, targets, kept in zip(document["input_ids"], document["labels"], mask, strict=True):
             tokens.append(ids[kept])
             labels.append(torch.cat((targets[kept][1:], torch.tensor([IGNORE_INDEX]))))
             for at in range(1, len(tokens[-1])):
-                if int(ids[at]) in (IMAGE, VIDEO) and ids[at - 1] != ids[at]:
+                if int(ids[at]) not in (IMAGE, VIDEO) or ids[at - 1] == ids[at]:
+                    continue
+                if ids[at] == IMAGE or "second_per_grid_ts" in document:
                     item = next(images if ids[at] == IMAGE else videos)
                     items.append(replace(item, offset=start + at))
+                    continue
+                frames.append(start + at)
+                if len(frames) == 1:
+                    video = next(videos)
+                if len(frames) == video.grid[0]:
+                    items.append(replace(video, offset=frames[0], frame_offsets=tuple(frames)))
+                    frames.clear()
             start += len(tokens[-1])
     return Sample(
         number=0,
@@ -107,11 +117,8 @@ def _images(document: dict[str, Any]) -> Iterator[SampleItem]:
 
 def _videos(document: dict[str, Any]) -> Iterator[SampleItem]:
     for video in _grids(document, "pixel_values_videos", "video_grid_thw"):
-        if "second_per_grid_ts" in document:
-            yield replace(video, seconds_per_frame=float(document["second_per_grid_ts"][0]))
-        else:  # Qwen3-VL: text between frames says their times
-            for inputs in video.inputs.chunk(video.grid[0]):
-                yield SampleItem(offset=0, grid=video.grid[1:], inputs=inputs)
+        seconds = document.get("second_per_grid_ts", [1.0])  # Qwen3-VL has times as text between frames
+        yield replace(video, seconds_per_frame=float(seconds[0]))
 
 
 def _grids(document: dict[str, Any], pixels: str, grids: str) -> Iterator[SampleItem]:

@@ -352,11 +352,21 @@ def test_deepstack_of_several_encoders_is_refused() -> None:
     assert refused is not None and refused.field == "model.vision.deepstack_layers"
 
 
-def test_a_video_of_qwen3_vl_is_given_frame_by_frame(tmp_path: Path) -> None:
-    save_folder("qwen3_vl", tmp_path, torch.float64)
+@pytest.mark.parametrize(
+    ("case", "offsets", "problem"),
+    [
+        ("qwen3_vl", (), r"are 0, and its grid \(2, 4, 4\) has 2 frames"),
+        ("qwen3_vl", (1, 6, 11), r"are 3, and its grid"),
+        ("qwen2_5_vl", (1, 6), "frames of a video follow one another"),
+    ],
+)
+def test_frames_have_offsets_where_text_is_between_them(
+    case: str, offsets: tuple[int, ...], problem: str, tmp_path: Path
+) -> None:
+    save_folder(case, tmp_path, torch.float64)
     model = read_model(tmp_path)
-    video = SampleItem(offset=1, grid=(2, 4, 4), inputs=torch.zeros(32, 24))
-    tokens = torch.ones(10, dtype=torch.int64)
+    video = SampleItem(offset=1, grid=(2, 4, 4), inputs=torch.zeros(32, 24), frame_offsets=offsets)
+    tokens = torch.ones(12, dtype=torch.int64)
     sample = Sample(number=0, tokens=tokens, labels=tokens, items={"vision": (video,)})
-    with pytest.raises(UserError, match="each frame as an item"):
+    with pytest.raises(UserError, match=problem):
         build_llm_inputs(model.llm, [sample], [], 1.0, seed=0, step=0, encoders=model.encoders)

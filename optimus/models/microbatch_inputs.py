@@ -255,7 +255,7 @@ def find_llm_row_targets(
         tokens = compute_encoder_token_order(encoder, item.grid).output_index
         end = start + len(tokens)
         if sample in first_rows:
-            target[start:end] = first_rows[sample] + item.offset + tokens
+            target[start:end] = first_rows[sample] + item.find_positions(tokens)
         start = end
     return target
 
@@ -311,14 +311,8 @@ def _positions(llm: Llm, sample: Sample, encoders: Sequence[Encoder]) -> Tensor:
         )
     rope = llm.stack.attention.rope
     axes = max(1, len(rope.sections))
-    videos = [i for items in sample.items.values() for i in items if len(i.grid) == 3 and i.grid[0] > 1]
-    if rope.interleaved_sections and videos:
-        raise UserError(
-            field=f"grid of an item of sample {sample.number}",
-            value=videos[0].grid,
-            problem="is a video, whose frames have their times as text before them in this model",
-            hint="give each frame as an item (height, width)",
-        )
+    for item in (item for items in sample.items.values() for item in items):
+        _check_frames(sample, item, between_text=rope.interleaved_sections, axes=axes)
     of_items = _item_positions(sample, encoders, axes) if axes > 1 else {}
     runs: list[Tensor] = []
     start = 0
@@ -339,11 +333,27 @@ def _positions(llm: Llm, sample: Sample, encoders: Sequence[Encoder]) -> Tensor:
 def _item_positions(sample: Sample, encoders: Sequence[Encoder], axes: int) -> dict[int, Tensor]:
     """Returns positions (axes, tokens) of every item's LLM tokens, by the offset of the first."""
     by_name = {encoder.name: encoder for encoder in encoders}
-    return {
-        item.offset: _grid_positions(by_name[name], item, axes)
-        for name, items in sample.items.items()
-        for item in items
-    }
+    positions = {}
+    for name, item in ((name, item) for name, items in sample.items.items() for item in items):
+        for offset in item.frame_offsets or (item.offset,):
+            frame = replace(item, grid=item.grid[-2:]) if item.frame_offsets else item
+            positions[offset] = _grid_positions(by_name[name], frame, axes)
+    return positions
+
+
+def _check_frames(sample: Sample, item: SampleItem, *, between_text: bool, axes: int) -> None:
+    """Raises unless frames of a video have offsets exactly where the model has text between them."""
+    frames = item.grid[0] if len(item.grid) == 3 else 1
+    field_name, count = f"frame_offsets of an item of sample {sample.number}", len(item.frame_offsets)
+    if count != frames and (item.frame_offsets or (frames > 1 and between_text)):
+        problem = f"are {count}, and its grid {item.grid} has {frames} frames with text between them"
+        hint = "give the position of each frame's first LLM token"
+        raise UserError(field=field_name, value=item.frame_offsets, problem=problem, hint=hint)
+    if item.frame_offsets and axes > 1 and not between_text:
+        problem = "are given, and frames of a video follow one another in this model"
+        raise UserError(
+            field=field_name, value=item.frame_offsets, problem=problem, hint="use `offset` alone"
+        )
 
 
 def _grid_positions(encoder: Encoder, item: SampleItem, axes: int) -> Tensor:

@@ -33,11 +33,19 @@ class SampleItem:
     grid: tuple[int, ...]
     inputs: Tensor  # (tokens, patch_inputs), in raster order
     seconds_per_frame: float = 1.0  # of a video: time between two frames of its grid
+    frame_offsets: tuple[int, ...] = ()  # of a video with text between frames: `offset` of each
 
     @property
     def tokens(self) -> int:
         """Number of encoder tokens."""
         return prod(self.grid)
+
+    def find_positions(self, tokens: Tensor) -> Tensor:
+        """Returns the positions in the sample of LLM tokens that are numbered inside the item."""
+        if not self.frame_offsets:
+            return self.offset + tokens
+        length = len(tokens) // len(self.frame_offsets)
+        return torch.tensor(self.frame_offsets)[tokens // length] + tokens % length
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
