@@ -105,7 +105,7 @@ class _TrainingLoop:
         self._batch_plans = BatchPlanBroadcast(
             plan,
             groups.control,
-            reader=plan.ranks.rank_of(0, self.rank.replica, 0, 0),
+            reader=plan.ranks.rank_of(0, self.rank.replica, 0, plan.ranks.place(LLM, member.rank).tp),
             max_items=self._max_items(),
         )
 
