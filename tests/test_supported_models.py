@@ -194,6 +194,36 @@ def test_flops_of_linear_attention_are_those_of_its_module(
     assert layer_flops(stack, 0, load) - mlp == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.ci("hf")
+def test_flops_of_a_conformer_are_those_of_its_module(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import Gemma4AudioConfig
+
+    config, tokens = Gemma4AudioConfig(_attn_implementation="eager"), 240
+    context = config.attention_chunk_size + config.attention_context_left - 1
+    with torch.device("meta"):
+        module = modeling.Gemma4AudioLayer(config, 0)
+        with FlopCounterMode(display=False) as counter:
+            positions = torch.empty(1, config.attention_context_left, config.hidden_size)
+            module(torch.empty(1, tokens, config.hidden_size), None, positions)
+    stack = read(tmp_path, FORMS["Gemma-4-E2B"]).encoder("audio").stack
+    assert stack.attention.window_tokens == context
+    load = TokenLoad(tokens=tokens, squares=tokens**2)
+    relative = 2.0 * tokens * config.hidden_size**2  # projected once for a few positions, not per token
+    assert layer_flops(stack, 0, load) - relative == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_layers_of_gemma_4_share_keys_and_values(tmp_path: Path) -> None:
+    stack = read(tmp_path, FORMS["Gemma-4-E2B"]).llm.stack
+    kinds = [stack.at(layer).attention for layer in (0, 4, 15, 19)]
+    assert [kind.head_dim for kind in kinds] == [256, 512, 256, 512]
+    assert [kind.kv_projection for kind in kinds] == ["both", "both", "none", "none"]
+    assert [kind.window_tokens for kind in kinds] == [512, None, 512, None]
+    assert stack.at(15).mlp.width == 2 * stack.at(14).mlp.width
+
+
 def test_linear_attention_costs_in_proportion_to_its_tokens(tmp_path: Path) -> None:
     stack = read(tmp_path, FORMS["Qwen3.5-27B"]).llm.stack
     short, long = (TokenLoad(tokens=2**16, squares=2**16 * span) for span in (2**10, 2**16))
@@ -201,7 +231,7 @@ def test_linear_attention_costs_in_proportion_to_its_tokens(tmp_path: Path) -> N
     assert layer_flops(stack, 3, short) < layer_flops(stack, 3, long)
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Llama-4-Maverick", "Kimi-VL-A3B"])
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Llama-4-Maverick", "Kimi-VL-A3B", "Gemma-4-E2B"])
 def test_layers_of_several_kinds_can_be_priced_and_written(tmp_path: Path, name: str) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(FORMS[name]))

@@ -12,14 +12,14 @@ import optimus.catalog
 PATH = Path(optimus.catalog.__file__).parent / "hf_defaults.json"
 # Configurations whose defaults are stored; those of their parts come with them.
 FAMILIES = (
-    "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl", "kimi_k25", "llama4", "llava", "llava_next",
-    "llava_onevision", "mistral3", "paligemma", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_vl",
-    "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker",
-    "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+    "gemma3", "gemma4", "glm4v", "glm4v_moe", "idefics3", "internvl", "kimi_k25", "llama4", "llava",
+    "llava_next", "llava_onevision", "mistral3", "paligemma", "qwen2_5_omni", "qwen2_5_omni_thinker",
+    "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip
 PARTS = (
     "clip_vision_model", "deepseek_v3", "gemma", "llama", "mistral", "ministral3", "pixtral", "qwen2",
-    "qwen3", "qwen3_moe", "siglip_vision_model",
+    "qwen3", "qwen3_moe", "siglip_vision_model", "gemma4_text", "gemma4_vision", "gemma4_audio",
 )  # fmt: skip
 BLOCKS = ("text_config", "vision_config", "audio_config", "thinker_config")
 # Keys that no reader looks at.

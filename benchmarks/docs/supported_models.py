@@ -21,7 +21,7 @@ from benchmarks.docs.pages import (
     store_figures,
 )
 from optimus.errors import UserError
-from optimus.job.hf_config import ENCODER_READERS, REFUSED, THINKERS, read_hf_config
+from optimus.job.hf_config import ENCODER_READERS, OPTIONAL, REFUSED, THINKERS, read_hf_config
 
 PAGE = DOCS / "supported-models.md"
 STORED = GOLDEN / "supported_models.json"
@@ -43,7 +43,7 @@ def list_configs() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield name, RELEASED, config
     for kind in sorted({*ENCODER_READERS, *REFUSED, *THINKERS} - set(NO_CLASS)):
         with tempfile.TemporaryDirectory() as folder:
-            CONFIG_MAPPING[kind]().save_pretrained(folder)
+            CONFIG_MAPPING[kind](**{key: {} for key in OPTIONAL.get(kind, ())}).save_pretrained(folder)
             yield kind, WRITTEN, json.loads((Path(folder) / "config.json").read_text())
 
 

@@ -136,6 +136,7 @@ def price_llm_layers(
         activation_bytes=0.0,
         output_bytes=state_bytes * llm.stack.streams,
         trained=llm.train,
+        flops=float(flops.embedding_flops(llm, load)),
     )
     kernels = _llm_head_kernels(llm, tokens, layout, cost_model)
     tied = llm.vocab * hidden / tp if llm.tied and layout.pp > 1 else 0.0  # the last stage's own copy

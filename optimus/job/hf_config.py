@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from optimus.errors import one_of
-from optimus.job import hf_audio, hf_towers
+from optimus.job import hf_audio, hf_gemma, hf_towers
 from optimus.job.hf_defaults import find_class_defaults
 from optimus.job.hf_file import HfConfig, load_hf_config
 from optimus.job.hf_llm import TEXT_TYPES, read_hf_llm
@@ -16,6 +16,7 @@ EncoderReader = Callable[[HfConfig, Llm], Encoder]
 # Readers of encoders by `model_type`.
 ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
     "gemma3": (hf_towers.read_gemma3,),
+    "gemma4": (hf_gemma.read_gemma4_vision, hf_gemma.read_gemma4_audio),
     "glm4v": (hf_towers.read_glm4v,),
     "glm4v_moe": (hf_towers.read_glm4v,),
     "idefics3": (hf_towers.read_idefics3,),
@@ -42,14 +43,14 @@ ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
 }
 # Families that transformers knows and the cost model does not describe, and why.
 REFUSED = {
-    "gemma3n": "layers with per-layer embeddings and AltUp",
-    "gemma4": "layers with per-layer embeddings and shared keys and values",
+    "gemma3n": "a vision tower of timm, whose sizes its file does not state, and AltUp",
     "minicpmv4_6": "a vision tower that merges tokens between its layers",
     "mllama": "cross-attention layers",
     "phi4_multimodal": "a conformer and adapters in the language model",
 }
 THINKERS = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 TEXT_KEYS = {"internvl_chat": "llm_config"}  # key of the language model, if it is not `text_config`
+OPTIONAL = {"gemma4": ("vision_config", "audio_config")}  # encoders that a file may leave out
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # older files hold the language model at the top
 
 
@@ -76,7 +77,12 @@ def read_hf_config(path: Path) -> Model:
     if text is config:
         text = HfConfig(config.node, config.derived, find_class_defaults(f"{kind}_text"))
     llm = read_hf_llm(text, config)
-    encoders = tuple(read(config, llm) for read in ENCODER_READERS[kind])
+    readers = ENCODER_READERS[kind]
+    if kind in OPTIONAL:
+        readers = tuple(read for read, key in zip(readers, OPTIONAL[kind], strict=True) if config.has(key))
+    encoders = tuple(read(config, llm) for read in readers)
+    if not encoders:
+        raise config[OPTIONAL[kind][0]].error("is missing: the model has no encoder", "add an encoder")
     derived = tuple(dict.fromkeys(config.derived))
     return Model(
         name=_name(path),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from optimus.errors import one_of
 from optimus.job.attention import Attention, LatentAttention, LinearAttention, Rope
 from optimus.job.hf_file import HfConfig
+from optimus.job.hf_gemma import read_gemma4_llm
 from optimus.job.hf_rope import read_rope
 from optimus.job.model import Experts, LayerVariant, Llm, Mlp, Stack
 from optimus.job.typed import Amount, Count, Whole
@@ -25,7 +26,7 @@ FLOORED_HEADS = ("qwen3_omni_moe_text", *GLM_EXPERTS)  # classes that round the 
 POST_NORMS = ("gemma3_text", "glm4v_text")
 TEXT_TYPES = (
     "llama", "llama4_text", "gemma", "internlm2", *MISTRAL, *QKV_BIAS, *QK_NORM, *LATENT, *GLM_EXPERTS,
-    *QWEN3_5,
+    *QWEN3_5, "gemma4_text",
 )  # fmt: skip
 # Rotary embeddings that a class has whatever its file says, and its sections where the file has none.
 ROPES = {
@@ -44,6 +45,10 @@ def read_hf_llm(text: HfConfig, tied: HfConfig) -> Llm:
     if kind not in TEXT_TYPES:
         hint = f"supported: {one_of(sorted(TEXT_TYPES))}; or write dimensions by hand in a job file"
         raise text["model_type"].error("is not a supported language model", hint)
+    stated = tied if tied.knows("tie_word_embeddings") else text  # transformers reads the outer one
+    tied_flag = stated.read(bool, "tie_word_embeddings")
+    if kind == "gemma4_text":
+        return read_gemma4_llm(text, tied_flag)
     hidden = text.count("hidden_size")
     layers = text.count("num_hidden_layers")
     stack = Stack(
@@ -64,8 +69,6 @@ def read_hf_llm(text: HfConfig, tied: HfConfig) -> Llm:
     )
     if text["num_nextn_predict_layers"].value or text["mtp_num_hidden_layers"].value:
         text.derived.append("multi-token-prediction layers are left out")
-    stated = tied if tied.knows("tie_word_embeddings") else text  # transformers reads the outer one
-    tied_flag = stated.read(bool, "tie_word_embeddings")
     source = f"{text.file} ({kind})"
     softcap = "final_logit_softcapping"
     return Llm(
