@@ -15,7 +15,7 @@ from optimus.job.model import Encoder, Llm, Model
 EncoderReader = Callable[[HfConfig, Llm], Encoder]
 # Readers of encoders by `model_type`.
 ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
-    "gemma3": (hf_towers.read_gemma3,),
+    "gemma3": (hf_gemma.read_gemma3,),
     "gemma4": (hf_gemma.read_gemma4_vision, hf_gemma.read_gemma4_audio),
     "glm4v": (hf_towers.read_glm4v,),
     "glm4v_moe": (hf_towers.read_glm4v,),

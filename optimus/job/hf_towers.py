@@ -83,7 +83,7 @@ def _side(vision: HfConfig, *keys: str) -> int:
     return sides[0]
 
 
-def _patches(vision: HfConfig) -> int:
+def count_patches(vision: HfConfig) -> int:
     """Returns the patches of a square image of `image_size` pixels."""
     image, patch = _side(vision, "image_size"), _side(vision, "patch_size")
     if patch > image:
@@ -200,7 +200,7 @@ def read_internvl(config: HfConfig, llm: Llm) -> Encoder:
         qk_norm_over="hidden",
     )
     patch, width = _side(vision, "patch_size"), llm.stack.hidden
-    patches = _patches(vision)
+    patches = count_patches(vision)
     merge = _shuffled(config, "downsample_ratio", patches)
     return Encoder(
         name="vision",
@@ -250,7 +250,7 @@ def read_llava(config: HfConfig, llm: Llm) -> Encoder:
     width, bias = llm.stack.hidden, config.read_or(True, bool, "multimodal_projector_bias")
     activation = config.read_or("gelu", str, "projector_hidden_act")
     projector = Projector(widths=(width, width), bias=bias, activation=activation)
-    encoder = _tower(config, "vision_feature_layer", projector)
+    encoder = read_tower(config, "vision_feature_layer", projector)
     strategy = config.read_or("default", str, "vision_feature_select_strategy")
     encoder = replace(encoder, drops_first_row=strategy == "default")
     return replace(encoder, tokens_per_item=max(0, encoder.positions - encoder.class_token))
@@ -265,7 +265,7 @@ def read_mistral3(config: HfConfig, llm: Llm) -> Encoder:
         bias=config.read(bool, "multimodal_projector_bias"),
         activation=config.read_or("gelu", str, "projector_hidden_act"),
     )
-    return replace(_tower(config, "vision_feature_layer", projector), final_norm=True)
+    return replace(read_tower(config, "vision_feature_layer", projector), final_norm=True)
 
 
 def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
@@ -296,7 +296,7 @@ def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
             widths=(outputs, outputs, max(1, 3 * width // 2), outputs), merge=merge, bias=False
         ),
         patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
-        positions=_patches(vision),
+        positions=count_patches(vision),
         source=f"{vision.file} (vision_config)",
         pre_norm=True,
         interpolates_positions=True,
@@ -306,13 +306,13 @@ def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
 def read_idefics3(config: HfConfig, llm: Llm) -> Encoder:
     """Reads Idefics 3's and SmolVLM's: SigLIP, pixel shuffle, one matrix."""
     merge = config.count("scale_factor", "pixel_shuffle_factor") ** 2
-    encoder = _tower(config, None, Projector(widths=(llm.stack.hidden,), merge=merge, bias=False))
+    encoder = read_tower(config, None, Projector(widths=(llm.stack.hidden,), merge=merge, bias=False))
     return replace(encoder, tokens_per_item=encoder.positions // merge)
 
 
 def read_paligemma(config: HfConfig, llm: Llm) -> Encoder:
     """Reads PaliGemma's: SigLIP and one linear layer."""
-    encoder = _tower(config, None, Projector(widths=(llm.stack.hidden,)))
+    encoder = read_tower(config, None, Projector(widths=(llm.stack.hidden,)))
     return replace(encoder, tokens_per_item=encoder.positions)
 
 
@@ -331,13 +331,13 @@ def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
     )
     patch = _side(vision, "patch_size")
     widths = vision.count("projector_input_dim"), vision.count("projector_output_dim"), llm.stack.hidden
-    merge = _shuffled(vision, "pixel_shuffle_ratio", _patches(vision))
+    merge = _shuffled(vision, "pixel_shuffle_ratio", count_patches(vision))
     return Encoder(
         name="vision",
         stack=stack,
         projector=Projector(widths=widths, merge=merge, bias=False),
         patch_inputs=_channels(vision) * patch**2,
-        positions=_patches(vision) + 1,
+        positions=count_patches(vision) + 1,
         source=f"{vision.file} (vision_config)",
         patch_bias=False,
         class_token=True,
@@ -345,22 +345,12 @@ def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
     )
 
 
-def read_gemma3(config: HfConfig, llm: Llm) -> Encoder:
-    """Reads Gemma 3's encoder: SigLIP, average pooling to a fixed number of tokens, one matrix."""
-    vision = config.inner("vision_config")
-    patches = _patches(vision)
-    merge = max(1, patches // config.count("mm_tokens_per_image"))
-    projector = Projector(widths=(llm.stack.hidden,), merge=merge, concatenates=False, bias=False)
-    projector = replace(projector, norm="rmsnorm")
-    return replace(_tower(config, None, projector), tokens_per_item=config.count("mm_tokens_per_image"))
-
-
 # Kinds of towers by their model_type.
 TOWERS = {SIGLIP: SIGLIP, "siglip": SIGLIP, "idefics3_vision": SIGLIP, "smolvlm_vision": SIGLIP,
           "idefics3": SIGLIP, CLIP: CLIP, "clip": CLIP, PIXTRAL: PIXTRAL}  # fmt: skip
 
 
-def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encoder:
+def read_tower(config: HfConfig, select: str | None, projector: Projector) -> Encoder:
     """Reads CLIP, SigLIP or Pixtral up to the layer of the key `select`."""
     vision = config.inner("vision_config")
     kind = TOWERS.get(vision.read(str, "model_type"))
@@ -382,7 +372,7 @@ def _tower(config: HfConfig, select: str | None, projector: Projector) -> Encode
         **options,
     )
     patch = _side(vision, "patch_size")
-    learned = 0 if kind == PIXTRAL else _patches(vision) + (1 if kind == CLIP else 0)
+    learned = 0 if kind == PIXTRAL else count_patches(vision) + (1 if kind == CLIP else 0)
     if kind == PIXTRAL:
         attention = replace(stack.attention, output_bias=False)
         stack = replace(stack, attention=attention, mlp=replace(stack.mlp, bias=False))
