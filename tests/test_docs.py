@@ -247,6 +247,7 @@ def test_the_columns_of_the_table_are_explained() -> None:
 @by_page
 def test_job_files_shown_in_pages_are_jobs(page: Path, tmp_path: Path) -> None:
     furnish(tmp_path)
+    shutil.copytree(tmp_path / "Qwen3-VL-32B-Instruct", tmp_path / "tiny-vl")  # a command makes another
     for step in steps(page):
         if step.words[0] == "file":
             play(step, tmp_path)

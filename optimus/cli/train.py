@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from optimus.cli.console import (
     announce_compilation,
@@ -32,7 +32,8 @@ from optimus.cli.flags import (
     import_trainer,
     load_optional_profile,
 )
-from optimus.cli.text import wrap_closing_line, wrap_text
+from optimus.cli.text import wrap_text
+from optimus.cli.train_summary import build_train_json, format_predicted_step, format_train_summary
 from optimus.environment import Launched, launched
 from optimus.errors import OptimusError, UserError
 
@@ -44,17 +45,14 @@ if TYPE_CHECKING:
     from optimus.planner.planning import PlanningResult
 
 RUN_DIR = Path("optimus-run")
-MAX_STEP_RATIO = 1.25  # measured over predicted, or its inverse; beyond it a profile is recommended
-UNCALIBRATED = (
-    "the plan was made without a profile of this machine, so its predicted step comes from the analytic cost "
-    "model; `optimus profile {job}` measures one"
-)
-NOT_RUN_ON_GPUS = "the GPU path follows NCCL's rules, but no run on GPUs is recorded yet"
 
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """Train a job on synthetic data, on this host or as one rank under torchrun."""
+    """Train a job on synthetic data, on this host or as one rank under torchrun.
+
+    With --model, weights come from a model folder of transformers; with --save, they go into another.
+    """
 
     job: JobArgument
     on: OnFlag = None
@@ -76,6 +74,21 @@ class TrainCommand:
             help="folder for metrics.jsonl, the plan and failure reports; each run overwrites them",
         ),
     ] = RUN_DIR
+    model: Annotated[
+        Path | None,
+        describe_option(
+            metavar="FOLDER",
+            help="a model folder of transformers (config.json and safetensors) whose weights are trained; "
+            "default: random weights",
+        ),
+    ] = None
+    save: Annotated[
+        Path | None,
+        describe_option(
+            metavar="FOLDER",
+            help="write the trained weights under the names, dtypes and files of --model",
+        ),
+    ] = None
     memory: Annotated[
         bool,
         describe_option(help="count the bytes of all tensors in the last step and compare with the plan"),
@@ -114,13 +127,17 @@ class TrainCommand:
         training = self._training(job)
         _make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
+        if not self.json and self.model is not None:
+            print("\n".join(wrap_text("weights", f"of {self.model}")), flush=True)
         if not self.json:
-            title = f"{job.name} on {plan.ranks.world} ranks; {_format_predicted_step(plan)}"
+            title = f"{job.name} on {plan.ranks.world} ranks; {format_predicted_step(plan)}"
             print("\n".join(wrap_text("job", title)), flush=True)
         code, summary = _run_ranks(job, plan, training, visible=not self.quiet)
         if summary is not None:
             print_result(
-                _train_json(summary), _train_text(summary, job, plan, self.run_dir), as_json=self.json
+                build_train_json(summary),
+                format_train_summary(summary, job, plan, self.run_dir, self.save),
+                as_json=self.json,
             )
         return code
 
@@ -145,6 +162,8 @@ class TrainCommand:
             ("--steps", self.steps is not None),
             ("--memory", self.memory),
             ("--run-dir", self.run_dir != RUN_DIR),
+            ("--model", self.model is not None),
+            ("--save", self.save is not None),
         ):
             if is_given:
                 raise UserError(
@@ -174,7 +193,9 @@ class TrainCommand:
         job, profile = self._job(), load_optional_profile(self.profile)
         training = self._training(job)
         plan = self._plan(job, profile)
-        trainer = import_trainer("optimus.engine.trainer")
+        trainer = import_trainer(
+            "optimus.engine.trainer" if self.model is None else "optimus.hf.train_folder"
+        )
         _make_folder("--run-dir", self.run_dir)
         digest = save_plan(plan, self.run_dir / PLAN) if place.rank == 0 else hash_plan(plan)
         with training_progress(training.steps) if self._shows_progress else nullcontext() as report:
@@ -186,7 +207,9 @@ class TrainCommand:
             summary = trainer.train_rank(job, plan, digest, training, on_step)
         if summary.rank == 0:
             print_result(
-                _train_json(summary), _train_text(summary, job, plan, self.run_dir), as_json=self.json
+                build_train_json(summary),
+                format_train_summary(summary, job, plan, self.run_dir, self.save),
+                as_json=self.json,
             )
         return OK
 
@@ -202,7 +225,10 @@ class TrainCommand:
     def _training(self, job: Job) -> TrainingConfig:
         from optimus.engine.config import read_training_config
 
-        return read_training_config(job.run, steps=self.steps, run_dir=self.run_dir, count_memory=self.memory)
+        training = read_training_config(
+            job.run, steps=self.steps, run_dir=self.run_dir, count_memory=self.memory
+        )
+        return _with_folders(training, job, self.model, self.save)
 
     @property
     def _shows_progress(self) -> bool:
@@ -232,6 +258,31 @@ class TrainCommand:
         return plan
 
 
+def _with_folders(
+    training: TrainingConfig, job: Job, model: str | Path | None, save: str | Path | None
+) -> TrainingConfig:
+    """Checks the model folder, and the one to save to, before anything is planned."""
+    if model is None:
+        if save is not None:
+            hint = "add --model FOLDER: its names, dtypes and files are written"
+            raise UserError(field="--save", value=str(save), problem="needs --model", hint=hint)
+        return training
+    from optimus.job.own_layers import refuse_other_model
+
+    if find_spec("transformers") is None:
+        raise UserError(
+            field="transformers", problem="is not installed", hint="pip install 'optimus-mllm[hf]'"
+        )
+    folder, into = Path(model).absolute(), None if save is None else Path(save).absolute()
+    refuse_other_model(job.model, folder)
+    if into is not None:
+        if into.resolve() == folder.resolve():
+            problem = "is the folder of the weights that are trained"
+            raise UserError(field="--save", value=str(save), problem=problem, hint="name another folder")
+        _make_folder("--save", into)
+    return replace(training, model_dir=folder, save_dir=into)
+
+
 def _silent(name: str, done: int, total: int) -> None:
     """Reports no progress: another rank does."""
 
@@ -247,11 +298,14 @@ def train(
     steps: int | None = None,
     run_dir: Path | str | None = None,
     profile: Profile | None = None,
+    model: Path | str | None = None,
+    save: Path | str | None = None,
 ) -> TrainingSummary:
     """Trains a job on synthetic data, one process per rank on this host; returns rank 0's summary.
 
     Makes a plan if none is given. `profile` is the profile that the plan was made with, if any. Metrics and
-    the last ops of failed ranks are written to `run_dir`.
+    the last ops of failed ranks are written to `run_dir`. `model` is a model folder of transformers whose
+    weights are trained, `save` the folder that they are written to.
     """
     from optimus.engine.config import read_training_config
     from optimus.job.own_layers import refuse_untrainable
@@ -261,7 +315,7 @@ def train(
     _require_torch()
     refuse_untrainable(job.model)
     folder = None if run_dir is None else _make_folder("run_dir", Path(run_dir))
-    training = read_training_config(job.run, steps=steps, run_dir=folder)
+    training = _with_folders(read_training_config(job.run, steps=steps, run_dir=folder), job, model, save)
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, PlanningResult):
@@ -315,48 +369,3 @@ def _require_torch() -> None:
     """Raises if torch is not installed, without loading it, which takes a second."""
     if find_spec("torch") is None:
         import_trainer("torch")
-
-
-def _train_json(summary: TrainingSummary) -> dict[str, Any]:
-    """Returns the object of `optimus train --json`."""
-    from optimus.cli.dry_run import build_memory_json
-
-    return {
-        "schema": "optimus.train/1",
-        "steps": summary.steps,
-        "final_loss": summary.final_loss,
-        "step_s_median": summary.step_s_median,
-        "device": summary.device,
-        **({} if summary.memory is None else {"memory": build_memory_json(summary.memory)}),
-    }
-
-
-def _is_calibrated(plan: Plan) -> bool:
-    """Tells whether a plan was made with a profile."""
-    return bool(plan.bound_to.get("profile", {}).get("kernels"))
-
-
-def _format_predicted_step(plan: Plan) -> str:
-    """Formats the step that a plan claims, before it runs."""
-    how = "by the profile" if _is_calibrated(plan) else "uncalibrated"
-    return f"predicted step {plan.claims.step_s:.3g} s ({how})"
-
-
-def _train_text(summary: TrainingSummary, job: Job, plan: Plan, run_dir: Path) -> list[str]:
-    """Returns steps, loss, measured and predicted step, memory, and the files written."""
-    from optimus.cli.dry_run import format_memory
-
-    if summary.step_s_median is None:
-        return ["0 steps"]
-    claim, measured = plan.claims.step_s, summary.step_s_median
-    tokens = job.workload.sequences_per_step * job.workload.sequence_tokens / measured
-    count = "1 step" if summary.steps == 1 else f"{summary.steps} steps"
-    compared = f"{measured / claim:.2g} times the predicted {claim:.3g} s"
-    lines = wrap_text("loss", f"{summary.final_loss:.4f} after {count}")
-    lines += wrap_text("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
-    lines += [] if summary.memory is None else format_memory(summary.memory)
-    if not _is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:
-        lines += wrap_closing_line("note", UNCALIBRATED.format(job=job.name))
-    if summary.device == "cuda":
-        lines += wrap_closing_line("note", NOT_RUN_ON_GPUS)
-    return [*lines, *wrap_closing_line("wrote", f"{run_dir}/metrics.jsonl and plan.json")]

@@ -29,6 +29,8 @@ class TrainingConfig:
     op_timeout_s: float = 8.0  # of one op (or a usual step, if longer), before the rank is ended
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
     count_memory: bool = False  # in the last step: the bytes of all tensors, compared with the plan's
+    model_dir: Path | None = None  # a model folder whose weights are trained; they are random otherwise
+    save_dir: Path | None = None  # a folder for the trained weights, under the names of `model_dir`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Starts the ranks of a run on one host, without torchrun, and ends them together.
 
-`python -m optimus.engine.launcher FOLDER` is one rank. It reads its job and plan, which the launching process
-has checked, from the folder: ranks load neither the command line nor the planner.
+`python -m optimus.engine.launcher FOLDER` is one rank (`optimus.hf.train_folder` one with weights of a model
+folder). It reads its job and plan, which the launching process has checked, from the folder: ranks load
+neither the command line nor the planner.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,18 +46,19 @@ def launch_training(
     Only this user may write to `folder`: ranks unpickle a file in it, which can run code.
     """
     (folder / INPUTS).write_bytes(pickle.dumps((job, plan, plan_hash, config)))
-    code = launch_processes("optimus.engine.launcher", [str(folder)], plan.ranks.world)
+    entry = "optimus.engine.launcher" if config.model_dir is None else "optimus.hf.train_folder"
+    code = launch_processes(entry, [str(folder)], plan.ranks.world)
     return code, TrainingSummary.load(folder / SUMMARY) if code == 0 else None
 
 
-def _train_as_rank(folder: Path) -> int:
-    """Trains one rank in this process; rank 0 saves the summary."""
+def train_as_rank(folder: Path, train: Callable[..., TrainingSummary] | None = None) -> int:
+    """Trains one rank in this process, by `train_rank` or another; rank 0 saves the summary."""
     job, plan, plan_hash, config = pickle.loads((folder / INPUTS).read_bytes())
     from optimus.engine.rendezvous import is_first_to_report
     from optimus.engine.trainer import train_rank
 
     try:
-        summary = train_rank(job, plan, plan_hash, config)
+        summary = (train or train_rank)(job, plan, plan_hash, config)
     except OptimusError as error:
         if is_first_to_report(str(error)):
             sys.stderr.write(f"{error}\n")
@@ -224,4 +226,4 @@ def _report(failed: _RankProcess) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_train_as_rank(Path(sys.argv[1])))
+    sys.exit(train_as_rank(Path(sys.argv[1])))

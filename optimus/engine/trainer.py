@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.engine.batch_plan import BatchPlanBroadcast
+from optimus.engine.build_rank import RankModel
 from optimus.engine.compile import describe_line
 from optimus.engine.config import METRICS, MemoryUse, StepMetrics, TrainingConfig, TrainingSummary
 from optimus.engine.memory_tracker import measure_step_memory
@@ -40,16 +41,33 @@ OnStep = Callable[[StepMetrics], None]
 
 
 def train_rank(
-    job: Job, plan: Plan, plan_hash: str, config: TrainingConfig, on_step: OnStep | None = None
+    job: Job,
+    plan: Plan,
+    plan_hash: str,
+    config: TrainingConfig,
+    on_step: OnStep | None = None,
+    *,
+    load: Callable[[RankModel, int], object] | None = None,
+    save: Callable[[RankTrainer], None] | None = None,
 ) -> TrainingSummary:
-    """Trains one rank in this process. Rank 0 writes metrics and calls `on_step`."""
+    """Trains one rank in this process. Rank 0 writes metrics and calls `on_step`.
+
+    `load` gives the parameters of a rank their values; `save` writes them after the last step, on all ranks.
+    """
     torch.set_num_threads(1)
     _check_world_size(plan)
     backend = "nccl" if _has_gpus() else "gloo"
     member = join_process_group(timeout_s=JOIN_TIMEOUT_S, backend=backend)
     try:
         check_ranks_agree(member.store, member.rank, member.world, "plan", plan_hash)
-        return _TrainingLoop(job, plan, config, member).run(on_step if member.rank == 0 else None)
+        loop = _TrainingLoop(job, plan, config, member, load)
+        summary = loop.run(on_step if member.rank == 0 else None)
+        if save is not None:
+            for bucket in loop.rank.executor.buckets:  # masters to parameters
+                bucket.gather()
+                bucket.wait_gathered()
+            save(loop.rank)
+        return summary
     finally:
         dist.destroy_process_group()
 
@@ -84,7 +102,14 @@ def _has_gpus() -> bool:
 class _TrainingLoop:
     """The steps of one rank."""
 
-    def __init__(self, job: Job, plan: Plan, config: TrainingConfig, member: RunMembership) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        config: TrainingConfig,
+        member: RunMembership,
+        load: Callable[[RankModel, int], object] | None,
+    ) -> None:
         self.job, self.plan, self.config, self.member = job, plan, config, member
         device = torch.device("cuda", member.local_rank) if _has_gpus() else torch.device("cpu")
         default = "bfloat16" if device.type == "cuda" else "float32"
@@ -98,6 +123,7 @@ class _TrainingLoop:
             dtype=getattr(torch, config.dtype or default),
             device=device,
             recorder=self.recorder,
+            load=None if load is None else lambda model: load(model, member.rank),
         )
         self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
         self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0

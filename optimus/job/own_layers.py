@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from math import isqrt
+from pathlib import Path
+from typing import Any
 
 from optimus.errors import UserError, one_of
+from optimus.job.hf_config import read_hf_config
 from optimus.job.model import Encoder, Llm, Model
 
 # Families (`model_type` of config.json) that a test compares with transformers as whole models: losses and
@@ -45,6 +49,36 @@ def refuse_untrainable(model: Model) -> None:
     error = find_untrainable(model)
     if error is not None:
         raise error
+
+
+# Fields of a job's model that say how it is trained, not what it computes.
+_OF_JOBS = ("name", "source", "train", "recompute", "precision", "dropout", "dropout_rate")
+
+
+def refuse_other_model(model: Model, folder: Path) -> None:
+    """Raises unless a job's model is that of a folder's config.json; the error names the first difference."""
+    for field, ours, theirs in _differences(model, read_hf_config(folder / "config.json"), "model"):
+        raise UserError(
+            field=field,
+            value=ours,
+            problem=f"is {theirs} in the model folder",
+            hint="plan and train the job with this folder's config.json as its model",
+            file=str(folder / "config.json"),
+        )
+
+
+def _differences(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields fields of nested dataclasses that differ, with both values."""
+    if is_dataclass(ours) and type(ours) is type(theirs):
+        for field in fields(ours):
+            if field.name not in _OF_JOBS:
+                pair = getattr(ours, field.name), getattr(theirs, field.name)
+                yield from _differences(*pair, f"{path}.{field.name}")
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(*pair, f"{path}[{index}]")
+    elif ours != theirs:
+        yield path, ours, theirs
 
 
 def find_unsupported(module: Encoder | Llm) -> UserError | None:

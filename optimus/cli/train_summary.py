@@ -1,0 +1,69 @@
+"""Formats what a training run did, as text and as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optimus.cli.text import wrap_closing_line, wrap_text
+
+if TYPE_CHECKING:
+    from optimus.engine.config import TrainingSummary
+    from optimus.ir.plan import Plan
+    from optimus.job.job import Job
+
+MAX_STEP_RATIO = 1.25  # measured over predicted, or its inverse; beyond it a profile is recommended
+UNCALIBRATED = (
+    "the plan was made without a profile of this machine, so its predicted step comes from the analytic cost "
+    "model; `optimus profile {job}` measures one"
+)
+NOT_RUN_ON_GPUS = "the GPU path follows NCCL's rules, but no run on GPUs is recorded yet"
+
+
+def build_train_json(summary: TrainingSummary) -> dict[str, Any]:
+    """Returns the object of `optimus train --json`."""
+    from optimus.cli.dry_run import build_memory_json
+
+    return {
+        "schema": "optimus.train/1",
+        "steps": summary.steps,
+        "final_loss": summary.final_loss,
+        "step_s_median": summary.step_s_median,
+        "device": summary.device,
+        **({} if summary.memory is None else {"memory": build_memory_json(summary.memory)}),
+    }
+
+
+def _is_calibrated(plan: Plan) -> bool:
+    """Tells whether a plan was made with a profile."""
+    return bool(plan.bound_to.get("profile", {}).get("kernels"))
+
+
+def format_predicted_step(plan: Plan) -> str:
+    """Formats the step that a plan claims, before it runs."""
+    how = "by the profile" if _is_calibrated(plan) else "uncalibrated"
+    return f"predicted step {plan.claims.step_s:.3g} s ({how})"
+
+
+def format_train_summary(
+    summary: TrainingSummary, job: Job, plan: Plan, run_dir: Path, save: Path | None
+) -> list[str]:
+    """Returns steps, loss, measured and predicted step, memory, and the files written."""
+    from optimus.cli.dry_run import format_memory
+
+    if summary.step_s_median is None:
+        return ["0 steps"] if save is None else ["0 steps", *wrap_closing_line("saved", str(save))]
+    claim, measured = plan.claims.step_s, summary.step_s_median
+    tokens = job.workload.sequences_per_step * job.workload.sequence_tokens / measured
+    count = "1 step" if summary.steps == 1 else f"{summary.steps} steps"
+    compared = f"{measured / claim:.2g} times the predicted {claim:.3g} s"
+    lines = wrap_text("loss", f"{summary.final_loss:.4f} after {count}")
+    lines += wrap_text("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
+    lines += [] if summary.memory is None else format_memory(summary.memory)
+    if not _is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:
+        lines += wrap_closing_line("note", UNCALIBRATED.format(job=job.name))
+    if summary.device == "cuda":
+        lines += wrap_closing_line("note", NOT_RUN_ON_GPUS)
+    if save is not None:
+        lines += wrap_closing_line("saved", f"{save}, weights and configuration")
+    return [*lines, *wrap_closing_line("wrote", f"{run_dir}/metrics.jsonl and plan.json")]
