@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from optimus.cli.train import train as train
+    from optimus.data.dealt_encoder import DealtEncoder as DealtEncoder
     from optimus.engine.fill_schedule import FillSchedule as FillSchedule
     from optimus.engine.process_groups import replica_mesh as replica_mesh
     from optimus.engine.stage_profile import StageInputs as StageInputs
@@ -49,6 +50,7 @@ _PUBLIC = {
     "Seconds": ("optimus.ir.plan", "Seconds"),
     "plan_modules": ("optimus.planner.user_modules", "plan_modules"),
     "train": ("optimus.cli.train", "train"),
+    "DealtEncoder": ("optimus.data.dealt_encoder", "DealtEncoder"),
     "FillSchedule": ("optimus.engine.fill_schedule", "FillSchedule"),
     "StageInputs": ("optimus.engine.stage_profile", "StageInputs"),
     "profile_stages": ("optimus.engine.stage_profile", "profile_stages"),
@@ -56,6 +58,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "DealtEncoder",
     "EncoderBlocks",
     "FillSchedule",
     "Seconds",

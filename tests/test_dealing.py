@@ -1,0 +1,123 @@
+"""Dealt items make the load of every encoder pipeline the mean, whatever the data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from optimus.data.dealing import DealtItems, deal_items, deal_sequences
+
+BATCHES = 20
+Lengths = list[list[float]]
+
+
+def draw(
+    rng: np.random.Generator,
+    count: int,
+    *,
+    p50: float,
+    p95: float,
+    text_only: float,
+    longest: float,
+    image: float,
+) -> Lengths:
+    """Tokens of the images of sequences: log-normal totals, cut into images of one size and a rest."""
+    totals = np.minimum(rng.lognormal(np.log(p50), np.log(p95 / p50) / 1.645, count), longest)
+    totals[rng.random(count) < text_only] = 0
+    return [
+        [float(image)] * int(total // image) + ([total % image] if total % image > 16 else [])
+        for total in totals
+    ]
+
+
+TAIL = {"p50": 2600.0, "p95": 7800.0, "text_only": 0.12, "longest": 8192, "image": 1024}
+DATA = {
+    "tail, images of 1,024": TAIL,
+    "tail, images of 256": {**TAIL, "image": 256},
+    "narrow": {**TAIL, "p50": 3277.0, "p95": 4915.0, "text_only": 0.0},
+    "videos, 30 % text only": {**TAIL, "p50": 3000.0, "p95": 12000.0, "text_only": 0.3, "longest": 16000},
+    "half text only": {**TAIL, "text_only": 0.5},
+}
+
+
+def deal(sequences: Lengths, replicas: int, microbatches: int, pieces: int = 2) -> DealtItems:
+    columns = deal_sequences([sum(items) for items in sequences], microbatches)
+    costs = [[cost for number in column for cost in sequences[number]] for column in columns]
+    return deal_items(costs, [range(replicas * pieces)] * microbatches)
+
+
+@pytest.mark.parametrize("replicas", [8, 32])
+@pytest.mark.parametrize("name", DATA)
+def test_every_pipeline_has_the_mean_load(name: str, replicas: int) -> None:
+    """Over 20 batches, with 32 microbatches of one sequence: at most 1 % more, and an image of lag."""
+    rng = np.random.default_rng(0)
+    dealt = [deal(draw(rng, replicas * 32, **DATA[name]), replicas, 32) for _ in range(BATCHES)]
+    assert np.mean([each.fullest_over_mean for each in dealt]) <= 1.01
+    assert max(each.lag_bins * each.mean_bin for each in dealt) <= 1.5 * DATA[name]["image"]
+
+
+def test_without_dealing_the_fullest_pipeline_has_a_third_more() -> None:
+    """The measure itself: the same data with images left where they are."""
+    sequences = draw(np.random.default_rng(0), 32 * 32, **TAIL)
+    of_replica = [sum(sum(items) for items in sequences[at * 32 : at * 32 + 32]) for at in range(32)]
+    assert max(of_replica) / np.mean(of_replica) > 1.2
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.lists(st.integers(1, 50).map(float), max_size=12), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+def test_items_are_dealt_once_and_pipelines_stay_together(costs: Lengths, pipelines: int, bins: int) -> None:
+    columns = [[at % pipelines for at in range(pipelines * bins)]] * len(costs)
+    dealt = deal_items(costs, columns)
+    items = iter(dealt.bins)
+    for of_column, loads in zip(costs, dealt.loads, strict=True):
+        summed = Counter[int]()
+        for cost in of_column:
+            summed[next(items)] += cost  # type: ignore[assignment]
+        assert [summed[at] for at in range(len(loads))] == loads.tolist()
+    assert next(items, None) is None
+    largest = max((cost for of_column in costs for cost in of_column), default=0.0)
+    totals = np.zeros(pipelines)
+    for loads in dealt.loads:
+        np.add.at(totals, columns[0], loads)
+        assert totals.max() - totals.min() <= 2 * largest + 1e-9
+    assert totals.max() - totals.min() <= largest + 1e-9
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(0, 9).map(float), min_size=1, max_size=7), st.integers(1, 3))
+def test_one_column_is_within_four_thirds_of_the_best(costs: list[float], pipelines: int) -> None:
+    """Longest first is, by Graham's bound; the best is found by trying all."""
+    places = product(range(pipelines), repeat=len(costs))
+    best = min(max(np.bincount(place, costs, pipelines)) for place in places)
+    fullest = max(deal_items([costs], [range(pipelines)]).loads[0])
+    assert fullest <= best * (4 / 3 - 1 / (3 * pipelines)) + 1e-9
+
+
+def test_pipelines_that_have_no_bin_in_a_column_catch_up_later() -> None:
+    """Two pipelines take turns: each gets what its columns hold."""
+    dealt = deal_items([[4.0, 2.0], [5.0, 1.0], [6.0], [3.0, 3.0]], [[0], [1], [0], [1]])
+    assert dealt.fullest_over_mean == pytest.approx(1.0)
+    assert dealt.lag_bins == pytest.approx(0.0)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(0, 100).map(float), min_size=1, max_size=40), st.integers(1, 8))
+def test_columns_have_equally_many_sequences(loads: list[float], columns: int) -> None:
+    loads = loads[: len(loads) // columns * columns]
+    dealt = deal_sequences(loads, columns)
+    assert sorted(number for column in dealt for number in column) == list(range(len(loads)))
+    assert len({len(column) for column in dealt}) == 1
+
+
+def test_a_step_without_items_has_no_load() -> None:
+    dealt = deal_items([[], []], [[0, 1], [0, 1]])
+    assert (dealt.bins, dealt.fullest_over_mean, dealt.lag_bins) == ((), 1.0, 0.0)
