@@ -146,6 +146,14 @@ def test_dropout_is_refused_by_name() -> None:
     assert refusal(lambda: split_model(model, stages=[4])).field == "text_config.attention_dropout"
 
 
+def test_rotary_scaling_that_remembers_sequences_is_refused_by_name() -> None:
+    model = build_on_meta("qwen2_5_vl")
+    text = model.config.text_config
+    text.rope_parameters = {**text.rope_parameters, "rope_type": "dynamic"}
+    error = refusal(lambda: split_model(model, stages=[4]))
+    assert error.field == "text_config.rope_parameters.rope_type"
+
+
 def test_towers_and_texts_that_no_test_compares_are_refused_by_name() -> None:
     model = build_on_meta("llava_clip_llama")
     model.config.text_config.model_type = "mistral"

@@ -129,21 +129,31 @@ def find_family(config: Any) -> Family:
         raise UserError(
             field="quantization_config", problem="is set", hint="train from weights that are not quantized"
         )
-    _refuse_random_layers("", config.to_dict())
+    _refuse_uncompared("", config.to_dict())
     return replace(family, towers={name: _known_tower(config, t) for name, t in family.towers.items()})
 
 
-def _refuse_random_layers(prefix: str, fields: Mapping[str, Any]) -> None:
-    """Refuses dropout: masks are drawn in another order than by one process, so no test can compare them."""
+def _refuse_uncompared(prefix: str, fields: Mapping[str, Any]) -> None:
+    """Refuses layers that depend on the microbatches before, which stages see in another order.
+
+    Masks of dropout are drawn; dynamic rotary scaling remembers the longest sequence.
+    """
     for name, value in fields.items():
         if isinstance(value, dict):
-            _refuse_random_layers(f"{prefix}{name}.", value)
+            _refuse_uncompared(f"{prefix}{name}.", value)
         elif any(word in str(name) for word in RANDOM) and isinstance(value, (int, float)) and value > 0:
             raise UserError(
                 field=f"{prefix}{name}",
                 value=value,
                 problem="drops activations or layers, which no test compares equal",
                 hint=f"set {name} to 0 in config.json",
+            )
+        elif (name, value) == ("rope_type", "dynamic"):
+            raise UserError(
+                field=f"{prefix}{name}",
+                value=value,
+                problem="scales by the longest sequence so far, which no test compares equal",
+                hint="set another type, or train with FSDP2",
             )
 
 

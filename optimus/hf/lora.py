@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from optimus.errors import UserError, one_of
 
 ADAPTER = "default"
-SUPPORTED = ("r", "lora_alpha", "target_modules", "lora_dropout", "exclude_modules", "use_rslora")
+SUPPORTED = ("r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora")
 SUPPORTED_VALUES = [  # of other fields
     *(("task_type", kind) for kind in TaskType),
     ("init_lora_weights", "gaussian"),
