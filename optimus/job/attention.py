@@ -178,5 +178,6 @@ class Attention:
     def _qk_norm_parameters(self) -> int:
         if not self.qk_norm or self.qk_norm_kind == "l2":
             return 0
-        heads = (self.heads, self.kv_heads) if self.qk_norm_over == "hidden" else (1, 1)
-        return sum(heads) * self.head_dim * (2 if self.qk_norm_kind == "layernorm" else 1)
+        queries, keys = (self.heads, self.kv_heads) if self.qk_norm_over == "hidden" else (1, 1)
+        heads = queries + (0 if self.kv_projection == "none" else keys)
+        return heads * self.head_dim * (2 if self.qk_norm_kind == "layernorm" else 1)

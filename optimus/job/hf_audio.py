@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from optimus.job.attention import Attention
 from optimus.job.hf_file import HfConfig
 from optimus.job.model import Encoder, Llm, Mlp, Projector, Stack
@@ -32,7 +34,8 @@ def read_qwen3_omni(config: HfConfig, llm: Llm) -> Encoder:
     mel = -(-audio.count("num_mel_bins") // MEL_REDUCTION)
     audio.derived.append("convolutions of the audio encoder are left out, but for their linear layer")
     projector = Projector(widths=(stack.hidden, audio.count("output_dim")))
-    return _encoder(audio, stack, projector, inputs=audio.count("downsample_hidden_size") * mel)
+    encoder = _encoder(audio, stack, projector, inputs=audio.count("downsample_hidden_size") * mel)
+    return replace(encoder, patch_bias=False)
 
 
 def _stack(audio: HfConfig, window_tokens: int | None = None) -> Stack:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from optimus.errors import one_of
-from optimus.job import hf_audio, hf_gemma, hf_towers
+from optimus.job import hf_audio, hf_gemma, hf_siglip, hf_towers
 from optimus.job.hf_defaults import find_class_defaults
 from optimus.job.hf_file import HfConfig, load_hf_config
 from optimus.job.hf_llm import TEXT_TYPES, read_hf_llm
@@ -15,21 +15,21 @@ from optimus.job.model import Encoder, Llm, Model
 EncoderReader = Callable[[HfConfig, Llm], Encoder]
 # Readers of encoders by `model_type`.
 ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
-    "gemma3": (hf_gemma.read_gemma3,),
+    "gemma3": (hf_siglip.read_gemma3,),
     "gemma4": (hf_gemma.read_gemma4_vision, hf_gemma.read_gemma4_audio),
     "glm4v": (hf_towers.read_glm4v,),
     "glm4v_moe": (hf_towers.read_glm4v,),
-    "idefics3": (hf_towers.read_idefics3,),
+    "idefics3": (hf_siglip.read_idefics3,),
     "internvl": (hf_towers.read_internvl,),
     "internvl_chat": (hf_towers.read_internvl,),
     "kimi_k25": (hf_towers.read_kimi,),
     "kimi_vl": (hf_towers.read_kimi,),
     "llama4": (hf_towers.read_llama4,),
-    "llava": (hf_towers.read_llava,),
-    "llava_next": (hf_towers.read_llava,),
-    "llava_onevision": (hf_towers.read_llava,),
-    "mistral3": (hf_towers.read_mistral3,),
-    "paligemma": (hf_towers.read_paligemma,),
+    "llava": (hf_siglip.read_llava,),
+    "llava_next": (hf_siglip.read_llava,),
+    "llava_onevision": (hf_siglip.read_llava,),
+    "mistral3": (hf_siglip.read_mistral3,),
+    "paligemma": (hf_siglip.read_paligemma,),
     "qwen2_5_omni_thinker": (hf_towers.read_qwen2_5_vl, hf_audio.read_qwen2_5_omni),
     "qwen2_5_vl": (hf_towers.read_qwen2_5_vl,),
     "qwen2_audio": (hf_audio.read_qwen2_audio,),
@@ -39,7 +39,7 @@ ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
     "qwen3_omni_moe_thinker": (hf_towers.read_qwen3_vl, hf_audio.read_qwen3_omni),
     "qwen3_vl": (hf_towers.read_qwen3_vl,),
     "qwen3_vl_moe": (hf_towers.read_qwen3_vl,),
-    "smolvlm": (hf_towers.read_idefics3,),
+    "smolvlm": (hf_siglip.read_idefics3,),
 }
 # Families that transformers knows and the cost model does not describe, and why.
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Reads Gemma of a config.json: layers of several kinds, per-layer embeddings, towers and a conformer."""
+"""Reads Gemma 4 of a config.json: layers of several kinds, per-layer embeddings, its tower and conformer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from optimus.job.attention import Attention
 from optimus.job.hf_file import HfConfig
 from optimus.job.hf_rope import read_rope
-from optimus.job.hf_towers import count_patches, read_tower
 from optimus.job.model import (
     Encoder,
     Experts,
@@ -27,19 +26,9 @@ CONFORMER_NORMS = 5  # of a layer, besides the four around attention and the fir
 MEL_BINS, MEL_REDUCTION = 128, 4
 SHARED_NOTE = "keys and values that a later stage shares are not sent in the plan"
 CONFORMER_NOTE = (
-    "convolutions of the audio encoder are left out, but for their linear layers; those of its layers run "
-    "replicated over a TP group"
+    "of the convolutions before the audio encoder only the linear layer is priced; matrices of its layers "
+    "besides attention and the first MLP run replicated over a TP group"
 )
-
-
-def read_gemma3(config: HfConfig, llm: Llm) -> Encoder:
-    """Reads Gemma 3's encoder: SigLIP, average pooling to a fixed number of tokens, one matrix."""
-    vision = config.inner("vision_config")
-    patches = count_patches(vision)
-    merge = max(1, patches // config.count("mm_tokens_per_image"))
-    projector = Projector(widths=(llm.stack.hidden,), merge=merge, concatenates=False, bias=False)
-    projector = replace(projector, norm="rmsnorm")
-    return replace(read_tower(config, None, projector), tokens_per_item=config.count("mm_tokens_per_image"))
 
 
 def read_gemma4_llm(text: HfConfig, tied: bool) -> Llm:

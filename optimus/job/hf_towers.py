@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
-from optimus.errors import one_of
 from optimus.job.attention import Attention
 from optimus.job.hf_file import HfConfig
 from optimus.job.hf_rope import read_rope
@@ -14,10 +13,9 @@ from optimus.job.typed import Amount, Count, Whole
 
 RGB = 3
 HEADS = ("num_heads", "num_attention_heads", "vt_num_attention_heads")
-SIGLIP, CLIP, PIXTRAL = "siglip_vision_model", "clip_vision_model", "pixtral"
 
 
-def _stack(
+def build_stack(
     vision: HfConfig,
     *,
     hidden: int,
@@ -66,12 +64,13 @@ def _stack(
     )
 
 
-def _channels(vision: HfConfig) -> int:
+def count_channels(vision: HfConfig) -> int:
+    """Returns the colours of a pixel."""
     keys = ("in_channels", "in_chans", "num_channels")
     return vision.count(*keys) if vision.knows(*keys) else vision.derive("in_channels", RGB, "images are RGB")
 
 
-def _side(vision: HfConfig, *keys: str) -> int:
+def read_side(vision: HfConfig, *keys: str) -> int:
     """Returns a side of an image or patch in pixels, which some files state as a pair."""
     key = next((key for key in keys if vision.has(key)), keys[0])
     value = vision[key].value if vision.has(key) else vision.defaults.get(key)
@@ -85,7 +84,7 @@ def _side(vision: HfConfig, *keys: str) -> int:
 
 def count_patches(vision: HfConfig) -> int:
     """Returns the patches of a square image of `image_size` pixels."""
-    image, patch = _side(vision, "image_size"), _side(vision, "patch_size")
+    image, patch = read_side(vision, "image_size"), read_side(vision, "patch_size")
     if patch > image:
         raise vision["patch_size"].error(f"is more than image_size = {image}", "correct the file", patch)
     return (image // patch) ** 2
@@ -103,7 +102,7 @@ def _shuffled(config: HfConfig, key: str, patches: int) -> int:
 
 def _qwen_encoder(vision: HfConfig, stack: Stack, *, outputs: int) -> Encoder:
     """Returns Qwen's patch embedding over two frames, without a bias, and its 2x2 merger."""
-    patch, merge = _side(vision, "patch_size"), vision.count("spatial_merge_size") ** 2
+    patch, merge = read_side(vision, "patch_size"), vision.count("spatial_merge_size") ** 2
     if vision.has("rope_parameters"):
         attention = replace(stack.attention, rope=read_rope(vision))
         stack = replace(stack, attention=attention)
@@ -111,7 +110,7 @@ def _qwen_encoder(vision: HfConfig, stack: Stack, *, outputs: int) -> Encoder:
         name="vision",
         stack=stack,
         projector=Projector(widths=(stack.hidden * merge, outputs), merge=merge),
-        patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
+        patch_inputs=count_channels(vision) * vision.count("temporal_patch_size") * patch**2,
         source=f"{vision.file} (vision_config)",
         patch_bias=False,
     )
@@ -121,7 +120,7 @@ def read_qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
     """Reads Qwen2-VL's encoder: LayerNorm, plain MLP."""
     vision = config.inner("vision_config")
     hidden = vision.count("embed_dim")
-    stack = _stack(
+    stack = build_stack(
         vision,
         hidden=hidden,
         layers=vision.count("depth"),
@@ -135,8 +134,8 @@ def read_qwen2_vl(config: HfConfig, llm: Llm) -> Encoder:
 def read_qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
     """Reads Qwen2.5-VL's: RMSNorm, gated MLP, windows of `window_size` pixels except in a few layers."""
     vision = config.inner("vision_config")
-    side = vision.count("window_size") // _side(vision, "patch_size")
-    stack = _stack(
+    side = vision.count("window_size") // read_side(vision, "patch_size")
+    stack = build_stack(
         vision,
         hidden=vision.count("hidden_size"),
         layers=vision.count("depth"),
@@ -155,7 +154,7 @@ def read_qwen2_5_vl(config: HfConfig, llm: Llm) -> Encoder:
 def read_qwen3_vl(config: HfConfig, llm: Llm) -> Encoder:
     """Reads Qwen3-VL's: deepstack features are added to outputs of LLM layers 0, 1, ...; Qwen3.5 has none."""
     vision = config.inner("vision_config")
-    stack = _stack(
+    stack = build_stack(
         vision,
         hidden=vision.count("hidden_size"),
         layers=vision.count("depth"),
@@ -185,10 +184,10 @@ def read_internvl(config: HfConfig, llm: Llm) -> Encoder:
     vision = config.inner("vision_config")
     layers = vision.count("num_hidden_layers")
     norm = vision.read(Literal["rms_norm", "layer_norm"], "norm_type")
-    stack = _stack(
+    stack = build_stack(
         vision,
         hidden=vision.count("hidden_size"),
-        layers=_layers_used(config, layers, "select_layer", "vision_feature_layer"),
+        layers=count_layers_used(config, layers, "select_layer", "vision_feature_layer"),
         heads=vision.count("num_attention_heads"),
         width=vision.count("intermediate_size"),
         bias=vision.read(bool, "qkv_bias", "attention_bias"),
@@ -199,14 +198,14 @@ def read_internvl(config: HfConfig, llm: Llm) -> Encoder:
         layer_scale=True,
         qk_norm_over="hidden",
     )
-    patch, width = _side(vision, "patch_size"), llm.stack.hidden
+    patch, width = read_side(vision, "patch_size"), llm.stack.hidden
     patches = count_patches(vision)
     merge = _shuffled(config, "downsample_ratio", patches)
     return Encoder(
         name="vision",
         stack=stack,
         projector=Projector(widths=(width, width), merge=merge, norm="layernorm", norm_eps=1e-5),
-        patch_inputs=_channels(vision) * patch**2,
+        patch_inputs=count_channels(vision) * patch**2,
         positions=patches + 1,
         source=f"{vision.file} (vision_config)",
         class_token=True,
@@ -219,7 +218,7 @@ def read_internvl(config: HfConfig, llm: Llm) -> Encoder:
 def read_kimi(config: HfConfig, llm: Llm) -> Encoder:
     """Reads the encoder of Kimi-VL and Kimi-K2.5: MoonViT and a patch merger."""
     vision = config.inner("vision_config")
-    stack = _stack(
+    stack = build_stack(
         vision,
         hidden=vision.count("vt_hidden_size", "hidden_size"),
         layers=vision.count("vt_num_hidden_layers", "num_hidden_layers"),
@@ -237,7 +236,7 @@ def read_kimi(config: HfConfig, llm: Llm) -> Encoder:
         name="vision",
         stack=stack,
         projector=Projector(widths=(stack.hidden * merge, outputs), merge=max(1, merge)),
-        patch_inputs=_channels(vision) * _side(vision, "patch_size") ** 2,
+        patch_inputs=count_channels(vision) * read_side(vision, "patch_size") ** 2,
         positions=vision.count("init_pos_emb_height", "pos_emb_height")
         * vision.count("init_pos_emb_width", "pos_emb_width"),
         source=f"{vision.file} (vision_config)",
@@ -245,34 +244,11 @@ def read_kimi(config: HfConfig, llm: Llm) -> Encoder:
     )
 
 
-def read_llava(config: HfConfig, llm: Llm) -> Encoder:
-    """Reads LLaVA's and its successors': CLIP or SigLIP up to `vision_feature_layer`, two linear layers."""
-    width, bias = llm.stack.hidden, config.read_or(True, bool, "multimodal_projector_bias")
-    activation = config.read_or("gelu", str, "projector_hidden_act")
-    projector = Projector(widths=(width, width), bias=bias, activation=activation)
-    encoder = read_tower(config, "vision_feature_layer", projector)
-    strategy = config.read_or("default", str, "vision_feature_select_strategy")
-    encoder = replace(encoder, drops_first_row=strategy == "default")
-    return replace(encoder, tokens_per_item=max(0, encoder.positions - encoder.class_token))
-
-
-def read_mistral3(config: HfConfig, llm: Llm) -> Encoder:
-    """Reads Mistral 3's: Pixtral, a norm, a merger of patches and two linear layers."""
-    vision, width = config.inner("vision_config"), llm.stack.hidden
-    projector = Projector(
-        widths=(vision.count("hidden_size"), width, width),
-        merge=config.count("spatial_merge_size") ** 2,
-        bias=config.read(bool, "multimodal_projector_bias"),
-        activation=config.read_or("gelu", str, "projector_hidden_act"),
-    )
-    return replace(read_tower(config, "vision_feature_layer", projector), final_norm=True)
-
-
 def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
     """Reads GLM-4V's: a gated tower without biases; its merger ends in a gated MLP."""
     vision = config.inner("vision_config")
     outputs, width = vision.count("out_hidden_size"), vision.count("intermediate_size")
-    stack = _stack(
+    stack = build_stack(
         vision,
         hidden=vision.count("hidden_size"),
         layers=vision.count("depth"),
@@ -287,7 +263,7 @@ def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
     )
     no_bias = replace(stack.attention, output_bias=stack.attention.bias)
     stack = replace(stack, attention=no_bias, mlp=replace(stack.mlp, bias=False))
-    patch, merge = _side(vision, "patch_size"), vision.count("spatial_merge_size") ** 2
+    patch, merge = read_side(vision, "patch_size"), vision.count("spatial_merge_size") ** 2
     vision.derived.append("the gated MLP of the merger counts as two linear layers of its parameters")
     return Encoder(
         name="vision",
@@ -295,7 +271,7 @@ def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
         projector=Projector(
             widths=(outputs, outputs, max(1, 3 * width // 2), outputs), merge=merge, bias=False
         ),
-        patch_inputs=_channels(vision) * vision.count("temporal_patch_size") * patch**2,
+        patch_inputs=count_channels(vision) * vision.count("temporal_patch_size") * patch**2,
         positions=count_patches(vision),
         source=f"{vision.file} (vision_config)",
         pre_norm=True,
@@ -303,23 +279,17 @@ def read_glm4v(config: HfConfig, llm: Llm) -> Encoder:
     )
 
 
-def read_idefics3(config: HfConfig, llm: Llm) -> Encoder:
-    """Reads Idefics 3's and SmolVLM's: SigLIP, pixel shuffle, one matrix."""
-    merge = config.count("scale_factor", "pixel_shuffle_factor") ** 2
-    encoder = read_tower(config, None, Projector(widths=(llm.stack.hidden,), merge=merge, bias=False))
-    return replace(encoder, tokens_per_item=encoder.positions // merge)
-
-
-def read_paligemma(config: HfConfig, llm: Llm) -> Encoder:
-    """Reads PaliGemma's: SigLIP and one linear layer."""
-    encoder = read_tower(config, None, Projector(widths=(llm.stack.hidden,)))
-    return replace(encoder, tokens_per_item=encoder.positions)
+def _require(vision: HfConfig, key: str, width: int, name: str) -> None:
+    """Raises if a width is not the one that transformers' module multiplies it with."""
+    if vision.count(key) != width:
+        problem = f"is not {name} = {width}: transformers' own projector cannot run"
+        raise vision[key].error(problem, f"state {width}", vision.count(key))
 
 
 def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
     """Reads Llama 4's: a tower with rotary positions, pixel shuffle, two linear layers and a third."""
     vision = config.inner("vision_config")
-    stack = _stack(
+    stack = build_stack(
         vision,
         hidden=vision.count("hidden_size"),
         layers=vision.count("num_hidden_layers"),
@@ -329,14 +299,18 @@ def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
         eps=vision.read_or(1e-5, Amount, "norm_eps"),
         rotary=True,
     )
-    patch = _side(vision, "patch_size")
-    widths = vision.count("projector_input_dim"), vision.count("projector_output_dim"), llm.stack.hidden
+    patch = read_side(vision, "patch_size")
     merge = _shuffled(vision, "pixel_shuffle_ratio", count_patches(vision))
+    middle = vision.count("projector_input_dim")
+    _require(vision, "intermediate_size", stack.hidden * merge, "hidden_size / pixel_shuffle_ratio^2")
+    _require(vision, "projector_output_dim", middle, "projector_input_dim")
+    _require(vision, "vision_output_dim", middle, "projector_input_dim")
+    widths = middle, middle, llm.stack.hidden
     return Encoder(
         name="vision",
         stack=stack,
         projector=Projector(widths=widths, merge=merge, bias=False),
-        patch_inputs=_channels(vision) * patch**2,
+        patch_inputs=count_channels(vision) * patch**2,
         positions=count_patches(vision) + 1,
         source=f"{vision.file} (vision_config)",
         patch_bias=False,
@@ -345,52 +319,7 @@ def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
     )
 
 
-# Kinds of towers by their model_type.
-TOWERS = {SIGLIP: SIGLIP, "siglip": SIGLIP, "idefics3_vision": SIGLIP, "smolvlm_vision": SIGLIP,
-          "idefics3": SIGLIP, CLIP: CLIP, "clip": CLIP, PIXTRAL: PIXTRAL}  # fmt: skip
-
-
-def read_tower(config: HfConfig, select: str | None, projector: Projector) -> Encoder:
-    """Reads CLIP, SigLIP or Pixtral up to the layer of the key `select`."""
-    vision = config.inner("vision_config")
-    kind = TOWERS.get(vision.read(str, "model_type"))
-    if kind is None:
-        hint = f"supported: {one_of(sorted(TOWERS))}; or write dimensions by hand in a job file"
-        raise vision["model_type"].error("is not a supported vision tower", hint)
-    layers, options = vision.count("num_hidden_layers"), dict[str, Any]()
-    if kind == PIXTRAL:
-        options = {"gated": True, "bias": False, "norm": "rmsnorm", "eps": 1e-5, "rotary": True}
-    else:
-        options["eps"] = vision.read_or(1e-5 if kind == CLIP else 1e-6, Amount, "layer_norm_eps")
-    stack = _stack(
-        vision,
-        hidden=vision.count("hidden_size"),
-        layers=layers if select is None else _layers_used(config, layers, select),
-        heads=vision.count("num_attention_heads"),
-        width=vision.count("intermediate_size"),
-        activation=vision.read_or("gelu", str, "hidden_act"),
-        **options,
-    )
-    patch = _side(vision, "patch_size")
-    learned = 0 if kind == PIXTRAL else count_patches(vision) + (1 if kind == CLIP else 0)
-    if kind == PIXTRAL:
-        attention = replace(stack.attention, output_bias=False)
-        stack = replace(stack, attention=attention, mlp=replace(stack.mlp, bias=False))
-    return Encoder(
-        name="vision",
-        stack=stack,
-        projector=projector,
-        patch_inputs=_channels(vision) * patch**2,
-        positions=learned,
-        source=f"{vision.file} (vision_config)",
-        patch_bias=kind == SIGLIP,
-        class_token=kind == CLIP,
-        pre_norm=kind in (CLIP, PIXTRAL),
-        final_norm=select is None,
-    )
-
-
-def _layers_used(config: HfConfig, layers: int, *keys: str) -> int:
+def count_layers_used(config: HfConfig, layers: int, *keys: str) -> int:
     """Returns the layers up to an index: -1 is the output of the last layer, -2 of the one before it."""
     layer = config.read(int, *keys)
     if not -layers <= layer <= -1:

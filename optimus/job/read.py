@@ -132,7 +132,10 @@ def make_job(*, model: str | Path | Model, on: str | None, layouts: Iterable[str
 
 
 def _model_notes(model: Model) -> tuple[str, ...]:
-    return (f"model: {', '.join(model.derived)}",) if model.derived else ()
+    """Returns a line for each approximation, and one for the values that the file leaves out."""
+    values = [note for note in model.derived if note.endswith(")")]
+    lines = [note for note in model.derived if note not in values]
+    return tuple(f"model: {line}" for line in (*lines, ", ".join(values)) if line)
 
 
 def load_model(name_or_path: str | Path) -> Model:
