@@ -340,7 +340,9 @@ def sum_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
 
 
-def reference(case: str, model: Any = None, *, packed: bool = False) -> tuple[float, dict[str, Tensor]]:
+def reference(
+    case: str, model: Any = None, *, packed: bool = False, reverse: bool = False
+) -> tuple[float, dict[str, Tensor]]:
     """Returns the batch's loss and gradients by parameter name of one process of transformers.
 
     Documents of a packed microbatch run alone, unless `packed` or in PACKED: the router loss couples them,
@@ -349,7 +351,7 @@ def reference(case: str, model: Any = None, *, packed: bool = False) -> tuple[fl
     model = build(case) if model is None else model
     router = "moe" in case
     batches = [[batch] for batch in microbatches(case)] if packed or case in PACKED else documents(case)
-    flat = [document for docs in batches for document in docs]
+    flat = [document for docs in batches for document in docs][:: -1 if reverse else 1]
     count = sum(int((document["labels"][:, 1:] != IGNORED).sum()) for document in flat)
     total = 0.0
     for document in flat:

@@ -1,7 +1,8 @@
 """Trains tiny models of transformers in our own layers on four ranks; prints one JSON line for each.
 
 Arguments are a dtype, steps of AdamW and names of `hf_models`, with `@` and a name of LAYOUTS for a layout
-that is not tp2 x pp2; rank 0 compares with one process of unpatched transformers.
+that is not tp2 x pp2; rank 0 compares with one process of unpatched transformers. `@reversed` compares two
+such processes with each other: the second sums the gradients of documents in reverse order.
 """
 
 from __future__ import annotations
@@ -34,16 +35,28 @@ class OwnRun(RankRun):
         super().__init__(case, rank, load=load, dataset=case.documents)
 
 
-def train_reference(case: OwnCase, dtype: torch.dtype, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def train_reference(
+    name: str, dtype: torch.dtype, steps: int, *, reverse: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
     """Returns losses and trained parameters of one process of transformers."""
-    model = hf_models.build(case.model, dtype=dtype)
+    model = hf_models.build(name, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **LEARNING)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        losses.append(hf_models.reference(case.model, model)[0])
+        losses.append(hf_models.reference(name, model, reverse=reverse)[0])
         optimizer.step()
-    return losses, dict(model.named_parameters())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def compare_orders(name: str, dtype: torch.dtype, steps: int) -> dict[str, float]:
+    """Returns how far transformers differs from itself after steps that sum in another order."""
+    losses, parameters = train_reference(name, dtype, steps)
+    other_losses, others = train_reference(name, dtype, steps, reverse=True)
+    return {
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(other_losses, losses, strict=True)),
+        "parameters": worst([others], parameters),
+    }
 
 
 def compare(case: OwnCase, rank: int, *, steps: int) -> dict[str, Any]:
@@ -66,13 +79,13 @@ def compare(case: OwnCase, rank: int, *, steps: int) -> dict[str, Any]:
     names = sorted({name.removesuffix(" (head)") for of_rank in gradients for name in of_rank})
     model = case.job.model
     expected_loss, theirs = hf_models.reference(case.model, hf_models.build(case.model, dtype=run.dtype))
-    expected_losses, trained = train_reference(case, run.dtype, steps)
+    expected_losses, trained = train_reference(case.model, run.dtype, steps)
     return {
         "loss": abs(loss - expected_loss) / abs(expected_loss),
         "gradients": worst(gradients, as_ours(model, theirs, names), run),
         "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True)),
         "fallen": losses[-1] / losses[0],
-        "parameters": worst(learned, as_ours(model, {n: p.detach() for n, p in trained.items()}, names), run),
+        "parameters": worst(learned, as_ours(model, trained, names), run),
         "slots": same
         and case.plan.programs != empty_slots.plan.programs
         and all(_equal(a, b) for a, b in zip(gradients, empty, strict=True)),
@@ -99,6 +112,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def main(dtype: str, steps: str, names: list[str]) -> None:
     for name in names:
         model, _, layout = name.partition("@")
+        if layout == "reversed":
+            result = compare_orders(model, getattr(torch, dtype), int(steps))
+            print(json.dumps({"name": name, **result}), flush=True)  # noqa: T201
+            continue
         with tempfile.TemporaryDirectory() as folder:
             save_folder(model, Path(folder, "model"), getattr(torch, dtype))
             case = OwnCase(
