@@ -13,7 +13,7 @@ from dealt_worker import CASES, DealtCase, compare
 from engine_worker import play
 from torch import Tensor, nn
 from torch import distributed as dist
-from workers import run_cases
+from worker_lines import run_cases
 
 from optimus.data.dealt_encoder import Call, DealtEncoder, Routes, _merge_calls, count_tower_flops
 from optimus.errors import UserError

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from workers import run_cases
+from worker_lines import run_cases
 
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.executor import Executor

@@ -13,7 +13,7 @@ import torch
 from engine_worker import play
 from fill_vlm_worker import CASES, VlmCase, build, compare, image_shapes, llm_shapes, loss_fn, make_batch
 from torch import nn
-from workers import run_cases
+from worker_lines import run_cases
 
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.executor import Executor

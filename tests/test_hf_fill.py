@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hf_fill_worker import CASES, HfCase
-from workers import run_cases
+from worker_lines import run_cases
 
 CLOSE = 1e-12  # of the largest gradient, and of the loss
 QUICK = ("qwen2_5_vl", "qwen3_vl tied FSDP2", "qwen3_vl_moe", "gemma3", "qwen2_5_omni", "LoRA")

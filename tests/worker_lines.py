@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def run_worker(script: str, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
-    """The lines that it printed."""
+    """Returns the lines that a script printed."""
     done = subprocess.run(
         [sys.executable, str(HERE / script), *arguments],
         cwd=HERE,
@@ -23,3 +24,12 @@ def run_worker(script: str, *arguments: str, timeout_s: float) -> list[dict[str,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def run_cases(script: str, names: Sequence[str], *, timeout_s: float) -> list[dict[str, Any]]:
+    """Returns the lines of some cases, all of which the script must have run without an error."""
+    lines = run_worker(script, *names, timeout_s=timeout_s)
+    assert [line["name"] for line in lines] == list(names)
+    for line in lines:
+        assert "error" not in line, f"{line['name']}: {line['error']}"
+    return lines
