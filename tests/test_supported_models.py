@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks.docs.supported_models import (
     WRITTEN,
     compute_all,
     fill,
+    list_configs,
     read_stored,
 )
 from optimus.cost.assumptions import get_preset
@@ -25,6 +27,7 @@ from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.flops import forward_flops, layer_flops
 from optimus.cost.priced_layer import price_llm_layers
 from optimus.errors import UserError
+from optimus.exporters.targets import export_plan
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.ir.op import OpKind
 from optimus.job.hf_config import ENCODER_READERS, REFUSED, THINKERS, read_hf_config
@@ -34,6 +37,8 @@ from optimus.job.model import Model
 from optimus.job.read import find_job, load_job
 from optimus.job.workload import TokenLoad
 from optimus.job.write import format_job_yaml
+from optimus.planner.planning import make_plan
+from optimus.verify.validator import check_plan
 
 REFRESH = "run python -m benchmarks.docs.supported_models and read what changed"
 MAX_DIFFERENCE = 0.01
@@ -134,6 +139,7 @@ def test_images_have_the_tokens_of_their_configuration(tmp_path: Path) -> None:
     tokens = {name: read(tmp_path, FORMS[name]).encoders[0].tokens_per_item for name in FORMS}
     assert tokens["Gemma-3-4B"] == 256 and tokens["PaliGemma-3B"] == 256 and tokens["InternVL3-8B"] == 256
     assert tokens["LLaVA-1.5-7B"] == 576 and tokens["Idefics3-8B"] == 169 and tokens["SmolVLM-2.2B"] == 81
+    assert tokens["Llama-4-Scout"] == 144  # of a tile
     assert tokens["Qwen2.5-VL-7B"] == tokens["Pixtral-12B"] == 0
 
 
@@ -166,6 +172,8 @@ def test_layers_of_two_kinds_are_told_apart(tmp_path: Path) -> None:
     maverick = read(tmp_path, FORMS["Llama-4-Maverick"]).llm.stack
     assert [maverick.has_experts(layer) for layer in range(4)] == [False, True, False, True]
     assert maverick.layer_parameters(1) > 50 * maverick.layer_parameters(0)
+    windows = [maverick.attention.window_of(layer) for layer in range(8)]
+    assert windows == [8192, 8192, 8192, None] * 2
     qwen = read(tmp_path, FORMS["Qwen3.5-35B-A3B"]).llm.stack
     linear = [qwen.at(layer).attention.linear is not None for layer in range(8)]
     assert linear == [True, True, True, False] * 2
@@ -255,6 +263,51 @@ def test_layers_of_several_kinds_can_be_priced_and_written(tmp_path: Path, name:
     assert not any(str(value).startswith("sha256") for value in bound["model"].values())
 
 
+def shrink(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Returns a configuration of the same kinds of layers, but few of them, and few experts."""
+    small = {"num_hidden_layers": layers, "depth": layers, "num_kv_shared_layers": layers // 2}
+    small |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
+    config = {
+        key: shrink(value, layers) if isinstance(value, dict) else value for key, value in config.items()
+    }
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][-layers:]
+    return config | {key: value for key, value in small.items() if config.get(key)}
+
+
+LINEAR = "linear attention is priced as the products of its chunks, which were not measured"
+NOTES = {
+    "Qwen3.5-27B": (LINEAR, "multi-token-prediction layers are left out"),
+    "Gemma-4-E2B": (
+        "keys and values that a later stage shares are not sent in the plan",
+        "of the convolutions before the audio encoder only the linear layer is priced",
+    ),
+    "Kimi-VL-A3B": (),
+    "Qwen3.5-35B-A3B": (LINEAR,),
+    "Llama-4-Maverick": ("attention in chunks is priced as a window of as many tokens",),
+    "Gemma-4-26B-A4B": (),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    list(NOTES)[:2] + [pytest.param(name, marks=pytest.mark.ci("search")) for name in list(NOTES)[2:]],
+)
+def test_new_kinds_of_layers_are_planned_checked_and_not_exported_silently(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(shrink(FORMS[name], 4)))
+    encoders = [f"{encoder.name}=dp8" for encoder in read_hf_config(path).encoders]
+    axes = "llm=pp2,tp2,chunks1" if "experts" not in path.read_text() else "llm=pp2,tp1,ep2,chunks1"
+    job = find_job(path, "h100:8", (axes, *encoders))
+    for note in NOTES[name]:
+        assert any(line.startswith(f"model: {note}") for line in job.notes), job.notes
+    job = replace(job, workload=replace(job.workload, sequences_per_step=8))
+    plan = make_plan(job, systems=()).plan
+    assert check_plan(plan).ok
+    refused = [feature.what for feature in export_plan(plan, "megatron").not_supported]
+    assert ("the LLM's layers of other kinds" in refused) == (name != "Kimi-VL-A3B")
+
+
 def test_both_forms_of_internvl_are_one_model(tmp_path: Path) -> None:
     """transformers has no class of the hub's own form, which names the same sizes otherwise."""
     config = json.loads(json.dumps(FORMS["InternVL3-8B"]))
@@ -278,21 +331,44 @@ def numbers(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
             yield (*path, key)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1e-9, "x", None, [], [3]])
-def test_a_broken_number_gives_a_job_or_an_error_that_names_a_field(tmp_path: Path, value: object) -> None:
-    """Every number of every form is broken with one of the values; each form meets them all in turn."""
-    path = tmp_path / "config.json"
-    broken = [(name, spot) for name in FORMS for spot in numbers(FORMS[name])]
-    for name, spot in broken[::2]:
-        config = json.loads(json.dumps(FORMS[name]))
-        block = config
-        for key in spot[:-1]:
-            block = block[key]
-        block[spot[-1]] = value
-        path.write_text(json.dumps(config))
-        try:
-            counts = [module.parameters() for module in find_job(path, on="h100:64").model.modules]
-            sound = all(0 < count < 1e16 for count in counts)
-        except UserError as error:
-            sound = bool(error.hint) and (spot[-1] in str(error) or error.field.startswith("model."))
-        assert sound, (name, spot)
+BROKEN: tuple[object, ...] = (0, -1, 1e-9, "x", None, [], [3])
+
+
+def is_job_or_named_error(path: Path, config: dict[str, Any], spot: tuple[str, ...], value: object) -> bool:
+    """Breaks one number of a configuration; tells whether it makes a job or an error that names a field."""
+    config = json.loads(json.dumps(config))
+    block = config
+    for key in spot[:-1]:
+        block = block[key]
+    block[spot[-1]] = value
+    path.write_text(json.dumps(config))
+    try:
+        counts = [module.parameters() for module in find_job(path, on="h100:64").model.modules]
+    except UserError as error:
+        return bool(error.hint) and (spot[-1] in str(error) or error.field.startswith("model."))
+    return all(0 < count < 1e16 for count in counts)
+
+
+def test_a_broken_number_gives_a_job_or_an_error_that_names_a_field(tmp_path: Path) -> None:
+    """Every third number of the released forms is broken, with one of the values in turn."""
+    spots = [(name, spot) for name in FORMS for spot in numbers(FORMS[name])]
+    for place, (name, spot) in enumerate(spots[::3]):
+        value = BROKEN[place % len(BROKEN)]
+        assert is_job_or_named_error(tmp_path / "config.json", FORMS[name], spot, value), (name, spot, value)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("value", BROKEN)
+def test_every_broken_number_gives_a_job_or_an_error_that_names_a_field(
+    tmp_path: Path, value: object
+) -> None:
+    """Every number of every form is broken, with each of the values."""
+    pytest.importorskip("transformers")
+    failures = [
+        (name, form, spot)
+        for name, form, config in list_configs()
+        if config["model_type"] not in REFUSED
+        for spot in numbers(config)
+        if not is_job_or_named_error(tmp_path / "config.json", config, spot, value)
+    ]
+    assert not failures

@@ -187,10 +187,10 @@ def _latent(facts: PlanFacts) -> list[Flag]:
     latent = "llm.stack.attention.latent"
     if facts.get("model", f"{latent}.query_rank") is None:
         return []
-    queries = [_size("--q-lora-rank", facts, f"{latent}.query_rank")]
+    compressed = facts.model(f"{latent}.query_rank") != 0
     return [
         ("--multi-latent-attention",),
-        *(queries if facts.model(f"{latent}.query_rank") else []),
+        *([_size("--q-lora-rank", facts, f"{latent}.query_rank")] if compressed else []),
         _size("--kv-lora-rank", facts, f"{latent}.key_value_rank"),
         _size("--qk-head-dim", facts, f"{latent}.nope_head_dim"),
         _size("--qk-pos-emb-head-dim", facts, f"{latent}.rope_head_dim"),

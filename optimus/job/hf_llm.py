@@ -28,6 +28,10 @@ TEXT_TYPES = (
     "llama", "llama4_text", "gemma", "internlm2", *MISTRAL, *QKV_BIAS, *QK_NORM, *LATENT, *GLM_EXPERTS,
     *QWEN3_5, "gemma4_text",
 )  # fmt: skip
+CHUNK_NOTE = (
+    "attention in chunks is priced as a window of as many tokens, which has up to twice the scores in "
+    "sequences longer than a chunk"
+)
 # Rotary embeddings that a class has whatever its file says, and its sections where the file has none.
 ROPES = {
     **dict.fromkeys(
@@ -150,12 +154,26 @@ def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[i
         pattern = 6 if text.has("layer_types") else text.read_or(6, Count, "sliding_window_pattern")
         full = _layers_of_type(text, layers, "full_attention", lambda layer: (layer + 1) % pattern == 0)
         return text.count("sliding_window"), full
+    if kind == "llama4_text" and text.knows("attention_chunk_size"):
+        return _chunk(text, layers)
     if kind in MISTRAL and text.has("sliding_window"):
         return text.count("sliding_window"), ()
     if text["use_sliding_window"].value:
         hint = "write dimensions by hand in a job file (attention.window_tokens and full_layers)"
         raise text["use_sliding_window"].error("is not supported", hint)
     return None, ()
+
+
+def _chunk(text: HfConfig, layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """Returns Llama 4's chunks of tokens as a window; layers without rotation have full attention."""
+    text.derived.append(CHUNK_NOTE)
+    every = text.read_or(4, Count, "no_rope_layer_interval")
+    rotates = text.read(tuple[Whole, ...], "no_rope_layers") if text.has("no_rope_layers") else ()
+    if rotates and len(rotates) != layers:
+        raise text["no_rope_layers"].error(f"does not name {layers} layers", "correct the file")
+    rotates = rotates or tuple((layer + 1) % every for layer in _indices(layers))
+    full = _layers_of_type(text, layers, "full_attention", lambda layer: not rotates[layer])
+    return text.count("attention_chunk_size"), full
 
 
 def _variants(text: HfConfig, kind: str, layers: int) -> tuple[LayerVariant, ...]:

@@ -316,6 +316,7 @@ def read_llama4(config: HfConfig, llm: Llm) -> Encoder:
         patch_bias=False,
         class_token=True,
         pre_norm=True,
+        tokens_per_item=count_patches(vision) // merge,
     )
 
 
