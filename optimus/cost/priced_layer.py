@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from optimus.cost import flops
@@ -157,25 +157,26 @@ def price_llm_layers(
     layers = _stack_layers(
         llm.name, llm.stack, load, layout, cost_model, recompute, train=llm.train, passes_gradients=passes
     )
-    if llm.per_layer_inputs:  # what later layers need travels with the hidden states
-        width = tokens / tp * llm.per_layer_inputs.width * BF16_BYTES
-        embedding = replace(embedding, output_bytes=embedding.output_bytes + len(layers) * width)
-        later = reversed(range(len(layers)))
-        layers = [
-            replace(layer, output_bytes=layer.output_bytes + rest * width)
-            for layer, rest in zip(layers, later, strict=True)
-        ]
     embedding = _measured(embedding, "embedding", tokens, cost_model)
     head = _measured(head, "head", tokens, cost_model)
-    stack = [
+    return (*_pass_rows(llm, (embedding, *layers), feeds, tokens / tp, passes=passes), head)
+
+
+def _pass_rows(
+    llm: Llm, stack: Sequence[PricedLayer], feeds: Collection[int], tokens: float, *, passes: bool
+) -> list[PricedLayer]:
+    """Adds what travels with the state to later layers: encoder rows, and inputs that each layer has."""
+    state_bytes = tokens * llm.stack.hidden * BF16_BYTES
+    input_bytes = tokens * llm.per_layer_inputs.width * BF16_BYTES if llm.per_layer_inputs else 0.0
+    return [
         replace(
             layer,
-            output_bytes=layer.output_bytes * (1 + sum(fed > index for fed in feeds)),
+            output_bytes=layer.output_bytes * (1 + sum(fed > index for fed in feeds))
+            + (len(stack) - 1 - index) * input_bytes,
             activation_bytes=layer.activation_bytes + state_bytes * (passes and index in feeds and index > 0),
         )
-        for index, layer in enumerate((embedding, *layers))
+        for index, layer in enumerate(stack)
     ]
-    return (*stack, head)
 
 
 def _stack_layers(

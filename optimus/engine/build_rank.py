@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -84,16 +85,12 @@ def build_rank_model(
         tensor_parallel, module_chunks = tp_group.size > 1, list[SegmentedChunk]()
         for first, end in find_layer_ranges(plan, module, groups.rank):
             layers = build_layers(module, first=first, end=end, tp_group=tp_group, **options)
-            grouped = [
-                _group_segments(layer, tensor_parallel=tensor_parallel, fused=fused) for layer in layers
-            ]
-            regather = plan.modules[module.name].regather
+            group = partial(_group_segments, tensor_parallel=tensor_parallel, fused=fused)
             rows_in, rows_out = (list_passed_rows(module, at, options["deepstack"]) for at in (first, end))
-            module_chunks.append(
-                SegmentedChunk(
-                    grouped, recompute=recompute, regather=regather, rows_in=rows_in, rows_out=rows_out
-                )
-            )
+            regather = plan.modules[module.name].regather
+            how: dict[str, Any] = {"recompute": recompute, "regather": regather}
+            chunk = SegmentedChunk(list(map(group, layers)), **how, rows_in=rows_in, rows_out=rows_out)
+            module_chunks.append(chunk)
             for name, parameter, split in named_parameters(module, layers, first=first):
                 if parameters.setdefault(name, parameter) is not parameter:  # head of a tied embedding
                     parameters[f"{name} (head)"] = parameter
