@@ -51,7 +51,6 @@ BY_NAME: dict[str, list[tuple[str, object]]] = {
         ("stack.variants", (LayerVariant(layers=(0,), mlp=Mlp(width=8)),)),
         ("stack.linears", (Linear(inputs=8, outputs=8),)),
         ("stack.extra_parameters", 8),
-        ("stack.streams", 4),
         ("per_layer_inputs", PerLayerInputs(vocab=64, width=8)),
         ("embedding_scale", 5.6),
         ("logit_softcap", 30.0),

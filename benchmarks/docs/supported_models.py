@@ -26,7 +26,7 @@ from optimus.job.hf_config import ENCODER_READERS, OPTIONAL, REFUSED, THINKERS, 
 PAGE = DOCS / "supported-models.md"
 STORED = GOLDEN / "supported_models.json"
 DATA = ROOT / "tests" / "data"
-NO_CLASS = ("internvl_chat", "kimi_vl")  # read, but transformers has no class of its own
+NO_CLASS = ("internvl_chat", "kimi_vl", "phi4mm")  # read, but transformers has no class of its own
 SAME_CLASS = {"kimi_vl": "kimi_k25"}  # classes of other sizes of the same modules
 RELEASED, WRITTEN = "released form", "as transformers writes it"
 # Sizes where the defaults of a class are no model: Llama 4's projector takes other widths than its tower has.
@@ -48,6 +48,15 @@ LEFT_OUT: dict[str, tuple[tuple[str, str], ...]] = {
     "llava": (CLIP_END, TOWER_END),
     "llava_next": (CLIP_END, TOWER_END, NEWLINE),
     "llava_onevision": (TOWER_END, NEWLINE),
+    "phi4_multimodal": (
+        (
+            r"img_processor\.(encoder\.layers\.26\.|post_layernorm|head\.)",
+            "a layer, a norm and a pooling head",
+        ),
+        ("feature_extensor", "learned rows behind an image and its rows"),
+        (r"audio_embed\.encoder\.(embed\.conv|relative_attention_bias)", "convolutions, relative positions"),
+        ("proj_for_vision_speech", "the projector of sounds that come with images"),
+    ),
     "qwen2_5_omni": (MARKERS,),
     "qwen2_5_omni_thinker": (MARKERS,),
     "qwen2_audio": (MARKERS,),
@@ -107,7 +116,7 @@ def _count_by_module(model: Any, left_out: str) -> dict[str, list[int]]:
     other = "vision" if hasattr(model.config, "vision_config") else "audio"  # projectors have no own name
     for name, parameter in model.named_parameters():
         own = re.search(
-            "language_model|text_model|lm_head|^model\\.layers|^model\\.embed_tokens|^model\\.norm", name
+            "language_model|text_model|lm_head|^model\\.layers|^model\\.embed_tokens\\.|^model\\.norm", name
         )
         count = counts.setdefault("llm" if own else "audio" if "audio" in name else other, [0, 0])
         count[0] += parameter.numel()

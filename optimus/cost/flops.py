@@ -62,9 +62,8 @@ def count_attended_pairs(attention: Attention, layer: int, load: TokenLoad) -> f
 
 
 def lm_head_flops(llm: Llm, load: TokenLoad) -> float:
-    """Returns the FLOPs of the logits, and of matrices that end further streams of hidden states."""
-    streams = sum(2.0 * load.tokens * linear.inputs * linear.outputs for linear in llm.stream_linears)
-    return 2.0 * load.tokens * llm.vocab * llm.stack.hidden + streams
+    """Returns the FLOPs of the logits."""
+    return 2.0 * load.tokens * llm.vocab * llm.stack.hidden
 
 
 def patch_embedding_flops(encoder: Encoder, load: TokenLoad) -> float:

@@ -29,7 +29,7 @@ def list_forward_kernels(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> li
     else:
         _mlp_forward(kernels, shape, shape.stack.mlp)
     if side := shape.side_gemms():
-        kernels.compute(KernelName.SIDE, shape.forward_s(side) + shape.streams_s)
+        kernels.compute(KernelName.SIDE, shape.forward_s(side))
     return kernels.kernels
 
 
@@ -48,7 +48,7 @@ def list_backward_kernels(shape: LayerShape, *, weights: bool) -> list[Kernel]:
     experts = shape.stack.experts
     if side := shape.side_gemms():
         seconds = shape.input_gradient_s(side) + (shape.weight_gradient_s(side) if weights else 0.0)
-        kernels.compute(KernelName.SIDE, seconds + 2 * shape.streams_s)
+        kernels.compute(KernelName.SIDE, seconds)
     if experts and shape.stack.has_experts(shape.layer):
         _experts(
             kernels,

@@ -110,13 +110,6 @@ class LayerShape:
         return [(self.shard, linear.outputs, linear.inputs) for linear in self.stack.linears]
 
     @property
-    def streams_s(self) -> float:
-        """Seconds to mix further streams of hidden states: read and written before and behind a layer."""
-        streams = self.stack.streams
-        size = 4.0 * streams * self.shard * self.stack.hidden * BF16_BYTES
-        return self.cost_model.memory_s(size) if streams > 1 else 0.0
-
-    @property
     def context_bytes(self) -> float:
         """Bytes that CP ranks gather: keys and values, or a state of every rank."""
         attention, layout = self.stack.attention, self.layout
@@ -184,10 +177,9 @@ def saved_activation_bytes(shape: LayerShape, recompute: str) -> float:
     stack, tp = shape.stack, shape.layout.tp
     attention, hidden = stack.attention, stack.hidden
     if recompute == "full":
-        return 2.0 * hidden * stack.streams * shape.shard
+        return 2.0 * hidden * shape.shard
     widths = 4.0 * hidden + attention.saved_width
     widths += sum(linear.inputs + linear.outputs for linear in stack.linears)
-    widths += 2.0 * hidden * (stack.streams - 1)
     masks = 2.0 * hidden if stack.dropout else 0.0
     widths += _mlp_widths(shape)
     fused = shape.cost_model.assumptions.fused_attention

@@ -134,7 +134,7 @@ def price_llm_layers(
         kernels=_llm_embedding_kernels(llm, tokens, layout, cost_model),
         parameters=llm.embedding_parameters / tp,
         activation_bytes=0.0,
-        output_bytes=state_bytes * llm.stack.streams,
+        output_bytes=state_bytes,
         trained=llm.train,
         flops=float(flops.embedding_flops(llm, load)),
     )
@@ -246,7 +246,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
         activation_bytes=kept,
         recomputed_bytes=saved_activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
         gradient_bytes=activation_gradient_bytes(shape) if passes_gradients else 0.0,
-        output_bytes=shape.shard * stack.hidden * stack.streams * BF16_BYTES,
+        output_bytes=shape.shard * stack.hidden * BF16_BYTES,
         trained=train,
         flops=flops.layer_flops(stack, shape.layer, shape.load),
     )
@@ -306,19 +306,16 @@ def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, cost_model: Clust
     forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
     forward.compute(KernelName.HEAD_NORM, norm_s)
     forward.collective(KernelName.HEAD.gather, Collective.ALL_GATHER, size)
-    shard, streams = tokens / layout.tp, len(llm.stream_linears)
-    stream_s = streams * cost_model.gemm_s(shard, hidden, hidden)
-    forward.compute(KernelName.HEAD, cost_model.gemm_s(tokens, columns, hidden) + loss_s + stream_s)
+    forward.compute(KernelName.HEAD, cost_model.gemm_s(tokens, columns, hidden) + loss_s)
     result: KernelsByKind = {OpKind.FORWARD: tuple(forward.kernels)}
     for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
         back = _kernel_list(cost_model, kind, layout.tp)
         if kind != OpKind.WEIGHT_GRAD:
-            dgrad_s = cost_model.gemm_s(tokens, hidden, columns) + loss_s + stream_s
+            dgrad_s = cost_model.gemm_s(tokens, hidden, columns) + loss_s
             back.compute(KernelName.HEAD.dgrad, dgrad_s)
             back.collective(KernelName.HEAD.scatter, Collective.REDUCE_SCATTER, size)
         if kind != OpKind.INPUT_GRAD and llm.train:
-            wgrad_s = streams * cost_model.gemm_s(hidden, hidden, shard)
-            back.compute(KernelName.HEAD.wgrad, cost_model.gemm_s(hidden, columns, tokens) + wgrad_s)
+            back.compute(KernelName.HEAD.wgrad, cost_model.gemm_s(hidden, columns, tokens))
         if kind != OpKind.WEIGHT_GRAD:
             back.compute(KernelName.HEAD_NORM, norm_s)
         result[kind] = tuple(back.kernels)

@@ -25,7 +25,7 @@ ORDERS = ("1f1b", "interleaved")
 OTHER_LAYERS = tuple(  # fields of layers that the arguments do not state
     f"llm.{field}"
     for field in (
-        "stack.variants", "stack.linears", "stack.streams", "stack.extra_parameters", "per_layer_inputs",
+        "stack.variants", "stack.linears", "stack.extra_parameters", "per_layer_inputs",
         "stack.attention.linear", "stack.attention.output_gate", "stack.attention.kv_projection",
     )
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from optimus.errors import one_of
-from optimus.job import hf_audio, hf_gemma, hf_siglip, hf_towers
+from optimus.job import hf_audio, hf_gemma, hf_phi4, hf_siglip, hf_towers
 from optimus.job.hf_defaults import find_class_defaults
 from optimus.job.hf_file import HfConfig, load_hf_config
 from optimus.job.hf_llm import TEXT_TYPES, read_hf_llm
@@ -30,6 +30,7 @@ ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
     "llava_onevision": (hf_siglip.read_llava,),
     "mistral3": (hf_siglip.read_mistral3,),
     "paligemma": (hf_siglip.read_paligemma,),
+    "phi4_multimodal": (hf_phi4.read_phi4_vision, hf_phi4.read_phi4_audio),
     "qwen2_5_omni_thinker": (hf_towers.read_qwen2_5_vl, hf_audio.read_qwen2_5_omni),
     "qwen2_5_vl": (hf_towers.read_qwen2_5_vl,),
     "qwen2_audio": (hf_audio.read_qwen2_audio,),
@@ -46,12 +47,13 @@ REFUSED = {
     "gemma3n": "a vision tower of timm, whose sizes its file does not state, and AltUp",
     "minicpmv4_6": "a vision tower that merges tokens between its layers",
     "mllama": "cross-attention layers",
-    "phi4_multimodal": "a conformer and adapters in the language model",
+    "phi4mm": "a vision tower in code of its own, whose sizes its file does not state",
 }
 THINKERS = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 TEXT_KEYS = {"internvl_chat": "llm_config"}  # key of the language model, if it is not `text_config`
 OPTIONAL = {"gemma4": ("vision_config", "audio_config")}  # encoders that a file may leave out
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # older files hold the language model at the top
+# Files, of which some are older, that hold the language model at the top, and its model_type.
+FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "phi4_multimodal": "phi4_multimodal"}
 
 
 def read_hf_config(path: Path) -> Model:
@@ -71,11 +73,9 @@ def read_hf_config(path: Path) -> Model:
         hint = f"supported: {one_of(sorted(ENCODER_READERS))}; or write dimensions by hand in a job file"
         raise config["model_type"].error("is not a supported model", hint)
     key = TEXT_KEYS.get(kind, "text_config")
-    text = (
-        config.inner(key) if config.has(key) or not (kind in FLAT and config.has("hidden_size")) else config
-    )
-    if text is config:
-        text = HfConfig(config.node, config.derived, find_class_defaults(f"{kind}_text"))
+    flat = kind in FLAT and not config.has(key) and (config.has("hidden_size") or FLAT[kind] == kind)
+    top = HfConfig(config.node, config.derived, find_class_defaults(FLAT.get(kind)))
+    text = top if flat else config.inner(key)
     llm = read_hf_llm(text, config)
     readers = ENCODER_READERS[kind]
     if kind in OPTIONAL:

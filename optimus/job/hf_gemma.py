@@ -22,6 +22,7 @@ from optimus.job.typed import Amount, Count, Whole
 
 PATTERN = 6  # every sixth layer has full attention where the file names no types
 GLOBAL_HEAD_DIM = 512
+IMAGE_TOKENS = 280
 CONFORMER_NORMS = 5  # of a layer, besides the four around attention and the first MLP
 MEL_BINS, MEL_REDUCTION = 128, 4
 SHARED_NOTE = "keys and values that a later stage shares are not sent in the plan"
@@ -132,7 +133,8 @@ def _full_layers(text: HfConfig, layers: int) -> set[int]:
         return {i for i in range(min(layers, 10_000)) if (i + 1) % PATTERN == 0 or i == layers - 1}
     names = text.read(tuple[str, ...], "layer_types")
     if len(names) != layers:
-        raise text["layer_types"].error(f"does not name {layers} layers", "correct the file")
+        problem = f"names {len(names)} layers, not num_hidden_layers = {layers}"
+        raise text["layer_types"].error(problem, "correct the file")
     return {i for i, name in enumerate(names) if name == "full_attention" or i == layers - 1}
 
 
@@ -158,7 +160,7 @@ def read_gemma4_vision(config: HfConfig, llm: Llm) -> Encoder:
         norm_eps=vision.read(Amount, "rms_norm_eps"),
         post_norms=True,
     )
-    merge = vision.count("pooling_kernel_size") ** 2
+    merge, tokens = vision.count("pooling_kernel_size") ** 2, "vision_soft_tokens_per_image"
     return Encoder(
         name="vision",
         stack=stack,
@@ -168,6 +170,9 @@ def read_gemma4_vision(config: HfConfig, llm: Llm) -> Encoder:
         source=f"{vision.file} (vision_config)",
         patch_bias=False,
         final_norm=False,
+        tokens_per_item=config.count(tokens)
+        if config.has(tokens)
+        else config.derive(tokens, IMAGE_TOKENS, "default of its image processor"),
     )
 
 

@@ -20,13 +20,14 @@ LATENT = ("deepseek_v3", "kimi_k2")
 GLM_EXPERTS = ("glm4v_moe_text",)
 QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")  # linear attention in most layers
 MISTRAL = ("mistral", "ministral3")
+PHI4 = "phi4_multimodal"
 GEMMA = ("gemma", "gemma3_text")
 NORM_OFFSET = (*GEMMA, *QWEN3_5)
 FLOORED_HEADS = ("qwen3_omni_moe_text", *GLM_EXPERTS)  # classes that round the width of heads down
 POST_NORMS = ("gemma3_text", "glm4v_text")
 TEXT_TYPES = (
     "llama", "llama4_text", "gemma", "internlm2", *MISTRAL, *QKV_BIAS, *QK_NORM, *LATENT, *GLM_EXPERTS,
-    *QWEN3_5, "gemma4_text",
+    *QWEN3_5, "gemma4_text", PHI4,
 )  # fmt: skip
 CHUNK_NOTE = (
     "attention in chunks is priced as a window of as many tokens, which has up to twice the scores in "
@@ -115,8 +116,8 @@ def _stack_attention(text: HfConfig, kind: str, hidden: int, layers: int) -> Att
 
 def _attention(text: HfConfig, kind: str, hidden: int, layers: int) -> Attention:
     heads = text.count("num_attention_heads")
-    if kind in QKV_BIAS:
-        bias = True
+    if kind in (*QKV_BIAS, PHI4):
+        bias = kind != PHI4
     else:
         bias = _optional_flag(text, "bias" if kind == "internlm2" else "attention_bias", True)
     window, full = _window(text, kind, layers)
@@ -156,7 +157,7 @@ def _window(text: HfConfig, kind: str, layers: int) -> tuple[int | None, tuple[i
         return text.count("sliding_window"), full
     if kind == "llama4_text" and text.knows("attention_chunk_size"):
         return _chunk(text, layers)
-    if kind in MISTRAL and text.has("sliding_window"):
+    if kind in (*MISTRAL, PHI4) and text.has("sliding_window"):
         return text.count("sliding_window"), ()
     if text["use_sliding_window"].value:
         hint = "write dimensions by hand in a job file (attention.window_tokens and full_layers)"
@@ -170,7 +171,8 @@ def _chunk(text: HfConfig, layers: int) -> tuple[int | None, tuple[int, ...]]:
     every = text.read_or(4, Count, "no_rope_layer_interval")
     rotates = text.read(tuple[Whole, ...], "no_rope_layers") if text.has("no_rope_layers") else ()
     if rotates and len(rotates) != layers:
-        raise text["no_rope_layers"].error(f"does not name {layers} layers", "correct the file")
+        problem = f"names {len(rotates)} layers, not num_hidden_layers = {layers}"
+        raise text["no_rope_layers"].error(problem, "correct the file")
     rotates = rotates or tuple((layer + 1) % every for layer in _indices(layers))
     full = _layers_of_type(text, layers, "full_attention", lambda layer: not rotates[layer])
     return text.count("attention_chunk_size"), full
@@ -209,7 +211,8 @@ def _layers_of_type(
         return tuple(layer for layer in _indices(layers) if otherwise(layer))
     names = text.read(tuple[str, ...], "layer_types")
     if len(names) != layers:
-        raise text["layer_types"].error(f"does not name {layers} layers", "correct the file")
+        problem = f"names {len(names)} layers, not num_hidden_layers = {layers}"
+        raise text["layer_types"].error(problem, "correct the file")
     return tuple(layer for layer, kind in enumerate(names) if kind == name)
 
 

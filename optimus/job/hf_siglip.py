@@ -14,8 +14,9 @@ from optimus.job.typed import Amount
 SIGLIP, CLIP, PIXTRAL = "siglip_vision_model", "clip_vision_model", "pixtral"
 # Kinds of towers by their model_type.
 TOWERS = {SIGLIP: SIGLIP, "siglip": SIGLIP, "idefics3_vision": SIGLIP, "smolvlm_vision": SIGLIP,
-          "idefics3": SIGLIP, CLIP: CLIP, "clip": CLIP, PIXTRAL: PIXTRAL}  # fmt: skip
-POOLED = (SIGLIP, "siglip")  # towers that may end in a pooling head
+          "idefics3": SIGLIP, "phi4_multimodal_vision": SIGLIP, CLIP: CLIP, "clip": CLIP,
+          PIXTRAL: PIXTRAL}  # fmt: skip
+POOLED = (SIGLIP, "siglip", "phi4_multimodal_vision")  # towers that may end in a pooling head
 
 
 def read_tower(config: HfConfig, select: str | None, projector: Projector) -> Encoder:

@@ -94,7 +94,6 @@ class Stack:
     variants: tuple[LayerVariant, ...] = constant(())  # layers of other kinds
     linears: tuple[Linear, ...] = constant(())  # of every layer, replicated over a TP group
     extra_parameters: Whole = constant(0)  # of every layer: convolutions, gates, further norms
-    streams: Count = constant(1)  # copies of the hidden states between layers (AltUp)
 
     def variant_of(self, layer: int) -> int | None:
         """Returns the index of a layer's variant, or None for a layer like most."""
@@ -238,7 +237,7 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerInputs:
-    """A second embedding (Gemma 3n): `width` values for every layer, from a table and from the first one."""
+    """A second embedding (Gemma 4): `width` values for every layer, from a table and from the first one."""
 
     vocab: Count
     width: Count
@@ -267,17 +266,12 @@ class Llm:
         return not self.positions if stated is None else stated
 
     @property
-    def stream_linears(self) -> tuple[Linear, ...]:
-        """Matrices that make further streams of hidden states, and as many that end them."""
-        return (Linear(inputs=self.stack.hidden, outputs=self.stack.hidden),) * (self.stack.streams - 1)
-
-    @property
     def embedding_linears(self) -> tuple[Linear, ...]:
         """Matrices applied to embeddings before the first layer."""
         if self.per_layer_inputs is None:
-            return self.stream_linears
+            return ()
         outputs = self.stack.layers * self.per_layer_inputs.width
-        return (*self.stream_linears, Linear(inputs=self.stack.hidden, outputs=outputs))
+        return (Linear(inputs=self.stack.hidden, outputs=outputs),)
 
     @property
     def embedding_parameters(self) -> int:
@@ -288,8 +282,7 @@ class Llm:
 
     @property
     def head_parameters(self) -> int:
-        streams = sum(linear.inputs * linear.outputs for linear in self.stream_linears)
-        return streams + self.stack.norm_parameters + (0 if self.tied else self.vocab * self.stack.hidden)
+        return self.stack.norm_parameters + (0 if self.tied else self.vocab * self.stack.hidden)
 
     def parameters(self, *, active: bool = False) -> int:
         return self.embedding_parameters + self.stack.parameters(active=active) + self.head_parameters

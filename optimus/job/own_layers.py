@@ -102,7 +102,6 @@ def _limits(module: Encoder | Llm) -> Iterator[tuple[str, object, bool]]:
     yield "stack.variants", "given", not stack.variants
     yield "stack.linears", "given", not stack.linears
     yield "stack.extra_parameters", stack.extra_parameters, not stack.extra_parameters
-    yield "stack.streams", stack.streams, stack.streams == 1
     yield "stack.attention.rope.scaling", rope.scaling and rope.scaling.type, rope.scaling is None
     yield "stack.attention.rope.local_theta", rope.local_theta, rope.local_theta is None
     yield "stack.attention.rope.partial_factor", rope.partial_factor, rope.partial_factor == 1
