@@ -334,6 +334,10 @@ def test_new_kinds_of_layers_are_planned_checked_and_not_exported_silently(tmp_p
     plan = make_plan(job, systems=()).plan
     assert check_plan(plan).ok
     refused = [feature.what for feature in export_plan(plan, "megatron").not_supported]
+    constants = next((what for what in refused if what.startswith("the LLM's constants ")), "")
+    assert ("stack.post_norms" in constants) == name.startswith("Gemma")
+    assert ("stack.norm_offset" in constants) == name.startswith("Qwen3.5")
+    assert ("stack.attention.window_tokens" in constants) == name.startswith(("Gemma", "Llama"))
     assert ("the LLM's layers of other kinds" in refused) == (name not in ("Kimi-VL-A3B", "Phi-4-multimodal"))
 
 

@@ -29,6 +29,11 @@ OTHER_LAYERS = tuple(  # fields of layers that the arguments do not state
         "stack.attention.linear", "stack.attention.output_gate", "stack.attention.kv_projection",
     )
 )  # fmt: skip
+UNSTATED = (  # constants of an LLM that the arguments do not state either
+    "embedding_scale", "logit_softcap", "stack.norm_offset", "stack.post_norms", "stack.layer_scale",
+    "stack.attention.window_tokens", "stack.attention.qk_norm_kind", "stack.attention.softcap",
+    "stack.attention.softmax_scale",
+)  # fmt: skip
 Flag = tuple[str, ...]
 
 USE = (
@@ -261,6 +266,12 @@ def _list_unsupported(facts: PlanFacts) -> list[UnsupportedFeature]:
     if any(name.startswith(OTHER_LAYERS) for name in plan.bound_to.get("model", {})):
         why = "the arguments state one kind of layer, with attention and MLP or experts alone"
         unsupported.append(UnsupportedFeature(what="the LLM's layers of other kinds", why=why))
+    constants = [field for field in UNSTATED if facts.get("model", f"llm.{field}") is not None]
+    if facts.get("model", "llm.stack.mlp.activation") not in (None, "silu", "gelu"):
+        constants.append("stack.mlp.activation")
+    if constants:
+        what = f"the LLM's constants {', '.join(constants)}"
+        unsupported.append(UnsupportedFeature(what=what, why="the arguments do not state them: add them"))
     if facts.has_empty_ends:
         unsupported.append(EMPTY_ENDS)
     if facts.recompute == "selective" and facts.fused_attention:
