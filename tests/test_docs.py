@@ -119,8 +119,13 @@ def steps(page: Path) -> list[Step]:
     return found
 
 
-def furnish(folder: Path) -> None:
-    """Writes what a reader of the docs has: folders of released models with their config.json."""
+def furnish(folder: Path, page: Path) -> None:
+    """Writes what a reader of a page has: folders of released models with their config.json, a data set."""
+    if page.stem == "data":
+        from chat_data import write_data_set, write_folder  # imports transformers
+
+        write_data_set(folder / "photos", 600)
+        write_folder(folder / "Qwen2.5-VL-tiny", "qwen2_5_vl")
     for path in CONFIGS.glob("*_config.json"):
         home = folder / path.stem.removesuffix("_config").rpartition("--")[2]
         home.mkdir()
@@ -191,7 +196,7 @@ def is_shown_truly(shown: tuple[str, ...], output: list[str]) -> bool:
 )
 @pytest.mark.timeout(300)  # a page of plans takes 90 s on a quiet machine
 def test_every_command_runs_and_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
-    furnish(tmp_path)
+    furnish(tmp_path, page)
     for step in steps(page):
         output = play(step, tmp_path)
         stale = f"{page.name}:{step.begin} shows another output than today's; {REFRESH}"
@@ -246,7 +251,7 @@ def test_the_columns_of_the_table_are_explained() -> None:
 
 @by_page
 def test_job_files_shown_in_pages_are_jobs(page: Path, tmp_path: Path) -> None:
-    furnish(tmp_path)
+    furnish(tmp_path, page)
     shutil.copytree(tmp_path / "Qwen3-VL-32B-Instruct", tmp_path / "tiny-vl")  # a command makes another
     for step in steps(page):
         if step.words[0] == "file":
@@ -442,7 +447,7 @@ def refreshed(shown: tuple[str, ...], output: list[str]) -> list[str]:
 def refresh(page: Path) -> None:
     lines = page.read_text().split("\n")
     with tempfile.TemporaryDirectory() as folder:
-        furnish(Path(folder))
+        furnish(Path(folder), page)
         played = [(step, play(step, Path(folder))) for step in steps(page)]
     for step, output in reversed(played):
         if step.shown:

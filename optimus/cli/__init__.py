@@ -15,6 +15,7 @@ from optimus import __version__
 from optimus.cli.catalog import CatalogCommand
 from optimus.cli.check import CheckCommand
 from optimus.cli.console import print_result
+from optimus.cli.data import DataCommand
 from optimus.cli.diff import DiffCommand
 from optimus.cli.export import ExportCommand
 from optimus.cli.flags import INTERRUPTED, NO, OK, OUR_BUG, USER_ERROR
@@ -45,6 +46,7 @@ COMMANDS: dict[str, type[Any]] = {
     "export": ExportCommand,
     "report": ReportCommand,
     "profile": ProfileCommand,
+    "data": DataCommand,
     "train": TrainCommand,
 }
 

@@ -82,13 +82,18 @@ def load_optional_profile(path: Path | None) -> Profile | None:
 
 def import_trainer(name: str) -> Any:
     """Imports a module that needs torch, or says how to install it."""
+    return import_extra(name, "train")
+
+
+def import_extra(name: str, extra: str) -> Any:
+    """Imports a module that needs the packages of an extra, or says how to install them."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "torch":
+        if error.name is None or error.name.startswith("optimus"):
             raise
         raise UserError(
-            field="torch", problem="is not installed", hint="pip install 'optimus-mllm[train]'"
+            field=error.name, problem="is not installed", hint=f"pip install 'optimus-mllm[{extra}]'"
         ) from None
 
 

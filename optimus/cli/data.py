@@ -1,0 +1,191 @@
+"""`optimus data index`: writes the lengths of a data set's samples, and draws their distribution."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from optimus.cli.console import check_writable, print_result, progress_bar
+from optimus.cli.flags import NO, OK, JsonFlag, describe_option, import_extra
+from optimus.cli.text import align_columns, wrap_closing_line, wrap_text
+from optimus.errors import UserError, show_value
+from optimus.render.format_numbers import format_percent
+
+if TYPE_CHECKING:
+    from optimus.data.index_lengths import IndexedLengths, LengthsTable
+
+SCHEMA = "optimus.data-index/1"
+BAR = 20  # characters of the longest bar
+QUANTILES = (50, 95, 99, 100)
+
+
+@dataclass(frozen=True)
+class DataCommand:
+    """Count the tokens of a chat data set from file headers, for planning."""
+
+    action: Annotated[tyro.conf.Positional[Literal["index"]], describe_option(help="count tokens per sample")]
+    path: Annotated[
+        tyro.conf.Positional[Path],
+        describe_option(metavar="DATA.jsonl", help="samples in the chat forms of ms-swift or LLaMA-Factory"),
+    ]
+    model: Annotated[
+        Path, describe_option(metavar="FOLDER", help="a model folder: config.json, tokenizer and processor")
+    ]
+    output: Annotated[
+        Path | None,
+        describe_option(
+            aliases=["-o"],
+            metavar="LENGTHS.jsonl",
+            help="the file to write; default: the data set's name and .lengths.jsonl",
+        ),
+    ] = None
+    sequence_tokens: Annotated[
+        int | None,
+        describe_option(metavar="N", help="pack samples into sequences of N tokens; longer ones are skipped"),
+    ] = None
+    media_dir: Annotated[
+        Path | None,
+        describe_option(
+            metavar="FOLDER", help="where paths begin, and which none may leave; default: that of DATA.jsonl"
+        ),
+    ] = None
+    workers: Annotated[int | None, describe_option(metavar="N", help="processes; default: one per core")] = (
+        None
+    )
+    json: JsonFlag = False
+
+    def __call__(self) -> int:
+        from optimus.ir.files import write_file_atomically
+
+        for name in ("sequence_tokens", "workers"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(
+                    field=f"--{name.replace('_', '-')}",
+                    value=value,
+                    problem="is too small",
+                    hint="use 1 or more",
+                )
+        output = self.output or self.path.with_suffix(".lengths.jsonl")
+        check_writable("--output", output, ".jsonl")
+        jsonl_file = import_extra("optimus.data.jsonl_file", "data")
+        indexing = import_extra("optimus.data.index_lengths", "data")
+        file = jsonl_file.scan_jsonl(self.path)
+        with progress_bar("indexing") as progress:
+            indexed: IndexedLengths = indexing.index_lengths(
+                file,
+                model=self.model,
+                media_dir=self.media_dir or self.path.parent,
+                sequence_tokens=self.sequence_tokens,
+                workers=self.workers or os.cpu_count() or 1,
+                progress=progress,
+            )
+        samples, packed = indexed.samples, None
+        if self.sequence_tokens is not None and len(samples):
+            packed = samples.pack(self.sequence_tokens)
+        result = _index_json(self, output, indexed, packed)
+        lines = _index_text(result, samples)
+        if not len(samples):
+            print_result({**result, "lengths": None}, lines, as_json=self.json)
+            return NO
+        write_file_atomically(output, (packed or samples).rows())
+        lines += [
+            "",
+            *wrap_closing_line("wrote", f"{output}, for a job file: workload: {{lengths: {output}}}"),
+        ]
+        print_result(result, lines, as_json=self.json)
+        return OK
+
+
+def _index_json(
+    command: DataCommand, output: Path, indexed: IndexedLengths, packed: LengthsTable | None
+) -> dict[str, Any]:
+    """Returns the object of `optimus data index --json`."""
+    import numpy as np
+
+    modules: dict[str, Any] = {}
+    for name, tokens in indexed.samples.totals().items():
+        items = {} if name == "text" else {"items": len(indexed.samples.items[name])}
+        values = (
+            [int(value) for value in np.percentile(tokens, QUANTILES, method="higher")] if len(tokens) else []
+        )
+        quantiles = {
+            "max" if q == 100 else f"p{q}": value for q, value in zip(QUANTILES, values, strict=False)
+        }
+        modules[name] = {"tokens": int(tokens.sum()), "per_sample": quantiles, **items}
+    tokens = sum(module["tokens"] for module in modules.values())
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "data": str(command.path),
+        "lengths": str(output),
+        "samples": len(indexed.samples),
+        "tokens": tokens,
+        "skipped": indexed.skipped.total(),
+        "modules": modules,
+        "reasons": {
+            str(reason): {
+                "count": count,
+                "examples": [
+                    {"line": line, "detail": show_value(detail)} for line, detail in indexed.examples[reason]
+                ],
+            }
+            for reason, count in sorted(indexed.skipped.items(), key=lambda pair: (-pair[1], pair[0]))
+        },
+    }
+    if packed is not None:
+        assert command.sequence_tokens is not None
+        result["sequences"] = len(packed)
+        result["sequence_tokens"] = command.sequence_tokens
+        result["fill"] = tokens / (len(packed) * command.sequence_tokens)
+    return result
+
+
+def _index_text(result: dict[str, Any], samples: LengthsTable) -> list[str]:
+    """Returns totals, the distribution as bars, and why samples were skipped."""
+    words = f"{result['samples']:,} samples, {result['tokens']:,} tokens"
+    if "fill" in result:
+        words += f", in {result['sequences']:,} sequences of {result['sequence_tokens']:,}"
+        words += f", {format_percent(result['fill'], 1)} full"
+    lines = wrap_text("data", f"{words}; {result['skipped']:,} skipped")
+    if len(samples):
+        header = ["module", "items", "tokens", "per sample: p50", "p95", "p99", "max"]
+        rows = [
+            [name, f"{module['items']:,}" if "items" in module else "-", f"{module['tokens']:,}"]
+            + [f"{value:,}" for value in module["per_sample"].values()]
+            for name, module in result["modules"].items()
+        ]
+        lines += ["", *align_columns(header, rows), "", *_histogram(samples)]
+    if result["reasons"]:
+        lines.append("")
+    for reason, entry in result["reasons"].items():
+        shown = "; ".join(f"line {example['line']}: {example['detail']}" for example in entry["examples"])
+        more = entry["count"] - len(entry["examples"])
+        lines += wrap_text(
+            f"skipped {entry['count']:,}", f"{reason} ({shown}{f'; and {more:,} more' if more else ''})"
+        )
+    return lines
+
+
+def _histogram(samples: LengthsTable) -> list[str]:
+    """Draws how many samples have how many tokens, in powers of two: one column of bars per module."""
+    import numpy as np
+
+    totals = samples.totals()
+    counts = {}
+    for name, tokens in totals.items():
+        places = np.where(tokens > 0, np.floor(np.log2(np.maximum(tokens, 1))) + 1, 0).astype(int)
+        counts[name] = np.bincount(places, minlength=1)
+    filled = [place for of_module in counts.values() for place in np.flatnonzero(of_module)]
+    lines = [f"  {'tokens':>15}" + "".join(f"  {name + ' samples':<{BAR + 8}}" for name in counts).rstrip()]
+    for place in range(min(filled), max(filled) + 1):
+        label = "0" if place == 0 else f"{2 ** (place - 1):,}-{2**place - 1:,}" if place > 1 else "1"
+        line = f"  {label:>15}"
+        for of_module in counts.values():
+            count = int(of_module[place]) if place < len(of_module) else 0
+            bar = "█" * round(BAR * count / of_module.max()) or ("▏" if count else "")
+            line += "  " + (f"{bar} {count:,}" if count else "").ljust(BAR + 8)
+        lines.append(line.rstrip())
+    return lines

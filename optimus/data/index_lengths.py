@@ -1,0 +1,174 @@
+"""Counts the tokens of every sample of a chat data set, in worker processes, in the order of the file."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from optimus.data.chat_format import parse_chat_sample
+from optimus.data.jsonl_file import JsonlFile, SkippedSample, SkipReason
+from optimus.data.media_headers import MediaFolder
+from optimus.data.packing import pack_documents
+from optimus.data.token_counts import SampleLengths, TokenCounter
+from optimus.errors import UserError
+from optimus.ir.op import Ints
+
+CHUNK = 256  # samples of one task of a worker
+CHUNKS_PER_WORKER = 16  # at least: a worker takes seconds to import transformers
+SHOWN = 5  # skipped samples of a reason that are named
+
+Progress = Callable[[str, int, int], None]  # name of the file, samples done, samples in total
+Results = list[SampleLengths | SkippedSample]
+
+
+class LengthsTable:
+    """Lengths of samples in columns: 8 bytes for the text, and for each encoder and item."""
+
+    def __init__(self, encoders: Iterable[str]) -> None:
+        self.text = array("q")
+        self.items = {name: array("q") for name in encoders}  # of all samples, one after the other
+        self._ends = {name: array("q", [0]) for name in self.items}
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, place: int) -> SampleLengths:
+        items = {}
+        for name, lengths in self.items.items():
+            begin, end = self._ends[name][place : place + 2]
+            items[name] = tuple(lengths[begin:end])
+        return SampleLengths(text=self.text[place], items=items)
+
+    def append(self, sample: SampleLengths) -> None:
+        self.text.append(sample.text)
+        for name, lengths in self.items.items():
+            lengths.extend(sample.items.get(name, ()))
+            self._ends[name].append(len(lengths))
+
+    def totals(self) -> dict[str, Ints]:
+        """Returns the tokens of every sample, of the text and of each encoder."""
+        columns: dict[str, Ints] = {"text": np.array(self.text, dtype=np.int64)}
+        for name, lengths in self.items.items():
+            sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.array(lengths, dtype=np.int64))])
+            columns[name] = np.diff(sums[np.array(self._ends[name], dtype=np.int64)])
+        return columns
+
+    def pack(self, sequence_tokens: int) -> LengthsTable:
+        """Returns packed sequences; no sample may be longer."""
+        packed = LengthsTable(self.items)
+        lengths = np.sum(list(self.totals().values()), axis=0)
+        for places in pack_documents(map(int, lengths), sequence_tokens):
+            samples = [self[place] for place in places]
+            items = {name: sum((sample.items[name] for sample in samples), ()) for name in self.items}
+            packed.append(SampleLengths(text=sum(sample.text for sample in samples), items=items))
+        return packed
+
+    def rows(self) -> str:
+        """Returns the rows that `workload: {lengths: FILE}` reads."""
+        samples = (self[place] for place in range(len(self)))
+        return "".join(json.dumps({"text": sample.text, **sample.items}) + "\n" for sample in samples)
+
+
+@dataclass(kw_only=True)
+class IndexedLengths:
+    """Lengths of the samples that can be used, and the others by reason."""
+
+    samples: LengthsTable
+    skipped: Counter[SkipReason] = field(default_factory=Counter)
+    examples: dict[SkipReason, list[tuple[int, str]]] = field(default_factory=dict)  # line and detail
+
+    def add(self, line: int, result: SampleLengths | SkippedSample) -> None:
+        """Adds the result of one sample."""
+        if isinstance(result, SampleLengths):
+            self.samples.append(result)
+            return
+        self.skipped[result.reason] += 1
+        examples = self.examples.setdefault(result.reason, [])
+        if len(examples) < SHOWN:
+            examples.append((line, result.detail))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LengthsIndexer:
+    """Measures samples of one data set by number, the same in any process."""
+
+    file: JsonlFile
+    folder: MediaFolder
+    counter: TokenCounter
+    sequence_tokens: int | None = None  # longer samples are skipped
+
+    def measure(self, number: int) -> SampleLengths | SkippedSample:
+        """Returns the lengths of a sample, or the reason against it."""
+        try:
+            lengths = self.counter.count(parse_chat_sample(self.file.read(number)), self.folder)
+        except SkippedSample as skipped:
+            return skipped
+        if self.sequence_tokens is not None and lengths.tokens > self.sequence_tokens:
+            return SkippedSample(SkipReason.TOO_LONG, f"{lengths.tokens:,} tokens")
+        return lengths
+
+
+def index_lengths(
+    file: JsonlFile,
+    *,
+    model: Path,
+    media_dir: Path,
+    sequence_tokens: int | None = None,
+    workers: int = 1,
+    progress: Progress,
+) -> IndexedLengths:
+    """Measures all samples of a file; the result does not depend on the number of workers."""
+    indexer = LengthsIndexer(
+        file=file,
+        folder=MediaFolder(root=media_dir),
+        counter=TokenCounter(model),
+        sequence_tokens=sequence_tokens,
+    )
+    indexed, total = IndexedLengths(samples=LengthsTable(indexer.counter.encoders.values())), len(file)
+    chunks = [range(begin, min(begin + CHUNK, total)) for begin in range(0, total, CHUNK)]
+    for chunk, results in zip(chunks, _measure_chunks(indexer, chunks, workers), strict=True):
+        for number, result in zip(chunk, results, strict=True):
+            indexed.add(int(file.lines[number]), result)
+        progress(file.path.name, chunk.stop, total)
+    return indexed
+
+
+def _measure_chunks(indexer: LengthsIndexer, chunks: list[range], workers: int) -> Iterator[Results]:
+    """Yields the results of every chunk in order."""
+    workers = min(workers, len(chunks) // CHUNKS_PER_WORKER)
+    if workers <= 1:
+        yield from (list(map(indexer.measure, chunk)) for chunk in chunks)
+        return
+    context = multiprocessing.get_context("spawn")  # tokenizers and torch have threads, which fork loses
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin_worker, initargs=(indexer,)
+    ) as pool:
+        try:
+            yield from pool.map(_measure_chunk, chunks)
+        except BrokenProcessPool:
+            raise UserError(
+                field=str(indexer.file.path),
+                problem="ended a worker process, which was killed or ran out of memory",
+                hint="use --workers 1 to see at which sample",
+            ) from None
+
+
+_worker: list[LengthsIndexer] = []  # of this process; tasks of a pool have no other place for it
+
+
+def _begin_worker(indexer: LengthsIndexer) -> None:
+    _worker[:] = [indexer]
+
+
+def _measure_chunk(chunk: range) -> Results:
+    (indexer,) = _worker
+    return list(map(indexer.measure, chunk))

@@ -1,0 +1,90 @@
+"""Reads sizes of images and lengths of sounds from file headers, without decoding."""
+
+from __future__ import annotations
+
+import math
+import stat
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import soundfile
+from PIL import ExifTags, Image
+
+from optimus.data.jsonl_file import SkippedSample, SkipReason
+
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # the others of Pillow are not tried
+MAX_PIXELS = 89_478_485  # as Pillow's limit against decompression bombs: 256 MB of RGB
+MAX_AUDIO_S = 1800
+MAX_PATH = 4096
+TRANSPOSED = (5, 6, 7, 8)  # values of EXIF's orientation that swap height and width
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaFolder:
+    """The folder that relative paths start from and that no path leaves."""
+
+    root: Path
+
+    def find(self, path: str) -> Path:
+        """Returns a regular file inside the folder; raises SkippedSample for anything else."""
+        if "://" in path or path.startswith("data:"):
+            raise SkippedSample(SkipReason.NOT_LOCAL, path)
+        if not path or len(path) > MAX_PATH:
+            raise SkippedSample(SkipReason.MISSING_FILE, path)
+        try:
+            root = self.root.resolve()
+            found = (root / path).resolve()
+            if not found.is_relative_to(root):
+                raise SkippedSample(SkipReason.OUTSIDE, path)
+            if not stat.S_ISREG(found.stat().st_mode):  # opening a pipe would wait for its writer
+                raise SkippedSample(SkipReason.BAD_FILE, f"{path} is no regular file")
+        except (OSError, ValueError, RuntimeError):  # a zero byte, a lone surrogate, a loop of links
+            raise SkippedSample(SkipReason.MISSING_FILE, path) from None
+        return found
+
+
+def read_image_size(path: Path) -> tuple[int, int]:
+    """Returns height and width of an image as transformers loads it: turned as its EXIF says."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images and odd tags
+            with Image.open(path, formats=IMAGE_FORMATS) as image:
+                width, height = image.size
+                # Pillow decodes a PNG to look for EXIF behind its pixels.
+                known = image.format != "PNG" or "exif" in image.info
+                turned = known and image.getexif().get(ExifTags.Base.Orientation) in TRANSPOSED
+    except Image.DecompressionBombError:
+        raise SkippedSample(SkipReason.TOO_LARGE, f"{path.name} has too many pixels") from None
+    except Exception as error:  # hostile bytes make readers raise almost anything
+        raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
+    if width * height > MAX_PIXELS:
+        detail = f"{path.name} has {width} x {height} pixels; at most {MAX_PIXELS:,}"
+        raise SkippedSample(SkipReason.TOO_LARGE, detail)
+    if width < 1 or height < 1:
+        raise SkippedSample(SkipReason.BAD_FILE, f"{path.name} has {width} x {height} pixels")
+    return (width, height) if turned else (height, width)
+
+
+def count_audio_samples(path: Path, sampling_rate: int) -> int:
+    """Returns the length of a sound in samples, resampled to `sampling_rate`.
+
+    libsndfile states the exact number of frames of WAV, FLAC, OGG and MP3; the `wave` module of Python reads
+    uncompressed WAV alone.
+    """
+    try:
+        info = soundfile.info(str(path))
+        frames, rate = int(info.frames), int(info.samplerate)
+    except Exception as error:
+        raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
+    if frames < 1 or rate < 1:
+        raise SkippedSample(SkipReason.BAD_FILE, f"{path.name} has {frames} frames at {rate} Hz")
+    if frames > MAX_AUDIO_S * rate:
+        detail = f"{path.name} takes {frames / rate:,.0f} s; at most {MAX_AUDIO_S:,}"
+        raise SkippedSample(SkipReason.TOO_LARGE, detail)
+    return math.ceil(frames * sampling_rate / rate)
+
+
+def _first_line(error: BaseException, path: Path) -> str:
+    """Returns an error's first line without the folder, which differs from machine to machine."""
+    return (str(error).replace(str(path), path.name).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,210 @@
+"""Counts the tokens of a sample as the model's own processor does, from the sizes of its files alone.
+
+A chat template places one placeholder per file, and the processor replaces it by as many as the file has
+tokens, with text between or around them in some families. The replacement depends on the size of an image and
+on the length of a sound, not on their contents: it is taken from the processor, run once on a blank of that
+size, and kept.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from PIL import Image
+from transformers import AutoConfig
+
+from optimus.data.chat_format import ChatSample, MediaReference
+from optimus.data.jsonl_file import SkippedSample, SkipReason
+from optimus.data.media_headers import MediaFolder, count_audio_samples, read_image_size
+from optimus.data.processor import load_processor
+from optimus.errors import UserError
+from optimus.job.hf_config import read_hf_config
+
+TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+KEPT_SIZES = 65536  # images whose replacement is kept
+PROBES = ((56, 84), (333, 500), (1200, 700), (90, 640))  # heights and widths
+MODALITIES = {"image": "vision", "audio": "audio"}
+
+Replacement = tuple[str, int]  # text with every run of an item's tokens cut to one, and their number
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLengths:
+    """Text tokens of a sample, and the LLM tokens of every item by encoder."""
+
+    text: int
+    items: dict[str, tuple[int, ...]]
+
+    @property
+    def tokens(self) -> int:
+        return self.text + sum(map(sum, self.items.values()))
+
+
+class TokenCounter:
+    """Counts tokens of samples for the model of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        model = read_hf_config(folder / "config.json")
+        self.processor: Any = load_processor(folder)
+        self._item_tokens = _find_item_tokens(folder, self.processor)
+        self.encoders = {
+            kind: encoder.name
+            for kind in self._item_tokens
+            for encoder in model.encoders
+            if encoder.modality == MODALITIES[kind]
+        }
+        if not self.encoders:
+            raise UserError(
+                field="--model",
+                value=str(folder),
+                problem=f"has a processor, {type(self.processor).__name__}, without placeholder tokens",
+                hint="give the folder of a model that reads images or sounds between its text tokens",
+            )
+        self._image_replacement = lru_cache(KEPT_SIZES)(self._replace_image)
+        self._audio_replacement = _MonotoneCache(self._replace_audio)
+
+    def __reduce__(self) -> tuple[type[TokenCounter], tuple[Path]]:
+        return TokenCounter, (self._folder,)  # a worker process loads its own
+
+    def count(self, sample: ChatSample, folder: MediaFolder) -> SampleLengths:
+        """Returns the lengths of a sample; raises SkippedSample if it cannot be used."""
+        replacements = [self._measure(item, folder) for item in sample.media]
+        text = self._render(sample)
+        pieces, found = self._split(text)
+        if found != [item.kind for item in sample.media]:
+            detail = f"the template places {len(found)} placeholders for {len(sample.media)} files"
+            raise SkippedSample(SkipReason.PLACEHOLDER, detail)
+        expanded = pieces[0] + "".join(
+            replacement + piece for (replacement, _), piece in zip(replacements, pieces[1:], strict=True)
+        )
+        bos = self.processor.tokenizer.bos_token  # as apply_chat_template: none is added to one that is there
+        is_begun = bos is not None and text.startswith(bos)
+        ids = self.processor.tokenizer(expanded, add_special_tokens=not is_begun)["input_ids"]
+        items: dict[str, tuple[int, ...]] = {}
+        for item, (_, length) in zip(sample.media, replacements, strict=True):
+            encoder = self.encoders[item.kind]
+            items[encoder] = (*items.get(encoder, ()), length)
+        return SampleLengths(text=sum(token not in self._item_ids for token in ids), items=items)
+
+    def _measure(self, item: MediaReference, folder: MediaFolder) -> Replacement:
+        if item.kind not in self.encoders:
+            raise SkippedSample(SkipReason.UNSUPPORTED, f"{item.kind} for a model without its encoder")
+        path = folder.find(item.path)
+        try:
+            if item.kind == "image":
+                return self._image_replacement(*read_image_size(path))
+            rate = self.processor.feature_extractor.sampling_rate
+            return self._audio_replacement(count_audio_samples(path, rate))
+        except (ValueError, ZeroDivisionError) as error:  # of the processor: sizes that it refuses
+            raise SkippedSample(SkipReason.PROCESSOR, f"{path.name}: {error}") from None
+
+    def _render(self, sample: ChatSample) -> str:
+        messages = [dict(message) for message in sample.messages]
+        try:
+            text = self.processor.apply_chat_template(messages, tokenize=False)
+            text.encode()
+        except UnicodeEncodeError:  # a lone surrogate
+            raise SkippedSample(SkipReason.BAD_TEXT, "a lone surrogate") from None
+        except TEMPLATE_ERRORS as error:
+            raise SkippedSample(SkipReason.TEMPLATE, f"{type(error).__name__}: {error}") from None
+        return str(text)
+
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        """Kinds by placeholder of the processor, of videos too, and by token of an item."""
+        named = {kind: getattr(self.processor, f"{kind}_token", None) for kind in ("image", "audio", "video")}
+        kinds = {str(token): kind for kind, token in named.items() if token}
+        return {**{token: kind for kind, token in self._item_tokens.items()}, **kinds}
+
+    @cached_property
+    def _item_ids(self) -> frozenset[int]:
+        return frozenset(self.processor.tokenizer.convert_tokens_to_ids(list(self._item_tokens.values())))
+
+    @cached_property
+    def _placeholders(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"({re.escape(token)})" for token in self._kinds))
+
+    def _split(self, text: str) -> tuple[list[str], list[str]]:
+        """Splits a text at its placeholders; returns the pieces and the kinds between them."""
+        matches = list(self._placeholders.finditer(text))
+        begins, ends = [0, *(match.end() for match in matches)], [*(m.start() for m in matches), len(text)]
+        pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        return pieces, [self._kinds[match[0]] for match in matches]
+
+    def _replace_image(self, height: int, width: int) -> Replacement:
+        if self._counts_images:
+            return self._item_tokens["image"], self._count_image_tokens(height, width)
+        return self._run("image", images=[Image.new("RGB", (width, height))])
+
+    def _replace_audio(self, samples: int) -> Replacement:
+        rate = self.processor.feature_extractor.sampling_rate
+        return self._run("audio", audio=[np.zeros(samples, dtype=np.float32)], sampling_rate=rate)
+
+    def _run(self, kind: str, **inputs: Any) -> Replacement:
+        """Runs the processor on one item and returns what it puts in the place of the placeholder."""
+        token, placeholder = self._item_tokens[kind], getattr(self.processor, f"{kind}_token")
+        output = self.processor(text=[placeholder], return_text_replacement_offsets=True, **inputs)
+        (replaced,) = output["text_replacement_offsets"][0]
+        text: str = replaced["replacement"]
+        return re.sub(f"(?:{re.escape(token)})+", lambda _: token, text), text.count(token)
+
+    def _count_image_tokens(self, height: int, width: int) -> int:
+        (count,) = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])[
+            "num_image_tokens"
+        ]
+        return int(count)
+
+    @cached_property
+    def _counts_images(self) -> bool:
+        """True if the processor's arithmetic for serving equals what it does, and adds no text."""
+        try:
+            return all(
+                self._run("image", images=[Image.new("RGB", (width, height))])
+                == (self._item_tokens["image"], self._count_image_tokens(height, width))
+                for height, width in PROBES
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return False
+
+
+def _find_item_tokens(folder: Path, processor: Any) -> dict[str, str]:
+    """Returns, by kind, the token whose embeddings the model replaces by an item's."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = getattr(config, "thinker_config", config)
+    tokens = {}
+    for kind in MODALITIES:
+        ids = [getattr(config, f"{kind}_token_{word}", None) for word in ("id", "index")]
+        number = next((number for number in ids if number is not None), None)
+        if number is not None and getattr(processor, f"{kind}_token", None):
+            tokens[kind] = str(processor.tokenizer.convert_ids_to_tokens(number))
+    return tokens
+
+
+class _MonotoneCache:
+    """Caches a function that never falls: between two arguments with one value it has that value."""
+
+    def __init__(self, function: Callable[[int], Replacement]) -> None:
+        self._function = function
+        self._arguments: list[int] = []
+        self._values: list[Replacement] = []
+
+    def __call__(self, argument: int) -> Replacement:
+        place = bisect_left(self._arguments, argument)
+        after = self._values[place] if place < len(self._values) else None
+        if after is not None and self._arguments[place] == argument:
+            return after
+        if after is not None and place and self._values[place - 1] == after:
+            return after
+        value = self._function(argument)
+        self._arguments.insert(place, argument)
+        self._values.insert(place, value)
+        return value

@@ -1,0 +1,358 @@
+"""Lengths of a data set equal those of the model's processor run on its files, whatever the files hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from chat_data import ENDINGS, chat, write_data_set, write_folder, write_image, write_wav
+from PIL import Image, ImageFile, ImageOps
+
+from optimus import cli
+from optimus.data import index_lengths, media_headers
+from optimus.data.chat_format import parse_chat_sample
+from optimus.data.jsonl_file import SkippedSample, SkipReason
+from optimus.data.token_counts import TokenCounter
+from optimus.errors import UserError
+from optimus.job.read import load_job
+
+pytestmark = pytest.mark.ci("data")
+IMAGES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
+SIZES = ((56, 56), (500, 333), (30, 900), (1203, 17), (641, 480), (1, 1))  # width and height
+
+
+@pytest.fixture(scope="module")
+def counters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    made: dict[str, Any] = {}
+
+    def get(kind: str) -> Any:
+        if kind not in made:
+            folder = write_folder(tmp_path_factory.mktemp(kind) / "model", kind)
+            made[kind] = TokenCounter(folder)
+        return made[kind]
+
+    return get
+
+
+def measure(counter: Any, row: Any, folder: Path) -> Any:
+    sample = parse_chat_sample(json.dumps(row).encode())
+    return counter.count(sample, media_headers.MediaFolder(root=folder))
+
+
+def processed(counter: Any, row: Any, folder: Path) -> tuple[int, list[int]]:
+    """Returns text tokens and runs of item tokens that the processor itself makes of the decoded files."""
+    sample = parse_chat_sample(json.dumps(row).encode())
+    media, messages = iter(sample.media), [dict(message) for message in sample.messages]
+    for message in messages:
+        content = []
+        for part in message["content"]:
+            if part["type"] == "image":
+                content.append({"type": "image", "image": Image.open(folder / next(media).path)})
+            elif part["type"] == "audio":
+                values, _ = soundfile.read(folder / next(media).path, dtype="float32")
+                content.append({"type": "audio", "audio": values})
+            else:
+                content.append(part)
+        message["content"] = content
+    output = counter.processor.apply_chat_template(messages, tokenize=True, return_dict=True)
+    (kind,) = counter._item_tokens
+    number = counter.processor.tokenizer.convert_tokens_to_ids(counter._item_tokens[kind])
+    ids = output["input_ids"][0]
+    runs = "".join("x" if token == number else " " for token in ids).split()
+    return sum(token != number for token in ids), [len(run) for run in runs]
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_lengths_are_those_of_the_processor_run_on_decoded_images(
+    kind: str, counters: Callable[[str], Any], tmp_path: Path
+) -> None:
+    counter, rows = counters(kind), [chat("no image at all", "the end", "\n\nand?", "no\n")]
+    sizes = [size for size in SIZES if kind == "gemma3" or max(size) / min(size) < 70]
+    for place, size in enumerate(sizes):
+        name = f"{place}.{ENDINGS[place % 3]}"
+        write_image(tmp_path / name, size)
+        rows.append(chat("<image>what is in the cat\n\n", images=[name]))
+        rows.append(
+            chat("the<image>\n\nand<image>", "that", "\n<image>", "cat", images=["0.png", name, name])
+        )
+    for row in rows:
+        text, runs = processed(counter, row, tmp_path)
+        lengths = measure(counter, row, tmp_path)
+        assert (lengths.text, [*lengths.items.get("vision", ())]) == (text, runs), row
+
+
+def test_lengths_are_those_of_the_processor_run_on_sounds(
+    counters: Callable[[str], Any], tmp_path: Path
+) -> None:
+    counter, generator = counters("qwen2_audio"), random.Random(0)
+    lengths = [400, 16000, 63999, 64000, 64001, *(generator.randrange(800, 70000) for _ in range(20))]
+    for place, samples in enumerate(lengths):
+        write_wav(tmp_path / f"{place}.wav", samples, 16000)
+        row = chat("hear <audio> the cat", audios=[f"{place}.wav"])
+        text, runs = processed(counter, row, tmp_path)
+        found = measure(counter, row, tmp_path)
+        assert (found.text, [*found.items["audio"]]) == (text, runs), samples
+    soundfile.write(tmp_path / "slow.flac", np.zeros(12001), 8000)
+    write_wav(tmp_path / "same.wav", 24002, 16000)
+    slow, same = (
+        measure(counter, chat("<audio>", audios=[name]), tmp_path) for name in ("slow.flac", "same.wav")
+    )
+    assert slow == same
+
+
+def test_an_image_is_turned_as_its_exif_says_and_never_decoded(
+    counters: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for ending in ENDINGS:
+        write_image(tmp_path / f"turned.{ending}", (50, 30), exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(tmp_path / f"turned.{ending}"))
+        assert upright.size == (30, 50)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
+    for ending in ENDINGS:
+        assert media_headers.read_image_size(tmp_path / f"turned.{ending}") == (50, 30)
+
+
+# ---------------------------------------------------------------------------- files that cannot be used
+
+
+def _bomb(path: Path) -> None:
+    """A PNG whose header states 100,000 x 100,000 pixels."""
+    write_image(path, (8, 8))
+    content = bytearray(path.read_bytes())
+    content[16:24] = (100_000).to_bytes(4, "big") * 2
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    path.write_bytes(content)
+
+
+def test_files_that_cannot_be_used_are_skipped_by_name(
+    counters: Callable[[str], Any], tmp_path: Path
+) -> None:
+    counter, root = counters("qwen2_5_vl"), tmp_path / "data"
+    root.mkdir()
+    write_image(tmp_path / "secret.png", (50, 50))
+    write_image(root / "good.png", (50, 50))
+    write_image(root / "thin.png", (1000, 2))
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    (root / "loop.png").symlink_to(root / "loop.png")
+    (root / "empty.png").touch()
+    (root / "text.png").write_text("<svg>")
+    os.mkfifo(root / "pipe.png")
+    _bomb(root / "bomb.png")
+    reasons = {
+        "good.png": None,
+        str(root / "good.png"): None,
+        "none.png": SkipReason.MISSING_FILE,
+        "loop.png": SkipReason.MISSING_FILE,
+        "": None,
+        "a\0b": SkipReason.MISSING_FILE,
+        "\ud800.png": SkipReason.MISSING_FILE,
+        "a" * 5000: SkipReason.MISSING_FILE,
+        "a/" * 1500: SkipReason.MISSING_FILE,
+        "../secret.png": SkipReason.OUTSIDE,
+        str(tmp_path / "secret.png"): SkipReason.OUTSIDE,
+        "/etc/passwd": SkipReason.OUTSIDE,
+        "link.png": SkipReason.OUTSIDE,
+        "https://example.org/a.png": SkipReason.NOT_LOCAL,
+        "data:image/png;base64,aaaa": SkipReason.NOT_LOCAL,
+        ".": SkipReason.BAD_FILE,
+        "pipe.png": SkipReason.BAD_FILE,
+        "empty.png": SkipReason.BAD_FILE,
+        "text.png": SkipReason.BAD_FILE,
+        "bomb.png": SkipReason.TOO_LARGE,
+        "thin.png": SkipReason.PROCESSOR,
+    }
+    for name, reason in reasons.items():
+        row = chat("see" if name == "" else "<image>", images=name)
+        try:
+            measure(counter, row, root)
+            found = None
+        except SkippedSample as skipped:
+            found = skipped.reason
+        assert found == reason, name
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
+def test_placeholders_in_text_and_kinds_without_an_encoder_are_skipped(
+    kind: str, counters: Callable[[str], Any], tmp_path: Path
+) -> None:
+    counter = counters(kind)
+    for token in counter._kinds:
+        with pytest.raises(SkippedSample, match="placeholder in text"):
+            measure(counter, chat(f"mind {token} the gap"), tmp_path)
+    other = "audio" if "image" in counter.encoders else "image"
+    with pytest.raises(SkippedSample, match="not supported"):
+        measure(counter, chat("hi", **{f"{other}s": ["a.bin"]}), tmp_path)
+    with pytest.raises(SkippedSample, match="not Unicode"):
+        measure(counter, chat("\ud800"), tmp_path)
+
+
+# ---------------------------------------------------------------------------- hostile input
+
+
+def _mutate(content: bytes, generator: random.Random) -> bytes:
+    data = bytearray(content)
+    for _ in range(generator.randrange(1, 6)):
+        place = generator.randrange(len(data) + 1)
+        match generator.randrange(5):
+            case 0:
+                data[place:] = b""
+            case 1:
+                data[place : place + 1] = generator.randbytes(1)
+            case 2:
+                data[place:place] = generator.choice(
+                    [b'"', b"{", b"[", b"<image>", b"\\ud800", b"null", b"\0"]
+                )
+            case 3:
+                del data[place : place + generator.randrange(1, 40)]
+            case _:
+                data[place : place + 4] = generator.choice([b"\xff" * 4, b"\0" * 4, b"\x7f\xff\xff\xff"])
+    return bytes(data)
+
+
+def _fuzz(counters: Callable[[str], Any], folder: Path, mutations: int) -> Counter[str]:
+    """Mutates lines, images and sounds in turn; anything but lengths or a named skip fails."""
+    lines = [
+        json.dumps(row).encode()
+        for row in (
+            chat("<image>what", "a", "and <image>", images=["a.png", "b.jpg"]),
+            {
+                "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "cat"}],
+                "image": "a.png",
+            },
+            chat([{"type": "image", "image": "c.webp"}, {"type": "text", "text": "in"}]),
+            {"instruction": "add", "input": "1", "output": "2", "history": [["a", "b"]], "images": ["b.jpg"]},
+        )
+    ]
+    for name in ("a.png", "b.jpg", "c.webp", "d.gif", "e.bmp", "f.tiff"):
+        write_image(folder / name, (40, 30))
+    write_wav(folder / "g.wav", 4000, 16000)
+    soundfile.write(folder / "h.flac", np.zeros(4000), 16000)
+    soundfile.write(folder / "i.ogg", np.zeros(4000), 16000)
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    generator, seen = random.Random(1), Counter[str]()
+    media = media_headers.MediaFolder(root=folder)
+    for _ in range(mutations):
+        if generator.random() < 0.5:
+            counter, line = counters("qwen2_5_vl"), _mutate(generator.choice(lines), generator)
+        else:
+            name = generator.choice(list(files))
+            mutant = folder / f"mutant{Path(name).suffix}"
+            mutant.write_bytes(_mutate(files[name], generator))
+            kind = "audio" if name[0] in "ghi" else "image"
+            counter = counters("qwen2_audio" if kind == "audio" else "qwen2_5_vl")
+            line = json.dumps(chat(f"<{kind}>", **{f"{kind}s": [mutant.name]})).encode()
+        try:
+            assert counter.count(parse_chat_sample(line), media).tokens > 0
+            seen["used"] += 1
+        except SkippedSample as skipped:
+            seen[skipped.reason] += 1
+    return seen
+
+
+def test_mutated_lines_and_files_are_used_or_skipped(counters: Callable[[str], Any], tmp_path: Path) -> None:
+    seen = _fuzz(counters, tmp_path, 400)
+    assert seen.total() == 400 and {"used", SkipReason.NOT_JSON, SkipReason.BAD_FILE} <= set(seen)
+
+
+@pytest.mark.heavy
+def test_10_000_mutated_lines_and_files_are_used_or_skipped(
+    counters: Callable[[str], Any], tmp_path: Path
+) -> None:
+    assert _fuzz(counters, tmp_path, 10_000).total() == 10_000
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert cli.run([*arguments, "--json"]) == code
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+JOB = """
+format: optimus.job/1
+model: {hf: model/config.json}
+cluster: {use: h100, gpus: 8}
+workload: {sequence_tokens: 512, sequences_per_step: 8, lengths: train.lengths.jsonl}
+"""
+
+
+def test_the_command_writes_lengths_that_a_job_reads_whatever_the_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_lengths, "CHUNKS_PER_WORKER", 1)
+    data = write_data_set(tmp_path, 600)
+    model = write_folder(tmp_path / "model", "qwen2_5_vl")
+    command = ["data", "index", str(data), "--model", str(model)]
+    one = run_json(capsys, *command, "--workers", "1")
+    written = (tmp_path / "train.lengths.jsonl").read_bytes()
+    two = run_json(capsys, *command, "--workers", "2")
+    assert one == two and (tmp_path / "train.lengths.jsonl").read_bytes() == written
+    rows = [json.loads(line) for line in written.splitlines()]
+    assert one["samples"] == len(rows) == 599 and one["skipped"] == 1
+    assert one["tokens"] == sum(row["text"] + sum(row["vision"]) for row in rows)
+    (example,) = one["reasons"]["file missing"]["examples"]
+    assert example == {"line": 501, "detail": "missing.png"}
+
+    packed = run_json(capsys, *command, "--workers", "1", "--sequence-tokens", "512")
+    assert 0.9 < packed["fill"] <= 1 and packed["tokens"] == one["tokens"]
+    rows = [json.loads(line) for line in (tmp_path / "train.lengths.jsonl").read_text().splitlines()]
+    assert len(rows) == packed["sequences"]
+    (tmp_path / "job.yaml").write_text(JOB)
+    sequences = load_job(tmp_path / "job.yaml").workload.sequences
+    assert [(row["text"], *row["vision"]) for row in rows] == [
+        (sequence.text, *sequence.lengths("vision")) for sequence in sequences
+    ]
+    assert sum(sequence.tokens for sequence in sequences) == one["tokens"]
+    short = run_json(capsys, *command, "--workers", "1", "--sequence-tokens", "100")
+    assert short["reasons"]["longer than a sequence"]["count"] == short["skipped"] - 1 > 0
+    assert cli.run([*command, "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "599 samples" in printed and "█" in printed and "line 501: missing.png" in printed
+
+
+def test_a_data_set_without_a_sample_that_can_be_used_is_a_no(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_folder(tmp_path / "model", "llava")
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"b": 2}\n\n')
+    command = ["data", "index", str(tmp_path / "bad.jsonl"), "--model", str(model)]
+    result = run_json(capsys, *command, code=1)
+    assert (result["samples"], result["skipped"], result["lengths"]) == (0, 2, None)
+    assert not (tmp_path / "bad.lengths.jsonl").exists()
+
+
+def test_model_folders_without_a_processor_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "llava")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="chat template"):
+        TokenCounter(folder)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(UserError, match="no processor"):
+        TokenCounter(folder)
+    (folder / "processor_config.json").write_text('{"processor_class": "Popen"}')
+    with pytest.raises(UserError, match="names no processor"):
+        TokenCounter(folder)
+
+
+def test_without_the_extra_the_command_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("index_lengths", "token_counts", "media_headers"):
+        monkeypatch.delitem(sys.modules, f"optimus.data.{name}")
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    assert cli.run(["data", "index", str(tmp_path / "a.jsonl"), "--model", "folder"]) == 2
+    assert "soundfile is not installed\nhint: pip install 'optimus-mllm[data]'" in capsys.readouterr().err
