@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from optimus.errors import UserError, show_value
+from optimus.errors import MAX_SHOWN, UserError
 
+PATH_START = 20  # characters of a path that is too long for a line
 MAX_BYTES = 1 << 20
 
 Steps = tuple[str | int, ...]  # keys of mappings and indices of lists, from the root
@@ -161,10 +162,11 @@ def parse_field_path(field: str) -> Steps:
 
 
 def show_field_path(path: Steps) -> str:
-    """Formats ("encoders", 0, "name") as `encoders[0].name`, never longer than a line."""
+    """Formats ("encoders", 0, "name") as `encoders[0].name`; a long path keeps its start and its key."""
     names = (step if isinstance(step, int) or step.isprintable() else repr(step) for step in path)
     text = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
-    return show_value(text.removeprefix("."))
+    text = " ".join(text.removeprefix(".").split())
+    return text if len(text) <= MAX_SHOWN else f"{text[:PATH_START]}...{text[PATH_START + 3 - MAX_SHOWN :]}"
 
 
 # ---------------------------------------------------------------------------- files
