@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from optimus.data.compare_dealing import WAYS, compare_dealing
 from optimus.data.dealing import DealtItems, deal_items, deal_sequences
 
 BATCHES = 20
@@ -121,3 +122,31 @@ def test_columns_have_equally_many_sequences(loads: list[float], columns: int) -
 def test_a_step_without_items_has_no_load() -> None:
     dealt = deal_items([[], []], [[0, 1], [0, 1]])
     assert (dealt.bins, dealt.fullest_over_mean, dealt.lag_bins) == ((), 1.0, 0.0)
+
+
+def test_ways_are_measured_as_their_definitions_say() -> None:
+    """Two replicas, two microbatches, one batch: the four sequences can be computed by hand."""
+    costs = [[8.0], [4.0, 4.0]]
+    ways = compare_dealing(costs, replicas=2, microbatches=2, pieces=2, batches=1)
+    assert list(ways) == list(WAYS)
+    rng = np.random.default_rng(0)
+    drawn = [costs[number] for number in rng.integers(2, size=4)]
+    fullest = [8.0 if len(items) == 1 else 4.0 for items in drawn]  # of two bins
+    assert ways["drawn"].fullest_pipeline == max(sum(fullest[:2]), sum(fullest[2:])) / 8
+    assert ways["drawn"].fullest_rank == ways["sequences"].fullest_rank == 1.0  # all have 8
+    assert ways["drawn"].padding == max(fullest) * 2 / 8
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_dealing_more_is_never_worse(name: str) -> None:
+    costs = draw(np.random.default_rng(0), 1000, **DATA[name])
+    ways = compare_dealing(costs, replicas=16, microbatches=4, pieces=2, batches=5)
+    for measure in ("fullest_pipeline", "fullest_rank", "padding"):
+        drawn, sequences, items = (getattr(ways[way], measure) for way in WAYS)
+        assert 1.0 <= items <= sequences + 0.02 and sequences <= drawn + 0.02, measure
+    assert ways["items"].fullest_pipeline - 1 < (ways["drawn"].fullest_pipeline - 1) / 3
+
+
+def test_data_without_items_has_nothing_to_deal() -> None:
+    (drawn, *_) = compare_dealing([[], []], replicas=2, microbatches=2).values()
+    assert (drawn.fullest_pipeline, drawn.fullest_rank, drawn.padding) == (1.0, 1.0, 1.0)

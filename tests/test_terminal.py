@@ -14,6 +14,7 @@ from optimus.cli import COMMANDS, console, run
 from optimus.cli.text import align_columns, format_next_commands, wrap_text
 
 ROOT = Path(__file__).parent.parent
+LENGTHS = str(Path(__file__).parents[1] / "examples" / "lengths.jsonl")
 TINY, AT = "cpu/tiny-vl", ("--layout", "llm=pp2,tp1")
 LONG_NAME = "a-vision-language-model-whose-name-is-longer-than-any-that-was-released"
 
@@ -97,6 +98,7 @@ def test_how_sure_a_plan_is_fits_80_columns_when_piped(tmp_path: Path) -> None:
         (("train", TINY, "--plan", "a.plan.json", "--dry-run"), 0),
         (("profile", TINY), 0),
         (("diff", "a.plan.json", "b.plan.json"), 1),
+        (("deal", LENGTHS), 0),
         (("simulate", "kimi-k2.5", "--on", "h100:8"), 1),
         (("plan", TINY, "--layout", "llm=pp3"), 2),
     ],

@@ -16,6 +16,7 @@ from optimus.cli.catalog import CatalogCommand
 from optimus.cli.check import CheckCommand
 from optimus.cli.console import print_result
 from optimus.cli.data import DataCommand
+from optimus.cli.deal import DealCommand
 from optimus.cli.diff import DiffCommand
 from optimus.cli.export import ExportCommand
 from optimus.cli.flags import INTERRUPTED, NO, OK, OUR_BUG, USER_ERROR
@@ -43,6 +44,7 @@ COMMANDS: dict[str, type[Any]] = {
     "sweep": SweepCommand,
     "check": CheckCommand,
     "diff": DiffCommand,
+    "deal": DealCommand,
     "export": ExportCommand,
     "report": ReportCommand,
     "profile": ProfileCommand,

@@ -51,7 +51,7 @@ RUN_DIR = Path("optimus-run")
 class TrainCommand:
     """Train a job on synthetic data, on this host or as one rank under torchrun.
 
-    With --model, weights come from a model folder of transformers; with --save, they go into another.
+    Weights come from a folder of transformers (--model) and go to one (--save).
     """
 
     job: JobArgument

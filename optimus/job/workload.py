@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -283,17 +284,29 @@ def _check_percentiles(node: DocumentNode, percentiles: TokenPercentiles, sequen
 # ---------------------------------------------------------------------------- JSONL of packed sequences
 
 
+def read_item_lengths(path: Path) -> list[list[int]]:
+    """Reads the LLM tokens of every sequence's items, of all encoders, without a model."""
+    rows = []
+    for row in _read_rows(path):
+        lengths = [node for name, node in row.entries().items() if name != "text"]
+        rows.append([n for node in lengths for n in read_typed(tuple[Count, ...], node)])
+    return rows
+
+
 def _read_lengths(path: Path, sequence_tokens: int, encoders: list[str]) -> tuple[PackedSequence, ...]:
-    """Reads one packed sequence per line: {"text": 4710, "vision": [1024, 1610]}."""
+    return tuple(_read_sequence(row, sequence_tokens, encoders) for row in _read_rows(path))
+
+
+def _read_rows(path: Path) -> Iterator[DocumentNode]:
+    """Yields one packed sequence per line: {"text": 4710, "vision": [1024, 1610]}."""
     hint = 'write one packed sequence per line: {"text": 4710, "vision": [1024, 1610]}'
-    sequences = []
+    is_empty = True
     for number, line in enumerate(read_text(path, limit=MAX_LENGTHS_BYTES).split("\n"), start=1):
         if line.strip():
-            row = parse_json(line, file=str(path), line=number, name="tokens of the row", hint=hint)
-            sequences.append(_read_sequence(row, sequence_tokens, encoders))
-    if not sequences:
+            is_empty = False
+            yield parse_json(line, file=str(path), line=number, name="tokens of the row", hint=hint)
+    if is_empty:
         raise UserError(field=str(path), problem="has no rows", hint=hint)
-    return tuple(sequences)
 
 
 def _read_sequence(row: DocumentNode, sequence_tokens: int, encoders: list[str]) -> PackedSequence:
