@@ -41,6 +41,14 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str], str]] =
         {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         {"image_processor_type": "CLIPImageProcessor", **CLIP}, ["<image>"], "<image>\n",
     ),
+    "internvl": (
+        "InternVLProcessor", {"image_seq_length": 256},
+        {
+            "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 28, "width": 28},
+            "crop_to_patches": True, "max_patches": 6,
+        },
+        ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"], "<IMG_CONTEXT>",
+    ),
     "gemma3": (
         "Gemma3Processor", {"image_seq_length": 16},
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
@@ -53,20 +61,25 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str], str]] =
     ),
 }  # fmt: skip
 
+NAMED = {  # attributes of the tokenizer
+    "gemma3": ("boi_token", "eoi_token", "image_token"),
+    "internvl": ("start_image_token", "end_image_token", "context_image_token", "video_token"),
+}
+ITEMS = ("<image_soft_token>", "<|image_pad|>", "<IMG_CONTEXT>", "<image>", "<|AUDIO|>")
+
 
 def write_folder(folder: Path, kind: str) -> Path:
     """Writes a model folder of a kind, with the class's default sizes and its tokens in the vocabulary."""
     processor, options, preprocessor, tokens, item = FOLDERS[kind]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(CHAT + tokens)
-    if kind == "gemma3":
-        names = {"boi_token": tokens[0], "eoi_token": tokens[1], "image_token": tokens[2]}
-        tokenizer = _tokenizer(CHAT + tokens, extra_special_tokens=names)
+    if kind in NAMED:
+        tokenizer = _tokenizer(
+            CHAT + tokens, extra_special_tokens=dict(zip(NAMED[kind], tokens, strict=True))
+        )
     tokenizer.save_pretrained(folder)
     config = AutoConfig.for_model(kind)  # sizes of the class
-    placeholder = next(
-        token for token in ("<image_soft_token>", "<|image_pad|>", "<image>", "<|AUDIO|>") if token in tokens
-    )
+    placeholder = next(token for token in ITEMS if token in tokens)
     name = "audio_token_id" if kind == "qwen2_audio" else "image_token_id"
     setattr(config, name, tokenizer.convert_tokens_to_ids(placeholder))
     if kind.startswith("qwen") and hasattr(config, "vision_config"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
+import signal
 import sys
 import zlib
 from collections import Counter
@@ -21,13 +23,13 @@ from PIL import Image, ImageFile, ImageOps
 from optimus import cli
 from optimus.data import index_lengths, media_headers
 from optimus.data.chat_format import parse_chat_sample
-from optimus.data.jsonl_file import SkippedSample, SkipReason
+from optimus.data.jsonl_file import SkippedSample, SkipReason, scan_jsonl
 from optimus.data.token_counts import TokenCounter
 from optimus.errors import UserError
 from optimus.job.read import load_job
 
 pytestmark = pytest.mark.ci("data")
-IMAGES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
+IMAGES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "internvl")
 SIZES = ((56, 56), (500, 333), (30, 900), (1203, 17), (641, 480), (1, 1))  # width and height
 
 
@@ -88,7 +90,29 @@ def test_lengths_are_those_of_the_processor_run_on_decoded_images(
     for row in rows:
         text, runs = processed(counter, row, tmp_path)
         lengths = measure(counter, row, tmp_path)
-        assert (lengths.text, [*lengths.items.get("vision", ())]) == (text, runs), row
+        tile = counter.encoders["image"].tokens_per_item if kind == "internvl" else 0
+        items = [length for run in runs for length in ([tile] * (run // tile) if tile else [run])]
+        assert (lengths.text, [*lengths.items.get("vision", ())]) == (text, items), row
+    assert counter._image_arithmetic is not None
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl"])
+def test_arithmetic_that_a_probe_disproves_is_not_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = TokenCounter(write_folder(tmp_path / "model", kind))
+
+    def by_area(image_sizes: list[tuple[int, int]]) -> dict[str, list[int]]:
+        return {"num_image_tokens": [height * width // 784 for height, width in image_sizes]}
+
+    monkeypatch.setattr(counter.processor, "_get_num_multimodal_tokens", by_area)
+    for size in SIZES[:3]:
+        write_image(tmp_path / "a.png", size)
+        row = chat("see <image> the cat", images=["a.png"])
+        text, runs = processed(counter, row, tmp_path)
+        lengths = measure(counter, row, tmp_path)
+        assert (lengths.text, sum(lengths.items["vision"])) == (text, sum(runs))
+    assert counter._image_arithmetic is None
 
 
 def test_lengths_are_those_of_the_processor_run_on_sounds(
@@ -322,6 +346,17 @@ def test_the_command_writes_lengths_that_a_job_reads_whatever_the_workers(
     assert cli.run([*command, "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     assert "599 samples" in printed and "█" in printed and "line 501: missing.png" in printed
+
+
+@pytest.mark.heavy
+def test_a_killed_worker_ends_the_command_with_an_error(tmp_path: Path) -> None:
+    def kill_one(name: str, done: int, total: int) -> None:
+        os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+
+    file = scan_jsonl(write_data_set(tmp_path, 40 * index_lengths.CHUNK))
+    model = write_folder(tmp_path / "model", "qwen2_5_vl")
+    with pytest.raises(UserError, match="worker process"):
+        index_lengths.index_lengths(file, model=model, media_dir=tmp_path, workers=2, progress=kill_one)
 
 
 def test_a_data_set_without_a_sample_that_can_be_used_is_a_no(

@@ -133,7 +133,10 @@ def index_lengths(
         counter=TokenCounter(model),
         sequence_tokens=sequence_tokens,
     )
-    indexed, total = IndexedLengths(samples=LengthsTable(indexer.counter.encoders.values())), len(file)
+    indexed, total = (
+        IndexedLengths(samples=LengthsTable(encoder.name for encoder in indexer.counter.encoders.values())),
+        len(file),
+    )
     chunks = [range(begin, min(begin + CHUNK, total)) for begin in range(0, total, CHUNK)]
     for chunk, results in zip(chunks, _measure_chunks(indexer, chunks, workers), strict=True):
         for number, result in zip(chunk, results, strict=True):

@@ -6,6 +6,7 @@ import math
 import stat
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import soundfile
@@ -26,6 +27,10 @@ class MediaFolder:
 
     root: Path
 
+    @cached_property
+    def _resolved(self) -> Path:
+        return self.root.resolve()
+
     def find(self, path: str) -> Path:
         """Returns a regular file inside the folder; raises SkippedSample for anything else."""
         if "://" in path or path.startswith("data:"):
@@ -33,9 +38,8 @@ class MediaFolder:
         if not path or len(path) > MAX_PATH:
             raise SkippedSample(SkipReason.MISSING_FILE, path)
         try:
-            root = self.root.resolve()
-            found = (root / path).resolve()
-            if not found.is_relative_to(root):
+            found = (self._resolved / path).resolve()
+            if not found.is_relative_to(self._resolved):
                 raise SkippedSample(SkipReason.OUTSIDE, path)
             if not stat.S_ISREG(found.stat().st_mode):  # opening a pipe would wait for its writer
                 raise SkippedSample(SkipReason.BAD_FILE, f"{path} is no regular file")

@@ -27,10 +27,11 @@ from optimus.data.media_headers import MediaFolder, count_audio_samples, read_im
 from optimus.data.processor import load_processor
 from optimus.errors import UserError
 from optimus.job.hf_config import read_hf_config
+from optimus.job.model import Encoder
 
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 KEPT_SIZES = 65536  # images whose replacement is kept
-PROBES = ((56, 84), (333, 500), (1200, 700), (90, 640))  # heights and widths
+PROBES = ((56, 84), (333, 500), (1200, 700), (90, 640), (700, 1900), (48, 48))  # heights and widths
 MODALITIES = {"image": "vision", "audio": "audio"}
 
 Replacement = tuple[str, int]  # text with every run of an item's tokens cut to one, and their number
@@ -57,7 +58,7 @@ class TokenCounter:
         self.processor: Any = load_processor(folder)
         self._item_tokens = _find_item_tokens(folder, self.processor)
         self.encoders = {
-            kind: encoder.name
+            kind: encoder
             for kind in self._item_tokens
             for encoder in model.encoders
             if encoder.modality == MODALITIES[kind]
@@ -92,7 +93,7 @@ class TokenCounter:
         items: dict[str, tuple[int, ...]] = {}
         for item, (_, length) in zip(sample.media, replacements, strict=True):
             encoder = self.encoders[item.kind]
-            items[encoder] = (*items.get(encoder, ()), length)
+            items[encoder.name] = (*items.get(encoder.name, ()), *_split_tiles(encoder, length))
         return SampleLengths(text=sum(token not in self._item_ids for token in ids), items=items)
 
     def _measure(self, item: MediaReference, folder: MediaFolder) -> Replacement:
@@ -141,8 +142,9 @@ class TokenCounter:
         return pieces, [self._kinds[match[0]] for match in matches]
 
     def _replace_image(self, height: int, width: int) -> Replacement:
-        if self._counts_images:
-            return self._item_tokens["image"], self._count_image_tokens(height, width)
+        if self._image_arithmetic is not None:
+            text, more = self._image_arithmetic
+            return text, self._count_image_tokens(height, width) - more
         return self._run("image", images=[Image.new("RGB", (width, height))])
 
     def _replace_audio(self, samples: int) -> Replacement:
@@ -164,16 +166,19 @@ class TokenCounter:
         return int(count)
 
     @cached_property
-    def _counts_images(self) -> bool:
-        """True if the processor's arithmetic for serving equals what it does, and adds no text."""
+    def _image_arithmetic(self) -> tuple[str, int] | None:
+        """Text of a replacement and tokens of it that the processor's arithmetic for serving counts too.
+
+        None unless both are the same at all probes: the arithmetic is wrong or missing in some families.
+        """
+        found = set()
         try:
-            return all(
-                self._run("image", images=[Image.new("RGB", (width, height))])
-                == (self._item_tokens["image"], self._count_image_tokens(height, width))
-                for height, width in PROBES
-            )
+            for height, width in PROBES:
+                text, count = self._run("image", images=[Image.new("RGB", (width, height))])
+                found.add((text, self._count_image_tokens(height, width) - count))
         except (AttributeError, KeyError, TypeError, ValueError):
-            return False
+            return None
+        return found.pop() if len(found) == 1 else None
 
 
 def _find_item_tokens(folder: Path, processor: Any) -> dict[str, str]:
@@ -187,6 +192,12 @@ def _find_item_tokens(folder: Path, processor: Any) -> dict[str, str]:
         if number is not None and getattr(processor, f"{kind}_token", None):
             tokens[kind] = str(processor.tokenizer.convert_ids_to_tokens(number))
     return tokens
+
+
+def _split_tiles(encoder: Encoder, length: int) -> tuple[int, ...]:
+    """Returns the items that an encoder sees of a file: tiles of an image, where their length is fixed."""
+    tile = encoder.tokens_per_item
+    return (tile,) * (length // tile) if tile and length % tile == 0 else (length,)
 
 
 class _MonotoneCache:
