@@ -199,7 +199,11 @@ class Recorder(Protocol):
 
 
 class Dataset(Protocol):
-    """Samples by number, the same on every rank; `engine.synthetic_data.SyntheticDataset` draws them."""
+    """Samples by number, the same on every rank.
+
+    `engine.synthetic_data.SyntheticDataset` draws them, `engine.packed_data.PackedDataset` packs those of
+    another.
+    """
 
     def sizes(self, number: int) -> SampleSizes:
         """Returns the encoder tokens of a sample's items, without loading the sample."""

@@ -7,9 +7,10 @@ reshaping. The LLM reads merged tokens in raster order again: `TokenOrder.output
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import isqrt, prod
 from types import MappingProxyType
 
@@ -66,6 +67,42 @@ class Sample:
     def spans(self) -> tuple[int, ...]:
         """Lengths of the runs of rows that attend to themselves."""
         return self.documents or (self.length,)
+
+
+def pack_samples(samples: Sequence[Sample], *, number: int, length: int) -> Sample:
+    """Concatenates samples into one of `length`: attention keeps to each, positions restart.
+
+    The rest is padding, a document without labels.
+    """
+    starts = [0, *accumulate(sample.length for sample in samples)]
+    rest = length - starts.pop()
+    if rest < 0:
+        raise UserError(
+            field="samples",
+            value=length - rest,
+            problem=f"are more tokens than the {length} of a sequence",
+            hint="pack fewer, as optimus.data.packing does, or a longer sequence",
+        )
+    items: dict[str, tuple[SampleItem, ...]] = {}
+    for sample, start in zip(samples, starts, strict=True):
+        for encoder, of_sample in sample.items.items():
+            moved = (
+                replace(
+                    item,
+                    offset=start + item.offset,
+                    frame_offsets=tuple(start + offset for offset in item.frame_offsets),
+                )
+                for item in of_sample
+            )
+            items[encoder] = (*items.get(encoder, ()), *moved)
+    padding = torch.zeros(rest, dtype=torch.int64)
+    return Sample(
+        number=number,
+        tokens=torch.cat([*(sample.tokens for sample in samples), padding]),
+        labels=torch.cat([*(sample.labels for sample in samples), padding + IGNORE_INDEX]),
+        items=items,
+        documents=(*(span for sample in samples for span in sample.spans), *((rest,) if rest else ())),
+    )
 
 
 PlacedItem = tuple[int, int, SampleItem]  # number of its sample, index of the item in it, the item

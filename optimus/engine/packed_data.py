@@ -1,0 +1,56 @@
+"""Packs the samples of a data set into sequences of one length, in another order each epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from optimus.engine.batch_plan import SampleSizes
+from optimus.models.dropout import hash64
+from optimus.models.sample import Sample, pack_samples
+from optimus.protocols import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedDataset:
+    """Packed sequences by number; implements `protocols.Dataset`.
+
+    A number is a place in an endless run of epochs, so a run that resumes at a step reads on where it
+    stopped, under any plan and world size.
+    """
+
+    dataset: Dataset
+    sequences: tuple[tuple[int, ...], ...]  # numbers of the samples of each, from `data.packing`
+    length: int
+    seed: int = 0
+
+    def sizes(self, number: int) -> SampleSizes:
+        """Returns the sizes of all items of a sequence, without loading its samples."""
+        items: dict[str, tuple[int, ...]] = {}
+        for member in self.members(number):
+            for encoder, sizes in self.dataset.sizes(member).items.items():
+                items[encoder] = (*items.get(encoder, ()), *sizes)
+        return SampleSizes(number=number, items=items)
+
+    def labels(self, number: int) -> int:
+        """Returns how many labels of a sequence enter the loss."""
+        return sum(map(self.dataset.labels, self.members(number)))
+
+    def sample(self, number: int) -> Sample:
+        """Loads the samples of a sequence and packs them."""
+        samples = list(map(self.dataset.sample, self.members(number)))
+        return pack_samples(samples, number=number, length=self.length)
+
+    def members(self, number: int) -> tuple[int, ...]:
+        """Returns the numbers of the samples in a sequence."""
+        epoch, place = divmod(number, len(self.sequences))
+        return self.sequences[int(_epoch_order(self.seed, epoch, len(self.sequences))[place])]
+
+
+@lru_cache(maxsize=2)  # a step may end one epoch and begin the next
+def _epoch_order(seed: int, epoch: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(hash64("epoch", seed, epoch) & (2**63 - 1))
+    return torch.randperm(count, generator=generator)

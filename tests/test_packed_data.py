@@ -1,0 +1,89 @@
+"""Packed samples train as they do alone, and every epoch has each of them once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from one_process import OneProcess
+from tiny_models import random_samples, tiny_model
+
+from optimus.data.packing import pack_documents
+from optimus.engine.batch_plan import SampleSizes
+from optimus.engine.packed_data import PackedDataset
+from optimus.errors import UserError
+from optimus.models.sample import Sample, SampleItem, pack_samples
+
+
+class Listed:
+    """Samples of a list as a data set."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.samples = samples
+
+    def sizes(self, number: int) -> SampleSizes:
+        items = {name: tuple(i.tokens for i in items) for name, items in self.sample(number).items.items()}
+        return SampleSizes(number=number, items=items)
+
+    def labels(self, number: int) -> int:
+        return int((self.sample(number).labels >= 0).sum())
+
+    def sample(self, number: int) -> Sample:
+        return self.samples[number]
+
+
+@pytest.mark.parametrize("llm", ["llama", "qwen"])
+def test_packed_samples_have_the_loss_and_gradients_of_samples_alone(llm: str) -> None:
+    model = tiny_model(llm)
+    samples = [
+        *random_samples(model, 3, seed=1, length=24),
+        *random_samples(model, 2, seed=2, length=31, first=3),
+        *random_samples(model, 1, seed=3, length=40, first=5, documents=True),
+    ]
+    sequences = tuple(pack_documents([sample.length for sample in samples], 100))
+    packed = PackedDataset(dataset=Listed(samples), sequences=sequences, length=100)
+    assert len(sequences) == 2 and any(any(sample.items.values()) for sample in samples)
+    loss, gradients = OneProcess(model).loss_and_gradients([packed.sample(n) for n in range(2)])
+    expected, alone = OneProcess(model).loss_and_gradients(samples)
+    assert abs(loss - expected) < 1e-12 * abs(expected)
+    scale = max(float(gradient.abs().max()) for gradient in alone.values())
+    for name, gradient in alone.items():
+        assert float((gradients[name] - gradient).abs().max()) < 1e-12 * scale, name
+
+
+def test_a_packed_sample_is_its_samples_one_after_the_other() -> None:
+    video = SampleItem(offset=2, grid=(2, 2, 2), inputs=torch.ones(8, 4), frame_offsets=(2, 5))
+    first = Sample(number=7, tokens=torch.arange(5), labels=torch.arange(5), documents=(2, 3))
+    other = Sample(
+        number=8, tokens=torch.arange(9), labels=torch.full((9,), -100), items={"vision": (video,)}
+    )
+    packed = pack_samples([first, other], number=3, length=16)
+    assert packed.tokens.tolist() == [*range(5), *range(9), 0, 0]
+    assert packed.labels.tolist() == [*range(5), *[-100] * 11]
+    assert packed.documents == (2, 3, 9, 2) and sum(packed.documents) == packed.length == 16
+    (moved,) = packed.items["vision"]
+    assert (packed.number, moved.offset, moved.frame_offsets) == (3, 7, (7, 10))
+    assert pack_samples([first, other], number=3, length=14).documents == (2, 3, 9)
+    with pytest.raises(UserError, match="14"):
+        pack_samples([first, other], number=3, length=13)
+
+
+def test_every_epoch_has_each_sample_once_in_another_order_that_the_seed_decides() -> None:
+    samples = random_samples(tiny_model("llama"), 50, length=10)
+    sequences = tuple(pack_documents([10] * 50, 30))
+    packed = PackedDataset(dataset=Listed(samples), sequences=sequences, length=30, seed=4)
+    count = len(sequences)
+    epochs = [[packed.members(number) for number in range(e * count, (e + 1) * count)] for e in range(3)]
+    for epoch in epochs:
+        assert Counter(number for members in epoch for number in members) == Counter(range(50))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = PackedDataset(dataset=Listed(samples), sequences=sequences, length=30, seed=4)
+    other = PackedDataset(dataset=Listed(samples), sequences=sequences, length=30, seed=5)
+    numbers = range(2 * count, 3 * count)  # a run that resumes in the third epoch
+    assert [again.members(number) for number in numbers] == epochs[2]
+    assert [other.members(number) for number in numbers] != epochs[2]
+    for number in range(count):
+        sample, sizes = packed.sample(number), packed.sizes(number)
+        assert sizes.items == {n: tuple(i.tokens for i in items) for n, items in sample.items.items()}
+        assert packed.labels(number) == int((sample.labels >= 0).sum())
