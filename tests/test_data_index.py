@@ -51,6 +51,14 @@ def measure(counter: Any, row: Any, folder: Path) -> Any:
     return counter.count(sample, media_headers.MediaFolder(root=folder))
 
 
+def skip_reason(counter: Any, row: Any, folder: media_headers.MediaFolder) -> SkipReason | None:
+    try:
+        counter.count(parse_chat_sample(json.dumps(row).encode()), folder)
+    except SkippedSample as skipped:
+        return skipped.reason
+    return None
+
+
 def processed(counter: Any, row: Any, folder: Path) -> tuple[int, list[int]]:
     """Returns text tokens and runs of item tokens that the processor itself makes of the decoded files."""
     sample = parse_chat_sample(json.dumps(row).encode())
@@ -199,12 +207,32 @@ def test_files_that_cannot_be_used_are_skipped_by_name(
     }
     for name, reason in reasons.items():
         row = chat("see" if name == "" else "<image>", images=name)
-        try:
-            measure(counter, row, root)
-            found = None
-        except SkippedSample as skipped:
-            found = skipped.reason
-        assert found == reason, name
+        assert skip_reason(counter, row, media_headers.MediaFolder(root=root)) == reason, name
+
+
+def test_files_that_are_cut_are_skipped_where_they_are_decoded(
+    counters: Callable[[str], Any], tmp_path: Path
+) -> None:
+    used = {False: 0, True: 0}
+    for name in ("a.png", "b.jpg", "c.gif", "d.bmp", "e.tiff"):
+        write_image(tmp_path / name, (60, 50))
+    soundfile.write(tmp_path / "f.flac", np.random.default_rng(0).normal(0, 0.1, 9000), 16000)
+    for path in sorted(tmp_path.iterdir()):
+        content, is_sound = path.read_bytes(), path.suffix == ".flac"
+        counter, kind = (
+            counters("qwen2_audio" if is_sound else "qwen2_5_vl"),
+            "audio" if is_sound else "image",
+        )
+        for share in (0.3, 0.6, 0.9, 1.0):
+            path.write_bytes(content[: int(share * len(content))])
+            for decode in used:
+                folder = media_headers.MediaFolder(root=tmp_path, decode=decode)
+                row = chat(f"<{kind}>", **{f"{kind}s": [path.name]})
+                reason = skip_reason(counter, row, folder)
+                used[decode] += reason is None
+                assert reason in ((None,) if share == 1.0 else (None, SkipReason.BAD_FILE)), path.name
+                assert not decode or (reason is None) == (share == 1.0), (path.name, share)
+    assert used[True] == 6 < used[False]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
@@ -266,8 +294,8 @@ def _fuzz(counters: Callable[[str], Any], folder: Path, mutations: int) -> Count
     soundfile.write(folder / "i.ogg", np.zeros(4000), 16000)
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     generator, seen = random.Random(1), Counter[str]()
-    media = media_headers.MediaFolder(root=folder)
     for _ in range(mutations):
+        media = media_headers.MediaFolder(root=folder, decode=generator.random() < 0.5)
         if generator.random() < 0.5:
             counter, line = counters("qwen2_5_vl"), _mutate(generator.choice(lines), generator)
         else:
@@ -354,9 +382,9 @@ def test_a_killed_worker_ends_the_command_with_an_error(tmp_path: Path) -> None:
         os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
 
     file = scan_jsonl(write_data_set(tmp_path, 40 * index_lengths.CHUNK))
-    model = write_folder(tmp_path / "model", "qwen2_5_vl")
+    model, folder = write_folder(tmp_path / "model", "qwen2_5_vl"), media_headers.MediaFolder(root=tmp_path)
     with pytest.raises(UserError, match="worker process"):
-        index_lengths.index_lengths(file, model=model, media_dir=tmp_path, workers=2, progress=kill_one)
+        index_lengths.index_lengths(file, model=model, folder=folder, workers=2, progress=kill_one)
 
 
 def test_a_data_set_without_a_sample_that_can_be_used_is_a_no(

@@ -53,6 +53,9 @@ class DataCommand:
             metavar="FOLDER", help="where paths begin, and which none may leave; default: that of DATA.jsonl"
         ),
     ] = None
+    decode: Annotated[
+        bool, describe_option(help="decode files too, and skip those whose contents are broken")
+    ] = False
     workers: Annotated[int | None, describe_option(metavar="N", help="processes; default: one per core")] = (
         None
     )
@@ -72,13 +75,14 @@ class DataCommand:
         output = self.output or self.path.with_suffix(".lengths.jsonl")
         check_writable("--output", output, ".jsonl")
         jsonl_file = import_extra("optimus.data.jsonl_file", "data")
+        media_headers = import_extra("optimus.data.media_headers", "data")
         indexing = import_extra("optimus.data.index_lengths", "data")
         file = jsonl_file.scan_jsonl(self.path)
         with progress_bar("indexing") as progress:
             indexed: IndexedLengths = indexing.index_lengths(
                 file,
                 model=self.model,
-                media_dir=self.media_dir or self.path.parent,
+                folder=media_headers.MediaFolder(root=self.media_dir or self.path.parent, decode=self.decode),
                 sequence_tokens=self.sequence_tokens,
                 workers=self.workers or os.cpu_count() or 1,
                 progress=progress,

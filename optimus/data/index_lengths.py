@@ -121,7 +121,7 @@ def index_lengths(
     file: JsonlFile,
     *,
     model: Path,
-    media_dir: Path,
+    folder: MediaFolder,
     sequence_tokens: int | None = None,
     workers: int = 1,
     progress: Progress,
@@ -129,7 +129,7 @@ def index_lengths(
     """Measures all samples of a file; the result does not depend on the number of workers."""
     indexer = LengthsIndexer(
         file=file,
-        folder=MediaFolder(root=media_dir),
+        folder=folder,
         counter=TokenCounter(model),
         sequence_tokens=sequence_tokens,
     )

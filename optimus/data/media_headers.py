@@ -1,4 +1,4 @@
-"""Reads sizes of images and lengths of sounds from file headers, without decoding."""
+"""Reads sizes of images and lengths of sounds from file headers, and decodes files only to check them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from optimus.data.jsonl_file import SkippedSample, SkipReason
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # the others of Pillow are not tried
 MAX_PIXELS = 89_478_485  # as Pillow's limit against decompression bombs: 256 MB of RGB
 MAX_AUDIO_S = 1800
+BLOCK_FRAMES = 1 << 16
 MAX_PATH = 4096
 TRANSPOSED = (5, 6, 7, 8)  # values of EXIF's orientation that swap height and width
 
@@ -26,6 +27,7 @@ class MediaFolder:
     """The folder that relative paths start from and that no path leaves."""
 
     root: Path
+    decode: bool = False  # files whose contents are broken are skipped too
 
     @cached_property
     def _resolved(self) -> Path:
@@ -70,6 +72,17 @@ def read_image_size(path: Path) -> tuple[int, int]:
     return (width, height) if turned else (height, width)
 
 
+def check_image(path: Path) -> None:
+    """Decodes an image whose size was read; raises SkippedSample if its contents are broken."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=IMAGE_FORMATS) as image:
+                image.load()
+    except Exception as error:
+        raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
+
+
 def count_audio_samples(path: Path, sampling_rate: int) -> int:
     """Returns the length of a sound in samples, resampled to `sampling_rate`.
 
@@ -87,6 +100,18 @@ def count_audio_samples(path: Path, sampling_rate: int) -> int:
         detail = f"{path.name} takes {frames / rate:,.0f} s; at most {MAX_AUDIO_S:,}"
         raise SkippedSample(SkipReason.TOO_LARGE, detail)
     return math.ceil(frames * sampling_rate / rate)
+
+
+def check_audio(path: Path) -> None:
+    """Decodes a sound whose length was read; raises SkippedSample if it is shorter than its header says."""
+    try:
+        with soundfile.SoundFile(str(path)) as sound:
+            stated = int(sound.frames)
+            decoded = sum(len(block) for block in sound.blocks(BLOCK_FRAMES, dtype="float32"))
+    except Exception as error:
+        raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
+    if decoded != stated:
+        raise SkippedSample(SkipReason.BAD_FILE, f"{path.name} has {decoded:,} of {stated:,} frames")
 
 
 def _first_line(error: BaseException, path: Path) -> str:

@@ -23,7 +23,13 @@ from transformers import AutoConfig
 
 from optimus.data.chat_format import ChatSample, MediaReference
 from optimus.data.jsonl_file import SkippedSample, SkipReason
-from optimus.data.media_headers import MediaFolder, count_audio_samples, read_image_size
+from optimus.data.media_headers import (
+    MediaFolder,
+    check_audio,
+    check_image,
+    count_audio_samples,
+    read_image_size,
+)
 from optimus.data.processor import load_processor
 from optimus.errors import UserError
 from optimus.job.hf_config import read_hf_config
@@ -102,11 +108,15 @@ class TokenCounter:
         path = folder.find(item.path)
         try:
             if item.kind == "image":
-                return self._image_replacement(*read_image_size(path))
-            rate = self.processor.feature_extractor.sampling_rate
-            return self._audio_replacement(count_audio_samples(path, rate))
+                replacement = self._image_replacement(*read_image_size(path))
+            else:
+                rate = self.processor.feature_extractor.sampling_rate
+                replacement = self._audio_replacement(count_audio_samples(path, rate))
         except (ValueError, ZeroDivisionError) as error:  # of the processor: sizes that it refuses
             raise SkippedSample(SkipReason.PROCESSOR, f"{path.name}: {error}") from None
+        if folder.decode:
+            (check_image if item.kind == "image" else check_audio)(path)
+        return replacement
 
     def _render(self, sample: ChatSample) -> str:
         messages = [dict(message) for message in sample.messages]
