@@ -82,8 +82,15 @@ def one_of(choices: Iterable[object]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def escape_unprintable(text: str) -> str:
+    """Escapes what a terminal would obey or could not print: control codes and lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def show_value(value: object) -> str:
     """A value as the user would recognise it, never longer than a line."""
     text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text.split())
+    text = escape_unprintable(" ".join(text.split()))
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -398,6 +398,21 @@ def test_a_data_set_without_a_sample_that_can_be_used_is_a_no(
     assert not (tmp_path / "bad.lengths.jsonl").exists()
 
 
+def test_control_codes_and_surrogates_of_a_data_set_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_folder(tmp_path / "model", "llava")
+    rows = [
+        chat("<image>", images=["\ud800\x1b[2J.png"]),
+        {"messages": [{"role": "\x1b]0;x", "content": ""}]},
+    ]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.run(["data", "index", str(tmp_path / "bad.jsonl"), "--model", str(model)]) == 1
+    printed = capsys.readouterr().out
+    assert "\\ud800\\x1b[2J.png" in printed and "role \\x1b]0;x" in printed
+    assert all(line.isprintable() for line in printed.splitlines())
+
+
 def test_model_folders_without_a_processor_are_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", "llava")
     (folder / "chat_template.jinja").unlink()

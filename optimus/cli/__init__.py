@@ -29,7 +29,7 @@ from optimus.cli.sweep import SweepCommand
 from optimus.cli.text import wrap_text, wrap_usage
 from optimus.cli.train import TrainCommand
 from optimus.cli.why import WhyCommand
-from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
+from optimus.errors import DoesNotFit, OptimusError, UserError, escape_unprintable, nearest
 
 DESCRIPTION = (
     "Plans the training of multimodal LLMs: where time and memory go, and how encoder work fits into the "
@@ -128,7 +128,7 @@ def run_and_report_errors(command: Callable[[], int], *, as_json: bool) -> int:
 
 def _print_error(error: object) -> None:
     """Prints an error and its hint on standard error, broken between words."""
-    for line in str(error).splitlines():
+    for line in map(escape_unprintable, str(error).splitlines()):
         label = next((label for label in ("error:", "hint:", "no:") if line.startswith(f"{label} ")), "")
         wrapped = wrap_text(label, line.removeprefix(label), indent=len(label) + 1 if label else 0)
         print("\n".join(wrapped), file=sys.stderr)
