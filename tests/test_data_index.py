@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-from chat_data import ENDINGS, chat, write_data_set, write_folder, write_image, write_wav
+import transformers
+from chat_data import ENDINGS, FOLDERS, chat, write_data_set, write_folder, write_image, write_wav
 from PIL import Image, ImageFile, ImageOps
 
 from optimus import cli
@@ -108,12 +109,13 @@ def test_lengths_are_those_of_the_processor_run_on_decoded_images(
 def test_arithmetic_that_a_probe_disproves_is_not_used(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter = TokenCounter(write_folder(tmp_path / "model", kind))
 
-    def by_area(image_sizes: list[tuple[int, int]]) -> dict[str, list[int]]:
+    def by_area(processor: object, image_sizes: list[tuple[int, int]]) -> dict[str, list[int]]:
         return {"num_image_tokens": [height * width // 784 for height, width in image_sizes]}
 
-    monkeypatch.setattr(counter.processor, "_get_num_multimodal_tokens", by_area)
+    family = getattr(transformers, FOLDERS[kind][0])
+    monkeypatch.setattr(family, "_get_num_multimodal_tokens", by_area)
+    counter = TokenCounter(write_folder(tmp_path / "model", kind))
     for size in SIZES[:3]:
         write_image(tmp_path / "a.png", size)
         row = chat("see <image> the cat", images=["a.png"])
@@ -413,6 +415,25 @@ def test_control_codes_and_surrogates_of_a_data_set_do_not_reach_the_terminal(
     assert all(line.isprintable() for line in printed.splitlines())
 
 
+def test_a_processor_that_counts_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "model", "qwen2_audio")
+    run = TokenCounter._run
+
+    def one_more(counter: TokenCounter, kind: str, **inputs: Any) -> tuple[str, int]:
+        text, count = run(counter, kind, **inputs)
+        return text, count + 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenCounter, "_run", one_more)
+        with pytest.raises(UserError, match="of items where"):
+            TokenCounter(folder)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.role }}{% endfor %}")
+    with pytest.raises(UserError, match="0 placeholders for 2 files"):
+        TokenCounter(folder)
+
+
 def test_model_folders_without_a_processor_are_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", "llava")
     (folder / "chat_template.jinja").unlink()
@@ -420,6 +441,9 @@ def test_model_folders_without_a_processor_are_refused(tmp_path: Path) -> None:
         TokenCounter(folder)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(UserError, match="no processor"):
+        TokenCounter(folder)
+    (folder / "processor_config.json").write_text('{"processor_class": "Qwen2_5OmniProcessor"}')
+    with pytest.raises(UserError, match="torchvision"):
         TokenCounter(folder)
     (folder / "processor_config.json").write_text('{"processor_class": "Popen"}')
     with pytest.raises(UserError, match="names no processor"):

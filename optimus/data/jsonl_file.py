@@ -45,6 +45,9 @@ class SkippedSample(OptimusError):
         self.reason, self.detail = reason, detail
         super().__init__(reason, detail)
 
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JsonlFile:

@@ -21,9 +21,17 @@ def load_processor(folder: Path) -> Any:
     Nothing is downloaded, and no code of the folder runs but its chat template, which is sandboxed.
     """
     base = _find_class(folder)
+    parts: list[str] = base.get_attributes()  # in the order of its arguments
+    if VIDEOS in parts[:-1]:
+        raise UserError(
+            field="--model",
+            value=str(folder),
+            problem=f"has a {base.__name__}, which needs its part for videos, and that needs torchvision",
+            hint="use a model whose processor can do without, such as Qwen2.5-VL or Qwen2-Audio",
+        )
 
     def get_attributes(cls: type[Any]) -> list[str]:
-        return [name for name in base.get_attributes() if name != VIDEOS]
+        return [name for name in parts if name != VIDEOS]
 
     without_videos: Any = type(base.__name__, (base,), {"get_attributes": classmethod(get_attributes)})
     try:

@@ -78,13 +78,17 @@ class TokenCounter:
             )
         self._image_replacement = lru_cache(KEPT_SIZES)(self._replace_image)
         self._audio_replacement = _MonotoneCache(self._replace_audio)
+        for kind in self.encoders:
+            self._compare_with_processor(kind)
 
     def __reduce__(self) -> tuple[type[TokenCounter], tuple[Path]]:
         return TokenCounter, (self._folder,)  # a worker process loads its own
 
     def count(self, sample: ChatSample, folder: MediaFolder) -> SampleLengths:
         """Returns the lengths of a sample; raises SkippedSample if it cannot be used."""
-        replacements = [self._measure(item, folder) for item in sample.media]
+        return self._count(sample, [self._measure(item, folder) for item in sample.media])
+
+    def _count(self, sample: ChatSample, replacements: list[Replacement]) -> SampleLengths:
         text = self._render(sample)
         pieces, found = self._split(text)
         if found != [item.kind for item in sample.media]:
@@ -101,6 +105,44 @@ class TokenCounter:
             encoder = self.encoders[item.kind]
             items[encoder.name] = (*items.get(encoder.name, ()), *_split_tiles(encoder, length))
         return SampleLengths(text=sum(token not in self._item_ids for token in ids), items=items)
+
+    def _compare_with_processor(self, kind: str) -> None:
+        """Raises unless a conversation with two blanks has the tokens that the processor makes of it."""
+        height, width = PROBES[1]
+        value: Any = Image.new("RGB", (width, height))
+        if kind == "audio":
+            value = np.zeros(self.processor.feature_extractor.sampling_rate, dtype=np.float32)
+
+        def converse(item: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+            text = {"type": "text", "text": "What is it?\n"}
+            contents = ([item, text], [text], [text, item], [text])
+            roles = ("user", "assistant") * 2
+            return tuple({"role": r, "content": c} for r, c in zip(roles, contents, strict=True))
+
+        media = (MediaReference(kind=kind, path=""),) * 2
+        try:
+            measured = (
+                self._audio_replacement(len(value)) if kind == "audio" else self._replace_image(height, width)
+            )
+            ours = self._count(ChatSample(messages=converse({"type": kind}), media=media), [measured] * 2)
+            messages = list(converse({"type": kind, kind: value}))
+            output = self.processor.apply_chat_template(messages, tokenize=True, return_dict=True)
+            text = sum(token not in self._item_ids for token in output["input_ids"][0])
+            theirs, expected = (
+                (text, len(output["input_ids"][0]) - text),
+                (ours.text, ours.tokens - ours.text),
+            )
+            problem = f"counts {theirs} tokens of text and of items where {expected} were expected"
+            is_equal = theirs == expected
+        except (SkippedSample, *TEMPLATE_ERRORS) as error:
+            problem, is_equal = f"cannot be used for a conversation with two items: {error}", False
+        if not is_equal:
+            raise UserError(
+                field="--model",
+                value=str(self._folder),
+                problem=f"has a {type(self.processor).__name__} that {problem}",
+                hint="use a model of a family that docs/data.md lists as compared",
+            )
 
     def _measure(self, item: MediaReference, folder: MediaFolder) -> Replacement:
         if item.kind not in self.encoders:
