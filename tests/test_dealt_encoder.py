@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -56,6 +61,32 @@ def _unsorted_rows() -> AbstractContextManager[Any]:
         return torch.arange(self.own_rows * numerator // denominator)
 
     return mock.patch.object(Routes, "_order", order)
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "dealt_fsdp.py"
+
+
+def run_example(way: str) -> list[str]:
+    """Returns the losses that the example prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE), way],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return re.findall(r"loss ([\d.]+)", done.stdout)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.ci("data")
+def test_the_example_trains_the_same_dealt_and_undealt() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
+    dealt = run_example("dealt")
+    assert len(set(dealt)) == 6
+    assert dealt == run_example("undealt")
 
 
 @pytest.mark.ci("data")
