@@ -63,6 +63,7 @@ BY_NAME: dict[str, list[tuple[str, object]]] = {
         ("interpolates_positions", True),
         ("deepstack_layers", (1,)),
         ("stack.attention.rope.sections", (2, 2)),
+        ("stack.mlp.merge", 4),
         ("projector.norm", "layernorm"),
         ("projector.deepstack_norm", True),
         ("projector.activation", "silu"),

@@ -13,8 +13,8 @@ PATH = Path(optimus.catalog.__file__).parent / "hf_defaults.json"
 # Configurations whose defaults are stored; those of their parts come with them.
 FAMILIES = (
     "gemma3", "gemma4", "glm4v", "glm4v_moe", "idefics3", "internvl", "kimi_k25", "llama4", "llava",
-    "llava_next", "llava_onevision", "mistral3", "paligemma", "phi4_multimodal", "qwen2_5_omni",
-    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
+    "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "paligemma", "phi4_multimodal",
+    "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip
 PARTS = (

@@ -155,11 +155,11 @@ def _data(comparison: Comparison) -> str:
     model, workload = comparison.job.model, comparison.job.workload
     parts = []
     for encoder in model.encoders:
-        load = workload.encoder_load(encoder.name, encoder.projector.merge)
+        load = workload.encoder_load(encoder.name, encoder.merge)
         share = workload.share_of_tokens(encoder.name)
         parts.append(
             f"{encoder.name} {share:.1%} ({load.tokens:,.0f} encoder tokens, "
-            f"{load.tokens / encoder.projector.merge:,.0f} LLM tokens)"
+            f"{load.tokens / encoder.merge:,.0f} LLM tokens)"
         )
     return f"mean sequence: {', '.join(parts)}"
 

@@ -10,17 +10,23 @@ from optimus.job.workload import TokenLoad, Workload
 def forward_flops(module: Encoder | Llm, load: TokenLoad) -> float:
     """Returns the FLOPs of one forward pass over `load`."""
     stack = module.stack
-    layers = sum(layer_flops(stack, layer, load) for layer in range(stack.layers))
+    layers = sum(
+        layer_flops(stack, layer, load.merged(stack.merge_before(layer))) for layer in range(stack.layers)
+    )
     if isinstance(module, Llm):
         return layers + lm_head_flops(module, load) + embedding_flops(module, load)
     return layers + patch_embedding_flops(module, load) + projector_flops(module, load)
 
 
 def layer_flops(stack: Stack, layer: int, load: TokenLoad) -> float:
-    """Returns two FLOPs per active weight and token, and those of attention over attended pairs."""
-    attention = stack.at(layer).attention
-    weights = stack.layer_parameters(layer, active=True) - 2 * stack.norm_parameters
-    flops = 2.0 * weights * load.tokens
+    """Returns two FLOPs per active weight and token, and those of attention over attended pairs.
+
+    `load` is that of the layer's attention; a merging MLP has fewer tokens.
+    """
+    here, merge = stack.at(layer), stack.merge_of(layer)
+    attention = here.attention
+    weights = stack.layer_parameters(layer, active=True) - (1 + merge) * stack.norm_parameters
+    flops = 2.0 * (weights - here.mlp.parameters(stack.hidden) * (1 - 1 / merge)) * load.tokens
     if attention.linear:
         products = list_recurrence_products(attention, load.tokens, attention.heads)
         return flops + sum(2.0 * m * n * k for m, n, k in products)
@@ -73,7 +79,7 @@ def patch_embedding_flops(encoder: Encoder, load: TokenLoad) -> float:
 
 def projector_flops(encoder: Encoder, load: TokenLoad) -> float:
     """Returns the FLOPs from encoder tokens to LLM tokens, once per LLM layer fed."""
-    rows = load.tokens / encoder.projector.merge * len(encoder.feeds)
+    rows = load.tokens / encoder.merge * len(encoder.feeds)
     return sum(2.0 * rows * k * n for k, n in encoder.projector.linears(encoder.stack.hidden))
 
 
@@ -81,7 +87,7 @@ def step_flops(model: Model, workload: Workload) -> float:
     """Returns the FLOPs of one step: three times the forward pass of trained modules, one of frozen ones."""
     total = 0.0
     for encoder in model.encoders:
-        load = workload.encoder_load(encoder.name, encoder.projector.merge)
+        load = workload.encoder_load(encoder.name, encoder.merge)
         projector = projector_flops(encoder, load)
         total += (forward_flops(encoder, load) - projector) * (3 if encoder.train else 1)
         passes = encoder.train or encoder.projector.train  # gradients go through it

@@ -34,12 +34,11 @@ def list_forward_kernels(shape: LayerShape, kind: OpKind = OpKind.FORWARD) -> li
 
 
 def _mlp_forward(kernels: KernelListBuilder, shape: LayerShape, mlp: Mlp) -> None:
-    size = shape.hidden_bytes
-    kernels.collective(KernelName.GATHER2, Collective.ALL_GATHER, size)
+    kernels.collective(KernelName.GATHER2, Collective.ALL_GATHER, shape.hidden_bytes)
     up_s = shape.forward_s([shape.up_gemm(mlp)])
     kernels.compute(KernelName.UP, up_s + shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp))
     kernels.compute(KernelName.DOWN, shape.forward_s([shape.down_gemm(mlp)]))
-    kernels.collective(KernelName.SCATTER2, Collective.REDUCE_SCATTER, size)
+    kernels.collective(KernelName.SCATTER2, Collective.REDUCE_SCATTER, shape.mlp_output_bytes(mlp))
 
 
 def list_backward_kernels(shape: LayerShape, *, weights: bool) -> list[Kernel]:
@@ -59,7 +58,9 @@ def list_backward_kernels(shape: LayerShape, *, weights: bool) -> list[Kernel]:
     else:
         _mlp_backward(kernels, shape, shape.stack.mlp, weights=weights)
     kernels.compute(KernelName.NORM2, shape.norm_s(backward=True))
-    _row_backward(kernels, shape, KernelName.OUT, [shape.out_gemm()], weights=weights)
+    _row_backward(
+        kernels, shape, KernelName.OUT, [shape.out_gemm()], weights=weights, size=shape.hidden_bytes
+    )
     _context_exchange(kernels, shape)
     kernels.compute(KernelName.ATTENTION, shape.attention_s(backward=True))
     _context_exchange(kernels, shape, Collective.REDUCE_SCATTER)  # gradients of keys and values
@@ -75,7 +76,8 @@ def list_backward_kernels(shape: LayerShape, *, weights: bool) -> list[Kernel]:
 
 def _mlp_backward(kernels: KernelListBuilder, shape: LayerShape, mlp: Mlp, *, weights: bool) -> None:
     extra = shape.activation_s(mlp, shape.tokens, tp=shape.layout.tp, backward=True)
-    _row_backward(kernels, shape, KernelName.DOWN, [shape.down_gemm(mlp)], weights=weights, extra_s=extra)
+    down, size = [shape.down_gemm(mlp)], shape.mlp_output_bytes(mlp)
+    _row_backward(kernels, shape, KernelName.DOWN, down, weights=weights, size=size, extra_s=extra)
     _column_backward(
         kernels, shape, KernelName.UP, [shape.up_gemm(mlp)], weights=weights, size=shape.hidden_bytes
     )
@@ -88,10 +90,11 @@ def _row_backward(
     gemms: list[Gemm],
     *,
     weights: bool,
+    size: float,
     extra_s: float = 0.0,
 ) -> None:
     """Adds a row-parallel linear: the output's gradient is gathered, exposed, then both products."""
-    kernels.collective(name.gather, Collective.ALL_GATHER, shape.hidden_bytes)
+    kernels.collective(name.gather, Collective.ALL_GATHER, size)
     kernels.compute(name.dgrad, shape.input_gradient_s(gemms) + extra_s)
     if weights:
         kernels.compute(name.wgrad, shape.weight_gradient_s(gemms))

@@ -131,14 +131,18 @@ class LayerShape:
         return self.tokens, self.stack.hidden, self.heads * self.stack.attention.value_dim
 
     def up_gemm(self, mlp: Mlp) -> Gemm:
-        return self.tokens, mlp.up_width / self.layout.tp, self.stack.hidden
+        return self.tokens / mlp.merge, mlp.up_width / self.layout.tp, self.stack.hidden * mlp.merge
 
     def down_gemm(self, mlp: Mlp) -> Gemm:
-        return self.tokens, self.stack.hidden, mlp.width / self.layout.tp
+        return self.tokens / mlp.merge, self.stack.hidden, mlp.width / self.layout.tp
+
+    def mlp_output_bytes(self, mlp: Mlp) -> float:
+        """Returns the bytes of the MLP's output over a TP group's tokens."""
+        return self.hidden_bytes / mlp.merge
 
     def activation_s(self, mlp: Mlp, tokens: float, *, tp: int, backward: bool = False) -> float:
         """Returns the seconds of the non-linearity: reads outputs of `up`, writes inputs of `down`."""
-        size = tokens * (mlp.up_width + mlp.width) / tp * BF16_BYTES
+        size = tokens / mlp.merge * (mlp.up_width + mlp.width) / tp * BF16_BYTES
         return self.cost_model.memory_s(size * (2 if backward else 1)) if mlp.width else 0.0
 
     def forward_s(self, gemms: list[Gemm]) -> float:
@@ -180,7 +184,7 @@ def saved_activation_bytes(shape: LayerShape, recompute: str) -> float:
         return 2.0 * hidden * shape.shard
     widths = 4.0 * hidden + attention.saved_width
     widths += sum(linear.inputs + linear.outputs for linear in stack.linears)
-    masks = 2.0 * hidden if stack.dropout else 0.0
+    masks = hidden * (1.0 + 1 / stack.merge_of(shape.layer)) if stack.dropout else 0.0
     widths += _mlp_widths(shape)
     fused = shape.cost_model.assumptions.fused_attention
     stored = BF16_BYTES * widths + masks
@@ -206,7 +210,7 @@ def _mlp_widths(shape: LayerShape) -> float:
     """Returns the stored widths of the MLP, or of the experts that a token visits."""
     stack = shape.stack
     if not (stack.experts and stack.has_experts(shape.layer)):
-        return stack.mlp.up_width + stack.mlp.width
+        return (stack.mlp.up_width + stack.mlp.width) / stack.mlp.merge
     experts, active = stack.experts, stack.experts.active
     shared = 3.0 * experts.shared_width
     return active * (2.0 * stack.hidden + 3.0 * experts.width) + 2.0 * experts.count + shared
@@ -215,5 +219,5 @@ def _mlp_widths(shape: LayerShape) -> float:
 def _nonlinear_widths(shape: LayerShape) -> float:
     stack = shape.stack
     if not (stack.experts and stack.has_experts(shape.layer)):
-        return stack.mlp.width
+        return stack.mlp.width / stack.mlp.merge
     return stack.experts.active * stack.experts.width + stack.experts.shared_width

@@ -58,9 +58,9 @@ def price_encoder_layers(
 ) -> tuple[PricedLayer, ...]:
     """Prices the patch embedding, layers and projector of an encoder."""
     tokens, hidden, tp = load.tokens / layout.cp, encoder.stack.hidden, layout.tp
-    state_bytes = tokens / tp * hidden * BF16_BYTES
+    last_tokens = tokens / encoder.stack.merge_before(encoder.stack.layers)
     llm_width = encoder.projector.widths[-1]
-    llm_tokens = tokens / encoder.projector.merge
+    llm_tokens = tokens / encoder.merge
     projected_bytes = llm_tokens / tp * llm_width * BF16_BYTES * len(encoder.feeds)
     needs_backward = encoder.train or encoder.projector.train
     inputs = encoder.projector.input_width(hidden)
@@ -72,7 +72,7 @@ def price_encoder_layers(
         kernels=_encoder_embedding_kernels(encoder, tokens, layout, cost_model),
         parameters=encoder.embedding_parameters,
         activation_bytes=float(encoder.train) * tokens / tp * encoder.patch_inputs * BF16_BYTES,
-        output_bytes=state_bytes,
+        output_bytes=tokens / tp * hidden * BF16_BYTES,
         trained=encoder.train,
         flops=flops.patch_embedding_flops(encoder, load),
     )
@@ -80,10 +80,10 @@ def price_encoder_layers(
         name=f"{encoder.name}.projector",
         module=encoder.name,
         layout=layout,
-        kernels=_projector_kernels(encoder, tokens, layout, cost_model),
+        kernels=_projector_kernels(encoder, last_tokens, layout, cost_model),
         parameters=encoder.projector_parameters + encoder.stack.norm_parameters,
         activation_bytes=float(needs_backward)
-        * (state_bytes + llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES)
+        * (last_tokens / tp * hidden * BF16_BYTES + llm_tokens / tp * (inputs + 2 * middle) * BF16_BYTES)
         * len(encoder.feeds),
         output_bytes=projected_bytes,
         trained=encoder.projector.train,
@@ -100,7 +100,7 @@ def price_encoder_layers(
         passes_gradients=encoder.train,
     )
     first = _measured(first, "embedding", tokens, cost_model)
-    last = _measured(last, "projector", tokens, cost_model)
+    last = _measured(last, "projector", last_tokens, cost_model)
     given = [sum(deep <= index for deep in encoder.deepstack_layers) for index in range(len(layers))]
     layers = [
         replace(layer, output_bytes=layer.output_bytes * (1 + rows))
@@ -191,14 +191,19 @@ def _stack_layers(
     passes_gradients: bool,
 ) -> list[PricedLayer]:
     """Prices every layer of a stack; equal layers share one price."""
-    priced: dict[tuple[bool, int | None, int | None], PricedLayer] = {}
+    priced: dict[tuple[bool, int | None, int | None, int], PricedLayer] = {}
     layers = []
     for index in range(stack.layers):
-        here, variant = stack.at(index), stack.variant_of(index)
-        sort = (stack.has_experts(index), here.attention.window_of(index), variant)
+        here, variant, merge = stack.at(index), stack.variant_of(index), stack.merge_before(index)
+        sort = (stack.has_experts(index), here.attention.window_of(index), variant, merge)
         if sort not in priced:
             shape = LayerShape(
-                module=module, stack=here, layer=index, load=load, layout=layout, cost_model=cost_model
+                module=module,
+                stack=here,
+                layer=index,
+                load=load.merged(merge),
+                layout=layout,
+                cost_model=cost_model,
             )
             layer = _price_layer(shape, recompute, train=train, passes_gradients=passes_gradients)
             if variant is None:  # profiles measure our own layers, which have no variants
@@ -246,7 +251,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
         activation_bytes=kept,
         recomputed_bytes=saved_activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
         gradient_bytes=activation_gradient_bytes(shape) if passes_gradients else 0.0,
-        output_bytes=shape.shard * stack.hidden * BF16_BYTES,
+        output_bytes=shape.shard * stack.hidden * BF16_BYTES / stack.merge_of(shape.layer),
         trained=train,
         flops=flops.layer_flops(stack, shape.layer, shape.load),
     )

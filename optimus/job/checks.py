@@ -16,6 +16,7 @@ from optimus.job.nodes import NO_FILE, DocumentNode
 
 MAX_LAYERS = 10_000
 MAX_WIDTH = 10_000_000
+MAX_MERGE = 10_000
 MAX_ENCODERS = 8
 MAX_GPUS = 1_000_000
 RESERVED = ("llm", "limits", "text")
@@ -39,6 +40,7 @@ def check_model(model: Model, root: DocumentNode) -> None:
         problem, hint = f"is more than {MAX_ENCODERS}", f"use at most {MAX_ENCODERS}"
         raise root.at("model.encoders").error(f"has {len(model.encoders)} encoders, which {problem}", hint)
     _check_stack(model.llm.stack, "model.llm.stack", root)
+    _check_merges(model.llm, "model.llm", root)
     names: list[str] = []
     for index, encoder in enumerate(model.encoders):
         field = f"model.encoders[{index}]"
@@ -54,6 +56,7 @@ def check_model(model: Model, root: DocumentNode) -> None:
             raise root.at(f"{field}.name").error(problem, f"use for example {name}2", name)
         names.append(name)
         _check_stack(encoder.stack, f"{field}.stack", root)
+        _check_merges(encoder, field, root)
         _check_seam(encoder, model.llm, field, root)
 
 
@@ -108,6 +111,25 @@ def _check_variants(stack: Stack, field: str, root: DocumentNode) -> None:
         seen |= set(variant.layers)
         if variant.attention:
             _check_attention(variant.attention, stack, f"{at}.attention", root)
+
+
+def _check_merges(module: Encoder | Llm, field: str, root: DocumentNode) -> None:
+    """Checks that layers merge tokens only where the tokens of every output are counted."""
+    stack, at = module.stack, f"{field}.stack.mlp.merge"
+    merge = stack.merge_before(stack.layers)
+    place = next(
+        (n for n, variant in enumerate(stack.variants) if variant.mlp and variant.mlp.merge > 1), None
+    )
+    if place is not None:
+        at = f"{field}.stack.variants[{place}].mlp.merge"
+    if merge > 1 and isinstance(module, Llm):
+        raise root.at(at).error("merges tokens of an LLM, which has a loss for each", "leave it out")
+    if merge > 1 and isinstance(module, Encoder) and module.deepstack_layers:
+        problem = f"is given with {field}.deepstack_layers, whose rows would be of several lengths"
+        raise root.at(at).error(problem, "use one of them")
+    if merge > MAX_MERGE:
+        problem = f"makes one token of more than {MAX_MERGE:,} over all layers"
+        raise root.at(at).error(problem, "state the layers that merge as a variant")
 
 
 def _check_rope(attention: Attention, field: str, root: DocumentNode) -> None:

@@ -28,6 +28,7 @@ ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
     "llava": (hf_siglip.read_llava,),
     "llava_next": (hf_siglip.read_llava,),
     "llava_onevision": (hf_siglip.read_llava,),
+    "minicpmv4_6": (hf_siglip.read_minicpm,),
     "mistral3": (hf_siglip.read_mistral3,),
     "paligemma": (hf_siglip.read_paligemma,),
     "phi4_multimodal": (hf_phi4.read_phi4_vision, hf_phi4.read_phi4_audio),
@@ -45,7 +46,6 @@ ENCODER_READERS: dict[str, tuple[EncoderReader, ...]] = {
 # Families that transformers knows and the cost model does not describe, and why.
 REFUSED = {
     "gemma3n": "a vision tower of timm, whose sizes its file does not state, and AltUp",
-    "minicpmv4_6": "a vision tower that merges tokens between its layers",
     "mllama": "cross-attention layers",
     "phi4mm": "a vision tower in code of its own, whose sizes its file does not state",
 }

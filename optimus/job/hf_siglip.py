@@ -8,14 +8,15 @@ from typing import Any
 from optimus.errors import one_of
 from optimus.job.hf_file import HfConfig
 from optimus.job.hf_towers import build_stack, count_channels, count_layers_used, count_patches, read_side
-from optimus.job.model import Encoder, Llm, Projector
-from optimus.job.typed import Amount
+from optimus.job.model import Encoder, LayerVariant, Llm, Mlp, Projector, Stack
+from optimus.job.typed import Amount, Count
 
 SIGLIP, CLIP, PIXTRAL = "siglip_vision_model", "clip_vision_model", "pixtral"
 # Kinds of towers by their model_type.
 TOWERS = {SIGLIP: SIGLIP, "siglip": SIGLIP, "idefics3_vision": SIGLIP, "smolvlm_vision": SIGLIP,
-          "idefics3": SIGLIP, "phi4_multimodal_vision": SIGLIP, CLIP: CLIP, "clip": CLIP,
-          PIXTRAL: PIXTRAL}  # fmt: skip
+          "idefics3": SIGLIP, "phi4_multimodal_vision": SIGLIP, "minicpmv4_6_vision": SIGLIP, CLIP: CLIP,
+          "clip": CLIP, PIXTRAL: PIXTRAL}  # fmt: skip
+MERGED = 4  # patches that a merger of MiniCPM-V makes one
 POOLED = (SIGLIP, "siglip", "phi4_multimodal_vision")  # towers that may end in a pooling head
 
 
@@ -106,3 +107,44 @@ def read_gemma3(config: HfConfig, llm: Llm) -> Encoder:
     projector = Projector(widths=(llm.stack.hidden,), merge=merge, concatenates=False, bias=False)
     projector = replace(projector, norm="rmsnorm")
     return replace(read_tower(config, None, projector), tokens_per_item=config.count("mm_tokens_per_image"))
+
+
+def read_minicpm(config: HfConfig, llm: Llm) -> Encoder:
+    """Reads MiniCPM-V's: SigLIP that merges 2 x 2 patches between two layers, and a merger of 2 x 2."""
+    vision = config.inner("vision_config")
+    for block, key in ((vision, "window_kernel_size"), (config, "merge_kernel_size")):
+        sides: tuple[int, ...] = block.read(tuple[Count, ...], key)
+        if sides != (2, 2):
+            problem = "is not [2, 2]: transformers' own class cannot run"
+            raise block[key].error(problem, "state [2, 2]", list(sides))
+    if config.count("merger_times") != 1:
+        hint = "write dimensions by hand in a job file"
+        raise config["merger_times"].error("is not 1: further rounds are not described", hint)
+    width = MERGED * vision.count("hidden_size")
+    projector = Projector(widths=(width, llm.stack.hidden), merge=MERGED, norm="layernorm")
+    encoder = read_tower(config, None, projector)
+    if config.read(str, "downsample_mode") == "4x":
+        config.derived.append("the merger between the tower's layers is left out: downsample_mode skips it")
+        return encoder
+    return replace(encoder, stack=_insert_merger(config, encoder.stack))
+
+
+def _insert_merger(config: HfConfig, stack: Stack) -> Stack:
+    """Adds the merger as a layer: attention in windows of 2 x 2 patches, an MLP over their concatenation."""
+    before = config.read(int, "insert_layer_id")
+    if not 0 <= before < stack.layers:
+        hint = f"use 0 to {stack.layers - 1}"
+        raise config["insert_layer_id"].error("is not a layer of the vision tower", hint, before)
+    config.derived.append(f"the merger behind layer {before} of the tower is a layer of its own")
+    merger = LayerVariant(
+        layers=(before + 1,),
+        attention=replace(stack.attention, window_tokens=MERGED),
+        mlp=Mlp(
+            width=MERGED * stack.mlp.width,
+            gated=False,
+            bias=True,
+            activation="gelu_pytorch_tanh",
+            merge=MERGED,
+        ),
+    )
+    return replace(stack, layers=stack.layers + 1, variants=(merger,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal
 
 from optimus.job.attention import Attention, constant
@@ -17,12 +18,16 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """MLP of two matrices, or three when gated."""
+    """MLP of two matrices, or three when gated.
+
+    With `merge`, so many tokens are concatenated to one before its norm; later layers have as many fewer.
+    """
 
     width: Count
     gated: bool = True
     bias: bool = False
     activation: str | None = constant(None)  # as transformers names it; None: silu if gated, else gelu
+    merge: Count = constant(1)
 
     @property
     def activation_name(self) -> str:
@@ -35,7 +40,7 @@ class Mlp:
 
     def parameters(self, hidden: int) -> int:
         biases = self.up_width + hidden if self.bias else 0
-        return hidden * self.up_width + self.width * hidden + biases
+        return hidden * self.merge * self.up_width + self.width * hidden + biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +122,15 @@ class Stack:
         experts = self.at(layer).experts
         return experts is not None and layer >= experts.leading_dense_layers
 
+    def merge_of(self, layer: int) -> int:
+        """Returns the tokens that a layer's MLP makes one."""
+        return 1 if self.has_experts(layer) else self.at(layer).mlp.merge
+
+    def merge_before(self, layer: int) -> int:
+        """Returns the tokens of the first layer that are one token of this layer."""
+        mlps = (self.mlp, *(variant.mlp for variant in self.variants if variant.mlp))
+        return prod(map(self.merge_of, range(layer))) if any(mlp.merge > 1 for mlp in mlps) else 1
+
     @property
     def norm_parameters(self) -> int:
         return self.hidden * (2 if self.norm == "layernorm" else 1)
@@ -125,7 +139,8 @@ class Stack:
         here = self.at(layer)
         parameters = here.attention.parameters(self.hidden) + self.extra_parameters
         parameters += sum(linear.inputs * linear.outputs for linear in self.linears)
-        parameters += (4 if self.post_norms else 2) * self.norm_parameters
+        norms = (4 if self.post_norms else 2) + self.merge_of(layer) - 1  # a merging MLP's is wider
+        parameters += norms * self.norm_parameters
         parameters += 2 * self.hidden if self.layer_scale else 0
         if self.experts and self.has_experts(layer):
             experts = self.experts
@@ -154,7 +169,7 @@ class Stack:
 class Projector:
     """Linear layers from encoder width to LLM width; `widths` are their outputs.
 
-    `merge` encoder tokens become one LLM token (4 for a 2x2 merger), concatenated
+    `merge` tokens of the last layer become one LLM token (4 for a 2x2 merger), concatenated
     before the first linear when `concatenates`. `norm` is between merge and first linear.
     """
 
@@ -208,6 +223,11 @@ class Encoder:
     )  # positions in time of a second of video; None: of a frame
     deepstack_layers: tuple[Whole, ...] = constant(())  # its own layers whose outputs go to feeds[1:]
     tokens_per_item: Whole = constant(0)  # LLM tokens of an image, where the family fixes them
+
+    @property
+    def merge(self) -> int:
+        """Tokens of its first layer that become one LLM token."""
+        return self.stack.merge_before(self.stack.layers) * self.projector.merge
 
     @property
     def rotary(self) -> bool:

@@ -100,6 +100,7 @@ def _limits(module: Encoder | Llm) -> Iterator[tuple[str, object, bool]]:
     yield "stack.attention.output_gate", True, not attention.output_gate
     yield "stack.attention.kv_projection", attention.kv_projection, attention.kv_projection == "both"
     yield "stack.variants", "given", not stack.variants
+    yield "stack.mlp.merge", mlp.merge, mlp.merge == 1
     yield "stack.linears", "given", not stack.linears
     yield "stack.extra_parameters", stack.extra_parameters, not stack.extra_parameters
     yield "stack.attention.rope.scaling", rope.scaling and rope.scaling.type, rope.scaling is None

@@ -42,6 +42,10 @@ class TokenLoad:
     def times(self, factor: float) -> TokenLoad:
         return TokenLoad(tokens=self.tokens * factor, squares=self.squares * factor)
 
+    def merged(self, count: int) -> TokenLoad:
+        """Returns the load of later layers, where `count` tokens of an attention span are one."""
+        return TokenLoad(tokens=self.tokens / count, squares=self.squares / count**2)
+
     @property
     def span(self) -> float:
         """Token-weighted mean length of an attention span."""

@@ -168,7 +168,7 @@ class PlanningContext:
         """Returns an encoder's layers, priced for a microbatch of `sequences` (may be below 1)."""
         key = encoder.name, layout, sequences, recompute
         if key not in self.cache.priced:
-            load = self.job.workload.encoder_load(encoder.name, encoder.projector.merge)
+            load = self.job.workload.encoder_load(encoder.name, encoder.merge)
             self.cache.priced[key] = price_encoder_layers(
                 encoder, load.times(sequences), layout, self.cost_model, recompute
             )

@@ -40,7 +40,7 @@ class EncoderItemCosts:
 
     @classmethod
     def of(cls, workload: Workload, encoder: Encoder) -> EncoderItemCosts:
-        merge = encoder.projector.merge
+        merge = encoder.merge
         lengths = tuple(
             tuple(n * merge for n in sequence.lengths(encoder.name)) for sequence in workload.sequences
         )

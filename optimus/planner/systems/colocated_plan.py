@@ -187,7 +187,7 @@ class ColocatedPlanBuilder:
     def _bin_tokens(self, choice: ColocatedEncoder) -> int:
         """Returns the tokens of an encoder microbatch, rounded up to whole merge groups on every TP rank."""
         workload, encoder = self.context.job.workload, choice.encoder
-        sequences, merge = ceil(self.llm.sequences), encoder.projector.merge
+        sequences, merge = ceil(self.llm.sequences), encoder.merge
         needed = workload.bin_tokens(encoder.name, merge, sequences, choice.pieces)
         return ceil(needed / (merge * choice.layout.tp)) * merge * choice.layout.tp
 

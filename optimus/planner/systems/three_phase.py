@@ -128,10 +128,10 @@ class ThreePhaseCandidate(BaseCandidate):
     def _seam_bytes(self, replicated: EncoderReplica) -> float:
         """Returns the bytes of encoder outputs of all microbatches, which wait at stage 0."""
         workload, layout = self.context.job.workload, self.context.layout
-        projector = replicated.encoder.projector
-        load = workload.encoder_load(replicated.encoder.name, projector.merge)
-        tokens = load.tokens / projector.merge * workload.sequences_per_step / layout.dp / layout.cp
-        return tokens * projector.widths[-1] * len(replicated.encoder.feeds) * BF16_BYTES / layout.tp
+        encoder = replicated.encoder
+        load = workload.encoder_load(encoder.name, encoder.merge)
+        tokens = load.tokens / encoder.merge * workload.sequences_per_step / layout.dp / layout.cp
+        return tokens * encoder.projector.widths[-1] * len(encoder.feeds) * BF16_BYTES / layout.tp
 
 
 class ThreePhaseSystem(BaseSystem):
