@@ -185,7 +185,7 @@ def test_names_may_hold_markup_and_what_xml_forbids() -> None:
     svg = render_timeline_svg([small()], job=name, note=name)
     root = ET.fromstring(svg.encode())
     assert not list(root.iter(f"{SVG}script"))
-    assert texts(svg)[0].startswith("</text><script>alert('&amp;')</script>???, stage0")
+    assert texts(svg)[0].startswith("</text><script>alert('&amp;')</script>\\x00\\x1b\\ud800, stage0")
 
 
 def test_the_picture_stands_on_a_background_of_its_own_and_asks_the_network_for_nothing() -> None:
