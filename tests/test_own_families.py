@@ -32,9 +32,15 @@ CASES = ("qwen2_5_vl", "llava_siglip_qwen2", "llava_siglip_llama", "qwen3_vl", "
 TOLERANCE = {"float64": 1e-5, "float32": 2e-5}  # transformers computes norms and rotary tables in float32
 
 
-@pytest.mark.ci("own layers")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("dtype", "steps"), [("float64", 20), ("float32", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "steps"),
+    [
+        pytest.param("float64", 20, marks=pytest.mark.heavy),
+        pytest.param("float64", 3, marks=pytest.mark.ci("own layers")),
+        pytest.param("float32", 1, marks=pytest.mark.ci("own layers")),
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks_compute_what_transformers_does(case: str, dtype: str, steps: int) -> None:
     (line,) = run_worker("own_worker.py", dtype, str(steps), case, timeout_s=290)
@@ -43,7 +49,7 @@ def test_four_ranks_compute_what_transformers_does(case: str, dtype: str, steps:
     assert line["losses"] <= TOLERANCE[dtype], line
     assert line["slots"] and line["saved"] == [] and line["read"] <= 1.1, line
     if dtype == "float64":  # in float32 AdamW turns tiny gradients into steps of either sign
-        assert line["parameters"] <= 1e-4 and line["fallen"] < 0.6, line
+        assert line["parameters"] <= 1e-4 and line["fallen"] < (0.6 if steps == 20 else 1), line
 
 
 @pytest.mark.ci("own layers")
