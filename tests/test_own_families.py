@@ -21,8 +21,8 @@ from worker_lines import run_worker
 from optimus.engine.build_rank import build_message_specs
 from optimus.errors import UserError
 from optimus.hf.own_layers import FAMILY_MAPS, load_layers, save_layers
-from optimus.job.attention import RopeScaling
-from optimus.job.model import Encoder, Llm, Model
+from optimus.job.attention import LinearAttention, RopeScaling
+from optimus.job.model import Encoder, LayerVariant, Linear, Llm, Model, PerLayerInputs
 from optimus.job.own_layers import COMPARED_FAMILIES, find_unsupported, find_untrainable
 from optimus.models.microbatch_inputs import build_llm_inputs
 from optimus.models.sample import Sample, SampleItem
@@ -168,6 +168,12 @@ OTHERS: dict[str, object] = {  # values of constants whose type does not tell an
     "tokens_per_second": 3.0,
     "deepstack_layers": (1, 2),
     "sections": (2, 2, 0),  # (2, 1, 1) is (1, 2, 1) where axes take turns
+    "linear": LinearAttention(value_head_dim=8),
+    "kv_projection": "keys",
+    "variants": (LayerVariant(layers=(1,), experts=False),),
+    "linears": (Linear(inputs=8, outputs=8),),
+    "extra_parameters": 8,
+    "per_layer_inputs": PerLayerInputs(vocab=8, width=8),
 }
 # Fields that change no schedule are constants; these change schedules and results.
 DIMENSIONS: dict[str, object] = {
