@@ -129,6 +129,15 @@ def test_arguments_that_cannot_be_dealt_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_outputs_that_are_not_of_rows_are_refused() -> None:
+    tower = Tower()
+    tower.linear = nn.Sequential(tower.linear, nn.Flatten(0), nn.Unflatten(0, (1, 6)))
+    DealtEncoder(tower, nn.Identity(), cost=float)
+    with pytest.raises(UserError, match=r"output = .*1, 6.* has no row for each of 3 input rows"):
+        tower(torch.ones(3, 2))
+
+
+@pytest.mark.usefixtures("world")
 def test_an_llm_that_gets_no_embeddings_is_refused() -> None:
     tower, llm = Tower(), nn.Embedding(4, 2)
     DealtEncoder(tower, llm, cost=float)

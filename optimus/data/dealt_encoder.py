@@ -161,6 +161,8 @@ class DealtEncoder:
         leaves, spec = tree_flatten(output)
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rows = sum(map(prod, own))
+        for at in places:
+            self._check_rows(leaves[at], rows)
         if self._token is None:
             self._token = torch.zeros((), device=device, requires_grad=leaves[places[0]].requires_grad)
         self._token, *returned = _Return.apply(
@@ -169,6 +171,17 @@ class DealtEncoder:
         for at, leaf in zip(places, returned, strict=True):
             leaves[at] = leaf
         return tree_unflatten(leaves, spec)
+
+    def _check_rows(self, leaf: Tensor, rows: int) -> None:
+        """Raises unless an output has a row per input row, or per merged rows: others have no owner."""
+        merged = rows // getattr(self.tower, "spatial_merge_size", 1) ** 2
+        if leaf.ndim == 0 or len(leaf) not in (rows, merged):
+            raise UserError(
+                field=f"{type(self.tower).__name__}: output",
+                value=tuple(leaf.shape),
+                problem=f"has no row for each of {rows} input rows or {merged} merged ones",
+                hint="name the fields that the model reads in outputs=",
+            )
 
     def _price(self, item: tuple[int, ...]) -> float:
         """Returns the cost of an item; frames of a video do not attend to each other."""
