@@ -35,15 +35,16 @@ class DealCommand:
 
     def __call__(self) -> int:
         from optimus.data.compare_dealing import compare_dealing
-        from optimus.job.workload import read_item_lengths
+        from optimus.job.workload import read_sequence_lengths
 
         counts = {"replicas": self.replicas, "microbatches": self.microbatches}
         counts |= {"sequences": self.sequences, "pieces": self.pieces}
         _check_counts(counts)
-        lengths = read_item_lengths(self.lengths)
-        ways = compare_dealing([[float(n) for n in items] for items in lengths], **counts)
+        sequences = read_sequence_lengths(self.lengths)
+        costs = [[float(n) for _, lengths in each.items for n in lengths] for each in sequences]
+        ways = compare_dealing(costs, **counts)
         result = {"schema": SCHEMA, **counts, "ways": {name: asdict(way) for name, way in ways.items()}}
-        print_result(result, format_ways(ways, len(lengths), counts), as_json=self.json)
+        print_result(result, format_ways(ways, len(costs), counts), as_json=self.json)
         return OK
 
 

@@ -6,13 +6,14 @@ ranks of a trainer without a pipeline (FSDP, DDP), which wait for each other in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from optimus.data.dealing import deal_items, deal_sequences
+from optimus.data.dealing import deal_items, deal_microbatches, deal_sequences, sum_fullest_ranks
 from optimus.ir.op import Floats
 
 BATCHES = 20
@@ -66,19 +67,16 @@ def compare_dealing(
             [[own[at] for at in places] for places in deal_sequences([loads[n] for n in own], microbatches)]
             for own in deal_sequences(loads, replicas)
         ]
-        by_load = np.argsort(loads)[::-1].reshape(microbatches, replicas * sequences).tolist()
-        by_microbatch = [
-            [[own[at] for at in places] for places in deal_sequences([loads[n] for n in own], replicas)]
-            for own in by_load
-        ]
+        by_microbatch = deal_microbatches(loads, microbatches, replicas)
         pipelines = {"drawn": drawn, "sequences": by_replica}
         ranks: dict[str, Any] = {"drawn": list(zip(*drawn, strict=True)), "sequences": by_microbatch}
         for way, of_way in pipelines.items():
             fullest, padding = _measure_pipelines(batch, of_way, pieces, mean)
-            measured[way].append((fullest, _measure_ranks(loads, ranks[way], mean), padding))
+            waited = sum_fullest_ranks(loads, ranks[way]) / microbatches
+            measured[way].append((fullest, waited / mean, padding))
         columns = deal_sequences(loads, microbatches)
         dealt = deal_items(_list_items(batch, columns), [range(replicas * pieces)] * microbatches)
-        alike = [max(_fill(batch, column, replicas)) for column in by_load]
+        alike = [max(_fill(batch, chain(*ranks), replicas)) for ranks in by_microbatch]
         measured["items"].append((dealt.fullest_over_mean, sum(alike) / microbatches / mean, 1.0))
     return {
         way: DealingResult(**dict(zip(FIELDS, np.mean(of_way or [(1.0,) * 3], axis=0).tolist(), strict=True)))
@@ -97,17 +95,11 @@ def _measure_pipelines(batch: Costs, replicas: Places, pieces: int, mean: float)
     return float(bins.mean(axis=1).max() * pieces / mean), float(bins.max() * pieces / mean)
 
 
-def _measure_ranks(loads: Sequence[float], microbatches: Places, mean: float) -> float:
-    """Returns the time of ranks that wait for the fullest in every microbatch, over the mean."""
-    fullest = [max(sum(loads[n] for n in rank) for rank in microbatch) for microbatch in microbatches]
-    return sum(fullest) / len(fullest) / mean
-
-
-def _list_items(batch: Costs, columns: Sequence[Sequence[int]]) -> list[list[float]]:
+def _list_items(batch: Costs, columns: Iterable[Iterable[int]]) -> list[list[float]]:
     return [[cost for number in column for cost in batch[number]] for column in columns]
 
 
-def _fill(batch: Costs, microbatch: Sequence[int], pieces: int) -> Sequence[float]:
+def _fill(batch: Costs, microbatch: Iterable[int], pieces: int) -> Sequence[float]:
     """Returns the loads of bins for the items of some sequences, dealt longest first."""
     loads: list[float] = deal_items(_list_items(batch, [microbatch]), [range(pieces)]).loads[0].tolist()
     return loads

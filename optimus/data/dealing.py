@@ -81,6 +81,38 @@ def deal_sequences(loads: Sequence[float], columns: int) -> list[list[int]]:
     return dealt
 
 
+def deal_microbatches(loads: Sequence[float], microbatches: int, ranks: int) -> list[list[list[int]]]:
+    """Deals sequences over microbatches and ranks that wait for each other in every microbatch.
+
+    Batches of equally many sequences are made alike in load, and those most alike share a microbatch, the
+    heaviest first. The sum over microbatches of the fullest rank is never more than in the order given.
+    """
+    cells = microbatches * ranks
+    drawn = np.arange(len(loads)).reshape(cells, -1).tolist()
+    return min(
+        (_group_batches(loads, batches, ranks) for batches in (drawn, deal_sequences(loads, cells))),
+        key=lambda dealt: sum_fullest_ranks(loads, dealt),
+    )
+
+
+def sum_fullest_ranks(loads: Sequence[float], microbatches: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Returns the sum over microbatches of the load of the fullest rank."""
+    return sum(max(sum(loads[n] for n in rank) for rank in microbatch) for microbatch in microbatches)
+
+
+def _group_batches(loads: Sequence[float], batches: list[list[int]], ranks: int) -> list[list[list[int]]]:
+    """Returns batches by microbatch and rank: alike ones together, each to the rank with the least so far."""
+    fills = [sum(loads[n] for n in batch) for batch in batches]
+    by_load = sorted(range(len(batches)), key=fills.__getitem__, reverse=True)
+    totals, dealt = [0.0] * ranks, []
+    for begin in range(0, len(batches), ranks):
+        by_rank = dict(zip(sorted(range(ranks), key=totals.__getitem__), by_load[begin:], strict=False))
+        for rank, batch in by_rank.items():
+            totals[rank] += fills[batch]
+        dealt.append([batches[by_rank[rank]] for rank in range(ranks)])
+    return dealt
+
+
 def deal_items(costs: Sequence[Sequence[float]], pipelines: Sequence[Sequence[int]]) -> DealtItems:
     """Deals the items of every column, heaviest first, to the pipeline that is furthest behind the mean.
 

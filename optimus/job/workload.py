@@ -288,13 +288,15 @@ def _check_percentiles(node: DocumentNode, percentiles: TokenPercentiles, sequen
 # ---------------------------------------------------------------------------- JSONL of packed sequences
 
 
-def read_item_lengths(path: Path) -> list[list[int]]:
-    """Reads the LLM tokens of every sequence's items, of all encoders, without a model."""
-    rows = []
+def read_sequence_lengths(path: Path) -> list[PackedSequence]:
+    """Reads the tokens of every sequence and of its items, of any encoders, without a model."""
+    sequences = []
     for row in _read_rows(path):
-        lengths = [node for name, node in row.entries().items() if name != "text"]
-        rows.append([n for node in lengths for n in read_typed(tuple[Count, ...], node)])
-    return rows
+        entries = row.entries()
+        text = read_typed(Whole, entries.pop("text")) if "text" in entries else 0
+        items = tuple((name, read_typed(tuple[Count, ...], node)) for name, node in entries.items())
+        sequences.append(PackedSequence(text=text, items=items))
+    return sequences
 
 
 def _read_lengths(path: Path, sequence_tokens: int, encoders: list[str]) -> tuple[PackedSequence, ...]:
