@@ -10,6 +10,7 @@ import pytest
 from random_jobs import random_job, random_setting
 from random_plans import bound, random_llm
 
+from benchmarks.docs.model_tables import ModelCase, job_of
 from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.op import OpKind
@@ -22,7 +23,7 @@ from optimus.planner.layouts import choose_smallest_context, valid_encoder_layou
 from optimus.planner.systems.base import simulate_step_s
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus, split_layers_evenly
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.colocation_search import ColocationSearch, move_layer
+from optimus.planner.systems.colocation_search import PIECES_PER_BLOCK, ColocationSearch, move_layer
 from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
 from optimus.planner.systems.optimus import search_optimus_plan
 from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
@@ -245,6 +246,36 @@ def test_an_image_is_never_cut(pieces: int) -> None:
         encoder.name, OpKind.FORWARD, 3, 0
     )
     assert seconds >= sum(phase.duration_s for phase in one_image)
+
+
+def long_tailed() -> Job:
+    """InternVL3-78B on 512 GPUs: 3.5 images in the mean sequence."""
+    job = job_of(ModelCase(model="internvl3-78b", share=None))
+    return replace(job, layout=replace(job.layout, modules={LLM: PartialLayout(pp=4, tp=4)}))
+
+
+@pytest.mark.parametrize(("tp", "pieces"), [(4, [3]), (2, [4]), (1, [])])
+def test_a_block_has_as_many_pieces_as_images_and_no_more(tp: int, pieces: list[int]) -> None:
+    """The busier of two blocks has two of the images, each of four has one."""
+    context, _ = choose_smallest_context(long_tailed(), get_preset("default"))
+    (encoder,) = context.job.model.encoders
+    llm = build_llm_pipeline(context, chunks=1, order_name="1f1b")
+    layout = encoder_layout_on_llm_gpus(llm.layout, pp=1, tp=tp)
+    start = EncoderPlacement(layout=layout, recompute="none", pieces=max(2, 4 // tp))
+    candidate = ColocationCandidate(context, llm, {encoder.name: start})
+    more = candidate.placements_in_more_pieces(PIECES_PER_BLOCK)
+    assert [placements[encoder.name].pieces for placements in more] == pieces
+
+
+@pytest.mark.ci("search")
+def test_three_pieces_fit_slots_that_two_do_not() -> None:
+    """Two pieces take 14.42 s: kernels of half a microbatch do not fit between the LLM's collectives."""
+    context, _ = choose_smallest_context(long_tailed(), get_preset("default"))
+    found = search_optimus_plan(context, LlmPipelines(context).for_colocation)
+    (name,) = found.plan.encoders
+    assert found.plan.modules[name].microbatches_per_llm_microbatch == 3
+    assert found.filled.step_s < 13.82
+    assert not check_plan(bound(found.filled.plan, context)).violations
 
 
 @pytest.mark.ci("search")

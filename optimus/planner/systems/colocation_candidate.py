@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import floor
 from typing import Any
 
 from optimus.cost.priced_layer import PricedLayer
@@ -215,16 +216,21 @@ class ColocationCandidate:
             changes.append({"reverse_pipelines": True})
         return changes
 
-    @property
-    def can_halve_microbatches(self) -> bool:
-        """True if the busiest block of any encoder has images enough for twice as many pieces."""
-        llm, context = self.llm, self.context
-        for encoder in context.job.model.encoders:
-            blocks = self._blocks(encoder) if self.folded else 1
-            busiest = context.busiest_group_sequences(encoder, llm.sequences, blocks)
-            if context.count_images(encoder, busiest) >= 2 * self.placements[encoder.name].pieces // blocks:
-                return True
-        return False
+    def placements_in_more_pieces(self, counts: Sequence[int]) -> Iterator[Mapping[str, EncoderPlacement]]:
+        """Yields placements with so many pieces in every block, as far as its images allow, fewest first."""
+        last = self.placements
+        for count in counts:
+            more = {e.name: self._in_pieces(e, count) for e in self.context.job.model.encoders}
+            if more != last:
+                yield more
+                last = more
+
+    def _in_pieces(self, encoder: Encoder, count: int) -> EncoderPlacement:
+        """Returns the placement with `count` pieces per block, at most one per image of the busiest block."""
+        chosen, blocks = self.placements[encoder.name], self._blocks(encoder) if self.folded else 1
+        busiest = self.context.busiest_group_sequences(encoder, self.llm.sequences, blocks)
+        images = floor(self.context.count_images(encoder, busiest) + 1e-9)
+        return replace(chosen, pieces=max(chosen.pieces, blocks * min(count, images)))
 
     @property
     def _padding_ratio(self) -> float:

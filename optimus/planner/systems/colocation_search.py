@@ -36,6 +36,8 @@ MAX_LAYER_MOVES = 6  # of one layer from one encoder stage to another
 SEARCH_SHIFT_WITHIN = (
     1.01  # times the best step, with the same shift of the LLM: slower placements are dropped
 )
+PIECES_PER_BLOCK = (2, 3, 4, 5, 6, 8)  # of an LLM microbatch, for every encoder block of a TP group
+MAX_SLOWER_COUNTS = 2  # of pieces, in a row, before more are no longer tried
 IGNORE_SLOWDOWN_SHARE = 2e-4  # of a step: it may get this much longer if less memory is needed
 MAX_SIMULATED_OPS = 3_000_000  # around one LLM pipeline, and as many again to refine a candidate
 MAX_ROOM_DOUBLINGS = 4  # times that an LLM pipeline is asked to leave encoders twice the memory
@@ -213,14 +215,9 @@ class ColocationSearch:
         layers per stage; then the window shrinks.
         """
         self._ops_left = MAX_SIMULATED_OPS
-        for change in (
-            self._separate_layouts,
-            self._toggle_split_backward,
-            self._reassign_microbatches,
-            self._halve_microbatches,
-            self._halve_microbatches,
-        ):
+        for change in (self._separate_layouts, self._toggle_split_backward, self._reassign_microbatches):
             scheduled = self._select_faster(scheduled, change(scheduled))
+        scheduled = self._split_microbatches(scheduled)
         starts = scheduled, self._select_faster(scheduled, self._layers_by_traffic(scheduled))
         even = scheduled.step_s <= (1 + IGNORE_DELAY_SHARE) * starts[1].step_s
         levelled = min(map(self._level_stages, starts if even else starts[1:]), key=_step_s)
@@ -241,18 +238,22 @@ class ColocationSearch:
         return scheduled
 
     def _select_faster(
-        self, scheduled: ScheduledCandidate, changes: Iterable[Placements]
+        self,
+        scheduled: ScheduledCandidate,
+        changes: Iterable[Placements],
+        within: float = SEARCH_SHIFT_WITHIN,
     ) -> ScheduledCandidate:
         """Returns the fastest of the changed placements that fit, or `scheduled` if none is faster.
 
-        A change is scheduled with the same shift of the LLM first, and dropped if it is far slower with it.
+        A change is scheduled with the same shift of the LLM first, and dropped if its step with it is more
+        than `within` times the best.
         """
         for placements in changes:
             candidate = self._candidate(placements)
             if not candidate.fits or self._ops_left <= 0:
                 continue
             same_shift = self._schedule(candidate, scheduled.arranged.shift_s)
-            if same_shift.step_s < SEARCH_SHIFT_WITHIN * scheduled.step_s:
+            if same_shift.step_s < within * scheduled.step_s:
                 shifted = self._search_shift(self._schedule(candidate))
                 scheduled = min(scheduled, same_shift, shifted, key=_step_s)
         return scheduled
@@ -281,13 +282,19 @@ class ColocationSearch:
         for change in scheduled.candidate.assignment_changes:
             yield {name: replace(chosen, **change) for name, chosen in scheduled.placements.items()}
 
-    def _halve_microbatches(self, scheduled: ScheduledCandidate) -> Iterator[Placements]:
-        """Yields placements with encoder microbatches of half the size, where there are images for them."""
-        if scheduled.candidate.can_halve_microbatches:
-            yield {
-                name: replace(chosen, pieces=2 * chosen.pieces)
-                for name, chosen in scheduled.placements.items()
-            }
+    def _split_microbatches(self, scheduled: ScheduledCandidate) -> ScheduledCandidate:
+        """Takes more and more pieces per microbatch, until MAX_SLOWER_COUNTS in a row are no faster.
+
+        Smaller microbatches are ready earlier, so that the same shift of the LLM suffices for them.
+        """
+        slower = 0
+        for placements in scheduled.candidate.placements_in_more_pieces(PIECES_PER_BLOCK):
+            faster = self._select_faster(scheduled, [placements], within=1.0)
+            slower = slower + 1 if faster is scheduled else 0
+            scheduled = faster
+            if slower == MAX_SLOWER_COUNTS:
+                break
+        return scheduled
 
     def _level_stages(self, scheduled: ScheduledCandidate) -> ScheduledCandidate:
         """Moves single layers from the stage that ends last to one that ends early, while that helps."""
