@@ -14,12 +14,14 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+VOCABULARY = 288
 ENDINGS = ("png", "jpg", "webp")
 CHATML = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% for content in message['content'] %}\
 {% if content['type'] == 'image' %}IMAGE{% elif content['type'] == 'audio' %}AUDIO\
 {% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
-{% endfor %}"""
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 QWEN_IMAGE, QWEN_AUDIO = "<|vision_start|><|image_pad|><|vision_end|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
 CHAT = ["<s>", "<|im_start|>", "<|im_end|>"]
 QWEN_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
@@ -40,6 +42,11 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str], str]] =
         "LlavaProcessor",
         {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         {"image_processor_type": "CLIPImageProcessor", **CLIP}, ["<image>"], "<image>\n",
+    ),
+    "llava_siglip": (
+        "LlavaProcessor", {"patch_size": 4, "vision_feature_select_strategy": "full"},
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28}},
+        ["<image>"], "<image>\n",
     ),
     "internvl": (
         "InternVLProcessor", {"image_seq_length": 256},
@@ -78,7 +85,7 @@ def write_folder(folder: Path, kind: str) -> Path:
             CHAT + tokens, extra_special_tokens=dict(zip(NAMED[kind], tokens, strict=True))
         )
     tokenizer.save_pretrained(folder)
-    config = AutoConfig.for_model(kind)  # sizes of the class
+    config = AutoConfig.for_model(kind.removesuffix("_siglip"))  # sizes of the class
     placeholder = next(token for token in ITEMS if token in tokens)
     name = "audio_token_id" if kind == "qwen2_audio" else "image_token_id"
     setattr(config, name, tokenizer.convert_tokens_to_ids(placeholder))
@@ -91,6 +98,33 @@ def write_folder(folder: Path, kind: str) -> Path:
     (folder / "preprocessor_config.json").write_text(
         json.dumps({"processor_class": processor, **preprocessor})
     )
+    return folder
+
+
+def write_weights(folder: Path, kind: str, dtype: Any) -> Path:
+    """Writes a model folder of a kind whose model is tiny and has weights."""
+    import hf_models
+    import torch
+
+    write_folder(folder, kind)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    preset = "llava_siglip_llama" if kind == "llava_siglip" else kind
+    config = hf_models.MODELS[preset]().config
+    config.text_config.vocab_size = VOCABULARY
+    if kind == "llava_siglip":
+        config.image_token_index = tokenizer.convert_tokens_to_ids("<image>")
+        config.vision_config.image_size = 28
+    else:
+        config.vision_config.patch_size = FOLDERS[kind][2]["patch_size"]
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        for name, token in zip(names, QWEN_TOKENS, strict=True):
+            setattr(config, name, tokenizer.convert_tokens_to_ids(token))
+    if kind == "qwen2_5_vl":
+        config.vision_config.window_size = 56
+    torch.manual_seed(0)
+    model = hf_models.model_class(preset)(config).to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder)
     return folder
 
 

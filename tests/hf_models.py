@@ -202,6 +202,10 @@ CASES = tuple(case for case in MODELS if case != "llava_siglip_llama")  # pairs 
 PACKED = ("qwen3_vl_moe", "gemma3")
 
 
+def model_class(case: str) -> Any:
+    return type(MODELS[case]())
+
+
 def build(case: str, *, attention: str = "sdpa", dtype: torch.dtype = DTYPE) -> Any:
     """Returns a model in eval mode with all weights at std 0.2, norms around their neutral value."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from chat_data import chat, write_data_set, write_folder
 
 from optimus.data.index_lengths import LengthsTable
 from optimus.data.jsonl_file import scan_jsonl
+from optimus.data.packing import pack_documents
 from optimus.data.token_counts import SampleLengths
 
 
@@ -43,7 +44,7 @@ def measure_tables(samples: int) -> str:
     for text, image in generator.integers(4, 1000, (samples, 2)).tolist():
         table.append(SampleLengths(text=text, items={"vision": (image,)}))
     filled_s = time.monotonic()
-    packed = table.pack(8192)
+    packed = table.join(pack_documents(map(int, table.tokens()), 8192))
     packed_s = time.monotonic()
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tokens = sum(int(tokens.sum()) for tokens in table.totals().values())

@@ -122,9 +122,15 @@ def test_a_processor_that_counts_otherwise_is_refused(
         patch.setattr(TokenCounter, "_run", one_more)
         with pytest.raises(UserError, match="of items where"):
             TokenCounter(folder)
-    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.role }}{% endfor %}")
-    with pytest.raises(UserError, match="0 placeholders for 2 files"):
-        TokenCounter(folder)
+    for template, problem in (
+        ("{{ message.content | length }}", "cannot be told from its prompts"),
+        ("{% generation %}{{ message.role }}{% endgeneration %}", "0 placeholders for 2 files"),
+    ):
+        (folder / "chat_template.jinja").write_text(
+            f"{{% for message in messages %}}{template}{{% endfor %}}"
+        )
+        with pytest.raises(UserError, match=problem):
+            TokenCounter(folder)
 
 
 def test_model_folders_without_a_processor_are_refused(tmp_path: Path) -> None:
@@ -146,7 +152,7 @@ def test_model_folders_without_a_processor_are_refused(tmp_path: Path) -> None:
 def test_without_the_extra_the_command_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("index_lengths", "token_counts", "media_headers"):
+    for name in ("sample_index", "index_lengths", "token_counts", "media_headers"):
         monkeypatch.delitem(sys.modules, f"optimus.data.{name}")
     monkeypatch.setitem(sys.modules, "soundfile", None)
     assert cli.run(["data", "index", str(tmp_path / "a.jsonl"), "--model", "folder"]) == 2

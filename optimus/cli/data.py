@@ -17,6 +17,7 @@ from optimus.render.format_numbers import format_percent
 
 if TYPE_CHECKING:
     from optimus.data.index_lengths import IndexedLengths, LengthsTable
+    from optimus.data.sample_index import SampleIndex
 
 SCHEMA = "optimus.data-index/1"
 BAR = 20  # characters of the longest bar
@@ -56,15 +57,19 @@ class DataCommand:
     decode: Annotated[
         bool, describe_option(help="decode files too, and skip those whose contents are broken")
     ] = False
+    max_pixels: Annotated[
+        int | None, describe_option(metavar="N", help="skip larger images; default: 89,478,485")
+    ] = None
+    max_audio_s: Annotated[
+        int | None, describe_option(metavar="N", help="skip longer sounds; default: 1,800")
+    ] = None
     workers: Annotated[int | None, describe_option(metavar="N", help="processes; default: one per core")] = (
         None
     )
     json: JsonFlag = False
 
     def __call__(self) -> int:
-        from optimus.ir.files import write_file_atomically
-
-        for name in ("sequence_tokens", "workers"):
+        for name in ("sequence_tokens", "workers", "max_pixels", "max_audio_s"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(
                     field=f"--{name.replace('_', '-')}",
@@ -76,36 +81,42 @@ class DataCommand:
         check_writable("--output", output, ".jsonl")
         jsonl_file = import_extra("optimus.data.jsonl_file", "data")
         media_headers = import_extra("optimus.data.media_headers", "data")
-        indexing = import_extra("optimus.data.index_lengths", "data")
+        sample_index = import_extra("optimus.data.sample_index", "data")
         file = jsonl_file.scan_jsonl(self.path)
+        limits = {"max_pixels": self.max_pixels, "max_audio_s": self.max_audio_s}
+        folder = media_headers.MediaFolder(
+            root=self.media_dir or self.path.parent,
+            decode=self.decode,
+            **{name: value for name, value in limits.items() if value is not None},
+        )
+        key = sample_index.IndexKey.make(
+            file, model=self.model, folder=folder, sequence_tokens=self.sequence_tokens
+        )
         with progress_bar("indexing") as progress:
-            indexed: IndexedLengths = indexing.index_lengths(
+            indexing = sample_index.build_index(
                 file,
+                key,
                 model=self.model,
-                folder=media_headers.MediaFolder(root=self.media_dir or self.path.parent, decode=self.decode),
-                sequence_tokens=self.sequence_tokens,
+                folder=folder,
                 workers=self.workers or os.cpu_count() or 1,
                 progress=progress,
             )
-        samples, packed = indexed.samples, None
-        if self.sequence_tokens is not None and len(samples):
-            packed = samples.pack(self.sequence_tokens)
-        result = _index_json(self, output, indexed, packed)
-        lines = _index_text(result, samples)
-        if not len(samples):
-            print_result({**result, "lengths": None}, lines, as_json=self.json)
+        index: SampleIndex = indexing[0]
+        packed = index.packed_lengths()
+        result = _index_json(self, output, indexing[1], len(packed))
+        lines = _index_text(result, index.lengths)
+        if not len(index):
+            print_result({**result, "lengths": None, "index": None}, lines, as_json=self.json)
             return NO
-        write_file_atomically(output, (packed or samples).rows())
-        lines += [
-            "",
-            *wrap_closing_line("wrote", f"{output}, for a job file: workload: {{lengths: {output}}}"),
-        ]
+        sample_index.save_index(index, Path(result["index"]), output)
+        lines += ["", *wrap_closing_line("wrote", f"{result['index']}, for `data:` of a job file")]
+        lines += wrap_closing_line("wrote", f"{output}, for `workload: {{lengths: {output}}}`")
         print_result(result, lines, as_json=self.json)
         return OK
 
 
 def _index_json(
-    command: DataCommand, output: Path, indexed: IndexedLengths, packed: LengthsTable | None
+    command: DataCommand, output: Path, indexed: IndexedLengths, sequences: int
 ) -> dict[str, Any]:
     """Returns the object of `optimus data index --json`."""
     import numpy as np
@@ -121,12 +132,15 @@ def _index_json(
         }
         modules[name] = {"tokens": int(tokens.sum()), "per_sample": quantiles, **items}
     tokens = sum(module["tokens"] for module in modules.values())
+    name = output.name.removesuffix(".jsonl").removesuffix(".lengths")
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "data": str(command.path),
         "lengths": str(output),
+        "index": str(output.with_name(f"{name}.index.npz")),
         "samples": len(indexed.samples),
         "tokens": tokens,
+        "labels": sum(indexed.samples.labels),
         "skipped": indexed.skipped.total(),
         "modules": modules,
         "reasons": {
@@ -139,17 +153,16 @@ def _index_json(
             for reason, count in sorted(indexed.skipped.items(), key=lambda pair: (-pair[1], pair[0]))
         },
     }
-    if packed is not None:
-        assert command.sequence_tokens is not None
-        result["sequences"] = len(packed)
+    if command.sequence_tokens is not None and sequences:
+        result["sequences"] = sequences
         result["sequence_tokens"] = command.sequence_tokens
-        result["fill"] = tokens / (len(packed) * command.sequence_tokens)
+        result["fill"] = tokens / (sequences * command.sequence_tokens)
     return result
 
 
 def _index_text(result: dict[str, Any], samples: LengthsTable) -> list[str]:
     """Returns totals, the distribution as bars, and why samples were skipped."""
-    words = f"{result['samples']:,} samples, {result['tokens']:,} tokens"
+    words = f"{result['samples']:,} samples, {result['tokens']:,} tokens, {result['labels']:,} of them labels"
     if "fill" in result:
         words += f", in {result['sequences']:,} sequences of {result['sequence_tokens']:,}"
         words += f", {format_percent(result['fill'], 1)} full"

@@ -101,6 +101,8 @@ def _read_turns(row: dict[str, Any]) -> Iterator[Turn]:
         yield "system", _read_content(row["system"])
     if "messages" in row:
         for message in _read_list(row, "messages"):
+            if "loss" in message:
+                raise SkippedSample(SkipReason.UNSUPPORTED, "loss of a message")
             yield _read_role(message, "role"), _read_content(message.get("content"))
     elif "conversations" in row:
         for message in _read_list(row, "conversations"):

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -17,7 +17,6 @@ import numpy as np
 from optimus.data.chat_format import parse_chat_sample
 from optimus.data.jsonl_file import JsonlFile, SkippedSample, SkipReason
 from optimus.data.media_headers import MediaFolder
-from optimus.data.packing import pack_documents
 from optimus.data.token_counts import SampleLengths, TokenCounter
 from optimus.errors import UserError
 from optimus.ir.op import Ints
@@ -31,10 +30,11 @@ Results = list[SampleLengths | SkippedSample]
 
 
 class LengthsTable:
-    """Lengths of samples in columns: 8 bytes for the text, and for each encoder and item."""
+    """Lengths of samples in columns: 8 bytes for text and labels, and for each encoder and item."""
 
     def __init__(self, encoders: Iterable[str]) -> None:
         self.text = array("q")
+        self.labels = array("q")
         self.items = {name: array("q") for name in encoders}  # of all samples, one after the other
         self._ends = {name: array("q", [0]) for name in self.items}
 
@@ -46,10 +46,11 @@ class LengthsTable:
         for name, lengths in self.items.items():
             begin, end = self._ends[name][place : place + 2]
             items[name] = tuple(lengths[begin:end])
-        return SampleLengths(text=self.text[place], items=items)
+        return SampleLengths(text=self.text[place], items=items, labels=self.labels[place])
 
     def append(self, sample: SampleLengths) -> None:
         self.text.append(sample.text)
+        self.labels.append(sample.labels)
         for name, lengths in self.items.items():
             lengths.extend(sample.items.get(name, ()))
             self._ends[name].append(len(lengths))
@@ -62,20 +63,42 @@ class LengthsTable:
             columns[name] = np.diff(sums[np.array(self._ends[name], dtype=np.int64)])
         return columns
 
-    def pack(self, sequence_tokens: int) -> LengthsTable:
-        """Returns packed sequences; no sample may be longer."""
-        packed = LengthsTable(self.items)
-        lengths = np.sum(list(self.totals().values()), axis=0)
-        for places in pack_documents(map(int, lengths), sequence_tokens):
+    def tokens(self) -> Ints:
+        """Returns the tokens of every sample."""
+        tokens: Ints = np.sum(list(self.totals().values()), axis=0, dtype=np.int64)
+        return tokens
+
+    def join(self, groups: Iterable[Iterable[int]]) -> LengthsTable:
+        """Returns the lengths of groups of samples, such as packed sequences."""
+        joined = LengthsTable(self.items)
+        for places in groups:
             samples = [self[place] for place in places]
             items = {name: sum((sample.items[name] for sample in samples), ()) for name in self.items}
-            packed.append(SampleLengths(text=sum(sample.text for sample in samples), items=items))
-        return packed
+            text, labels = (sum(getattr(sample, name) for sample in samples) for name in ("text", "labels"))
+            joined.append(SampleLengths(text=text, items=items, labels=labels))
+        return joined
 
     def rows(self) -> str:
         """Returns the rows that `workload: {lengths: FILE}` reads."""
         samples = (self[place] for place in range(len(self)))
         return "".join(json.dumps({"text": sample.text, **sample.items}) + "\n" for sample in samples)
+
+    def columns(self) -> dict[str, Ints]:
+        """Returns all columns by name, for a file."""
+        named = {"text": self.text, "labels": self.labels}
+        for name, lengths in self.items.items():
+            named |= {f"items.{name}": lengths, f"ends.{name}": self._ends[name]}
+        return {name: np.array(column, dtype=np.int64) for name, column in named.items()}
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Ints]) -> LengthsTable:
+        """Returns the table whose `columns` were written."""
+        read = {name: array("q", column.astype(np.int64).tobytes()) for name, column in columns.items()}
+        table = cls(name.removeprefix("items.") for name in columns if name.startswith("items."))
+        table.text, table.labels = read["text"], read["labels"]
+        for name in table.items:
+            table.items[name], table._ends[name] = read[f"items.{name}"], read[f"ends.{name}"]
+        return table
 
 
 @dataclass(kw_only=True)
@@ -83,18 +106,20 @@ class IndexedLengths:
     """Lengths of the samples that can be used, and the others by reason."""
 
     samples: LengthsTable
+    numbers: array[int] = field(default_factory=lambda: array("q"))  # of these samples in the file
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     examples: dict[SkipReason, list[tuple[int, str]]] = field(default_factory=dict)  # line and detail
 
-    def add(self, line: int, result: SampleLengths | SkippedSample) -> None:
+    def add(self, file: JsonlFile, number: int, result: SampleLengths | SkippedSample) -> None:
         """Adds the result of one sample."""
         if isinstance(result, SampleLengths):
             self.samples.append(result)
+            self.numbers.append(number)
             return
         self.skipped[result.reason] += 1
         examples = self.examples.setdefault(result.reason, [])
         if len(examples) < SHOWN:
-            examples.append((line, result.detail))
+            examples.append((int(file.lines[number]), result.detail))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,7 +165,7 @@ def index_lengths(
     chunks = [range(begin, min(begin + CHUNK, total)) for begin in range(0, total, CHUNK)]
     for chunk, results in zip(chunks, _measure_chunks(indexer, chunks, workers), strict=True):
         for number, result in zip(chunk, results, strict=True):
-            indexed.add(int(file.lines[number]), result)
+            indexed.add(file, number, result)
         progress(file.path.name, chunk.stop, total)
     return indexed
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class SkipReason(StrEnum):
     TEMPLATE = "refused by the chat template"
     PROCESSOR = "refused by the processor"
     TOO_LONG = "longer than a sequence"
+    CHANGED = "changed since it was indexed"
 
 
 class SkippedSample(OptimusError):
@@ -59,9 +61,15 @@ class JsonlFile:
     lines: Ints  # their line numbers, from 1
     size_bytes: int
     modified_ns: int
+    digest: str  # of the content
 
     def __len__(self) -> int:
         return len(self.begins)
+
+    def select(self, numbers: Ints) -> JsonlFile:
+        """Returns the file with these lines alone."""
+        columns = {name: getattr(self, name)[numbers] for name in ("begins", "ends", "lines")}
+        return replace(self, **columns)
 
     def read(self, number: int) -> bytes:
         """Returns a line; raises SkippedSample if it is longer than MAX_LINE_BYTES."""
@@ -83,13 +91,14 @@ def scan_jsonl(path: Path) -> JsonlFile:
     if not path.is_file() or path.suffix != ".jsonl":
         problem = "is not a .jsonl file" if path.is_file() else "is not a file"
         raise UserError(field=str(path), problem=problem, hint=hint)
-    newlines, offset = list[Ints](), 0
+    newlines, offset, digest = list[Ints](), 0, hashlib.blake2b(digest_size=16)
     try:
         with path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             while block := file.read(BLOCK_BYTES):
                 newlines.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + offset)
                 offset += len(block)
+                digest.update(block)
     except OSError as error:
         raise UserError(field=str(path), problem=f"cannot be read: {error.strerror}", hint=hint) from None
     ends = np.concatenate([*newlines, np.array([offset])]).astype(np.int64)  # the last may lack its newline
@@ -102,4 +111,5 @@ def scan_jsonl(path: Path) -> JsonlFile:
         lines=filled + 1,
         size_bytes=status.st_size,
         modified_ns=status.st_mtime_ns,
+        digest=digest.hexdigest(),
     )

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 import soundfile
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from optimus.data.jsonl_file import SkippedSample, SkipReason
 
@@ -28,6 +28,8 @@ class MediaFolder:
 
     root: Path
     decode: bool = False  # files whose contents are broken are skipped too
+    max_pixels: int = MAX_PIXELS  # of an image; larger ones are skipped
+    max_audio_s: int = MAX_AUDIO_S
 
     @cached_property
     def _resolved(self) -> Path:
@@ -50,7 +52,7 @@ class MediaFolder:
         return found
 
 
-def read_image_size(path: Path) -> tuple[int, int]:
+def read_image_size(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Returns height and width of an image as transformers loads it: turned as its EXIF says."""
     try:
         with warnings.catch_warnings():
@@ -64,26 +66,29 @@ def read_image_size(path: Path) -> tuple[int, int]:
         raise SkippedSample(SkipReason.TOO_LARGE, f"{path.name} has too many pixels") from None
     except Exception as error:  # hostile bytes make readers raise almost anything
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
-    if width * height > MAX_PIXELS:
-        detail = f"{path.name} has {width} x {height} pixels; at most {MAX_PIXELS:,}"
+    if width * height > max_pixels:
+        detail = f"{path.name} has {width} x {height} pixels; at most {max_pixels:,}"
         raise SkippedSample(SkipReason.TOO_LARGE, detail)
     if width < 1 or height < 1:
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name} has {width} x {height} pixels")
     return (width, height) if turned else (height, width)
 
 
-def check_image(path: Path) -> None:
-    """Decodes an image whose size was read; raises SkippedSample if its contents are broken."""
+def decode_image(path: Path) -> Image.Image:
+    """Decodes an image whose size was read, as transformers does: turned as its EXIF says, in RGB.
+
+    Raises SkippedSample if its contents are broken.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=IMAGE_FORMATS) as image:
-                image.load()
+                return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
 
 
-def count_audio_samples(path: Path, sampling_rate: int) -> int:
+def count_audio_samples(path: Path, sampling_rate: int, max_s: int = MAX_AUDIO_S) -> int:
     """Returns the length of a sound in samples, resampled to `sampling_rate`.
 
     libsndfile states the exact number of frames of WAV, FLAC, OGG and MP3; the `wave` module of Python reads
@@ -96,8 +101,8 @@ def count_audio_samples(path: Path, sampling_rate: int) -> int:
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
     if frames < 1 or rate < 1:
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name} has {frames} frames at {rate} Hz")
-    if frames > MAX_AUDIO_S * rate:
-        detail = f"{path.name} takes {frames / rate:,.0f} s; at most {MAX_AUDIO_S:,}"
+    if frames > max_s * rate:
+        detail = f"{path.name} takes {frames / rate:,.0f} s; at most {max_s:,}"
         raise SkippedSample(SkipReason.TOO_LARGE, detail)
     return math.ceil(frames * sampling_rate / rate)
 

@@ -9,7 +9,7 @@ size, and kept.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoConfig
 
 from optimus.data.chat_format import ChatSample, MediaReference
+from optimus.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Span
 from optimus.data.jsonl_file import SkippedSample, SkipReason
 from optimus.data.media_headers import (
     MediaFolder,
     check_audio,
-    check_image,
     count_audio_samples,
+    decode_image,
     read_image_size,
 )
 from optimus.data.processor import load_processor
@@ -35,7 +35,6 @@ from optimus.errors import UserError
 from optimus.job.hf_config import read_hf_config
 from optimus.job.model import Encoder
 
-TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 KEPT_SIZES = 65536  # images whose replacement is kept
 PROBES = ((56, 84), (333, 500), (1200, 700), (90, 640), (700, 1900), (48, 48))  # heights and widths
 MODALITIES = {"image": "vision", "audio": "audio"}
@@ -45,14 +44,29 @@ Replacement = tuple[str, int]  # text with every run of an item's tokens cut to 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLengths:
-    """Text tokens of a sample, and the LLM tokens of every item by encoder."""
+    """Text tokens of a sample, the LLM tokens of every item by encoder, and tokens that enter the loss."""
 
     text: int
     items: dict[str, tuple[int, ...]]
+    labels: int = 0
 
     @property
     def tokens(self) -> int:
         return self.text + sum(map(sum, self.items.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTokens:
+    """Tokens of a sample. An item's tokens are adjacent, and cut to one here."""
+
+    ids: list[int]
+    is_answer: list[bool]  # said by the assistant, and no item's
+    item_lengths: list[int]  # of every file
+
+    @property
+    def labels(self) -> int:
+        """How many tokens are predicted: the first of a sample is not."""
+        return sum(self.is_answer[1:])
 
 
 class TokenCounter:
@@ -62,6 +76,7 @@ class TokenCounter:
         self._folder = folder
         model = read_hf_config(folder / "config.json")
         self.processor: Any = load_processor(folder)
+        self._template = ChatTemplate(self.processor)
         self._item_tokens = _find_item_tokens(folder, self.processor)
         self.encoders = {
             kind: encoder
@@ -88,23 +103,40 @@ class TokenCounter:
         """Returns the lengths of a sample; raises SkippedSample if it cannot be used."""
         return self._count(sample, [self._measure(item, folder) for item in sample.media])
 
+    def tokenize(self, sample: ChatSample, folder: MediaFolder) -> ChatTokens:
+        """Returns the tokens of a sample; raises SkippedSample if it cannot be used."""
+        return self._tokenize(sample, [self._measure(item, folder) for item in sample.media])
+
     def _count(self, sample: ChatSample, replacements: list[Replacement]) -> SampleLengths:
-        text = self._render(sample)
-        pieces, found = self._split(text)
-        if found != [item.kind for item in sample.media]:
-            detail = f"the template places {len(found)} placeholders for {len(sample.media)} files"
-            raise SkippedSample(SkipReason.PLACEHOLDER, detail)
-        expanded = pieces[0] + "".join(
-            replacement + piece for (replacement, _), piece in zip(replacements, pieces[1:], strict=True)
-        )
-        bos = self.processor.tokenizer.bos_token  # as apply_chat_template: none is added to one that is there
-        is_begun = bos is not None and text.startswith(bos)
-        ids = self.processor.tokenizer(expanded, add_special_tokens=not is_begun)["input_ids"]
+        tokens = self._tokenize(sample, replacements)
         items: dict[str, tuple[int, ...]] = {}
-        for item, (_, length) in zip(sample.media, replacements, strict=True):
+        for item, length in zip(sample.media, tokens.item_lengths, strict=True):
             encoder = self.encoders[item.kind]
             items[encoder.name] = (*items.get(encoder.name, ()), *_split_tiles(encoder, length))
-        return SampleLengths(text=sum(token not in self._item_ids for token in ids), items=items)
+        text = sum(token not in self.item_ids for token in tokens.ids)
+        return SampleLengths(text=text, items=items, labels=tokens.labels)
+
+    def _tokenize(self, sample: ChatSample, replacements: list[Replacement]) -> ChatTokens:
+        text, answers = self._template.render(sample)
+        matches = list(self._placeholders.finditer(text))
+        if [self._kinds[match[0]] for match in matches] != [item.kind for item in sample.media]:
+            detail = f"the template places {len(matches)} placeholders for {len(sample.media)} files"
+            raise SkippedSample(SkipReason.PLACEHOLDER, detail)
+        expanded, answers = _replace(text, matches, [text for text, _ in replacements], answers)
+        bos = self.processor.tokenizer.bos_token  # as apply_chat_template: none is added to one that is there
+        is_begun = bos is not None and text.startswith(bos)
+        output = self.processor.tokenizer(
+            expanded, add_special_tokens=not is_begun, return_offsets_mapping=True
+        )
+        ids: list[int] = output["input_ids"]
+        is_answer = _find_overlaps(output["offset_mapping"], answers)
+        return ChatTokens(
+            ids=ids,
+            is_answer=[
+                said and token not in self.item_ids for said, token in zip(is_answer, ids, strict=True)
+            ],
+            item_lengths=[length for _, length in replacements],
+        )
 
     def _compare_with_processor(self, kind: str) -> None:
         """Raises unless a conversation with two blanks has the tokens that the processor makes of it."""
@@ -127,7 +159,7 @@ class TokenCounter:
             ours = self._count(ChatSample(messages=converse({"type": kind}), media=media), [measured] * 2)
             messages = list(converse({"type": kind, kind: value}))
             output = self.processor.apply_chat_template(messages, tokenize=True, return_dict=True)
-            text = sum(token not in self._item_ids for token in output["input_ids"][0])
+            text = sum(token not in self.item_ids for token in output["input_ids"][0])
             theirs, expected = (
                 (text, len(output["input_ids"][0]) - text),
                 (ours.text, ours.tokens - ours.text),
@@ -150,26 +182,15 @@ class TokenCounter:
         path = folder.find(item.path)
         try:
             if item.kind == "image":
-                replacement = self._image_replacement(*read_image_size(path))
+                replacement = self._image_replacement(*read_image_size(path, folder.max_pixels))
             else:
                 rate = self.processor.feature_extractor.sampling_rate
-                replacement = self._audio_replacement(count_audio_samples(path, rate))
+                replacement = self._audio_replacement(count_audio_samples(path, rate, folder.max_audio_s))
         except (ValueError, ZeroDivisionError) as error:  # of the processor: sizes that it refuses
             raise SkippedSample(SkipReason.PROCESSOR, f"{path.name}: {error}") from None
         if folder.decode:
-            (check_image if item.kind == "image" else check_audio)(path)
+            (decode_image if item.kind == "image" else check_audio)(path)
         return replacement
-
-    def _render(self, sample: ChatSample) -> str:
-        messages = [dict(message) for message in sample.messages]
-        try:
-            text = self.processor.apply_chat_template(messages, tokenize=False)
-            text.encode()
-        except UnicodeEncodeError:  # a lone surrogate
-            raise SkippedSample(SkipReason.BAD_TEXT, "a lone surrogate") from None
-        except TEMPLATE_ERRORS as error:
-            raise SkippedSample(SkipReason.TEMPLATE, f"{type(error).__name__}: {error}") from None
-        return str(text)
 
     @cached_property
     def _kinds(self) -> dict[str, str]:
@@ -179,19 +200,12 @@ class TokenCounter:
         return {**{token: kind for kind, token in self._item_tokens.items()}, **kinds}
 
     @cached_property
-    def _item_ids(self) -> frozenset[int]:
+    def item_ids(self) -> frozenset[int]:
         return frozenset(self.processor.tokenizer.convert_tokens_to_ids(list(self._item_tokens.values())))
 
     @cached_property
     def _placeholders(self) -> re.Pattern[str]:
         return re.compile("|".join(f"({re.escape(token)})" for token in self._kinds))
-
-    def _split(self, text: str) -> tuple[list[str], list[str]]:
-        """Splits a text at its placeholders; returns the pieces and the kinds between them."""
-        matches = list(self._placeholders.finditer(text))
-        begins, ends = [0, *(match.end() for match in matches)], [*(m.start() for m in matches), len(text)]
-        pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        return pieces, [self._kinds[match[0]] for match in matches]
 
     def _replace_image(self, height: int, width: int) -> Replacement:
         if self._image_arithmetic is not None:
@@ -244,6 +258,31 @@ def _find_item_tokens(folder: Path, processor: Any) -> dict[str, str]:
         if number is not None and getattr(processor, f"{kind}_token", None):
             tokens[kind] = str(processor.tokenizer.convert_ids_to_tokens(number))
     return tokens
+
+
+def _replace(
+    text: str, matches: list[re.Match[str]], replacements: list[str], spans: list[Span]
+) -> tuple[str, list[Span]]:
+    """Replaces matches of a text, and moves spans that do not cut them."""
+    pieces, begin = list[str](), 0
+    ends, moved = [0], [0]  # of matches in the text, and how far what follows moves
+    for match, replacement in zip(matches, replacements, strict=True):
+        pieces += [text[begin : match.start()], replacement]
+        begin = match.end()
+        ends.append(begin)
+        moved.append(moved[-1] + len(replacement) - len(match[0]))
+    spans = [(a + moved[bisect_right(ends, a) - 1], b + moved[bisect_right(ends, b) - 1]) for a, b in spans]
+    return "".join([*pieces, text[begin:]]), spans
+
+
+def _find_overlaps(tokens: list[Span], spans: list[Span]) -> list[bool]:
+    """Tells of each token whether it overlaps one of the spans; both are in ascending order."""
+    overlaps, place = [], 0
+    for begin, end in tokens:
+        while place < len(spans) and spans[place][1] <= begin:
+            place += 1
+        overlaps.append(place < len(spans) and spans[place][0] < end and begin < end)
+    return overlaps
 
 
 def _split_tiles(encoder: Encoder, length: int) -> tuple[int, ...]:

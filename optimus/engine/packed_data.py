@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,7 +24,7 @@ class PackedDataset:
     """
 
     dataset: Dataset
-    sequences: tuple[tuple[int, ...], ...]  # numbers of the samples of each, from `data.packing`
+    sequences: Sequence[tuple[int, ...]]  # numbers of the samples of each, from `data.packing`
     length: int
     seed: int = 0
 

@@ -28,7 +28,7 @@ class SyntheticDataset:
         """Returns the sizes of a sample's items, without making the sample."""
         sequence = self._sequence(number)
         items = {
-            name: tuple(prod(_patch_grid(encoder, tokens)) for tokens in sequence.lengths(name))
+            name: tuple(prod(make_patch_grid(encoder, tokens)) for tokens in sequence.lengths(name))
             for name, encoder in self._encoders.items()
         }
         return SampleSizes(number=number, items=items)
@@ -73,12 +73,12 @@ class SyntheticDataset:
 
 
 def _item(encoder: Encoder, count: int, offset: int, generator: torch.Generator) -> SampleItem:
-    grid = _patch_grid(encoder, count)
+    grid = make_patch_grid(encoder, count)
     inputs: Tensor = torch.randn(prod(grid), encoder.patch_inputs, generator=generator)
     return SampleItem(offset=offset, grid=grid, inputs=inputs)
 
 
-def _patch_grid(encoder: Encoder, llm_tokens: int) -> tuple[int, ...]:
+def make_patch_grid(encoder: Encoder, llm_tokens: int) -> tuple[int, ...]:
     """Returns a grid of encoder tokens, as square as possible, that becomes so many LLM tokens."""
     merge = encoder.projector.merge
     if encoder.modality == "audio":

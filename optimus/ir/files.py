@@ -9,9 +9,9 @@ from pathlib import Path
 from optimus.errors import UserError
 
 
-def write_file_atomically(path: Path, text: str) -> str:
+def write_file_atomically(path: Path, text: str | bytes) -> str:
     """Writes a file, or leaves the previous one on failure; returns the SHA-256 of its bytes."""
-    content = text.encode()
+    content = text.encode() if isinstance(text, str) else text
     try:
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:

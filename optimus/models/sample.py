@@ -58,6 +58,7 @@ class Sample:
     labels: Tensor  # int64 (length,), IGNORE_INDEX where there is no loss
     items: Mapping[str, tuple[SampleItem, ...]] = field(default_factory=lambda: MappingProxyType({}))
     documents: tuple[int, ...] = ()  # lengths of packed documents; empty: the sample is one document
+    skipped: tuple[str, ...] = ()  # why documents of it have no labels: their files turned out broken
 
     @property
     def length(self) -> int:
@@ -102,6 +103,7 @@ def pack_samples(samples: Sequence[Sample], *, number: int, length: int) -> Samp
         labels=torch.cat([*(sample.labels for sample in samples), padding + IGNORE_INDEX]),
         items=items,
         documents=(*(span for sample in samples for span in sample.spans), *((rest,) if rest else ())),
+        skipped=tuple(reason for sample in samples for reason in sample.skipped),
     )
 
 
