@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -97,8 +98,8 @@ def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
-def count_labels(case: DealtCase, batches: list[dict[str, Any]]) -> int:
-    return sum(int((batches[number]["labels"][:, 1:] != IGNORED).sum()) for number in case.batches)
+def count_labels(numbers: Sequence[int], batches: list[dict[str, Any]]) -> int:
+    return sum(int((batches[number]["labels"][:, 1:] != IGNORED).sum()) for number in numbers)
 
 
 def run(model: Any, batches: list[dict[str, Any]], numbers: list[int], count: float) -> float:
@@ -115,7 +116,7 @@ def run(model: Any, batches: list[dict[str, Any]], numbers: list[int], count: fl
 def compare(case: DealtCase, rank: int) -> dict[str, Any]:
     batches = hf_models.microbatches(case.model)
     model = hf_models.build(case.model)
-    count = count_labels(case, batches)
+    count = count_labels(case.batches, batches)
     dealt = deal(model, case.model)  # before or after sharding
     wrapped = model
     if case.wrap == "ddp":
