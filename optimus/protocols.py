@@ -201,8 +201,9 @@ class Recorder(Protocol):
 class Dataset(Protocol):
     """Samples by number, the same on every rank.
 
-    `engine.synthetic_data.SyntheticDataset` draws them, `engine.packed_data.PackedDataset` packs those of
-    another.
+    `engine.synthetic_data.SyntheticDataset` draws them, `hf.chat_dataset.ChatDataset` reads them from files.
+    `engine.packed_data.PackedDataset` packs those of another, and `engine.prefetched_data.PrefetchedDataset`
+    loads them in worker processes.
     """
 
     def sizes(self, number: int) -> SampleSizes:

@@ -21,6 +21,7 @@ class TrainingConfig:
     """Settings of training: the `run:` section of a job file, and options of the command line."""
 
     steps: int = 20
+    first_step: int = 0  # of a run that goes on from another's weights: its data begin there
     seed: int = 0
     learning_rate: float = 1e-4
     weight_decay: float = 0.01
@@ -42,6 +43,8 @@ class StepMetrics:
     gradient_norm: float  # before clipping
     step_s: float
     tokens_per_s: float
+    data_wait_s: float = 0.0  # for samples to be loaded, mean of all ranks
+    skipped_samples: int = 0  # whose files turned out broken: they trained nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,8 @@ class TrainingSummary:
     rank: int
     device: str
     memory: MemoryUse | None = None  # of the rank that held most, if it was counted
+    skipped_samples: int = 0  # whose files turned out broken
+    skipped: tuple[str, ...] = ()  # the first of them: line, reason and file
 
     def save(self, path: Path) -> None:
         """Writes the summary for the process that started this one."""
@@ -87,6 +92,7 @@ class TrainingSummary:
     def load(cls, path: Path) -> TrainingSummary:
         fields = json.loads(path.read_text())
         memory = fields.pop("memory")
+        fields["skipped"] = tuple(fields["skipped"])
         return cls(**fields, memory=None if memory is None else MemoryUse(**memory))
 
 

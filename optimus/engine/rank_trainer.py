@@ -16,6 +16,7 @@ from optimus.engine.build_rank import RankModel, build_rank_model
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
 from optimus.engine.executor import Executor
+from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import ProcessGroups
 from optimus.engine.rank_batch import RankBatch
 from optimus.engine.synthetic_data import SyntheticDataset
@@ -23,6 +24,7 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.models.kernels import KERNELS, KernelSet
+from optimus.models.sample import Sample
 from optimus.protocols import Dataset, Recorder
 
 
@@ -56,6 +58,7 @@ class RankTrainer:
         sequences_per_replica = job.workload.sequences_per_step // plan.ranks.llm.dp
         self.sequences_per_microbatch = sequences_per_replica // plan.microbatches
         self.dataset = dataset or SyntheticDataset(job=job, seed=config.seed)
+        self.skipped: dict[int, tuple[str, ...]] = {}  # by number: why documents of a sample have no labels
         self.replica = plan.ranks.place(LLM, groups.rank).dp
         self.model = build_rank_model(
             job.model,
@@ -111,6 +114,11 @@ class RankTrainer:
         first = step * self.job.workload.sequences_per_step + self.replica * count
         return range(first, first + count)
 
+    def prefetch(self, step: int) -> None:
+        """Starts to load the samples of a step, if the data set has workers for that."""
+        if isinstance(self.dataset, PrefetchedDataset):
+            self.dataset.start(self.sample_numbers(step))
+
     def batch_plan(self, step: int) -> BatchPlan:
         """Plans a batch from the sizes of its samples; the result is the same on all ranks of a replica."""
         return plan_batch(self.plan, [self.dataset.sizes(number) for number in self.sample_numbers(step)])
@@ -129,10 +137,21 @@ class RankTrainer:
             self.plan,
             self.groups.rank,
             batch_plan or self.batch_plan(step),
-            self.dataset.sample,
+            self._read,
             scale=1.0 / max(1, labels),
             seed=self.config.seed,
             step=step,
             dtype=self.dtype,
-            place=place or (lambda tensor: tensor.to(self.device, non_blocking=True)),
+            place=place or self._place,
         )
+
+    def _read(self, number: int) -> Sample:
+        sample = self.dataset.sample(number)
+        if sample.skipped:
+            self.skipped[number] = sample.skipped
+        return sample
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """Moves a tensor to the device; the host does not wait for copies from pinned memory."""
+        pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return pinned.to(self.device, non_blocking=True)

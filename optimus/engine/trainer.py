@@ -1,4 +1,4 @@
-"""Trains one rank of a job on synthetic data: steps around the executor, with metrics and a watchdog."""
+"""Trains one rank of a job: steps around the executor, with metrics and a watchdog."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from optimus.engine.build_rank import RankModel
 from optimus.engine.compile import describe_line
 from optimus.engine.config import METRICS, MemoryUse, StepMetrics, TrainingConfig, TrainingSummary
 from optimus.engine.memory_tracker import measure_step_memory
+from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.rendezvous import RunMembership, check_ranks_agree, join_process_group
+from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
 from optimus.errors import UserError
 from optimus.ir.plan import ALL, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
+from optimus.protocols import Dataset
 
 JOIN_TIMEOUT_S = 120.0  # the slowest rank still imports torch
 GROUP_TIMEOUT_S = 600.0  # the watchdog ends a rank long before
 FIRST_STEP_TIMEOUTS = 3  # of an op in the first step, which allocates buffers and fills caches
 MEDIAN_STEPS = 20  # an op may take as long as the median of the last steps
-LOSS, BATCH_PLAN = range(2)  # what a step does besides the lines of its program
-EXTRA_OPS = ("the loss of a step", "the batch plan of a step")
+LOSS, BATCH_PLAN, SAMPLES = range(3)  # what a step does besides the lines of its program
+EXTRA_OPS = ("the loss of a step", "the batch plan of a step", "the samples of a step")
+NAMED_SAMPLES = 5  # of those that were skipped
 FINISH = "the end of all reductions and sends, the norm or the optimizer"
 
 OnStep = Callable[[StepMetrics], None]
@@ -49,10 +53,12 @@ def train_rank(
     *,
     load: Callable[[RankModel, int], object] | None = None,
     save: Callable[[RankTrainer], None] | None = None,
+    dataset: Dataset | None = None,
 ) -> TrainingSummary:
     """Trains one rank in this process. Rank 0 writes metrics and calls `on_step`.
 
     `load` gives the parameters of a rank their values; `save` writes them after the last step, on all ranks.
+    The data set is synthetic unless one is given, on all ranks.
     """
     torch.set_num_threads(1)
     _check_world_size(plan)
@@ -60,7 +66,7 @@ def train_rank(
     member = join_process_group(timeout_s=JOIN_TIMEOUT_S, backend=backend)
     try:
         check_ranks_agree(member.store, member.rank, member.world, "plan", plan_hash)
-        loop = _TrainingLoop(job, plan, config, member, load)
+        loop = _TrainingLoop(job, plan, config, member, load, dataset)
         summary = loop.run(on_step if member.rank == 0 else None)
         if save is not None:
             for bucket in loop.rank.executor.buckets:  # masters to parameters
@@ -109,6 +115,7 @@ class _TrainingLoop:
         config: TrainingConfig,
         member: RunMembership,
         load: Callable[[RankModel, int], object] | None,
+        dataset: Dataset | None,
     ) -> None:
         self.job, self.plan, self.config, self.member = job, plan, config, member
         device = torch.device("cuda", member.local_rank) if _has_gpus() else torch.device("cpu")
@@ -122,6 +129,7 @@ class _TrainingLoop:
             groups,
             dtype=getattr(torch, config.dtype or default),
             device=device,
+            dataset=dataset,
             recorder=self.recorder,
             load=None if load is None else lambda model: load(model, member.rank),
         )
@@ -151,8 +159,9 @@ class _TrainingLoop:
         watchdog.start()
         steps: list[StepMetrics] = []
         try:
-            self._start_batch_plan(0)
-            for step in range(self.config.steps):
+            first = self.config.first_step
+            self._start_batch_plan(first)
+            for step in range(first, first + self.config.steps):
                 metrics = self._step(step)
                 steps.append(metrics)
                 usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
@@ -171,7 +180,19 @@ class _TrainingLoop:
             rank=self.member.rank,
             device=self.rank.device.type,
             memory=self._memory_of_fullest_rank(),
+            skipped_samples=sum(metrics.skipped_samples for metrics in steps),
+            skipped=self._name_skipped_samples(),
         )
+
+    def _name_skipped_samples(self) -> tuple[str, ...]:
+        """Returns why the first samples of the run were skipped, on any rank."""
+        if isinstance(self.rank.dataset, SyntheticDataset):
+            return ()
+        skipped: list[dict[int, tuple[str, ...]]] = [{}] * self.member.world
+        dist.all_gather_object(skipped, self.rank.skipped)
+        reasons = {number: reasons for of_rank in skipped for number, reasons in of_rank.items()}
+        named = [reason for number in sorted(reasons) for reason in reasons[number]]
+        return tuple(dict.fromkeys(named))[:NAMED_SAMPLES]
 
     def _memory_of_fullest_rank(self) -> MemoryUse | None:
         if self._memory is None:
@@ -181,31 +202,44 @@ class _TrainingLoop:
         return max((memory for memory in memories if memory is not None), key=lambda use: use.counted_peak)
 
     def _step(self, step: int) -> StepMetrics:
-        begin = time.perf_counter()
+        begin, waited_s = time.perf_counter(), self._data_wait_s
+        is_last = step + 1 == self.config.first_step + self.config.steps
         with self._recorded(BATCH_PLAN):
             batch_plan = self._batch_plans.wait()
-            if step + 1 < self.config.steps:
+            if not is_last:
                 self._start_batch_plan(step + 1)
-        rank, batch = self.rank, self.rank.batch(step, batch_plan)
-        if self.config.count_memory and step + 1 == self.config.steps:
+        with self._recorded(SAMPLES):
+            rank, batch = self.rank, self.rank.batch(step, batch_plan)
+            if not is_last:
+                rank.prefetch(step + 1)
+        if self.config.count_memory and is_last:
             loss, self._memory = measure_step_memory(rank, batch)
         else:
             loss = rank.executor.step(batch)
-        total_loss = self._sum_over_ranks(loss)
+        skipped = self._count_skipped(step)
+        total_loss, skipped, waited_s = self._sum_over_ranks(loss, skipped, self._data_wait_s - waited_s)
         assert rank.optimizer is not None and rank.optimizer.grad_norm is not None
         grad_norm = float(rank.optimizer.grad_norm)
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
         return StepMetrics(
-            step=step, loss=total_loss, gradient_norm=grad_norm, step_s=step_s, tokens_per_s=tokens / step_s
+            step=step,
+            loss=total_loss,
+            gradient_norm=grad_norm,
+            step_s=step_s,
+            tokens_per_s=tokens / step_s,
+            data_wait_s=waited_s / self.member.world,
+            skipped_samples=round(skipped),
         )
 
-    def _sum_over_ranks(self, loss: Tensor | None) -> float:
-        zero = torch.zeros((), dtype=torch.float64, device=self.rank.device)
-        total = zero if loss is None else loss.double()
+    def _sum_over_ranks(self, loss: Tensor | None, *others: float) -> list[float]:
+        total = torch.tensor([0.0, *others], dtype=torch.float64, device=self.rank.device)
+        if loss is not None:
+            total[0] = loss
         with self._recorded(LOSS):
             dist.all_reduce(total)
-            return float(total)
+            sums: list[float] = total.tolist()
+            return sums
 
     @contextmanager
     def _recorded(self, extra_op: int) -> Iterator[None]:
@@ -216,6 +250,18 @@ class _TrainingLoop:
         self.recorder.end(line)
 
     # ------------------------------------------------------------------------ data
+
+    @property
+    def _data_wait_s(self) -> float:
+        dataset = self.rank.dataset
+        return dataset.waited_s if isinstance(dataset, PrefetchedDataset) else 0.0
+
+    def _count_skipped(self, step: int) -> float:
+        """Returns the skipped samples of a replica's step, on one rank of the replica."""
+        if not self._reads_data or self.plan.ranks.place(LLM, self.member.rank).tp:
+            return 0.0
+        skipped = self.rank.skipped
+        return float(sum(len(skipped.get(number, ())) for number in self.rank.sample_numbers(step)))
 
     def _max_items(self) -> int:
         """Returns an upper bound on the items of all encoders in one replica's step."""
@@ -237,12 +283,12 @@ class _TrainingLoop:
         rank, world = self.member.rank, self.member.world
         if extra_op == LOSS:
             return tuple(sorted({(rank - 1) % world, (rank + 1) % world} - {rank}))
-        return () if self._reads_data else (self._batch_plans.reader,)
+        return () if self._reads_data or extra_op == SAMPLES else (self._batch_plans.reader,)
 
     def _write(self, metrics: StepMetrics) -> None:
         """Appends a line to the metrics file; a new run begins the file, a restart does not."""
         if self.member.rank == 0 and self.config.run_dir is not None:
             line: dict[str, Any] = {**asdict(metrics), "restart": self.member.restart, "time": time.time()}
-            begins = metrics.step == 0 and self.member.restart == 0
+            begins = metrics.step == self.config.first_step and self.member.restart == 0
             with (self.config.run_dir / METRICS).open("w" if begins else "a") as file:
                 file.write(json.dumps(line) + "\n")

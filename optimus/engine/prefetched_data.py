@@ -1,0 +1,158 @@
+"""Loads samples of a data set in worker processes, one step before they are needed.
+
+A thread of this process waits for each worker, so a worker that is killed is noticed and replaced at once,
+and the sample that it loaded is known.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from optimus.engine.batch_plan import SampleSizes
+from optimus.errors import OptimusError, UserError
+from optimus.models.sample import Sample
+from optimus.protocols import Dataset
+
+MAX_RESTARTS = 2  # of a worker while it loads one sample
+
+
+class PrefetchedDataset:
+    """A data set whose samples are loaded by worker processes; implements `protocols.Dataset`.
+
+    `start` says which samples come next. Workers end with this process.
+    """
+
+    def __init__(self, dataset: Dataset, *, workers: int) -> None:
+        self._dataset = dataset
+        self._local = threading.local()
+        self._workers: list[_Worker] = []
+        self._threads = ThreadPoolExecutor(workers, initializer=self._begin_thread)
+        self._loading: dict[int, Future[bytes]] = {}
+        self.waited_s = 0.0  # for samples, since the beginning
+
+    @property
+    def restarts(self) -> int:
+        """How many workers were killed, since the beginning."""
+        return sum(worker.restarts for worker in self._workers)
+
+    def sizes(self, number: int) -> SampleSizes:
+        return self._dataset.sizes(number)
+
+    def labels(self, number: int) -> int:
+        return self._dataset.labels(number)
+
+    def start(self, numbers: Iterable[int]) -> None:
+        """Starts to load these samples, and forgets others that were not asked for."""
+        wanted = dict.fromkeys(numbers)
+        for number in [number for number in self._loading if number not in wanted]:
+            self._loading.pop(number).cancel()
+        for number in wanted:
+            self._submit(number)
+
+    def wait(self) -> None:
+        """Waits until all samples that were started are loaded."""
+        wait(self._loading.values())
+
+    def sample(self, number: int) -> Sample:
+        """Returns a sample, waiting for it if it is not loaded yet."""
+        begin, loading = time.perf_counter(), self._submit(number)
+        del self._loading[number]
+        result = pickle.loads(loading.result())
+        self.waited_s += time.perf_counter() - begin
+        if isinstance(result, OptimusError):
+            raise result
+        assert isinstance(result, Sample)
+        return result
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.end()
+
+    def _submit(self, number: int) -> Future[bytes]:
+        if number not in self._loading:
+            self._loading[number] = self._threads.submit(self._load, number)
+        return self._loading[number]
+
+    # ------------------------------------------------------------------------ in a thread
+
+    def _begin_thread(self) -> None:
+        self._local.worker = _Worker(self._dataset)
+        self._workers.append(self._local.worker)
+
+    def _load(self, number: int) -> bytes:
+        worker: _Worker = self._local.worker
+        return worker.load(number)
+
+
+class _Worker:
+    """A process that loads samples one after another; it is started again when it was killed."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._running: tuple[BaseProcess, Connection] | None = None
+        self.restarts = 0
+
+    def load(self, number: int) -> bytes:
+        """Returns a sample, or the error that it leads to, pickled."""
+        for _ in range(1 + MAX_RESTARTS):
+            _, connection = self._running or self._start()
+            try:
+                connection.send(number)
+                return connection.recv_bytes()
+            except (EOFError, OSError):
+                self.end()
+                self.restarts += 1
+        raise UserError(
+            field=f"sample {number}",
+            problem=f"ended {1 + MAX_RESTARTS} worker processes, which were killed or ran out of memory",
+            hint="leave the sample out, give the host more memory, or use fewer data.workers",
+        )
+
+    def end(self) -> None:
+        if self._running is not None:
+            process, connection = self._running
+            connection.close()
+            process.terminate()
+        self._running = None
+
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        # Forks of a process that has nothing but imports: tokenizers and torch have threads here.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, type(self._dataset).__module__])
+        connection, other = context.Pipe()
+        process = context.Process(target=_serve, args=(other, self._dataset), daemon=True)
+        process.start()
+        other.close()
+        self._running = process, connection
+        return self._running
+
+
+def _serve(connection: Connection, dataset: Dataset) -> None:
+    """Loads samples in a worker until the other side of the connection ends.
+
+    They are sent as bytes: tensors in shared memory would be lost with the worker.
+    """
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        while True:
+            number = connection.recv()
+            try:
+                result: Sample | OptimusError = dataset.sample(number)
+            except OptimusError as error:
+                result = error
+            connection.send_bytes(pickle.dumps(result))
+    except (EOFError, OSError):
+        return

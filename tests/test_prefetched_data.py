@@ -1,0 +1,128 @@
+"""Samples come from worker processes as they are, ahead of time; killed workers are replaced or named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from faults import ROOT, alive
+
+from optimus.engine.batch_plan import SampleSizes
+from optimus.engine.prefetched_data import PrefetchedDataset
+from optimus.errors import UserError
+from optimus.models.sample import Sample, SampleItem
+
+pytestmark = [pytest.mark.ci("data"), pytest.mark.timeout(120)]
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Samples that say in a file who loaded them when; `fatal` kills its process, once or always."""
+
+    folder: Path
+    fatal: int = -1
+    always: bool = False
+
+    def sizes(self, number: int) -> SampleSizes:
+        return SampleSizes(number=number, items={"vision": (4,)})
+
+    def labels(self, number: int) -> int:
+        return number
+
+    def sample(self, number: int) -> Sample:
+        killed = self.folder / f"killed-{number}"
+        if number == self.fatal and (self.always or not killed.exists()):
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        (self.folder / f"loaded-{number}").write_text(str(os.getpid()))
+        item = SampleItem(offset=1, grid=(2, 2), inputs=torch.full((4, 3), float(number)))
+        ids = torch.arange(number, number + 6)
+        return Sample(number=number, tokens=ids, labels=ids - 1, items={"vision": (item,)}, skipped=("why",))
+
+
+def assert_is(sample: Sample, number: int) -> None:
+    assert sample.number == number and sample.tokens.tolist() == list(range(number, number + 6))
+    assert sample.skipped == ("why",) and sample.items["vision"][0].inputs.unique().tolist() == [number]
+
+
+def test_samples_are_loaded_before_they_are_asked_for_by_other_processes(tmp_path: Path) -> None:
+    data = PrefetchedDataset(Numbered(tmp_path), workers=2)
+    try:
+        data.start(range(5))
+        data.wait()
+        assert all((tmp_path / f"loaded-{number}").exists() for number in range(5))
+        for number in (3, 0, 1):
+            assert_is(data.sample(number), number)
+        data.start([4, 6])  # 2 is forgotten
+        assert set(data._loading) == {4, 6}
+        assert_is(data.sample(9), 9)  # not announced
+        assert_is(data.sample(4), 4)
+        loaders = {path.read_text() for path in tmp_path.glob("loaded-*")}
+        assert str(os.getpid()) not in loaders and len(loaders) <= 2
+        assert data.labels(7) == 7 and data.sizes(7).items == {"vision": (4,)}
+        assert data.waited_s > 0 and data.restarts == 0
+    finally:
+        data.close()
+
+
+def test_workers_that_are_killed_are_replaced(tmp_path: Path) -> None:
+    data = PrefetchedDataset(Numbered(tmp_path, fatal=1), workers=2)
+    try:
+        data.start(range(4))
+        for number in range(4):
+            assert_is(data.sample(number), number)
+        assert data.restarts == 1
+        data.start(range(4, 8))
+        data.wait()
+        os.kill(int((tmp_path / "loaded-4").read_text()), signal.SIGKILL)
+        data.start(range(4, 8))
+        for number in range(4, 8):
+            assert_is(data.sample(number), number)
+    finally:
+        data.close()
+
+
+def test_a_sample_that_kills_every_worker_is_named(tmp_path: Path) -> None:
+    data = PrefetchedDataset(Numbered(tmp_path, fatal=2, always=True), workers=1)
+    try:
+        data.start(range(4))
+        assert_is(data.sample(0), 0)
+        with pytest.raises(UserError, match="sample 2 ended 3 worker processes"):
+            data.sample(2)
+        assert_is(data.sample(3), 3)
+    finally:
+        data.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_prefetched_data import Numbered
+from optimus.engine.prefetched_data import PrefetchedDataset
+if __name__ == "__main__":
+    data = PrefetchedDataset(Numbered(Path(sys.argv[1])), workers=2)
+    data.start(range(8))
+    data.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    ran = subprocess.run([sys.executable, script, tmp_path], cwd=ROOT, env=environment, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    workers = {int(path.read_text()) for path in tmp_path.glob("loaded-*")}
+    deadline = time.monotonic() + 30
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers and not any(map(alive, workers))
