@@ -78,7 +78,7 @@ def test_where_all_sequences_are_alike_every_step_is_the_mean_step(even: Compari
         assert steps.simulations == 1, name
 
 
-@pytest.mark.parametrize("dealing", DEALINGS)
+@pytest.mark.parametrize("dealing", [dealing for dealing in DEALINGS if dealing != "items"])
 def test_a_dealing_moves_sequences_and_loses_none(dealing: str) -> None:
     loads = np.random.default_rng(3).random(50)
     feeding = BatchAssignment(replicas=4, microbatches=6)
@@ -145,9 +145,9 @@ def test_batches_are_the_same_every_time_and_for_every_system(mixed: Comparison)
     assert all(np.array_equal(first[name].steps_s, again[name].steps_s) for name in first)
 
 
-def total_tokens(batches: DrawnBatches, batch: int) -> float:
+def total_tokens(batches: DrawnBatches, batch: int, which: int = TOKENS) -> float:
     items = batches.items["vision"]
-    return float(items.totals[TOKENS, batches.drawn[batch]].sum() / items.means[TOKENS])
+    return float(items.totals[which, batches.drawn[batch]].sum() / items.means[which])
 
 
 def test_loads_of_a_batch_add_up_to_its_images(mixed: Comparison) -> None:
@@ -227,6 +227,69 @@ def test_a_heavy_microbatch_goes_where_there_is_room(mixed: Comparison) -> None:
     assert player.order("reordered") == player.order("matched")
     drawn = simulate_batches(mixed, ["paper"], count=8)["paper"]
     assert drawn.p95_s >= drawn.mean_s > system.step_s  # heavy replicas end the step, light ones wait
+
+
+def test_items_dealt_over_replicas_are_those_of_the_batch(mixed: Comparison) -> None:
+    """By encoder microbatch, by rank of a microbatch, or all at once: nothing twice, nothing left out."""
+    batches = draw_batches(mixed.job, count=2)
+    for batch in range(2):
+        for name in ("paper", "separate-gpus"):
+            feeding = feeding_of(mixed, name)
+            assert feeding.dealing_replicas == feeding.replicas > 1
+            loads = encoder_loads_of_batch(batches, batch, feeding, "items", [])["vision"]
+            assert loads.shape == encoder_loads_of_batch(batches, batch, feeding, "drawn", [])["vision"].shape
+            sequences = loads[TOKENS].sum() * feeding.encoders["vision"].priced_sequences
+            assert sequences == pytest.approx(total_tokens(batches, batch)), name
+        for name in ("three-phase", "fsdp"):  # the fullest of all, not less than the mean one
+            feeding = feeding_of(mixed, name)
+            bins = feeding.encoders["vision"]
+            loads = encoder_loads_of_batch(batches, batch, feeding, "items", [])["vision"]
+            microbatches = feeding.microbatches if feeding.locked else 1
+            assert loads.shape == (2, 1, microbatches)
+            whole = total_tokens(batches, batch, COMPUTE)
+            share = whole / bins.bins / feeding.replicas / bins.priced_sequences
+            assert share - 1e-9 <= loads[COMPUTE].sum() <= 1.15 * share, name
+
+
+def test_groups_of_replicas_share_their_own_items_only() -> None:
+    """Two groups of eight: no pipeline is 2 % above the mean, which whole sequences do not reach."""
+    job = uneven(few_layers())
+    job = replace(job, workload=replace(job.workload, sequences_per_step=16 * 16))
+    bins = {"vision": EncoderBins(bins=2, sharing="pieces", priced_sequences=0.5, pipelines=(0, 1) * 16)}
+    feeding = BatchAssignment(replicas=16, microbatches=16, encoders=bins, dealing_replicas=8)
+    batches = draw_batches(job, count=5)
+
+    def fullest(dealing: str) -> float:
+        ratios = []
+        for batch in range(5):
+            order = list(range(16))
+            loads = encoder_loads_of_batch(batches, batch, feeding, dealing, order)["vision"][COMPUTE]
+            assert loads.shape == (16, 32)
+            by_pipeline = loads.reshape(16, 16, 2).sum(axis=1)
+            ratios.append(float(by_pipeline.max() / by_pipeline.mean()))
+        return float(np.mean(ratios))
+
+    assert fullest("items") < 1.02 < fullest("reordered") < fullest("drawn")
+
+
+def test_each_system_gets_the_best_dealing_it_can_use(mixed: Comparison) -> None:
+    best = simulate_batches(mixed, SYSTEMS, dealing="best", count=4)
+    ways = [simulate_batches(mixed, SYSTEMS, dealing=dealing, count=4) for dealing in ("items", "reordered")]
+    for name, steps in best.items():
+        assert steps.mean_s == min(way[name].mean_s for way in ways), name
+    assert best["stage0"].dealing == "reordered"  # its encoder is on the ranks of a stage
+    assert {best["fsdp"].dealing, best["paper"].dealing} == {"items"}
+    assert best["fsdp"].mean_s < simulate_batches(mixed, ["fsdp"], count=4)["fsdp"].mean_s
+
+
+def test_rows_that_travel_between_replicas_take_time(mixed: Comparison) -> None:
+    system = mixed.systems["fsdp"]
+    feeding = feeding_of(mixed, "fsdp")
+    assert feeding.exchange_s > 0 and feeding_of(mixed, "paper").exchange_s > 0
+    player = BatchSimulator(system, feeding, slowdown=0.1, launch_s=0.0)
+    ones = {"vision": np.ones((2, 1, feeding.microbatches))}
+    longer = player.step_s(ones, exchange_s=0.25) - player.step_s(ones)
+    assert 0.2 < longer / feeding.microbatches <= 0.25  # gathers of the next layer go on
 
 
 def test_an_unknown_dealing_is_refused(mixed: Comparison) -> None:

@@ -189,9 +189,9 @@ def test_of_too_many_ops_the_slowest_are_left_out(comparison: Comparison) -> Non
 
 def test_the_words_of_the_two_lines(sure: WinRate) -> None:
     steps = BatchStepTimes(
-        system="paper", dealing="drawn", steps_s=np.linspace(1.0, 2.0, 101), simulations=101
+        system="paper", dealing="items", steps_s=np.linspace(1.0, 2.0, 101), simulations=101
     )
-    other = replace(steps, system="today", steps_s=2 * steps.steps_s)
+    other = replace(steps, system="today", dealing="drawn", steps_s=2 * steps.steps_s)
     models = draw_cost_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
     rule = find_win_rule(models, uncertain_parameters(BASE), [model.tp_overlapped > 0.5 for model in models])
     wins = (
@@ -202,14 +202,14 @@ def test_the_words_of_the_two_lines(sure: WinRate) -> None:
     assessed = PlanAssessment(steps={"paper": steps, "today": other}, sure=said)
     text = " ".join(" ".join(format_uncertainty(assessed)).split())
     assert text == (
-        "steps mean 1.500 s, p95 1.950 s over 101 batches drawn from the workload "
-        "(today: mean 3.000 s, p95 3.900 s) "
+        "steps mean 1.500 s, p95 1.950 s over 101 batches drawn from the workload, items dealt "
+        "(today: mean 3.000 s, p95 3.900 s, as drawn) "
         "sure? same winner, paper, in 99 of 200 perturbed cost models; balanced-best wins in 100, all among "
         "the 100 where TP traffic is 70 % overlapped; fsdp wins in 1"
     )
     faster = replace(steps, system="three-phase", steps_s=0.9 * steps.steps_s)
     assessed = PlanAssessment(steps={"paper": steps, "three-phase": faster}, sure=said)
-    assert "p95 1.755 s): over these three-phase is the faster" in " ".join(format_uncertainty(assessed))
+    assert "items dealt): over these three-phase is the faster" in " ".join(format_uncertainty(assessed))
     keys = build_uncertainty_json(assessed)
     assert json.loads(json.dumps(keys)) == keys
     assert keys["steps"]["paper"]["p95_s"] == pytest.approx(1.95)  # type: ignore[index]

@@ -11,6 +11,8 @@ from optimus.sensitivity.batch_steps import BatchStepTimes
 from optimus.sensitivity.noise_study import POLICIES, NoiseStudy, StepsUnderNoise
 from optimus.sensitivity.win_rate import MIN_WINS_FOR_RULE, OtherWinner, WinRate, WinRule
 
+DEALING_WORDS = {"drawn": "as drawn", "reordered": "sequences re-dealt", "items": "items dealt"}
+
 
 def build_uncertainty_json(assessed: PlanAssessment) -> dict[str, object]:
     """Returns the keys `steps` and `sure`."""
@@ -59,19 +61,23 @@ def format_uncertainty(assessed: PlanAssessment) -> list[str]:
 def _steps_words(assessed: PlanAssessment) -> str:
     plan, *rivals = assessed.steps.values()
     batches = f"over {len(plan.steps_s)} batches drawn from the workload"
-    if plan.simulations == 1:
-        batches += ", which are all alike"
-    words = f"mean {format_seconds(plan.mean_s)} s, p95 {format_seconds(plan.p95_s)} s {batches}"
+    dealt = "which are all alike" if plan.simulations == 1 else DEALING_WORDS[plan.dealing]
+    words = f"{_batch_steps(plan)} {batches}, {dealt}"
     if rivals:
-        words += f" ({'; '.join(_batch_steps(steps) for steps in rivals)})"
+        words += f" ({'; '.join(_rival_steps(steps) for steps in rivals)})"
     best = min(assessed.steps.values(), key=lambda steps: steps.mean_s)
     if best is not plan and assessed.sure.winner == plan.system:
         words += f": over these {best.system} is the faster"
     return words
 
 
+def _rival_steps(steps: BatchStepTimes) -> str:
+    dealt = "" if steps.simulations == 1 else f", {DEALING_WORDS[steps.dealing]}"
+    return f"{steps.system}: {_batch_steps(steps)}{dealt}"
+
+
 def _batch_steps(steps: BatchStepTimes) -> str:
-    return f"{steps.system}: mean {format_seconds(steps.mean_s)} s, p95 {format_seconds(steps.p95_s)} s"
+    return f"mean {format_seconds(steps.mean_s)} s, p95 {format_seconds(steps.p95_s)} s"
 
 
 def _sure_words(sure: WinRate) -> str:

@@ -17,8 +17,10 @@ from functools import cached_property
 import numpy as np
 
 from optimus.ir.op import Floats, Ints
+from optimus.job.workload import Workload
 
 SWAPS = 4  # at most, per pipeline
+MAX_REPLICAS = 8  # that deal to each other: more make loads hardly more even
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +65,12 @@ class DealtItems:
     @cached_property
     def _counts(self) -> Ints:
         return np.bincount([pipeline for of_column in self.pipelines for pipeline in of_column])
+
+
+def choose_dealing_replicas(workload: Workload, replicas: int) -> int:
+    """Returns how many replicas deal items to each other: none do where all sequences are alike."""
+    items = {sequence.items for sequence in workload.sequences}
+    return max(n for n in range(1, MAX_REPLICAS + 1) if replicas % n == 0) if len(items) > 1 else 1
 
 
 def deal_sequences(loads: Sequence[float], columns: int) -> list[list[int]]:

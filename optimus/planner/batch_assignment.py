@@ -26,6 +26,7 @@ class EncoderBins:
     bins: int
     sharing: Sharing
     priced_sequences: float  # mean sequences whose load one bin (with `all`: all bins) was priced at
+    pipelines: tuple[int, ...] = ()  # with `pieces`: the pipeline of every encoder microbatch of a replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +35,17 @@ class BatchAssignment:
 
     Replicas run in parallel and the slowest ends the step. With `locked` replicas, every layer of each
     waits for all, and microbatch m takes as long as the slowest replica's.
+
+    Encoders of `dealing_replicas` replicas may encode each other's items. `exchange_s` is the time of a
+    microbatch for what then travels between replicas, as far as the schedule does not contain it.
     """
 
     replicas: int
     microbatches: int
     encoders: Mapping[str, EncoderBins] = field(default_factory=dict)
     locked: bool = False
+    dealing_replicas: int = 1
+    exchange_s: float = 0.0
 
 
 def encoder_bins_on_llm_ranks(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from optimus.cost.memory import RankMemory
+from optimus.cost.network import Collective
+from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Plan, PlanClaims, Program
 from optimus.ir.ranks import LLM
@@ -159,9 +161,10 @@ class SearchResult:
         return self.how
 
     def batch_assignment(self) -> BatchAssignment:
-        """Returns encoder microbatches as parts of an LLM microbatch of the same replica."""
+        """Returns encoder microbatches as parts of an LLM microbatch, of any replica of a dealing group."""
         context, plan = self.context, self.plan
         replicas = plan.modules[LLM].layout.dp
+        dealing = choose_dealing_replicas(context.job.workload, replicas)
         sequences = context.job.workload.sequences_per_step / replicas / plan.microbatches
         bins = {}
         for encoder in context.job.model.encoders:
@@ -171,8 +174,30 @@ class SearchResult:
                 plan.modules[LLM].layout.tp // module.layout.tp,
             )
             priced = context.sequences_per_piece(encoder, sequences, count, across)
-            bins[encoder.name] = EncoderBins(bins=count, sharing="pieces", priced_sequences=priced)
-        return BatchAssignment(replicas=replicas, microbatches=plan.microbatches, encoders=bins)
+            bins[encoder.name] = EncoderBins(
+                bins=count, sharing="pieces", priced_sequences=priced, pipelines=module.pipelines
+            )
+        return BatchAssignment(
+            replicas=replicas,
+            microbatches=plan.microbatches,
+            encoders=bins,
+            dealing_replicas=dealing,
+            exchange_s=self._exchange_s(dealing),
+        )
+
+    def _exchange_s(self, replicas: int) -> float:
+        """Returns the time of a microbatch's rows to other replicas' stages 0, and of their gradients back.
+
+        Each rank of stage 0 sends its part to the same rank of the other replicas, over the NIC.
+        """
+        plan, llm = self.plan, self.plan.modules[LLM].layout
+        stride, size = llm.cp * llm.tp, 0.0
+        for module in plan.encoders.values():
+            size += module.seam_bytes * module.layout.tp * module.microbatches_per_llm_microbatch / stride
+        trains = any(e.train or e.projector.train for e in self.context.job.model.encoders)
+        return (1 + trains) * self.context.cost_model.group_s(
+            Collective.ALL_TO_ALL, size, ranks=replicas, stride=stride
+        )
 
 
 # ---------------------------------------------------------------------------- rejected layouts

@@ -84,7 +84,12 @@ class PlanningResult:
     @property
     def simpler(self) -> SimulatedSystem | None:
         """The fastest system that fits and fills no bubbles, of those that were compared."""
-        return min((system for system in self._others if system.fits), key=_seconds, default=None)
+        return next(iter(self.rivals), None)
+
+    @property
+    def rivals(self) -> list[SimulatedSystem]:
+        """All systems that fit and fill no bubbles, of those that were compared, fastest first."""
+        return sorted((system for system in self._others if system.fits), key=_seconds)
 
     @property
     def reference(self) -> SimulatedSystem | None:

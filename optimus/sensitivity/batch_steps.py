@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from optimus.errors import UserError, nearest
-from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind
+from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.ranks import LLM
 from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.schedule.simulator import simulate_schedule
+from optimus.sensitivity.dealt_items import sum_dealt_item_loads
 from optimus.sensitivity.drawn_batches import (
     BATCHES,
     COMPUTE,
@@ -28,6 +30,8 @@ from optimus.sensitivity.drawn_batches import (
 MAX_SIMULATED_OPS = 100_000_000  # over all systems; the first is always simulated
 GUESSES = 3  # of the slowest replica, each by another criterion; a very large schedule gets one
 PROBE_LOAD = 2.0  # load of one microbatch, relative to the mean, that probes how much slack it has
+BEST, TODAY = "best", "today"
+CHOOSE_OVER_BATCHES = 4
 TAIL_DIVISOR = 4  # one criterion sums the last 1/TAIL_DIVISOR of a replica's microbatches
 
 Progress = Callable[[str, int, int], None]
@@ -67,6 +71,7 @@ class BatchSimulator:
         self._schedule, self._slowdown, self._launch_s = system.schedule, slowdown, launch_s
         self._guesses = guesses
         self._known: dict[bytes, float] = {}
+        self._exchanged = _first_llm_rows(system.schedule, assignment.microbatches)
         self._rows = {name: self._find_rows(name) for name in assignment.encoders}
         self._seconds = {
             name: float(system.schedule.duration_s[rows[COMPUTE]].sum()) for name, rows in self._rows.items()
@@ -80,9 +85,12 @@ class BatchSimulator:
         moves &= (schedule.kind != OpKind.UNSHARD) & (schedule.kind != OpKind.REDUCE_GRAD)
         return np.flatnonzero(of_encoder & (schedule.lane == Lane.COMPUTE)), np.flatnonzero(moves)
 
-    def step_s(self, loads: Mapping[str, Floats]) -> float:
-        """Returns the step of the slowest replica; replicas with equal loads are simulated once."""
-        return max(self._simulate(loads, replica) for replica in self._slow_replicas(loads))
+    def step_s(self, loads: Mapping[str, Floats], *, exchange_s: float = 0.0) -> float:
+        """Returns the step of the slowest replica; replicas with equal loads are simulated once.
+
+        Every microbatch of the LLM waits `exchange_s` for rows of other replicas, and nothing hides that.
+        """
+        return max(self._simulate(loads, replica, exchange_s) for replica in self._slow_replicas(loads))
 
     def _slow_replicas(self, loads: Mapping[str, Floats]) -> list[int]:
         """Returns the replicas with the most load in all, in one microbatch, and near the end of the step."""
@@ -96,13 +104,16 @@ class BatchSimulator:
             scores += [compute.sum(axis=1), compute.max(axis=1), compute[:, -end:].sum(axis=1)]
         return sorted(set(scores[: self._guesses].argmax(axis=1).tolist()))
 
-    def _simulate(self, loads: Mapping[str, Floats], replica: int) -> float:
+    def _simulate(self, loads: Mapping[str, Floats], replica: int, exchange_s: float = 0.0) -> float:
         replica_loads = {name: load[:, min(replica, load.shape[1] - 1)] for name, load in loads.items()}
-        key = b"".join(load.tobytes() for load in replica_loads.values())
+        key = b"".join(
+            [np.float64(exchange_s).tobytes(), *(load.tobytes() for load in replica_loads.values())]
+        )
         if key not in self._known:
             self.simulations += 1
             schedule = self._schedule
             duration_s = schedule.duration_s.copy()
+            duration_s[self._exchanged] += exchange_s
             for name, load in replica_loads.items():
                 for which in (COMPUTE, TOKENS):
                     rows = self._rows[name][which]
@@ -117,6 +128,8 @@ class BatchSimulator:
         """Returns the positions for microbatches, heaviest first: the best of a few orders."""
         count = self.assignment.microbatches
         orders = [list(range(count)), list(reversed(range(count)))]
+        if dealing == "items" or (dealing == "reordered" and self.assignment.locked):
+            return []  # the order of microbatches follows from loads, or they are even
         if dealing in ("matched", "reordered"):  # most slack: where one heavy microbatch costs least
             alone = np.where(np.eye(count, dtype=bool), PROBE_LOAD, 1.0)
             costs = [self._step_of(loads) for loads in alone]
@@ -142,6 +155,15 @@ class BatchSimulator:
         return self._simulate(loads, 0)
 
 
+def _first_llm_rows(schedule: Schedule, microbatches: int) -> Ints:
+    """Returns the first op of the LLM in every microbatch."""
+    llm = (schedule.module == schedule.modules.index(LLM)) & (schedule.lane == Lane.COMPUTE)
+    rows = np.flatnonzero(llm & (schedule.kind == OpKind.FORWARD))
+    first = np.full(microbatches, len(schedule), np.int64)
+    np.minimum.at(first, schedule.microbatch[rows], rows)
+    return first[first < len(schedule)]
+
+
 def simulate_batches(
     comparison: Comparison,
     names: Iterable[str],
@@ -152,9 +174,13 @@ def simulate_batches(
     all_replicas: bool = False,
     progress: Progress = lambda name, done, total: None,
 ) -> dict[str, BatchStepTimes]:
-    """Simulates each named system over the same batches; beyond MAX_SIMULATED_OPS later ones are left out."""
-    if dealing not in DEALINGS:
-        hint = nearest(dealing, DEALINGS)
+    """Simulates each named system over the same batches; beyond MAX_SIMULATED_OPS later ones are left out.
+
+    With the dealing `best`, each system gets the faster of those that it can use; `today` stays as drawn.
+    Where encoders cannot take items of other replicas, whole sequences are reordered instead.
+    """
+    if dealing not in (*DEALINGS, BEST):
+        hint = nearest(dealing, [*DEALINGS, BEST])
         raise UserError(field="dealing", value=dealing, problem="is not a dealing", hint=hint)
     batches, assumed = draw_batches(comparison.job, count=count, seed=seed), comparison.assumptions
     different = 1 if batches.are_even else count
@@ -162,32 +188,56 @@ def simulate_batches(
     systems, simulated_ops = list(dict.fromkeys(names)), 0
     for place, name in enumerate(systems):
         system = comparison.systems[name]
-        assignment = system.candidate.batch_assignment()
         ops = different * len(system.schedule)
         if by_system and simulated_ops + ops > MAX_SIMULATED_OPS:
             continue
         guesses = GUESSES if simulated_ops + GUESSES * ops <= MAX_SIMULATED_OPS else 1
         simulator = BatchSimulator(
             system,
-            assignment,
+            system.candidate.batch_assignment(),
             slowdown=assumed.residence_slowdown,
             launch_s=assumed.launch_s,
             guesses=None if all_replicas else guesses,
         )
-        order, steps = simulator.order(dealing), []
+        chosen = _choose_dealing(simulator, batches, name) if dealing == BEST else dealing
+        if chosen == "items" and simulator.assignment.dealing_replicas == 1:
+            chosen = "reordered"
+        order, steps = simulator.order(chosen), []
         for batch in range(count):
             progress(f"steps of {name}", place * count + batch, len(systems) * count)
-            steps.append(simulator.step_s(encoder_loads_of_batch(batches, batch, assignment, dealing, order)))
+            steps.append(_step_s(simulator, batches, batch, chosen, order))
         by_system[name] = BatchStepTimes(
-            system=name, dealing=dealing, steps_s=np.array(steps), simulations=simulator.simulations
+            system=name, dealing=chosen, steps_s=np.array(steps), simulations=simulator.simulations
         )
         simulated_ops += simulator.simulations * len(system.schedule)
     return by_system
+
+
+def _choose_dealing(simulator: BatchSimulator, batches: DrawnBatches, name: str) -> str:
+    """Returns the dealing with the shortest steps over a few batches, of those that a system can use."""
+    if name == TODAY or batches.are_even or not simulator.assignment.encoders:
+        return "drawn"
+    can_deal_items = simulator.assignment.dealing_replicas > 1
+    means = {}
+    for dealing in ("items", "reordered") if can_deal_items else ("reordered",):
+        order, few = simulator.order(dealing), range(min(CHOOSE_OVER_BATCHES, len(batches)))
+        means[dealing] = sum(_step_s(simulator, batches, batch, dealing, order) for batch in few)
+    return min(means, key=means.__getitem__)
+
+
+def _step_s(
+    simulator: BatchSimulator, batches: DrawnBatches, batch: int, dealing: str, order: list[int]
+) -> float:
+    loads = encoder_loads_of_batch(batches, batch, simulator.assignment, dealing, order)
+    uneven = dealing == "items" and not batches.are_even
+    return simulator.step_s(loads, exchange_s=simulator.assignment.exchange_s if uneven else 0.0)
 
 
 def encoder_loads_of_batch(
     batches: DrawnBatches, batch: int, assignment: BatchAssignment, dealing: str, order: list[int]
 ) -> dict[str, Floats]:
     """Returns the loads of the encoder microbatches of one batch under a dealing."""
+    if dealing == "items":
+        return sum_dealt_item_loads(batches, batch, assignment)
     slots = deal_batch_to_replicas(batches.loads[batches.drawn[batch]], assignment, dealing, order)
     return sum_encoder_loads(batches, batch, slots, assignment)

@@ -11,6 +11,7 @@ from itertools import chain
 import numpy as np
 
 from optimus.cost.flops import forward_flops
+from optimus.data.dealing import deal_microbatches
 from optimus.ir.op import Floats, Ints
 from optimus.job.job import Job
 from optimus.job.model import Encoder
@@ -24,6 +25,7 @@ DEALINGS = {
     "sorted": "each replica's microbatches by encoder load, heaviest at the end the schedule prefers",
     "matched": "each replica's heaviest microbatches where the schedule has most room",
     "reordered": "sequences of the whole batch so that loads are even, over replicas first; then matched",
+    "items": "sequences so that microbatches are even, then single items over the encoders of some replicas",
 }
 Slots = Sequence[Sequence[Ints]]  # by replica and microbatch: places of sequences in the batch
 
@@ -105,6 +107,8 @@ def deal_batch_to_replicas(
     if dealing == "drawn":
         return slots
     assert dealing in DEALINGS, dealing
+    if dealing == "reordered" and assignment.locked:
+        return _locked_evenly(loads, slots)
     dealt = _evenly(loads, slots) if dealing == "reordered" else slots
     return [_placed(loads, replica, order) for replica in dealt]
 
@@ -116,6 +120,15 @@ def _placed(loads: Floats, microbatches: Sequence[Ints], order: Sequence[int]) -
     for position, microbatch in zip(order, heaviest, strict=True):
         placed[position] = microbatches[microbatch]
     return placed
+
+
+def _locked_evenly(loads: Floats, slots: Slots) -> Slots:
+    """Deals alike sequences into one microbatch, since replicas wait for each other in every one."""
+    replicas, microbatches = len(slots), len(slots[0])
+    if len(loads) % (replicas * microbatches):
+        return _evenly(loads, slots)
+    dealt = deal_microbatches(loads.tolist(), microbatches, replicas)
+    return [[np.array(microbatch[replica], int) for microbatch in dealt] for replica in range(replicas)]
 
 
 def _evenly(loads: Floats, slots: Slots) -> Slots:

@@ -8,9 +8,11 @@ from functools import cached_property
 from itertools import product
 
 from optimus.cost.memory import RankMemory, communicator_bytes, transient_bytes
+from optimus.cost.network import Collective
 from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.job.layout import Layout, divisors
+from optimus.job.model import BF16_BYTES
 from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
 from optimus.planner.context import PlanningContext, RecomputePolicy, describe_recompute
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
@@ -135,7 +137,28 @@ class FsdpCandidate(BaseCandidate):
             microbatches=self.accumulate,
             encoders=encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
             locked=True,
+            dealing_replicas=self.layout.dp,
+            exchange_s=self._exchange_s,
         )
+
+    @property
+    def _exchange_s(self) -> float:
+        """Seconds of a microbatch's all-to-alls if images are dealt over all ranks: patches, and rows back.
+
+        They are exposed: the tower waits for patches, the LLM for rows, and the tower for their gradients.
+        """
+        job, layout, seconds = self.context.job, self.layout, 0.0
+        for encoder in job.model.encoders:
+            load = job.workload.encoder_load(encoder.name, encoder.merge)
+            tokens = load.tokens * self.sequences / layout.tp
+            width = encoder.projector.widths[-1] * len(encoder.feeds) / encoder.merge
+            trains = encoder.train or encoder.projector.train
+            for times, numbers in ((1, encoder.patch_inputs), (1 + trains, width)):
+                size = tokens * numbers * BF16_BYTES
+                seconds += times * self.context.cost_model.group_s(
+                    Collective.ALL_TO_ALL, size, ranks=layout.dp * layout.tp, stride=1
+                )
+        return seconds
 
     def describe(self) -> str:
         """Returns layout, microbatch size and recomputation."""

@@ -129,6 +129,7 @@ class SeparateGpusCandidate(BaseCandidate):
             replicas=self.llm.layout.dp,
             microbatches=self.llm.microbatches,
             encoders={encoder.name: together for encoder in job.model.encoders},
+            dealing_replicas=self.llm.layout.dp,
         )
 
     def describe(self) -> str:

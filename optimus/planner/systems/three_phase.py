@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from optimus.cost.memory import RankMemory, communicator_bytes
+from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Lane, OpKind, Schedule
 from optimus.job.model import BF16_BYTES
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
@@ -63,7 +64,10 @@ class ThreePhaseCandidate(BaseCandidate):
         return tuple(self._with_encoders(memory, stage) for stage, memory in enumerate(self.llm.memories))
 
     def batch_assignment(self) -> BatchAssignment:
-        """Returns a replica's images dealt over all its encoder groups, for all microbatches at once."""
+        """Returns a replica's images dealt over all its encoder groups, for all microbatches at once.
+
+        Groups of other replicas may encode them too: rows cross nodes either way, and are priced so.
+        """
         context, replicas = self.context, self.llm.layout.dp
         bins = {}
         for replicated in self.encoders:
@@ -74,7 +78,12 @@ class ThreePhaseCandidate(BaseCandidate):
             bins[replicated.encoder.name] = EncoderBins(
                 bins=groups // replicas, sharing="replica", priced_sequences=priced
             )
-        return BatchAssignment(replicas=replicas, microbatches=self.llm.microbatches, encoders=bins)
+        return BatchAssignment(
+            replicas=replicas,
+            microbatches=self.llm.microbatches,
+            encoders=bins,
+            dealing_replicas=choose_dealing_replicas(context.job.workload, replicas),
+        )
 
     def describe(self) -> str:
         """Returns layout and recomputation of every encoder, then the LLM's pipeline."""

@@ -1,0 +1,85 @@
+"""Deals single items of drawn batches over the encoders of several replicas, and sums the loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from optimus.data.dealing import DealtItems, deal_items, deal_sequences
+from optimus.ir.op import Floats, Ints
+from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
+from optimus.sensitivity.drawn_batches import COMPUTE, DrawnBatches, EncoderItemCosts
+
+MAX_DEALT_GROUPS = 8  # of replicas, in a batch: sequences are dealt to groups first, so that all are alike
+Columns = Sequence[Ints]  # sequences of the workload, by microbatch index, over all replicas of a group
+
+
+def sum_dealt_item_loads(batches: DrawnBatches, batch: int, assignment: BatchAssignment) -> dict[str, Floats]:
+    """Returns loads as `sum_encoder_loads` does, with items dealt inside groups of replicas.
+
+    Sequences are dealt to groups and there to columns, one per microbatch index, of equal load. Then items of
+    a column go to any encoder of the group.
+    """
+    drawn = batches.drawn[batch]
+    loads = batches.loads[drawn]
+    count, columns = assignment.replicas // assignment.dealing_replicas, assignment.microbatches
+    by_group = _deal_evenly(loads, count, multiple_of=columns)[:MAX_DEALT_GROUPS]
+    groups = [[drawn[own[c]] for c in _deal_evenly(loads[own], columns)] for own in by_group]
+    by_encoder = {}
+    for name, bins in assignment.encoders.items():
+        items = batches.items[name]
+        priced = items.means[:, None, None] * max(bins.priced_sequences, 1e-30)
+        own_loads = [_sum_loads(items, group, bins, assignment) for group in groups]
+        by_encoder[name] = np.concatenate(own_loads, axis=1) / priced
+    return by_encoder
+
+
+def _deal_evenly(loads: Floats, parts: int, multiple_of: int = 1) -> list[Ints]:
+    """Deals sequences into parts of equal load; where sizes do not divide, some have one less."""
+    missing = -len(loads) % (parts * multiple_of)
+    dealt = deal_sequences([*loads.tolist(), *[0.0] * missing], parts)
+    return [np.array([place for place in part if place < len(loads)], int) for part in dealt]
+
+
+def _sum_loads(
+    items: EncoderItemCosts, columns: Columns, bins: EncoderBins, assignment: BatchAssignment
+) -> Floats:
+    """Returns FLOPs and tokens by replica and encoder microbatch of one group."""
+    replicas, encoders = assignment.dealing_replicas, assignment.dealing_replicas * bins.bins
+    if bins.sharing == "all":
+        return np.stack([items.totals[:, column].sum(axis=1) for column in columns], axis=1)[:, None, :]
+    if bins.sharing == "replica":
+        return _fullest(_sum_bins(items, [np.concatenate(columns)], [range(encoders)]))
+    if assignment.locked:  # ranks meet in every microbatch: what one has more there is never made up for
+        alone = [_sum_bins(items, [column], [range(encoders)]) for column in columns]
+        return np.concatenate([_fullest(column) for column in alone], axis=2)
+    assert bins.sharing == "pieces", bins.sharing
+    own, pieces = 1 + max(bins.pipelines), bins.bins
+    pipelines = [
+        [r * own + p for r in range(replicas) for p in bins.pipelines[m * pieces : (m + 1) * pieces]]
+        for m in range(len(columns))
+    ]
+    loads = _sum_bins(items, columns, pipelines)  # by column: replica after replica
+    by_replica = loads.reshape(2, len(columns), replicas, pieces).swapaxes(1, 2)
+    return by_replica.reshape(2, replicas, len(columns) * pieces)
+
+
+def _sum_bins(items: EncoderItemCosts, columns: Columns, pipelines: Sequence[Sequence[int]]) -> Floats:
+    """Returns FLOPs and tokens of the bins of every column."""
+    flops = [list(chain.from_iterable(items.flops[n] for n in column.tolist())) for column in columns]
+    dealt: DealtItems = deal_items(flops, pipelines)
+    loads, begin = np.empty((2, len(columns), len(pipelines[0]))), 0
+    for place, column in enumerate(columns):
+        lengths = list(chain.from_iterable(items.lengths[n] for n in column.tolist()))
+        bins = np.array(dealt.bins[begin : begin + len(lengths)], int)
+        begin += len(lengths)
+        loads[:, place] = dealt.loads[place], np.bincount(bins, lengths, loads.shape[2])
+    return loads
+
+
+def _fullest(loads: Floats) -> Floats:
+    """Returns the loads of the bin with the most compute of each column, as those of one replica."""
+    fullest = loads[COMPUTE].argmax(axis=1)
+    return loads[:, np.arange(len(fullest)), fullest][:, None, :]
