@@ -25,7 +25,7 @@ from optimus import cli
 from optimus.cost.assumptions import PRESETS, Assumptions
 from optimus.cost.memory import NOT_MODELLED, RankMemory
 from optimus.ir.op import Lane, OpKind
-from optimus.job import attention, cluster, layout, model, read, workload
+from optimus.job import attention, cluster, data_source, layout, model, read, workload
 from optimus.job.catalog_files import list_catalog_names
 from optimus.job.read import load_job
 from optimus.planner.systems.registry import SYSTEMS
@@ -354,7 +354,7 @@ def test_every_field_of_a_job_file_is_explained() -> None:
         model.Encoder, model.Llm, model.Stack, attention.Attention, attention.LatentAttention,
         attention.LinearAttention, model.LayerVariant, model.Linear, model.PerLayerInputs, model.Mlp,
         model.Experts, model.Projector, model.Precision, layout.PartialLayout, layout.SearchLimits,
-        workload.TokenPercentiles,
+        workload.TokenPercentiles, data_source.DataBlock,
     ):  # fmt: skip
         missing = {field.name for field in fields(block)} - explained
         assert not missing, f"docs/jobs.md says nothing of {missing} of {block.__name__}"

@@ -13,6 +13,7 @@ from optimus.cli.console import check_writable, print_result, progress_bar
 from optimus.cli.flags import NO, OK, JsonFlag, describe_option, import_extra
 from optimus.cli.text import align_columns, wrap_closing_line, wrap_text
 from optimus.errors import UserError, show_value
+from optimus.job.data_source import find_index_file
 from optimus.render.format_numbers import format_percent
 
 if TYPE_CHECKING:
@@ -83,11 +84,11 @@ class DataCommand:
         media_headers = import_extra("optimus.data.media_headers", "data")
         sample_index = import_extra("optimus.data.sample_index", "data")
         file = jsonl_file.scan_jsonl(self.path)
-        limits = {"max_pixels": self.max_pixels, "max_audio_s": self.max_audio_s}
         folder = media_headers.MediaFolder(
             root=self.media_dir or self.path.parent,
             decode=self.decode,
-            **{name: value for name, value in limits.items() if value is not None},
+            max_pixels=self.max_pixels or media_headers.MAX_PIXELS,
+            max_audio_s=self.max_audio_s or media_headers.MAX_AUDIO_S,
         )
         key = sample_index.IndexKey.make(
             file, model=self.model, folder=folder, sequence_tokens=self.sequence_tokens
@@ -132,12 +133,11 @@ def _index_json(
         }
         modules[name] = {"tokens": int(tokens.sum()), "per_sample": quantiles, **items}
     tokens = sum(module["tokens"] for module in modules.values())
-    name = output.name.removesuffix(".jsonl").removesuffix(".lengths")
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "data": str(command.path),
         "lengths": str(output),
-        "index": str(output.with_name(f"{name}.index.npz")),
+        "index": str(find_index_file(output)),
         "samples": len(indexed.samples),
         "tokens": tokens,
         "labels": sum(indexed.samples.labels),

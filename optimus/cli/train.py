@@ -33,6 +33,7 @@ from optimus.cli.flags import (
     load_optional_profile,
 )
 from optimus.cli.text import wrap_text
+from optimus.cli.train_inputs import add_folders, describe_data, make_folder, open_data
 from optimus.cli.train_summary import build_train_json, format_predicted_step, format_train_summary
 from optimus.environment import Launched, launched
 from optimus.errors import OptimusError, UserError
@@ -49,9 +50,10 @@ RUN_DIR = Path("optimus-run")
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """Train a job on synthetic data, on this host or as one rank under torchrun.
+    """Train a job, on this host or as one rank under torchrun.
 
-    Weights come from a folder of transformers (--model) and go to one (--save).
+    Samples are those of the job's `data:`, or synthetic. Weights come from a folder of transformers (model.hf
+    of the job, or --model) and go to one (--save).
     """
 
     job: JobArgument
@@ -66,6 +68,13 @@ class TrainCommand:
         int | None,
         describe_option(metavar="N", help="steps to train; default: those of the job's run, or 20"),
     ] = None
+    first_step: Annotated[
+        int,
+        describe_option(
+            metavar="N",
+            help="number of the first step: go on where a run with N steps has stopped; default: 0",
+        ),
+    ] = 0
     run_dir: Annotated[
         Path,
         describe_option(
@@ -79,7 +88,7 @@ class TrainCommand:
         describe_option(
             metavar="FOLDER",
             help="a model folder of transformers (config.json and safetensors) whose weights are trained; "
-            "default: random weights",
+            "default: model.hf of the job if it has weights, or random ones",
         ),
     ] = None
     save: Annotated[
@@ -125,10 +134,12 @@ class TrainCommand:
         _require_torch()
         job, profile = self._job(), load_optional_profile(self.profile)
         training = self._training(job)
-        _make_folder("--run-dir", self.run_dir)
+        make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
-        if not self.json and self.model is not None:
-            print("\n".join(wrap_text("weights", f"of {self.model}")), flush=True)
+        if not self.json and training.model_dir is not None:
+            print("\n".join(wrap_text("weights", f"of {self.model or job.model_dir}")), flush=True)
+        if not self.json and training.data is not None:
+            print("\n".join(wrap_text("data", describe_data(job, training.data))), flush=True)
         if not self.json:
             title = f"{job.name} on {plan.ranks.world} ranks; {format_predicted_step(plan)}"
             print("\n".join(wrap_text("job", title)), flush=True)
@@ -160,6 +171,7 @@ class TrainCommand:
             )
         for flag, is_given in (
             ("--steps", self.steps is not None),
+            ("--first-step", self.first_step != 0),
             ("--memory", self.memory),
             ("--run-dir", self.run_dir != RUN_DIR),
             ("--model", self.model is not None),
@@ -193,12 +205,11 @@ class TrainCommand:
         job, profile = self._job(), load_optional_profile(self.profile)
         training = self._training(job)
         plan = self._plan(job, profile)
-        trainer = import_trainer(
-            "optimus.engine.trainer" if self.model is None else "optimus.hf.train_folder"
-        )
-        _make_folder("--run-dir", self.run_dir)
+        has_folder = training.model_dir is not None or training.data is not None
+        trainer = import_trainer("optimus.hf.train_folder" if has_folder else "optimus.engine.trainer")
+        make_folder("--run-dir", self.run_dir)
         digest = save_plan(plan, self.run_dir / PLAN) if place.rank == 0 else hash_plan(plan)
-        with training_progress(training.steps) if self._shows_progress else nullcontext() as report:
+        with training_progress(training.end_step) if self._shows_progress else nullcontext() as report:
 
             def on_step(metrics: StepMetrics) -> None:
                 if report is not None:
@@ -216,8 +227,13 @@ class TrainCommand:
     def _job(self) -> Job:
         """Loads the job; a model that our own layers cannot train is refused before anything is planned."""
         from optimus.job.own_layers import refuse_untrainable
-        from optimus.job.read import find_job
+        from optimus.job.read import JOB_ENDINGS, find_job, load_data_source
 
+        path = Path(self.job)
+        source = load_data_source(path) if path.suffix in JOB_ENDINGS and not self.dry_run else None
+        if source is not None:
+            with progress_bar("indexing") if self._shows_progress else nullcontext(_silent) as progress:
+                open_data(source, progress=progress if launched() is None else None)
         job = find_job(self.job, self.on, self.layout)
         refuse_untrainable(job.model)
         return job
@@ -226,9 +242,13 @@ class TrainCommand:
         from optimus.engine.config import read_training_config
 
         training = read_training_config(
-            job.run, steps=self.steps, run_dir=self.run_dir, count_memory=self.memory
+            job.run,
+            steps=self.steps,
+            first_step=self.first_step,
+            run_dir=self.run_dir,
+            count_memory=self.memory,
         )
-        return _with_folders(training, job, self.model, self.save)
+        return add_folders(training, job, self.model, self.save)
 
     @property
     def _shows_progress(self) -> bool:
@@ -258,31 +278,6 @@ class TrainCommand:
         return plan
 
 
-def _with_folders(
-    training: TrainingConfig, job: Job, model: str | Path | None, save: str | Path | None
-) -> TrainingConfig:
-    """Checks the model folder, and the one to save to, before anything is planned."""
-    if model is None:
-        if save is not None:
-            hint = "add --model FOLDER: its names, dtypes and files are written"
-            raise UserError(field="--save", value=str(save), problem="needs --model", hint=hint)
-        return training
-    from optimus.job.own_layers import refuse_other_model
-
-    if find_spec("transformers") is None:
-        raise UserError(
-            field="transformers", problem="is not installed", hint="pip install 'optimus-mllm[hf]'"
-        )
-    folder, into = Path(model).absolute(), None if save is None else Path(save).absolute()
-    refuse_other_model(job.model, folder)
-    if into is not None:
-        if into.resolve() == folder.resolve():
-            problem = "is the folder of the weights that are trained"
-            raise UserError(field="--save", value=str(save), problem=problem, hint="name another folder")
-        _make_folder("--save", into)
-    return replace(training, model_dir=folder, save_dir=into)
-
-
 def _silent(name: str, done: int, total: int) -> None:
     """Reports no progress: another rank does."""
 
@@ -300,12 +295,15 @@ def train(
     profile: Profile | None = None,
     model: Path | str | None = None,
     save: Path | str | None = None,
+    first_step: int = 0,
 ) -> TrainingSummary:
-    """Trains a job on synthetic data, one process per rank on this host; returns rank 0's summary.
+    """Trains a job, one process per rank on this host; returns rank 0's summary.
 
-    Makes a plan if none is given. `profile` is the profile that the plan was made with, if any. Metrics and
-    the last ops of failed ranks are written to `run_dir`. `model` is a model folder of transformers whose
-    weights are trained, `save` the folder that they are written to.
+    Samples are those of the job's `data:`, whose index is written if there is none, or synthetic. Makes a
+    plan if none is given. `profile` is the profile that the plan was made with, if any. Metrics and the last
+    ops of failed ranks are written to `run_dir`. `model` is a model folder of transformers whose weights are
+    trained, `save` the folder that they are written to. `first_step` is the number of the first step, of a
+    run that goes on where another has stopped.
     """
     from optimus.engine.config import read_training_config
     from optimus.job.own_layers import refuse_untrainable
@@ -314,8 +312,11 @@ def train(
 
     _require_torch()
     refuse_untrainable(job.model)
-    folder = None if run_dir is None else _make_folder("run_dir", Path(run_dir))
-    training = _with_folders(read_training_config(job.run, steps=steps, run_dir=folder), job, model, save)
+    folder = None if run_dir is None else make_folder("run_dir", Path(run_dir))
+    config = read_training_config(job.run, steps=steps, first_step=first_step, run_dir=folder)
+    training = add_folders(config, job, model, save)
+    if job.data is not None:
+        open_data(job.data, progress=_silent)
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, PlanningResult):
@@ -343,26 +344,15 @@ def _run_ranks(
         (folder / METRICS).unlink(missing_ok=True)
         digest = save_plan(plan, folder / PLAN)
         absolute = replace(training, run_dir=folder.absolute())
-        with follow_metrics(folder / METRICS, training.steps) if visible else nullcontext():
+        with (
+            follow_metrics(folder / METRICS, training.first_step + training.steps)
+            if visible
+            else nullcontext()
+        ):
             result: tuple[int, TrainingSummary | None] = launcher.launch_training(
                 job, plan, digest, absolute, private
             )
         return result
-
-
-def _make_folder(field: str, folder: Path) -> Path:
-    """Creates the folder if it is missing and checks that files can be written to it."""
-    try:
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise UserError(
-            field=field,
-            value=str(folder),
-            problem=f"cannot be written: {error.strerror}",
-            hint="name a folder that is yours, in one that exists",
-        ) from None
 
 
 def _require_torch() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimus.cli.text import wrap_closing_line, wrap_text
+from optimus.errors import show_value
 
 if TYPE_CHECKING:
     from optimus.engine.config import TrainingSummary
@@ -30,6 +31,9 @@ def build_train_json(summary: TrainingSummary) -> dict[str, Any]:
         "final_loss": summary.final_loss,
         "step_s_median": summary.step_s_median,
         "device": summary.device,
+        "waiting_steps": summary.waiting_steps,
+        "skipped_samples": summary.skipped_samples,
+        "skipped": list(summary.skipped),
         **({} if summary.memory is None else {"memory": build_memory_json(summary.memory)}),
     }
 
@@ -59,6 +63,12 @@ def format_train_summary(
     compared = f"{measured / claim:.2g} times the predicted {claim:.3g} s"
     lines = wrap_text("loss", f"{summary.final_loss:.4f} after {count}")
     lines += wrap_text("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
+    if job.data is not None:
+        lines += wrap_text("waited", f"{summary.waiting_steps} of {count} waited for data")
+    if summary.skipped_samples:
+        named = "; ".join(map(show_value, summary.skipped))
+        broken = f"{summary.skipped_samples} samples whose files are broken trained nothing: {named}"
+        lines += wrap_closing_line("note", broken)
     lines += [] if summary.memory is None else format_memory(summary.memory)
     if not _is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:
         lines += wrap_closing_line("note", UNCALIBRATED.format(job=job.name))

@@ -13,7 +13,7 @@ import os
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ import numpy as np
 import transformers
 
 from optimus.data.index_lengths import IndexedLengths, LengthsTable, Progress, index_lengths
-from optimus.data.jsonl_file import JsonlFile, SkipReason
-from optimus.data.media_headers import MediaFolder
+from optimus.data.jsonl_file import JsonlFile, SkipReason, scan_jsonl
+from optimus.data.media_headers import MAX_AUDIO_S, MAX_PIXELS, MediaFolder
 from optimus.data.packing import pack_documents
+from optimus.errors import UserError
 from optimus.ir.files import write_file_atomically
 from optimus.ir.op import Ints
+from optimus.job.data_source import DataSource
 
 FORMAT = "optimus.index/1"
 PROCESSOR_ENDINGS = (".json", ".jinja", ".txt", ".model")
@@ -57,6 +59,10 @@ class IndexKey:
             max_pixels=folder.max_pixels,
             max_audio_s=folder.max_audio_s,
         )
+
+    def serves(self, other: IndexKey) -> bool:
+        """Tells whether an index can be used for another key: files may have been decoded for nothing."""
+        return other in (self, replace(self, decode=False))
 
 
 def _hash_processor(folder: Path) -> str:
@@ -137,11 +143,11 @@ class SampleIndex:
 
     @classmethod
     def load(cls, path: Path, key: IndexKey) -> SampleIndex | None:
-        """Reads an index; None if there is none with this key."""
+        """Reads an index; None if there is none that serves this key."""
         try:
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
                 header = json.loads(arrays["header"].tobytes())
-                if header["format"] != FORMAT or IndexKey(**header["key"]) != key:
+                if header["format"] != FORMAT or not IndexKey(**header["key"]).serves(key):
                     return None
                 prefix = "lengths."
                 columns = {name.removeprefix(prefix): arrays[name] for name in arrays if prefix in name}
@@ -175,3 +181,52 @@ def save_index(index: SampleIndex, path: Path, lengths: Path) -> None:
     """Writes an index, and the lengths of its sequences as a job file reads them."""
     write_file_atomically(lengths, index.packed_lengths().rows())
     index.save(path)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IndexedData:
+    """The data set of a job file, with its index."""
+
+    file: JsonlFile
+    index: SampleIndex
+    folder: MediaFolder
+
+
+def open_data(source: DataSource, *, progress: Progress | None = None) -> IndexedData:
+    """Opens a data set with its index; with `progress`, one is built and written where it is missing."""
+    file = scan_jsonl(source.path)
+    folder = MediaFolder(
+        root=source.media_dir,
+        max_pixels=source.max_pixels or MAX_PIXELS,
+        max_audio_s=source.max_audio_s or MAX_AUDIO_S,
+    )
+    key = IndexKey.make(file, model=source.model_dir, folder=folder, sequence_tokens=source.sequence_tokens)
+    index = SampleIndex.load(source.index, key)
+    if index is None or not source.lengths.is_file():
+        if progress is None:
+            raise UserError(
+                field="data.index",
+                value=str(source.index),
+                problem="is missing, or of other data, another processor or other options",
+                hint=f"run {source.command}",
+            )
+        index, indexed = build_index(
+            file, key, model=source.model_dir, folder=folder, workers=os.cpu_count() or 1, progress=progress
+        )
+        if not len(index):
+            raise UserError(
+                field="data.path",
+                value=str(source.path),
+                problem=f"has no sample that can be used: {_describe_skipped(indexed)}",
+                hint=f"{source.command} says more",
+            )
+        save_index(index, source.index, source.lengths)
+    return IndexedData(file=file, index=index, folder=folder)
+
+
+def _describe_skipped(indexed: IndexedLengths) -> str:
+    reasons = [
+        f"{count:,} {reason} (line {indexed.examples[reason][0][0]})"
+        for reason, count in indexed.skipped.most_common(3)
+    ]
+    return ", ".join(reasons) or "it is empty"

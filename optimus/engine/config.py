@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from optimus.errors import UserError, one_of
+from optimus.job.data_source import DataSource
 
 METRICS = "metrics.jsonl"
 PLAN = "plan.json"
+WAITING_SHARE = 0.01
 DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -31,7 +33,13 @@ class TrainingConfig:
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
     count_memory: bool = False  # in the last step: the bytes of all tensors, compared with the plan's
     model_dir: Path | None = None  # a model folder whose weights are trained; they are random otherwise
+    data: DataSource | None = None  # samples are synthetic otherwise
     save_dir: Path | None = None  # a folder for the trained weights, under the names of `model_dir`
+
+    @property
+    def end_step(self) -> int:
+        """The number of the step behind the last."""
+        return self.first_step + self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +90,7 @@ class TrainingSummary:
     device: str
     memory: MemoryUse | None = None  # of the rank that held most, if it was counted
     skipped_samples: int = 0  # whose files turned out broken
+    waiting_steps: int = 0  # that waited for data, for more than WAITING_SHARE of their time
     skipped: tuple[str, ...] = ()  # the first of them: line, reason and file
 
     def save(self, path: Path) -> None:
@@ -100,6 +109,7 @@ def read_training_config(
     settings: Mapping[str, Any],
     *,
     steps: int | None,
+    first_step: int = 0,
     run_dir: Path | None = None,
     count_memory: bool = False,
 ) -> TrainingConfig:
@@ -123,6 +133,7 @@ def read_training_config(
         _check_number(f"run.{name}", value, usual)
     if steps is not None:
         _check_number("--steps", steps, default.steps)
+    _check_number("--first-step", first_step, default.first_step)
     count = numbers["steps"][0] if steps is None else steps
     if count_memory and count < 2:
         raise UserError(
@@ -132,6 +143,7 @@ def read_training_config(
         )
     return TrainingConfig(
         steps=count,
+        first_step=first_step,
         seed=numbers["seed"][0],
         learning_rate=float(numbers["optimizer.lr"][0]),
         weight_decay=float(numbers["optimizer.weight_decay"][0]),

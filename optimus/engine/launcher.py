@@ -1,8 +1,8 @@
 """Starts the ranks of a run on one host, without torchrun, and ends them together.
 
-`python -m optimus.engine.launcher FOLDER` is one rank (`optimus.hf.train_folder` one with weights of a model
-folder). It reads its job and plan, which the launching process has checked, from the folder: ranks load
-neither the command line nor the planner.
+`python -m optimus.engine.launcher FOLDER` is one rank (`optimus.hf.train_folder` one with a model folder's
+weights or with data). It reads its job and plan, which the launching process has checked, from the folder:
+ranks load neither the command line nor the planner.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def launch_training(
     Only this user may write to `folder`: ranks unpickle a file in it, which can run code.
     """
     (folder / INPUTS).write_bytes(pickle.dumps((job, plan, plan_hash, config)))
-    entry = "optimus.engine.launcher" if config.model_dir is None else "optimus.hf.train_folder"
+    has_folder = config.model_dir is not None or config.data is not None
+    entry = "optimus.hf.train_folder" if has_folder else "optimus.engine.launcher"
     code = launch_processes(entry, [str(folder)], plan.ranks.world)
     return code, TrainingSummary.load(folder / SUMMARY) if code == 0 else None
 

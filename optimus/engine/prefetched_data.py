@@ -11,7 +11,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -29,11 +29,12 @@ MAX_RESTARTS = 2  # of a worker while it loads one sample
 class PrefetchedDataset:
     """A data set whose samples are loaded by worker processes; implements `protocols.Dataset`.
 
-    `start` says which samples come next. Workers end with this process.
+    `start` says which samples come next. Workers end with this process; modules in `preload` are imported
+    once for all of them.
     """
 
-    def __init__(self, dataset: Dataset, *, workers: int) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset, *, workers: int, preload: Sequence[str] = ()) -> None:
+        self._dataset, self._preload = dataset, (__name__, *preload)
         self._local = threading.local()
         self._workers: list[_Worker] = []
         self._threads = ThreadPoolExecutor(workers, initializer=self._begin_thread)
@@ -67,8 +68,9 @@ class PrefetchedDataset:
         """Returns a sample, waiting for it if it is not loaded yet."""
         begin, loading = time.perf_counter(), self._submit(number)
         del self._loading[number]
-        result = pickle.loads(loading.result())
+        content = loading.result()
         self.waited_s += time.perf_counter() - begin
+        result = pickle.loads(content)
         if isinstance(result, OptimusError):
             raise result
         assert isinstance(result, Sample)
@@ -88,7 +90,7 @@ class PrefetchedDataset:
     # ------------------------------------------------------------------------ in a thread
 
     def _begin_thread(self) -> None:
-        self._local.worker = _Worker(self._dataset)
+        self._local.worker = _Worker(self._dataset, self._preload)
         self._workers.append(self._local.worker)
 
     def _load(self, number: int) -> bytes:
@@ -99,8 +101,8 @@ class PrefetchedDataset:
 class _Worker:
     """A process that loads samples one after another; it is started again when it was killed."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset, preload: Sequence[str]) -> None:
+        self._dataset, self._preload = dataset, preload
         self._running: tuple[BaseProcess, Connection] | None = None
         self.restarts = 0
 
@@ -130,7 +132,7 @@ class _Worker:
     def _start(self) -> tuple[BaseProcess, Connection]:
         # Forks of a process that has nothing but imports: tokenizers and torch have threads here.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, type(self._dataset).__module__])
+        context.set_forkserver_preload(list(self._preload))
         connection, other = context.Pipe()
         process = context.Process(target=_serve, args=(other, self._dataset), daemon=True)
         process.start()

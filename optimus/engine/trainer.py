@@ -17,7 +17,14 @@ from torch import distributed as dist
 from optimus.engine.batch_plan import BatchPlanBroadcast
 from optimus.engine.build_rank import RankModel
 from optimus.engine.compile import describe_line
-from optimus.engine.config import METRICS, MemoryUse, StepMetrics, TrainingConfig, TrainingSummary
+from optimus.engine.config import (
+    METRICS,
+    WAITING_SHARE,
+    MemoryUse,
+    StepMetrics,
+    TrainingConfig,
+    TrainingSummary,
+)
 from optimus.engine.memory_tracker import measure_step_memory
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
@@ -159,9 +166,8 @@ class _TrainingLoop:
         watchdog.start()
         steps: list[StepMetrics] = []
         try:
-            first = self.config.first_step
-            self._start_batch_plan(first)
-            for step in range(first, first + self.config.steps):
+            self._start_batch_plan(self.config.first_step)
+            for step in range(self.config.first_step, self.config.end_step):
                 metrics = self._step(step)
                 steps.append(metrics)
                 usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
@@ -180,6 +186,7 @@ class _TrainingLoop:
             rank=self.member.rank,
             device=self.rank.device.type,
             memory=self._memory_of_fullest_rank(),
+            waiting_steps=sum(m.data_wait_s > WAITING_SHARE * m.step_s for m in steps),
             skipped_samples=sum(metrics.skipped_samples for metrics in steps),
             skipped=self._name_skipped_samples(),
         )
@@ -203,7 +210,7 @@ class _TrainingLoop:
 
     def _step(self, step: int) -> StepMetrics:
         begin, waited_s = time.perf_counter(), self._data_wait_s
-        is_last = step + 1 == self.config.first_step + self.config.steps
+        is_last = step + 1 == self.config.end_step
         with self._recorded(BATCH_PLAN):
             batch_plan = self._batch_plans.wait()
             if not is_last:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from optimus.job.cluster import Cluster
+from optimus.job.data_source import DataSource
 from optimus.job.layout import LayoutConstraints, PartialLayout
 from optimus.job.model import Model
 from optimus.job.workload import Workload
@@ -34,6 +36,8 @@ class Job:
     today: CurrentRun | None = None
     # Settings of the trainer (data, optimizer, paths); never part of a plan's hash.
     run: dict[str, Any] = field(default_factory=dict)
+    data: DataSource | None = None
+    model_dir: Path | None = None  # the folder of `model.hf`, which may have weights
     notes: tuple[str, ...] = field(default=(), compare=False)  # assumptions about values that were left out
 
     def replace(self, *, gpus: int | None = None, sequences_per_step: int | None = None) -> Job:

@@ -20,6 +20,7 @@ from optimus.job.catalog_files import (
 )
 from optimus.job.checks import check_job
 from optimus.job.cluster import GB, Cluster, ClusterBlock, Gpu, Link, LinkBlock
+from optimus.job.data_source import CONFIG, DataSource, find_model_dir, read_data_source
 from optimus.job.hf_config import read_hf_config
 from optimus.job.job import CurrentRun, Job, adapt_to_other_cluster
 from optimus.job.layout import CurrentPlacement, LayoutConstraints, PartialLayout, SearchLimits, parse_layout
@@ -59,6 +60,7 @@ class JobFile:
     model: object
     cluster: object
     workload: object = None
+    data: object = None
     layout: object = None
     today: TodayBlock | None = None
     run: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +144,7 @@ def load_model(name_or_path: str | Path) -> Model:
     """Loads a catalog model by name, or a released config.json (or the folder that holds one)."""
     path = Path(name_or_path)
     if resolve_catalog_name("models", str(name_or_path)) is None and _is_config(path):
-        return read_hf_config(path / "config.json" if path.is_dir() else path)
+        return read_hf_config(_find_config(path))
     return read_catalog_model(str(name_or_path))
 
 
@@ -155,6 +157,13 @@ def load_job(path: str | Path, *, on: str | None = None, layouts: Iterable[str] 
     """Loads a job file; `on` puts it on another cluster."""
     path = Path(path)
     return _assemble(load_yaml(path), path.stem, path.parent, on, layouts)
+
+
+def load_data_source(path: str | Path) -> DataSource | None:
+    """Reads `data:` of a job file alone: lengths of the workload may still have to be counted."""
+    root = load_yaml(Path(path))
+    read_typed(JobFile, root)
+    return read_data_source(root, Path(path).parent)
 
 
 def add_stated_layouts(
@@ -176,7 +185,11 @@ def add_stated_layouts(
 
 
 def _is_config(path: Path) -> bool:
-    return path.suffix == ".json" or (path / "config.json").is_file()
+    return path.suffix == ".json" or (path / CONFIG).is_file()
+
+
+def _find_config(path: Path) -> Path:
+    return path / CONFIG if path.is_dir() else path
 
 
 def _assemble(root: DocumentNode, name: str, folder: Path, on: str | None, layouts: Iterable[str]) -> Job:
@@ -185,10 +198,11 @@ def _assemble(root: DocumentNode, name: str, folder: Path, on: str | None, layou
     model = _read_model(root["model"], folder)
     root = (_expand_cluster(root["cluster"], folder) if on is None else _place_on_cluster(root, on)).root
     cluster = _read_cluster(root["cluster"])
+    data = read_data_source(root, folder)
     if file.workload is None:
         workload, notes = assume_workload(model, cluster.gpus)
     else:
-        workload, notes = read_workload(root["workload"], model, folder)
+        workload, notes = read_workload(root["workload"], model, folder, data)
     layout = LayoutConstraints() if file.layout is None else _constraints(root["layout"], model)
     today = None if file.today is None else _today(root["today"], file.today, model)
     if on is not None:
@@ -201,6 +215,8 @@ def _assemble(root: DocumentNode, name: str, folder: Path, on: str | None, layou
         layout=add_stated_layouts(layout, layouts, model),
         today=today,
         run=file.run,
+        data=data,
+        model_dir=find_model_dir(root["model"], folder),
         notes=(*_model_notes(model), *notes),
     )
     check_job(job, root)
@@ -313,7 +329,7 @@ def _read_model(node: DocumentNode, folder: Path) -> Model:
     if block.family and block.llm is None:
         raise node["family"].error(f"is given together with {forms[0]}", "leave it out")
     if block.hf is not None:
-        model = read_hf_config(folder / block.hf)
+        model = read_hf_config(_find_config(folder / block.hf))
     elif block.use is not None:
         model = read_catalog_model(block.use, where=node["use"])
     else:

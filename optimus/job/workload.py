@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from optimus.errors import UserError
+from optimus.job.data_source import DataSource
 from optimus.job.model import Encoder, Model
 from optimus.job.nodes import DocumentNode, parse_json, read_text
 from optimus.job.typed import Amount, Count, Share, Whole, read_typed, refuse_unknown_keys
@@ -182,8 +183,13 @@ class WorkloadBlock:
     source: str = ""
 
 
-def read_workload(node: DocumentNode, model: Model, folder: Path) -> tuple[Workload, tuple[str, ...]]:
-    """Reads the workload of a job file; also returns notes on what was assumed."""
+def read_workload(
+    node: DocumentNode, model: Model, folder: Path, data: DataSource | None = None
+) -> tuple[Workload, tuple[str, ...]]:
+    """Reads the workload of a job file; also returns notes on what was assumed.
+
+    Lengths that it does not state are those of `data`.
+    """
     token_fields = {f"{encoder.name}_tokens": encoder.name for encoder in model.encoders}
     refuse_unknown_keys(node, (*WorkloadBlock.__dataclass_fields__, *token_fields))
     block = read_typed(WorkloadBlock, node.without(*token_fields))
@@ -194,13 +200,17 @@ def read_workload(node: DocumentNode, model: Model, folder: Path) -> tuple[Workl
             percentiles[encoder] = read_typed(TokenPercentiles, node[name])
             _check_percentiles(node[name], percentiles[encoder], block.sequence_tokens)
     notes: tuple[str, ...] = ()
-    if block.lengths is not None:
-        if percentiles:
-            stated = next(name for name in token_fields if name in node)
-            raise node[stated].error("is given together with workload.lengths", "state one of them")
-        path = folder / block.lengths
+    path = None if block.lengths is None else folder / block.lengths
+    if path is not None and percentiles:
+        stated = next(name for name in token_fields if name in node)
+        raise node[stated].error("is given together with workload.lengths", "state one of them")
+    if path is None and not percentiles and data is not None:
+        path = data.lengths
+        if not path.is_file():
+            raise node.root["data"].error("has no lengths yet", f"run {data.command}", shown=False)
+    if path is not None:
         sequences = _read_lengths(path, block.sequence_tokens, [encoder.name for encoder in model.encoders])
-        source = block.source or f"{len(sequences):,} rows of {block.lengths}"
+        source = block.source or f"{len(sequences):,} rows of {block.lengths or path.name}"
     else:
         if not percentiles and model.encoders:
             percentiles, notes = _assume_percentiles(model, block.sequence_tokens)
