@@ -190,6 +190,7 @@ def _plan_json(planned: PlanningResult) -> dict[str, object]:
         "worth": _worth(planned),
         "search_s": planned.search_s,
         "peak_memory_bytes": max(held.peak for held in plan.memory),
+        "peak_memory_bytes_p99": planned.search_result.peak_bytes_at_p99,
         "memory_bytes": asdict(planned.system.memory),
         "bubbles_s": asdict(planned.system.bubbles),
         "considered": planned.search_result.considered,
@@ -359,6 +360,9 @@ def _memory(planned: PlanningResult) -> str:
         "reserve": memory.reserve,
     }
     total = f"{format_gigabytes(memory.total)} of {format_gigabytes(capacity)} GB"
+    heavy = planned.search_result.peak_bytes_at_p99
+    if heavy is not None and heavy > memory.total:
+        total += f" ({format_gigabytes(heavy)} at p99 of the data)"
     components = ", ".join(f"{name} {format_gigabytes(value)}" for name, value in parts.items())
     return f"{total} on the worst rank ({system.worst_rank}): {components}"
 

@@ -12,11 +12,12 @@ from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.kernel import Kernel
 from optimus.cost.memory import RankMemory
 from optimus.cost.priced_layer import PricedLayer, price_encoder_layers, price_llm_layers
-from optimus.ir.op import OpKind
+from optimus.ir.op import Floats, OpKind
 from optimus.ir.plan import Template
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
+from optimus.planner.worst_step import BinShape, resident_bins_at_p99
 from optimus.schedule.op_phases import expand_op_into_phases
 from optimus.schedule.pipeline_orders import PipelineOrder
 from optimus.schedule.schedule_builder import ChunkPricer
@@ -48,6 +49,7 @@ class PlanningCache:
         self.equal: dict[Template, Template] = {}
         self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerPrefixSums]] = {}
         self.images: dict[str, float] = {}  # per mean sequence, by encoder
+        self.resident_bins: dict[BinShape, Floats] = {}  # in a heavy step
         self.estimates: dict[PipelineKey, float] = {}
         self.memories: dict[PipelineKey, tuple[RankMemory, ...]] = {}
         self.cuts: dict[tuple[int, int], list[Cut]] = {}  # by id of layers and number of parts
@@ -150,6 +152,12 @@ class PlanningContext:
         mean = self.busiest_group_sequences(encoder, sequences, blocks) * blocks / pieces
         images = self.count_images(encoder, sequences)
         return mean if pieces == blocks or not images else max(mean, sequences / images)
+
+    def resident_bins_at_p99(self, shape: BinShape) -> Floats:
+        """Returns by n the load, in mean bins, of n bins in a row in a heavy step."""
+        if shape not in self.cache.resident_bins:
+            self.cache.resident_bins[shape] = resident_bins_at_p99(self.job.workload, shape)
+        return self.cache.resident_bins[shape]
 
     def recompute_policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[RecomputePolicy]:
         """Yields the recomputation of all modules to try, least first; only `auto` is open."""

@@ -118,6 +118,7 @@ class SearchResult:
     estimate_includes_traffic: bool = (
         True  # transfers and encoder traffic are in the algorithm's own estimate
     )
+    peak_bytes_at_p99: float | None = None  # of the fullest rank in a heavy step, where it is computed
     remarks: tuple[str, ...] = ()  # on the search, printed with its result
     rejected: list[RejectedLayout] = field(default_factory=list)
     tried: list[ScheduledLayout] = field(default_factory=list)

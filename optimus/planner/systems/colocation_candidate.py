@@ -6,18 +6,22 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import floor
+from math import ceil, floor
 from typing import Any
 
+import numpy as np
+
+from optimus.cost.memory import transient_bytes
 from optimus.cost.priced_layer import PricedLayer
-from optimus.ir.op import OpKind
-from optimus.ir.plan import Plan
+from optimus.ir.op import Floats, OpKind
+from optimus.ir.plan import Plan, PlannedChunk
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import FilledPlan, RejectedLayout, lower_to_plan
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.worst_step import BinShape
 from optimus.schedule.fill import Fill, FillResult, expand_orders_to_tp_blocks
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import lower_to_programs
@@ -165,8 +169,41 @@ class ColocationCandidate:
 
     @cached_property
     def peak_bytes_bound(self) -> float:
-        """Upper bound on a rank's memory, with as many encoder microbatches resident as the windows allow."""
+        """Bound on a rank's memory at p99 of steps, with as many encoder microbatches as windows allow."""
         return self._peak_bytes_bound()
+
+    def peak_bytes_at_p99(self, plan: Plan) -> float:
+        """Returns the memory of a lowered plan's fullest rank at p99 of steps."""
+        peaks = []
+        for device, held in enumerate(plan.memory):
+            added = 0.0
+            for encoder in self._unfolded.encoders:
+                stage = plan.ranks.stage_of(encoder.encoder.name, device)
+                size = _bin_bytes(plan.modules[encoder.encoder.name].chunks[stage])
+                added += self._added_at_p99(encoder, stage, ceil(held.encoder_activations / max(size, 1)))
+            peaks.append(held.peak + added)
+        return max(peaks)
+
+    def _added_at_p99(self, encoder: ColocatedEncoder, stage: int, resident: int) -> float:
+        """Returns the bytes that `resident` microbatches of one encoder have more at p99 of steps."""
+        bins, layers = self._bins_at_p99(encoder.encoder), encoder.stages[stage]
+        resident = min(resident, len(bins) - 1)
+        saved = sum(layer.activation_bytes + layer.recomputed_bytes for layer in layers)
+        return float((bins[resident] - resident) * saved + (bins[1] - 1) * transient_bytes(layers))
+
+    def _bins_at_p99(self, encoder: Encoder) -> Floats:
+        """Returns by n the load of n microbatches in a row at p99 of steps, as multiples of a priced one."""
+        chosen, llm = self.placements[encoder.name], self.llm
+        shape = BinShape(
+            encoder=encoder.name,
+            replicas=llm.layout.dp,
+            microbatches=llm.microbatches,
+            pieces=chosen.pieces,
+            pipelines=chosen.layout.dp // llm.layout.dp,
+        )
+        bins = self.context.resident_bins_at_p99(shape)
+        mean = llm.sequences / chosen.pieces
+        return np.maximum(bins * mean / max(self._sequences_per_piece(encoder), 1e-30), np.arange(len(bins)))
 
     @property
     def widest_window(self) -> int:
@@ -181,12 +218,14 @@ class ColocationCandidate:
         for device in range(ranks.num_classes):
             stage, _, _ = ranks.coordinates(device)
             held = llm.memories[stage].llm_activations - float(working[stage])
-            for name, module in self.header.encoders.items():
+            for encoder in self._scheduled.encoders:
+                name = encoder.encoder.name
+                module, encoder_stage = self.header.modules[name], ranks.stage_of(name, device)
                 resident = module.pipelines.count(ranks.pipeline_of(name, device))
                 resident = min(resident, self._pipeline_window(name, window))
-                chunk = module.chunks[ranks.stage_of(name, device)]
                 # Weight gradients may wait, and with them the activations that were recomputed for them.
-                held += resident * (chunk.saved_activation_bytes + chunk.recomputed_bytes)
+                held += resident * _bin_bytes(module.chunks[encoder_stage])
+                held += self._added_at_p99(encoder, encoder_stage, resident)
                 held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
             peaks.append(held + sum(self._unfolded.fixed_bytes_of(stage).values()))
         return max(peaks)
@@ -240,9 +279,11 @@ class ColocationCandidate:
             for e in self.context.job.model.encoders
         )
 
-    def reject_for_memory(self, needed_bytes: float) -> RejectedLayout:
+    def reject_for_memory(self, needed_bytes: float, mean_bytes: float | None = None) -> RejectedLayout:
         """Returns the rejection of this candidate because it needs more memory than a GPU has."""
         reason = f"memory: {needed_bytes / 1e9:.1f} of {self.context.capacity_bytes / 1e9:.1f} GB"
+        if mean_bytes is not None:
+            reason += f" at p99 of the data, {mean_bytes / 1e9:.1f} at its mean"
         return replace(self.reject(reason), peak_bytes=needed_bytes)
 
     def reject(self, reason: str) -> RejectedLayout:
@@ -264,3 +305,7 @@ class ColocationCandidate:
         seconds = self.context.chunks.price(layers).seconds
         traffic = price_parameter_traffic(layers, self.context.cost_model, self.context.job.model.precision)
         return traffic.gather_s + traffic.reduce_s + microbatches * sum(seconds[kind] for kind in kinds)
+
+
+def _bin_bytes(chunk: PlannedChunk) -> int:
+    return chunk.saved_activation_bytes + chunk.recomputed_bytes

@@ -92,6 +92,7 @@ def search_optimus_plan(
         considered=considered,
         hidden_share=filled.hidden_share,
         notes={"shift_s": chosen.arranged.shift_s},
+        peak_bytes_at_p99=chosen.candidate.peak_bytes_at_p99(filled.plan),
         rejected=rejected,
         tried=[search.to_scheduled_layout(each) for search, each in pool],
     )
@@ -108,9 +109,13 @@ def _first_that_fits(
         except ScheduleDeadlock as deadlock:
             rejected.append(candidate.reject(f"order: {deadlock}"))
             continue
-        if filled.fits:
+        mean_bytes = max(held.peak for held in filled.plan.memory)
+        if not filled.fits:
+            rejected.append(candidate.reject_for_memory(mean_bytes))
+        elif (heavy_bytes := candidate.peak_bytes_at_p99(filled.plan)) > filled.plan.capacity_bytes:
+            rejected.append(candidate.reject_for_memory(heavy_bytes, mean_bytes))
+        else:
             return filled, scheduled
-        rejected.append(candidate.reject_for_memory(max(held.peak for held in filled.plan.memory)))
     return None
 
 
