@@ -88,7 +88,7 @@ def processed(data: ChatDataset, row: dict[str, Any], template: str) -> Any:
         message["content"] = [
             part
             if part["type"] == "text"
-            else {"type": "image", "image": str(data.folder.root / next(media).path)}
+            else {"type": "image", "image": str(data.folder.root / str(next(media).path))}
             for part in message["content"]
         ]
     return data._counter.processor.apply_chat_template(

@@ -62,9 +62,9 @@ def processed(counter: Any, row: Any, folder: Path) -> tuple[int, list[int]]:
         content = []
         for part in message["content"]:
             if part["type"] == "image":
-                content.append({"type": "image", "image": Image.open(folder / next(media).path)})
+                content.append({"type": "image", "image": Image.open(folder / str(next(media).path))})
             elif part["type"] == "audio":
-                values, _ = soundfile.read(folder / next(media).path, dtype="float32")
+                values, _ = soundfile.read(folder / str(next(media).path), dtype="float32")
                 content.append({"type": "audio", "audio": values})
             else:
                 content.append(part)

@@ -13,7 +13,7 @@ from optimus.cli.console import check_writable, print_result, progress_bar
 from optimus.cli.flags import NO, OK, JsonFlag, describe_option, import_extra
 from optimus.cli.text import align_columns, wrap_closing_line, wrap_text
 from optimus.errors import UserError, show_value
-from optimus.job.data_source import find_index_file
+from optimus.job.data_source import find_index_file, find_lengths_file
 from optimus.render.format_numbers import format_percent
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ class DataCommand:
     action: Annotated[tyro.conf.Positional[Literal["index"]], describe_option(help="count tokens per sample")]
     path: Annotated[
         tyro.conf.Positional[Path],
-        describe_option(metavar="DATA.jsonl", help="samples in the chat forms of ms-swift or LLaMA-Factory"),
+        describe_option(
+            metavar="DATA",
+            help="samples in the chat forms of ms-swift or LLaMA-Factory: a .jsonl file, a folder of"
+            " WebDataset shards, or one of save_to_disk of Hugging Face datasets",
+        ),
     ]
     model: Annotated[
         Path, describe_option(metavar="FOLDER", help="a model folder: config.json, tokenizer and processor")
@@ -52,7 +56,7 @@ class DataCommand:
     media_dir: Annotated[
         Path | None,
         describe_option(
-            metavar="FOLDER", help="where paths begin, and which none may leave; default: that of DATA.jsonl"
+            metavar="FOLDER", help="where paths begin, and which none may leave; default: that of DATA"
         ),
     ] = None
     decode: Annotated[
@@ -78,12 +82,12 @@ class DataCommand:
                     problem="is too small",
                     hint="use 1 or more",
                 )
-        output = self.output or self.path.with_suffix(".lengths.jsonl")
+        output = self.output or find_lengths_file(find_index_file(self.path))
         check_writable("--output", output, ".jsonl")
-        jsonl_file = import_extra("optimus.data.jsonl_file", "data")
+        chat_source = import_extra("optimus.data.chat_source", "data")
         media_headers = import_extra("optimus.data.media_headers", "data")
         sample_index = import_extra("optimus.data.sample_index", "data")
-        file = jsonl_file.scan_jsonl(self.path)
+        file = chat_source.open_chat_source(self.path)
         folder = media_headers.MediaFolder(
             root=self.media_dir or self.path.parent,
             decode=self.decode,

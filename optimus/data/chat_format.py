@@ -21,27 +21,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus.data.jsonl_file import SkippedSample, SkipReason
+from optimus.data.media_bytes import EmbeddedMedia
 
 ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
 }  # fmt: skip
 COLUMNS = {"image": ("images", "image"), "audio": ("audios", "audio"), "video": ("videos", "video")}
+PATH_KEYS = frozenset(
+    {*(name for names in COLUMNS.values() for name in names), "image_url", "audio_url", "path", "url"}
+)
 # Keys that change the text or the loss, in data for preferences, tools and grounding.
 REFUSED_KEYS = ("tools", "objects", "chosen", "rejected", "rejected_response", "kto_tag")
 TAG = re.compile(r"<(image|audio|video)>")
 MAX_ITEMS = 1024  # files of a sample
 MAX_MESSAGES = 4096
 
-Part = tuple[str, str | None]  # "text" and the text, or a kind of media and its path; None: of the column
+# "text" and the text, or a kind of media and its path or contents; None: of the column
+Part = tuple[str, str | EmbeddedMedia | None]
 Turn = tuple[str, list[Part]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaReference:
-    """A file that a sample names."""
+    """A file that a sample names or holds."""
 
     kind: str  # image or audio
-    path: str  # as it is written
+    path: str | EmbeddedMedia  # as it is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +57,9 @@ class ChatSample:
     media: tuple[MediaReference, ...]
 
 
-def parse_chat_sample(line: bytes) -> ChatSample:
-    """Parses a line; raises SkippedSample if it is none of the forms."""
-    row = _load_object(line)
+def parse_chat_sample(line: bytes | dict[str, Any]) -> ChatSample:
+    """Parses a line, or an object whose media may be embedded; raises SkippedSample if it is no form."""
+    row = line if isinstance(line, dict) else _load_object(line)
     for key in REFUSED_KEYS:
         if row.get(key):
             raise SkippedSample(SkipReason.UNSUPPORTED, f"column {key}")
@@ -65,7 +70,9 @@ def parse_chat_sample(line: bytes) -> ChatSample:
         raise SkippedSample(SkipReason.NO_ANSWER, "no message of the assistant")
     for kind in COLUMNS:
         _place_files(kind, _read_column(row, kind), turns)
-    media = [(kind, path) for _, parts in turns for kind, path in parts if kind != "text"]
+    media = [
+        (kind, path) for _, parts in turns for kind, path in parts if kind != "text" and path is not None
+    ]
     if any(kind == "video" for kind, _ in media):
         raise SkippedSample(SkipReason.UNSUPPORTED, "videos")
     if len(media) > MAX_ITEMS:
@@ -75,11 +82,11 @@ def parse_chat_sample(line: bytes) -> ChatSample:
             {"role": role, "content": [_content_part(kind, value) for kind, value in parts]}
             for role, parts in turns
         ),
-        media=tuple(MediaReference(kind=kind, path=str(path)) for kind, path in media),
+        media=tuple(MediaReference(kind=kind, path=path) for kind, path in media),
     )
 
 
-def _content_part(kind: str, value: str | None) -> dict[str, Any]:
+def _content_part(kind: str, value: str | EmbeddedMedia | None) -> dict[str, Any]:
     return {"type": "text", "text": value} if kind == "text" else {"type": kind}
 
 
@@ -173,27 +180,27 @@ def _read_part(entry: Any) -> list[Part]:
     value = next((entry[key] for key in (kind, f"{kind}_url", "path", "url") if key in entry), None)
     if isinstance(value, dict):
         value = value.get("url", value.get("path"))
-    if value is not None and not isinstance(value, str):
+    if value is not None and not isinstance(value, str | EmbeddedMedia):
         raise _unknown(f"{kind} is no path")
     return [(kind, value)]
 
 
-def _read_column(row: dict[str, Any], kind: str) -> list[str]:
-    """Returns the paths that stand in a column beside the messages."""
+def _read_column(row: dict[str, Any], kind: str) -> list[str | EmbeddedMedia]:
+    """Returns the paths or contents that stand in a column beside the messages."""
     values = [row[key] for key in COLUMNS[kind] if row.get(key) not in (None, [], "")]
     if len(values) > 1:
         raise _unknown(f"both {' and '.join(COLUMNS[kind])}")
     entries = values[0] if values and isinstance(values[0], list) else values
-    paths = list[str]()
+    paths = list[str | EmbeddedMedia]()
     for entry in entries:
         path = entry.get("path") if isinstance(entry, dict) else entry
-        if not isinstance(path, str):
+        if not isinstance(path, str | EmbeddedMedia):
             raise SkippedSample(SkipReason.NOT_LOCAL, f"{COLUMNS[kind][0]} has data instead of a path")
         paths.append(path)
     return paths
 
 
-def _place_files(kind: str, files: list[str], turns: list[Turn]) -> None:
+def _place_files(kind: str, files: list[str | EmbeddedMedia], turns: list[Turn]) -> None:
     """Gives every tag of a kind its file, in order; files without a tag come first."""
     tags = sum(part == (kind, None) for _, parts in turns for part in parts)
     named = any(part[0] == kind and part[1] is not None for _, parts in turns for part in parts)

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from optimus.data.chat_format import parse_chat_sample
-from optimus.data.jsonl_file import JsonlFile, SkippedSample, SkipReason
+from optimus.data.chat_source import ChatSource
+from optimus.data.jsonl_file import SkippedSample, SkipReason
 from optimus.data.media_headers import MediaFolder
 from optimus.data.token_counts import SampleLengths, TokenCounter
 from optimus.errors import UserError
@@ -110,7 +111,7 @@ class IndexedLengths:
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     examples: dict[SkipReason, list[tuple[int, str]]] = field(default_factory=dict)  # line and detail
 
-    def add(self, file: JsonlFile, number: int, result: SampleLengths | SkippedSample) -> None:
+    def add(self, file: ChatSource, number: int, result: SampleLengths | SkippedSample) -> None:
         """Adds the result of one sample."""
         if isinstance(result, SampleLengths):
             self.samples.append(result)
@@ -126,7 +127,7 @@ class IndexedLengths:
 class LengthsIndexer:
     """Measures samples of one data set by number, the same in any process."""
 
-    file: JsonlFile
+    file: ChatSource
     folder: MediaFolder
     counter: TokenCounter
     sequence_tokens: int | None = None  # longer samples are skipped
@@ -143,7 +144,7 @@ class LengthsIndexer:
 
 
 def index_lengths(
-    file: JsonlFile,
+    file: ChatSource,
     *,
     model: Path,
     folder: MediaFolder,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import stat
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import soundfile
 from PIL import ExifTags, Image, ImageOps
 
 from optimus.data.jsonl_file import SkippedSample, SkipReason
+from optimus.data.media_bytes import EmbeddedMedia, Media
 
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # the others of Pillow are not tried
 MAX_PIXELS = 89_478_485  # as Pillow's limit against decompression bombs: 256 MB of RGB
@@ -35,8 +38,13 @@ class MediaFolder:
     def _resolved(self) -> Path:
         return self.root.resolve()
 
-    def find(self, path: str) -> Path:
-        """Returns a regular file inside the folder; raises SkippedSample for anything else."""
+    def find(self, path: str | EmbeddedMedia) -> Media:
+        """Returns a regular file inside the folder; raises SkippedSample for anything else.
+
+        Embedded media need no file.
+        """
+        if not isinstance(path, str):
+            return path
         if "://" in path or path.startswith("data:"):
             raise SkippedSample(SkipReason.NOT_LOCAL, path)
         if not path or len(path) > MAX_PATH:
@@ -52,12 +60,12 @@ class MediaFolder:
         return found
 
 
-def read_image_size(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def read_image_size(path: Media, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Returns height and width of an image as transformers loads it: turned as its EXIF says."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images and odd tags
-            with Image.open(path, formats=IMAGE_FORMATS) as image:
+            with _open(path) as stream, Image.open(stream, formats=IMAGE_FORMATS) as image:
                 width, height = image.size
                 # Pillow decodes a PNG to look for EXIF behind its pixels.
                 known = image.format != "PNG" or "exif" in image.info
@@ -74,7 +82,7 @@ def read_image_size(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[int, int]
     return (width, height) if turned else (height, width)
 
 
-def decode_image(path: Path) -> Image.Image:
+def decode_image(path: Media) -> Image.Image:
     """Decodes an image whose size was read, as transformers does: turned as its EXIF says, in RGB.
 
     Raises SkippedSample if its contents are broken.
@@ -82,20 +90,21 @@ def decode_image(path: Path) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(path, formats=IMAGE_FORMATS) as image:
+            with _open(path) as stream, Image.open(stream, formats=IMAGE_FORMATS) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
 
 
-def count_audio_samples(path: Path, sampling_rate: int, max_s: int = MAX_AUDIO_S) -> int:
+def count_audio_samples(path: Media, sampling_rate: int, max_s: int = MAX_AUDIO_S) -> int:
     """Returns the length of a sound in samples, resampled to `sampling_rate`.
 
     libsndfile states the exact number of frames of WAV, FLAC, OGG and MP3; the `wave` module of Python reads
     uncompressed WAV alone.
     """
     try:
-        info = soundfile.info(str(path))
+        with _open(path) as stream:
+            info = soundfile.info(stream)
         frames, rate = int(info.frames), int(info.samplerate)
     except Exception as error:
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
@@ -107,10 +116,10 @@ def count_audio_samples(path: Path, sampling_rate: int, max_s: int = MAX_AUDIO_S
     return math.ceil(frames * sampling_rate / rate)
 
 
-def check_audio(path: Path) -> None:
+def check_audio(path: Media) -> None:
     """Decodes a sound whose length was read; raises SkippedSample if it is shorter than its header says."""
     try:
-        with soundfile.SoundFile(str(path)) as sound:
+        with _open(path) as stream, soundfile.SoundFile(stream) as sound:
             stated = int(sound.frames)
             decoded = sum(len(block) for block in sound.blocks(BLOCK_FRAMES, dtype="float32"))
     except Exception as error:
@@ -119,6 +128,11 @@ def check_audio(path: Path) -> None:
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name} has {decoded:,} of {stated:,} frames")
 
 
-def _first_line(error: BaseException, path: Path) -> str:
+def _open(path: Media) -> AbstractContextManager[Any]:
+    """Returns what Pillow and libsndfile open: a path, or a stream that is closed behind them."""
+    return nullcontext(str(path)) if isinstance(path, Path) else path.open()
+
+
+def _first_line(error: BaseException, path: Media) -> str:
     """Returns an error's first line without the folder, which differs from machine to machine."""
     return (str(error).replace(str(path), path.name).splitlines() or [type(error).__name__])[0]

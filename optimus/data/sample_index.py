@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import transformers
 
+from optimus.data.chat_source import ChatSource, open_chat_source
 from optimus.data.index_lengths import IndexedLengths, LengthsTable, Progress, index_lengths
-from optimus.data.jsonl_file import JsonlFile, SkipReason, scan_jsonl
+from optimus.data.jsonl_file import SkipReason
 from optimus.data.media_headers import MAX_AUDIO_S, MAX_PIXELS, MediaFolder
 from optimus.data.packing import pack_documents
 from optimus.errors import UserError
@@ -48,7 +49,7 @@ class IndexKey:
 
     @classmethod
     def make(
-        cls, file: JsonlFile, *, model: Path, folder: MediaFolder, sequence_tokens: int | None
+        cls, file: ChatSource, *, model: Path, folder: MediaFolder, sequence_tokens: int | None
     ) -> IndexKey:
         return cls(
             data=file.digest,
@@ -163,7 +164,7 @@ class SampleIndex:
 
 
 def build_index(
-    file: JsonlFile, key: IndexKey, *, model: Path, folder: MediaFolder, workers: int, progress: Progress
+    file: ChatSource, key: IndexKey, *, model: Path, folder: MediaFolder, workers: int, progress: Progress
 ) -> tuple[SampleIndex, IndexedLengths]:
     """Measures all samples of a file and packs them; also returns what was skipped, by line."""
     indexed = index_lengths(
@@ -187,14 +188,14 @@ def save_index(index: SampleIndex, path: Path, lengths: Path) -> None:
 class IndexedData:
     """The data set of a job file, with its index."""
 
-    file: JsonlFile
+    file: ChatSource
     index: SampleIndex
     folder: MediaFolder
 
 
 def open_data(source: DataSource, *, progress: Progress | None = None) -> IndexedData:
     """Opens a data set with its index; with `progress`, one is built and written where it is missing."""
-    file = scan_jsonl(source.path)
+    file = open_chat_source(source.path)
     folder = MediaFolder(
         root=source.media_dir,
         max_pixels=source.max_pixels or MAX_PIXELS,

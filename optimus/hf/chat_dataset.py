@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from optimus.data.chat_format import ChatSample, parse_chat_sample
-from optimus.data.jsonl_file import JsonlFile, SkippedSample, SkipReason
+from optimus.data.chat_source import ChatSource
+from optimus.data.jsonl_file import SkippedSample, SkipReason
 from optimus.data.media_headers import MediaFolder, decode_image
 from optimus.data.sample_index import SampleIndex
 from optimus.data.token_counts import ChatTokens, TokenCounter
@@ -35,14 +36,14 @@ from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem
 class ChatDataset:
     """Samples of a data set that its index says can be used, by number."""
 
-    file: JsonlFile  # those samples alone
+    file: ChatSource  # those samples alone
     index: SampleIndex
     folder: MediaFolder
     model_dir: Path
 
     @classmethod
     def open(
-        cls, file: JsonlFile, index: SampleIndex, *, folder: MediaFolder, model_dir: Path
+        cls, file: ChatSource, index: SampleIndex, *, folder: MediaFolder, model_dir: Path
     ) -> ChatDataset:
         """Opens the data set of an index; refuses a family whose inputs no test compares."""
         model = read_hf_config(model_dir / "config.json")
