@@ -23,7 +23,7 @@ from benchmarks.paced_job import ROWS, WIDTH, bucket
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
-from optimus.engine.p2p import FixedMessageSpecs, TensorSpec
+from optimus.engine.p2p import BatchMessageSpecs, TensorSpec
 from optimus.engine.process_groups import make_process_groups
 from optimus.ir.op import COMPUTE_OPS, Floats, OpKind
 from optimus.ir.plan import Plan
@@ -133,8 +133,11 @@ class TinyBatch:
             for at, name in enumerate(plan.names)
         }
 
+    def count_tokens(self, name: str, microbatch: int) -> int:
+        return ROWS // self._pieces[name]
+
     def inputs(self, module: str, microbatch: int) -> State:
-        rows = ROWS // self._pieces[module]
+        rows = self.count_tokens(module, microbatch)
         return (self._data[module][microbatch * rows : (microbatch + 1) * rows],)
 
     def context(self, module: str, microbatch: int) -> Tensor:
@@ -202,14 +205,12 @@ class PacedPlan:
         return PacedChunk([[part] for part in segments], clock=self._clock, seconds=seconds, spent=spent)
 
 
-def _shapes(plan: Plan) -> FixedMessageSpecs:
-    def rows(name: str) -> tuple[TensorSpec, ...]:
-        rows = ROWS // plan.modules[name].microbatches_per_llm_microbatch
-        return (TensorSpec(shape=(rows, WIDTH), dtype=torch.float32),)
-
-    return FixedMessageSpecs(
-        inputs={name: [rows(name)] * len(module.chunks) for name, module in plan.modules.items()},
-        rows={name: rows(name) for name in plan.encoders},
+def _shapes(plan: Plan) -> BatchMessageSpecs:
+    spec = (TensorSpec(shape=(ROWS, WIDTH), dtype=torch.float32),)
+    return BatchMessageSpecs(
+        inputs={name: [spec] * len(module.chunks) for name, module in plan.modules.items()},
+        rows=dict.fromkeys(plan.encoders, spec),
+        tokens_per_row=dict.fromkeys(plan.encoders, (1, 1)),
     )
 
 

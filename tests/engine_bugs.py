@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import distributed as dist
 
-from optimus.engine import build_rank, rank_batch
+from optimus.engine import build_rank, rank_batch, rank_trainer
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.compile import ProgramCompiler
 from optimus.engine.executor import Executor
@@ -20,6 +20,7 @@ from optimus.models import kernels, layer_ops
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.layer_ops import PreNorm
 from optimus.models.segment import WeightGradStore
+from optimus.models.tensor_parallel import SeamExchange
 
 Plant = Callable[[], AbstractContextManager[Any]]
 Bugs = dict[str, tuple[str, Plant]]  # name -> case, and what plants it
@@ -61,25 +62,51 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("rows of the batch table are one too late", "two ranks")
 def _() -> AbstractContextManager[Any]:
-    return wrapped(rank_batch, "find_llm_row_targets", lambda original, *args: original(*args).roll(1))
+    return wrapped(rank_batch, "find_row_positions", lambda original, *args: original(*args).roll(1))
 
 
 @bug("padding lands on the first token", "rare images")
 def _() -> AbstractContextManager[Any]:
-    def targets(original: Any, *args: Any) -> Any:
+    def rows(original: Any, *args: Any) -> Any:
         found = original(*args)
-        return torch.where(found == args[-1], 0, found)
+        return replace(found, targets=torch.where(found.targets == args[-1], 0, found.targets))
 
-    return wrapped(rank_batch, "find_llm_row_targets", targets)
+    return wrapped(rank_batch.RankBatch, "_bin_rows", rows)
 
 
 @bug("the second piece goes where the first went", "pieces")
 def _() -> AbstractContextManager[Any]:
-    def pieces(original: Any, *args: Any) -> Any:
-        found = original(*args)
-        return [found[0]] * len(found)
+    def targets(original: Any, bins: Any, *args: Any) -> Any:
+        return original([replace(each, targets=bins[0].targets[: len(each.targets)]) for each in bins], *args)
 
-    return wrapped(rank_batch.RankBatch, "_routed_rows", pieces)
+    return wrapped(rank_batch, "route_encoder_rows", targets)
+
+
+@bug("rows go to the next replica", "one stage, two replicas")
+def _() -> AbstractContextManager[Any]:
+    def rows(original: Any, *args: Any) -> Any:
+        found = original(*args)
+        swapped = torch.where(found.owners < 2, 1 - found.owners, found.owners)
+        return replace(found, owners=swapped)
+
+    return wrapped(rank_batch.RankBatch, "_bin_rows", rows)
+
+
+@bug("gradients of dealt rows come back in the order of replicas", "four replicas")
+def _() -> AbstractContextManager[Any]:
+    def back(original: Any, self: SeamExchange, gradients: Any, context: Any) -> Any:
+        flight = original(self, gradients, context)
+        return flight.then(lambda found: (found[0], *(part.roll(1, 0) for part in found[1:])))
+
+    return wrapped(SeamExchange, "launch_backward", back)
+
+
+@bug("only the first replica's labels are counted", "two by two")
+def _() -> AbstractContextManager[Any]:
+    def plan(original: Any, *args: Any, labels: int, **how: Any) -> Any:
+        return original(*args, labels=labels // 2, **how)
+
+    return wrapped(rank_trainer, "plan_batch", plan)
 
 
 @bug("images attend to each other", "two ranks")

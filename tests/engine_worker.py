@@ -93,9 +93,8 @@ class RankRun:
             if split is not None
         }
 
-    def numbers(self, step: int) -> range:
-        per_step = self.case.job.workload.sequences_per_step
-        return range(step * per_step, (step + 1) * per_step)
+    def numbers(self, step: int) -> list[int]:
+        return self.built.step_samples.numbers(step)
 
     def play(self, step: int) -> float:
         if self._adamw is not None:

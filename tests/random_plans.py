@@ -48,7 +48,8 @@ def random_draft(rng: Random, context: PlanningContext) -> Draft:
     """The LLM in one of the known op orders, every encoder in a layout of its own."""
     llm = random_llm(rng, context)
     encoders = [_random_choice(rng, context, llm, encoder) for encoder in context.job.model.encoders]
-    colocated = ColocatedPlanBuilder(context, llm, encoders)
+    replicas = rng.choice([n for n in range(1, llm.layout.dp + 1) if llm.layout.dp % n == 0])
+    colocated = ColocatedPlanBuilder(context, llm, encoders, dealing_replicas=replicas)
     header = colocated.header(strategy="random")
     if rng.random() < 0.3:
         header = _with_split_backwards(rng, header, encoders)

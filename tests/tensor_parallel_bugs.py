@@ -156,10 +156,10 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("encoder rows are placed where the other rank's belong", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def route_encoder_rows(original: Any, pieces: Any, tp_group: TpGroup, length: int) -> Any:
-        found = original(pieces, tp_group, length)
-        own = length // tp_group.size
-        return replace(found, targets=(found.targets + 1) % own)
+    def route_encoder_rows(original: Any, bins: Any, tp_group: TpGroup, *replicas: int) -> Any:
+        found = original(bins, tp_group, *replicas)
+        own = replicas[-1] // tp_group.size
+        return found._replace(targets=tuple((targets + 1) % own for targets in found.targets))
 
     return wrapped(rank_batch, "route_encoder_rows", route_encoder_rows)
 

@@ -27,7 +27,7 @@ from optimus.engine.fsdp_ddp import (
     make_param_bucket,
     reject_wrapped_modules,
 )
-from optimus.engine.p2p import FixedMessageSpecs
+from optimus.engine.p2p import BatchMessageSpecs
 from optimus.engine.torch_private import fake_process_group
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
@@ -191,7 +191,7 @@ def test_a_parameter_shared_by_stages_with_replicas_is_refused_by_name() -> None
     with fake_process_group(0, case.ranks):
         stage, _ = make_stages(case)[:2]
         mine = FillSchedule([stage, stage], make_encoders(case), case.plan)
-        nothing = FixedMessageSpecs(inputs={}, rows={})
+        nothing = BatchMessageSpecs(inputs={}, rows={}, tokens_per_row={})
         with pytest.raises(UserError, match="two of its buckets share") as error:
             Executor(case.plan, mine._groups, mine._chunks, nothing, device=torch.device("cpu"))
         assert error.value.field == "llm"

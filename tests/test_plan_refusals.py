@@ -57,7 +57,7 @@ REFUSALS: list[tuple[Callable[[ParsedDocument], Any], str, str]] = [
     (drop("schema"), "plan", "has no schema"),
     (put("optimus.job/1", "schema"), "schema", "is not the schema of a plan"),
     (put(1, "schema"), "schema", "is not the schema of a plan"),
-    (put("optimus.plan/3", "schema"), "schema", "is newer"),
+    (put("optimus.plan/4", "schema"), "schema", "is newer"),
     (put([], "requires"), "requires", "is not known here"),
     (put("attention", "modules", "llm", "recomputed"), "modules.llm.recomputed", "is not a list"),
     (put([1], "modules", "llm", "recomputed"), "modules.llm.recomputed[0]", "is not text"),
@@ -172,9 +172,9 @@ def test_a_wrong_line_is_found_in_the_file() -> None:
         ("", "is not valid"),
         ("null", "is not an object"),
         ("[]", "is not an object"),
-        ('{"schema": "optimus.plan/2", "schema": "optimus.plan/2"}', "is given twice"),
+        ('{"schema": "optimus.plan/3", "schema": "optimus.plan/3"}', "is given twice"),
         ('{"schema": NaN}', "has NaN"),
-        ('{"schema": "optimus.plan/2", "slowdown": -Infinity}', "has -Infinity"),
+        ('{"schema": "optimus.plan/3", "slowdown": -Infinity}', "has -Infinity"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"a":' * 100_000, "is nested too deeply"),
         ("9" * 10_000, "is nested too deeply, or has too long a number"),
@@ -216,8 +216,17 @@ def test_what_is_not_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert problem(path) == "is larger than 1,000 bytes"
 
 
+def to_format_2(document: ParsedDocument) -> None:
+    """Undoes what format 3 changed."""
+    document["schema"] = "optimus.plan/2"
+    del document["dealing_replicas"]
+    for module in document["modules"].values():
+        del module["item_cost"]
+
+
 def to_format_1(document: ParsedDocument) -> None:
     """Undoes what format 2 changed."""
+    to_format_2(document)
     document |= {"schema": "optimus.plan/1", "seed": 0, "requires": [], "single_connection": False}
     document["legend"]["line"][0] = "module.verb"
     for module in document["modules"].values():
@@ -247,6 +256,12 @@ def test_older_formats_are_read(to_old: Callable[[ParsedDocument], None]) -> Non
     assert old["enc0"].recomputed == () and not old["enc0"].regather
 
 
+def test_a_plan_from_before_dealing_keeps_images_on_their_replica() -> None:
+    old = parse_plan(edited(to_format_2), "x.json")
+    assert old.dealing_replicas == 1 and old.modules["enc0"].cost_of(7) == 7
+    assert format_plan(old) == format_plan(two_pipelines())
+
+
 @pytest.mark.parametrize("path", [("modules",), ("chunks",), ("templates",), ("legend",), ("modules", "llm")])
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [[]], [[[]]], {"llm-F": [[]]}, {"a": [["x", 1]]}])
 def test_broken_files_of_format_1_are_refused(path: tuple[str, ...], value: Any) -> None:
@@ -258,7 +273,7 @@ def test_broken_files_of_format_1_are_refused(path: tuple[str, ...], value: Any)
 
 
 def test_formats_that_cannot_be_read() -> None:
-    assert "update" in refused(edited(put("optimus.plan/3", "schema"))).hint
+    assert "update" in refused(edited(put("optimus.plan/4", "schema"))).hint
 
     def old(value: Any, field: str) -> UserError:
         document = json.loads(format_plan(two_pipelines()))

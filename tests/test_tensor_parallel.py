@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
 from test_equality import caught, check, check_cases
+from torch import Tensor
 from worker_lines import run_worker
 
 from optimus.engine.build_rank import choose_recompute_mode, find_layer_ranges
-from optimus.engine.rank_batch import RoutedEncoderRows, route_encoder_rows
+from optimus.engine.rank_batch import BinRows, route_encoder_rows
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
@@ -25,6 +26,7 @@ from optimus.models import phase_order
 from optimus.models.build import build_layers, insert_tp_collectives
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import ParamSplit, TpGroup
+from optimus.models.microbatch_inputs import SeamRoute
 from optimus.models.phase_order import SKIPPED_IN_RECOMPUTE, place_phases
 from optimus.verify.validator import check_plan
 
@@ -106,8 +108,12 @@ def check_launches(case: Case) -> None:
                 layers = build_layers(
                     module, dtype=torch.bfloat16, device="meta", first=first, end=end, tp_group=tp_group
                 )
+                cut = [insert_tp_collectives(layer) if tp_group.size > 1 else layer for layer in layers]
+                if name == LLM and first == 0 and plan.dealing_replicas > 1:
+                    replicas = TpGroup(rank=0, size=plan.dealing_replicas)
+                    cut[0] = [layers[0][0].make_exchange(replicas, "deal"), *cut[0]]
                 chunk = SegmentedChunk(
-                    [insert_tp_collectives(layer) if tp_group.size > 1 else layer for layer in layers],
+                    cut,
                     recompute=choose_recompute_mode(plan, name),
                     regather=plan.modules[name].regather,
                 )
@@ -182,50 +188,98 @@ def test_heads_that_do_not_go_round_are_refused() -> None:
 # ---------------------------------------------------------------------------- the seam
 
 
+@dataclass(frozen=True)
+class DealtRows:
+    """Bins of some replicas that feed one microbatch of each: of every row, its replica and its place."""
+
+    replicas: int
+    size: int  # of the tensor-parallel group
+    length: int
+    bins: list[tuple[int, range, list[tuple[int, int]]]]
+
+    def seen_by(self, replica: int) -> list[BinRows]:
+        """Returns the bins as a rank of one replica knows them: not the places of others' rows."""
+        return [
+            BinRows(
+                replica=encodes,
+                holders=holders,
+                owners=torch.tensor([owner for owner, _ in rows], dtype=torch.int64),
+                targets=torch.tensor(
+                    [place if owner == replica else self.length for owner, place in rows], dtype=torch.int64
+                ),
+            )
+            for encodes, holders, rows in self.bins
+        ]
+
+
 @st.composite
-def routed(draw: st.DrawFn) -> tuple[list[RoutedEncoderRows], int, int]:
-    """Pieces on some ranks of a group, whose rows go to different places of a sequence, or nowhere."""
-    size = draw(st.sampled_from([1, 2, 4]))
-    length = size * draw(st.integers(1, 6))
-    places = list(draw(st.permutations(range(length))))
-    pieces = []
-    for _ in range(draw(st.integers(0, 3))):
-        tp = draw(st.sampled_from([tp for tp in (1, 2, 4) if size % tp == 0]))
-        block = draw(st.integers(0, size // tp - 1))
-        rows = tp * draw(st.integers(0, 3))
-        wanted: list[bool] = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
-        targets = [places.pop() if places and want else length for want in wanted]
-        holders = range(block * tp, (block + 1) * tp)
-        pieces.append(RoutedEncoderRows(holders=holders, targets=torch.tensor(targets, dtype=torch.int64)))
-    return pieces, size, length
+def dealt_rows(draw: st.DrawFn) -> DealtRows:
+    replicas, size = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    length = size * draw(st.integers(1, 4))
+    places = list(draw(st.permutations([(r, at) for r in range(replicas) for at in range(length)])))
+    bins = []
+    for replica in range(replicas):
+        for _ in range(draw(st.integers(0, 3))):
+            tp = draw(st.sampled_from([tp for tp in (1, 2, 4) if size % tp == 0]))
+            block = draw(st.integers(0, size // tp - 1))
+            count = tp * draw(st.integers(0, 3))
+            wanted: list[bool] = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+            own = [place for place in places if replicas > 1 or place[0] == replica]
+            rows = [own.pop() if own and want else (replicas, length) for want in wanted]
+            places = [place for place in places if place not in rows]
+            bins.append((replica, range(block * tp, (block + 1) * tp), rows))
+    return DealtRows(replicas, size, length, bins)
 
 
-@given(routed())
-def test_every_row_reaches_its_place_and_no_other(given: tuple[list[RoutedEncoderRows], int, int]) -> None:
-    pieces, size, length = given
-    routes = [route_encoder_rows(pieces, TpGroup(rank=rank, size=size), length) for rank in range(size)]
-    numbers, count = [], 0  # every row of every piece has one
-    for piece in pieces:
-        numbers.append(torch.arange(count, count + len(piece.targets)))
-        count += len(piece.targets)
-    held = []
-    for rank in range(size):
-        parts = [torch.empty(0, dtype=torch.int64)]
-        for piece, own in zip(pieces, numbers, strict=True):
-            if rank in piece.holders:
-                parts.append(own.chunk(len(piece.holders))[rank - piece.holders[0]] if len(own) else own)
-        held.append(torch.cat(parts))
-        assert sum(routes[rank].pieces) == len(held[rank])
-    found = {}
-    for rank, mine in enumerate(routes):
-        came = [held[other][theirs.leaving].split(theirs.sent)[rank] for other, theirs in enumerate(routes)]
-        assert tuple(map(len, came)) == mine.received
-        for number, target in zip(torch.cat(came).tolist(), mine.targets.tolist(), strict=True):
-            found[number] = rank * (length // size) + target
-    expected = {
-        number: target
-        for piece, own in zip(pieces, numbers, strict=True)
-        for number, target in zip(own.tolist(), piece.targets.tolist(), strict=True)
-        if target < length
+def exchange(held: list[Tensor], routes: list[SeamRoute]) -> list[Tensor]:
+    """Returns what every rank of a group receives."""
+    for mine, route in zip(held, routes, strict=True):
+        assert sum(route.pieces) == len(mine)
+    sent = [mine[route.leaving].split(route.sent) for mine, route in zip(held, routes, strict=True)]
+    received = [[of_rank[to] for of_rank in sent] for to in range(len(routes))]
+    assert [tuple(map(len, each)) for each in received] == [route.received for route in routes]
+    return [torch.cat(each) for each in received]
+
+
+@given(dealt_rows())
+def test_every_row_reaches_its_replica_and_place_and_no_other(given: DealtRows) -> None:
+    size, replicas = given.size, given.replicas
+    routes = {
+        (replica, rank): route_encoder_rows(
+            given.seen_by(replica), TpGroup(rank=rank, size=size), replica, replicas, given.length
+        )
+        for replica in range(replicas)
+        for rank in range(size)
     }
-    assert found == expected
+    places = [place for _, _, rows in given.bins for place in rows]
+    held: dict[tuple[int, int], Tensor] = {}  # numbers of rows, by replica and rank
+    for replica, rank in routes:
+        parts, count = [torch.empty(0, dtype=torch.int64)], 0
+        for encodes, holders, rows in given.bins:
+            numbers = torch.arange(count, count + len(rows))
+            count += len(rows)
+            if encodes == replica and rank in holders:
+                parts.append(numbers[BinRows.part(_holding(holders, len(rows)), rank)])
+        held[replica, rank] = torch.cat(parts)
+    if replicas > 1:
+        for rank in range(size):
+            group = [(replica, rank) for replica in range(replicas)]
+            deals = [routes[at].deal for at in group]
+            held |= zip(group, exchange([held[at] for at in group], deals), strict=True)  # type: ignore[arg-type]
+    if size > 1:
+        for replica in range(replicas):
+            group = [(replica, rank) for rank in range(size)]
+            seams = [routes[at].seam for at in group]
+            held |= zip(group, exchange([held[at] for at in group], seams), strict=True)  # type: ignore[arg-type]
+    found = {}
+    for (replica, rank), rows in held.items():
+        targets = torch.cat([*routes[replica, rank].targets, torch.empty(0, dtype=torch.int64)])
+        for number, target in zip(rows.tolist(), targets.tolist(), strict=True):
+            if target < given.length:
+                found[number] = replica, rank * (given.length // size) + target
+    assert found == {n: place for n, place in enumerate(places) if place[1] < given.length}
+
+
+def _holding(holders: range, rows: int) -> BinRows:
+    nothing = torch.empty(rows, dtype=torch.int64)
+    return BinRows(replica=0, holders=holders, owners=nothing, targets=nothing)

@@ -1,8 +1,9 @@
-"""Assigns images and sounds to encoder microbatches from their sizes, on the host, one step ahead.
+"""Plans the batch of a step on the host, one step ahead: sequences to microbatches, items to encoder bins.
 
-Encoder microbatches are bins of a fixed number of tokens. The first stage of a replica plans a batch from the
-sizes of its samples alone and broadcasts the plan to the replica's other ranks, so that no size is ever read
-from a device.
+The sequences of a step are dealt to groups of replicas and there to microbatches so that all have the same
+load of images and sounds; the items of a microbatch index are dealt over the encoder pipelines of the group
+(`data.dealing`). Stage 0 of every replica plans from sizes alone and broadcasts the plan to its pipeline, so
+that no size is ever read from a device.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.data.dealing import deal_items, deal_sequences
 from optimus.errors import UserError
-from optimus.ir.plan import Plan
-from optimus.job.workload import assign_to_emptiest_bins
+from optimus.ir.plan import Plan, PlannedModule
 
-COLUMNS = 4  # encoder, its microbatch, sample, item
-Bin = tuple[tuple[int, int], ...]  # (sample, item) pairs of one encoder microbatch
+COLUMNS = 6  # encoder, replica, its microbatch, sample, item, tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,79 +30,151 @@ class SampleSizes:
     items: Mapping[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class BinItem:
+    """One item of an encoder microbatch: its sample's number, its index there, its encoder tokens."""
+
+    sample: int
+    index: int
+    tokens: int
+
+
+Bin = tuple[BinItem, ...]  # one encoder microbatch
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """One step of one replica."""
+    """One step of the replicas of a dealing group, in order."""
 
-    samples: tuple[tuple[int, ...], ...]  # numbers of the samples in every LLM microbatch
-    bins: Mapping[str, tuple[Bin, ...]]  # by encoder and microbatch
+    samples: tuple[tuple[tuple[int, ...], ...], ...]  # numbers, by replica and LLM microbatch
+    bins: Mapping[str, tuple[tuple[Bin, ...], ...]]  # by encoder, replica and encoder microbatch
+    labels: int  # of the whole step, all groups together
+    carried: int = 0  # samples of the whole step that an earlier one had no room for
 
     def to_tensor(self, max_items: int) -> Tensor:
         """Encodes the plan: samples of all microbatches, then one row per item, padded to `max_items`."""
         rows = [
-            (encoder, microbatch, sample, item)
-            for encoder, bins in enumerate(self.bins.values())
+            (encoder, replica, microbatch, item.sample, item.index, item.tokens)
+            for encoder, of_encoder in enumerate(self.bins.values())
+            for replica, bins in enumerate(of_encoder)
             for microbatch, items in enumerate(bins)
-            for sample, item in items
+            for item in items
         ]
         assert len(rows) <= max_items, f"{len(rows)} items in a batch plan for {max_items}"
         padding = [(-1,) * COLUMNS] * (max_items - len(rows))
-        head = [sample for samples in self.samples for sample in samples]
-        flat = [len(self.samples), *head, *(value for row in [*rows, *padding] for value in row)]
+        head = [number for replica in self.samples for samples in replica for number in samples]
+        flat = [self.labels, self.carried, *head, *(value for row in [*rows, *padding] for value in row)]
         return torch.tensor(flat, dtype=torch.int64)
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, plan: Plan, max_items: int) -> BatchPlan:
-        flat = tensor.tolist()
-        count, body = flat[0], len(flat) - max_items * COLUMNS
-        numbers, size = flat[1:body], (body - 1) // count
-        samples = tuple(tuple(numbers[at * size : (at + 1) * size]) for at in range(count))
-        bins: dict[str, list[list[tuple[int, int]]]] = {
-            name: [[] for _ in range(plan.microbatches * module.microbatches_per_llm_microbatch)]
+        flat, replicas = tensor.tolist(), plan.dealing_replicas
+        labels, carried, *numbers = flat[: len(flat) - max_items * COLUMNS]
+        size = len(numbers) // (replicas * plan.microbatches)
+        runs = iter([tuple(numbers[at : at + size]) for at in range(0, len(numbers), size)])
+        samples = tuple(tuple(next(runs) for _ in range(plan.microbatches)) for _ in range(replicas))
+        bins: dict[str, list[list[list[BinItem]]]] = {
+            name: [[[] for _ in module.pipelines] for _ in range(replicas)]
             for name, module in plan.encoders.items()
         }
         names = list(plan.encoders)
-        for at in range(body, len(flat), COLUMNS):
-            encoder, microbatch, sample, item = flat[at : at + COLUMNS]
+        for at in range(2 + len(numbers), len(flat), COLUMNS):
+            encoder, replica, microbatch, *item = flat[at : at + COLUMNS]
             if encoder >= 0:
-                bins[names[encoder]][microbatch].append((sample, item))
-        return cls(samples=samples, bins={name: tuple(map(tuple, of_one)) for name, of_one in bins.items()})
-
-
-def plan_batch(plan: Plan, samples: Sequence[SampleSizes]) -> BatchPlan:
-    """Assigns samples to LLM microbatches in order, and their items in order to the emptiest bin of each."""
-    size, rest = divmod(len(samples), plan.microbatches)
-    assert not rest, f"{len(samples)} samples in {plan.microbatches} microbatches"
-    microbatches = [samples[at * size : (at + 1) * size] for at in range(plan.microbatches)]
-    bins = {}
-    for name, module in plan.encoders.items():
-        of_encoder: list[Bin] = []
-        for microbatch in microbatches:
-            of_encoder += _fill_bins(
-                name, microbatch, module.microbatches_per_llm_microbatch, module.bin_tokens
-            )
-        bins[name] = tuple(of_encoder)
-    numbers = tuple(tuple(sample.number for sample in microbatch) for microbatch in microbatches)
-    return BatchPlan(samples=numbers, bins=bins)
-
-
-def _fill_bins(name: str, samples: Sequence[SampleSizes], count: int, capacity: int) -> list[Bin]:
-    items = [
-        (sample.number, number, tokens)
-        for sample in samples
-        for number, tokens in enumerate(sample.items.get(name, ()))
-    ]
-    places, filled = assign_to_emptiest_bins([tokens for _, _, tokens in items], count)
-    if max(filled) > capacity:
-        raise UserError(
-            field=f"items of {name} in samples {samples[0].number} to {samples[-1].number}",
-            problem=f"make {max(filled)} tokens, and the plan has room for {capacity}",
-            hint="plan with the lengths of this data (workload.lengths), or leave such samples out",
+                bins[names[encoder]][replica][microbatch].append(BinItem(*item))
+        return cls(
+            samples=samples,
+            bins={
+                name: tuple(tuple(map(tuple, replica)) for replica in of_one) for name, of_one in bins.items()
+            },
+            labels=labels,
+            carried=carried,
         )
-    bins: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    for (sample, number, _), place in zip(items, places, strict=True):
-        bins[place].append((sample, number))
-    return [tuple(items) for items in bins]
+
+
+def count_padded_tokens(module: PlannedModule, merge: int, items: Sequence[BinItem]) -> int:
+    """Returns the tokens that a bin runs: whole merge groups on every TP rank, at least one."""
+    unit = merge * module.layout.tp
+    return max(1, -(-sum(item.tokens for item in items) // unit)) * unit
+
+
+def plan_batch(
+    plan: Plan, samples: Sequence[SampleSizes], group: int = 0, *, labels: int = 0, carried: int = 0
+) -> BatchPlan:
+    """Plans the step of one dealing group from the sizes of all samples of the step."""
+    replicas, columns = plan.dealing_replicas, plan.microbatches
+    groups = plan.ranks.llm.dp // replicas
+    _refuse_large_items(plan, samples)
+    loads = [_load(plan, sample) for sample in samples]
+    own = sorted(deal_sequences(loads, groups)[group])
+    dealt = deal_sequences([loads[place] for place in own], columns)
+    by_column = [[samples[own[place]] for place in sorted(column)] for column in dealt]
+    size, rest = divmod(len(by_column[0]), replicas)
+    assert not rest, f"{len(by_column[0])} samples of a microbatch for {replicas} replicas"
+    numbers = [[sample.number for sample in column] for column in by_column]
+    return BatchPlan(
+        samples=tuple(
+            tuple(tuple(column[at * size : (at + 1) * size]) for column in numbers) for at in range(replicas)
+        ),
+        bins={
+            name: _deal_items(module, name, by_column, replicas, plan.ranks.num_pipelines(name))
+            for name, module in plan.encoders.items()
+        },
+        labels=labels,
+        carried=carried,
+    )
+
+
+def _load(plan: Plan, sample: SampleSizes) -> float:
+    """Returns the time of a sample's items in all encoders, relative to each other."""
+    return sum(
+        module.cost_of(tokens)
+        for name, module in plan.encoders.items()
+        for tokens in sample.items.get(name, ())
+    )
+
+
+def _deal_items(
+    module: PlannedModule, name: str, columns: Sequence[Sequence[SampleSizes]], replicas: int, pipelines: int
+) -> tuple[tuple[Bin, ...], ...]:
+    """Returns the bins of an encoder by replica and microbatch; items of a bin are in the batch's order."""
+    items = [
+        [
+            BinItem(sample.number, index, tokens)
+            for sample in column
+            for index, tokens in enumerate(sample.items.get(name, ()))
+        ]
+        for column in columns
+    ]
+    owners = [
+        [
+            replica * pipelines + module.pipelines[microbatch]
+            for replica in range(replicas)
+            for microbatch in module.microbatches_of(column)
+        ]
+        for column in range(len(columns))
+    ]
+    dealt = deal_items([[module.cost_of(item.tokens) for item in column] for column in items], owners)
+    bins: list[list[list[BinItem]]] = [[[] for _ in module.pipelines] for _ in range(replicas)]
+    places, pieces = iter(dealt.bins), module.microbatches_per_llm_microbatch
+    for column, of_column in enumerate(items):
+        for item in of_column:
+            replica, piece = divmod(next(places), pieces)
+            bins[replica][column * pieces + piece].append(item)
+    return tuple(tuple(tuple(items) for items in replica) for replica in bins)
+
+
+def _refuse_large_items(plan: Plan, samples: Sequence[SampleSizes]) -> None:
+    """Raises if an item alone is more than memory was planned for."""
+    for name, module in plan.encoders.items():
+        for sample in samples:
+            largest = max(sample.items.get(name, ()), default=0)
+            if largest > module.bin_tokens:
+                raise UserError(
+                    field=f"items of {name} in sample {sample.number}",
+                    problem=f"one has {largest} tokens, and the plan has room for {module.bin_tokens}",
+                    hint="plan with the lengths of this data (workload.lengths), or leave such samples out",
+                )
 
 
 class BatchPlanBroadcast:
@@ -114,11 +186,11 @@ class BatchPlanBroadcast:
         self._work: dist.Work | None = None
 
     def start(self, batch_plan: BatchPlan | None, samples: int) -> None:
-        """Starts a broadcast on every rank; only the reader has the plan. `samples` are one replica's."""
+        """Starts a broadcast on every rank; only the reader has the plan. `samples` are the group's."""
         if batch_plan is not None:
             self._tensor = batch_plan.to_tensor(self.max_items)
         else:
-            self._tensor = torch.zeros(1 + samples + self.max_items * COLUMNS, dtype=torch.int64)
+            self._tensor = torch.zeros(2 + samples + self.max_items * COLUMNS, dtype=torch.int64)
         if self.group is not None:
             self._work = dist.broadcast(self._tensor, self.reader, self.group, async_op=True)
 

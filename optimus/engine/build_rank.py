@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.p2p import FixedMessageSpecs, TensorSpec
+from optimus.engine.p2p import BatchMessageSpecs, TensorSpec
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
 from optimus.ir.op import KernelName, OpKind
@@ -46,7 +46,7 @@ class RankModel:
     tied: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
     partial: tuple[Tensor, ...]
-    specs: FixedMessageSpecs
+    specs: BatchMessageSpecs
 
     @property
     def trained(self) -> list[Tensor]:
@@ -89,7 +89,10 @@ def build_rank_model(
             rows_in, rows_out = (list_passed_rows(module, at, options["deepstack"]) for at in (first, end))
             regather = plan.modules[module.name].regather
             how: dict[str, Any] = {"recompute": recompute, "regather": regather}
-            chunk = SegmentedChunk(list(map(group, layers)), **how, rows_in=rows_in, rows_out=rows_out)
+            grouped = list(map(group, layers))
+            if module.name == LLM and first == 0 and plan.dealing_replicas > 1:
+                grouped[0] = [layers[0][0].make_exchange(groups.deal_group(plan), "deal"), *grouped[0]]
+            chunk = SegmentedChunk(grouped, **how, rows_in=rows_in, rows_out=rows_out)
             module_chunks.append(chunk)
             for name, parameter, split in named_parameters(module, layers, first=first):
                 if parameters.setdefault(name, parameter) is not parameter:  # head of a tied embedding
@@ -170,7 +173,7 @@ def find_layer_ranges(plan: Plan, module: Encoder | Llm, rank: int) -> list[tupl
 
 def build_message_specs(
     model: Model, plan: Plan, *, llm_tokens: int, dtype: torch.dtype
-) -> FixedMessageSpecs:
+) -> BatchMessageSpecs:
     """Returns the specs of messages between stages, and over the seam."""
     hidden, tp = model.llm.stack.hidden, plan.ranks.llm.tp
     if llm_tokens % tp:
@@ -187,15 +190,14 @@ def build_message_specs(
         state = TensorSpec(shape=(rows // planned.layout.tp, module.stack.hidden), dtype=dtype)
         return [(state,) * (1 + len(list_passed_rows(module, first, deepstack))) for first in firsts]
 
-    inputs = {LLM: stage_inputs(model.llm, llm_tokens)}
-    rows = {}
+    inputs, rows, tokens_per_row = {LLM: stage_inputs(model.llm, llm_tokens)}, {}, {}
+    width = hidden * (1 + count_deepstack(model))
     for encoder in model.encoders:
-        tokens = plan.modules[encoder.name].bin_tokens
-        inputs[encoder.name] = stage_inputs(encoder, tokens)
-        width = hidden * (1 + count_deepstack(model))
-        merged = (tokens // encoder.projector.merge // plan.modules[encoder.name].layout.tp, width)
-        rows[encoder.name] = (TensorSpec(shape=merged, dtype=dtype),)
-    return FixedMessageSpecs(inputs=inputs, rows=rows)
+        tp = plan.modules[encoder.name].layout.tp
+        inputs[encoder.name] = stage_inputs(encoder, tp)
+        rows[encoder.name] = (TensorSpec(shape=(1, width), dtype=dtype),)
+        tokens_per_row[encoder.name] = tp, tp * encoder.projector.merge
+    return BatchMessageSpecs(inputs=inputs, rows=rows, tokens_per_row=tokens_per_row)
 
 
 def count_deepstack(model: Model) -> int:

@@ -134,8 +134,8 @@ class ProgramCompiler:
             return None
         runs: list[Run] = [phase.run for phase in phases]
         waits, op, members = list[int](), (module, kind, chunk, microbatch), self.groups.members
-        if any(phase.waits_for_tp for phase in phases):
-            waits += members[f"{module}.tp"]
+        for axis in dict.fromkeys(phase.waits_for for phase in phases if phase.waits_for):
+            waits += members[f"{module}.{axis}"]
         if kind == OpKind.FORWARD:
             gathers = self._gathers_needed(module, chunk, [phase.layer for phase in phases])
             runs = [*(bucket.wait_gathered for bucket in gathers), *runs]

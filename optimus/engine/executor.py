@@ -49,7 +49,7 @@ class Executor:
         partial: Sequence[Tensor] = (),
         recorder: Recorder | None = None,
     ) -> None:
-        self.plan, self.groups, self.tied = plan, groups, tied
+        self.plan, self.groups, self.tied, self._specs = plan, groups, tied, specs
         self.optimizer: DistributedOptimizer | None = None
         self._mailbox, self.side_stream, self._state = P2PMailbox(device), SideStream(device), StepState()
         self._recorder = recorder or _NullRecorder()
@@ -100,7 +100,7 @@ class Executor:
         return previous
 
     def _run(self, actions: list[Action], batch: Batch, *, needs_backward: bool = True) -> None:
-        state, recorder = self._state, self._recorder
+        state, recorder, self._specs.batch = self._state, self._recorder, batch
         state.batch, state.needs_backward, state.losses, state.outputs = batch, needs_backward, [], {}
         with torch.no_grad():  # chunks enable gradients where they build a graph
             for action in actions:

@@ -276,8 +276,8 @@ class FillSchedule:
         batch = StepBatch(self.plan, args, kwargs, self._shapes, **options)
         batch.profiles = self._profiles = self._profiles or self._profile(batch)
         batch.check_signatures()
-        self._specs.batch = batch
         if self._executor is None:
+            self._specs.batch = batch
             self._executor = Executor(
                 self.plan,
                 self._groups,

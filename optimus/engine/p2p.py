@@ -10,7 +10,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import finalize
 
 import torch
@@ -31,13 +31,18 @@ class TensorSpec:
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
-    def without_rows(self) -> TensorSpec:
-        """Returns the spec of a message with nothing in it: no row in the first dimension."""
-        return TensorSpec(shape=(0, *self.shape[1:]), dtype=self.dtype)
+    def with_rows(self, rows: int) -> TensorSpec:
+        """Returns the spec of a message with another number of rows: the first dimension."""
+        return TensorSpec(shape=(rows, *self.shape[1:]), dtype=self.dtype)
 
 
 class MessageSpecs(Protocol):
-    """Specs of messages. The number of tensors in a message and their dtypes never change; shapes may."""
+    """Specs of messages. The number of tensors in a message and their dtypes never change; shapes may.
+
+    The executor sets `batch` to that of the step that runs.
+    """
+
+    batch: Any
 
     def stage_input(self, module: str, virtual: int, microbatch: int) -> tuple[TensorSpec, ...]:
         """Returns the specs of what a virtual stage of a module receives from the one before it."""
@@ -46,18 +51,37 @@ class MessageSpecs(Protocol):
         """Returns the specs of what an encoder microbatch sends over the seam."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedMessageSpecs:
-    """Message specs that are the same for all microbatches and steps."""
+class CountsTokens(Protocol):
+    """A batch that knows how many tokens its encoder microbatches run."""
+
+    def count_tokens(self, name: str, microbatch: int) -> int: ...
+
+
+@dataclass(kw_only=True)
+class BatchMessageSpecs:
+    """Message specs of layers built from a job: the batch says how many tokens an encoder microbatch has."""
 
     inputs: Mapping[str, Sequence[tuple[TensorSpec, ...]]]  # the first virtual stage's are not read
     rows: Mapping[str, tuple[TensorSpec, ...]]
+    tokens_per_row: Mapping[str, tuple[int, int]]  # of an encoder: in its inputs, and in its output rows
+    batch: CountsTokens | None = None
 
     def stage_input(self, module: str, virtual: int, microbatch: int) -> tuple[TensorSpec, ...]:
-        return self.inputs[module][virtual]
+        specs = self.inputs[module][virtual]
+        if module not in self.tokens_per_row:
+            return specs
+        return self._sized(specs, module, microbatch, self.tokens_per_row[module][0])
 
     def encoder_rows(self, module: str, microbatch: int) -> tuple[TensorSpec, ...]:
-        return self.rows[module]
+        return self._sized(self.rows[module], module, microbatch, self.tokens_per_row[module][1])
+
+    def _sized(
+        self, specs: tuple[TensorSpec, ...], module: str, microbatch: int, tokens_per_row: int
+    ) -> tuple[TensorSpec, ...]:
+        if self.batch is None:
+            return specs  # before the first step, of one row each
+        rows = self.batch.count_tokens(module, microbatch) // tokens_per_row
+        return tuple([spec.with_rows(rows) for spec in specs])
 
 
 class _PendingSends:

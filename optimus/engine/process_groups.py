@@ -48,6 +48,8 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
                 for direction in ("seam", "seam-back")[: 1 + _needs_backward(plan, name)]:
                     axis = f"{name}.{direction}.{pipeline}"
                     axes.append(GroupAxis(name=axis, members=_seam(ranks, name, pipeline)))
+    if plan.dealing_replicas > 1:
+        axes.append(GroupAxis(name=f"{LLM}.deal", members=_dealing_members(ranks, plan.dealing_replicas)))
     if ranks.llm.pp > 1:
         axes.append(GroupAxis(name="ends", members=_ends(ranks)))
     return axes
@@ -128,6 +130,18 @@ def _replicas(ranks: RankGrid, module: str) -> Callable[[int], Members]:
 
 def _tp_members(ranks: RankGrid, module: str) -> Callable[[int], Members]:
     return lambda rank: ranks.group_of(module, Communicator.TP, rank)
+
+
+def _dealing_members(ranks: RankGrid, replicas: int) -> Callable[[int], Members]:
+    """Returns the ranks of stage 0 that exchange rows of dealt images with a rank of it."""
+
+    def members(rank: int) -> Members:
+        place = ranks.place(LLM, rank)
+        first = place.dp - place.dp % replicas
+        group = (ranks.rank_of(0, first + other, place.cp, place.tp) for other in range(replicas))
+        return () if place.pp else tuple(group)
+
+    return members
 
 
 def _colour(source: int, pp: int) -> str:
@@ -221,6 +235,11 @@ class ProcessGroups:
     def tp_group(self, plan: Plan, module: str) -> TpGroup:
         """Returns this rank's position in the module's tensor-parallel group, with the process group."""
         return replace(build_tp_group(plan, module, self.rank), group=self.get(f"{module}.tp"))
+
+    def deal_group(self, plan: Plan) -> TpGroup:
+        """Returns this replica's position among those that deal images to each other."""
+        rank, size = plan.ranks.place(LLM, self.rank).dp % plan.dealing_replicas, plan.dealing_replicas
+        return TpGroup(rank=rank, size=size, group=self.get(f"{LLM}.deal"))
 
     def mesh(self, module: str, device_type: str) -> DeviceMesh | None:
         """Returns the replicas of a module as a mesh, to place tensors by."""

@@ -1,22 +1,25 @@
 """Builds the inputs and contexts of one rank's microbatches from samples, on the host before the step.
 
 Rows of an encoder microbatch arrive at LLM stage 0 on as many ranks as the encoder has tensor-parallel ranks,
-a contiguous part on each. From there each row goes to the rank whose shard of the LLM's sequence holds its
+a contiguous part on each. Rows of images that were dealt to another replica go to that replica, to the same
+tensor-parallel rank. From there each row goes to the rank whose shard of the LLM's sequence holds its
 position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimus.engine.batch_plan import BatchPlan
+from optimus.engine.batch_plan import BatchPlan, BinItem, count_padded_tokens
 from optimus.engine.process_groups import build_tp_group, find_receiving_tp_ranks
+from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -27,13 +30,31 @@ from optimus.models.microbatch_inputs import (
     TensorMap,
     build_encoder_inputs,
     build_llm_inputs,
-    find_llm_row_targets,
+    find_row_positions,
 )
 from optimus.models.sample import PlacedItem, Sample
 
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def list_needed_samples(plan: Plan, rank: int, table: BatchPlan) -> list[int]:
+    """Returns the numbers of the samples that a rank reads in a step, in the order in which it does."""
+    replica, needed = plan.ranks.place(LLM, rank).dp % plan.dealing_replicas, list[int]()
+    for name, microbatch in _list_forwards(plan, rank):
+        if name == LLM:
+            needed += table.samples[replica][microbatch]
+        else:
+            needed += [item.sample for item in table.bins[name][replica][microbatch]]
+    return list(dict.fromkeys(needed))
+
+
+def _list_forwards(plan: Plan, rank: int) -> list[tuple[str, int]]:
+    """Returns the modules and microbatches of which a rank runs a forward: encoders, then the LLM."""
+    program = plan.programs[plan.ranks.class_of(rank)]
+    forwards = program.rows[program.kind == OpKind.FORWARD][:, [0, 3]]
+    return [(plan.names[module], mb) for module, mb in sorted(set(map(tuple, forwards.tolist())))]
 
 
 class RankBatch:
@@ -47,24 +68,20 @@ class RankBatch:
         table: BatchPlan,
         read: Callable[[int], Sample],
         *,
-        scale: float,
         seed: int,
         step: int,
         dtype: torch.dtype,
         place: TensorMap = _identity,
     ) -> None:
-        self.model, self.plan, self.table, self.scale, self._place = model, plan, table, scale, place
+        self.model, self.plan, self.table, self._place = model, plan, table, place
         self._options: dict[str, Any] = {"seed": seed, "step": step, "dtype": dtype}
         self._samples: dict[int, Sample] = {}
         self._read = read
         self._microbatches: dict[tuple[str, int], tuple[tuple[Tensor, ...], Any]] = {}
         self._tp_groups = {name: build_tp_group(plan, name, rank) for name in plan.modules}
-        device = plan.ranks.class_of(rank)
-        self._begins_llm = plan.ranks.stage_of(LLM, device) == 0
-        program = plan.programs[device]
-        forwards = program.rows[program.kind == OpKind.FORWARD][:, [0, 3]]
-        for module, microbatch in sorted(set(map(tuple, forwards.tolist()))):
-            name = plan.names[module]
+        self._replica = plan.ranks.place(LLM, rank).dp % plan.dealing_replicas
+        self._begins_llm = plan.ranks.stage_of(LLM, plan.ranks.class_of(rank)) == 0
+        for name, microbatch in _list_forwards(plan, rank):
             build = self._build_llm if name == LLM else partial(self._build_encoder, name)
             self._microbatches[name, microbatch] = build(microbatch)
         self._samples.clear()
@@ -75,6 +92,10 @@ class RankBatch:
     def context(self, module: str, microbatch: int) -> Any:
         return self._microbatches[module, microbatch][1]
 
+    def count_tokens(self, name: str, microbatch: int) -> int:
+        """Returns the tokens that an encoder microbatch of this replica runs, padding included."""
+        return self._padded(name, self.table.bins[name][self._replica][microbatch])
+
     # ------------------------------------------------------------------------ from samples
 
     def _sample(self, number: int) -> Sample:
@@ -82,100 +103,181 @@ class RankBatch:
             self._samples[number] = self._read(number)
         return self._samples[number]
 
-    def _items(self, name: str, microbatch: int) -> list[PlacedItem]:
-        pairs = self.table.bins[name][microbatch]
-        return [(sample, item, self._sample(sample).items[name][item]) for sample, item in pairs]
+    def _padded(self, name: str, items: Sequence[BinItem]) -> int:
+        return count_padded_tokens(self.plan.modules[name], self.model.encoder(name).projector.merge, items)
+
+    def _load_item(self, name: str, item: BinItem) -> PlacedItem:
+        loaded = self._sample(item.sample).items[name][item.index]
+        if loaded.tokens != item.tokens:
+            raise UserError(
+                field=f"data: item {item.index} of {name} in sample {item.sample}",
+                value=loaded.tokens,
+                problem=f"is its number of tokens, and the data set's sizes say {item.tokens}",
+                hint="index the data set again",
+            )
+        return item.sample, item.index, loaded
 
     def _build_encoder(self, name: str, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
-        encoder = self.model.encoder(name)
-        capacity = self.plan.modules[name].bin_tokens
-        items = self._items(name, microbatch)
-        inputs, context = build_encoder_inputs(encoder, items, capacity, **self._options)
-        rows = self._tp_groups[name].rows(capacity)
+        encoder, tokens = self.model.encoder(name), self.count_tokens(name, microbatch)
+        items = [self._load_item(name, item) for item in self.table.bins[name][self._replica][microbatch]]
+        inputs, context = build_encoder_inputs(encoder, items, tokens, **self._options)
+        rows = self._tp_groups[name].rows(tokens)
         return (self._place(inputs[rows]),), context.shard(rows).map(self._place)
 
     def _build_llm(self, microbatch: int) -> tuple[tuple[Tensor, ...], Any]:
-        samples = [self._sample(number) for number in self.table.samples[microbatch]]
-        routed: list[RoutedEncoderRows] = []
-        for encoder in self.model.encoders:
-            routed += self._routed_rows(encoder, microbatch, samples)
+        samples = [self._sample(number) for number in self.table.samples[self._replica][microbatch]]
         ids, context = build_llm_inputs(
             self.model.llm,
             samples,
-            [rows.targets for rows in routed],
-            self.scale,
+            (),
+            1.0 / max(1, self.table.labels),
             encoders=self.model.encoders,
             **self._options,
         )
         tp_group = self._tp_groups[LLM]
         if tp_group.size > 1:
-            context = context.shard(tp_group.rows(len(ids)), self._seam(routed, len(ids)))
+            context = context.shard(tp_group.rows(len(ids)))
+        if self._begins_llm:
+            bins = self._list_bins(microbatch, samples)
+            replicas = self._replica, self.plan.dealing_replicas
+            routes = route_encoder_rows(bins, tp_group, *replicas, len(ids))
+            context = replace(context, **routes._asdict())
         return (self._place(ids),), context.map(self._place)
 
-    def _seam(self, routed: list[RoutedEncoderRows], length: int) -> SeamRoute | None:
-        """Returns the route of encoder rows, which only the LLM's first stage reads."""
-        return route_encoder_rows(routed, self._tp_groups[LLM], length) if self._begins_llm else None
+    def _list_bins(self, microbatch: int, samples: Sequence[Sample]) -> list[BinRows]:
+        """Returns the bins of the dealing group that feed an LLM microbatch, replica after replica."""
+        first_rows = dict(
+            zip(
+                (sample.number for sample in samples),
+                accumulate((sample.length for sample in samples), initial=0),
+                strict=False,
+            )
+        )
+        owners = {
+            number: replica
+            for replica, microbatches in enumerate(self.table.samples)
+            for number in microbatches[microbatch]
+        }
+        length = sum(sample.length for sample in samples)
+        return [
+            self._bin_rows(encoder, replica, number, owners, first_rows, length)
+            for replica in range(self.plan.dealing_replicas)
+            for encoder in self.model.encoders
+            for number in self.plan.modules[encoder.name].microbatches_of(microbatch)
+        ]
 
-    def _routed_rows(
-        self, encoder: Encoder, microbatch: int, samples: list[Sample]
-    ) -> list[RoutedEncoderRows]:
-        """Returns for each encoder microbatch of an LLM microbatch its rows' positions and holders."""
-        first_rows, rows = {}, 0
-        for sample in samples:
-            first_rows[sample.number] = rows
-            rows += sample.length
-        planned = self.plan.modules[encoder.name]
-        name, routed = encoder.name, []
-        for encoder_microbatch in planned.microbatches_of(microbatch):
-            items = self._items(name, encoder_microbatch)
-            targets = find_llm_row_targets(encoder, items, planned.bin_tokens, first_rows, rows)
-            holders = find_receiving_tp_ranks(self.plan, name, encoder_microbatch)
-            routed.append(RoutedEncoderRows(holders=holders, targets=targets))
-        return routed
+    def _bin_rows(
+        self,
+        encoder: Encoder,
+        replica: int,
+        microbatch: int,
+        owners: Mapping[int, int],
+        first_rows: Mapping[int, int],
+        length: int,
+    ) -> BinRows:
+        items, merge = self.table.bins[encoder.name][replica][microbatch], encoder.projector.merge
+        count = self._padded(encoder.name, items) // merge
+        owner = torch.full((count,), self.plan.dealing_replicas)
+        targets = torch.full((count,), length)
+        end = 0
+        for item in items:
+            begin, end = end, end + item.tokens // merge
+            owner[begin:end] = owners[item.sample]
+            if item.sample in first_rows:
+                _, _, loaded = self._load_item(encoder.name, item)
+                targets[begin:end] = first_rows[item.sample] + find_row_positions(encoder, loaded)
+        return BinRows(
+            replica=replica,
+            holders=find_receiving_tp_ranks(self.plan, encoder.name, microbatch),
+            owners=owner,
+            targets=targets,
+        )
 
 
 # ---------------------------------------------------------------------------- routes of encoder rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RoutedEncoderRows:
-    """Rows of one encoder microbatch: the ranks that hold them, and their positions in the LLM's sequence."""
+class BinRows:
+    """Output rows of one encoder microbatch that feeds an LLM microbatch, on any replica of the group."""
 
-    holders: range  # ranks in the LLM's tensor-parallel group
-    targets: Tensor  # the sequence length for padding, which goes nowhere
+    replica: int  # that encodes it
+    holders: range  # ranks in the LLM's tensor-parallel group at which the rows arrive
+    owners: Tensor  # of every row: the replica that its sequence is on; past the last for padding
+    targets: Tensor  # of this replica's rows: the position in its microbatch; past the end for others
+
+    def part(self, rank: int) -> slice:
+        """Returns the rows that arrive at a tensor-parallel rank: none, or a run of them."""
+        if rank not in self.holders:
+            return slice(0, 0)
+        count = len(self.targets) // len(self.holders)
+        begin = (rank - self.holders[0]) * count
+        return slice(begin, begin + count)
+
+
+class RowRoutes(NamedTuple):
+    """Routes of one rank, as `LlmMicrobatchContext` has them."""
+
+    deal: SeamRoute | None
+    seam: SeamRoute | None
+    targets: tuple[Tensor, ...]
 
 
 def route_encoder_rows(
-    microbatches: Sequence[RoutedEncoderRows], tp_group: TpGroup, length: int
-) -> SeamRoute:
-    """Returns the rows that one rank sends and receives; `length` is that of the sequence."""
-    shard = length // tp_group.size
-    targets_by_rank = [_concatenated_targets(microbatches, rank) for rank in range(tp_group.size)]
+    bins: Sequence[BinRows], tp_group: TpGroup, replica: int, replicas: int, length: int
+) -> RowRoutes:
+    """Returns the routes of rows: to their replica, then to the rank of their position.
+
+    `length` is that of the LLM microbatch, of which every rank of the tensor-parallel group holds a run.
+    """
+    deal = _route_to_replicas(bins, tp_group.rank, replica, replicas) if replicas > 1 else None
+    targets_by_rank = [
+        torch.cat([_targets_on(each, rank, replica, replicas) for each in bins])
+        if bins
+        else torch.empty(0, dtype=torch.int64)
+        for rank in range(tp_group.size)
+    ]
     targets = targets_by_rank[tp_group.rank]
-    receivers = torch.div(targets, shard, rounding_mode="floor")  # past the last rank for padding
-    order = torch.argsort(receivers, stable=True)
-    sent = [int((receivers == rank).sum()) for rank in range(tp_group.size)]
+    own = [each for each in bins if each.replica == replica and tp_group.rank in each.holders]
+    pieces = tuple(len(each.targets[each.part(tp_group.rank)]) for each in own)
+    if tp_group.size == 1:
+        split = targets.split(pieces) if deal is None else (targets,)
+        return RowRoutes(deal, None, tuple(split))
+    shard = length // tp_group.size
     received = [of_rank[(of_rank // shard) == tp_group.rank] for of_rank in targets_by_rank]
-    return SeamRoute(
-        pieces=tuple(len(part) for part in _targets_on(microbatches, tp_group.rank)),
-        leaving=order[: sum(sent)],
-        sent=tuple(sent),
-        received=tuple(len(of_rank) for of_rank in received),
-        targets=torch.cat(received) - tp_group.rank * shard,
+    seam = _route(
+        torch.div(targets, shard, rounding_mode="floor"),  # past the last rank for padding
+        tp_group.size,
+        received=tuple(map(len, received)),
+        pieces=pieces if deal is None else (len(targets),),
     )
+    placed = torch.cat(received) - tp_group.rank * shard
+    return RowRoutes(deal, seam, (placed,))
 
 
-def _targets_on(microbatches: Sequence[RoutedEncoderRows], rank: int) -> list[Tensor]:
-    """Returns the targets of the rows that a rank holds, by microbatch."""
-    targets = []
-    for rows in microbatches:
-        if rank in rows.holders:
-            count = len(rows.targets) // len(rows.holders)
-            begin = (rank - rows.holders[0]) * count
-            targets.append(rows.targets[begin : begin + count])
-    return targets
+def _route_to_replicas(bins: Sequence[BinRows], rank: int, replica: int, replicas: int) -> SeamRoute:
+    """Returns the rows that a tensor-parallel rank exchanges with the same rank of other replicas."""
+    own = [each.owners[each.part(rank)] for each in bins if each.replica == replica and rank in each.holders]
+    received = [
+        sum(int((each.owners[each.part(rank)] == replica).sum()) for each in bins if each.replica == sender)
+        for sender in range(replicas)
+    ]
+    owners = torch.cat(own) if own else torch.empty(0, dtype=torch.int64)
+    return _route(owners, replicas, received=tuple(received), pieces=tuple(map(len, own)))
 
 
-def _concatenated_targets(microbatches: Sequence[RoutedEncoderRows], rank: int) -> Tensor:
-    targets = _targets_on(microbatches, rank)
-    return torch.cat(targets) if targets else torch.empty(0, dtype=torch.int64)
+def _route(
+    destinations: Tensor, size: int, *, received: tuple[int, ...], pieces: tuple[int, ...]
+) -> SeamRoute:
+    """Returns a route of rows by their destinations; those past the last rank go nowhere."""
+    sent = torch.bincount(destinations, minlength=size)[:size].tolist()
+    order = torch.argsort(destinations, stable=True)
+    return SeamRoute(pieces=pieces, leaving=order[: sum(sent)], sent=tuple(sent), received=received)
+
+
+def _targets_on(each: BinRows, rank: int, replica: int, replicas: int) -> Tensor:
+    """Returns the targets of a bin's rows at a rank of this replica, after those of others have left."""
+    part = each.part(rank)
+    if replicas == 1:
+        return each.targets[part]
+    return each.targets[part][each.owners[part] == replica]

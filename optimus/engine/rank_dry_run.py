@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from optimus.engine.compile import describe_line
 from optimus.engine.config import MemoryUse, TrainingConfig
 from optimus.engine.memory_tracker import measure_step_memory
-from optimus.engine.p2p import FixedMessageSpecs
+from optimus.engine.p2p import BatchMessageSpecs
 from optimus.engine.process_groups import ProcessGroups, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.torch_private import FakeTensorMode, fake_process_group
@@ -190,12 +191,20 @@ def count_encoder_phases_in_tp_slots(plan: Plan, device: int) -> tuple[int, int]
     return phases, inside
 
 
-def _travels(plan: Plan, device: int, messages: FixedMessageSpecs) -> Iterator[MessageCount]:
-    for module, times in _lines(plan, device).items():
+def _travels(plan: Plan, device: int, messages: BatchMessageSpecs) -> Iterator[MessageCount]:
+    """Yields messages by module and kind, with the shape of the largest."""
+    program = plan.programs[device]
+    for number, (module, times) in enumerate(_lines(plan, device).items()):
         for kind in (*SENDS, *RECVS):
             if kind.word not in times:
                 continue
-            specs = messages.rows[module] if kind in SEAMS else messages.inputs[module][0]
+            sent = program.microbatch[(program.module == number) & (program.kind == kind)].tolist()
+            microbatch = sent[0] if module == LLM else max(sent, key=partial(_count_tokens, messages, module))
+            specs = (
+                messages.encoder_rows(module, microbatch)
+                if kind in SEAMS
+                else messages.stage_input(module, 0, microbatch)
+            )
             for spec in specs:
                 yield MessageCount(
                     module=module,
@@ -205,6 +214,11 @@ def _travels(plan: Plan, device: int, messages: FixedMessageSpecs) -> Iterator[M
                     dtype=str(spec.dtype).removeprefix("torch."),
                     bytes=torch.Size(spec.shape).numel() * spec.dtype.itemsize,
                 )
+
+
+def _count_tokens(messages: BatchMessageSpecs, module: str, microbatch: int) -> int:
+    assert messages.batch is not None, "the step has run"
+    return messages.batch.count_tokens(module, microbatch)
 
 
 def _count_parameters(trainer: RankTrainer, module: str) -> ParameterCount:

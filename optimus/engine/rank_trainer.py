@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from optimus.data.step_samples import StepSamples
 from optimus.engine.batch_plan import BatchPlan, plan_batch
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.build_rank import RankModel, build_rank_model
@@ -18,7 +19,7 @@ from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBu
 from optimus.engine.executor import Executor
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import ProcessGroups
-from optimus.engine.rank_batch import RankBatch
+from optimus.engine.rank_batch import RankBatch, list_needed_samples
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -60,6 +61,12 @@ class RankTrainer:
         self.dataset = dataset or SyntheticDataset(job=job, seed=config.seed)
         self.skipped: dict[int, tuple[str, ...]] = {}  # by number: why documents of a sample have no labels
         self.replica = plan.ranks.place(LLM, groups.rank).dp
+        workload, encoders = job.workload, job.model.encoders
+        self.step_samples = StepSamples(
+            self._count_tokens,
+            workload.sequences_per_step,
+            {each.name: workload.step_capacity(each.name, each.projector.merge) for each in encoders},
+        )
         self.model = build_rank_model(
             job.model,
             plan,
@@ -108,20 +115,24 @@ class RankTrainer:
     def parameters(self) -> list[Tensor]:
         return list(self.model.parameters.values())
 
-    def sample_numbers(self, step: int) -> range:
-        """Returns the numbers of the samples that this rank's replica trains on in a step."""
-        count = self.sequences_per_microbatch * self.plan.microbatches
-        first = step * self.job.workload.sequences_per_step + self.replica * count
-        return range(first, first + count)
+    def _count_tokens(self, number: int) -> dict[str, int]:
+        return {name: sum(sizes) for name, sizes in self.dataset.sizes(number).items.items()}
 
-    def prefetch(self, step: int) -> None:
-        """Starts to load the samples of a step, if the data set has workers for that."""
+    def prefetch(self, batch_plan: BatchPlan) -> None:
+        """Starts to load this rank's samples of a batch, if the data set has workers for that."""
         if isinstance(self.dataset, PrefetchedDataset):
-            self.dataset.start(self.sample_numbers(step))
+            self.dataset.start(list_needed_samples(self.plan, self.groups.rank, batch_plan))
 
     def batch_plan(self, step: int) -> BatchPlan:
-        """Plans a batch from the sizes of its samples; the result is the same on all ranks of a replica."""
-        return plan_batch(self.plan, [self.dataset.sizes(number) for number in self.sample_numbers(step)])
+        """Plans a batch from the sizes of its samples; the result is the same on all ranks of the group."""
+        numbers = self.step_samples.numbers(step)
+        return plan_batch(
+            self.plan,
+            [self.dataset.sizes(number) for number in numbers],
+            self.replica // self.plan.dealing_replicas,
+            labels=sum(map(self.dataset.labels, numbers)),
+            carried=self.step_samples.count_carried(step),
+        )
 
     def batch(
         self,
@@ -130,15 +141,12 @@ class RankTrainer:
         place: Callable[[Tensor], Tensor] | None = None,
     ) -> RankBatch:
         """Returns the data of a step for this rank, moved to its device or by `place`."""
-        count = self.job.workload.sequences_per_step
-        labels = sum(self.dataset.labels(number) for number in range(step * count, (step + 1) * count))
         return RankBatch(
             self.job.model,
             self.plan,
             self.groups.rank,
             batch_plan or self.batch_plan(step),
             self._read,
-            scale=1.0 / max(1, labels),
             seed=self.config.seed,
             step=step,
             dtype=self.dtype,

@@ -115,7 +115,7 @@ def profile_stages(
         outputs: dict[int, State] = {}
         for number in sorted(range(len(microbatches)), key=lambda number: number != timed):
             if is_empty[number]:
-                outputs[number] = tuple(spec.without_rows().empty(device) for spec in blocks[name][-1].output)
+                outputs[number] = tuple(spec.with_rows(0).empty(device) for spec in blocks[name][-1].output)
                 continue
             each = microbatches[number] or StageInputs()
             profiles, outputs[number] = run(

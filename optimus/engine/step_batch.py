@@ -99,7 +99,7 @@ class StepBatch:
         profiles = self.profiles.stages if module == LLM else self.profiles.encoders[module]
         specs, inputs = profiles[number].output, self._inputs[module][microbatch]
         if inputs is None:
-            return tuple(spec.without_rows() for spec in specs)
+            return tuple(spec.with_rows(0) for spec in specs)
         if module not in self._shapes:
             return specs
         shapes = [tuple(shape) for shape in self._shapes[module](number, inputs)]

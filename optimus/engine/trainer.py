@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.batch_plan import BatchPlanBroadcast
+from optimus.engine.batch_plan import BatchPlan, BatchPlanBroadcast
 from optimus.engine.build_rank import RankModel
 from optimus.engine.compile import describe_line
 from optimus.engine.config import (
@@ -143,6 +144,7 @@ class _TrainingLoop:
         self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
         self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0
         self._memory: MemoryUse | None = None
+        self._batch_plan: BatchPlan | None = None  # of the next step
         self._batch_plans = BatchPlanBroadcast(
             plan,
             groups.control,
@@ -211,19 +213,19 @@ class _TrainingLoop:
     def _step(self, step: int) -> StepMetrics:
         begin, waited_s = time.perf_counter(), self._data_wait_s
         is_last = step + 1 == self.config.end_step
-        with self._recorded(BATCH_PLAN):
-            batch_plan = self._batch_plans.wait()
-            if not is_last:
-                self._start_batch_plan(step + 1)
+        batch_plan = self._batch_plan or self._take_batch_plan()
+        if not is_last:
+            self._start_batch_plan(step + 1)
         with self._recorded(SAMPLES):
             rank, batch = self.rank, self.rank.batch(step, batch_plan)
-            if not is_last:
-                rank.prefetch(step + 1)
+        if not is_last:
+            self._batch_plan = self._take_batch_plan()
+            rank.prefetch(self._batch_plan)
         if self.config.count_memory and is_last:
             loss, self._memory = measure_step_memory(rank, batch)
         else:
             loss = rank.executor.step(batch)
-        skipped = self._count_skipped(step)
+        skipped = self._count_skipped(batch_plan)
         total_loss, skipped, waited_s = self._sum_over_ranks(loss, skipped, self._data_wait_s - waited_s)
         assert rank.optimizer is not None and rank.optimizer.grad_norm is not None
         grad_norm = float(rank.optimizer.grad_norm)
@@ -235,6 +237,7 @@ class _TrainingLoop:
             gradient_norm=grad_norm,
             step_s=step_s,
             tokens_per_s=tokens / step_s,
+            carried=batch_plan.carried,
             data_wait_s=waited_s / self.member.world,
             skipped_samples=round(skipped),
         )
@@ -263,23 +266,32 @@ class _TrainingLoop:
         dataset = self.rank.dataset
         return dataset.waited_s if isinstance(dataset, PrefetchedDataset) else 0.0
 
-    def _count_skipped(self, step: int) -> float:
+    def _count_skipped(self, batch_plan: BatchPlan) -> float:
         """Returns the skipped samples of a replica's step, on one rank of the replica."""
         if not self._reads_data or self.plan.ranks.place(LLM, self.member.rank).tp:
             return 0.0
-        skipped = self.rank.skipped
-        return float(sum(len(skipped.get(number, ())) for number in self.rank.sample_numbers(step)))
+        numbers = chain.from_iterable(batch_plan.samples[self.rank.replica % self.plan.dealing_replicas])
+        return float(sum(len(self.rank.skipped.get(number, ())) for number in numbers))
 
     def _max_items(self) -> int:
-        """Returns an upper bound on the items of all encoders in one replica's step."""
+        """Returns an upper bound on the items of all encoders in the step of one dealing group."""
         per_sequence = max(
             sum(len(lengths) for _, lengths in sequence.items) for sequence in self.job.workload.sequences
         )
-        return max(1, per_sequence * self.rank.sequences_per_microbatch * self.plan.microbatches)
+        return max(1, per_sequence * self._group_samples)
+
+    @property
+    def _group_samples(self) -> int:
+        groups = self.plan.ranks.llm.dp // self.plan.dealing_replicas
+        return self.job.workload.sequences_per_step // groups
 
     def _start_batch_plan(self, step: int) -> None:
         batch_plan = self.rank.batch_plan(step) if self._reads_data else None
-        self._batch_plans.start(batch_plan, len(self.rank.sample_numbers(step)))
+        self._batch_plans.start(batch_plan, self._group_samples)
+
+    def _take_batch_plan(self) -> BatchPlan:
+        with self._recorded(BATCH_PLAN):
+            return self._batch_plans.wait()
 
     # ------------------------------------------------------------------------ watchdog and metrics
 

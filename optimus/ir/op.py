@@ -95,7 +95,8 @@ class Communicator(IntEnum):
     CP = 1
     EP = 2
     DP = 3
-    PP = 4
+    DEAL = 4  # replicas of the LLM that deal images to each other's encoder pipelines
+    PP = 5
 
 
 class ShortOpName(NamedTuple):

@@ -14,7 +14,7 @@ from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.typed import INT32, INT64, NonNegative, NumberRange, Whole
 
-FORMAT = 2
+FORMAT = 3
 SCHEMA = f"optimus.plan/{FORMAT}"
 WHOLE_STAGE = -1  # `chunk` of a bucket that belongs to all chunks of its stage
 MAX_LAYERS = 100_000
@@ -84,9 +84,14 @@ class PlannedModule:
     regather: bool = False  # TP gathers of inputs are repeated for weight gradients
     microbatches_per_llm_microbatch: int = 1  # of an encoder
     pipelines: tuple[int, ...] = ()  # which pipeline runs each encoder microbatch
-    bin_tokens: int = 0  # the most encoder tokens in one encoder microbatch: all are padded to it
+    bin_tokens: int = 0  # the most encoder tokens in one encoder microbatch that memory is planned for
+    item_cost: tuple[float, float] = (1.0, 0.0)  # of an item: per token, and per square of its tokens
     seam_bytes: int = 0  # of an encoder microbatch, per rank
     seam_s: float = 0.0
+
+    def cost_of(self, tokens: int) -> float:
+        """Returns the cost of an image or sound, by which items are dealt to encoder pipelines."""
+        return self.item_cost[0] * tokens + self.item_cost[1] * tokens * tokens
 
     def microbatches_of(self, llm_microbatch: int) -> range:
         """Returns the encoder microbatches that feed a microbatch of the LLM."""
@@ -171,6 +176,7 @@ class Plan:
     # Free text and figures for readers; nothing depends on it.
     notes: Mapping[str, Any] = field(default_factory=dict)
     finish_s: tuple[float, ...] = ()  # of every LLM stage: the optimizer
+    dealing_replicas: int = 1  # of the LLM: images of each go to the encoder pipelines of all
 
     @cached_property
     def ranks(self) -> RankGrid:

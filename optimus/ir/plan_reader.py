@@ -63,6 +63,7 @@ class _ModuleEntry:
     regather: bool
     pieces: Axis
     bin_tokens: Bytes
+    item_cost: tuple[NonNegative, NonNegative]
     seam_bytes: Bytes
     seam_s: NonNegative
     chunks: tuple[Whole, ...]
@@ -80,6 +81,7 @@ class _PlanDocument:
     strategy: str
     order: str
     microbatches: Axis
+    dealing_replicas: Axis
     slowdown: NonNegative
     launch_s: NonNegative
     finish_s: tuple[NonNegative, ...]
@@ -113,6 +115,11 @@ def read_plan_document(root: DocumentNode) -> Plan:
     if len(file.finish_s) not in (0, llm.pp):
         problem = f"has {len(file.finish_s)} numbers, and modules.llm.layout.pp = {llm.pp}"
         raise root["finish_s"].error(problem, "give one for every stage of the LLM")
+    if llm.dp % file.dealing_replicas:
+        problem = f"does not divide modules.llm.layout.dp = {llm.dp}"
+        raise root["dealing_replicas"].error(
+            problem, f"use {format_nearest_divisors(llm.dp, file.dealing_replicas)}"
+        )
     refuse_unknown_keys(root["claims"]["encoder_s"], REGIONS, "is not a known region")
     _check_hashes(root["hashes"], file)
     plan = Plan(
@@ -121,6 +128,7 @@ def read_plan_document(root: DocumentNode) -> Plan:
         strategy=file.strategy,
         order=file.order,
         microbatches=file.microbatches,
+        dealing_replicas=file.dealing_replicas,
         modules={name: _module(root["modules"][name], name, file) for name in file.modules},
         templates=file.templates,
         slowdown=file.slowdown,
@@ -202,6 +210,7 @@ def _module(node: DocumentNode, name: str, file: _PlanDocument) -> PlannedModule
         microbatches_per_llm_microbatch=entry.pieces,
         pipelines=entry.pipelines,
         bin_tokens=entry.bin_tokens,
+        item_cost=entry.item_cost,
         seam_bytes=entry.seam_bytes,
         seam_s=entry.seam_s,
     )
@@ -268,7 +277,9 @@ def _check_phase(node: DocumentNode, place: int, phase: Phase) -> None:
     if launch and phase.lane not in (Lane.TP, Lane.DP):
         raise node[PHASE.index("lane")].error("is not a lane of collectives", "use tp or dp")
     if launch and phase.communicator == Communicator.NONE:
-        raise node[PHASE.index("communicator")].error("cannot carry a collective", "use tp, cp, ep or dp")
+        raise node[PHASE.index("communicator")].error(
+            "cannot carry a collective", "use tp, cp, ep, dp or deal"
+        )
 
 
 def _check_chunk(node: DocumentNode, chunk: PlannedChunk, templates: Mapping[str, Template]) -> None:

@@ -72,6 +72,7 @@ def plan_header_fields(plan: Plan) -> dict[str, Any]:
         "strategy": plan.strategy,
         "order": plan.order,
         "microbatches": int(plan.microbatches),
+        "dealing_replicas": int(plan.dealing_replicas),
         "slowdown": float(plan.slowdown),
         "launch_s": float(plan.launch_s),
         "finish_s": [float(finish_s) for finish_s in plan.finish_s],
@@ -158,6 +159,7 @@ def _module(module: PlannedModule, chunks: _Table, buckets: _Table) -> dict[str,
         "regather": bool(module.regather),
         "pieces": int(module.microbatches_per_llm_microbatch),
         "bin_tokens": int(module.bin_tokens),
+        "item_cost": [float(cost) for cost in module.item_cost],
         "seam_bytes": int(module.seam_bytes),
         "seam_s": float(module.seam_s),
         "chunks": [chunks.place(_chunk_row(chunk)) for chunk in module.chunks],
@@ -239,6 +241,13 @@ def _migrate_from_1(root: DocumentNode) -> None:
         _objects(module).setdefault("regather", regathers_inputs(phases))
 
 
+def _migrate_from_2(root: DocumentNode) -> None:
+    """States that images stay on their replica and cost as many seconds as tokens."""
+    root.value.setdefault("dealing_replicas", 1)
+    for module in _objects(root.value.get("modules")).values():
+        _objects(module).setdefault("item_cost", [1.0, 0.0])
+
+
 def _named_phases(document: dict[str, Any], chunks: Any) -> Iterator[NamedPhase]:
     """Yields the phases of a module's templates; what is malformed is left to the reader."""
     rows, templates = document.get("chunks"), _objects(document.get("templates"))
@@ -260,6 +269,7 @@ def _objects(value: Any) -> dict[str, Any]:
 MIGRATIONS: tuple[Callable[[DocumentNode], None], ...] = (
     _migrate_from_0,
     _migrate_from_1,
+    _migrate_from_2,
 )  # by format, in place
 
 

@@ -127,8 +127,8 @@ class RankGrid:
         stage, context, position = self.coordinates(device)
         if communicator in (Communicator.EP, Communicator.DP) and self.layouts[module].ep > 1:
             return self._expert_classes(stage)
-        if communicator == Communicator.EP:
-            return (device,)
+        if communicator in (Communicator.EP, Communicator.DEAL):
+            return (device,)  # ranks of other replicas run the same program
         layout, positions = self.layouts[module], range(self.positions)
         stages, contexts = [stage], [context]
         span = layout.tp // self.block

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean, pstdev
 
 from optimus.errors import UserError
 from optimus.job.data_source import DataSource
@@ -21,6 +21,7 @@ P95_SIGMAS = NormalDist().inv_cdf(0.95)
 MAX_LENGTHS_BYTES = 64 << 20
 MAX_SEQUENCE_TOKENS = 1 << 24
 MAX_SEQUENCES = 10_000_000
+CAPACITY_SIGMAS = 3.0  # by which the tokens of a step may exceed their mean
 MAX_ITEMS = 4096  # of one kind in a sequence
 DEFAULT_SEQUENCE_TOKENS = 8192
 DEFAULT_SEQUENCES_PER_GPU = 2
@@ -87,22 +88,27 @@ class Workload:
         count = len(self.sequences)
         return TokenLoad(tokens=sum(lengths) / count, squares=sum(n * n for n in lengths) / count)
 
-    def bin_tokens(self, encoder: str, merge: int, sequences: int, pieces: int) -> int:
-        """Returns the encoder tokens that one of `pieces` bins of a microbatch must hold for any sequences.
+    def step_capacity(self, encoder: str, merge: int) -> int:
+        """Returns the encoder tokens that a step has room for: the mean and three standard deviations.
 
-        Whole items go to the emptiest bin: none gets more than its share and one item.
+        Samples beyond it are carried to the next step.
         """
         totals = [sum(sequence.lengths(encoder)) for sequence in self.sequences]
-        largest = max((n for sequence in self.sequences for n in sequence.lengths(encoder)), default=0)
-        whole = sequences * max(totals)
-        if pieces == 1:
-            return whole * merge
-        if len(set(self.sequences)) == 1:
-            return (
-                max(assign_to_emptiest_bins(list(self.sequences[0].lengths(encoder)) * sequences, pieces)[1])
-                * merge
-            )
-        return min(whole, -(-whole // pieces) + largest) * merge
+        count, largest = self.sequences_per_step, max(totals)
+        usual = count * fmean(totals) + CAPACITY_SIGMAS * math.sqrt(count) * pstdev(totals)
+        return min(max(math.ceil(usual), largest), count * largest) * merge
+
+    def bin_tokens(self, encoder: str, merge: int, *, groups: int, columns: int, bins: int) -> int:
+        """Returns the encoder tokens that one of the `bins` of a column must hold in a full step.
+
+        Sequences are dealt to groups of replicas and to columns, items to bins: a part gets no more than an
+        even share and its largest, a bin up to three items, since it makes up for others of its pipeline.
+        """
+        sequence = max(sum(sequence.lengths(encoder)) for sequence in self.sequences) * merge
+        item = max((n for sequence in self.sequences for n in sequence.lengths(encoder)), default=0) * merge
+        group = self.step_capacity(encoder, merge) / groups + sequence * (groups > 1)
+        column = group / columns + sequence * (columns > 1)
+        return math.ceil(column / bins) + 3 * item
 
     def share_of_tokens(self, encoder: str) -> float:
         """Returns the mean share of a sequence's LLM tokens that come from this encoder."""

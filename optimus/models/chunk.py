@@ -98,13 +98,14 @@ class SegmentedChunk:
         phases = []
         for layer in self._layer_phases if kind == OpKind.FORWARD else reversed(self._layer_phases):
             for spec in layer.phases(kind):
-                computes_with_tp = kind == OpKind.FORWARD and self._segments[spec.index].waits_for_tp
+                segment = self._segments[spec.index]
+                waits_for = "tp" if kind == OpKind.FORWARD and segment.waits_for_tp else ""
                 phase = ChunkPhase(
                     kind=spec.kind,
                     layer=ALL_LAYERS if self.opaque else self._layer_of[spec.index],
                     kernels=spec.kernels,
                     run=partial(actions[spec.action], microbatch, spec.index),
-                    waits_for_tp=spec.kind == OpKind.WAIT or computes_with_tp,
+                    waits_for=self._collective(spec.index).axis if spec.kind == OpKind.WAIT else waits_for,
                 )
                 phases.append(phase)
         return phases or [ChunkPhase(kind=kind, layer=ALL_LAYERS, kernels=(), run=_pass)]

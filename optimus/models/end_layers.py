@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -143,15 +143,19 @@ class TokenEmbedding(Segment):
         self.weight = nn.Parameter(torch.empty(rows, hidden, **factory_kwargs))
         self.positions = _position_table(llm.positions, hidden, factory_kwargs)
 
+    def make_exchange(self, group: TpGroup, axis: Literal["deal", "tp"]) -> SeamExchange:
+        """Returns the exchange of encoder rows that precedes the lookup."""
+        return SeamExchange(
+            group,
+            axis,
+            width=self.weight.shape[1] * (1 + self.deepstack),
+            dtype=self.weight.dtype,
+            needs_backward=self.encoders_train,
+        )
+
     def tp_segments(self) -> list[Segment]:
-        width, dtype = self.weight.shape[1], self.weight.dtype
         return [
-            SeamExchange(
-                self.tp_group,
-                width=width * (1 + self.deepstack),
-                dtype=dtype,
-                needs_backward=self.encoders_train,
-            ),
+            self.make_exchange(self.tp_group, "tp"),
             FunctionSegment(self, self._sharded_lookup, self.kernels, [self.weight]),
             ReduceScatter(
                 self.tp_group,
@@ -187,7 +191,7 @@ class TokenEmbedding(Segment):
 
     def _place_received(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
         rows, x = state
-        x = self._place(x, (rows,), (context.seam.targets,), context)
+        x = self._place(x, (rows,), context.targets, context)
         return self._add_positions(x, context, weight_grads)
 
     def _add_positions(self, x: Tensor, context: Any, weight_grads: WeightGradStore | None) -> State:

@@ -31,19 +31,18 @@ TensorMap = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SeamRoute:
-    """Routes of encoder rows within a tensor-parallel group, for one LLM microbatch and one rank.
+    """Routes of encoder rows within a group of ranks, for one LLM microbatch and one rank.
 
-    Received rows come from all ranks in order, and replace rows of this rank's run of the sequence.
+    Received rows come from all ranks in order.
     """
 
     pieces: tuple[int, ...]  # number of rows of every encoder output that this rank holds
     leaving: Tensor  # int64: index of every row to send, ordered by destination
     sent: tuple[int, ...]  # number of rows to every rank
     received: tuple[int, ...]  # number of rows from every rank
-    targets: Tensor  # int64: the row that each received row replaces
 
     def map(self, function: TensorMap) -> SeamRoute:
-        return replace(self, leaving=function(self.leaving), targets=function(self.targets))
+        return replace(self, leaving=function(self.leaving))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,15 +89,17 @@ class LlmMicrobatchContext:
     positions: Tensor | None  # int64 (n,), into the learned table
     labels: Tensor  # int64 (n,)
     scale: float  # of the summed loss
-    targets: tuple[Tensor, ...]  # per encoder output: the row that each of its rows replaces; n for none
+    # Per encoder output, or for all rows that an exchange brought: the row that each replaces; n for none.
+    targets: tuple[Tensor, ...]
     dropout_keys: Tensor | None  # int64 (n,)
-    seam: SeamRoute | None = None  # instead of targets, with tensor parallelism
+    deal: SeamRoute | None = None  # between replicas that deal images to each other
+    seam: SeamRoute | None = None  # within a tensor-parallel group
     side: SideRows = field(default_factory=SideRows)
 
-    def shard(self, rows: slice, seam: SeamRoute | None) -> LlmMicrobatchContext:
+    def shard(self, rows: slice) -> LlmMicrobatchContext:
         """Returns the context of a rank that holds these rows between products; heads and labels see all."""
         positions, dropout_keys = _rows(self.positions, rows), _rows(self.dropout_keys, rows)
-        return replace(self, positions=positions, dropout_keys=dropout_keys, targets=(), seam=seam)
+        return replace(self, positions=positions, dropout_keys=dropout_keys)
 
     def map(self, function: TensorMap) -> LlmMicrobatchContext:
         """Returns the context with a function applied to each tensor, such as a copy to a device."""
@@ -109,6 +110,7 @@ class LlmMicrobatchContext:
             labels=function(self.labels),
             targets=tuple(map(function, self.targets)),
             dropout_keys=None if self.dropout_keys is None else function(self.dropout_keys),
+            deal=None if self.deal is None else self.deal.map(function),
             seam=None if self.seam is None else self.seam.map(function),
         )
 
@@ -252,12 +254,17 @@ def find_llm_row_targets(
     target = torch.full((capacity // encoder.projector.merge,), rows, dtype=torch.int64)
     start = 0
     for sample, _, item in items:
-        tokens = compute_encoder_token_order(encoder, item.grid).output_index
-        end = start + len(tokens)
+        positions = find_row_positions(encoder, item)
+        end = start + len(positions)
         if sample in first_rows:
-            target[start:end] = first_rows[sample] + item.find_positions(tokens)
+            target[start:end] = first_rows[sample] + positions
         start = end
     return target
+
+
+def find_row_positions(encoder: Encoder, item: SampleItem) -> Tensor:
+    """Returns the position in its sample of each output row of an item."""
+    return item.find_positions(compute_encoder_token_order(encoder, item.grid).output_index)
 
 
 # ---------------------------------------------------------------------------------------- the LLM

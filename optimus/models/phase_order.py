@@ -202,7 +202,7 @@ class ChunkPhase:
     layer: int  # in the chunk, as the plan numbers them; ALL_LAYERS for an opaque chunk
     kernels: tuple[str, ...]  # those of the plan that it runs; empty: all of the layer
     run: Callable[[], None]
-    waits_for_tp: bool = False  # for other ranks of its tensor-parallel group
+    waits_for: str = ""  # axis of the group whose other ranks it waits for: tp, deal
 
 
 def place_phases(op: str, template: Template, phases: Sequence[ChunkPhase]) -> list[list[ChunkPhase]]:

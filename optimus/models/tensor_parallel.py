@@ -7,7 +7,7 @@ A collective holds no parameters. It is launched and waited for, and other work 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,13 +20,14 @@ from optimus.models.segment import Gradients, NeedsGrad, Segment, State, WeightG
 class TpCollective(Segment):
     """A collective between two segments, over the tensor at `state_index` of their state.
 
-    `forward_name`, `backward_name` and `regather_name` are the names that plans give its collectives: in the
-    forward, in the backward, and for the second gather that a weight gradient reads. `in_wgrad` marks one
-    whose backward serves a weight gradient only. No backward reads the tensors at the indices `freed` of the
-    state: they are freed once the next segment has added them up.
+    `axis` is that of its group. `forward_name`, `backward_name` and `regather_name` are the names that plans
+    give its collectives: in the forward, in the backward, and for the second gather that a weight gradient
+    reads. `in_wgrad` marks one whose backward serves a weight gradient only. No backward reads the tensors at
+    the indices `freed` of the state: they are freed once the next segment has added them up.
     """
 
     defers_weight_grads = True
+    axis = "tp"
     forward_name: str
     backward_name: str
     regather_name: str | None = None
@@ -108,31 +109,45 @@ class ReduceScatter(TpCollective):
 
 
 class SeamExchange(TpCollective):
-    """Sends encoder rows to the ranks that hold their positions: (ids, rows, ...) to (ids, rows).
+    """Sends encoder rows to the ranks that need them: (ids, rows, ...) to (ids, rows).
 
-    The context holds the routes. `needs_backward` says whether any encoder needs gradients: all ranks agree,
-    also those that hold no rows.
+    Along the axis `deal` these are replicas, along `tp` ranks that hold the rows' positions; the context
+    holds the routes. `needs_backward` says whether any encoder needs gradients: all ranks agree, also those
+    that hold no rows.
     """
 
-    forward_name, backward_name = f"{KernelName.SEAM.gather}.tp", f"{KernelName.SEAM.scatter}.tp"
-
-    def __init__(self, tp_group: TpGroup, *, width: int, dtype: torch.dtype, needs_backward: bool) -> None:
-        super().__init__(tp_group, 1)
+    def __init__(
+        self,
+        group: TpGroup,
+        axis: Literal["deal", "tp"],
+        *,
+        width: int,
+        dtype: torch.dtype,
+        needs_backward: bool,
+    ) -> None:
+        super().__init__(group, 1)
+        self.axis = axis
+        self.forward_name, self.backward_name = (
+            f"{name}.{axis}" for name in (KernelName.SEAM.gather, KernelName.SEAM.scatter)
+        )
         self.width, self.dtype, self.needs_backward = width, dtype, needs_backward
+
+    def _route(self, context: Any) -> Any:
+        return context.deal if self.axis == "deal" else context.seam
 
     def output_needs_grad(self, needs_grad: NeedsGrad) -> NeedsGrad:
         return (False, self.needs_backward)
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
         ids, *pieces = state
-        seam = context.seam
+        seam = self._route(context)
         no_rows = torch.empty(0, self.width, dtype=self.dtype, device=ids.device)
         rows = torch.cat([piece.detach() for piece in pieces]) if pieces else no_rows
         exchange = self.tp_group.all_to_all(rows[seam.leaving], seam.sent, seam.received)
         return exchange.then(lambda received: (ids, received))
 
     def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        seam = context.seam
+        seam = self._route(context)
         gradient = _present(gradients[self.state_index])
         exchange = self.tp_group.all_to_all(gradient, seam.received, seam.sent)
 

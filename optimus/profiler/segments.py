@@ -168,8 +168,9 @@ def _shard(load: _Load, tp: int) -> _Load:
     rows = tp_group.rows(load.tokens)
     if isinstance(load.context, LlmMicrobatchContext):
         nothing = torch.empty(0, dtype=torch.int64)
-        seam = SeamRoute(pieces=(), leaving=nothing, sent=(0,) * tp, received=(0,) * tp, targets=nothing)
-        return replace(load, context=load.context.shard(rows, seam), tp_group=tp_group)
+        seam = SeamRoute(pieces=(), leaving=nothing, sent=(0,) * tp, received=(0,) * tp)
+        context = replace(load.context.shard(rows), seam=seam, targets=(nothing,))
+        return replace(load, context=context, tp_group=tp_group)
     inputs = tuple(tensor[rows] for tensor in load.inputs)
     return replace(load, inputs=inputs, context=load.context.shard(rows), tp_group=tp_group)
 

@@ -166,7 +166,8 @@ def _name(op: ScheduledOp) -> str:
     if op.lane in (Lane.COMPUTE, Lane.HOST):
         return name
     # NCCL runs an all-to-all as sends and receives.
-    function = "SendRecv" if op.communicator == Communicator.EP else NCCL.get(op.kind, _collective(op.label))
+    all_to_all = op.communicator in (Communicator.EP, Communicator.DEAL)
+    function = "SendRecv" if all_to_all else NCCL.get(op.kind, _collective(op.label))
     group = Communicator(op.communicator).name
     return f"ncclDevKernel_{function}_{group} {name}"
 

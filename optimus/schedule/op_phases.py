@@ -59,7 +59,7 @@ class _Phases:
         for kernel in kernels:
             after = tuple(places[other] for other in kernel.after) if kernel.after else self._ends
             compute = kernel.lane == Lane.COMPUTE
-            if compute:
+            if compute or any(self._sorts_rows(kernel, place) for place in after):
                 after = tuple(self._waited(place, layer) for place in after)
             places.append(len(self._phases))
             self._phases.append(
@@ -82,6 +82,10 @@ class _Phases:
         for place in list(self._launches()):
             self._waited(place, self._phases[place].layer)
         return tuple(self._phases)
+
+    def _sorts_rows(self, kernel: Kernel, place: int) -> bool:
+        """Tells whether rows are sorted between two collectives in a row: by replica, then by rank."""
+        return Communicator.DEAL in (kernel.communicator, self._phases[place].communicator)
 
     def _launches(self) -> Iterator[int]:
         return (place for place, phase in enumerate(self._phases) if phase.kind == OpKind.LAUNCH)

@@ -297,7 +297,7 @@ class _Graph:
         """Returns the meeting that each line takes part in (-1: none)."""
         lines, header = self._lines, self._header
         meeting = np.full(len(lines), -1, np.int64)
-        comm = (self.communicator >= Communicator.TP) & (self.communicator <= Communicator.DP)
+        comm = (self.communicator >= Communicator.TP) & (self.communicator < Communicator.PP)
         collectives = np.flatnonzero(comm & (self.kind != OpKind.WAIT))
         at = (
             lines.module[collectives],

@@ -80,7 +80,7 @@ class PlanHeaderArrays:
         self.following = table(ranks.next_stage)
         self.preceding = table(lambda name, device: ranks.next_stage(name, device, -1))
         self.entry: Ints = np.array([ranks.entry_of(device) for device in everywhere], np.int64)
-        kinds = (Communicator.TP, Communicator.CP, Communicator.EP, Communicator.DP)
+        kinds = tuple(each for each in Communicator if Communicator.TP <= each < Communicator.PP)
         groups = {
             (m, kind, d): ranks.group_classes(name, kind, d)
             for m, name in enumerate(self.names)

@@ -162,15 +162,47 @@ def _holds(bucket: Bucket, chunk: int, layer: int) -> bool:
 
 
 def check_seam_gathers(plan: Plan) -> Problems:
-    """Checks that seam rows of other TP or CP ranks are gathered before the compute of an LLM forward."""
+    """Checks that seam rows of other ranks are gathered before the compute of an LLM forward.
+
+    They are those of other TP or CP ranks, and of other replicas with which images are dealt.
+    """
+    yield from _dealing_problems(plan)
     needed = {Communicator.TP} if plan.ranks.positions > 1 else set()
     needed |= {Communicator.CP} if plan.ranks.llm.cp > 1 else set()
+    needed |= {Communicator.DEAL} if plan.dealing_replicas > 1 else set()
     if not needed or not any(module.seam_bytes for module in plan.encoders.values()):
         return
     leading = _leading_launches(plan.template_of(LLM, OpKind.FORWARD, 0, 0))
     for communicator in sorted(needed - leading):
         word = communicator.name.lower()
         yield "llm virtual stage 0", f"F does not begin with a gather of the seam's rows over {word}"
+
+
+def _dealing_problems(plan: Plan) -> Problems:
+    """Yields exchanges between replicas that are missing, or that no other replica takes part in.
+
+    All replicas run the same lines, so each meets the others at its own exchange of a microbatch, behind
+    the encoder microbatches that feed it.
+    """
+    if plan.ranks.llm.dp % plan.dealing_replicas:
+        yield "dealing_replicas", f"{plan.dealing_replicas} do not divide dp = {plan.ranks.llm.dp}"
+    trains = any(
+        input_grad_kind(plan, name, len(module.chunks) - 1) for name, module in plan.encoders.items()
+    )
+    for name, module in plan.modules.items():
+        for virtual, chunk in enumerate(module.chunks):
+            for kind, template in chunk.templates.items():
+                deals = plan.dealing_replicas > 1 and name == LLM and not virtual and bool(plan.encoders)
+                sends_back = kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and trains
+                expected = int(deals and (kind == OpKind.FORWARD or sends_back))
+                launches = [
+                    phase
+                    for phase in plan.templates[template]
+                    if phase.kind == OpKind.LAUNCH and phase.communicator == Communicator.DEAL
+                ]
+                if len(launches) != expected:
+                    problem = f"{kind.word} exchanges rows with other replicas {len(launches)} times"
+                    yield f"{name} virtual stage {virtual}", f"{problem}, not {expected}"
 
 
 def _leading_launches(template: Template) -> set[Communicator]:

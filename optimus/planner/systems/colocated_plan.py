@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from optimus import __version__
+from optimus.cost.flops import forward_flops
 from optimus.cost.kernel import Kernel
 from optimus.cost.memory import communicator_bytes, model_state_memory, transient_bytes
 from optimus.cost.network import Collective
@@ -18,12 +19,14 @@ from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, PlanClaims, PlannedChunk,
 from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
+from optimus.job.workload import TokenLoad
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.op_phases import PASS_THROUGH_TEMPLATES, SECONDS_DIGITS, make_collective_kernel
 from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap, price_parameter_traffic
 from optimus.schedule.schedule_builder import PricedChunk
 
+ITEM_COST_LENGTHS = 256.0, 4096.0  # encoder tokens of items
 STATES = ("parameters", "gradients", "optimizer")  # components of RankMemory
 
 
@@ -72,9 +75,16 @@ class ColocatedPlanBuilder:
     """Builds the header of a plan from one LLM pipeline and encoders in layouts of their own."""
 
     def __init__(
-        self, context: PlanningContext, llm: PipelineCandidate, encoders: Sequence[ColocatedEncoder]
+        self,
+        context: PlanningContext,
+        llm: PipelineCandidate,
+        encoders: Sequence[ColocatedEncoder],
+        *,
+        dealing_replicas: int = 1,
     ) -> None:
         self.context, self.llm, self.encoders = context, llm, tuple(encoders)
+        self._seam_bytes = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
+        self.dealing_replicas = dealing_replicas if self._seam_bytes else 1
         self._templates: dict[str, Template] = {}
         self._names: dict[int, str] = {}  # by the ids of templates, which the context keeps alive
 
@@ -99,6 +109,7 @@ class ColocatedPlanBuilder:
             claims=PlanClaims(step_s=0.0, estimate_s=0.0, encoder_s={}),
             programs=(),
             finish_s=tuple(self._finish_s(stage) for stage in range(self.llm.layout.pp)),
+            dealing_replicas=self.dealing_replicas,
         )
 
     # ------------------------------------------------------------------------ modules
@@ -180,15 +191,21 @@ class ColocatedPlanBuilder:
             microbatches_per_llm_microbatch=choice.pieces,
             pipelines=choice.pipelines,
             bin_tokens=self._bin_tokens(choice),
+            item_cost=fit_item_cost(choice.encoder),
             seam_bytes=round(rows),
             seam_s=round(cost_model.send_s(rows, across_nodes=across), SECONDS_DIGITS),
         )
 
     def _bin_tokens(self, choice: ColocatedEncoder) -> int:
-        """Returns the tokens of an encoder microbatch, rounded up to whole merge groups on every TP rank."""
-        workload, encoder = self.context.job.workload, choice.encoder
-        sequences, merge = ceil(self.llm.sequences), encoder.merge
-        needed = workload.bin_tokens(encoder.name, merge, sequences, choice.pieces)
+        """Returns the most tokens of an encoder microbatch: whole merge groups on every TP rank."""
+        merge = choice.encoder.merge
+        needed = self.context.job.workload.bin_tokens(
+            choice.encoder.name,
+            merge,
+            groups=self.llm.layout.dp // self.dealing_replicas,
+            columns=self.llm.microbatches,
+            bins=self.dealing_replicas * choice.pieces,
+        )
         return ceil(needed / (merge * choice.layout.tp)) * merge * choice.layout.tp
 
     def _name(self, module: str, kind: OpKind, phases: Template) -> str:
@@ -203,12 +220,21 @@ class ColocatedPlanBuilder:
 
     @cached_property
     def _seam_collectives(self) -> dict[OpKind, tuple[Kernel, ...]]:
-        """Collectives that gather encoder outputs on all ranks of stage 0, tp first, and their adjoints."""
-        layout, cost_model = self.llm.layout, self.context.cost_model
-        size = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
+        """Collectives that bring encoder outputs to ranks of stage 0, and their adjoints.
+
+        Rows go to other replicas first, then to the ranks of a replica, tp first.
+        """
+        layout, cost_model, replicas = self.llm.layout, self.context.cost_model, self.dealing_replicas
+        size = self._seam_bytes
 
         def list_kernels(kind: Collective, name: str) -> tuple[Kernel, ...]:
             kernels = []
+            if replicas > 1:
+                stride = layout.cp * layout.tp
+                own, all_to_all = size / stride, Collective.ALL_TO_ALL
+                seconds = cost_model.group_s(all_to_all, own, ranks=replicas, stride=stride)
+                lane = cost_model.group_lane(replicas, stride)
+                kernels.append(make_collective_kernel(f"{name}.deal", lane, Communicator.DEAL, seconds, own))
             if layout.tp > 1 and size:
                 seconds = cost_model.tp_s(kind, size, layout.tp)
                 kernels.append(make_collective_kernel(f"{name}.tp", Lane.TP, Communicator.TP, seconds, size))
@@ -289,6 +315,16 @@ class ColocatedPlanBuilder:
             "reserve": context.job.cluster.reserve_bytes,
         }
         return {part: round(value) for part, value in total.items()}
+
+
+def fit_item_cost(encoder: Encoder) -> tuple[float, float]:
+    """Returns the FLOPs of an item per token and per square of its tokens, exact at two lengths."""
+    short, long = (
+        forward_flops(encoder, TokenLoad(tokens=tokens, squares=tokens**2)) / tokens
+        for tokens in ITEM_COST_LENGTHS
+    )
+    squares = max(0.0, (long - short) / (ITEM_COST_LENGTHS[1] - ITEM_COST_LENGTHS[0]))
+    return short - squares * ITEM_COST_LENGTHS[0], squares
 
 
 def _has_traffic(part: ParameterTraffic) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 
 from optimus.cost.memory import transient_bytes
 from optimus.cost.priced_layer import PricedLayer
+from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Floats, OpKind
 from optimus.ir.plan import Plan, PlannedChunk
 from optimus.job.layout import Layout
@@ -91,7 +92,10 @@ class ColocationCandidate:
     def _plan_builder(self, *, folded: bool) -> ColocatedPlanBuilder:
         encoders = self.context.job.model.encoders
         return ColocatedPlanBuilder(
-            self.context, self.llm, [self._encoder(encoder, folded=folded) for encoder in encoders]
+            self.context,
+            self.llm,
+            [self._encoder(encoder, folded=folded) for encoder in encoders],
+            dealing_replicas=choose_dealing_replicas(self.context.job.workload, self.llm.layout.dp),
         )
 
     def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
