@@ -164,19 +164,19 @@ def write_wav(path: Path, samples: int, rate: int) -> None:
         file.writeframes(np.zeros(samples, dtype=np.int16).tobytes())
 
 
-def write_data_set(folder: Path, samples: int) -> Path:
-    """300 of every 1,000 samples are text, one is broken, and images have a long tail."""
+def write_data_set(folder: Path, samples: int, images: int = 12) -> Path:
+    """A quarter of the samples are text, one of every 1,000 is broken, and images have a long tail."""
     generator = random.Random(0)
     folder.mkdir(exist_ok=True)
     names = []
-    for place in range(12):
+    for place in range(images):
         names.append(f"{place}.{ENDINGS[place % 3]}")
-        write_image(folder / names[-1], (round(40 * 1.25**place), 60))
+        write_image(folder / names[-1], (round(40 * 1.25 ** (place % 12)), 60 + place // 12))
     with (folder / "train.jsonl").open("w") as file:
         for place in range(samples):
-            images = [generator.choice(names) for _ in range(generator.choice((0, 1, 1, 2)))]
-            row = chat("<image>" * len(images) + "what is in " * generator.randrange(1, 30), images=images)
+            named = [generator.choice(names) for _ in range(generator.choice((0, 1, 1, 2)))]
+            row = chat("<image>" * len(named) + "what is in " * generator.randrange(1, 30), images=named)
             if place % 1000 == 500:
-                row["images"] = ["missing.png"] * max(1, len(images))
+                row["images"] = ["missing.png"] * max(1, len(named))
             file.write(json.dumps(row) + "\n")
     return folder / "train.jsonl"

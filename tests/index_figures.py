@@ -1,7 +1,8 @@
 """Measures `optimus data index` and its tables, on synthetic data sets.
 
-`python tests/index_figures.py 20000` indexes as many samples with one worker; `python tests/index_figures.py
-tables 1000000` finds as many lines, and packs as many lengths.
+`python tests/index_figures.py 20000` indexes as many samples with one worker, `python tests/index_figures.py
+files 1000000` with 4,000 files and a worker per core; `python tests/index_figures.py tables 1000000` finds as
+many lines, and packs as many lengths.
 """
 
 from __future__ import annotations
@@ -22,13 +23,24 @@ from optimus.data.packing import pack_documents
 from optimus.data.token_counts import SampleLengths
 
 
-def measure_command(samples: int) -> str:
+def measure_command(samples: int, *options: str, images: int = 12) -> str:
     with tempfile.TemporaryDirectory() as name:
-        data, model = write_data_set(Path(name), samples), write_folder(Path(name) / "model", "qwen2_5_vl")
+        data = write_data_set(Path(name), samples, images)
+        model = write_folder(Path(name) / "model", "qwen2_5_vl")
         command = [sys.executable, "-m", "optimus", "data", "index", str(data), "--model", str(model)]
-        subprocess.run([*command, "--workers", "1"], check=True, stdout=subprocess.DEVNULL)
+        begin_s = time.monotonic()
+        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+        wall_s = time.monotonic() - begin_s
+        index_mb = (Path(name) / "train.index.npz").stat().st_size / 1e6
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return f"{used.ru_utime + used.ru_stime:.1f} s of CPU, peak {used.ru_maxrss / 1024:.0f} MB"
+    return (
+        f"{wall_s:.0f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, peak {used.ru_maxrss / 1024:.0f} MB"
+        f" in the largest process, index of {index_mb:.0f} MB"
+    )
+
+
+def measure_files(samples: int) -> str:
+    return measure_command(samples, "--sequence-tokens", "8192", images=4000)
 
 
 def measure_tables(samples: int) -> str:
@@ -56,6 +68,7 @@ def measure_tables(samples: int) -> str:
 
 
 if __name__ == "__main__":
-    tables = sys.argv[1] == "tables"
-    count = int(sys.argv[-1])
-    sys.stdout.write(f"{count:,} samples: {(measure_tables if tables else measure_command)(count)}\n")
+    count, kind = int(sys.argv[-1]), sys.argv[1]
+    measures = {"tables": measure_tables, "files": measure_files}
+    measured = measures[kind](count) if kind in measures else measure_command(count, "--workers", "1")
+    sys.stdout.write(f"{count:,} samples: {measured}\n")

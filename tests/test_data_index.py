@@ -249,7 +249,7 @@ def test_placeholders_in_text_and_kinds_without_an_encoder_are_skipped(
 # ---------------------------------------------------------------------------- hostile input
 
 
-def _mutate(content: bytes, generator: random.Random) -> bytes:
+def mutate(content: bytes, generator: random.Random) -> bytes:
     data = bytearray(content)
     for _ in range(generator.randrange(1, 6)):
         place = generator.randrange(len(data) + 1)
@@ -293,11 +293,11 @@ def _fuzz(counters: Callable[[str], Any], folder: Path, mutations: int) -> Count
     for _ in range(mutations):
         media = media_headers.MediaFolder(root=folder, decode=generator.random() < 0.5)
         if generator.random() < 0.5:
-            counter, line = counters("qwen2_5_vl"), _mutate(generator.choice(lines), generator)
+            counter, line = counters("qwen2_5_vl"), mutate(generator.choice(lines), generator)
         else:
             name = generator.choice(list(files))
             mutant = folder / f"mutant{Path(name).suffix}"
-            mutant.write_bytes(_mutate(files[name], generator))
+            mutant.write_bytes(mutate(files[name], generator))
             kind = "audio" if name[0] in "ghi" else "image"
             counter = counters("qwen2_audio" if kind == "audio" else "qwen2_5_vl")
             line = json.dumps(chat(f"<{kind}>", **{f"{kind}s": [mutant.name]})).encode()

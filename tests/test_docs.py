@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -38,10 +39,10 @@ CONFIGS = ROOT / "tests" / "data" / "configs"
 TABLES = ROOT / "docs" / "cost-model.md"
 REFRESH = "run `python tests/test_docs.py` and look at what changed"
 LEFT_OUT = "..."  # a line of its own: lines of the output that are not shown
-MODULES = {"optimus": "optimus", "optimus-mllm": "optimus", "torchrun": "torch.distributed.run"}
+MODULES = {"python": "", "optimus": "optimus", "optimus-mllm": "optimus", "torchrun": "torch.distributed.run"}
 ELSEWHERE = ("pip", "make")  # commands that a test does not run but checks
 RUN_BY_OTHERS = ("torchtitan",)  # pages whose commands tests/test_torchtitan.py runs
-LONG = ("export", "report", "why")  # pages that plan and compare for minutes
+LONG = ("export", "report", "train-on-files", "why")  # pages that plan, compare or train for minutes
 PROGRESS = re.compile(r"^\w+: .*, \d+ of \d+, \d+ s\n", re.MULTILINE)  # their number depends on the machine
 HOSTS = ("arxiv.org", "keepachangelog.com", "semver.org")
 COMMANDS = cli.COMMANDS
@@ -126,6 +127,11 @@ def furnish(folder: Path, page: Path) -> None:
 
         write_data_set(folder / "photos", 600)
         write_folder(folder / "Qwen2.5-VL-tiny", "qwen2_5_vl")
+    if page.stem == "train-on-files":  # what its commands write, so that its job can be read before
+        (folder / "photos").mkdir()
+        (folder / "photos" / "train.lengths.jsonl").write_text('{"text": 100, "vision": [16]}\n')
+        (folder / "tiny-qwen").mkdir()
+        shutil.copy(next(CONFIGS.glob("*Qwen3-VL-32B*")), folder / "tiny-qwen" / "config.json")
     for path in CONFIGS.glob("*_config.json"):
         home = folder / path.stem.removesuffix("_config").rpartition("--")[2]
         home.mkdir()
@@ -141,8 +147,9 @@ def play(step: Step, folder: Path) -> list[str]:
         return list(step.shown)
     assert step.words[0] in MODULES, f"{step.words[0]} is not a command of ours"
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in step.words[1:]]
+    module = MODULES[step.words[0]]
     ran = subprocess.run(
-        [sys.executable, "-m", MODULES[step.words[0]], *words],
+        [sys.executable, *(["-m", module] if module else []), *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
         capture_output=True,
@@ -194,13 +201,17 @@ def is_shown_truly(shown: tuple[str, ...], output: list[str]) -> bool:
         if page.stem not in RUN_BY_OTHERS and any(step.words[0] in MODULES for step in steps(page))
     ],
 )
-@pytest.mark.timeout(300)  # a page of plans takes 90 s on a quiet machine
+@pytest.mark.timeout(480)  # a page of plans takes 90 s on a quiet machine
 def test_every_command_runs_and_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     furnish(tmp_path, page)
     for step in steps(page):
         output = play(step, tmp_path)
         stale = f"{page.name}:{step.begin} shows another output than today's; {REFRESH}"
         assert is_shown_truly(step.shown, output), "\n".join([stale, *output])
+    if page.stem == "train-on-files":
+        lines = (tmp_path / "optimus-run" / "metrics.jsonl").read_text().splitlines()
+        first, last = (json.loads(line)["loss"] for line in (lines[0], lines[-1]))
+        assert last < first / 2, (first, last)
 
 
 @by_page

@@ -6,12 +6,15 @@ from collections import Counter
 
 import pytest
 import torch
+from engine_cases import Case
 from one_process import OneProcess
 from tiny_models import random_samples, tiny_model
 
 from optimus.data.packing import pack_documents
+from optimus.data.step_samples import StepSamples
 from optimus.engine.batch_plan import SampleSizes
 from optimus.engine.packed_data import PackedDataset
+from optimus.engine.rank_trainer import RankTrainer
 from optimus.errors import UserError
 from optimus.models.sample import Sample, SampleItem, pack_samples
 
@@ -87,3 +90,64 @@ def test_every_epoch_has_each_sample_once_in_another_order_that_the_seed_decides
         sample, sizes = packed.sample(number), packed.sizes(number)
         assert sizes.items == {n: tuple(i.tokens for i in items) for n, items in sample.items.items()}
         assert packed.labels(number) == int((sample.labels >= 0).sum())
+
+
+class Drawn:
+    """Samples with up to three images, whose sizes have a long tail."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.lengths: list[int] = torch.randint(5, 40, (count,), generator=generator).tolist()
+        images = (torch.randn(count, 3, generator=generator) * 1.2).exp().ceil().clamp(max=6).long() * 4
+        kept = torch.randint(0, 3, (count,), generator=generator)
+        self.images = [tuple(row[:n]) for row, n in zip(images.tolist(), kept.tolist(), strict=True)]
+
+    def sizes(self, number: int) -> SampleSizes:
+        return SampleSizes(number=number, items={"vision": self.images[number]})
+
+    def labels(self, number: int) -> int:
+        return self.lengths[number]
+
+    def sample(self, number: int) -> Sample:
+        raise NotImplementedError
+
+
+def _samples_of_steps(case: Case, packed: PackedDataset, steps: range) -> list[list[int]]:
+    """Returns the samples in the batch plans of all replicas, step by step."""
+    plan, workload = case.plan, case.job.workload
+    trainers = []
+    for replica in range(0, plan.ranks.llm.dp, plan.dealing_replicas):
+        trainer = RankTrainer.__new__(RankTrainer)  # neither model nor process groups
+        trainer.plan, trainer.dataset, trainer.replica = plan, packed, replica
+        capacity = {"vision": workload.step_capacity("vision", 4)}
+        per_step = workload.sequences_per_step
+        trainer.step_samples = StepSamples(trainer._count_tokens, per_step, capacity)
+        trainers.append(trainer)
+    found = []
+    for step in steps:
+        groups = [trainer.batch_plan(step).samples for trainer in trainers]
+        sequences = [n for group in groups for of_replica in group for batch in of_replica for n in batch]
+        assert len(set(sequences)) == workload.sequences_per_step
+        found.append(sorted(sample for number in sequences for sample in packed.members(number)))
+    return found
+
+
+@pytest.mark.ci("data")
+def test_a_run_that_resumes_under_another_plan_and_world_size_has_the_same_samples() -> None:
+    """1,000 steps from step 137 on, over many epochs, of 2, 4 and 8 ranks with 1, 2 and 4 replicas."""
+    data = Drawn(900)
+    sequences = tuple(pack_documents(data.lengths, 64))
+    packed = PackedDataset(dataset=data, sequences=sequences, length=64, seed=7)
+    cases = [
+        Case(name="a", ranks=2, pp=2, microbatches=8),
+        Case(name="b", ranks=4, pp=2, microbatches=2, sequences=2),
+        Case(name="c", ranks=8, pp=2, tp=2, microbatches=4),
+        Case(name="d", ranks=8, pp=2, microbatches=2),
+    ]
+    assert {case.job.workload.sequences_per_step for case in cases} == {8}
+    assert {case.plan.ranks.llm.dp for case in cases} == {1, 2, 4}
+    first, *others = [_samples_of_steps(case, packed, range(137, 1137)) for case in cases]
+    assert all(other == first for other in others)
+    whole = _samples_of_steps(cases[0], packed, range(200))
+    assert whole[137:] == first[:63]
+    assert len({tuple(step) for step in first}) > 900  # neither constant nor of one epoch
