@@ -10,6 +10,7 @@ from random_plans import bound
 
 from benchmarks.without_tp_slots import remove_tp_slots
 from optimus.cost.assumptions import get_preset
+from optimus.data.dealing import MAX_REPLICAS
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.attention import Attention, Rope
@@ -17,7 +18,7 @@ from optimus.job.job import Job
 from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, SearchLimits
 from optimus.job.model import Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.read import load_cluster
-from optimus.job.workload import PackedSequence, Workload
+from optimus.job.workload import CAPACITY_SIGMAS, PackedSequence, Workload
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
@@ -28,6 +29,13 @@ SEQUENCES = {
     "even": (((4, 4), (4,), (2,)),),
     "uneven": (((4, 2), (2,), ()), ((6,), (), (4,)), ((), (4, 2), (2,)), ((2, 2, 2), (2,), (2,))),
     "rare": (((), (), ()), ((4,), (4,), (2,)), ((), (), ())),
+    # One of eight sequences has most of the images; one image has most of its tokens. Half are text alone.
+    "tail": (
+        *(((), (), ()),) * 4,
+        *(((2,), (2,), ()),) * 2,
+        ((4, 2), (), (2,)),
+        ((12, 2, 2), (4,), (2,)),
+    ),
 }
 NAMES = ("vision", "audio", "video")
 
@@ -85,6 +93,9 @@ class Case:
     clip: float = 0.0  # of the gradient's norm
     dtype: str = "float64"
     seed: int = 0
+    dealing: int = MAX_REPLICAS  # the most replicas that deal images to each other
+    sigmas: float = CAPACITY_SIGMAS  # room of a step for more images than the mean
+    varied: bool = False  # videos among the images, and packed documents
 
     def _encoder(self, name: str) -> Encoder:
         attention: dict[str, Any] = {"kv_heads": 4 if self.tp > 2 else 2}
@@ -308,6 +319,49 @@ MEASURED = [
 WINDOWED = [
     _measured(f"window of {window}, {count} microbatches", ranks=2, pp=2, window=window, microbatches=count)
     for window, count in ((4, 8), (4, 32), (0, 8), (0, 16))
+]
+
+
+def _dealt(name: str, **given: Any) -> Case:
+    fixed = {"images": "tail", "sigmas": -0.5, "varied": True, "microbatches": 2}
+    return Case(name=f"dealt: {name}", **{**fixed, **given})
+
+
+# Heavy-tailed images dealt over replicas; what is heavier than usual is carried to the next step.
+DEALT = [
+    _dealt("four replicas", ranks=4, pp=1, sections=True),
+    _dealt("four, in pairs", ranks=4, pp=1, dealing=2, sequences=2),
+    _dealt("two by two interleaved, two encoders", ranks=4, pp=2, chunks=2, order="interleaved",
+           encoders=((2, 1), (1, 2))),
+    _dealt("two by two zero-bubble, three pieces", ranks=4, pp=2, order="zero-bubble", encoders=((1, 3),),
+           sequences=2, segments=True),
+    _dealt("tp 2 x dp 2", ranks=4, pp=1, tp=2, encoders=((1, 2),)),
+    _dealt("tp 2 x dp 2, encoder too", ranks=4, pp=1, tp=2, encoders=((1, 1, 2),), dropout=True),
+    _dealt("eight replicas", ranks=8, pp=1, microbatches=1, tied=True),
+    _dealt("eight: pp 2 x dp 4, frozen encoder beside one that learns", ranks=8, pp=2, frozen=("audio",),
+           encoders=((1, 1), (2, 1))),
+    _dealt("eight: pp 4 x dp 2, encoder pp 2", ranks=8, pp=4, encoders=((2, 2),), microbatches=4),
+    _dealt("eight: pp 2 x tp 2 x dp 2, three encoders", ranks=8, pp=2, tp=2, windows=True,
+           encoders=((1, 2), (2, 1, 2), (1, 2))),
+    _dealt("eight: tp 4 x dp 2", ranks=8, pp=1, tp=4, encoders=((1, 2, 2),), recompute="selective"),
+    _dealt("eight: pp 2 x dp 4, recomputed", ranks=8, pp=2, recompute="full", dropout=True, dealing=2),
+    _dealt("sixteen replicas in groups of eight", ranks=16, pp=1, microbatches=1),
+    _dealt("sixteen: pp 4 x tp 2 x dp 2", ranks=16, pp=4, tp=2, encoders=((2, 1, 2),), layers=6,
+           order="zero-bubble"),
+    _dealt("sixteen: pp 2 x tp 2 x dp 4, two encoders", ranks=16, pp=2, tp=2, encoders=((1, 2), (2, 1, 2))),
+    _dealt("sixteen: pp 2 x dp 8, frozen trunk", ranks=16, pp=2, frozen_trunk=("vision",),
+           encoders=((1, 2),)),
+]  # fmt: skip
+# The same samples in the same steps under four layouts, and dealt inside a replica, in pairs and in fours.
+CURVES = [
+    replace(case, name=f"{case.name}, dealt by {dealing}", dealing=dealing, sigmas=0.0, images="tail")
+    for case in (
+        Case(name="eight replicas", ranks=8, pp=1, microbatches=2),
+        Case(name="pp 2 x dp 4", ranks=8, pp=2, encoders=((2, 2),)),
+        Case(name="pp 2 x dp 4 zero-bubble interleaved", ranks=8, pp=2, chunks=2, order="zero-bubble"),
+        Case(name="tp 2 x dp 4", ranks=8, pp=1, tp=2, encoders=((1, 2),)),
+    )
+    for dealing in (1, 2, 4)
 ]
 
 

@@ -19,27 +19,48 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from engine_bugs import BUGS
-from engine_cases import CASES, HALF, SHARDED, TP, TP_SHARDED, Case
+from engine_cases import CASES, CURVES, DEALT, HALF, SHARDED, TP, TP_SHARDED, Case
 from one_process import OneProcess
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.data import dealing
 from optimus.engine.buckets import ReplicatedBucket, view_as_params
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import build_tp_group, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
+from optimus.engine.synthetic_data import SyntheticDataset
+from optimus.job import workload
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.collectives import ParamSplit, all_gather_single
+from optimus.models.sample import Sample, SampleItem
 
 TIMEOUT_S = 30
 LR, WEIGHT_DECAY = 1e-3, 0.01
 LEARNING = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+
+
+class VariedDataset(SyntheticDataset):
+    """Images that are videos of two frames where they can be, and two documents in every sample."""
+
+    def sample(self, number: int) -> Sample:
+        sample = super().sample(number)
+        items = {name: tuple(map(_as_video, items)) for name, items in sample.items.items()}
+        starts = [item.offset for of_encoder in items.values() for item in of_encoder if item.offset]
+        cut = starts[number % len(starts)] if starts else sample.length // 2
+        return replace(sample, items=items, documents=(cut, sample.length - cut))
+
+
+def _as_video(item: SampleItem) -> SampleItem:
+    height, width = item.grid if len(item.grid) == 2 else (0, 0)
+    return item if height < 4 else replace(item, grid=(height // 2, 2, width))
 
 
 class RankRun:
@@ -58,6 +79,7 @@ class RankRun:
             recorder=self,
             fuse=not case.segments,
             bucket_type=ShardedBucket if case.sharded else ReplicatedBucket,
+            dataset=VariedDataset(job=case.job, seed=case.seed) if case.varied else None,
             **options,
         )
         self.model, self.data, self.buckets = (
@@ -210,6 +232,8 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
         "loss": abs(loss - expected_loss) / abs(expected_loss),
         "gradients": worst(gradients, expected, run),
         "digests": digests,
+        "carried": sum(run.built.step_samples.count_carried(step) for step in range(steps)),
+        "moved": count_moved_items(run),
     }
     if steps:
         batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
@@ -217,6 +241,35 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
         one.train(batches, clip=case.clip, **LEARNING)
         trained = {name: p.detach() for name, p in one.parameters().items() if p.requires_grad}
         found["parameters"] = worst(learned, trained, run)
+    return found
+
+
+def count_moved_items(run: RankRun) -> int:
+    """Returns the items of the first step that another replica of the group encodes than reads."""
+    table = run.built.batch_plan(0)
+    homes = {
+        number: replica
+        for replica, of_replica in enumerate(table.samples)
+        for number in chain.from_iterable(of_replica)
+    }
+    return sum(
+        homes[item.sample] != replica
+        for of_encoder in table.bins.values()
+        for replica, bins in enumerate(of_encoder)
+        for item in chain.from_iterable(bins)
+    )
+
+
+def curve(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
+    """Losses of training; of one process, too, if it is the first plan."""
+    run = RankRun(case, rank)
+    run.trains = True
+    losses = [run.play(step) for step in range(steps)]
+    carried = sum(run.built.step_samples.count_carried(step) for step in range(steps))
+    found: dict[str, Any] = {"losses": losses, "carried": carried}
+    if rank == 0 and case == CURVES[0]:
+        batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
+        found["one process"] = OneProcess(case.job.model, seed=case.seed).train(batches, **LEARNING)
     return found
 
 
@@ -295,8 +348,12 @@ def play(
     case: Case, work: Work, around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> dict[str, Any]:
     """Forks the ranks of a case; what rank 0 found, or the errors of all ranks."""
-    _ = case.plan  # made once, for all
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(workload, "CAPACITY_SIGMAS", case.sigmas),
+        patch.object(dealing, "MAX_REPLICAS", case.dealing),
+    ):
+        _ = case.plan  # made once, for all
         store, result = Path(folder, "store"), Path(folder, "result")
         children = []
         for rank in range(case.ranks):
@@ -325,7 +382,7 @@ def main(what: str, names: list[str]) -> None:
     All plain ones if none is named; `sharded` and `tp` are all of those.
     """
     if what.endswith("bugs"):
-        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED)}
+        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED, *DEALT)}
         bugs = {"sharding-bugs": SHARDING_BUGS, "tp-bugs": TP_BUGS}.get(what, BUGS)
         for name, (of, plant) in bugs.items():
             if not names or name in names:
@@ -333,9 +390,9 @@ def main(what: str, names: list[str]) -> None:
                 found = play(by_name[of], partial(look, steps=2), plant)
                 print(json.dumps({"name": name, **found}), flush=True)  # noqa: T201
         return
-    look = {"bf16": compare_half, "logs": compare_logs}.get(what, compare)
-    steps = {"bf16": 3, "logs": 50}.get(what) or int(what)
-    groups = {"sharded": SHARDED, "tp": TP, "tp-sharded": TP_SHARDED}
+    look = {"bf16": compare_half, "logs": compare_logs, "curves": curve}.get(what, compare)
+    steps = {"bf16": 3, "logs": 50, "curves": 50}.get(what) or int(what)
+    groups = {"sharded": SHARDED, "tp": TP, "tp-sharded": TP_SHARDED, "dealt": DEALT, "curves": CURVES}
     if names and names[0] not in groups:
         every = (*CASES, *HALF, *chain.from_iterable(groups.values()))
         by_name = {case.name: case for case in every}

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from engine_bugs import BUGS
-from engine_cases import CASES
+from engine_cases import CASES, CURVES, DEALT
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
 from worker_lines import run_worker
 
 LOSS, GRADIENT, LEARNED = 1e-12, 1e-12, 1e-9
+CURVE = 1e-10  # of losses over 50 steps of AdamW
 QUICK = (
     "interleaved",
     "zero-bubble",
@@ -93,3 +94,46 @@ def test_a_planted_bug_is_noticed() -> None:
     names = ["the seam's gradient is lost", "averaged twice"]
     lines = run_worker("engine_worker.py", "bugs", *names, timeout_s=100)
     assert [line["name"] for line in lines] == names and all(map(caught, lines))
+
+
+# ---------------------------------------------------------------------------- images dealt over replicas
+
+QUICK_DEALT = (
+    "dealt: four, in pairs",
+    "dealt: two by two interleaved, two encoders",
+    "dealt: eight: pp 2 x tp 2 x dp 2, three encoders",
+)
+
+
+def check_dealt(steps: int, *names: str, timeout_s: float) -> int:
+    """Cases compared with one process, in which images moved between replicas and samples between steps."""
+    lines = run_worker("engine_worker.py", str(steps), *names, timeout_s=timeout_s)
+    for line in lines:
+        check(line)
+    assert all(line["moved"] for line in lines)
+    assert sum(line["carried"] for line in lines) > 0
+    return len(lines)
+
+
+@pytest.mark.ci("engine")
+@pytest.mark.timeout(240)
+def test_images_dealt_over_replicas_change_no_gradient() -> None:
+    assert check_dealt(3, *QUICK_DEALT, timeout_s=230) == len(QUICK_DEALT)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_images_dealt_over_replicas_change_no_gradient_on_4_8_and_16_ranks() -> None:
+    assert check_dealt(10, "dealt", timeout_s=850) == len(DEALT) >= 16
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1800)
+def test_losses_agree_under_four_plans_and_three_dealings() -> None:
+    lines = run_worker("engine_worker.py", "curves", "curves", timeout_s=1700)
+    assert len(lines) == len(CURVES) == 12 and all(line["carried"] == lines[0]["carried"] for line in lines)
+    expected = lines[0]["one process"]
+    assert len(expected) == 50 and expected[-1] < expected[0] and lines[0]["carried"]
+    for line in lines:
+        for ours, theirs in zip(line["losses"], expected, strict=True):
+            assert abs(ours - theirs) <= CURVE * abs(theirs), line["name"]

@@ -183,13 +183,14 @@ class SearchResult:
             microbatches=plan.microbatches,
             encoders=bins,
             dealing_replicas=dealing,
-            exchange_s=self._exchange_s(dealing),
+            exchange_s=0.0 if plan.dealing_replicas > 1 else self._exchange_s(dealing),
         )
 
     def _exchange_s(self, replicas: int) -> float:
         """Returns the time of a microbatch's rows to other replicas' stages 0, and of their gradients back.
 
-        Each rank of stage 0 sends its part to the same rank of the other replicas, over the NIC.
+        It is that of a plan without the exchange, if its images were dealt all the same. Each rank of stage 0
+        sends its part to the same rank of the other replicas, over the NIC.
         """
         plan, llm = self.plan, self.plan.modules[LLM].layout
         stride, size = llm.cp * llm.tp, 0.0
