@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optimus.data.compare_dealing import WAYS, compare_dealing
+from optimus.cli.deal import format_ways
+from optimus.data.compare_dealing import WAYS, DealingResult, compare_dealing, count_batches
 from optimus.data.dealing import DealtItems, deal_items, deal_sequences
 
 BATCHES = 20
@@ -142,9 +143,30 @@ def test_dealing_more_is_never_worse(name: str) -> None:
     costs = draw(np.random.default_rng(0), 1000, **DATA[name])
     ways = compare_dealing(costs, replicas=16, microbatches=4, pieces=2, batches=5)
     for measure in ("fullest_pipeline", "fullest_rank", "padding"):
-        drawn, sequences, items = (getattr(ways[way], measure) for way in WAYS)
-        assert 1.0 <= items <= sequences + 0.02 and sequences <= drawn + 0.02, measure
+        drawn, sequences, items, both = (getattr(ways[way], measure) for way in WAYS)
+        assert 1.0 <= both <= min(sequences, items) + 0.02 and max(sequences, items) <= drawn + 0.02, measure
     assert ways["items"].fullest_pipeline - 1 < (ways["drawn"].fullest_pipeline - 1) / 3
+
+
+def test_large_batches_are_drawn_less_often() -> None:
+    assert [count_batches(size) for size in (1, 512, 1 << 14, 1 << 23)] == [20, 20, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("fullest", "advice"),
+    [
+        ((2.0, 1.5, 1.2, 1.1), "both, 45% less encoder time"),
+        ((2.0, 1.11, 1.2, 1.1), "sequences as they come (1.110 of the mean, 1.100 at best)"),
+        ((1.01, 1.0, 1.0, 1.0), "sequences as they come are as good"),
+    ],
+)  # fmt: skip
+def test_the_simplest_of_equally_good_ways_is_advised(fullest: tuple[float, ...], advice: str) -> None:
+    ways = {
+        way: DealingResult(fullest_pipeline=1.0, fullest_rank=value, padding=1.0)
+        for way, value in zip(WAYS, fullest, strict=True)
+    }
+    assert advice in " ".join(" ".join(format_ways(ways, "", has_items=True)).split())
+    assert "nothing to deal" in " ".join(format_ways(ways, "", has_items=False))
 
 
 def test_data_without_items_has_nothing_to_deal() -> None:
