@@ -52,8 +52,9 @@ RUN_DIR = Path("optimus-run")
 class TrainCommand:
     """Train a job, on this host or as one rank under torchrun.
 
-    Samples are those of the job's `data:`, or synthetic. Weights come from a folder of transformers (model.hf
-    of the job, or --model) and go to one (--save).
+    Samples are those of the job's `data:`, or synthetic.
+
+    Weights are those of its model.hf or --model, and go to --save.
     """
 
     job: JobArgument
