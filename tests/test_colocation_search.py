@@ -10,7 +10,7 @@ import pytest
 from random_jobs import random_job, random_setting
 from random_plans import bound, random_llm
 
-from benchmarks.docs.model_tables import ModelCase, job_of
+from benchmarks.docs.dealing_tables import CASES, job_of
 from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.op import OpKind
@@ -250,7 +250,7 @@ def test_an_image_is_never_cut(pieces: int) -> None:
 
 def long_tailed() -> Job:
     """InternVL3-78B on 512 GPUs: 3.5 images in the mean sequence."""
-    job = job_of(ModelCase(model="internvl3-78b", share=None))
+    job = job_of(CASES[0])
     return replace(job, layout=replace(job.layout, modules={LLM: PartialLayout(pp=4, tp=4)}))
 
 
@@ -269,12 +269,15 @@ def test_a_block_has_as_many_pieces_as_images_and_no_more(tp: int, pieces: list[
 
 @pytest.mark.ci("search")
 def test_three_pieces_fit_slots_that_two_do_not() -> None:
-    """Two pieces take 14.42 s: kernels of half a microbatch do not fit between the LLM's collectives."""
+    """Two pieces take 14.42 s: kernels of half a microbatch do not fit between the LLM's collectives.
+
+    With all microbatches resident three take 13.78 s, with as many as fit at p99 of steps 13.87 s.
+    """
     context, _ = choose_smallest_context(long_tailed(), get_preset("default"))
     found = search_optimus_plan(context, LlmPipelines(context).for_colocation)
     (name,) = found.plan.encoders
     assert found.plan.modules[name].microbatches_per_llm_microbatch == 3
-    assert found.filled.step_s < 13.82
+    assert found.filled.step_s < 13.9
     assert not check_plan(bound(found.filled.plan, context)).violations
 
 

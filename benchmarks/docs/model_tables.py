@@ -27,7 +27,6 @@ from optimus.planner.compare import Comparison
 from optimus.planner.planning import PlanningResult, make_plan
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.sensitivity.batch_steps import simulate_batches
-from optimus.sensitivity.drawn_batches import DEALINGS
 
 SECONDS = "search_s"  # CPU of a search: shown, never compared
 
@@ -35,12 +34,10 @@ ON = "h100:512"
 PRESET = "default"
 BATCHES = 100
 SEQUENCE_TOKENS, SEQUENCES = 8192, 1024
-SPREAD, LONG_SPREAD, TEXT_ONLY = 1.5, 3.0, 0.12  # p95 over p50, and sequences without any image
+SPREAD = 1.5  # p95 over p50
 LARGEST_IMAGE = 1024  # LLM tokens
 MEDIANS = {20: 1638, 40: 3277, 85: 6963}  # LLM tokens of images in a sequence, by their share in per cent
-LONG_MEDIAN = 2600
 MODELS = ("qwen2.5-vl-72b", "internvl3-78b", "qwen3-vl-235b", "siglip-so400m-8b")
-LONG_TAILED = ("qwen2.5-vl-72b", "internvl3-78b")
 OTHERS = ("balanced-best", "three-phase", "separate-gpus", "fsdp", "stage0")
 STATED = {"qwen3-vl-235b": "pp16,ep8"}  # of the LLM's layout, where an open search takes minutes
 
@@ -50,31 +47,22 @@ class ModelCase:
     """One model and one load of images."""
 
     model: str
-    share: int | None  # per cent of a sequence that the median image tokens are; none: the long tail
+    share: int  # per cent of a sequence that the median image tokens are
 
     @property
     def key(self) -> str:
-        return f"{self.model} {'long tail' if self.share is None else f'{self.share} %'}"
+        return f"{self.model} {self.share} %"
 
     @property
     def percentiles(self) -> TokenPercentiles:
         """Percentiles as a job file states them; p95 never exceeds the length of a sequence."""
-        if self.share is None:
-            p50, spread, text_only = LONG_MEDIAN, LONG_SPREAD, TEXT_ONLY
-        else:
-            p50, spread, text_only = MEDIANS[self.share], SPREAD, 0.0
+        p50 = MEDIANS[self.share]
         return TokenPercentiles(
-            p50=p50,
-            p95=min(spread * p50, SEQUENCE_TOKENS),
-            max=SEQUENCE_TOKENS,
-            text_only_share=text_only,
-            item=LARGEST_IMAGE,
+            p50=p50, p95=min(SPREAD * p50, SEQUENCE_TOKENS), max=SEQUENCE_TOKENS, item=LARGEST_IMAGE
         )
 
 
-TABLE_CASES = tuple(ModelCase(model=model, share=share) for model in MODELS for share in MEDIANS)
-TAIL_CASES = tuple(ModelCase(model=model, share=None) for model in LONG_TAILED)
-ALL_CASES = (*TABLE_CASES, *TAIL_CASES)
+ALL_CASES = tuple(ModelCase(model=model, share=share) for model in MODELS for share in MEDIANS)
 
 
 def job_of(case: ModelCase) -> Job:
@@ -96,7 +84,6 @@ def figures(case: ModelCase, names: Iterable[str] = OTHERS) -> Figures:
     planned = make_plan(job, assumptions=PRESET, systems=names)
     seconds = time.process_time() - begin
     comparison = planned.comparison
-    dealings = tuple(DEALINGS) if case.share is None else ("drawn",)
     return {
         "mean_share": rounded(sum(job.workload.share_of_tokens(each.name) for each in job.model.encoders)),
         "floor": {"s": rounded(planned.floor_s), "how": comparison.systems["llm-only"].how},
@@ -104,7 +91,7 @@ def figures(case: ModelCase, names: Iterable[str] = OTHERS) -> Figures:
         "capacity_gb": rounded(comparison.context.capacity_bytes / 1e9),
         "proved": planned.report.ok,
         "systems": {
-            name: {**_system(system), "batches": _batches(comparison, name, dealings)}
+            name: {**_system(system), "batches": _batches(comparison, name)}
             for name, system in comparison.systems.items()
             if name != "llm-only"
         },
@@ -133,14 +120,10 @@ def _system(system: SimulatedSystem) -> Figures:
     }
 
 
-def _batches(comparison: Comparison, name: str, dealings: Iterable[str]) -> Figures:
-    """Returns mean and p95 by dealing; a system is simulated alone, so that none is left out for size."""
-    figures = {}
-    for dealing in dealings:
-        steps = simulate_batches(comparison, [name], dealing=dealing, count=BATCHES)
-        if name in steps:
-            figures[dealing] = [rounded(steps[name].mean_s), rounded(steps[name].p95_s)]
-    return figures
+def _batches(comparison: Comparison, name: str) -> Figures:
+    """Returns mean and p95 as drawn; a system is simulated alone, so that none is left out for size."""
+    steps = simulate_batches(comparison, [name], count=BATCHES)[name]
+    return {"drawn": [rounded(steps.mean_s), rounded(steps.p95_s)]}
 
 
 PAGE = DOCS / "models.md"
@@ -152,7 +135,7 @@ def steps(stored: Figures) -> str:
     """Shows steps with every microbatch at the mean, in seconds and over the floor."""
     header = ["model", "images, mean %", "encoders alone s", "floor s", *SYSTEMS]
     rows = []
-    for case, row in _stored(TABLE_CASES, stored):
+    for case, row in _stored(ALL_CASES, stored):
         floor_s, systems = row["floor"]["s"], row["systems"]
         seconds = {name: systems[name]["step_s"] for name in SYSTEMS if name in systems}
         cells = {name: f"{value:.2f} ({value / floor_s:.3f})" for name, value in seconds.items()}
@@ -165,7 +148,7 @@ def batches(stored: Figures) -> str:
     """Shows mean and p95 over drawn batches."""
     header = ["model", "images, mean %", *SYSTEMS]
     rows = []
-    for case, row in _stored(TABLE_CASES, stored):
+    for case, row in _stored(ALL_CASES, stored):
         drawn = {name: system["batches"]["drawn"] for name, system in row["systems"].items()}
         cells = {name: f"{mean:.2f} ({p95:.2f})" for name, (mean, p95) in drawn.items()}
         means = {name: mean for name, (mean, _) in drawn.items()}
@@ -179,7 +162,7 @@ def worth(stored: Figures) -> str:
     header += ["best other", "best other / optimus", "best other over batches", "its mean / optimus"]
     header += ["best other, TP overlapped", "its time / optimus"]
     rows = []
-    for case, row in _stored(TABLE_CASES, stored):
+    for case, row in _stored(ALL_CASES, stored):
         fitting = {name: system for name, system in row["systems"].items() if system["fits"]}
         seconds = {name: system["step_s"] for name, system in fitting.items()}
         means = {name: system["batches"]["drawn"][0] for name, system in fitting.items()}
@@ -197,25 +180,12 @@ def plans(stored: Figures) -> str:
     """Shows the chosen plans and their memory."""
     header = ["model", "images, mean %", "system", "what was chosen", "GB of the worst rank", "search s"]
     rows = []
-    for case, row in _stored(TABLE_CASES, stored):
+    for case, row in _stored(ALL_CASES, stored):
         systems = {name: system for name, system in row["systems"].items() if system["fits"]}
         best = min((name for name in systems if name != "optimus"), key=lambda name: systems[name]["step_s"])
         for name in ("optimus", best):
             shown = [name, systems[name]["how"], f"{systems[name]['memory_gb']:.1f}"]
             rows.append([*_head(case, row), *shown, str(row[SECONDS]) if name == "optimus" else ""])
-    return markdown(header, rows)
-
-
-def tail(stored: Figures) -> str:
-    """Shows mean and p95 under every dealing, of batches with a long tail."""
-    header = ["model", "images, mean %", "system", "mean microbatches s", *(f"`{name}`" for name in DEALINGS)]
-    rows = []
-    for case, row in _stored(TAIL_CASES, stored):
-        for name in SYSTEMS:
-            if name in row["systems"]:
-                system = row["systems"][name]
-                dealt = [f"{mean:.2f} ({p95:.2f})" for mean, p95 in system["batches"].values()]
-                rows.append([*_head(case, row), name, f"{system['step_s']:.2f}", *dealt])
     return markdown(header, rows)
 
 
@@ -255,7 +225,6 @@ TABLES = {
     "batches": batches,
     "worth": worth,
     "plans": plans,
-    "tail": tail,
     "missing": missing,
 }
 

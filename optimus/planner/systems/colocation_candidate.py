@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, floor
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -262,18 +262,19 @@ class ColocationCandidate:
     def placements_in_more_pieces(self, counts: Sequence[int]) -> Iterator[Mapping[str, EncoderPlacement]]:
         """Yields placements with so many pieces in every block, as far as its images allow, fewest first."""
         last = self.placements
-        for count in counts:
-            more = {e.name: self._in_pieces(e, count) for e in self.context.job.model.encoders}
+        for place in range(len(counts)):
+            more = {e.name: self._in_pieces(e, counts[: place + 1]) for e in self.context.job.model.encoders}
             if more != last:
                 yield more
                 last = more
 
-    def _in_pieces(self, encoder: Encoder, count: int) -> EncoderPlacement:
-        """Returns the placement with `count` pieces per block, at most one per image of the busiest block."""
+    def _in_pieces(self, encoder: Encoder, counts: Sequence[int]) -> EncoderPlacement:
+        """Returns the placement with the last of these counts for which the busiest block has images."""
         chosen, blocks = self.placements[encoder.name], self._blocks(encoder) if self.folded else 1
         busiest = self.context.busiest_group_sequences(encoder, self.llm.sequences, blocks)
-        images = floor(self.context.count_images(encoder, busiest) + 1e-9)
-        return replace(chosen, pieces=max(chosen.pieces, blocks * min(count, images)))
+        images = self.context.count_images(encoder, busiest) + 1e-9
+        count = max((count for count in counts if count <= images), default=0)
+        return replace(chosen, pieces=max(chosen.pieces, blocks * count))
 
     @property
     def _padding_ratio(self) -> float:
