@@ -199,7 +199,7 @@ def simulate_batches(
             launch_s=assumed.launch_s,
             guesses=None if all_replicas else guesses,
         )
-        chosen = _choose_dealing(simulator, batches, name) if dealing == BEST else dealing
+        chosen = _choose_dealing(system, simulator, batches) if dealing == BEST else dealing
         if chosen == "items" and simulator.assignment.dealing_replicas == 1:
             chosen = "reordered"
         order, steps = simulator.order(chosen), []
@@ -213,9 +213,15 @@ def simulate_batches(
     return by_system
 
 
-def _choose_dealing(simulator: BatchSimulator, batches: DrawnBatches, name: str) -> str:
-    """Returns the dealing with the shortest steps over a few batches, of those that a system can use."""
-    if name == TODAY or batches.are_even or not simulator.assignment.encoders:
+def _choose_dealing(system: SimulatedSystem, simulator: BatchSimulator, batches: DrawnBatches) -> str:
+    """Returns the dealing with the shortest steps over a few batches, of those that a system can use.
+
+    A plan that deals items is run so, whatever else might be faster.
+    """
+    plan = system.search_result.plan if system.search_result is not None else None
+    if plan is not None and plan.dealing_replicas > 1:
+        return "items"
+    if system.name == TODAY or batches.are_even or not simulator.assignment.encoders:
         return "drawn"
     can_deal_items = simulator.assignment.dealing_replicas > 1
     means = {}
