@@ -77,7 +77,10 @@ def _() -> AbstractContextManager[Any]:
 @bug("the second piece goes where the first went", "pieces")
 def _() -> AbstractContextManager[Any]:
     def targets(original: Any, bins: Any, *args: Any) -> Any:
-        return original([replace(each, targets=bins[0].targets[: len(each.targets)]) for each in bins], *args)
+        for each in bins:
+            count = min(len(each.targets), len(bins[0].targets))
+            each.targets[:count] = bins[0].targets[:count]
+        return original(bins, *args)
 
     return wrapped(rank_batch, "route_encoder_rows", targets)
 

@@ -7,9 +7,11 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_dealing import DATA, draw
 
 from optimus.data.step_samples import WINDOW, StepSamples, carry_over
 from optimus.engine.batch_plan import (
@@ -111,6 +113,36 @@ def test_loads_differ_by_no_more_than_an_item_of_each_kind(samples: list[SampleS
         groups.append(sum(i.tokens for of in table.bins.values() for r in of for own in r for i in own))
     largest = max(sum(map(sum, sample.items.values())) for sample in samples)
     assert max(groups) - min(groups) <= largest
+
+
+@pytest.mark.ci("data")
+@pytest.mark.parametrize("name", DATA)
+def test_bins_run_hardly_more_tokens_than_there_are(name: str) -> None:
+    """Eight replicas, 32 microbatches in two pieces on tp 8, with groups of 4 tokens merged: 20 batches."""
+    plan = plan_modules(
+        stages=[ONE],
+        encoders={"vision": EncoderBlocks(blocks=[ONE], pieces=2)},
+        microbatches=32,
+        ranks=8,
+        pp=1,
+    )
+    wide = replace(plan.modules["vision"], bin_tokens=10**6)
+    plan = replace(plan, modules={**plan.modules, "vision": wide}, dealing_replicas=8)
+    module, rng = replace(wide, layout=wide.layout.with_(tp=8)), np.random.default_rng(0)
+    padding, fullest = [], []
+    for _ in range(20):
+        drawn = draw(rng, 8 * 32, **DATA[name])
+        samples = [
+            SampleSizes(number=n, items={"vision": tuple(round(tokens / 4) * 4 for tokens in own)})
+            for n, own in enumerate(drawn)
+        ]
+        bins = plan_batch(plan, samples).bins["vision"]
+        loads = np.array([[sum(item.tokens for item in own) for own in replica] for replica in bins])
+        run = sum(count_padded_tokens(module, 4, own) for replica in bins for own in replica)
+        padding.append(run / loads.sum())
+        fullest.append(loads.sum(axis=1).max() / loads.sum(axis=1).mean())
+    assert max(padding) <= 1.03
+    assert np.mean(fullest) <= 1.01
 
 
 def test_an_item_larger_than_memory_was_planned_for_is_named() -> None:

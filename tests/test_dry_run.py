@@ -110,7 +110,7 @@ def test_a_rank_says_where_it_stands_and_what_it_plays() -> None:
 
 @pytest.mark.ci("engine")
 def test_every_rank_makes_as_many_groups_in_every_world() -> None:
-    case = BY_NAME["tp: two stages"]
+    case = replace(BY_NAME["tp: two stages"], ranks=8)
     large = replace(case, ranks=256)
     assert stepped(case, 0).groups_made == stepped(case, 3).groups_made == stepped(large, 255).groups_made
 
