@@ -81,7 +81,7 @@ def alone_loss(model: Any, sample: Sample) -> float:
 
 
 @pytest.mark.ci("data")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)  # a minute of CPU in ten processes
 def test_losses_are_those_of_transformers_on_the_same_files_under_two_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
