@@ -12,8 +12,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -69,6 +69,8 @@ class RankRun:
     def __init__(self, case: Case, rank: int, **options: Any) -> None:
         self.case, self.rank, self.plan = case, rank, case.plan
         self.dtype = getattr(torch, case.dtype)
+        if case.varied:
+            options = {"dataset": VariedDataset(job=case.job, seed=case.seed), **options}
         self.built = RankTrainer(
             case.job,
             self.plan,
@@ -79,7 +81,6 @@ class RankRun:
             recorder=self,
             fuse=not case.segments,
             bucket_type=ShardedBucket if case.sharded else ReplicatedBucket,
-            dataset=VariedDataset(job=case.job, seed=case.seed) if case.varied else None,
             **options,
         )
         self.model, self.data, self.buckets = (
@@ -348,12 +349,8 @@ def play(
     case: Case, work: Work, around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> dict[str, Any]:
     """Forks the ranks of a case; what rank 0 found, or the errors of all ranks."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.object(workload, "CAPACITY_SIGMAS", case.sigmas),
-        patch.object(dealing, "MAX_REPLICAS", case.dealing),
-    ):
-        _ = case.plan  # made once, for all
+    _ = case.plan  # made once, for all
+    with tempfile.TemporaryDirectory() as folder:
         store, result = Path(folder, "store"), Path(folder, "result")
         children = []
         for rank in range(case.ranks):
@@ -376,6 +373,16 @@ def play(
         return found
 
 
+@contextmanager
+def limits(case: Case) -> Iterator[None]:
+    """Sets the room of a step and the replicas that deal to each other to those of a case."""
+    with (
+        patch.object(workload, "CAPACITY_SIGMAS", case.sigmas),
+        patch.object(dealing, "MAX_REPLICAS", case.dealing),
+    ):
+        yield
+
+
 def main(what: str, names: list[str]) -> None:
     """Cases after `what` steps of training; with `bugs` every bug on its case; `bf16` in that type.
 
@@ -387,7 +394,8 @@ def main(what: str, names: list[str]) -> None:
         for name, (of, plant) in bugs.items():
             if not names or name in names:
                 look = compare_half if by_name[of].dtype != "float64" else compare
-                found = play(by_name[of], partial(look, steps=2), plant)
+                with limits(by_name[of]):
+                    found = play(by_name[of], partial(look, steps=2), plant)
                 print(json.dumps({"name": name, **found}), flush=True)  # noqa: T201
         return
     look = {"bf16": compare_half, "logs": compare_logs, "curves": curve}.get(what, compare)
@@ -400,7 +408,8 @@ def main(what: str, names: list[str]) -> None:
     else:
         cases = HALF if what == "bf16" else groups[names[0]] if names else CASES
     for case in cases:
-        found = play(case, partial(look, steps=steps))
+        with limits(case):
+            found = play(case, partial(look, steps=steps))
         print(json.dumps({"name": case.name, **found}), flush=True)  # noqa: T201
 
 

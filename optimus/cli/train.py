@@ -137,8 +137,8 @@ class TrainCommand:
         training = self._training(job)
         make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
-        if not self.json and training.model_dir is not None:
-            print("\n".join(wrap_text("weights", f"of {self.model or job.model_dir}")), flush=True)
+        if not self.json and (training.model_dir or job.model_dir) is not None:
+            print("\n".join(wrap_text("weights", self._describe_weights(job, training))), flush=True)
         if not self.json and training.data is not None:
             print("\n".join(wrap_text("data", describe_data(job, training.data))), flush=True)
         if not self.json:
@@ -152,6 +152,11 @@ class TrainCommand:
                 as_json=self.json,
             )
         return code
+
+    def _describe_weights(self, job: Job, training: TrainingConfig) -> str:
+        if training.model_dir is None:
+            return f"random: {job.model_dir} has no *.safetensors"
+        return f"of {self.model or job.model_dir}"
 
     def _check_flags(self, place: Launched | None) -> None:
         """Raises if flags of a dry run and of a training run are mixed."""

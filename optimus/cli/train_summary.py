@@ -65,7 +65,7 @@ def format_train_summary(
     lines += wrap_text("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
     if job.data is not None:
         lines += wrap_text("waited", f"{summary.waiting_steps} of {count} waited for data")
-    if summary.skipped_samples:
+    if summary.skipped:
         named = "; ".join(map(show_value, summary.skipped))
         broken = f"{summary.skipped_samples} samples whose files are broken trained nothing: {named}"
         lines += wrap_closing_line("note", broken)

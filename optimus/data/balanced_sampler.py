@@ -53,6 +53,12 @@ class BalancedBatchSampler:
         start_step: int = 0,
         cost: Cost = count_passes,
     ) -> None:
+        if (num_replicas is None) != (rank is None):
+            raise UserError(
+                field="BalancedBatchSampler",
+                problem=f"got {'num_replicas' if rank is None else 'rank'} without the other",
+                hint="give num_replicas and rank, or neither: then they are those of torch.distributed",
+            )
         if num_replicas is None or rank is None:
             rank, num_replicas = _find_rank()
         self.loads = _read_loads(lengths, cost)
@@ -96,6 +102,8 @@ class BalancedBatchSampler:
         return self.steps_per_epoch * self.microbatches
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._yielded >= len(self):  # a loop that took every batch without asking for one more
+            self.epoch, self._first = self.epoch + 1, 0
         self._yielded = self._first
         while self._yielded < len(self):
             step, first = divmod(self._yielded, self.microbatches)

@@ -85,14 +85,19 @@ def read_image_size(path: Media, max_pixels: int = MAX_PIXELS) -> tuple[int, int
 def decode_image(path: Media) -> Image.Image:
     """Decodes an image whose size was read, as transformers does: turned as its EXIF says, in RGB.
 
-    Raises SkippedSample if its contents are broken.
+    Raises SkippedSample if its contents are broken. Trouble of this host alone (memory, a file that only it
+    cannot read) is raised as it is: another rank would not skip the sample.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with _open(path) as stream, Image.open(stream, formats=IMAGE_FORMATS) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
+    except MemoryError:
+        raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # decoders raise an OSError without a number
         raise SkippedSample(SkipReason.BAD_FILE, f"{path.name}: {_first_line(error, path)}") from None
 
 

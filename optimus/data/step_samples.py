@@ -49,18 +49,19 @@ def carry_over(loads: Sequence[Loads], per_step: int, capacity: Loads) -> list[l
         taken, waiting = waiting[:per_step], waiting[per_step:]
         while (heaviest := _find_excess(loads, taken, capacity)) is not None:
             carried = loads[heaviest]
-            is_lighter = (
-                loads[at] != carried
-                and all(loads[at].get(name, 0) <= carried.get(name, 0) for name in capacity)
-                for at in waiting
-            )
-            place = next((place for place, lighter in enumerate(is_lighter) if lighter), None)
+            place = next((at for at, other in enumerate(waiting) if _is_lighter(loads[other], carried)), None)
             if place is None:
                 break
             taken[taken.index(heaviest)] = waiting.pop(place)
             insort(waiting, heaviest)
         steps.append(sorted(taken))
     return steps
+
+
+def _is_lighter(load: Loads, other: Loads) -> bool:
+    """Returns whether a sample has less for one encoder than another sample, and more for none."""
+    pairs = [(load.get(name, 0), other.get(name, 0)) for name in {**load, **other}]
+    return all(ours <= theirs for ours, theirs in pairs) and any(ours < theirs for ours, theirs in pairs)
 
 
 def _find_excess(loads: Sequence[Loads], taken: Sequence[int], capacity: Loads) -> int | None:

@@ -83,6 +83,10 @@ class TarShards:
 def scan_shards(path: Path) -> TarShards:
     """Finds the samples of all shards: from energon's indices where there are, or by their tar headers."""
     shards, excluded = _list_shards(path)
+    if not shards:
+        raise UserError(
+            field=str(path), problem="has no shards of the part train", hint="give a folder of tar files"
+        )
     digest = hashlib.blake2b(digest_size=16)
     columns: list[tuple[Ints, Ints, Ints]] = []
     for place, name in enumerate(shards):

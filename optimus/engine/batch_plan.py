@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -51,8 +52,8 @@ class BatchPlan:
     labels: int  # of the whole step, all groups together
     carried: int = 0  # samples of the whole step that an earlier one had no room for
 
-    def to_tensor(self, max_items: int) -> Tensor:
-        """Encodes the plan: samples of all microbatches, then one row per item, padded to `max_items`."""
+    def to_tensor(self) -> Tensor:
+        """Encodes the plan: labels, carried, the number of samples and all of them, then a row per item."""
         rows = [
             (encoder, replica, microbatch, item.sample, item.index, item.tokens)
             for encoder, of_encoder in enumerate(self.bins.values())
@@ -60,17 +61,15 @@ class BatchPlan:
             for microbatch, items in enumerate(bins)
             for item in items
         ]
-        assert len(rows) <= max_items, f"{len(rows)} items in a batch plan for {max_items}"
-        padding = [(-1,) * COLUMNS] * (max_items - len(rows))
-        head = [number for replica in self.samples for samples in replica for number in samples]
-        flat = [self.labels, self.carried, *head, *(value for row in [*rows, *padding] for value in row)]
+        numbers = [number for replica in self.samples for samples in replica for number in samples]
+        flat = [self.labels, self.carried, len(numbers), *numbers, *chain.from_iterable(rows)]
         return torch.tensor(flat, dtype=torch.int64)
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor, plan: Plan, max_items: int) -> BatchPlan:
-        flat, replicas = tensor.tolist(), plan.dealing_replicas
-        labels, carried, *numbers = flat[: len(flat) - max_items * COLUMNS]
-        size = len(numbers) // (replicas * plan.microbatches)
+    def from_tensor(cls, tensor: Tensor, plan: Plan) -> BatchPlan:
+        labels, carried, count, *flat = tensor.tolist()
+        replicas, numbers = plan.dealing_replicas, flat[:count]
+        size = count // (replicas * plan.microbatches)
         runs = iter([tuple(numbers[at : at + size]) for at in range(0, len(numbers), size)])
         samples = tuple(tuple(next(runs) for _ in range(plan.microbatches)) for _ in range(replicas))
         bins: dict[str, list[list[list[BinItem]]]] = {
@@ -78,10 +77,9 @@ class BatchPlan:
             for name, module in plan.encoders.items()
         }
         names = list(plan.encoders)
-        for at in range(2 + len(numbers), len(flat), COLUMNS):
+        for at in range(count, len(flat), COLUMNS):
             encoder, replica, microbatch, *item = flat[at : at + COLUMNS]
-            if encoder >= 0:
-                bins[names[encoder]][replica][microbatch].append(BinItem(*item))
+            bins[names[encoder]][replica][microbatch].append(BinItem(*item))
         return cls(
             samples=samples,
             bins={
@@ -178,26 +176,36 @@ def _refuse_large_items(plan: Plan, samples: Sequence[SampleSizes]) -> None:
 
 
 class BatchPlanBroadcast:
-    """Broadcasts the plan of the next batch to a replica's ranks while this step runs, on a CPU group."""
+    """Broadcasts the plan of the next batch to a replica's ranks while this step runs, on a CPU group.
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, *, reader: int, max_items: int) -> None:
-        self.plan, self.group, self.reader, self.max_items = plan, group, reader, max_items
-        self._tensor: Tensor | None = None
-        self._work: dist.Work | None = None
+    Its length goes first: how many images a batch has, only the reader knows.
+    """
 
-    def start(self, batch_plan: BatchPlan | None, samples: int) -> None:
-        """Starts a broadcast on every rank; only the reader has the plan. `samples` are the group's."""
+    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, *, reader: int) -> None:
+        self.plan, self.group, self.reader = plan, group, reader
+        self._works: list[dist.Work] = []
+        self._length = torch.zeros(1, dtype=torch.int64)
+        self._tensor: Tensor | None = None  # on the reader
+        self._is_started = False
+
+    def start(self, batch_plan: BatchPlan | None) -> None:
+        """Starts a broadcast on every rank; only the reader has the plan."""
+        self._is_started = True
         if batch_plan is not None:
-            self._tensor = batch_plan.to_tensor(self.max_items)
-        else:
-            self._tensor = torch.zeros(2 + samples + self.max_items * COLUMNS, dtype=torch.int64)
-        if self.group is not None:
-            self._work = dist.broadcast(self._tensor, self.reader, self.group, async_op=True)
+            self._tensor = batch_plan.to_tensor()
+            self._length.fill_(len(self._tensor))
+        for tensor in (self._length, self._tensor):
+            if self.group is not None and tensor is not None:
+                self._works.append(dist.broadcast(tensor, self.reader, self.group, async_op=True))
 
     def wait(self) -> BatchPlan:
         """Returns the plan whose broadcast was started."""
-        assert self._tensor is not None, "start comes first"
-        if self._work is not None:
-            self._work.wait()
-        tensor, self._tensor, self._work = self._tensor, None, None
-        return BatchPlan.from_tensor(tensor, self.plan, self.max_items)
+        assert self._is_started, "start comes first"
+        for work in self._works:
+            work.wait()
+        tensor = self._tensor
+        if tensor is None:
+            tensor = torch.empty(int(self._length), dtype=torch.int64)
+            dist.broadcast(tensor, self.reader, self.group)
+        self._works, self._tensor, self._is_started = [], None, False
+        return BatchPlan.from_tensor(tensor, self.plan)

@@ -80,7 +80,7 @@ class PrefetchedDataset:
         """Ends the workers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
-            worker.end()
+            worker.close()
 
     def _submit(self, number: int) -> Future[bytes]:
         if number not in self._loading:
@@ -104,11 +104,13 @@ class _Worker:
     def __init__(self, dataset: Dataset, preload: Sequence[str]) -> None:
         self._dataset, self._preload = dataset, preload
         self._running: tuple[BaseProcess, Connection] | None = None
-        self.restarts = 0
+        self.restarts, self._is_closed = 0, False
 
     def load(self, number: int) -> bytes:
         """Returns a sample, or the error that it leads to, pickled."""
         for _ in range(1 + MAX_RESTARTS):
+            if self._is_closed:
+                break
             _, connection = self._running or self._start()
             try:
                 connection.send(number)
@@ -121,6 +123,11 @@ class _Worker:
             problem=f"ended {1 + MAX_RESTARTS} worker processes, which were killed or ran out of memory",
             hint="leave the sample out, give the host more memory, or use fewer data.workers",
         )
+
+    def close(self) -> None:
+        """Ends the process for good."""
+        self._is_closed = True
+        self.end()
 
     def end(self) -> None:
         if self._running is not None:
@@ -155,6 +162,12 @@ def _serve(connection: Connection, dataset: Dataset) -> None:
                 result: Sample | OptimusError = dataset.sample(number)
             except OptimusError as error:
                 result = error
+            except Exception as error:
+                result = UserError(
+                    field=f"sample {number}",
+                    problem=f"cannot be loaded: {type(error).__name__}: {error}",
+                    hint="look at its line and files; every rank must be able to read them",
+                )
             connection.send_bytes(pickle.dumps(result))
     except (EOFError, OSError):
         return

@@ -149,7 +149,6 @@ class _TrainingLoop:
             plan,
             groups.control,
             reader=plan.ranks.rank_of(0, self.rank.replica, 0, plan.ranks.place(LLM, member.rank).tp),
-            max_items=self._max_items(),
         )
 
     # ------------------------------------------------------------------------ steps
@@ -213,7 +212,10 @@ class _TrainingLoop:
     def _step(self, step: int) -> StepMetrics:
         begin, waited_s = time.perf_counter(), self._data_wait_s
         is_last = step + 1 == self.config.end_step
-        batch_plan = self._batch_plan or self._take_batch_plan()
+        batch_plan = self._batch_plan
+        if batch_plan is None:
+            batch_plan = self._take_batch_plan()
+            self.rank.prefetch(batch_plan)
         if not is_last:
             self._start_batch_plan(step + 1)
         with self._recorded(SAMPLES):
@@ -273,21 +275,9 @@ class _TrainingLoop:
         numbers = chain.from_iterable(batch_plan.samples[self.rank.replica % self.plan.dealing_replicas])
         return float(sum(len(self.rank.skipped.get(number, ())) for number in numbers))
 
-    def _max_items(self) -> int:
-        """Returns an upper bound on the items of all encoders in the step of one dealing group."""
-        per_sequence = max(
-            sum(len(lengths) for _, lengths in sequence.items) for sequence in self.job.workload.sequences
-        )
-        return max(1, per_sequence * self._group_samples)
-
-    @property
-    def _group_samples(self) -> int:
-        groups = self.plan.ranks.llm.dp // self.plan.dealing_replicas
-        return self.job.workload.sequences_per_step // groups
-
     def _start_batch_plan(self, step: int) -> None:
         batch_plan = self.rank.batch_plan(step) if self._reads_data else None
-        self._batch_plans.start(batch_plan, self._group_samples)
+        self._batch_plans.start(batch_plan)
 
     def _take_batch_plan(self) -> BatchPlan:
         with self._recorded(BATCH_PLAN):
