@@ -19,6 +19,9 @@ WAYS: dict[str, dict[str, Any]] = {  # number of ranks, and options
     "no pipeline": {"ranks": 1, "pp": 1, "encoder_blocks": 1},
     "chunks": {"ranks": 2, "pp": 2, "chunks": 2, "encoder_pp": 2},
     "sharded": {"ranks": 4, "pp": 2, "encoder_pp": 2, "shard": True},
+    "dealt": {"ranks": 4, "pp": 2, "encoder_pp": 2, "dealing_replicas": 2},
+    "dealt over four": {"ranks": 4, "pp": 1, "encoder_blocks": 2, "dealing_replicas": 4},
+    "dealt in pairs, sharded": {"ranks": 8, "pp": 2, "dealing_replicas": 2, "shard": True},
 }
 STEPS, MICROBATCHES = 2, 2
 

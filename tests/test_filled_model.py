@@ -79,6 +79,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("two stages", 2, TOWER),
         ("sharded", 1, ""),
         ("two stages", 1, EMBEDDING),  # tied: the head on the other rank is frozen with it
+        ("dealt", 1, ""),
+        pytest.param("dealt", 1, TOWER, marks=pytest.mark.heavy),
+        pytest.param("dealt over four", 1, "", marks=pytest.mark.heavy),
+        pytest.param("dealt in pairs, sharded", 1, "", marks=pytest.mark.heavy),
         pytest.param("chunks", 1, "", marks=pytest.mark.heavy),
         pytest.param("sharded", 2, TOWER, marks=pytest.mark.heavy),
     ],

@@ -36,9 +36,16 @@ from optimus.engine.fsdp_ddp import (
     unshard_all,
     unwrap_ddp,
 )
-from optimus.engine.process_groups import find_replica_ranks, make_process_groups
+from optimus.engine.process_groups import find_replica_ranks, make_process_groups, needs_backward
 from optimus.engine.stage_profile import ProfiledStages, profile_stages
-from optimus.engine.stage_segments import LossFn, LossSegment, make_stage_segment
+from optimus.engine.stage_segments import (
+    DealtRows,
+    DealtRowsExchange,
+    LossFn,
+    LossSegment,
+    check_modules,
+    make_stage_segment,
+)
 from optimus.engine.step_batch import OutputShapes, StepBatch, StepSpecs, find_block_range
 from optimus.engine.tied_weights import check_tied_ends, reject_undeclared_ties
 from optimus.engine.torch_private import reshard_fsdp_after_forward
@@ -85,7 +92,7 @@ class FillSchedule:
     ) -> None:
         self.plan, self.rank = plan, dist.get_rank()
         self.stages = [unwrap_ddp(getattr(stage, "submod", stage)) for stage in stages]
-        _check_modules(plan, self.stages, encoders, shapes)
+        check_modules(plan, self.stages, encoders, shapes)
         self.encoders = {name: [unwrap_ddp(block) for block in encoders[name]] for name in plan.encoders}
         self.loss_fn, self._shapes, self._tied = loss_fn, shapes, list(tied or ())
         check_plan_on_ranks(plan)
@@ -109,6 +116,7 @@ class FillSchedule:
         num_items: float | Tensor | None = None,
         return_outputs: bool = True,
         loss_kwargs: Mapping[str, Any] | None = None,
+        deal: Sequence[Mapping[str, DealtRows]] = (),
         **kwargs: Any,
     ) -> Any:
         """Runs forward and backward of a batch; returns the last stage's outputs on its rank.
@@ -120,14 +128,25 @@ class FillSchedule:
         `loss_fn` is called with the last stage's outputs, the target and `loss_kwargs`. The loss is the mean
         of its values over microbatches and replicas; with `num_items`, their sum divided by that number:
         the labels of the whole batch, for example, if `loss_fn` returns a sum over labels.
+
+        If the plan deals images over replicas, `deal` says for every microbatch, by encoder, how rows get to
+        the replica of their sequence; the first stage needs it.
         """
+        if self.is_first and len(deal) != self.plan.microbatches * (self.plan.dealing_replicas > 1):
+            raise UserError(
+                field="step: deal",
+                value=len(deal),
+                problem=f"ways of rows were given, and the plan deals images over "
+                f"{self.plan.dealing_replicas} replicas in {self.plan.microbatches} microbatches",
+                hint="give one per microbatch if the plan deals images, else none",
+            )
         if self.is_last and self.loss_fn is not None and target is None:
             raise UserError(
                 field="step: target",
                 problem="is missing on the rank that computes the loss",
                 hint="give target=, or call eval",
             )
-        options = {"target": target, "num_items": num_items, "loss_kwargs": loss_kwargs or {}}
+        options = {"target": target, "num_items": num_items, "loss_kwargs": loss_kwargs or {}, "deal": deal}
         executor, batch = self._begin(args, kwargs, {**options, "keeps_output": return_outputs})
         executor.step(batch)
         return self._result(executor, losses, return_outputs=return_outputs)
@@ -253,14 +272,18 @@ class FillSchedule:
             field = f"encoders.{name}"
             layers = [[make_stage_segment(blocks[number], field, number)] for number in range(first, end)]
             chunks[name] = (SegmentedChunk(layers),)
-        stage, pp = self.plan.ranks.stage_of(LLM, device), self.plan.ranks.llm.pp
+        number, pp = self.plan.ranks.stage_of(LLM, device), self.plan.ranks.llm.pp
         segments: list[Segment] = [
-            make_stage_segment(module, LLM, at * pp + stage) for at, module in enumerate(self.stages)
+            make_stage_segment(module, LLM, at * pp + number) for at, module in enumerate(self.stages)
         ]
         if self.is_last:
             last = make_module_segment(self.stages[-1])
             segments[-1] = LossSegment(last, len(self.stages) * pp - 1, self.loss_fn)
-        return {**chunks, LLM: tuple(SegmentedChunk([[segment]], opaque=True) for segment in segments)}
+        stages = [[segment] for segment in segments]
+        if self.is_first and self.plan.dealing_replicas > 1:
+            trains = [needs_backward(self.plan, name) for name in self.plan.encoders]
+            stages[0].insert(0, DealtRowsExchange(self._groups.deal_group(self.plan), trains))
+        return {**chunks, LLM: tuple(SegmentedChunk([stage], opaque=True) for stage in stages)}
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Mapping[str, Any]
@@ -354,42 +377,3 @@ def _merge(tensors: Sequence[Tensor]) -> Tensor | list[Tensor]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _check_modules(
-    plan: Plan,
-    stages: Sequence[nn.Module],
-    encoders: Mapping[str, Sequence[nn.Module]],
-    shapes: Mapping[str, OutputShapes],
-) -> None:
-    unknown = sorted(set(shapes) - set(plan.modules))
-    if unknown:
-        raise UserError(
-            field="shapes",
-            value=unknown,
-            problem=f"are not modules of the plan, {sorted(plan.modules)}",
-            hint="give a function for those only",
-        )
-    if set(encoders) != set(plan.encoders):
-        raise UserError(
-            field="encoders",
-            value=sorted(encoders),
-            problem=f"are not those of the plan, {sorted(plan.encoders)}",
-            hint="give a list of blocks for each of them",
-        )
-    for name, blocks in encoders.items():
-        planned = sum(chunk.layers for chunk in plan.modules[name].chunks)
-        if len(blocks) != planned:
-            raise UserError(
-                field=f"encoders.{name}",
-                value=len(blocks),
-                problem=f"blocks were given, and the plan has {planned}",
-                hint="plan again for these blocks",
-            )
-    if len(stages) != plan.ranks.llm.chunks:
-        raise UserError(
-            field="stages",
-            value=len(stages),
-            problem=f"stages were given for a rank that runs {plan.ranks.llm.chunks}",
-            hint="give this rank's stages in order",
-        )

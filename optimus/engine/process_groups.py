@@ -39,13 +39,13 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
         axes.append(GroupAxis(name=f"{name}.dp", members=_replicas(ranks, name)))
         if module.layout.tp > 1:
             axes.append(GroupAxis(name=f"{name}.tp", members=_tp_members(ranks, name)))
-        for direction in ("forward", "backward")[: 1 + _needs_backward(plan, name)]:
+        for direction in ("forward", "backward")[: 1 + needs_backward(plan, name)]:
             for colour in _colours(module.layout.pp, module.layout.chunks):
                 axis = f"{name}.{direction}.{colour}"
                 axes.append(GroupAxis(name=axis, members=_pairs(ranks, name, colour)))
         if name != LLM:
             for pipeline in _remote_pipelines(ranks, name):
-                for direction in ("seam", "seam-back")[: 1 + _needs_backward(plan, name)]:
+                for direction in ("seam", "seam-back")[: 1 + needs_backward(plan, name)]:
                     axis = f"{name}.{direction}.{pipeline}"
                     axes.append(GroupAxis(name=axis, members=_seam(ranks, name, pipeline)))
     if plan.dealing_replicas > 1:
@@ -115,7 +115,7 @@ def receives_encoder_rows(plan: Plan, rank: int, module: str, microbatch: int) -
 # ---------------------------------------------------------------------------- axes, on integers
 
 
-def _needs_backward(plan: Plan, name: str) -> bool:
+def needs_backward(plan: Plan, name: str) -> bool:
     """Tells whether gradients flow between the stages of a module, or back over its seam."""
     return any(
         kind in chunk.templates

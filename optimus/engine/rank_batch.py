@@ -210,7 +210,7 @@ class BinRows:
         """Returns the rows that arrive at a tensor-parallel rank: none, or a run of them."""
         if rank not in self.holders:
             return slice(0, 0)
-        count = len(self.targets) // len(self.holders)
+        count = len(self.owners) // len(self.holders)
         begin = (rank - self.holders[0]) * count
         return slice(begin, begin + count)
 
@@ -230,7 +230,7 @@ def route_encoder_rows(
 
     `length` is that of the LLM microbatch, of which every rank of the tensor-parallel group holds a run.
     """
-    deal = _route_to_replicas(bins, tp_group.rank, replica, replicas) if replicas > 1 else None
+    deal = route_to_replicas(bins, tp_group.rank, replica, replicas) if replicas > 1 else None
     targets_by_rank = [
         torch.cat([_targets_on(each, rank, replica, replicas) for each in bins])
         if bins
@@ -255,7 +255,7 @@ def route_encoder_rows(
     return RowRoutes(deal, seam, (placed,))
 
 
-def _route_to_replicas(bins: Sequence[BinRows], rank: int, replica: int, replicas: int) -> SeamRoute:
+def route_to_replicas(bins: Sequence[BinRows], rank: int, replica: int, replicas: int) -> SeamRoute:
     """Returns the rows that a tensor-parallel rank exchanges with the same rank of other replicas."""
     own = [each.owners[each.part(rank)] for each in bins if each.replica == replica and rank in each.holders]
     received = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optimus.engine.p2p import TensorSpec
 from optimus.engine.stage_profile import ProfiledStages, StageInputs, make_inputs
-from optimus.engine.stage_segments import MicrobatchContext
+from optimus.engine.stage_segments import DealtRows, MicrobatchContext
 from optimus.errors import UserError
 from optimus.ir.plan import Plan, PlannedModule
 from optimus.ir.ranks import LLM
@@ -37,6 +37,7 @@ class StepBatch:
         num_items: float | Tensor | None,
         loss_kwargs: Mapping[str, Any],
         keeps_output: bool,
+        deal: Sequence[Mapping[str, DealtRows]] = (),
     ) -> None:
         count, self._plan, self._shapes = plan.microbatches, plan, shapes
         self._inputs: dict[str, list[StageInputs | None]] = {
@@ -51,6 +52,7 @@ class StepBatch:
             "loss_kwargs": loss_kwargs,
             "keeps_output": keeps_output,
         }
+        self._deal = deal
         self._specs: dict[tuple[str, int, int], tuple[TensorSpec, ...]] = {}
 
     def stage_inputs(self, module: str, microbatch: int) -> StageInputs | None:
@@ -61,9 +63,16 @@ class StepBatch:
         return () if inputs is None else inputs.args
 
     def context(self, module: str, microbatch: int) -> MicrobatchContext:
-        options = {"target": self._targets[microbatch], **self._loss_options} if module == LLM else {}
+        options: dict[str, Any] = {}
+        if module == LLM:
+            options = {"target": self._targets[microbatch], **self._loss_options}
+            options["deal"] = self._find_dealt_rows(microbatch) if self._deal else ()
         specs = partial(self.output_specs, module, microbatch)
         return MicrobatchContext(inputs=self._inputs[module][microbatch], output_specs=specs, **options)
+
+    def _find_dealt_rows(self, microbatch: int) -> list[tuple[DealtRows, tuple[TensorSpec, ...]]]:
+        dealt = self._deal[microbatch]
+        return [(dealt[name], self.profiles.encoders[name][-1].output) for name in self._plan.encoders]
 
     def find_complete_microbatch(self) -> int | None:
         """Returns the first LLM microbatch for which every encoder has inputs."""

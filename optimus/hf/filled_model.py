@@ -27,10 +27,12 @@ from torch.distributed.fsdp import fully_shard
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.fsdp_ddp import unshard_all
 from optimus.engine.stage_profile import ProfiledStages, StageInputs, profile_stages
+from optimus.engine.stage_segments import DealtRows
 from optimus.engine.user_errors import report_errors_once, say
 from optimus.errors import UserError, one_of
+from optimus.hf.dealt_inputs import ItemDealer
 from optimus.hf.families import find_family
-from optimus.hf.inputs import IGNORED, MicrobatchInputs, make_target, step_arguments
+from optimus.hf.inputs import IGNORED, MicrobatchInputs, check_labels, make_target, step_arguments
 from optimus.hf.load import load_model
 from optimus.hf.loss import causal_lm_loss
 from optimus.hf.split import split_model
@@ -53,8 +55,10 @@ class FilledModel:
 
     Every rank loads the weights of its own parts: `pp` pipeline stages times data-parallel replicas. Encoders
     are cut into `encoder_blocks` blocks (towers that cannot be cut are one) over `encoder_pp` stages. With
-    `shard`, FSDP2 shards stages and blocks over their replicas. The plan is made at the first step from
-    seconds that are measured then, unless one is given; freeze parameters and add adapters before.
+    `shard`, FSDP2 shards stages and blocks over their replicas. Images of `dealing_replicas` replicas are
+    encoded where there is least to do; every replica passes its own all the same. The plan is made at the
+    first step from seconds that are measured then, unless one is given; freeze parameters and add adapters
+    before.
     """
 
     def __init__(
@@ -71,12 +75,20 @@ class FilledModel:
         attn_implementation: str = "sdpa",
         device: str = "cpu",
         shard: bool = False,
+        dealing_replicas: int = 1,
         plan: Plan | None = None,
     ) -> None:
         report_errors_once()
         self.folder, self.microbatches, self.order, self.plan = Path(folder), microbatches, order, plan
-        self.device, self.encoder_pp = device, encoder_pp
-        _check_counts(microbatches=microbatches, pp=pp, chunks=chunks, encoder_pp=encoder_pp, order=order)
+        self.device, self.encoder_pp, self.dealing_replicas = device, encoder_pp, dealing_replicas
+        _check_counts(
+            microbatches=microbatches,
+            pp=pp,
+            chunks=chunks,
+            encoder_pp=encoder_pp,
+            dealing_replicas=dealing_replicas,
+            order=order,
+        )
         self.model = load_model(folder, dtype=dtype, attn_implementation=attn_implementation)
         layers = self.model.config.get_text_config().num_hidden_layers
         if pp * chunks > layers:
@@ -108,6 +120,7 @@ class FilledModel:
                     fully_shard(part, mesh=mesh)
         load_weights(self.model, self.parts, folder, cast=dtype is not None, device=device)
         self._schedule: FillSchedule | None = None
+        self._dealer: ItemDealer | None = None
         self._trained: set[int] = set()  # parameters for which the schedule was made
 
     @property
@@ -168,6 +181,11 @@ class FilledModel:
                 hint="do so before the first step, or call prepare again",
             )
         args, kwargs = step_arguments(inputs)
+        deal: Sequence[Mapping[str, DealtRows]] = ()
+        if self._dealer is not None:
+            encoders, ways = self._dealer.deal(inputs)
+            kwargs |= encoders
+            deal = ways if schedule.is_first else ()
         losses: list[Tensor] = []
         weight = self.split.router_weight(count, len(inputs) * self._ranks.llm.dp * accumulate)
         schedule.step(
@@ -176,6 +194,7 @@ class FilledModel:
             losses=losses,
             num_items=count,
             return_outputs=False,
+            deal=deal,
             loss_kwargs={} if weight is None else {"router_weight": weight},
         )
         total = torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64)
@@ -188,7 +207,7 @@ class FilledModel:
 
         Raises if ranks of one replica have different batches.
         """
-        _check_labels(batches)
+        check_labels(batches)
         targets = [make_target(self.model, batch) for batch in batches]
         labels = sum(int((target[:, 1:] != IGNORED).sum()) for target in targets if target is not None)
         facts = torch.tensor([self.replica, labels, _digest(batches)], device=self.device)
@@ -280,6 +299,7 @@ class FilledModel:
             f"plans {self.plan.order}, {_describe(self.plan.ranks)}, {self.plan.microbatches} microbatches: "
             f"{self.plan.claims.step_s:.3g} s a step without communication and optimizer"
         )
+        self._dealer = ItemDealer(self.split, self.plan) if self.plan.dealing_replicas > 1 else None
         return FillSchedule(
             self.stages,
             self.split.encoders,
@@ -325,6 +345,7 @@ class FilledModel:
             ranks=self._ranks.world,
             pp=self._ranks.llm.pp,
             order=self.order,
+            dealing_replicas=self.dealing_replicas,
         )
 
 
@@ -351,20 +372,6 @@ def _check_counts(*, order: str, **counts: Any) -> None:
             )
     if order not in ORDERS:
         raise UserError(field="order", value=order, problem="is not known", hint=f"use {one_of(ORDERS[1:])}")
-
-
-def _check_labels(batches: Sequence[Mapping[str, Any]]) -> None:
-    for number, batch in enumerate(batches):
-        labels, ids = batch.get("labels"), batch["input_ids"]
-        if labels is None or labels.shape != ids.shape:
-            problem = (
-                "is missing" if labels is None else f"has shape {tuple(labels.shape)}, not that of input_ids"
-            )
-            raise UserError(
-                field=f"batches[{number}]: labels",
-                problem=problem,
-                hint=f"give input_ids with {IGNORED} where there is no loss",
-            )
 
 
 def _digest(batches: Sequence[Mapping[str, Any]]) -> int:

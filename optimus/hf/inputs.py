@@ -49,6 +49,21 @@ def make_target(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
     return target
 
 
+def check_labels(batches: Sequence[Mapping[str, Any]]) -> None:
+    """Raises unless every microbatch has labels of the shape of its ids."""
+    for number, batch in enumerate(batches):
+        labels, ids = batch.get("labels"), batch["input_ids"]
+        if labels is None or labels.shape != ids.shape:
+            problem = (
+                "is missing" if labels is None else f"has shape {tuple(labels.shape)}, not that of input_ids"
+            )
+            raise UserError(
+                field=f"batches[{number}]: labels",
+                problem=problem,
+                hint=f"give input_ids with {IGNORED} where there is no loss",
+            )
+
+
 def _refuse_unknown(model: Any, family: Family, given: Mapping[str, Any]) -> None:
     towers = family.towers.values()
     known = {*TEXT_INPUTS, *family.text_inputs, *(n for t in towers for n in (*t.inputs, *t.videos))}

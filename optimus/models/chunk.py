@@ -293,7 +293,7 @@ class SegmentedChunk:
             return
         frame.needs_grad = collective.output_needs_grad(frame.needs_grad)
         at = collective.state_index
-        if frame.needs_grad[at]:
+        if collective.has_backward(frame.needs_grad):
             frame.has_backward.add(index)
         if self._frees_gathered[index]:
             frame.freed_gathers[index] = before[at].detach(), frame.state[at]

@@ -250,12 +250,16 @@ def _find_phase(
         name = phases[launch].kernels
         rest = range(launch + 1, len(phases))
         return next(at for at in rest if phases[at].kind == OpKind.WAIT and phases[at].kernels == name)
-    return next((at for at, phase in enumerate(phases) if _covers(phase, planned)), None)
+    numbered = list(enumerate(phases))
+    if planned.kind in COLLECTIVE_PHASES:  # an opaque chunk may have some of them
+        numbered.sort(key=lambda pair: pair[1].kind not in COLLECTIVE_PHASES)
+    return next((at for at, phase in numbered if _covers(phase, planned)), None)
 
 
 def _covers(phase: ChunkPhase, planned: Phase) -> bool:
     if phase.layer == ALL_LAYERS:
-        return True
+        is_other = phase.kind in COLLECTIVE_PHASES
+        return not is_other or (phase.kind == planned.kind and planned.name in phase.kernels)
     if phase.layer != planned.layer or (phase.kind == OpKind.RECOMPUTE) != (planned.kind == OpKind.RECOMPUTE):
         return False
     if planned.kind in COLLECTIVE_PHASES or phase.kind in COLLECTIVE_PHASES:

@@ -42,6 +42,10 @@ class TpCollective(Segment):
         """Returns which tensors of the next state need a gradient."""
         return needs_grad
 
+    def has_backward(self, needs_grad: NeedsGrad) -> bool:
+        """Returns whether its backward runs, from which tensors of the next state need a gradient."""
+        return needs_grad[self.state_index]
+
     def launch(self, state: State, context: Any) -> AsyncCollective:
         """Launches the forward collective; waiting for it returns the next state."""
         raise NotImplementedError

@@ -10,7 +10,7 @@ from random import Random
 from optimus import __version__
 from optimus.errors import UserError, one_of
 from optimus.ir.binding import flatten_and_hash_parts
-from optimus.ir.op import OpKind
+from optimus.ir.op import Communicator, KernelName, Lane, OpKind
 from optimus.ir.plan import (
     Bucket,
     EncoderBlocks,
@@ -47,13 +47,16 @@ def plan_modules(
     ranks: int,
     pp: int,
     order: str = "",
+    dealing_replicas: int = 1,
+    deal_s: float = 0.0,
 ) -> Plan:
     """Plans an LLM of `stages` virtual stages, `pp` ranks per replica, with encoders in its bubbles.
 
-    `order` is `1f1b`, `interleaved` or `zero-bubble`; one of the first two by default. Equal inputs give
-    the same plan on every rank.
+    `order` is `1f1b`, `interleaved` or `zero-bubble`; one of the first two by default. Images of
+    `dealing_replicas` replicas may be encoded on any of them; `deal_s` is the time of the exchange of their
+    rows. Equal inputs give the same plan on every rank.
     """
-    chunks = _check(len(stages), pp, ranks, encoders)
+    chunks = _check(len(stages), pp, ranks, encoders, dealing_replicas)
     order = order or ("1f1b" if chunks == 1 else "interleaved")
     templates: dict[str, Template] = {}
     split = order == "zero-bubble"
@@ -64,6 +67,9 @@ def plan_modules(
     llm_chunks = tuple(
         _chunk(f"{LLM}.{at}", [stage], templates, split=split) for at, stage in enumerate(stages)
     )
+    if dealing_replicas > 1:
+        trains = any(block.backward_s > 0 for encoder in encoders.values() for block in encoder.blocks)
+        _add_exchanges(templates, llm_chunks[0], deal_s, trains=trains)
     buckets = tuple(
         tuple(_bucket(chunk, 0, [stages[chunk * pp + stage]]) for chunk in range(chunks))
         if llm.dp > 1
@@ -92,6 +98,7 @@ def plan_modules(
         bound_to=fields,
         hashes=hashes,
         finish_s=(0.0,) * pp,
+        dealing_replicas=dealing_replicas,
     )
     pipeline = build_op_order(order, stages=pp, chunks=chunks, microbatches=microbatches)
     return _fill(header, LlmTimeline(header, pipeline)).plan
@@ -162,8 +169,17 @@ def _with_pipelines(header: Plan, pipelines: Mapping[str, Sequence[int]]) -> Pla
     return replace(header, modules={**header.modules, **changed})
 
 
-def _check(virtual_stages: int, pp: int, ranks: int, encoders: Mapping[str, EncoderBlocks]) -> int:
+def _check(
+    virtual_stages: int, pp: int, ranks: int, encoders: Mapping[str, EncoderBlocks], dealing_replicas: int
+) -> int:
     """Refuses counts that do not divide; returns the chunks per rank."""
+    if ranks // pp % dealing_replicas:
+        raise UserError(
+            field="dealing_replicas",
+            value=dealing_replicas,
+            problem=f"does not divide {ranks // pp} replicas",
+            hint=f"use {one_of(str(n) for n in range(1, ranks // pp + 1) if ranks // pp % n == 0)}",
+        )
     if ranks % pp or virtual_stages % pp:
         raise UserError(
             field="pp",
@@ -238,6 +254,37 @@ def _chunk(
     return PlannedChunk(
         templates=names, layers=len(parts), output_bytes=1, send_s=round(parts[-1].send_s, SECONDS_DIGITS)
     )
+
+
+def _add_exchanges(
+    templates: dict[str, Template], chunk: PlannedChunk, seconds: float, *, trains: bool
+) -> None:
+    """Lets the first virtual stage begin with the exchange of encoder rows, and end with its adjoint."""
+
+    def exchange(name: str, first: int, after: tuple[int, ...]) -> Template:
+        launch = Phase(
+            name=f"{name}.deal",
+            kind=OpKind.LAUNCH,
+            layer=0,
+            duration_s=round(seconds, SECONDS_DIGITS),
+            bytes=1,
+            lane=Lane.TP,
+            communicator=Communicator.DEAL,
+            after=after,
+        )
+        wait = replace(launch, kind=OpKind.WAIT, duration_s=0.0, bytes=0, lane=Lane.COMPUTE, after=(first,))
+        return launch, wait
+
+    for kind, name in chunk.templates.items():
+        phases = templates[name]
+        if kind == OpKind.FORWARD:
+            later = (
+                replace(phase, after=tuple(place + 2 for place in phase.after) or (1,)) for phase in phases
+            )
+            templates[name] = (*exchange(KernelName.SEAM.gather, 0, ()), *later)
+        elif kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and trains:
+            end = len(phases)
+            templates[name] = (*phases, *exchange(KernelName.SEAM.scatter, end, (end - 1,)))
 
 
 def _buckets(blocks: Sequence[Seconds]) -> tuple[Bucket, ...]:
