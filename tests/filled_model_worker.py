@@ -43,7 +43,7 @@ def refuse_different_batches(folder: Path) -> None:
             print(json.dumps(told))  # noqa: T201
 
 
-def main(folder: Path, way: str, accumulate: int, frozen: str) -> None:
+def main(folder: Path, way: str, accumulate: int, frozen: str, case: str = "qwen3_vl_tied") -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if way == "different":
@@ -57,7 +57,7 @@ def main(folder: Path, way: str, accumulate: int, frozen: str) -> None:
     if frozen:
         freeze(model.model, frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    data, printed = hf_models.microbatches("qwen3_vl_tied")[:4], []
+    data, printed = hf_models.microbatches(case)[:4], []
     share = len(data) // replicas
     mine = data[model.replica * share : (model.replica + 1) * share]
     parts = [mine[at::accumulate] for at in range(accumulate)]
@@ -75,4 +75,4 @@ def main(folder: Path, way: str, accumulate: int, frozen: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

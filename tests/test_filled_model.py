@@ -30,10 +30,10 @@ EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 def run_worker(
-    ranks: int, folder: Path, way: str, accumulate: int = 1, frozen: str = ""
+    ranks: int, folder: Path, way: str, accumulate: int = 1, frozen: str = "", *case: str
 ) -> subprocess.CompletedProcess[str]:
     here = Path(__file__).parent
-    worker = [str(here / "filled_model_worker.py"), str(folder), way, str(accumulate), frozen]
+    worker = [str(here / "filled_model_worker.py"), str(folder), way, str(accumulate), frozen, *case]
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *worker],
         cwd=here,
@@ -96,6 +96,20 @@ def test_layouts_change_nothing(folder: Path, way: str, accumulate: int, frozen:
     for name, tensor in other.items():
         assert float((after[name] - tensor).abs().max()) < CLOSE, name
         assert torch.equal(after[name], before[name]) == fnmatchcase(name, frozen), name
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [case for case in hf_models.CASES if case != "qwen3_vl_tied"])
+def test_images_dealt_over_replicas_change_nothing(case: str, tmp_path: Path) -> None:
+    """Every family that is compared, with text-only microbatches on one replica or the other."""
+    folder = tmp_path / "model"
+    model = hf_models.build(case)
+    model.config.dtype = hf_models.DTYPE
+    model.save_pretrained(folder)
+    (expected,) = launch(1, folder, "no pipeline", 1, "", case)
+    (printed,) = launch(4, folder, "dealt", 1, "", case)
+    assert torch.tensor(printed).allclose(torch.tensor(expected), rtol=CLOSE, atol=0)
 
 
 @pytest.mark.ci("hf")
