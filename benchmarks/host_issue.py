@@ -83,11 +83,17 @@ class FakeTpGroup(TpGroup):
 
 
 class FakeGroups(ProcessGroups):
-    """Process groups whose tensor-parallel exchanges return at once."""
+    """Process groups whose exchanges of rows return at once."""
 
     def tp_group(self, plan: Plan, module: str) -> TpGroup:
-        tp_group = super().tp_group(plan, module)
-        return FakeTpGroup(rank=tp_group.rank, size=tp_group.size, group=tp_group.group)
+        return _faked(super().tp_group(plan, module))
+
+    def deal_group(self, plan: Plan) -> TpGroup:
+        return _faked(super().deal_group(plan))
+
+
+def _faked(group: TpGroup) -> TpGroup:
+    return FakeTpGroup(rank=group.rank, size=group.size, group=group.group)
 
 
 def issue_s(job: Job, plan: Plan, rank: int) -> tuple[float, float]:

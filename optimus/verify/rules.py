@@ -187,22 +187,23 @@ def _dealing_problems(plan: Plan) -> Problems:
     if plan.ranks.llm.dp % plan.dealing_replicas:
         yield "dealing_replicas", f"{plan.dealing_replicas} do not divide dp = {plan.ranks.llm.dp}"
     trains = any(
-        input_grad_kind(plan, name, len(module.chunks) - 1) for name, module in plan.encoders.items()
+        input_grad_kind(plan, name, len(module.chunks) - 1) is not None
+        for name, module in plan.encoders.items()
     )
     for name, module in plan.modules.items():
         for virtual, chunk in enumerate(module.chunks):
+            deals = plan.dealing_replicas > 1 and name == LLM and not virtual and bool(plan.encoders)
             for kind, template in chunk.templates.items():
-                deals = plan.dealing_replicas > 1 and name == LLM and not virtual and bool(plan.encoders)
-                sends_back = kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and trains
-                expected = int(deals and (kind == OpKind.FORWARD or sends_back))
-                launches = [
-                    phase
+                backward = kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)
+                least = int(deals and (kind == OpKind.FORWARD or (backward and trains)))
+                most = int(deals and (kind == OpKind.FORWARD or backward))
+                count = sum(
+                    phase.kind == OpKind.LAUNCH and phase.communicator == Communicator.DEAL
                     for phase in plan.templates[template]
-                    if phase.kind == OpKind.LAUNCH and phase.communicator == Communicator.DEAL
-                ]
-                if len(launches) != expected:
-                    problem = f"{kind.word} exchanges rows with other replicas {len(launches)} times"
-                    yield f"{name} virtual stage {virtual}", f"{problem}, not {expected}"
+                )
+                if not least <= count <= most:
+                    problem = f"{kind.word} exchanges rows with other replicas {count} times"
+                    yield f"{name} virtual stage {virtual}", f"{problem}, not {least}"
 
 
 def _leading_launches(template: Template) -> set[Communicator]:
