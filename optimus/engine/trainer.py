@@ -35,6 +35,7 @@ from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
 from optimus.errors import UserError
+from optimus.ir.op import Communicator
 from optimus.ir.plan import ALL, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
@@ -292,7 +293,10 @@ class _TrainingLoop:
         rank, world = self.member.rank, self.member.world
         if extra_op == LOSS:
             return tuple(sorted({(rank - 1) % world, (rank + 1) % world} - {rank}))
-        return () if self._reads_data or extra_op == SAMPLES else (self._batch_plans.reader,)
+        if extra_op == SAMPLES:
+            return ()
+        pipeline = self.plan.ranks.group_of(LLM, Communicator.PP, rank)
+        return tuple(other for other in pipeline if other != rank) if self._reads_data else pipeline[:1]
 
     def _write(self, metrics: StepMetrics) -> None:
         """Appends a line to the metrics file; a new run begins the file, a restart does not."""
