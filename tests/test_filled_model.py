@@ -100,7 +100,9 @@ def test_layouts_change_nothing(folder: Path, way: str, accumulate: int, frozen:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [case for case in hf_models.CASES if case != "qwen3_vl_tied"])
+@pytest.mark.parametrize(
+    "case", [case for case in hf_models.CASES if case not in ("qwen3_vl_tied", "qwen3_vl_moe")]
+)
 def test_images_dealt_over_replicas_change_nothing(case: str, tmp_path: Path) -> None:
     """Every family that is compared, with text-only microbatches on one replica or the other."""
     folder = tmp_path / "model"

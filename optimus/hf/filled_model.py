@@ -103,6 +103,13 @@ class FilledModel:
             stages=split_layers_evenly(layers, pp * chunks),
             blocks=_cut_evenly(self.model, encoder_blocks),
         )
+        if dealing_replicas > 1 and self.split.router:
+            raise UserError(
+                field="dealing_replicas",
+                value=dealing_replicas,
+                problem="was not compared equal for models with experts",
+                hint="use 1",
+            )
         self._ranks = self._make_ranks(pp, chunks)
         if plan is not None and plan.ranks.layouts != self._ranks.layouts:
             raise UserError(
