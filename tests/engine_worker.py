@@ -145,7 +145,7 @@ class RankRun:
             )
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the whole batch, by name."""
+        """Returns the gradients of the whole batch, by name."""
         for bucket in self.buckets:
             if isinstance(bucket, ShardedBucket) and bucket.group is not None:
                 all_gather_single(bucket.grad_buffer, bucket.reduced_grad, bucket.group)
@@ -164,7 +164,7 @@ class RankRun:
         return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
 
     def masters(self) -> dict[str, Tensor]:
-        """Of all replicas, in the type in which they are updated."""
+        """Returns the masters of all replicas, in the type in which they are updated."""
         names = {id(parameter): name for name, parameter in self.model.parameters.items()}
         found = {}
         for bucket in self.buckets:
@@ -315,7 +315,7 @@ def compare_half(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
 
 
 def error(given: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of all numbers together, relative to all of them."""
+    """Returns the error of all numbers together, relative to all of them."""
     pairs = [(tensor.double(), expected[_plain(name)]) for name, tensor in given.items()]
     wrong = sum(float((found - right).square().sum()) for found, right in pairs)
     return math.sqrt(wrong / (sum(float(right.square().sum()) for _, right in pairs) or 1.0))

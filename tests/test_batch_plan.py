@@ -1,4 +1,4 @@
-"""Which items go to which encoder microbatch of which replica, and how every rank hears of it."""
+"""Every item goes to one encoder microbatch of one replica, and every rank hears of it."""
 
 from __future__ import annotations
 

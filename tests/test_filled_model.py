@@ -218,6 +218,8 @@ def test_a_plan_of_another_layout_or_of_frozen_parameters_is_refused(model: Fill
     model.prepare(two_batches())
     with pytest.raises(UserError, match=r"plan is for .* chunks 1, and this model has .* chunks 2"):
         FilledModel(model.folder, pp=1, microbatches=2, encoder_blocks=1, chunks=2, plan=model.plan)
+    with pytest.raises(UserError, match="dealing_replicas = 2 is 1 in the plan that was given"):
+        FilledModel(model.folder, pp=1, microbatches=2, encoder_blocks=1, dealing_replicas=2, plan=model.plan)
     trained = FilledModel(model.folder, pp=1, microbatches=2, encoder_blocks=1, plan=model.plan)
     with pytest.raises(UserError, match="was planned as frozen, and has parameters that train"):
         trained.step(two_batches())

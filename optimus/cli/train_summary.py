@@ -67,7 +67,8 @@ def format_train_summary(
         lines += wrap_text("waited", f"{summary.waiting_steps} of {count} waited for data")
     if summary.skipped:
         named = "; ".join(map(show_value, summary.skipped))
-        broken = f"{summary.skipped_samples} samples whose files are broken trained nothing: {named}"
+        skipped = max(summary.skipped_samples, len(summary.skipped))  # an encoder's rank may name more
+        broken = f"{skipped} samples whose files are broken trained nothing: {named}"
         lines += wrap_closing_line("note", broken)
     lines += [] if summary.memory is None else format_memory(summary.memory)
     if not _is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:

@@ -37,9 +37,9 @@ WEIGHT_MAP = ".index.json"  # of weights, not of the processor
 
 @dataclass(frozen=True, kw_only=True)
 class IndexKey:
-    """What an index depends on, besides the files that samples name."""
+    """Identifies an index by what it depends on, besides the files that samples name."""
 
-    data: str  # hash of the JSONL file
+    data: str  # hash of the data set
     processor: str  # hash of the model folder's small files, and the version of transformers
     media_dir: str  # seen from the data set's folder
     sequence_tokens: int | None

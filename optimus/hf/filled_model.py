@@ -13,7 +13,6 @@ model.save("out")
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,14 @@ from optimus.engine.user_errors import report_errors_once, say
 from optimus.errors import UserError, one_of
 from optimus.hf.dealt_inputs import ItemDealer
 from optimus.hf.families import find_family
-from optimus.hf.inputs import IGNORED, MicrobatchInputs, check_labels, make_target, step_arguments
+from optimus.hf.inputs import (
+    IGNORED,
+    MicrobatchInputs,
+    check_labels,
+    digest_batches,
+    make_target,
+    step_arguments,
+)
 from optimus.hf.load import load_model
 from optimus.hf.loss import causal_lm_loss
 from optimus.hf.split import split_model
@@ -46,7 +52,6 @@ from optimus.planner.systems.colocated_plan import split_layers_evenly
 from optimus.planner.user_modules import plan_modules
 
 PROFILE_REPEATS = 3
-SAMPLED_ELEMENTS = 4096  # of pixels or audio, compared between the ranks of a replica
 ORDERS = ("", "1f1b", "interleaved", "zero-bubble")
 
 
@@ -103,20 +108,8 @@ class FilledModel:
             stages=split_layers_evenly(layers, pp * chunks),
             blocks=_cut_evenly(self.model, encoder_blocks),
         )
-        if dealing_replicas > 1 and self.split.router:
-            raise UserError(
-                field="dealing_replicas",
-                value=dealing_replicas,
-                problem="was not compared equal for models with experts",
-                hint="use 1",
-            )
         self._ranks = self._make_ranks(pp, chunks)
-        if plan is not None and plan.ranks.layouts != self._ranks.layouts:
-            raise UserError(
-                field="plan",
-                problem=f"is for {_describe(plan.ranks)}, and this model has {_describe(self._ranks)}",
-                hint="give pp, chunks and encoder_pp of the plan, or leave the plan out",
-            )
+        self._check_plan()
         self.stages: list[nn.Module] = list(self.split.stages[self._stage_of(LLM) :: pp])
         local = {name: self._local_blocks(name, blocks) for name, blocks in self.split.encoders.items()}
         self.parts = [*self.stages, *chain.from_iterable(local.values())]
@@ -217,7 +210,7 @@ class FilledModel:
         check_labels(batches)
         targets = [make_target(self.model, batch) for batch in batches]
         labels = sum(int((target[:, 1:] != IGNORED).sum()) for target in targets if target is not None)
-        facts = torch.tensor([self.replica, labels, _digest(batches)], device=self.device)
+        facts = torch.tensor([self.replica, labels, digest_batches(batches)], device=self.device)
         of_ranks = torch.empty(dist.get_world_size() * len(facts), dtype=facts.dtype, device=self.device)
         all_gather_single(of_ranks, facts)
         of_replicas: dict[int, tuple[int, int]] = {}
@@ -266,6 +259,31 @@ class FilledModel:
             )
         }
         return RankGrid(layouts={**layouts, LLM: Layout(dp=world // pp, pp=pp, chunks=chunks)})
+
+    def _check_plan(self) -> None:
+        """Raises if images are dealt in a way that no test compares, or if a given plan has other options."""
+        if self.dealing_replicas > 1 and self.split.router:
+            raise UserError(
+                field="dealing_replicas",
+                value=self.dealing_replicas,
+                problem="was not compared equal for models with experts",
+                hint="use 1",
+            )
+        if self.plan is None:
+            return
+        if self.plan.ranks.layouts != self._ranks.layouts:
+            raise UserError(
+                field="plan",
+                problem=f"is for {_describe(self.plan.ranks)}, and this model has {_describe(self._ranks)}",
+                hint="give pp, chunks and encoder_pp of the plan, or leave the plan out",
+            )
+        if self.plan.dealing_replicas != self.dealing_replicas:
+            raise UserError(
+                field="dealing_replicas",
+                value=self.dealing_replicas,
+                problem=f"is {self.plan.dealing_replicas} in the plan that was given",
+                hint=f"use {self.plan.dealing_replicas}, or leave the plan out",
+            )
 
     def _stage_of(self, name: str) -> int:
         return self._ranks.stage_of(name, self._ranks.class_of(dist.get_rank()))
@@ -379,19 +397,3 @@ def _check_counts(*, order: str, **counts: Any) -> None:
             )
     if order not in ORDERS:
         raise UserError(field="order", value=order, problem="is not known", hint=f"use {one_of(ORDERS[1:])}")
-
-
-def _digest(batches: Sequence[Mapping[str, Any]]) -> int:
-    """Returns a number that other batches do not have, from all integers and a sample of other values."""
-    content = sha256()
-    for batch in batches:
-        for name, value in sorted((name, value) for name, value in batch.items() if value is not None):
-            content.update(name.encode())
-            if not isinstance(value, Tensor):
-                content.update(repr(value).encode())
-                continue
-            flat = value.detach().flatten()
-            if value.is_floating_point():
-                flat = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].double()
-            content.update(repr(tuple(value.shape)).encode() + flat.cpu().numpy().tobytes())
-    return int.from_bytes(content.digest()[:7], "big")

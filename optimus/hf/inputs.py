@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from optimus.hf.families import Family, Tower, find_family
 from optimus.hf.parts import Features, capture_audio_mask, capture_text_call
 
 IGNORED = -100  # labels without a loss
+SAMPLED_ELEMENTS = 4096  # of pixels or audio, compared between the ranks of a replica
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "labels")
 TEXT_CALL = ("inputs_embeds", "deepstack_visual_embeds", "use_cache", "return_dict")  # that stages make
 
@@ -239,3 +241,19 @@ def _document_positions(model: Any, family: Family, document: Mapping[str, Any])
     given = {name: value for name, value in document.items() if value is not None}
     axes = _text_kwargs(model, family, given).get("position_ids", plain[None].expand(3, 1, -1))
     return torch.cat([plain[None], axes])
+
+
+def digest_batches(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Returns a number that other batches do not have, from all integers and a sample of other values."""
+    content = sha256()
+    for batch in batches:
+        for name, value in sorted((name, value) for name, value in batch.items() if value is not None):
+            content.update(name.encode())
+            if not isinstance(value, Tensor):
+                content.update(repr(value).encode())
+                continue
+            flat = value.detach().flatten()
+            if value.is_floating_point():
+                flat = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].double()
+            content.update(repr(tuple(value.shape)).encode() + flat.cpu().numpy().tobytes())
+    return int.from_bytes(content.digest()[:7], "big")

@@ -70,13 +70,7 @@ def plan_modules(
     if dealing_replicas > 1:
         trains = any(block.backward_s > 0 for encoder in encoders.values() for block in encoder.blocks)
         _add_exchanges(templates, llm_chunks[0], deal_s, trains=trains)
-    buckets = tuple(
-        tuple(_bucket(chunk, 0, [stages[chunk * pp + stage]]) for chunk in range(chunks))
-        if llm.dp > 1
-        else ()
-        for stage in range(pp)
-    )
-    modules[LLM] = PlannedModule(layout=llm, chunks=llm_chunks, buckets=buckets)
+    modules[LLM] = PlannedModule(layout=llm, chunks=llm_chunks, buckets=_llm_buckets(stages, llm))
     model = {"stages": list(map(asdict, stages)), "encoders": {n: asdict(e) for n, e in encoders.items()}}
     fields, hashes = flatten_and_hash_parts(
         {"model": model, "cluster": {"ranks": ranks}, "workload": {}, "profile": {}}
@@ -285,6 +279,15 @@ def _add_exchanges(
         elif kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and trains:
             end = len(phases)
             templates[name] = (*phases, *exchange(KernelName.SEAM.scatter, end, (end - 1,)))
+
+
+def _llm_buckets(stages: Sequence[Seconds], layout: Layout) -> tuple[tuple[Bucket, ...], ...]:
+    """Returns the buckets of every stage of the LLM: one per chunk, none without replicas."""
+    chunks = range(layout.chunks if layout.dp > 1 else 0)
+    return tuple(
+        tuple(_bucket(chunk, 0, [stages[chunk * layout.pp + stage]]) for chunk in chunks)
+        for stage in range(layout.pp)
+    )
 
 
 def _buckets(blocks: Sequence[Seconds]) -> tuple[Bucket, ...]:
