@@ -116,7 +116,9 @@ def plan_by_hand(
         launch_s=5e-06,
         capacity_bytes=80 * 10**9,
         memory=(of_class,) * ranks.num_classes,
-        claims=PlanClaims(step_s=12.5, estimate_s=12.25, encoder_s={"before": 0.5, "slots": 1.5}),
+        claims=PlanClaims(
+            step_s=12.5, lagged_s=12.5, estimate_s=12.25, encoder_s={"before": 0.5, "slots": 1.5}
+        ),
         programs=(),
         bound_to=bound_to,
         hashes=hashes,

@@ -8,9 +8,10 @@ from statistics import median
 import pytest
 
 from optimus.errors import UserError
-from optimus.ir.plan import EncoderBlocks, Plan, Seconds
+from optimus.ir.plan import EncoderBlocks, Plan, PlanClaims, Seconds
 from optimus.ir.planfile import format_plan
 from optimus.planner.user_modules import plan_modules
+from optimus.schedule.plan_claims import LAG_BINS
 from optimus.verify.validator import check_plan
 
 STAGE = Seconds(forward_s=1.0, backward_s=2.0, weight_s=1.0, send_s=0.01)
@@ -325,3 +326,29 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         with pytest.raises(UserError) as error:
             plan_modules(**given)  # type: ignore[arg-type]
         assert error.value.field == field
+
+
+def test_a_lag_of_dealt_encoders_is_claimed() -> None:
+    """One stage takes half a microbatch longer; ahead of a pipeline, its forward delays all stages."""
+    stage, block = Seconds(forward_s=4.0, backward_s=8.0), Seconds(forward_s=1.0, backward_s=2.0)
+
+    def planned(ranks: int, pp: int, dealing_replicas: int) -> PlanClaims:
+        encoders = {"vision": EncoderBlocks(blocks=[block])}
+        plan = plan_modules(
+            stages=[stage] * pp,
+            encoders=encoders,
+            microbatches=4,
+            ranks=ranks,
+            pp=pp,
+            dealing_replicas=dealing_replicas,
+        )
+        assert {"claim"}.isdisjoint(rule for rule, holds in check_plan(plan).rules.items() if not holds)
+        return plan.claims
+
+    alone = planned(2, 1, 2)
+    lag_s = LAG_BINS * (block.forward_s + block.backward_s)
+    assert alone.lagged_s == pytest.approx(alone.step_s + lag_s)
+    undealt = planned(4, 2, 1)
+    assert undealt.lagged_s == undealt.step_s
+    dealt = planned(4, 2, 2)
+    assert dealt.step_s + LAG_BINS * block.forward_s <= dealt.lagged_s <= dealt.step_s + 2 * lag_s

@@ -214,6 +214,8 @@ def test_claims_are_recomputed(plan: Plan) -> None:
     claims = plan.claims
     slower = replace(plan, claims=replace(claims, step_s=claims.step_s + 1e-6))
     assert broken(check_plan(slower)) == {"claim"}
+    sooner = replace(plan, claims=replace(claims, lagged_s=claims.lagged_s - 1e-6))
+    assert broken(check_plan(sooner)) == {"claim"}
     region = next(region for region in REGIONS if claims.encoder_s[region] > 0)
     elsewhere = {**claims.encoder_s, region: 0.0}
     assert broken(check_plan(replace(plan, claims=replace(claims, encoder_s=elsewhere)))) == {"lanes"}

@@ -74,7 +74,7 @@ def tiny_header(rng: Random, *, few: bool) -> Plan:
         launch_s=rng.choice((0.0, 0.0, 0.01, 0.3)),
         capacity_bytes=0,
         memory=(),
-        claims=PlanClaims(step_s=0.0, estimate_s=0.0, encoder_s={}),
+        claims=PlanClaims(step_s=0.0, lagged_s=0.0, estimate_s=0.0, encoder_s={}),
         programs=(),
         bound_to=PARTS,
         hashes=HASHES,

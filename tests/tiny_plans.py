@@ -14,7 +14,7 @@ from optimus.ir.plan import REGIONS, DeviceClassMemory, Plan, PlanClaims, Progra
 from optimus.ir.ranks import LLM
 from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage, input_grad_kind
 from optimus.verify.memory_replay import replay_peak_bytes
-from optimus.verify.validator import sum_encoder_seconds_by_region
+from optimus.verify.validator import delay_encoders, sum_encoder_seconds_by_region
 from optimus.verify.wait_graph import replay_times
 from optimus.verify.waits import WaitDerivation
 
@@ -45,8 +45,12 @@ def with_claims(plan: Plan) -> Plan:
     memory = tuple(
         DeviceClassMemory(fixed={"parameters": 1000}, **alive.peak) for alive in replay_peak_bytes(derived)
     )
+    lagged = replay_times(delay_encoders(waits)) if plan.dealing_replicas > 1 else played
     claims = PlanClaims(
-        step_s=played.step_s, estimate_s=0.0, encoder_s=dict(zip(REGIONS, seconds, strict=True))
+        step_s=played.step_s,
+        lagged_s=lagged.step_s,
+        estimate_s=0.0,
+        encoder_s=dict(zip(REGIONS, seconds, strict=True)),
     )
     return replace(plan, claims=claims, memory=memory, capacity_bytes=max(m.peak for m in memory))
 

@@ -81,6 +81,7 @@ def build_check_json(plan: Plan, report: CheckReport) -> dict[str, object]:
         "more_violations": report.more,
         "step_s": report.step_s,
         "claimed_step_s": plan.claims.step_s,
+        "claimed_lagged_s": plan.claims.lagged_s,
         "single_connection_holds": report.single_connection_holds,
         "lines": sum(len(program) for program in plan.programs),
         "device_classes": len(plan.programs),

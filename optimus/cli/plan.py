@@ -172,6 +172,7 @@ def _plan_json(planned: PlanningResult) -> dict[str, object]:
         "preset": comparison.assumptions.name,
         "cost_model": build_cost_model_json(comparison),
         "step_s": planned.step_s,
+        "lagged_s": plan.claims.lagged_s,
         "estimate_s": plan.claims.estimate_s,
         "floor_s": comparison.floor_s,
         "step_over_floor": planned.step_s / comparison.floor_s,
@@ -334,6 +335,9 @@ def _hidden_lines(planned: PlanningResult) -> list[str]:
         f"{format_seconds(planned.step_s)} s, replayed with transfers and all encoder traffic; "
         f"the scheduler's estimate{without} is {format_seconds(plan.claims.estimate_s)} s"
     )
+    if plan.dealing_replicas > 1:
+        replicas, lagged = plan.dealing_replicas, format_seconds(plan.claims.lagged_s)
+        claim += f"; images dealt over {replicas} replicas, {lagged} s if all encoders are half a bin behind"
     return [*wrap_text("hidden", hidden), *wrap_text("bound", bound), *wrap_text("claim", claim)]
 
 

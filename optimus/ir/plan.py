@@ -149,6 +149,7 @@ class PlanClaims:
     """Figures that the planner claims; a check recomputes all but the estimate."""
 
     step_s: NonNegative
+    lagged_s: NonNegative  # a step in which dealt images put every encoder pipeline half a bin behind
     estimate_s: NonNegative  # by the scheduling algorithm
     encoder_s: Mapping[str, NonNegative]  # compute in each of REGIONS, summed over classes, as replayed
 

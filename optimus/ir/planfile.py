@@ -79,6 +79,7 @@ def plan_header_fields(plan: Plan) -> dict[str, Any]:
         "capacity_bytes": int(plan.capacity_bytes),
         "claims": {
             "step_s": float(plan.claims.step_s),
+            "lagged_s": float(plan.claims.lagged_s),
             "estimate_s": float(plan.claims.estimate_s),
             "encoder_s": {region: float(time_s) for region, time_s in plan.claims.encoder_s.items()},
         },
@@ -244,6 +245,8 @@ def _migrate_from_1(root: DocumentNode) -> None:
 def _migrate_from_2(root: DocumentNode) -> None:
     """States that images stay on their replica and cost as many seconds as tokens."""
     root.value.setdefault("dealing_replicas", 1)
+    claims = _objects(root.value.get("claims"))
+    claims.setdefault("lagged_s", claims.get("step_s"))
     for module in _objects(root.value.get("modules")).values():
         _objects(module).setdefault("item_cost", [1.0, 0.0])
 

@@ -17,7 +17,11 @@ from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.planner.context import PlanningContext
 from optimus.schedule.lower import LoweredPlan, lower_to_programs
 from optimus.schedule.op_phases import SECONDS_DIGITS
-from optimus.schedule.plan_claims import compute_device_class_memory, encoder_seconds_by_region
+from optimus.schedule.plan_claims import (
+    compute_device_class_memory,
+    encoder_seconds_by_region,
+    simulate_lagging_encoders,
+)
 
 if TYPE_CHECKING:
     from optimus.planner.systems.pipeline import PipelineCandidate
@@ -68,6 +72,7 @@ def lower_to_plan(
     lowered = lower_to_programs(header, orders)
     claims = PlanClaims(
         step_s=round(lowered.timeline.step_s, SECONDS_DIGITS),
+        lagged_s=round(simulate_lagging_encoders(header, lowered).step_s, SECONDS_DIGITS),
         estimate_s=round(estimate_s, SECONDS_DIGITS),
         encoder_s={
             region: round(seconds, SECONDS_DIGITS)

@@ -87,7 +87,7 @@ def plan_modules(
         launch_s=0.0,
         capacity_bytes=UNLIMITED_BYTES,
         memory=(),
-        claims=PlanClaims(step_s=0.0, estimate_s=0.0, encoder_s={}),
+        claims=PlanClaims(step_s=0.0, lagged_s=0.0, estimate_s=0.0, encoder_s={}),
         programs=(),
         bound_to=fields,
         hashes=hashes,

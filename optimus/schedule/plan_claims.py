@@ -1,17 +1,20 @@
-"""Computes what a lowered plan claims: live bytes along every program, and when encoders compute."""
+"""Computes what a lowered plan claims: live bytes, when encoders compute, and a step in which they lag."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from optimus.ir.op import Ints, Lane, OpKind
+from optimus.ir.op import COMPUTE_PHASES, Ints, Lane, OpKind
 from optimus.ir.plan import REGIONS, DeviceClassMemory, Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.schedule.lower import LoweredPlan
+from optimus.schedule.lower import LoweredPlan, simulate_plan
 from optimus.schedule.program_table import PlanHeaderArrays, ProgramTable
+from optimus.schedule.simulator import Timeline
 
+LAG_BINS = 0.5  # mean encoder microbatches by which a dealt pipeline may be behind the plan
 LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(3)
 
 
@@ -100,6 +103,25 @@ def _add_seam(lines: ProgramTable, added: Ints, freed: Ints) -> None:
     end = lines.end_of(device, zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
     np.add.at(added[:, SEAM], begin, size[module])
     np.add.at(freed[:, SEAM], end, size[module])
+
+
+def simulate_lagging_encoders(plan: Plan, lowered: LoweredPlan) -> Timeline:
+    """Simulates a step in which dealt images put every encoder pipeline half a bin behind the plan.
+
+    Dealing makes the sum of a pipeline's loads even, not each of them: here its first encoder microbatch is
+    half a mean one longer, and no later one makes up for it. Plans that deal no images have no such lag.
+    """
+    if plan.dealing_replicas == 1:
+        return lowered.timeline
+    schedule, duration_s = lowered.schedule, lowered.schedule.duration_s.copy()
+    for name, module in plan.encoders.items():
+        pipelines, load = np.array(module.pipelines), np.ones(len(module.pipelines))
+        for pipeline in np.unique(pipelines):
+            load[np.argmax(pipelines == pipeline)] += LAG_BINS
+        of_encoder = schedule.module == plan.names.index(name)
+        rows = np.flatnonzero(of_encoder & np.isin(schedule.kind, COMPUTE_PHASES))
+        duration_s[rows] *= load[schedule.microbatch[rows]]
+    return simulate_plan(plan, replace(schedule, duration_s=duration_s))
 
 
 def encoder_seconds_by_region(plan: Plan, lowered: LoweredPlan) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 import numpy as np
@@ -46,13 +46,14 @@ RULES = {  # what each rule proves, in order
     "groups": "collectives run in the same order on all ranks of a group",
     "memory": "within the GPU's capacity at every line, all freed at the end",
     "lanes": "one op at a time per lane, encoder work where the plan says",
-    "claim": "an independent replay takes the claimed time",
+    "claim": "an independent replay takes the claimed time, also where dealt encoders lag",
     "binding": "model, cluster, workload and profile match the plan's hashes",
 }
 BOUND_PARTS = ("model", "cluster", "workload", "profile")
 MAX_VIOLATIONS = 20  # kept per rule; the rest is counted
 TOLERANCE_S = 1e-9  # of replayed seconds, relative above 1 s
 MAX_CYCLE_LINES = 12  # shown
+LAG = 0.5  # of a mean encoder microbatch: how far dealt images may put a pipeline behind the plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +155,8 @@ def check_plan(plan: Plan) -> CheckReport:
     report.add("deadlock", deadlocks)
     report.add("lanes", _lanes(derived, waits, replayed))
     report.add("claim", _differs("step_s", replayed.step_s, plan.claims.step_s))
+    lagged = replay_times(delay_encoders(waits)) if plan.dealing_replicas > 1 else replayed
+    report.add("claim", _differs("lagged_s", lagged.step_s, plan.claims.lagged_s))
     return report.done(replayed.step_s, single is None)
 
 
@@ -179,6 +182,17 @@ def _describe_cycle(lines: PlanLines, cycle: WaitCycle) -> tuple[str, str]:
 def _differs(where: str, replayed: float, claimed: float) -> Problems:
     if not abs(replayed - claimed) <= TOLERANCE_S * max(1.0, abs(replayed)):
         yield where, f"{claimed!r} is claimed, {replayed!r} was replayed"
+
+
+def delay_encoders(waits: LineWaits) -> LineWaits:
+    """Returns waits whose first microbatch on each encoder pipeline is half a mean one longer."""
+    plan, lines = waits.lines.plan, waits.lines
+    names, load = list(plan.modules), np.ones(len(lines))
+    for name, module in plan.encoders.items():
+        first = [module.pipelines.index(pipeline) for pipeline in set(module.pipelines)]
+        load[(lines.module == names.index(name)) & np.isin(lines.microbatch, first)] += LAG
+    computes = np.isin(waits.phase_kind, COMPUTE_PHASES)
+    return replace(waits, duration_s=np.where(computes, load, 1.0) * waits.duration_s)
 
 
 # ---------------------------------------------------------------------------- memory

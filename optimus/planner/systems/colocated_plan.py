@@ -106,7 +106,7 @@ class ColocatedPlanBuilder:
             launch_s=assumptions.launch_s,
             capacity_bytes=round(self.context.capacity_bytes),
             memory=(),
-            claims=PlanClaims(step_s=0.0, estimate_s=0.0, encoder_s={}),
+            claims=PlanClaims(step_s=0.0, lagged_s=0.0, estimate_s=0.0, encoder_s={}),
             programs=(),
             finish_s=tuple(self._finish_s(stage) for stage in range(self.llm.layout.pp)),
             dealing_replicas=self.dealing_replicas,
