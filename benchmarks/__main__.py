@@ -42,18 +42,25 @@ class Bench:
         bool,
         tyro.conf.arg(help="`paced` with tensor-parallel layers (tp 2); what each idea is worth"),
     ] = False
+    long_tail: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="`paced` with images of very different sizes: what dealing them over replicas is worth"
+        ),
+    ] = False
     rounds: Annotated[
         int | None,
         tyro.conf.arg(
             metavar="N",
-            help="times each variant is timed: 28 real, 3 paced, 14 shaped; gpu: what fits, up to 14",
+            help="times each variant is timed: 28 real, 3 paced (1 with --long-tail), 14 shaped; "
+            "gpu: what fits, up to 14",
         ),
     ] = None
     against: Annotated[
         tuple[str, ...],
         tyro.conf.arg(
             metavar="NAME",
-            help="variants of `real` or `paced --tp` to compare ours with; default all",
+            help="variants of `real`, `paced --tp` or `paced --long-tail` to compare ours with; default all",
         ),
     ] = ()
     link: Annotated[
@@ -87,7 +94,7 @@ class Bench:
             "mbit_per_s": _positive("--mbit", self.mbit),
         }
         self._refuse_options_of_other_kinds()
-        name = "paced_tp" if self.tp else self.kind
+        name = "paced_tail" if self.long_tail else "paced_tp" if self.tp else self.kind
         bench = getattr(import_trainer(f"benchmarks.{name}"), f"bench_{name}")
         with progress_bar("measuring") as progress, announce_compilation():
             stated = {option: value for option, value in options.items() if value is not None}
@@ -96,14 +103,21 @@ class Bench:
         return OK if result.ok else NO
 
     def _refuse_options_of_other_kinds(self) -> None:
+        takes_names = self.tp or self.long_tail
         has = "one on each GPU" if self.kind == "gpu" else "2"
         for field, value, kind, hint in (
             ("--ranks", self.ranks, "paced", f"leave it out: `{self.kind}` has {has}"),
             ("--dp", self.dp, "paced", "leave it out"),
             ("--tp", self.tp or None, "paced", "leave it out"),
+            ("--long-tail", self.long_tail or None, "paced", "leave it out"),
             ("--link", self.link, "shaped", "leave it out"),
             ("--mbit", self.mbit, "shaped", "leave it out"),
-            ("--against", None if self.tp or not self.against else self.against[0], "real", "leave it out"),
+            (
+                "--against",
+                None if takes_names or not self.against else self.against[0],
+                "real",
+                "leave it out",
+            ),
             ("--layout", self.layout[0] if self.layout else None, "gpu", "leave it out"),
         ):
             if self.kind != kind and value is not None:

@@ -52,7 +52,9 @@ MEANING = "Pacing proves order, dependencies and messaging, not GPU speed: ranks
 class PlanRank(Steppable, Protocol):
     """One rank of a plan of ours."""
 
-    recorder: PhaseRecorder
+    @property
+    def recorder(self) -> PhaseRecorder:
+        """Lines and phases of the last step."""
 
     def traffic(self) -> Any:
         """Returns seconds of transfers that a replay needs and a plan does not know."""
@@ -62,7 +64,7 @@ class PlanRank(Steppable, Protocol):
 class PacedTask:
     """Variants that every rank builds and runs in turn: plans of ours, then torch's schedules."""
 
-    plans: Mapping[str, Callable[[PacedNetwork], PlanRank]]
+    plans: Callable[[PacedNetwork], Mapping[str, PlanRank]]
     pipelines: Callable[[PacedNetwork], Mapping[str, Steppable]]
     rounds: Mapping[str, int]
 
@@ -79,7 +81,7 @@ class RankResult:
 
 def run_task(rank: int, network: PacedNetwork, task: PacedTask) -> RankResult:
     """Runs all variants on one rank."""
-    plans = {name: make(network) for name, make in task.plans.items()}
+    plans = task.plans(network)
     begun: dict[str, list[list[int]]] = {name: [] for name in plans}
     phase_ends: dict[str, list[list[PhaseEnd]]] = {name: [] for name in plans}
 
@@ -193,7 +195,7 @@ def bench_paced(
     counts = {OURS: rounds, **{name: _rounds(variant, rounds) for name, variant in variants.items()}}
     timed = {name: variant for name, variant in variants.items() if counts[name]}
     task = PacedTask(
-        plans={OURS: partial(PacedPlan, plan, draws, timeout_s=TIMEOUT_S, sharded=dp > 1)},
+        plans=partial(_make_plan, plan, draws, sharded=dp > 1),
         pipelines=partial(make_pipelines, timed, draws),
         rounds=counts,
     )
@@ -225,6 +227,10 @@ def bench_paced(
         notes=tuple(notes),
         problems=tuple(comparison.problems()),
     )
+
+
+def _make_plan(plan: Plan, draws: Draws, network: PacedNetwork, *, sharded: bool) -> dict[str, PacedPlan]:
+    return {OURS: PacedPlan(plan, draws, network, timeout_s=TIMEOUT_S, sharded=sharded)}
 
 
 def search_cuts(job: PacedJob, progress: Progress) -> dict[str, PacedTorchVariant]:

@@ -291,17 +291,9 @@ def find_faults(
     out_of_order, early_s, late_s = 0, 0.0, 0.0
     for rank, (lines, phases) in enumerate(zip(begun, phase_ends, strict=True)):
         device = plan.ranks.class_of(rank)
-        program, ends_s = plan.programs[device].rows, replay.ends_s[device]
-        out_of_order += _differences(range(len(program)), list(lines))
-        recorded = [
-            tuple(row)
-            for row in program.tolist()
-            if row[1] <= OpKind.WEIGHT_GRAD and not _is_launch(plan, device, row)
-        ]
-        out_of_order += _differences(recorded, [phase.row for phase in phases])
-        out_of_order += sum(tuple(program[phase.line].tolist()) != phase.row for phase in phases)
+        out_of_order += count_out_of_order(plan, device, lines, phases)
         for phase in phases:
-            gap_s = phase.end_s - start_s - float(ends_s[phase.line])
+            gap_s = phase.end_s - start_s - float(replay.ends_s[device][phase.line])
             early_s, late_s = max(early_s, -gap_s - lost_s), max(late_s, gap_s - lost_s)
     faults = []
     if out_of_order:
@@ -311,6 +303,21 @@ def find_faults(
     if late_s > TOLERANCE_S:
         faults.append(f"an op was {late_s:.4f} s late, which no lateness of the host explains")
     return tuple(faults)
+
+
+def count_out_of_order(plan: Plan, device: int, lines: Sequence[int], phases: Sequence[PhaseEnd]) -> int:
+    """Returns how many lines and phases of a rank did not run in the order of its program."""
+    program = plan.programs[device].rows
+    recorded = [
+        tuple(row)
+        for row in program.tolist()
+        if row[1] <= OpKind.WEIGHT_GRAD and not _is_launch(plan, device, row)
+    ]
+    return (
+        _differences(range(len(program)), list(lines))
+        + _differences(recorded, [phase.row for phase in phases])
+        + sum(tuple(program[phase.line].tolist()) != phase.row for phase in phases)
+    )
 
 
 def _is_launch(plan: Plan, device: int, row: Sequence[int]) -> bool:

@@ -191,7 +191,8 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 class PacedTorchVariant:
     """A schedule of torch over one cut: mean seconds of every virtual stage, by kind (F, B, I, W).
 
-    `compute_s` is drawn; `collective_s`, of tensor-parallel stages, takes the time of its link.
+    `compute_s` is drawn; `collective_s`, of tensor-parallel stages, takes the time of its link. `encoder_s`
+    is the part of `compute_s` that grows with the `load` of images of a microbatch.
     """
 
     pipeline: TorchPipeline
@@ -200,6 +201,7 @@ class PacedTorchVariant:
     layers: tuple[range, ...]  # of every virtual stage
     compute_s: Mapping[str, tuple[float, ...]]
     collective_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    encoder_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def drawn_s(self, draws: Draws, kind: str, stage: int, microbatch: int) -> float:
         """Returns the compute seconds of one op."""
@@ -207,11 +209,17 @@ class PacedTorchVariant:
         factor = draws.factor(module=named, kind=kind, virtual_stage=stage, microbatch=microbatch)
         return self.compute_s[kind][stage] * factor
 
-    def replayed_s(self, draws: Draws = MEANS) -> float:
-        """Returns the step by the rules alone."""
+    def loaded_s(self, load: float, kind: str, stage: int) -> float:
+        """Returns the compute seconds of one op with so many times the mean load of images."""
+        return self.compute_s[kind][stage] + (load - 1) * self.encoder_s[kind][stage]
+
+    def replayed_s(self, draws: Draws = MEANS, loads: Sequence[float] | None = None) -> float:
+        """Returns the step by the rules alone, of mean or given loads of microbatches."""
 
         def seconds(kind: str, stage: int, microbatch: int) -> float:
             collective_s = self.collective_s[kind][stage] if self.collective_s else 0.0
+            if loads is not None:
+                return self.loaded_s(loads[microbatch], kind, stage) + collective_s
             return self.drawn_s(draws, kind, stage, microbatch) + collective_s
 
         ranks = range(len(self.programs))

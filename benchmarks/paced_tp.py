@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import torch
-from torch import distributed as dist
-
 from benchmarks.paced import (
     MEANING,
     SEED,
@@ -26,17 +23,14 @@ from benchmarks.paced_backend import PacedNetwork, run_paced_ranks
 from benchmarks.paced_clock import Draws
 from benchmarks.paced_plan import PlanReplay
 from benchmarks.paced_torch import PacedPipeline, PacedTorchVariant
-from benchmarks.paced_tp_job import P2P_LINK, TP, TpJob, link_of, replicas_on
+from benchmarks.paced_tp_job import P2P_LINK, TP, TpJob, replicas_on
 from benchmarks.paced_tp_model import PacedModel, replay_blocking, replay_model
 from benchmarks.paced_tp_plans import DP_BUBBLES, FLOOR, OURS, TP_SLOTS, VARIANTS, PlanVariant, variants_of
 from benchmarks.paced_tp_torch import make_pipelines, torch_variants
 from benchmarks.ranks import Progress
 from benchmarks.report import EVENLY, BenchResult
-from optimus.engine.process_groups import make_process_groups
 from optimus.errors import UserError, one_of
-from optimus.ir.op import Communicator
 from optimus.ir.plan import Plan
-from optimus.ir.ranks import LLM
 
 MAX_RANKS_IN_TIME = 8  # that two cores wake in time; more ranks run in slow motion
 MAX_GAIN_ERROR = 0.01  # of the measured gain of slots over the predicted one
@@ -56,12 +50,12 @@ def bench_paced_tp(
     job = TpJob(ranks=ranks, dp=dp or next((count for count in fits if count > 1), fits[0]))
     progress("planning", 0, 1)
     searches = torch_variants(job)
-    names = _chosen([*VARIANTS, *searches], against)
+    names = choose_variants([*VARIANTS, *searches], against)
     plans, draws = variants_of(job, names), Draws(seed=seed)
     pipelines = {name: search.best(job.pp) for name, search in searches.items() if name in names}
     counts = dict.fromkeys((*plans, *pipelines), rounds)
     task = PacedTask(
-        plans={name: partial(_make_model, variant, draws) for name, variant in plans.items()},
+        plans=partial(_make_models, plans, draws),
         pipelines=partial(_make_pipelines, job, plans[OURS].plan, pipelines, draws),
         rounds=counts,
     )
@@ -82,7 +76,7 @@ def bench_paced_tp(
     return _result(job, comparison, plans[OURS].plan, time_scale)
 
 
-def _chosen(names: Sequence[str], against: Sequence[str]) -> set[str]:
+def choose_variants(names: Sequence[str], against: Sequence[str]) -> set[str]:
     """Returns ours and the variants to compare with: all, if none is named."""
     for name in against:
         if name not in names:
@@ -98,12 +92,15 @@ def _chosen(names: Sequence[str], against: Sequence[str]) -> set[str]:
 # ---------------------------------------------------------------------------- on every rank
 
 
-def _make_model(variant: PlanVariant, draws: Draws, network: PacedNetwork) -> PacedModel:
-    torch.manual_seed(0)
-    groups = make_process_groups(
-        variant.plan, dist.get_rank(), timeout_s=TIMEOUT_S, backend="paced", options_of=link_of
-    )
-    return PacedModel(variant.job, variant.plan, draws, network, groups, blocking=variant.blocking)
+def _make_models(
+    variants: Mapping[str, PlanVariant], draws: Draws, network: PacedNetwork
+) -> dict[str, PacedModel]:
+    return {
+        name: PacedModel(
+            variant.job, variant.plan, draws, network, timeout_s=TIMEOUT_S, blocking=variant.blocking
+        )
+        for name, variant in variants.items()
+    }
 
 
 def _make_pipelines(
@@ -111,13 +108,14 @@ def _make_pipelines(
 ) -> Mapping[str, PacedPipeline]:
     if not variants:
         return {}
-    rank = dist.get_rank()
-    groups = make_process_groups(plan, rank, timeout_s=TIMEOUT_S, backend="paced", options_of=link_of)
-    members = plan.ranks.group_of(LLM, Communicator.PP, rank)
-    pipeline = dist.new_group(
-        list(members), backend="paced", pg_options=P2P_LINK, use_local_synchronization=True
+    return make_pipelines(
+        job,
+        variants,
+        lambda variant, kind, stage, microbatch: variant.drawn_s(draws, kind, stage, microbatch),
+        network,
+        plan,
+        timeout_s=TIMEOUT_S,
     )
-    return make_pipelines(job, variants, draws, network, groups, pipeline)
 
 
 # ---------------------------------------------------------------------------- results

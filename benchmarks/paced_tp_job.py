@@ -29,7 +29,7 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context
 
 VISION = "vision"
-TOKENS, WIDTH, IMAGES, MERGE = 64, 32, (8, 8), 4
+TOKENS, WIDTH, IMAGES, MERGE = 64, 32, (8, 8), 4  # images: LLM tokens of each, in a sequence
 KERNEL_S, SMALL_S = 0.015, 0.002  # a product or attention; an embedding, a projector
 COLLECTIVE_S = 0.020  # of a layer's rows, by two ranks
 MESSAGE_S = 0.005  # of a rank's rows to the next stage
@@ -77,6 +77,7 @@ TP_LINK = PacedLink(
     latency_s=0.0, bandwidth_bytes_per_s=_TP_BYTES_PER_S, size_of=_activation_bytes, lane="tp"
 )
 DP_LINK = PacedLink(latency_s=0.0, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, size_of=_flat_bytes, lane="dp")
+DEAL_LINK = replace(TP_LINK, bandwidth_bytes_per_s=_NIC_BYTES_PER_S / 2)  # beside gathers of parameters
 P2P_LINK = PacedLink(
     latency_s=0.0, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, size_of=_activation_bytes, lane="p2p"
 )
@@ -84,7 +85,7 @@ P2P_LINK = PacedLink(
 
 def link_of(axis: str) -> PacedLink:
     """Returns the link of the groups of an axis."""
-    return {"tp": TP_LINK, "dp": DP_LINK}.get(axis.split(".")[-1], P2P_LINK)
+    return {"tp": TP_LINK, "dp": DP_LINK, "deal": DEAL_LINK}.get(axis.split(".")[-1], P2P_LINK)
 
 
 def replicas_on(ranks: int) -> list[int]:
@@ -100,12 +101,16 @@ def replicas_on(ranks: int) -> list[int]:
     return counts
 
 
+SEQUENCE = PackedSequence(text=TOKENS - sum(IMAGES), items=((VISION, IMAGES),))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TpJob:
     """`dp` replicas of LLM pipelines whose stages are tensor-parallel over two ranks; an encoder per rank."""
 
     ranks: int
     dp: int = 2
+    data: tuple[PackedSequence, ...] = (SEQUENCE,)
 
     def __post_init__(self) -> None:
         if self.dp not in (fits := replicas_on(self.ranks)):
@@ -151,14 +156,11 @@ class TpJob:
             recompute="none",
         )
         llm = Llm(stack=_stack(self.pp, causal=True), vocab=64, recompute="none")
-        sequence = PackedSequence(text=TOKENS - sum(IMAGES), items=((VISION, IMAGES),))
         return Job(
             name="paced",
             model=Model(name="tiny", encoders=(encoder,), llm=llm),
             cluster=self._cluster,
-            workload=Workload(
-                sequence_tokens=TOKENS, sequences_per_step=self.sequences, sequences=(sequence,)
-            ),
+            workload=Workload(sequence_tokens=TOKENS, sequences_per_step=self.sequences, sequences=self.data),
             layout=LayoutConstraints(
                 modules={LLM: PartialLayout(dp=self.dp, pp=self.pp, cp=1, ep=1, tp=TP)},
                 limits=SearchLimits(microbatch_sequences=(1,)),

@@ -7,6 +7,7 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,16 +18,17 @@ from torch import distributed as dist
 from benchmarks.paced_backend import PacedNetwork
 from benchmarks.paced_clock import Draws
 from benchmarks.paced_plan import PhaseRecorder, PlanReplay, drawn_s
-from benchmarks.paced_tp_job import DP_LINK, TP, TP_LINK, WIDTH
+from benchmarks.paced_tp_job import DP_LINK, TP, TP_LINK, WIDTH, link_of
 from benchmarks.shaped import BlockingBucket
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
-from optimus.engine.process_groups import ProcessGroups
+from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, Floats, OpKind, Schedule
 from optimus.ir.plan import Phase, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
+from optimus.protocols import Dataset
 from optimus.schedule.plan_schedule import build_plan_schedule
 from optimus.schedule.simulator import simulate_schedule
 
@@ -69,10 +71,15 @@ class PacingRecorder:
     """Recorder of the executor that spends the time of every line, also of those that run nothing."""
 
     def __init__(
-        self, recorder: PhaseRecorder, network: PacedNetwork, plan: Plan, device: int, draws: Draws
+        self,
+        recorder: PhaseRecorder,
+        network: PacedNetwork,
+        plan: Plan,
+        device: int,
+        seconds: Sequence[float],
     ) -> None:
         self._recorder, self._clock, self._rows = recorder, network.clock, plan.programs[device].rows.tolist()
-        self._seconds, self._next, self.is_free = line_seconds(plan, device, draws), 0, False
+        self.seconds, self._next, self.is_free = seconds, 0, False
         # Ends of all phases but launches, whose collectives run on.
         self._is_recorded = [
             kind in COMPUTE_OPS and phase_of(plan, device, module, kind, chunk, place).kind != OpKind.LAUNCH
@@ -106,8 +113,8 @@ class PacingRecorder:
         self._next = end
 
     def _spend(self, line: int) -> None:
-        if self._seconds[line] and not self.is_free:
-            self._clock.compute(self._seconds[line])
+        if self.seconds[line] and not self.is_free:
+            self._clock.compute(self.seconds[line])
 
 
 class PacedModel:
@@ -119,24 +126,29 @@ class PacedModel:
         plan: Plan,
         draws: Draws,
         network: PacedNetwork,
-        groups: ProcessGroups,
         *,
+        timeout_s: float,
         blocking: bool = False,
+        dataset: Dataset | None = None,
     ) -> None:
-        rank, self.plan = dist.get_rank(), plan
+        rank = dist.get_rank()
+        self.plan, self._device = plan, plan.ranks.class_of(rank)
         self.recorder = PhaseRecorder(network.clock)
-        self._pacing = PacingRecorder(self.recorder, network, plan, plan.ranks.class_of(rank), draws)
-        trainer = RankTrainer(
+        self._line_s = line_seconds(plan, self._device, draws)
+        self._pacing = PacingRecorder(self.recorder, network, plan, self._device, self._line_s)
+        torch.manual_seed(0)
+        self._trainer = RankTrainer(
             job,
             plan,
             TrainingConfig(),
-            groups,
+            make_process_groups(plan, rank, timeout_s=timeout_s, backend="paced", options_of=link_of),
             dtype=DTYPE,
             device=torch.device("cpu"),
             recorder=self._pacing,
             bucket_type=BlockingBucket if blocking else ShardedBucket,
+            dataset=dataset,
         )
-        self.executor, self._batch = trainer.executor, trainer.batch(0)
+        self.executor, self._batch = self._trainer.executor, self._trainer.batch(0)
         self.executor.optimizer = None  # replays include neither norm nor AdamW
 
     def prepare(self) -> None:
@@ -145,7 +157,19 @@ class PacedModel:
         self.step()
         self._pacing.is_free = False
 
+    def with_batch(self, step: int, loads: Floats) -> PacedModel:
+        """Returns this model with the batch of a step: the `loads` of encoder microbatches, over the mean."""
+        other = copy(self)
+        other._batch = self._trainer.batch(step)
+        rows = self.plan.programs[self._device].rows.tolist()
+        other._line_s = [
+            seconds if self.plan.names[module] == LLM else seconds * float(loads[microbatch])
+            for seconds, (module, _, _, microbatch, _) in zip(self._line_s, rows, strict=True)
+        ]
+        return other
+
     def step(self) -> None:
+        self._pacing.seconds = self._line_s
         self._pacing.reset()
         self.executor.step(self._batch)
         self._pacing.finish()
@@ -154,7 +178,7 @@ class PacedModel:
         """Returns the seconds of this rank's transfers whose bytes a plan does not know exactly."""
         bucket_s = {}
         for name, module in self.plan.modules.items():
-            stage = self.plan.ranks.stage_of(name, self.plan.ranks.class_of(dist.get_rank()))
+            stage = self.plan.ranks.stage_of(name, self._device)
             for place in range(len(module.buckets[stage])):
                 buckets = self.executor.buckets.at(name, place)
                 sizes = [len(bucket.grad_buffer) for bucket in buckets if isinstance(bucket, ShardedBucket)]

@@ -8,7 +8,7 @@ not summed over the ranks of a stage: both spare these schedules work that ours 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from benchmarks.paced_backend import PacedNetwork
-from benchmarks.paced_clock import Draws
 from benchmarks.paced_torch import (
     CutSearch,
     PacedPipeline,
@@ -31,9 +30,11 @@ from benchmarks.paced_torch import (
     TorchPipeline,
     balanced_cuts,
 )
-from benchmarks.paced_tp_job import COLLECTIVE_S, LAYER_S, P2P_LINK, TOKENS, TP, WIDTH, TpJob
-from optimus.engine.process_groups import ProcessGroups
-from optimus.ir.op import OpKind
+from benchmarks.paced_tp_job import COLLECTIVE_S, LAYER_S, P2P_LINK, TOKENS, TP, WIDTH, TpJob, link_of
+from optimus.engine.process_groups import make_process_groups
+from optimus.ir.op import Communicator, OpKind
+from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.planner.systems.pipeline_search import minimize_largest_stage
 from optimus.schedule.stage_costs import Cut
 
@@ -98,13 +99,20 @@ def _variant(job: TpJob, pipeline: TorchPipeline, cut: Cut, programs: Programs) 
         programs=programs,
         link=P2P_LINK,
         layers=stages,
-        compute_s={
-            kind: tuple(sum(half_s(half, kind) for half in halves) for halves in stages) for kind in KINDS
-        },
+        compute_s=_sum_halves(stages, range(2 * (job.encoder_layers + job.pp))),
+        encoder_s=_sum_halves(stages, range(2 * job.encoder_layers)),
         collective_s={
             kind: (0.0,) * len(stages) if kind == "W" else collective_s for kind in KINDS
         },  # weight gradients need no collective
     )
+
+
+def _sum_halves(stages: Sequence[range], counted: range) -> dict[str, tuple[float, ...]]:
+    """Returns the compute seconds of every stage, by kind: of those halves of layers that are counted."""
+    return {
+        kind: tuple(sum(half_s(half, kind) for half in halves if half in counted) for halves in stages)
+        for kind in KINDS
+    }
 
 
 # ---------------------------------------------------------------------------- on every rank
@@ -169,18 +177,27 @@ def _replicated(rows: Tensor, columns: Tensor, inner: Tensor) -> Tensor:
 def make_pipelines(
     job: TpJob,
     variants: Mapping[str, PacedTorchVariant],
-    draws: Draws,
+    seconds: Callable[[PacedTorchVariant, str, int, int], float],  # of kind, stage and microbatch
     network: PacedNetwork,
-    groups: ProcessGroups,
-    pipeline: dist.ProcessGroup,
+    plan: Plan,
+    *,
+    timeout_s: float,
 ) -> dict[str, PacedPipeline]:
-    """Returns this rank's stages of every variant; `pipeline` is the group of its pipeline."""
+    """Returns this rank's stages of every variant, with the groups of a plan's LLM."""
+    rank = dist.get_rank()
+    groups = make_process_groups(plan, rank, timeout_s=timeout_s, backend="paced", options_of=link_of)
+    pipeline = dist.new_group(
+        list(plan.ranks.group_of(LLM, Communicator.PP, rank)),
+        backend="paced",
+        pg_options=P2P_LINK,
+        use_local_synchronization=True,
+    )
     tp_group = groups.get("llm.tp")
     assert tp_group is not None
     mesh = DeviceMesh.from_group(tp_group, "cpu")
 
     def spend(variant: PacedTorchVariant, stage: int, kind: str, microbatch: int) -> None:
-        network.clock.compute(variant.drawn_s(draws, kind, stage, microbatch))
+        network.clock.compute(seconds(variant, kind, stage, microbatch))
 
     return {
         name: PacedPipeline(
