@@ -2,17 +2,17 @@
 
 An encoder microbatch takes as long as its images cost; everything else takes its mean. A plan claims the step
 of the mean, and an epoch of steps is measured: in all of them together every sequence of the data set is
-read once. torch's schedules get sequences as drawn, or dealt again so that replicas are even.
+read once. What ours is compared with runs the first of these steps: images that stay in their microbatch, and
+torch's schedules, which get sequences as drawn, or dealt again so that replicas are even.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
 
-import numpy as np
 from torch import distributed as dist
 
 from benchmarks.paced import MAX_ERROR, MEANING, TIMEOUT_S, PacedTask, RankResult, run_task, step_progress
@@ -20,146 +20,31 @@ from benchmarks.paced_backend import PacedNetwork, run_paced_ranks
 from benchmarks.paced_clock import MEANS
 from benchmarks.paced_plan import PhaseRecorder, count_out_of_order
 from benchmarks.paced_steps import StepTime, counted_s, is_disturbed
-from benchmarks.paced_torch import PacedPipeline, PacedTorchVariant
+from benchmarks.paced_tail_job import (
+    COMPARED_STEPS,
+    FEEDS,
+    PLANS,
+    SCHEDULES,
+    STEPS,
+    Epoch,
+    EpochDataset,
+    LoadedPlan,
+    LoadedVariant,
+    load_plans,
+    load_variants,
+    make_job,
+)
+from benchmarks.paced_torch import PacedPipeline
 from benchmarks.paced_tp import MAX_RANKS_IN_TIME, choose_variants
-from benchmarks.paced_tp_job import P2P_LINK, TOKENS, TP, VISION, TpJob, replicas_on
+from benchmarks.paced_tp_job import P2P_LINK, TOKENS, TP, VISION, TpJob
 from benchmarks.paced_tp_model import PacedModel
-from benchmarks.paced_tp_plans import OURS, variants_of
+from benchmarks.paced_tp_plans import OURS
 from benchmarks.paced_tp_torch import make_pipelines, torch_variants
 from benchmarks.ranks import Progress
 from benchmarks.report import EVENLY, BenchResult, VariantTime
-from optimus.data.dealing import deal_items
-from optimus.data.step_samples import WINDOW, StepSamples
-from optimus.engine.batch_plan import SampleSizes, plan_batch
-from optimus.engine.synthetic_data import SyntheticDataset
-from optimus.errors import UserError
 from optimus.ir.op import Floats
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
-from optimus.job.job import Job
-from optimus.job.workload import PackedSequence
-from optimus.planner.batch_assignment import BatchAssignment
-from optimus.sensitivity.drawn_batches import deal_batch_to_replicas
-
-UNDEALT, PADDED = "images not dealt", "images not dealt, padded"
-PLANS = (OURS, UNDEALT, PADDED)
-AS_DRAWN, AGAIN = FEEDS = "as drawn", "re-dealt"
-SCHEDULES = ("balanced 1F1B", "balanced Interleaved", "balanced ZBV")
-TEXT_ONLY, TOTAL, IMAGE = 0.12, (13.0, 0.67), (3.0, 0.8)  # share; LLM tokens: median, sigma of the logarithm
-MAX_TOTAL, MAX_IMAGE = 56, 8  # LLM tokens of images in a sequence, and of one image
-STEPS = WINDOW  # an epoch: steps that share their samples
-
-
-def draw_epoch(per_step: int, seed: int = 0) -> tuple[PackedSequence, ...]:
-    """Draws sequences whose images, and their sums, are log-normal; steps follow each other.
-
-    Every step has one sequence of each stratum of sums, in random order: its own sum is as near to the mean
-    as that of a step with a thousand sequences, and its sequences differ as widely.
-    """
-    random, drawn = np.random.default_rng(seed), list[PackedSequence]()
-    for _ in range(STEPS * per_step):
-        left = 0 if random.random() < TEXT_ONLY else min(MAX_TOTAL, round(_log_normal(random, *TOTAL)))
-        total, images = left, list[int]()
-        while left:
-            images.append(min(left, MAX_IMAGE, max(1, round(_log_normal(random, *IMAGE)))))
-            left -= images[-1]
-        drawn.append(PackedSequence(text=TOKENS - total, items=((VISION, tuple(images)),)))
-    strata = random.permuted(np.argsort([each.text for each in drawn]).reshape(per_step, STEPS), axis=1)
-    return tuple(drawn[n] for step in strata.T for n in random.permutation(step).tolist())
-
-
-def _log_normal(random: np.random.Generator, middle: float, sigma: float) -> float:
-    return middle * float(np.exp(sigma * random.standard_normal()))
-
-
-class EpochDataset(SyntheticDataset):
-    """Every sequence of the workload once, in order."""
-
-    def _sequence(self, number: int) -> PackedSequence:
-        return self.job.workload.sequences[number]
-
-
-# ---------------------------------------------------------------------------- loads
-
-
-class Epoch:
-    """Steps of a data set, and the loads of images in them, over the mean of the plan's microbatches."""
-
-    def __init__(self, job: Job, plan: Plan) -> None:
-        self._plan, self._module, data = plan, plan.modules[VISION], EpochDataset(job=job)
-        workload, encoder = job.workload, job.model.encoder(VISION)
-        samples = StepSamples(
-            lambda number: {VISION: sum(data.sizes(number).items[VISION])},
-            workload.sequences_per_step,
-            {VISION: workload.step_capacity(VISION, encoder.merge)},
-        )
-        self.steps = [[data.sizes(number) for number in samples.numbers(step)] for step in range(STEPS)]
-        self._mean = fmean(sum(self._costs(n)) for n in map(data.sizes, range(len(workload.sequences))))
-
-    def _costs(self, sample: SampleSizes) -> list[float]:
-        return [self._module.cost_of(tokens) for tokens in sample.items[VISION]]
-
-    def bins(self) -> Floats:
-        """Returns the loads of encoder microbatches by step, replica and number, as the engine deals them."""
-        plan, replicas = self._plan, self._plan.dealing_replicas
-        mean = self._mean / self._module.microbatches_per_llm_microbatch
-        loads = []
-        for samples in self.steps:
-            groups = range(plan.ranks.llm.dp // replicas)
-            tables = [plan_batch(plan, samples, group).bins[VISION] for group in groups]
-            bins = [[sum(self._module.cost_of(i.tokens) for i in b) for b in of] for t in tables for of in t]
-            loads.append(np.array(bins) / mean)
-        return np.stack(loads)
-
-    def microbatches(self, dealing: str, *, heaviest_first: bool = False) -> Floats:
-        """Returns the loads of whole microbatches by step, replica, TP rank and number.
-
-        Images of a microbatch are dealt to the TP ranks, each of which encodes whole images.
-        """
-        assignment = BatchAssignment(replicas=self._plan.ranks.llm.dp, microbatches=self._plan.microbatches)
-        order = list(range(assignment.microbatches))
-        loads = np.empty((STEPS, assignment.replicas, TP, assignment.microbatches))
-        for step, samples in enumerate(self.steps):
-            totals = np.array([sum(self._costs(sample)) for sample in samples])
-            slots = deal_batch_to_replicas(
-                totals, assignment, dealing, order if heaviest_first else order[::-1]
-            )
-            for replica, cells in enumerate(slots):
-                costs = [[c for n in cell.tolist() for c in self._costs(samples[n])] for cell in cells]
-                dealt = deal_items(costs, [range(TP)] * len(cells))
-                loads[step, replica] = np.array(dealt.loads).T * TP / self._mean
-        return loads
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedVariant:
-    """A schedule of torch with the loads of its microbatches by step, replica, TP rank and number."""
-
-    variant: PacedTorchVariant
-    loads: Floats
-
-    def replayed_s(self) -> float:
-        """Returns the mean step by the rules alone, if a microbatch takes as long as its fullest TP rank."""
-        fullest = self.loads.max(axis=2).tolist()
-        steps = [max(self.variant.replayed_s(loads=replica) for replica in step) for step in fullest]
-        return fmean(steps)
-
-
-def load_variants(
-    epoch: Epoch, variants: Mapping[str, PacedTorchVariant], wanted: Collection[str]
-) -> dict[str, LoadedVariant]:
-    """Returns every schedule fed as drawn, and with sequences dealt again in the better of two orders."""
-    loaded = {}
-    for name, variant in variants.items():
-        drawn = LoadedVariant(variant=variant, loads=epoch.microbatches("drawn"))
-        again = [
-            LoadedVariant(variant=variant, loads=epoch.microbatches("reordered", heaviest_first=first))
-            for first in (False, True)
-        ]
-        loaded[f"{name}, {AS_DRAWN}"] = drawn
-        loaded[f"{name}, {AGAIN}"] = min(again, key=LoadedVariant.replayed_s)
-    return {name: variant for name, variant in loaded.items() if name in wanted}
-
 
 # ---------------------------------------------------------------------------- on every rank
 
@@ -246,15 +131,6 @@ def _make_pipelines(
 # ---------------------------------------------------------------------------- the benchmark
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedPlan:
-    """A plan of ours, and by the name of a variant the loads of its encoder microbatches in every step."""
-
-    job: Job
-    plan: Plan
-    loads: Mapping[str, Floats]
-
-
 def bench_paced_tail(
     *,
     ranks: int = 16,
@@ -271,7 +147,11 @@ def bench_paced_tail(
     variants = {name: searches[name].best(job.pp) for name in SCHEDULES}
     loaded = load_variants(Epoch(job.job, plans[0].plan), variants, wanted)
     names = [*(name for each in plans for name in each.loads), *loaded]
-    counts = {_step_name(name, step): rounds for name in names for step in range(STEPS)}
+    counts = {
+        _step_name(name, step): rounds if name == OURS or step < COMPARED_STEPS else 0
+        for name in names
+        for step in range(STEPS)
+    }
     task = PacedTask(
         plans=partial(_make_models, plans),
         pipelines=partial(_make_pipelines, job, plans[-1].plan, loaded),
@@ -292,42 +172,6 @@ def bench_paced_tail(
     return _result(job, plans, results, claims, time_scale)
 
 
-def make_job(ranks: int, dp: int | None = None) -> TpJob:
-    """Returns the job of drawn images, by default with as many replicas as fit."""
-    even = TpJob(ranks=ranks, dp=dp or replicas_on(ranks)[-1])
-    if even.dp == 1:
-        raise UserError(
-            field="--ranks" if dp is None else "--dp",
-            value=ranks if dp is None else dp,
-            problem="has one replica, and images are dealt over several",
-            hint="use 8, 16, 32 or 64 ranks" if dp is None else "use 2 or more",
-        )
-    return replace(even, data=draw_epoch(even.sequences))
-
-
-def load_plans(job: TpJob, wanted: Collection[str]) -> list[LoadedPlan]:
-    """Returns our plan that deals images over replicas, and one that keeps them in their microbatch.
-
-    The latter deals sequences only. It runs encoder microbatches as they are, and padded to the fullest of
-    the data, as an engine must that fixes the sizes of messages in advance.
-    """
-    dealt = variants_of(job, [OURS])[OURS].plan
-    mean = round(fmean(TOKENS - sequence.text for sequence in job.data))
-    images = ((VISION, (mean // 2, mean - mean // 2)),)
-    alike = replace(job, data=(PackedSequence(text=TOKENS - mean, items=images),))
-    kept = variants_of(alike, [OURS])[OURS].plan
-    held = Epoch(job.job, kept).bins()
-    kept_loads = {UNDEALT: held, PADDED: np.full_like(held, held.max())}
-    return [
-        LoadedPlan(job=job.job, plan=dealt, loads={OURS: Epoch(job.job, dealt).bins()}),
-        LoadedPlan(
-            job=job.job,
-            plan=kept,
-            loads={name: loads for name, loads in kept_loads.items() if name in wanted},
-        ),
-    ]
-
-
 def _result(
     job: TpJob,
     plans: Sequence[LoadedPlan],
@@ -339,18 +183,18 @@ def _result(
     disturbed: dict[str, int] = {}
     for name in claims:
         attempts = [_attempts(results, _step_name(name, step)) for step in range(STEPS)]
-        steps_s[name] = [median(counted_s(of_step)) for of_step in attempts]
-        disturbed[name] = sum(all(map(is_disturbed, of_step)) for of_step in attempts)
-    means_s = {name: fmean(steps) for name, steps in steps_s.items()}
+        steps_s[name] = [median(counted_s(of_step)) for of_step in attempts if of_step]
+        disturbed[name] = sum(all(map(is_disturbed, of_step)) for of_step in attempts if of_step)
+    ours_s = steps_s[OURS]
     variants = {
         name: VariantTime(
-            step_s=means_s[name],
-            over_ours=means_s[name] / means_s[OURS],
+            step_s=fmean(steps),
+            over_ours=fmean(steps) / fmean(ours_s[: len(steps)]),
             step_low_s=min(steps),
             step_high_s=max(steps),
             predicted_s=claims[name],
-            error=means_s[name] / claims[name] - 1,
-            steps=STEPS,
+            error=fmean(steps) / claims[name] - 1,
+            steps=len(steps),
             disturbed=disturbed[name],
         )
         for name, steps in steps_s.items()
@@ -365,11 +209,12 @@ def _result(
         ours=OURS,
         bound=EVENLY,
         bound_s=job.bound_s,
-        ours_over_bound=means_s[OURS] / job.bound_s,
+        ours_over_bound=fmean(ours_s) / job.bound_s,
         notes=(
             f"{job.ranks} ranks: {layout}; {job.microbatches} microbatches of one sequence",
             _describe_data(job),
-            "`predicted` is what each claims for images of mean size; a step is the mean of the epoch",
+            "`replayed` is what each claims for images of mean size; a step is the mean of all that were run",
+            _describe_replay(plans, steps_s),
             *([f"in slow motion, a second takes {time_scale:g}"] if time_scale > 1 else []),
             MEANING,
         ),
@@ -390,6 +235,17 @@ def _describe_data(job: TpJob) -> str:
         f"{min(totals)} to {max(totals)} in each and {fmean(totals):.1f} in the mean; "
         f"an epoch of {STEPS} steps"
     )
+
+
+def _describe_replay(plans: Sequence[LoadedPlan], steps_s: Mapping[str, list[float]]) -> str:
+    """Compares steps of ours with replays that know the images: so far the engine itself is off."""
+    parts = []
+    for each in plans:
+        for name in each.loads:
+            replayed_s = fmean(each.replayed_s(name)[: len(steps_s[name])])
+            off = fmean(steps_s[name]) / replayed_s - 1
+            parts.append(f"{name} {replayed_s:.3f} s (measured {100 * off:+.1f} %)")
+    return "replays that know the images: " + ", ".join(parts)
 
 
 def _order_problems(plans: Sequence[LoadedPlan], results: Sequence[RankResult]) -> list[str]:

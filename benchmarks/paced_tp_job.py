@@ -111,6 +111,10 @@ class TpJob:
     ranks: int
     dp: int = 2
     data: tuple[PackedSequence, ...] = (SEQUENCE,)
+    encoder_work: float = (
+        1.0  # over that of the LLM, which has a layer a stage; a layer of either takes as long
+    )
+    microbatches_per_stage: int = 4
 
     def __post_init__(self) -> None:
         if self.dp not in (fits := replicas_on(self.ranks)):
@@ -127,12 +131,11 @@ class TpJob:
 
     @property
     def microbatches(self) -> int:
-        return 4 * self.pp
+        return self.microbatches_per_stage * self.pp
 
     @property
     def encoder_layers(self) -> int:
-        """The LLM's number of layers, one a stage; a layer of either takes as long."""
-        return self.pp
+        return round(self.encoder_work * self.pp)
 
     @property
     def sequences(self) -> int:

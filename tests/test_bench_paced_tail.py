@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import run
-from benchmarks.paced_tail import (
+from benchmarks.paced_tail import bench_paced_tail
+from benchmarks.paced_tail_job import (
     PADDED,
     PLANS,
     SCHEDULES,
@@ -16,7 +17,6 @@ from benchmarks.paced_tail import (
     UNDEALT,
     Epoch,
     LoadedPlan,
-    bench_paced_tail,
     draw_epoch,
     load_plans,
     load_variants,

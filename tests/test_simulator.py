@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -10,14 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_replay import replay
 
-from optimus.ir.op import Lane, OpKind, Schedule
+from optimus.ir.op import Communicator, Lane, OpKind, Schedule
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
     build_1f1b_order,
     build_interleaved_1f1b_order,
     build_zero_bubble_order,
 )
-from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
+from optimus.schedule.schedule_builder import (
+    ScheduleBuilder,
+    edges_to_csr,
+    make_single_kernel_graph,
+    repeat_for_replicas,
+)
 from optimus.schedule.simulator import ScheduleDeadlock, simulate_schedule
 
 UNIT = {OpKind.FORWARD: 1.0, OpKind.BACKWARD: 2.0, OpKind.INPUT_GRAD: 1.0, OpKind.WEIGHT_GRAD: 1.0}
@@ -188,3 +194,35 @@ def test_random_graphs_equal_a_longest_path(data: st.DataObject) -> None:
         finish.append(start + seconds)
         free[device, lane] = finish[-1]
     np.testing.assert_array_equal(simulate_schedule(builder.build()).finish_s, finish)
+
+
+@settings(deadline=None)
+@given(loads=st.lists(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_replicas_wait_for_each_other_where_they_exchange_rows(loads: list[list[float]]) -> None:
+    """In every microbatch an encoder computes, rows are exchanged, the LLM computes: the fullest counts."""
+    kinds = [OpKind.FORWARD, OpKind.LAUNCH, OpKind.FORWARD] * 3
+    count, exchanges = len(kinds), [kind == OpKind.LAUNCH for kind in kinds]
+    dep_offset, deps = edges_to_csr(np.array([(row, row - 1) for row in range(1, count)]), count)
+    zeros, seconds = np.zeros(count, np.int64), np.array([1.0, 0.5, 4.0] * 3)
+    schedule = Schedule(
+        modules=("vision", "llm", "all"),
+        num_devices=1,
+        kind=np.array(kinds),
+        module=np.array([0, 1, 1] * 3),
+        chunk=zeros,
+        segment=zeros,
+        microbatch=np.repeat(np.arange(3), 3),
+        device=zeros,
+        lane=np.where(exchanges, Lane.TP, Lane.COMPUTE),
+        communicator=np.where(exchanges, Communicator.DEAL, Communicator.NONE),
+        bytes=zeros,
+        duration_s=seconds,
+        dep_offset=dep_offset,
+        deps=deps,
+    )
+    repeated = repeat_for_replicas(schedule, len(loads))
+    assert len(repeated) == len(loads) * count and repeated.num_devices == len(loads)
+    of_encoder = schedule.module == 0
+    of_replicas = [np.where(of_encoder, np.array(load)[schedule.microbatch], seconds) for load in loads]
+    step_s = simulate_schedule(replace(repeated, duration_s=np.concatenate(of_replicas))).step_s
+    assert step_s == pytest.approx(sum(np.max(loads, axis=0)) + 3 * 4.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,9 @@ KERNEL_ROW = np.dtype(
 )
 NO_EDGES = np.zeros((0, 2), np.int64)
 COMMUNICATOR_OF = {Lane.TP: Communicator.TP, Lane.DP: Communicator.DP, Lane.P2P: Communicator.PP}
+REPEATED_COLUMNS = (
+    "kind", "module", "chunk", "segment", "microbatch", "lane", "communicator", "bytes", "duration_s"
+)  # fmt: skip
 NO_MODULE = -1  # the last of a schedule's modules, "all"
 
 
@@ -297,4 +300,35 @@ def build_kernel_graph(lists: Sequence[tuple[Sequence[Kernel], int]], kind: OpKi
         edges=np.array(edges, np.int64).reshape(-1, 2),
         entries=entries,
         exits=exits,
+    )
+
+
+def repeat_for_replicas(schedule: Schedule, replicas: int) -> Schedule:
+    """Returns the schedule of several replicas, one after another, each with devices of its own.
+
+    They meet where they exchange rows of dealt images, in gathers and reduces, and at the optimizer.
+    """
+    count, devices, kind = len(schedule), schedule.num_devices, schedule.kind
+    meets = np.isin(schedule.communicator, (Communicator.DEAL, Communicator.DP)) & (kind != OpKind.WAIT)
+    meets |= kind == OpKind.OPTIMIZER
+    meeting = np.full(count, -1) if schedule.meeting is None else schedule.meeting.astype(np.int64)
+    new = np.flatnonzero(meets & (meeting < 0))
+    meeting[new] = 1 + meeting.max(initial=-1) + np.arange(len(new))
+    shift = np.where(meets | (meeting < 0), 0, 1 + meeting.max(initial=-1))
+
+    def tile(column: Any, step: Any = 0) -> Any:
+        return np.concatenate([column + replica * step for replica in range(replicas)])
+
+    return replace(
+        schedule,
+        num_devices=replicas * devices,
+        **{name: tile(getattr(schedule, name)) for name in REPEATED_COLUMNS},
+        device=tile(schedule.device, devices),
+        dep_offset=np.append(
+            tile(schedule.dep_offset[:-1], len(schedule.deps)), replicas * len(schedule.deps)
+        ),
+        deps=tile(schedule.deps, count),
+        meeting=tile(meeting, shift),
+        label=None if schedule.label is None else tile(schedule.label),
+        device_names=(),
     )

@@ -13,6 +13,7 @@ from optimus.ir.ranks import LLM
 from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import SimulatedSystem
+from optimus.schedule.schedule_builder import repeat_for_replicas
 from optimus.schedule.simulator import simulate_schedule
 from optimus.sensitivity.dealt_items import sum_dealt_item_loads
 from optimus.sensitivity.drawn_batches import (
@@ -71,6 +72,9 @@ class BatchSimulator:
         self._schedule, self._slowdown, self._launch_s = system.schedule, slowdown, launch_s
         self._guesses = guesses
         self._known: dict[bytes, float] = {}
+        deals = bool((system.schedule.communicator == Communicator.DEAL).any())
+        self._group = assignment.dealing_replicas if deals else 1  # replicas that wait for each other
+        self._group_schedule = repeat_for_replicas(system.schedule, self._group) if deals else system.schedule
         self._exchanged = _first_llm_rows(system.schedule, assignment.microbatches)
         self._rows = {name: self._find_rows(name) for name in assignment.encoders}
         self._seconds = {
@@ -88,9 +92,11 @@ class BatchSimulator:
     def step_s(self, loads: Mapping[str, Floats], *, exchange_s: float = 0.0) -> float:
         """Returns the step of the slowest replica; replicas with equal loads are simulated once.
 
-        Every microbatch of the LLM waits `exchange_s` for rows of other replicas, and nothing hides that.
+        Replicas that exchange rows inside the step are simulated together, since each exchange waits for all.
+        Where the schedule has no exchange, every microbatch of the LLM waits `exchange_s` for it.
         """
-        return max(self._simulate(loads, replica, exchange_s) for replica in self._slow_replicas(loads))
+        slow = {replica // self._group for replica in self._slow_replicas(loads)}
+        return max(self._simulate(loads, group, exchange_s) for group in sorted(slow))
 
     def _slow_replicas(self, loads: Mapping[str, Floats]) -> list[int]:
         """Returns the replicas with the most load in all, in one microbatch, and near the end of the step."""
@@ -104,25 +110,36 @@ class BatchSimulator:
             scores += [compute.sum(axis=1), compute.max(axis=1), compute[:, -end:].sum(axis=1)]
         return sorted(set(scores[: self._guesses].argmax(axis=1).tolist()))
 
-    def _simulate(self, loads: Mapping[str, Floats], replica: int, exchange_s: float = 0.0) -> float:
-        replica_loads = {name: load[:, min(replica, load.shape[1] - 1)] for name, load in loads.items()}
-        key = b"".join(
-            [np.float64(exchange_s).tobytes(), *(load.tobytes() for load in replica_loads.values())]
-        )
+    def _simulate(self, loads: Mapping[str, Floats], group: int, exchange_s: float = 0.0) -> float:
+        """Returns the step of one group of replicas; of one replica, if all are alike."""
+        alike = all(load.shape[1] == 1 for load in loads.values())
+        replicas = range(1) if alike else range(group * self._group, (group + 1) * self._group)
+        own = [
+            {name: load[:, min(replica, load.shape[1] - 1)] for name, load in loads.items()}
+            for replica in replicas
+        ]
+        arrays = [load.tobytes() for of_replica in own for load in of_replica.values()]
+        key = b"".join([np.float64(exchange_s).tobytes(), *arrays])
         if key not in self._known:
-            self.simulations += 1
-            schedule = self._schedule
-            duration_s = schedule.duration_s.copy()
-            duration_s[self._exchanged] += exchange_s
-            for name, load in replica_loads.items():
-                for which in (COMPUTE, TOKENS):
-                    rows = self._rows[name][which]
-                    at = schedule.microbatch[rows] if load.shape[1] > 1 else 0
-                    duration_s[rows] *= load[which][at]
-            scaled = replace(schedule, duration_s=duration_s)
+            self.simulations += len(own)
+            scaled = replace(
+                self._schedule if alike else self._group_schedule,
+                duration_s=np.concatenate([self._scaled_s(each, exchange_s) for each in own]),
+            )
             timeline = simulate_schedule(scaled, slowdown=self._slowdown, launch_s=self._launch_s)
             self._known[key] = timeline.step_s
         return self._known[key]
+
+    def _scaled_s(self, loads: Mapping[str, Floats], exchange_s: float) -> Floats:
+        """Returns the seconds of every op of one replica."""
+        duration_s = self._schedule.duration_s.copy()
+        duration_s[self._exchanged] += exchange_s
+        for name, load in loads.items():
+            for which in (COMPUTE, TOKENS):
+                rows = self._rows[name][which]
+                at = self._schedule.microbatch[rows] if load.shape[1] > 1 else 0
+                duration_s[rows] *= load[which][at]
+        return duration_s
 
     def order(self, dealing: str) -> list[int]:
         """Returns the positions for microbatches, heaviest first: the best of a few orders."""
