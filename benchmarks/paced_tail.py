@@ -15,7 +15,16 @@ from statistics import fmean, median
 
 from torch import distributed as dist
 
-from benchmarks.paced import MAX_ERROR, MEANING, TIMEOUT_S, PacedTask, RankResult, run_task, step_progress
+from benchmarks.paced import (
+    ALL_DISTURBED,
+    MAX_ERROR,
+    MEANING,
+    TIMEOUT_S,
+    PacedTask,
+    RankResult,
+    run_task,
+    step_progress,
+)
 from benchmarks.paced_backend import PacedNetwork, run_paced_ranks
 from benchmarks.paced_clock import MEANS
 from benchmarks.paced_plan import PhaseRecorder, count_out_of_order
@@ -200,6 +209,8 @@ def _result(
         for name, steps in steps_s.items()
     }
     error, problems = variants[OURS].error or 0.0, _order_problems(plans, results)
+    if disturbed[OURS] == STEPS:
+        problems.append(ALL_DISTURBED)
     if abs(error) > MAX_ERROR:
         problems.append(f"ours is {100 * error:+.1f} % off its claim, over {100 * MAX_ERROR:g} %")
     layout = f"dp{job.dp} pp{job.pp} tp{TP}, images dealt over {plans[0].plan.dealing_replicas} replicas"

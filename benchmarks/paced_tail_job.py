@@ -203,12 +203,10 @@ def load_plans(job: TpJob, wanted: Collection[str]) -> list[LoadedPlan]:
     alike = replace(job, data=(PackedSequence(text=TOKENS - mean, items=images),))
     kept = variants_of(alike, [OURS])[OURS].plan
     held = Epoch(job.job, kept).bins()
-    kept_loads = {UNDEALT: held, PADDED: np.full_like(held, held.max())}
-    return [
-        LoadedPlan(job=job.job, plan=dealt, loads={OURS: Epoch(job.job, dealt).bins()}),
-        LoadedPlan(
-            job=job.job,
-            plan=kept,
-            loads={name: loads for name, loads in kept_loads.items() if name in wanted},
-        ),
-    ]
+    loads = {
+        name: each
+        for name, each in {UNDEALT: held, PADDED: np.full_like(held, held.max())}.items()
+        if name in wanted
+    }
+    ours = LoadedPlan(job=job.job, plan=dealt, loads={OURS: Epoch(job.job, dealt).bins()})
+    return [ours, LoadedPlan(job=job.job, plan=kept, loads=loads)] if loads else [ours]
