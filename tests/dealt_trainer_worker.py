@@ -19,7 +19,7 @@ from unittest import mock
 import hf_models
 import torch
 from accelerate.state import DistributedType, PartialState
-from dealt_worker import count_labels, run
+from dealt_worker import ALL_STEPS, TOWERS, count_labels, deal, run
 from engine_worker import everybody, play
 from fill_vlm_worker import whole
 from torch import Tensor
@@ -27,16 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from optimus.data import DealtEncoder
-
-MODEL = "qwen2_5_vl"
 RATE = 1e-3
-STEPS = ((0, 1, 2, 3, 4, 1, 0, 1), (1, 1, 3, 1, 1, 1, 1, 1), (1,) * 8)  # numbers of microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerCase:
     name: str
+    model: str
     fsdp: bool = False
     is_dealt: bool = True
     ranks: int = 4
@@ -44,10 +41,14 @@ class TrainerCase:
 
 
 CASES = [
-    TrainerCase(name="ddp"),
-    TrainerCase(name="ddp undealt", is_dealt=False),
-    TrainerCase(name="fsdp", fsdp=True),
-    TrainerCase(name="fsdp 2 ranks", fsdp=True, ranks=2),
+    *(
+        TrainerCase(name=f"{tower} {wrap} {ranks}", model=model, fsdp=wrap == "fsdp", ranks=ranks)
+        for tower, model in TOWERS.items()
+        for wrap in ("ddp", "fsdp")
+        for ranks in (4, 8)
+    ),
+    TrainerCase(name="qwen2_5_vl ddp 4 undealt", model="qwen2_5_vl", is_dealt=False),
+    TrainerCase(name="qwen2_5_vl fsdp 2", model="qwen2_5_vl", fsdp=True, ranks=2),
 ]
 
 
@@ -65,14 +66,14 @@ class Gradients(TrainerCallback):  # type: ignore[misc]
 class ListTrainer(Trainer):  # type: ignore[misc]
     """Trains on microbatches in a given order."""
 
-    def __init__(self, *args: Any, numbers: list[int], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, microbatches: list[dict[str, Any]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.numbers, self.losses = numbers, list[float]()
+        self.microbatches, self.losses = microbatches, list[float]()
 
     def get_train_dataloader(self) -> DataLoader:
         # with a cache transformers 5.22 does not find the documents of a packed sequence
-        batches = [{**batch, "use_cache": False} for batch in hf_models.microbatches(MODEL)]
-        return DataLoader(batches, batch_sampler=[[n] for n in self.numbers], collate_fn=lambda rows: rows[0])
+        batches = [{**batch, "use_cache": False} for batch in self.microbatches]
+        return DataLoader(batches, batch_size=1, collate_fn=lambda rows: rows[0])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -91,8 +92,8 @@ def train(numbers: list[int], case: TrainerCase) -> tuple[list[float], list[dict
         tempfile.gettempdir(),
         use_cpu=not case.fsdp,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=len(numbers) // len(STEPS),
-        max_steps=len(STEPS),
+        gradient_accumulation_steps=len(numbers) // len(ALL_STEPS),
+        max_steps=len(ALL_STEPS),
         optim="sgd",
         learning_rate=RATE,
         lr_scheduler_type="constant",
@@ -103,12 +104,17 @@ def train(numbers: list[int], case: TrainerCase) -> tuple[list[float], list[dict
         log_level="error",
         fsdp=case.fsdp,
     )
-    model = hf_models.build(MODEL)
+    model, batches = hf_models.build(case.model), hf_models.microbatches(case.model)
     if case.is_dealt:
-        DealtEncoder(model.model.visual, model.model.language_model, outputs=["pooler_output"])
+        deal(model, case.model)
     gradients = Gradients()
     trainer = ListTrainer(
-        model, options, numbers=numbers, callbacks=[gradients], compute_loss_func=sum_loss, train_dataset=[0]
+        model,
+        options,
+        microbatches=[batches[number] for number in numbers],
+        callbacks=[gradients],
+        compute_loss_func=sum_loss,
+        train_dataset=[0],
     )
     trainer.remove_callback(PrinterCallback)  # it writes to standard output
     trainer.train()
@@ -122,11 +128,11 @@ def as_gpus() -> AbstractContextManager[Any]:
     return mock.patch.object(PartialState, "_prepare_backend", return_value=backend)
 
 
-def train_alone() -> tuple[list[float], list[dict[str, Tensor]]]:
+def train_alone(case: str) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Returns losses and gradients of steps of a loop without Trainer and ranks."""
-    model, batches = hf_models.build(MODEL), hf_models.microbatches(MODEL)
+    model, batches = hf_models.build(case), hf_models.microbatches(case)
     losses, steps = [], []
-    for numbers in STEPS:
+    for numbers in ALL_STEPS:
         model.zero_grad()
         losses.append(run(model, batches, list(numbers), count_labels(numbers, batches)))
         steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
@@ -142,13 +148,14 @@ def compare(case: TrainerCase, rank: int) -> dict[str, Any]:
     os.environ |= {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}
     around: Callable[[], AbstractContextManager[Any]] = as_gpus if case.fsdp else nullcontext
     with around():
-        losses, steps, is_sharded = train([n for step in STEPS for n in step[rank :: case.ranks]], case)
+        losses, steps, is_sharded = train([n for step in ALL_STEPS for n in step[rank :: case.ranks]], case)
     of_ranks = everybody(losses)
     if rank:
         return {}
-    expected_losses, expected = train_alone()
+    expected_losses, expected = train_alone(case.model)
     by_step = (
-        torch.tensor(of_ranks, dtype=torch.float64).view(case.ranks, len(STEPS), -1).sum((0, 2)) / case.ranks
+        torch.tensor(of_ranks, dtype=torch.float64).view(case.ranks, len(ALL_STEPS), -1).sum((0, 2))
+        / case.ranks
     )
     differences = [compare_grads(*pair) for pair in zip(steps, expected, strict=True)]
     return {

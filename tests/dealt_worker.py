@@ -1,7 +1,7 @@
 """Trains models on ranks of this host whose images are dealt, and compares gradients with one process.
 
-Prints one JSON line a case. Rank r has the microbatches r, r + ranks, ... of `hf_models`: unequal images,
-text only, a video, a packed and a padded pair; in "no images" all have text only.
+Prints one JSON line a case. Rank r has the microbatches r, r + ranks, ... of a step's in `hf_models`: unequal
+images, text only, a video, a packed and a padded pair. Further steps have images on one rank, and on none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from optimus.data.dealt_encoder import DealtEncoder
 from optimus.hf.inputs import IGNORED
 
+UNEQUAL, ON_ONE_RANK, ON_NONE = (0, 1, 2, 3, 4, 1, 0, 1), (1, 1, 3, 1, 1, 1, 1, 1), (1,) * 8
+TOWERS = {
+    "qwen2_5_vl": "qwen2_5_vl",
+    "qwen3_vl": "qwen3_vl",
+    "siglip": "llava_siglip_qwen2",
+    "whisper": "qwen2_audio",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DealtCase:
@@ -31,23 +39,28 @@ class DealtCase:
     model: str
     wrap: str = "ddp"  # "ddp", "fsdp" or "hsdp"
     ranks: int = 4
-    batches: tuple[int, ...] = (0, 1, 2, 3, 4, 1, 0, 1)  # microbatches of the whole step
+    steps: tuple[tuple[int, ...], ...] = (UNEQUAL, ON_ONE_RANK)  # microbatches of all ranks
     plan: None = None  # read by `play`
 
 
+ALL_STEPS = (UNEQUAL, ON_ONE_RANK, ON_NONE)
 CASES = [
-    DealtCase(name="qwen2_5_vl ddp", model="qwen2_5_vl"),
-    DealtCase(name="qwen2_5_vl fsdp", model="qwen2_5_vl", wrap="fsdp"),
-    DealtCase(name="qwen3_vl ddp", model="qwen3_vl"),
-    DealtCase(name="qwen3_vl fsdp", model="qwen3_vl", wrap="fsdp"),
-    DealtCase(name="qwen3_vl hsdp", model="qwen3_vl", wrap="hsdp"),
-    DealtCase(name="qwen3_vl 8 ranks", model="qwen3_vl", wrap="fsdp", ranks=8),
-    DealtCase(name="siglip ddp", model="llava_siglip_qwen2"),
-    DealtCase(name="siglip fsdp", model="llava_siglip_qwen2", wrap="fsdp"),
-    DealtCase(name="whisper ddp", model="qwen2_audio"),
-    DealtCase(name="whisper fsdp", model="qwen2_audio", wrap="fsdp"),
-    DealtCase(name="one rank has images", model="qwen3_vl", wrap="fsdp", batches=(1, 1, 3, 1)),
-    DealtCase(name="no images", model="qwen3_vl", wrap="fsdp", batches=(1, 1, 1, 1)),
+    *(
+        DealtCase(name=f"{tower} fsdp {ranks}", model=model, wrap="fsdp", ranks=ranks, steps=ALL_STEPS)
+        for tower, model in TOWERS.items()
+        for ranks in (4, 8)
+    ),
+    *(
+        DealtCase(name=f"{tower} ddp {ranks}", model=model, ranks=ranks)
+        for tower, model in TOWERS.items()
+        for ranks in (4, 8)
+    ),
+    *(
+        DealtCase(name=f"{tower} ddp {ranks} no images", model=model, ranks=ranks, steps=(ON_NONE,))
+        for tower, model in TOWERS.items()
+        for ranks in (4, 8)
+    ),
+    DealtCase(name="qwen3_vl hsdp 4", model="qwen3_vl", wrap="hsdp", steps=ALL_STEPS),
 ]
 
 
@@ -116,37 +129,45 @@ def run(model: Any, batches: list[dict[str, Any]], numbers: list[int], count: fl
 def compare(case: DealtCase, rank: int) -> dict[str, Any]:
     batches = hf_models.microbatches(case.model)
     model = hf_models.build(case.model)
-    count = count_labels(case.batches, batches)
     dealt = deal(model, case.model)  # before or after sharding
     wrapped = model
     if case.wrap == "ddp":
-        has_unused = case.model.startswith("llava")  # layers behind the one that it reads
+        # layers behind the one that LLaVA reads, and a tower that no rank runs
+        has_unused = case.model.startswith("llava") or ON_NONE in case.steps
         wrapped = DistributedDataParallel(model, find_unused_parameters=has_unused)
     else:
         shard(model, case)
-    numbers = list(case.batches[rank :: case.ranks])
-    total = run(wrapped, batches, numbers, count / case.ranks)  # DDP and FSDP2 take means over ranks
-    grads = {name: whole(cast(Tensor, p.grad)) for name, p in model.named_parameters() if p.grad is not None}
-    results = everybody((total, {} if rank else grads))
-    if rank:
-        return {}
-    reference = hf_models.build(case.model)
-    expected_loss = run(reference, batches, list(case.batches), count)
-    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    scale = max(float(grad.abs().max()) for grad in expected.values())
-    differences = {
-        name: float((grads.get(name, torch.zeros(())) - expected.get(name, torch.zeros(()))).abs().max())
-        / scale
-        for name in {**grads, **expected}
-    }
+    fullest, results = 1.0, []
+    for step in case.steps:
+        count = count_labels(step, batches) / case.ranks  # DDP and FSDP2 take means over ranks
+        model.zero_grad()
+        loss = run(wrapped, batches, list(step[rank :: case.ranks]), count) / case.ranks
+        named = model.named_parameters()
+        grads = {name: whole(cast(Tensor, p.grad)) for name, p in named if p.grad is not None}
+        losses = everybody(loss)
+        results.append((losses, grads))
+        if dealt.loads:
+            fullest = max(fullest, max(dealt.loads) * len(dealt.loads) / sum(dealt.loads))
+    return {} if rank else {"fullest": fullest, **compare_with_one_process(case, batches, results)}
+
+
+def compare_with_one_process(
+    case: DealtCase, batches: list[dict[str, Any]], results: Sequence[tuple[list[float], dict[str, Tensor]]]
+) -> dict[str, Any]:
+    """Returns the largest differences of all steps, of gradients over the largest of their step."""
+    model, zero = hf_models.build(case.model), torch.zeros(())
+    loss, missing, differences = 0.0, set[str](), dict[str, float]()
+    for step, (losses, grads) in zip(case.steps, results, strict=True):
+        model.zero_grad()
+        loss = max(loss, abs(sum(losses) - run(model, batches, list(step), count_labels(step, batches))))
+        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        scale = max(float(grad.abs().max()) for grad in expected.values())
+        for name in {**grads, **expected}:
+            difference = float((grads.get(name, zero) - expected.get(name, zero)).abs().max()) / scale
+            differences[name] = max(difference, differences.get(name, 0.0))
+        missing |= set(expected) - set(grads)
     worst = max(differences, key=lambda name: differences[name])
-    return {
-        "loss": abs(sum(total for total, _ in results) / case.ranks - expected_loss),
-        "gradients": differences[worst],
-        "worst": worst,
-        "missing": sorted(set(expected) - set(grads)),
-        "fullest": max(dealt.loads) * len(dealt.loads) / sum(dealt.loads) if dealt.loads else 1.0,
-    }
+    return {"loss": loss, "gradients": differences[worst], "worst": worst, "missing": sorted(missing)}
 
 
 def main(names: list[str]) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from dealt_worker import CASES, DealtCase, compare
+from dealt_worker import CASES, TOWERS, DealtCase, compare
 from engine_worker import play
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -24,20 +24,25 @@ from optimus.data.dealt_encoder import Call, DealtEncoder, Routes, _merge_calls,
 from optimus.errors import UserError
 
 CLOSE = 1e-12
-IN_CI = ("qwen2_5_vl ddp", "qwen3_vl fsdp", "siglip fsdp", "whisper ddp", "one rank has images", "no images")
+IN_CI = ("qwen3_vl fsdp 4", "siglip fsdp 4", "qwen2_5_vl ddp 4", "whisper ddp 4", "qwen3_vl ddp 4 no images")
 OTHERS = tuple(case.name for case in CASES if case.name not in IN_CI)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(IN_CI, id="some", marks=pytest.mark.ci("data")),
-        pytest.param(OTHERS, id="others", marks=pytest.mark.heavy),
+        *(
+            pytest.param(
+                tuple(name for name in OTHERS if name.startswith(tower)), id=tower, marks=pytest.mark.heavy
+            )
+            for tower in TOWERS
+        ),
     ],
 )
 def test_losses_and_gradients_are_those_of_one_process(names: tuple[str, ...]) -> None:
-    for line in run_cases("dealt_worker.py", names, timeout_s=220):
+    for line in run_cases("dealt_worker.py", names, timeout_s=400):
         assert line["gradients"] < CLOSE and line["loss"] < CLOSE, line
         assert not line["missing"], line
 
@@ -92,7 +97,7 @@ def test_the_example_trains_the_same_dealt_and_undealt() -> None:
 @pytest.mark.ci("data")
 @pytest.mark.parametrize("bug", [_kept_gradients, _unsorted_rows])
 def test_planted_bugs_show(bug: Callable[[], AbstractContextManager[Any]]) -> None:
-    case = DealtCase(name="bug", model="qwen3_vl", batches=(1, 1, 3, 1))
+    case = DealtCase(name="bug", model="qwen3_vl", steps=((1, 1, 3, 1),))
     result = play(case, compare, bug)  # type: ignore[arg-type]
     assert "error" in result or result["gradients"] > 1e-3, result
 
