@@ -39,6 +39,7 @@ class DealtItem:
 
 
 Bins = list[list[list[DealtItem]]]  # by replica and encoder microbatch
+RowShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of an item's row, by argument
 
 
 class ItemDealer:
@@ -139,14 +140,14 @@ class ItemDealer:
             ]
             for r in range(len(bins))
         ]
-        templates: list[Any] = [None] * len(bins)
-        mine = next((each for each in batches if each is not None), None)
-        dist.all_gather_object(templates, None if mine is None else _describe(mine), self._group)
-        template = next((each for each in templates if each is not None), None)
-        if template is None:
+        of_replicas: list[Any] = [None] * len(bins)
+        mine = [describe_rows(each) for each in batches if each is not None]
+        dist.all_gather_object(of_replicas, mine, self._group)
+        rows = merge_rows(name, [each for of_replica in of_replicas for each in of_replica])
+        if rows is None:
             return [None] * len(bins[self.replica])
         received = {
-            key: self._send(key, leaving, arriving, shape, dtype) for key, (shape, dtype) in template.items()
+            key: self._send(key, leaving, arriving, shape, dtype) for key, (shape, dtype) in rows.items()
         }
         flat = [pair for of_replica in arriving for pair in of_replica]
         parts: dict[str, list[Tensor]] = {
@@ -220,7 +221,7 @@ def _take_item(inputs: StageInputs | None, item: DealtItem) -> StageInputs:
     return _take(inputs, slice(begin, begin + item.inputs), slice(item.index, item.index + 1))
 
 
-def _describe(inputs: StageInputs) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def describe_rows(inputs: StageInputs) -> RowShapes:
     """Returns shape of a row and dtype of the first input, whose key is empty, and of keywords."""
     tensors = {"": inputs.args[0], **inputs.kwargs}
     return {
@@ -228,3 +229,16 @@ def _describe(inputs: StageInputs) -> dict[str, tuple[tuple[int, ...], torch.dty
         for key, tensor in tensors.items()
         if isinstance(tensor, Tensor)
     }
+
+
+def merge_rows(name: str, microbatches: Sequence[RowShapes]) -> RowShapes | None:
+    """Returns the rows of all microbatches of a dealing group, None without any; raises if they differ."""
+    for rows in microbatches:
+        if rows != microbatches[0]:
+            raise UserError(
+                field="dealing_replicas",
+                problem=f"joins inputs of {name} of several batches, whose items have sizes "
+                f"{list(microbatches[0].values())} and {list(rows.values())}",
+                hint="let the processor pad all batches to one size, or use dealing_replicas=1",
+            )
+    return microbatches[0] if microbatches else None
