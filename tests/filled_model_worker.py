@@ -54,9 +54,12 @@ def main(folder: Path, way: str, accumulate: int, frozen: str, case: str = "qwen
     replicas = options.pop("ranks") // options["pp"]
     # All replicas together have the same batches, however many there are.
     model = FilledModel(folder, microbatches=4 // accumulate // replicas, **options)
+    if "moe" in case:
+        model.model.set_experts_implementation("eager")  # torch's grouped_mm refuses float64
     if frozen:
         freeze(model.model, frozen)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    # Weights differ as gradients do; AdamW would make steps of 1e-12 of a gradient that is rounding alone.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False)
     data, printed = hf_models.microbatches(case)[:4], []
     share = len(data) // replicas
     mine = data[model.replica * share : (model.replica + 1) * share]

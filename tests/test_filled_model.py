@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import distributed as dist
 
+from optimus.engine.stage_profile import StageInputs
 from optimus.engine.user_errors import report_errors_once
 from optimus.errors import UserError
 from optimus.hf import FilledModel, freeze
+from optimus.hf.dealt_inputs import describe_rows, merge_rows
 from optimus.hf.lora import add_lora
 
 CLOSE = 1e-12
@@ -58,6 +61,12 @@ def train(folder: Path, way: str, accumulate: int = 1, frozen: str = "") -> tupl
     return printed, folder.parent / f"saved {way} {accumulate} {bool(frozen)}"
 
 
+def largest_difference(printed: list[list[float]], expected: list[list[float]]) -> float:
+    """Returns the largest relative difference of losses and norms."""
+    pairs = zip(chain.from_iterable(printed), chain.from_iterable(expected), strict=True)
+    return max(abs(value / right - 1) for value, right in pairs)
+
+
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
@@ -90,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layouts_change_nothing(folder: Path, way: str, accumulate: int, frozen: str) -> None:
     expected, right = train(folder, "no pipeline", 1, frozen)
     printed, saved = train(folder, way, accumulate, frozen)
-    assert torch.tensor(printed).allclose(torch.tensor(expected), rtol=CLOSE, atol=0)
+    assert largest_difference(printed, expected) < CLOSE
     before, after, other = load_folder(folder), load_folder(saved), load_folder(right)
     assert set(before) == set(after) == set(other)
     for name, tensor in other.items():
@@ -100,18 +109,18 @@ def test_layouts_change_nothing(folder: Path, way: str, accumulate: int, frozen:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "case", [case for case in hf_models.CASES if case not in ("qwen3_vl_tied", "qwen3_vl_moe")]
-)
+@pytest.mark.parametrize("case", [case for case in hf_models.CASES if case != "qwen3_vl_tied"])
 def test_images_dealt_over_replicas_change_nothing(case: str, tmp_path: Path) -> None:
     """Every family that is compared, with text-only microbatches on one replica or the other."""
-    folder = tmp_path / "model"
-    model = hf_models.build(case)
-    model.config.dtype = hf_models.DTYPE
-    model.save_pretrained(folder)
+    folder = save(case, tmp_path / "model")
     (expected,) = launch(1, folder, "no pipeline", 1, "", case)
     (printed,) = launch(4, folder, "dealt", 1, "", case)
-    assert torch.tensor(printed).allclose(torch.tensor(expected), rtol=CLOSE, atol=0)
+    right, saved = (load_folder(tmp_path / f"saved {way} 1 False") for way in ("no pipeline", "dealt"))
+    assert set(saved) == set(right)
+    losses = largest_difference(printed, expected)
+    weights = max(float((saved[name] - tensor).abs().max()) for name, tensor in right.items())
+    sys.stdout.write(f"{case}: losses and norms differ by {losses:.1e}, weights by {weights:.1e}\n")
+    assert max(losses, weights) < CLOSE
 
 
 @pytest.mark.ci("hf")
@@ -223,6 +232,16 @@ def test_a_plan_of_another_layout_or_of_frozen_parameters_is_refused(model: Fill
     trained = FilledModel(model.folder, pp=1, microbatches=2, encoder_blocks=1, plan=model.plan)
     with pytest.raises(UserError, match="was planned as frozen, and has parameters that train"):
         trained.step(two_batches())
+
+
+def test_items_of_different_sizes_are_not_dealt() -> None:
+    short, long = (
+        describe_rows(StageInputs(args=(torch.ones(2, 8, n),), kwargs={"mask": torch.ones(2, n)}))
+        for n in (40, 60)
+    )
+    assert merge_rows("audio", []) is None and merge_rows("audio", [short, short]) == short
+    with pytest.raises(UserError, match=r"inputs of audio .* sizes \[\(\(8, 40\).* and \[\(\(8, 60\)"):
+        merge_rows("audio", [short, long])
 
 
 def save(case: str, folder: Path, dtype: torch.dtype = hf_models.DTYPE) -> Path:

@@ -261,14 +261,7 @@ class FilledModel:
         return RankGrid(layouts={**layouts, LLM: Layout(dp=world // pp, pp=pp, chunks=chunks)})
 
     def _check_plan(self) -> None:
-        """Raises if images are dealt in a way that no test compares, or if a given plan has other options."""
-        if self.dealing_replicas > 1 and self.split.router:
-            raise UserError(
-                field="dealing_replicas",
-                value=self.dealing_replicas,
-                problem="was not compared equal for models with experts",
-                hint="use 1",
-            )
+        """Raises if a given plan has other options."""
         if self.plan is None:
             return
         if self.plan.ranks.layouts != self._ranks.layouts:
