@@ -64,27 +64,17 @@ CASES = [
 ]
 
 
-def deal(model: Any, case: str) -> DealtEncoder:
+def deal(model: Any, case: str) -> None:
     inner = model.model
-    if case.startswith(("qwen2_5", "qwen3")):
-        fields = ("pooler_output", "deepstack_features")
-        return DealtEncoder(inner.visual, inner.language_model, outputs=fields)
+    llm, projector = inner.language_model, getattr(inner, "multi_modal_projector", None)
     if case == "qwen2_audio":
-        tower = inner.audio_tower
-        return DealtEncoder(
-            tower,
-            inner.language_model,
-            projector=inner.multi_modal_projector,
-            outputs=("last_hidden_state",),
-        )
-    layer = inner.config.vision_feature_layer
-    return DealtEncoder(
-        inner.vision_tower,
-        inner.language_model,
-        projector=inner.multi_modal_projector,
-        outputs=("hidden_states",),
-        hidden_states=(layer,),
-    )
+        DealtEncoder(inner.audio_tower, llm, projector=projector, outputs=["last_hidden_state"])
+    elif projector is None:
+        DealtEncoder(inner.visual, llm, outputs=["pooler_output", "deepstack_features"])
+    else:
+        layers = [inner.config.vision_feature_layer]
+        tower, outputs = inner.vision_tower, ["hidden_states"]
+        DealtEncoder(tower, llm, projector=projector, outputs=outputs, hidden_states=layers)
 
 
 def tower_of(model: Any) -> Any:
@@ -129,7 +119,7 @@ def run(model: Any, batches: list[dict[str, Any]], numbers: list[int], count: fl
 def compare(case: DealtCase, rank: int) -> dict[str, Any]:
     batches = hf_models.microbatches(case.model)
     model = hf_models.build(case.model)
-    dealt = deal(model, case.model)  # before or after sharding
+    deal(model, case.model)  # before or after sharding
     wrapped = model
     if case.wrap == "ddp":
         # layers behind the one that LLaVA reads, and a tower that no rank runs
@@ -137,18 +127,15 @@ def compare(case: DealtCase, rank: int) -> dict[str, Any]:
         wrapped = DistributedDataParallel(model, find_unused_parameters=has_unused)
     else:
         shard(model, case)
-    fullest, results = 1.0, []
+    results = []
     for step in case.steps:
         count = count_labels(step, batches) / case.ranks  # DDP and FSDP2 take means over ranks
         model.zero_grad()
         loss = run(wrapped, batches, list(step[rank :: case.ranks]), count) / case.ranks
         named = model.named_parameters()
         grads = {name: whole(cast(Tensor, p.grad)) for name, p in named if p.grad is not None}
-        losses = everybody(loss)
-        results.append((losses, grads))
-        if dealt.loads:
-            fullest = max(fullest, max(dealt.loads) * len(dealt.loads) / sum(dealt.loads))
-    return {} if rank else {"fullest": fullest, **compare_with_one_process(case, batches, results)}
+        results.append((everybody(loss), grads))
+    return {} if rank else compare_with_one_process(case, batches, results)
 
 
 def compare_with_one_process(
