@@ -52,7 +52,7 @@ class StepMetrics:
     step_s: float
     tokens_per_s: float
     carried: int = 0  # samples that an earlier step had no room for
-    data_wait_s: float = 0.0  # for samples to be loaded, mean of all ranks
+    data_wait_s: float = 0.0  # for samples to be loaded, of the rank that waited longest
     skipped_samples: int = 0  # whose files turned out broken: they trained nothing
 
 

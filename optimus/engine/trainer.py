@@ -114,6 +114,23 @@ def _has_gpus() -> bool:
     return place is not None and torch.cuda.device_count() >= place.local_world
 
 
+def reduce_metrics(
+    loss: Tensor | None, skipped: float, waited_s: float, device: torch.device
+) -> tuple[list[float], float]:
+    """Returns loss and skipped samples, summed over ranks, and the longest wait of a rank for data.
+
+    A step waits as long as its slowest rank does.
+    """
+    totals = torch.tensor([0.0, skipped], dtype=torch.float64, device=device)
+    longest = torch.tensor(waited_s, dtype=torch.float64, device=device)
+    if loss is not None:
+        totals[0] = loss
+    dist.all_reduce(totals)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    sums: list[float] = totals.tolist()
+    return sums, float(longest)
+
+
 class _TrainingLoop:
     """The steps of one rank."""
 
@@ -228,31 +245,23 @@ class _TrainingLoop:
             loss, self._memory = measure_step_memory(rank, batch)
         else:
             loss = rank.executor.step(batch)
-        skipped = self._count_skipped(batch_plan)
-        total_loss, skipped, waited_s = self._sum_over_ranks(loss, skipped, self._data_wait_s - waited_s)
+        waited_s = self._data_wait_s - waited_s
+        with self._recorded(LOSS):
+            totals, waited_s = reduce_metrics(loss, self._count_skipped(batch_plan), waited_s, rank.device)
         assert rank.optimizer is not None and rank.optimizer.grad_norm is not None
         grad_norm = float(rank.optimizer.grad_norm)
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
         return StepMetrics(
             step=step,
-            loss=total_loss,
+            loss=totals[0],
             gradient_norm=grad_norm,
             step_s=step_s,
             tokens_per_s=tokens / step_s,
             carried=batch_plan.carried,
-            data_wait_s=waited_s / self.member.world,
-            skipped_samples=round(skipped),
+            data_wait_s=waited_s,
+            skipped_samples=round(totals[1]),
         )
-
-    def _sum_over_ranks(self, loss: Tensor | None, *others: float) -> list[float]:
-        total = torch.tensor([0.0, *others], dtype=torch.float64, device=self.rank.device)
-        if loss is not None:
-            total[0] = loss
-        with self._recorded(LOSS):
-            dist.all_reduce(total)
-            sums: list[float] = total.tolist()
-            return sums
 
     @contextmanager
     def _recorded(self, extra_op: int) -> Iterator[None]:
