@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from optimus.ir.op import Floats, OpKind, Schedule
     from optimus.job.job import Job
     from optimus.models.phase_order import ChunkPhase
-    from optimus.models.sample import Sample
+    from optimus.models.sample import ItemKeys, Sample
     from optimus.models.segment import Gradients, NeedsGrad, State
     from optimus.planner.batch_assignment import BatchAssignment
     from optimus.planner.context import PlanningContext
@@ -212,5 +212,5 @@ class Dataset(Protocol):
     def labels(self, number: int) -> int:
         """Returns how many labels of a sample enter the loss."""
 
-    def sample(self, number: int) -> Sample:
-        """Loads a sample."""
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
+        """Loads a sample; of items that are not in `items`, inputs may be left out."""

@@ -40,7 +40,7 @@ from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.job import workload
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.collectives import ParamSplit, all_gather_single
-from optimus.models.sample import Sample, SampleItem
+from optimus.models.sample import ItemKeys, Sample, SampleItem
 
 TIMEOUT_S = 30
 LR, WEIGHT_DECAY = 1e-3, 0.01
@@ -50,12 +50,12 @@ LEARNING = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 class VariedDataset(SyntheticDataset):
     """Images that are videos of two frames where they can be, and two documents in every sample."""
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
         sample = super().sample(number)
-        items = {name: tuple(map(_as_video, items)) for name, items in sample.items.items()}
-        starts = [item.offset for of_encoder in items.values() for item in of_encoder if item.offset]
+        varied = {name: tuple(map(_as_video, made)) for name, made in sample.items.items()}
+        starts = [item.offset for of_encoder in varied.values() for item in of_encoder if item.offset]
         cut = starts[number % len(starts)] if starts else sample.length // 2
-        return replace(sample, items=items, documents=(cut, sample.length - cut))
+        return replace(sample, items=varied, documents=(cut, sample.length - cut))
 
 
 def _as_video(item: SampleItem) -> SampleItem:

@@ -46,7 +46,7 @@ def write_photos(folder: Path, samples: int) -> ChatDataset:
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     file, media = scan_jsonl(folder / "data.jsonl"), MediaFolder(root=folder)
     key = IndexKey.make(file, model=model, folder=media, sequence_tokens=None)
-    index, _ = build_index(file, key, model=model, folder=media, workers=1, progress=lambda *_: None)
+    index = build_index(file, key, model=model, folder=media, workers=1, progress=lambda *_: None)
     return ChatDataset.open(file, index, folder=media, model_dir=model)
 
 
@@ -61,10 +61,10 @@ def measure_workers(samples: int) -> None:
         sys.stdout.write(f"in this process: {samples / (time.monotonic() - begin_s):.1f} samples/s\n")
         for workers in (1, 2):
             loader = PrefetchedDataset(data, workers=workers, preload=[ChatDataset.__module__])
-            loader.start(range(2 * workers))  # until they have started
+            loader.start((number, None) for number in range(2 * workers))  # until they have started
             loader.wait()
             begin_s = time.monotonic()
-            loader.start(range(samples))
+            loader.start((number, None) for number in range(samples))
             for number in range(samples):
                 loader.sample(number)
             rate = samples / (time.monotonic() - begin_s) / workers

@@ -20,7 +20,7 @@ from optimus.job.hf_config import read_hf_config
 from optimus.job.job import Job
 from optimus.job.model import Model
 from optimus.job.workload import PackedSequence, Workload
-from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem
+from optimus.models.sample import IGNORE_INDEX, ItemKeys, Sample, SampleItem
 
 TENSOR_PARALLEL = 2
 
@@ -52,7 +52,7 @@ class Documents:
     def labels(self, number: int) -> int:
         return int((self.sample(number).labels >= 0).sum())
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
         sample = self.samples[number % len(self.samples)]
         rest = self.length - sample.length
         return Sample(

@@ -23,6 +23,7 @@ from optimus.engine.batch_plan import (
     count_padded_tokens,
     plan_batch,
 )
+from optimus.engine.rank_batch import list_needed_samples
 from optimus.errors import UserError
 from optimus.ir.plan import EncoderBlocks, Plan, Seconds
 from optimus.planner.user_modules import plan_modules
@@ -84,6 +85,27 @@ def test_every_item_is_in_one_bin_that_feeds_its_microbatch(samples: list[Sample
                 assert sorted(found) == there
             for own in chain.from_iterable(table.bins[name]):
                 assert list(own) == sorted(own)  # in the order of the samples
+
+
+@given(steps(), st.sampled_from(sorted(PLANS)))
+def test_ranks_need_their_own_samples_and_encode_every_item_once(
+    samples: list[SampleSizes], dealing: int
+) -> None:
+    plan, encoded, read = PLANS[dealing], Counter[tuple[int, str, int]](), Counter[int]()
+    for rank in range(REPLICAS):
+        table = plan_batch(plan, samples, rank // dealing)
+        needed = list_needed_samples(plan, rank, table)
+        own = set(chain.from_iterable(table.samples[rank % dealing]))
+        assert own <= needed.keys() and all(needed[number] for number in needed.keys() - own)
+        encoded.update((number, *key) for number, keys in needed.items() for key in keys)
+        read.update(own)
+    assert encoded == {
+        (sample.number, name, index): 1
+        for sample in samples
+        for name, sizes in sample.items.items()
+        for index in range(len(sizes))
+    }
+    assert read == {sample.number: 1 for sample in samples}
 
 
 @given(steps(), st.sampled_from(sorted(PLANS)), st.integers(0, 5), st.integers(0, 10**6))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from optimus.data.processor import load_processor
 from optimus.data.sample_index import IndexKey, SampleIndex, build_index
 from optimus.errors import UserError
 from optimus.hf.chat_dataset import ChatDataset
+from optimus.hf.image_patches import ImagePatches
+from optimus.job.hf_config import read_hf_config
 from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem
 
 pytestmark = pytest.mark.ci("data")
@@ -73,10 +76,11 @@ def write_data(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def open_data(path: Path, model: Path, **options: Any) -> ChatDataset:
     file, folder = scan_jsonl(path), MediaFolder(root=path.parent)
     key = IndexKey.make(file, model=model, folder=folder, sequence_tokens=options.get("sequence_tokens"))
-    index, _ = build_index(file, key, model=model, folder=folder, workers=1, progress=lambda *_: None)
+    index = build_index(file, key, model=model, folder=folder, workers=1, progress=lambda *_: None)
     index.save(path.with_suffix(".npz"))
     read = SampleIndex.load(path.with_suffix(".npz"), key)
     assert read is not None and read.lengths.columns().keys() == index.lengths.columns().keys()
+    assert (read.skipped, read.examples) == (index.skipped, index.examples)
     return ChatDataset.open(file, read, folder=folder, model_dir=model)
 
 
@@ -229,6 +233,59 @@ def test_an_index_is_read_again_only_for_the_same_data_processor_and_options(
     assert not loads()
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_rank_prepares_only_the_images_that_it_encodes(
+    kind: str, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, prepared = open_data(write_data(tmp_path, ROWS), folders(kind)), list[int]()
+    cut = ImagePatches.cut
+
+    def count(self: ImagePatches, images: Sequence[Image.Image]) -> Any:
+        prepared.append(len(images))
+        return cut(self, images)
+
+    assert data._patches.find_grid(100, 100) is not None
+    monkeypatch.setattr(ImagePatches, "cut", count)
+    for number in range(len(ROWS)):
+        whole = data.sample(number)
+        images = len(whole.items["vision"])
+        for chosen in ([], [0], [1, 2]):
+            needed = frozenset(("vision", index) for index in chosen if index < images)
+            prepared.clear()
+            sample = data.sample(number, needed)
+            assert prepared == [len(needed)]
+            assert torch.equal(sample.tokens, whole.tokens) and torch.equal(sample.labels, whole.labels)
+            assert_sizes(data, sample)
+            for index, (item, full) in enumerate(
+                zip(sample.items["vision"], whole.items["vision"], strict=True)
+            ):
+                assert (item.offset, item.grid) == (full.offset, full.grid)
+                rows = full.inputs if ("vision", index) in needed else full.inputs[:0]
+                assert torch.equal(item.inputs, rows)
+
+    (tmp_path / "3.png").write_bytes((tmp_path / "3.png").read_bytes()[:-200])  # the last of sample 2
+    for keys in (None, frozenset({("vision", 0)}), frozenset[tuple[str, int]]()):
+        sample = data.sample(2, keys)
+        assert sample.skipped[0].startswith("line 5: unreadable file: 3.png")
+        assert_sizes(data, sample)
+        given = [len(item.inputs) > 0 for item in sample.items["vision"]]
+        assert given == [keys is None or ("vision", index) in keys for index in range(3)]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_grids_are_known_from_sizes_alone(kind: str, folders: Callable[[str], Path]) -> None:
+    encoder = read_hf_config(folders(kind) / "config.json").encoders[0]
+    patches = ImagePatches(encoder, load_processor(folders(kind)).image_processor)
+    generator = random.Random(0)
+    sizes = [(generator.randrange(8, 400), generator.randrange(8, 400)) for _ in range(150)]
+    for height, width in [*sizes, (8, 400), (400, 8), (9, 1500), (28, 28), (42, 70), (1000, 1000)]:
+        ((grid, _),) = patches.cut([Image.new("RGB", (width, height))])
+        assert patches.find_grid(height, width) == grid, (height, width)
+    assert patches.find_grid(3, 100) is None and patches.find_grid(100, 1) is None
+    patches._processor.do_resize = False
+    assert ImagePatches(encoder, patches._processor).find_grid(100, 100) is None
+
+
 def test_a_family_that_is_not_compared_is_refused(tmp_path: Path) -> None:
     path, model = write_data(tmp_path, ROWS[:2]), write_folder(tmp_path / "model", "gemma3")
     with pytest.raises(UserError, match=r"model\.family = gemma3"):
@@ -239,6 +296,6 @@ def test_images_over_the_cap_are_skipped(folders: Callable[[str], Path], tmp_pat
     path, model = write_data(tmp_path, ROWS), folders("qwen2_5_vl")
     file, folder = scan_jsonl(path), MediaFolder(root=tmp_path, max_pixels=60 * 60)
     key = IndexKey.make(file, model=model, folder=folder, sequence_tokens=None)
-    index, indexed = build_index(file, key, model=model, folder=folder, workers=1, progress=lambda *_: None)
+    index = build_index(file, key, model=model, folder=folder, workers=1, progress=lambda *_: None)
     assert index.numbers.tolist() == [0, 1, 4]
-    assert [line for line, _ in indexed.examples[next(iter(indexed.skipped))]] == [5, 7]
+    assert [line for line, _ in index.examples[next(iter(index.skipped))]] == [5, 7]

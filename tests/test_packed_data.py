@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from optimus.engine.batch_plan import SampleSizes
 from optimus.engine.packed_data import PackedDataset
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.errors import UserError
-from optimus.models.sample import Sample, SampleItem, pack_samples
+from optimus.models.sample import ItemKeys, Sample, SampleItem, pack_samples
 
 
 class Listed:
@@ -32,8 +33,16 @@ class Listed:
     def labels(self, number: int) -> int:
         return int((self.sample(number).labels >= 0).sum())
 
-    def sample(self, number: int) -> Sample:
-        return self.samples[number]
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
+        sample = self.samples[number]
+        kept = {
+            name: tuple(
+                item if items is None or (name, index) in items else replace(item, inputs=item.inputs[:0])
+                for index, item in enumerate(of_encoder)
+            )
+            for name, of_encoder in sample.items.items()
+        }
+        return replace(sample, items=kept)
 
 
 @pytest.mark.parametrize("llm", ["llama", "qwen"])
@@ -72,6 +81,20 @@ def test_a_packed_sample_is_its_samples_one_after_the_other() -> None:
         pack_samples([first, other], number=3, length=13)
 
 
+def test_items_that_are_needed_are_asked_of_the_samples_that_have_them() -> None:
+    samples = random_samples(tiny_model("llama"), 6, seed=1, length=24)
+    packed = PackedDataset(dataset=Listed(samples), sequences=((0, 1, 2, 3, 4, 5),), length=150)
+    whole = packed.sample(0)
+    keys = [(name, index) for name, items in whole.items.items() for index in range(len(items))]
+    needed = frozenset(keys[::2])
+    assert len({name for name, _ in keys}) == 2 and len(keys) > 6
+    sample = packed.sample(0, needed)
+    for name, index in keys:
+        item, full = sample.items[name][index], whole.items[name][index]
+        assert (item.offset, item.grid) == (full.offset, full.grid)
+        assert torch.equal(item.inputs, full.inputs if (name, index) in needed else full.inputs[:0])
+
+
 def test_every_epoch_has_each_sample_once_in_another_order_that_the_seed_decides() -> None:
     samples = random_samples(tiny_model("llama"), 50, length=10)
     sequences = tuple(pack_documents([10] * 50, 30))
@@ -108,7 +131,7 @@ class Drawn:
     def labels(self, number: int) -> int:
         return self.lengths[number]
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
         raise NotImplementedError
 
 

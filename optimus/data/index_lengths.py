@@ -28,6 +28,7 @@ SHOWN = 5  # skipped samples of a reason that are named
 
 Progress = Callable[[str, int, int], None]  # name of the file, samples done, samples in total
 Results = list[SampleLengths | SkippedSample]
+SkippedExamples = dict[SkipReason, list[tuple[int, str]]]  # line and detail of the first of each reason
 
 
 class LengthsTable:
@@ -109,7 +110,7 @@ class IndexedLengths:
     samples: LengthsTable
     numbers: array[int] = field(default_factory=lambda: array("q"))  # of these samples in the file
     skipped: Counter[SkipReason] = field(default_factory=Counter)
-    examples: dict[SkipReason, list[tuple[int, str]]] = field(default_factory=dict)  # line and detail
+    examples: SkippedExamples = field(default_factory=dict)
 
     def add(self, file: ChatSource, number: int, result: SampleLengths | SkippedSample) -> None:
         """Adds the result of one sample."""

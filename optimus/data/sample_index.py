@@ -21,11 +21,17 @@ import numpy as np
 import transformers
 
 from optimus.data.chat_source import ChatSource, open_chat_source
-from optimus.data.index_lengths import IndexedLengths, LengthsTable, Progress, index_lengths
+from optimus.data.index_lengths import (
+    IndexedLengths,
+    LengthsTable,
+    Progress,
+    SkippedExamples,
+    index_lengths,
+)
 from optimus.data.jsonl_file import SkipReason
 from optimus.data.media_headers import MAX_AUDIO_S, MAX_PIXELS, MediaFolder
 from optimus.data.packing import pack_documents
-from optimus.errors import UserError
+from optimus.errors import UserError, show_value
 from optimus.ir.files import write_file_atomically
 from optimus.ir.op import Ints
 from optimus.job.data_source import DataSource
@@ -103,7 +109,8 @@ class SampleIndex:
     numbers: Ints  # among the lines that are not blank
     lengths: LengthsTable
     sequences: Groups  # numbers of packed samples; each sample alone if they are not packed
-    skipped: Counter[SkipReason]
+    skipped: Counter[SkipReason]  # samples that cannot
+    examples: SkippedExamples
 
     @classmethod
     def make(cls, key: IndexKey, indexed: IndexedLengths) -> SampleIndex:
@@ -119,6 +126,7 @@ class SampleIndex:
             lengths=indexed.samples,
             sequences=Groups.of(list(packed)),
             skipped=indexed.skipped,
+            examples=indexed.examples,
         )
 
     def __len__(self) -> int:
@@ -130,7 +138,8 @@ class SampleIndex:
 
     def save(self, path: Path) -> None:
         """Writes the index."""
-        header = {"format": FORMAT, "key": asdict(self.key), "skipped": dict(self.skipped)}
+        skipped = {"skipped": dict(self.skipped), "examples": self.examples}
+        header = {"format": FORMAT, "key": asdict(self.key), **skipped}
         arrays = {
             "header": np.frombuffer(json.dumps(header).encode(), dtype=np.uint8),
             "numbers": self.numbers,
@@ -158,6 +167,10 @@ class SampleIndex:
                     lengths=LengthsTable.of_columns(columns),
                     sequences=Groups(arrays["members"], arrays["ends"]),
                     skipped=Counter({SkipReason(name): count for name, count in header["skipped"].items()}),
+                    examples={
+                        SkipReason(name): [(int(line), str(detail)) for line, detail in named]
+                        for name, named in header["examples"].items()
+                    },
                 )
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
             return None
@@ -165,8 +178,8 @@ class SampleIndex:
 
 def build_index(
     file: ChatSource, key: IndexKey, *, model: Path, folder: MediaFolder, workers: int, progress: Progress
-) -> tuple[SampleIndex, IndexedLengths]:
-    """Measures all samples of a file and packs them; also returns what was skipped, by line."""
+) -> SampleIndex:
+    """Measures all samples of a file and packs them."""
     indexed = index_lengths(
         file,
         model=model,
@@ -175,7 +188,7 @@ def build_index(
         workers=workers,
         progress=progress,
     )
-    return SampleIndex.make(key, indexed), indexed
+    return SampleIndex.make(key, indexed)
 
 
 def save_index(index: SampleIndex, path: Path, lengths: Path) -> None:
@@ -211,23 +224,23 @@ def open_data(source: DataSource, *, progress: Progress | None = None) -> Indexe
                 problem="is missing, or of other data, another processor or other options",
                 hint=f"run {source.command}",
             )
-        index, indexed = build_index(
+        index = build_index(
             file, key, model=source.model_dir, folder=folder, workers=os.cpu_count() or 1, progress=progress
         )
         if not len(index):
             raise UserError(
                 field="data.path",
                 value=str(source.path),
-                problem=f"has no sample that can be used: {_describe_skipped(indexed)}",
+                problem=f"has no sample that can be used: {_describe_skipped(index)}",
                 hint=f"{source.command} says more",
             )
         save_index(index, source.index, source.lengths)
     return IndexedData(file=file, index=index, folder=folder)
 
 
-def _describe_skipped(indexed: IndexedLengths) -> str:
-    reasons = [
-        f"{count:,} {reason} (line {indexed.examples[reason][0][0]})"
-        for reason, count in indexed.skipped.most_common(3)
-    ]
+def _describe_skipped(index: SampleIndex) -> str:
+    reasons = []
+    for reason, count in index.skipped.most_common(3):
+        line, detail = index.examples[reason][0]
+        reasons.append(f"{count:,} {reason} (line {line}: {show_value(detail)})")
     return ", ".join(reasons) or "it is empty"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from optimus.engine.batch_plan import SampleSizes
 from optimus.models.dropout import hash64
-from optimus.models.sample import Sample, pack_samples
+from optimus.models.sample import ItemKeys, Sample, pack_samples
 from optimus.protocols import Dataset
 
 
@@ -40,9 +41,13 @@ class PackedDataset:
         """Returns how many labels of a sequence enter the loss."""
         return sum(map(self.dataset.labels, self.members(number)))
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
         """Loads the samples of a sequence and packs them."""
-        samples = list(map(self.dataset.sample, self.members(number)))
+        samples, first = list[Sample](), Counter[str]()  # first: items of the samples before, by encoder
+        for member in self.members(number):
+            own = None if items is None else frozenset((name, index - first[name]) for name, index in items)
+            samples.append(self.dataset.sample(member, own))
+            first.update({name: len(of_member) for name, of_member in samples[-1].items.items()})
         return pack_samples(samples, number=number, length=self.length)
 
     def members(self, number: int) -> tuple[int, ...]:

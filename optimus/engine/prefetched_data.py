@@ -20,10 +20,12 @@ import torch
 
 from optimus.engine.batch_plan import SampleSizes
 from optimus.errors import OptimusError, UserError
-from optimus.models.sample import Sample
+from optimus.models.sample import ItemKeys, Sample
 from optimus.protocols import Dataset
 
 MAX_RESTARTS = 2  # of a worker while it loads one sample
+
+Request = tuple[int, ItemKeys | None]  # number of a sample, and its items that are needed; None: all
 
 
 class PrefetchedDataset:
@@ -38,7 +40,7 @@ class PrefetchedDataset:
         self._local = threading.local()
         self._workers: list[_Worker] = []
         self._threads = ThreadPoolExecutor(workers, initializer=self._begin_thread)
-        self._loading: dict[int, Future[bytes]] = {}
+        self._loading: dict[Request, Future[bytes]] = {}
         self.waited_s = 0.0  # for samples, since the beginning
 
     @property
@@ -52,22 +54,22 @@ class PrefetchedDataset:
     def labels(self, number: int) -> int:
         return self._dataset.labels(number)
 
-    def start(self, numbers: Iterable[int]) -> None:
+    def start(self, requests: Iterable[Request]) -> None:
         """Starts to load these samples, and forgets others that were not asked for."""
-        wanted = dict.fromkeys(numbers)
-        for number in [number for number in self._loading if number not in wanted]:
-            self._loading.pop(number).cancel()
-        for number in wanted:
-            self._submit(number)
+        wanted = dict.fromkeys(requests)
+        for request in [request for request in self._loading if request not in wanted]:
+            self._loading.pop(request).cancel()
+        for request in wanted:
+            self._submit(request)
 
     def wait(self) -> None:
         """Waits until all samples that were started are loaded."""
         wait(self._loading.values())
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
         """Returns a sample, waiting for it if it is not loaded yet."""
-        begin, loading = time.perf_counter(), self._submit(number)
-        del self._loading[number]
+        begin, loading = time.perf_counter(), self._submit((number, items))
+        del self._loading[number, items]
         content = loading.result()
         self.waited_s += time.perf_counter() - begin
         result = pickle.loads(content)
@@ -82,10 +84,10 @@ class PrefetchedDataset:
         for worker in self._workers:
             worker.close()
 
-    def _submit(self, number: int) -> Future[bytes]:
-        if number not in self._loading:
-            self._loading[number] = self._threads.submit(self._load, number)
-        return self._loading[number]
+    def _submit(self, request: Request) -> Future[bytes]:
+        if request not in self._loading:
+            self._loading[request] = self._threads.submit(self._load, request)
+        return self._loading[request]
 
     # ------------------------------------------------------------------------ in a thread
 
@@ -93,9 +95,9 @@ class PrefetchedDataset:
         self._local.worker = _Worker(self._dataset, self._preload)
         self._workers.append(self._local.worker)
 
-    def _load(self, number: int) -> bytes:
+    def _load(self, request: Request) -> bytes:
         worker: _Worker = self._local.worker
-        return worker.load(number)
+        return worker.load(request)
 
 
 class _Worker:
@@ -106,20 +108,20 @@ class _Worker:
         self._running: tuple[BaseProcess, Connection] | None = None
         self.restarts, self._is_closed = 0, False
 
-    def load(self, number: int) -> bytes:
+    def load(self, request: Request) -> bytes:
         """Returns a sample, or the error that it leads to, pickled."""
         for _ in range(1 + MAX_RESTARTS):
             if self._is_closed:
                 break
             _, connection = self._running or self._start()
             try:
-                connection.send(number)
+                connection.send(request)
                 return connection.recv_bytes()
             except (EOFError, OSError):
                 self.end()
                 self.restarts += 1
         raise UserError(
-            field=f"sample {number}",
+            field=f"sample {request[0]}",
             problem=f"ended {1 + MAX_RESTARTS} worker processes, which were killed or ran out of memory",
             hint="leave the sample out, give the host more memory, or use fewer data.workers",
         )
@@ -157,9 +159,9 @@ def _serve(connection: Connection, dataset: Dataset) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         while True:
-            number = connection.recv()
+            number, items = connection.recv()
             try:
-                result: Sample | OptimusError = dataset.sample(number)
+                result: Sample | OptimusError = dataset.sample(number, items)
             except OptimusError as error:
                 result = error
             except Exception as error:

@@ -32,22 +32,25 @@ from optimus.models.microbatch_inputs import (
     build_llm_inputs,
     find_row_positions,
 )
-from optimus.models.sample import PlacedItem, Sample
+from optimus.models.sample import ItemKeys, PlacedItem, Sample
 
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def list_needed_samples(plan: Plan, rank: int, table: BatchPlan) -> list[int]:
-    """Returns the numbers of the samples that a rank reads in a step, in the order in which it does."""
-    replica, needed = plan.ranks.place(LLM, rank).dp % plan.dealing_replicas, list[int]()
+def list_needed_samples(plan: Plan, rank: int, table: BatchPlan) -> dict[int, ItemKeys]:
+    """Returns the samples that a rank reads in a step, in that order, with the items that it encodes."""
+    replica = plan.ranks.place(LLM, rank).dp % plan.dealing_replicas
+    needed: dict[int, set[tuple[str, int]]] = {}
     for name, microbatch in _list_forwards(plan, rank):
         if name == LLM:
-            needed += table.samples[replica][microbatch]
+            for number in table.samples[replica][microbatch]:
+                needed.setdefault(number, set())
         else:
-            needed += [item.sample for item in table.bins[name][replica][microbatch]]
-    return list(dict.fromkeys(needed))
+            for item in table.bins[name][replica][microbatch]:
+                needed.setdefault(item.sample, set()).add((name, item.index))
+    return {number: frozenset(items) for number, items in needed.items()}
 
 
 def _list_forwards(plan: Plan, rank: int) -> list[tuple[str, int]]:
@@ -66,7 +69,7 @@ class RankBatch:
         plan: Plan,
         rank: int,
         table: BatchPlan,
-        read: Callable[[int], Sample],
+        read: Callable[[int, ItemKeys], Sample],
         *,
         seed: int,
         step: int,
@@ -76,7 +79,7 @@ class RankBatch:
         self.model, self.plan, self.table, self._place = model, plan, table, place
         self._options: dict[str, Any] = {"seed": seed, "step": step, "dtype": dtype}
         self._samples: dict[int, Sample] = {}
-        self._read = read
+        self._read, self._needed = read, list_needed_samples(plan, rank, table)
         self._microbatches: dict[tuple[str, int], tuple[tuple[Tensor, ...], Any]] = {}
         self._tp_groups = {name: build_tp_group(plan, name, rank) for name in plan.modules}
         self._replica = plan.ranks.place(LLM, rank).dp % plan.dealing_replicas
@@ -100,7 +103,7 @@ class RankBatch:
 
     def _sample(self, number: int) -> Sample:
         if number not in self._samples:
-            self._samples[number] = self._read(number)
+            self._samples[number] = self._read(number, self._needed[number])
         return self._samples[number]
 
     def _padded(self, name: str, items: Sequence[BinItem]) -> int:

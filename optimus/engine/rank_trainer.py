@@ -25,7 +25,7 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.models.kernels import KERNELS, KernelSet
-from optimus.models.sample import Sample
+from optimus.models.sample import ItemKeys, Sample
 from optimus.protocols import Dataset, Recorder
 
 
@@ -121,7 +121,7 @@ class RankTrainer:
     def prefetch(self, batch_plan: BatchPlan) -> None:
         """Starts to load this rank's samples of a batch, if the data set has workers for that."""
         if isinstance(self.dataset, PrefetchedDataset):
-            self.dataset.start(list_needed_samples(self.plan, self.groups.rank, batch_plan))
+            self.dataset.start(list_needed_samples(self.plan, self.groups.rank, batch_plan).items())
 
     def batch_plan(self, step: int) -> BatchPlan:
         """Plans a batch from the sizes of its samples; the result is the same on all ranks of the group."""
@@ -153,8 +153,8 @@ class RankTrainer:
             place=place or self._place,
         )
 
-    def _read(self, number: int) -> Sample:
-        sample = self.dataset.sample(number)
+    def _read(self, number: int, items: ItemKeys) -> Sample:
+        sample = self.dataset.sample(number, items)
         if sample.skipped:
             self.skipped[number] = sample.skipped
         return sample

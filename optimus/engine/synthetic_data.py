@@ -14,7 +14,7 @@ from optimus.job.job import Job
 from optimus.job.model import Encoder
 from optimus.job.workload import PackedSequence
 from optimus.models.dropout import hash64
-from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem
+from optimus.models.sample import IGNORE_INDEX, ItemKeys, Sample, SampleItem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SyntheticDataset:
         """Returns the number of labels of a sample: its text tokens."""
         return self._text_tokens(self._sequence(number))
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
         """Makes a sample: text in equal parts around the items, encoder after encoder."""
         sequence, length = self._sequence(number), self.job.workload.sequence_tokens
         generator = torch.Generator().manual_seed(hash64("sample", self.seed, number) & (2**63 - 1))
@@ -45,17 +45,17 @@ class SyntheticDataset:
         tokens = torch.randint(vocabulary, (length,), generator=generator)
         labels = torch.randint(vocabulary, (length,), generator=generator)
         order = [(name, count) for name in self._encoders for count in sequence.lengths(name)]
-        text, at, items = (
+        text, at, made = (
             self._text_tokens(sequence),
             0,
             {name: list[SampleItem]() for name in self._encoders},
         )
         for place, (name, count) in enumerate(order):
             at += text * (place + 1) // (len(order) + 1) - text * place // (len(order) + 1)
-            items[name].append(_item(self._encoders[name], count, at, generator))
+            made[name].append(_item(self._encoders[name], count, at, generator))
             labels[at : at + count] = IGNORE_INDEX
             at += count
-        by_encoder = {name: tuple(of_encoder) for name, of_encoder in items.items()}
+        by_encoder = {name: tuple(of_encoder) for name, of_encoder in made.items()}
         return Sample(number=number, tokens=tokens, labels=labels, items=by_encoder)
 
     @cached_property

@@ -2,17 +2,16 @@
 
 Sizes and labels come from the index, so every rank knows those of all samples without a file. A sample that
 cannot be loaded as it was indexed keeps its sizes, with zeros instead of pixels and without labels, so that
-ranks need not tell each other.
+ranks need not tell each other. For that, every rank decodes all images of its samples, but runs the image
+processor only on those that it encodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import isqrt, prod
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +25,11 @@ from optimus.data.token_counts import ChatTokens, TokenCounter
 from optimus.engine.batch_plan import SampleSizes
 from optimus.engine.synthetic_data import make_patch_grid
 from optimus.errors import UserError, one_of
+from optimus.hf.image_patches import Grid, ImagePatches
 from optimus.hf.own_layers import FAMILY_MAPS
 from optimus.job.hf_config import read_hf_config
 from optimus.job.model import Encoder, Model
-from optimus.models.sample import IGNORE_INDEX, Sample, SampleItem
+from optimus.models.sample import IGNORE_INDEX, ItemKeys, Sample, SampleItem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ class ChatDataset:
         """Returns how many tokens of the assistant a sample has, from the index."""
         return self.index.lengths.labels[number]
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
         """Loads a sample; without pixels and labels if it is not as it was indexed."""
         try:
-            return self._load(number)
+            return self._load(number, items)
         except SkippedSample as skipped:
-            return self._make_empty(number, f"line {self.file.lines[number]}: {skipped}")
+            return self._make_empty(number, items, f"line {self.file.lines[number]}: {skipped}")
 
     # ------------------------------------------------------------------------ as it is
 
@@ -89,7 +89,12 @@ class ChatDataset:
     def _counter(self) -> TokenCounter:
         return TokenCounter(self.model_dir)
 
-    def _load(self, number: int) -> Sample:
+    @cached_property
+    def _patches(self) -> ImagePatches:
+        (encoder,) = self._model.encoders
+        return ImagePatches(encoder, self._counter.processor.image_processor)
+
+    def _load(self, number: int, keys: ItemKeys | None) -> Sample:
         chat = parse_chat_sample(self.file.read(number))
         tokens = self._counter.tokenize(chat, self.folder)
         lengths = self.index.lengths[number]
@@ -103,7 +108,9 @@ class ChatDataset:
         labels = torch.where(answers, ids, IGNORE_INDEX)
         items = tuple(
             SampleItem(offset=offset, grid=grid, inputs=patches)
-            for offset, (grid, patches) in zip(offsets, self._decode(encoder, chat, tokens), strict=True)
+            for offset, (grid, patches) in zip(
+                offsets, self._decode(encoder, chat, tokens, keys), strict=True
+            )
         )
         return Sample(
             number=number,
@@ -123,17 +130,19 @@ class ChatDataset:
         return ids, answers, begins[places].tolist()
 
     def _decode(
-        self, encoder: Encoder, chat: ChatSample, tokens: ChatTokens
-    ) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Returns grid and patches of every image."""
-        if not chat.media:
-            return []
+        self, encoder: Encoder, chat: ChatSample, tokens: ChatTokens, keys: ItemKeys | None
+    ) -> list[tuple[Grid, Tensor]]:
+        """Returns the grid of every image, and the patches of those in `keys`."""
         images = [decode_image(self.folder.find(item.path)) for item in chat.media]
-        try:
-            output = self._counter.processor.image_processor(images=images, return_tensors="pt")
-        except Exception as error:  # of the processor, on hostile pixels
-            raise SkippedSample(SkipReason.PROCESSOR, f"{type(error).__name__}: {error}") from None
-        items = list(split_patches(encoder, output))
+        grids = [
+            None if _is_needed(encoder, index, keys) else self._patches.find_grid(image.height, image.width)
+            for index, image in enumerate(images)
+        ]
+        cut = iter(
+            self._patches.cut([image for image, grid in zip(images, grids, strict=True) if grid is None])
+        )
+        none = torch.empty(0, encoder.patch_inputs)
+        items = [next(cut) if grid is None else (grid, none) for grid in grids]
         merged = [prod(grid) // encoder.projector.merge for grid, _ in items]
         if merged != tokens.item_lengths:
             raise SkippedSample(SkipReason.CHANGED, "its images have other sizes")
@@ -141,14 +150,15 @@ class ChatDataset:
 
     # ------------------------------------------------------------------------ broken
 
-    def _make_empty(self, number: int, reason: str) -> Sample:
+    def _make_empty(self, number: int, keys: ItemKeys | None, reason: str) -> Sample:
         """Returns a sample of the indexed lengths that trains nothing."""
         lengths, position, items = self.index.lengths[number], 0, dict[str, tuple[SampleItem, ...]]()
         for encoder in self._model.encoders:
             of_encoder = []
-            for length in lengths.items[encoder.name]:
+            for index, length in enumerate(lengths.items[encoder.name]):
                 grid = make_patch_grid(encoder, length)
-                zeros = torch.zeros(prod(grid), encoder.patch_inputs)
+                rows = prod(grid) if _is_needed(encoder, index, keys) else 0
+                zeros = torch.zeros(rows, encoder.patch_inputs)
                 of_encoder.append(SampleItem(offset=position, grid=grid, inputs=zeros))
                 position += length
             items[encoder.name] = tuple(of_encoder)
@@ -161,19 +171,5 @@ class ChatDataset:
         )
 
 
-def split_patches(encoder: Encoder, output: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yields grid and patches, in raster order, of every image that an image processor has prepared."""
-    pixels: Tensor = output["pixel_values"]
-    if "image_grid_thw" not in output:  # (images, channels, rows, columns)
-        side = isqrt(encoder.patch_inputs // pixels.shape[1])
-        for image in pixels:
-            patches = image.unflatten(1, (-1, side)).unflatten(3, (-1, side)).permute(1, 3, 0, 2, 4)
-            yield tuple(patches.shape[:2]), patches.flatten(2).flatten(0, 1)
-        return
-    side, begin = isqrt(encoder.projector.merge), 0
-    for frames, height, width in output["image_grid_thw"].tolist():  # rows of a merge group are adjacent
-        assert frames == 1, "an image has one frame"
-        rows = pixels[begin : begin + height * width]
-        groups = rows.reshape(height // side, width // side, side, side, -1)
-        yield (height, width), groups.transpose(1, 2).reshape(height * width, -1)
-        begin += height * width
+def _is_needed(encoder: Encoder, index: int, keys: ItemKeys | None) -> bool:
+    return keys is None or (encoder.name, index) in keys

@@ -74,7 +74,7 @@ def open_dataset(job: Job, source: DataSource, config: TrainingConfig) -> Prefet
         dataset=chat, sequences=data.index.sequences, length=source.sequence_tokens, seed=config.seed
     )
     dataset = PrefetchedDataset(packed, workers=source.workers, preload=[ChatDataset.__module__])
-    dataset.start([config.first_step * job.workload.sequences_per_step])
+    dataset.start([(config.first_step * job.workload.sequences_per_step, frozenset())])
     dataset.wait()
     return dataset
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from optimus.errors import UserError
 from optimus.job.model import Encoder
 
+ItemKeys = frozenset[tuple[str, int]]  # encoders, and indices of a sample's items for them
 IGNORE_INDEX = -100  # label of a row without loss; every negative label counts as this one
 
 
@@ -32,7 +33,7 @@ class SampleItem:
 
     offset: int  # position of its first LLM token in the sample
     grid: tuple[int, ...]
-    inputs: Tensor  # (tokens, patch_inputs), in raster order
+    inputs: Tensor  # (tokens, patch_inputs), in raster order; no rows where they were not asked for
     seconds_per_frame: float = 1.0  # of a video: time between two frames of its grid
     frame_offsets: tuple[int, ...] = ()  # of a video with text between frames: `offset` of each
 
