@@ -178,7 +178,7 @@ class TokenCounter:
 
     def _measure(self, item: MediaReference, folder: MediaFolder) -> Replacement:
         if item.kind not in self.encoders:
-            raise SkippedSample(SkipReason.UNSUPPORTED, f"{item.kind} for a model without its encoder")
+            raise SkippedSample(SkipReason.UNSUPPORTED, f"{item.kind}, for which the model has no encoder")
         path = folder.find(item.path)
         try:
             if item.kind == "image":
@@ -276,12 +276,15 @@ def _replace(
 
 
 def _find_overlaps(tokens: list[Span], spans: list[Span]) -> list[bool]:
-    """Tells of each token whether it overlaps one of the spans; both are in ascending order."""
+    """Tells of each token whether it overlaps one of the spans; both are in ascending order.
+
+    Tokens whose whitespace was trimmed (`trim_offsets`) may have no width: inside a span they overlap it.
+    """
     overlaps, place = [], 0
     for begin, end in tokens:
         while place < len(spans) and spans[place][1] <= begin:
             place += 1
-        overlaps.append(place < len(spans) and spans[place][0] < end and begin < end)
+        overlaps.append(place < len(spans) and spans[place][0] < end)
     return overlaps
 
 
