@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from chat_data import chat, write_image, write_weights
+from chat_data import chat, write_folder, write_image, write_weights
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText
 
+import optimus
 from optimus import cli
+from optimus.cli.train_inputs import build_data_json, format_data
 from optimus.data.sample_index import open_data
 from optimus.engine.packed_data import PackedDataset
 from optimus.errors import UserError
@@ -144,11 +146,95 @@ def test_a_job_with_data_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci("data")
+def test_a_workload_that_states_other_lengths_than_its_data_is_refused(tmp_path: Path) -> None:
+    job, photos = write_job(tmp_path), tmp_path / "photos"
+    source = load_data_source(job)
+    assert source is not None
+    open_data(source, progress=lambda *_: None)
+    read = load_job(job)
+
+    def error(old: str, new: str) -> str:
+        job.write_text(JOB.replace(old, new))
+        with pytest.raises(UserError) as raised:
+            load_job(job)
+        return str(raised.value)
+
+    step = "sequences_per_step: 4"
+    percentiles = f"{step}, vision_tokens: {{p50: 20, p95: 40, max: 60}}"
+    assert "workload.vision_tokens is given together with data" in error(step, percentiles)
+    (photos / "other.jsonl").write_text((photos / "train.lengths.jsonl").read_text())
+    stated = error(step, f"{step}, lengths: photos/other.jsonl")
+    assert "workload.lengths = photos/other.jsonl is not" in stated and "leave it out" in stated
+    longer = error("sequence_tokens: 256", "sequence_tokens: 300")
+    assert "workload.sequence_tokens = 300 is another length" in longer and "to 256 tokens" in longer
+    assert "--sequence-tokens 300" in longer
+    job.write_text(JOB.replace(step, f"{step}, lengths: photos/../photos/train.lengths.jsonl"))
+    assert load_job(job).workload == read.workload
+
+    unpacked = ["data", "index", str(photos / "train.jsonl"), "--model", str(tmp_path / "model")]
+    assert cli.run(unpacked) == 0
+    assert "packs samples to no length" in error("seed: 3", "seed: 4")
+
+    lines = (photos / "train.jsonl").read_text().splitlines(keepends=True)
+    (photos / "train.jsonl").write_text("".join(lines[:-3]))
+    with pytest.raises(UserError, match=r"workload.lengths = .* has other lengths than the data"):
+        optimus.train(read, steps=1)
+
+
+@pytest.mark.ci("data")
+def test_videos_and_sounds_are_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    job, photos = write_job(tmp_path), tmp_path / "photos"
+    source = load_data_source(job)
+    assert source is not None
+    usable = (photos / "train.jsonl").read_text()
+    others = [chat("<video>what", videos=["a.mp4"]), chat("<audio>what", audios=["a.wav"])]
+    (photos / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others) + usable)
+    open_data(source, progress=lambda *_: None)
+    index = open_data(source).index
+    described = build_data_json(index)
+    assert described["samples"] == 30
+    assert described["skipped"]["not supported"] == {
+        "count": 2,
+        "examples": [
+            {"line": 1, "detail": "a video; give some of its frames as images"},
+            {"line": 2, "detail": "audio, for which the model has no encoder"},
+        ],
+    }
+    lines = format_data(load_job(job), index)
+    assert all(len(line) <= 80 or "/" in line for line in lines)
+    words = " ".join(" ".join(lines).split())
+    assert "skipped 2 not supported (line 1: a video; give some of its frames as images; line 2:" in words
+
+    for row, detail in zip(others, ("a video; give some", "audio, for which the model"), strict=True):
+        (photos / "train.jsonl").write_text(json.dumps(row) + "\n")
+        assert cli.run(["train", str(job)]) == 2
+        printed = " ".join(capsys.readouterr().err.split())
+        assert f"has no sample that can be used: 1 not supported (line 1: {detail}" in printed
+
+
+@pytest.mark.ci("data")
+def test_a_model_of_sounds_is_refused_before_its_data_are_indexed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path / "model", "qwen2_audio")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "train.jsonl").write_text(json.dumps(chat("<audio>what", audios=["a.wav"])))
+    (tmp_path / "job.yaml").write_text(JOB)
+    assert cli.run(["train", str(tmp_path / "job.yaml")]) == 2
+    printed = capsys.readouterr().err
+    assert "model.family = qwen2_audio" in printed and "hint: " in printed
+    assert not list((tmp_path / "photos").glob("*.npz"))
+
+
+@pytest.mark.ci("data")
 def test_data_without_a_sample_that_can_be_used_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = write_job(tmp_path, "llava_siglip")
     (tmp_path / "photos" / "train.jsonl").write_text('{"a": 1}\n')
     assert cli.run(["train", str(job)]) == 2
-    assert "has no sample that can be used: 1 unknown form (line 1)" in capsys.readouterr().err
+    assert "has no sample that can be used: 1 unknown form (line 1: keys a)" in capsys.readouterr().err
     assert not list((tmp_path / "photos").glob("*.npz"))

@@ -116,16 +116,22 @@ def progress_bar(activity: str) -> Iterator[Progress]:
         yield report
 
 
+def announce(words: str) -> None:
+    """Prints what is done next on standard error, if that takes over a second by itself."""
+    print("\n".join(wrap_text("", words, indent=0)), file=sys.stderr, flush=True)
+
+
 @contextmanager
-def training_progress(steps: int) -> Iterator[StepReport]:
+def training_progress(steps: int, *, saves: bool = False) -> Iterator[StepReport]:
     """Shows loss, step time and tokens per second: a bar, or lines every few seconds when piped."""
     if not sys.stderr.isatty():
         timer = _LineTimer()
 
         def say(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
             if timer.is_due() or step + 1 == steps:
-                words = f"step {step + 1} of {steps}, {_step_words(loss, step_s, tokens_per_s)}"
-                print(words, file=sys.stderr, flush=True)
+                announce(f"step {step + 1} of {steps}, {_step_words(loss, step_s, tokens_per_s)}")
+            if saves and step + 1 == steps:
+                announce("saving weights")
 
         yield say
         return
@@ -140,7 +146,8 @@ def training_progress(steps: int) -> Iterator[StepReport]:
         task = bar.add_task("starting ranks", total=steps)
 
         def update(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
-            words = _step_words(loss, step_s, tokens_per_s)
+            is_saved = saves and step + 1 == steps
+            words = "saving weights" if is_saved else _step_words(loss, step_s, tokens_per_s)
             bar.update(task, description=words, completed=step + 1)
 
         yield update
@@ -151,7 +158,7 @@ def _step_words(loss: float, step_s: float, tokens_per_s: float) -> str:
 
 
 @contextmanager
-def follow_metrics(path: Path, steps: int) -> Iterator[None]:
+def follow_metrics(path: Path, steps: int, *, saves: bool) -> Iterator[None]:
     """Shows the progress that another process appends to a metrics file."""
     begin, finished = path.stat().st_size if path.exists() else 0, threading.Event()
 
@@ -170,7 +177,9 @@ def follow_metrics(path: Path, steps: int) -> Iterator[None]:
             if is_last:
                 return
 
-    with training_progress(steps) as report:
+    if not sys.stderr.isatty():
+        announce("starting ranks")
+    with training_progress(steps, saves=saves) as report:
         thread = threading.Thread(target=follow, args=(report,), daemon=True)
         thread.start()
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from optimus.cli.console import check_writable, print_result, progress_bar
+from optimus.cli.console import announce, check_writable, print_result, progress_bar
 from optimus.cli.flags import NO, OK, JsonFlag, describe_option, import_extra
 from optimus.cli.text import align_columns, wrap_closing_line, wrap_text
 from optimus.errors import UserError, show_value
@@ -17,7 +17,7 @@ from optimus.job.data_source import find_index_file, find_lengths_file
 from optimus.render.format_numbers import format_percent
 
 if TYPE_CHECKING:
-    from optimus.data.index_lengths import IndexedLengths, LengthsTable
+    from optimus.data.index_lengths import LengthsTable
     from optimus.data.sample_index import SampleIndex
 
 SCHEMA = "optimus.data-index/1"
@@ -84,6 +84,7 @@ class DataCommand:
                 )
         output = self.output or find_lengths_file(find_index_file(self.path))
         check_writable("--output", output, ".jsonl")
+        announce(f"loading transformers, for the processor of {self.model}")
         chat_source = import_extra("optimus.data.chat_source", "data")
         media_headers = import_extra("optimus.data.media_headers", "data")
         sample_index = import_extra("optimus.data.sample_index", "data")
@@ -98,7 +99,7 @@ class DataCommand:
             file, model=self.model, folder=folder, sequence_tokens=self.sequence_tokens
         )
         with progress_bar("indexing") as progress:
-            indexing = sample_index.build_index(
+            index: SampleIndex = sample_index.build_index(
                 file,
                 key,
                 model=self.model,
@@ -106,9 +107,7 @@ class DataCommand:
                 workers=self.workers or os.cpu_count() or 1,
                 progress=progress,
             )
-        index: SampleIndex = indexing[0]
-        packed = index.packed_lengths()
-        result = _index_json(self, output, indexing[1], len(packed))
+        result = _index_json(self, output, index)
         lines = _index_text(result, index.lengths)
         if not len(index):
             print_result({**result, "lengths": None, "index": None}, lines, as_json=self.json)
@@ -120,15 +119,13 @@ class DataCommand:
         return OK
 
 
-def _index_json(
-    command: DataCommand, output: Path, indexed: IndexedLengths, sequences: int
-) -> dict[str, Any]:
+def _index_json(command: DataCommand, output: Path, index: SampleIndex) -> dict[str, Any]:
     """Returns the object of `optimus data index --json`."""
     import numpy as np
 
     modules: dict[str, Any] = {}
-    for name, tokens in indexed.samples.totals().items():
-        items = {} if name == "text" else {"items": len(indexed.samples.items[name])}
+    for name, tokens in index.lengths.totals().items():
+        items = {} if name == "text" else {"items": len(index.lengths.items[name])}
         values = (
             [int(value) for value in np.percentile(tokens, QUANTILES, method="higher")] if len(tokens) else []
         )
@@ -142,26 +139,43 @@ def _index_json(
         "data": str(command.path),
         "lengths": str(output),
         "index": str(find_index_file(output)),
-        "samples": len(indexed.samples),
+        "samples": len(index),
         "tokens": tokens,
-        "labels": sum(indexed.samples.labels),
-        "skipped": indexed.skipped.total(),
+        "labels": sum(index.lengths.labels),
+        "skipped": index.skipped.total(),
         "modules": modules,
-        "reasons": {
-            str(reason): {
-                "count": count,
-                "examples": [
-                    {"line": line, "detail": show_value(detail)} for line, detail in indexed.examples[reason]
-                ],
-            }
-            for reason, count in sorted(indexed.skipped.items(), key=lambda pair: (-pair[1], pair[0]))
-        },
+        "reasons": build_skipped_json(index),
     }
-    if command.sequence_tokens is not None and sequences:
-        result["sequences"] = sequences
+    if command.sequence_tokens is not None and len(index):
+        result["sequences"] = len(index.sequences)
         result["sequence_tokens"] = command.sequence_tokens
-        result["fill"] = tokens / (sequences * command.sequence_tokens)
+        result["fill"] = tokens / (len(index.sequences) * command.sequence_tokens)
     return result
+
+
+def build_skipped_json(index: SampleIndex) -> dict[str, Any]:
+    """Returns how many samples of a data set were skipped by reason, the most first, with examples."""
+    return {
+        str(reason): {
+            "count": count,
+            "examples": [
+                {"line": line, "detail": show_value(detail)} for line, detail in index.examples[reason]
+            ],
+        }
+        for reason, count in sorted(index.skipped.items(), key=lambda pair: (-pair[1], pair[0]))
+    }
+
+
+def format_skipped(reasons: dict[str, Any]) -> list[str]:
+    """Returns a line for each reason of `build_skipped_json`."""
+    lines = []
+    for reason, entry in reasons.items():
+        shown = "; ".join(f"line {example['line']}: {example['detail']}" for example in entry["examples"])
+        more = entry["count"] - len(entry["examples"])
+        lines += wrap_text(
+            f"skipped {entry['count']:,}", f"{reason} ({shown}{f'; and {more:,} more' if more else ''})"
+        )
+    return lines
 
 
 def _index_text(result: dict[str, Any], samples: LengthsTable) -> list[str]:
@@ -179,15 +193,7 @@ def _index_text(result: dict[str, Any], samples: LengthsTable) -> list[str]:
             for name, module in result["modules"].items()
         ]
         lines += ["", *align_columns(header, rows), "", *_histogram(samples)]
-    if result["reasons"]:
-        lines.append("")
-    for reason, entry in result["reasons"].items():
-        shown = "; ".join(f"line {example['line']}: {example['detail']}" for example in entry["examples"])
-        more = entry["count"] - len(entry["examples"])
-        lines += wrap_text(
-            f"skipped {entry['count']:,}", f"{reason} ({shown}{f'; and {more:,} more' if more else ''})"
-        )
-    return lines
+    return [*lines, "", *format_skipped(result["reasons"])] if result["reasons"] else lines
 
 
 def _histogram(samples: LengthsTable) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from optimus.cli.console import (
+    announce,
     announce_compilation,
     follow_metrics,
     print_result,
@@ -33,7 +34,7 @@ from optimus.cli.flags import (
     load_optional_profile,
 )
 from optimus.cli.text import wrap_text
-from optimus.cli.train_inputs import add_folders, describe_data, make_folder, open_data
+from optimus.cli.train_inputs import add_folders, format_data, make_folder, open_data, refuse_other_lengths
 from optimus.cli.train_summary import build_train_json, format_predicted_step, format_train_summary
 from optimus.environment import Launched, launched
 from optimus.errors import OptimusError, UserError
@@ -139,16 +140,17 @@ class TrainCommand:
         plan = self._plan(job, profile)
         if not self.json and (training.model_dir or job.model_dir) is not None:
             print("\n".join(wrap_text("weights", self._describe_weights(job, training))), flush=True)
-        if not self.json and training.data is not None:
-            print("\n".join(wrap_text("data", describe_data(job, training.data))), flush=True)
+        index = None if training.data is None else open_data(training.data, progress=None).index
+        if not self.json and index is not None:
+            print("\n".join(format_data(job, index)), flush=True)
         if not self.json:
             title = f"{job.name} on {plan.ranks.world} ranks; {format_predicted_step(plan)}"
             print("\n".join(wrap_text("job", title)), flush=True)
         code, summary = _run_ranks(job, plan, training, visible=not self.quiet)
         if summary is not None:
             print_result(
-                build_train_json(summary),
-                format_train_summary(summary, job, plan, self.run_dir, self.save),
+                build_train_json(summary, index),
+                format_train_summary(summary, job, plan, self.job, self.run_dir, self.save),
                 as_json=self.json,
             )
         return code
@@ -215,7 +217,10 @@ class TrainCommand:
         trainer = import_trainer("optimus.hf.train_folder" if has_folder else "optimus.engine.trainer")
         make_folder("--run-dir", self.run_dir)
         digest = save_plan(plan, self.run_dir / PLAN) if place.rank == 0 else hash_plan(plan)
-        with training_progress(training.end_step) if self._shows_progress else nullcontext() as report:
+        saves = training.save_dir is not None
+        with (
+            training_progress(training.end_step, saves=saves) if self._shows_progress else nullcontext()
+        ) as report:
 
             def on_step(metrics: StepMetrics) -> None:
                 if report is not None:
@@ -223,9 +228,10 @@ class TrainCommand:
 
             summary = trainer.train_rank(job, plan, digest, training, on_step)
         if summary.rank == 0:
+            index = None if training.data is None else open_data(training.data, progress=None).index
             print_result(
-                build_train_json(summary),
-                format_train_summary(summary, job, plan, self.run_dir, self.save),
+                build_train_json(summary, index),
+                format_train_summary(summary, job, plan, self.job, self.run_dir, self.save),
                 as_json=self.json,
             )
         return OK
@@ -233,15 +239,20 @@ class TrainCommand:
     def _job(self) -> Job:
         """Loads the job; a model that our own layers cannot train is refused before anything is planned."""
         from optimus.job.own_layers import refuse_untrainable
-        from optimus.job.read import JOB_ENDINGS, find_job, load_data_source
+        from optimus.job.read import JOB_ENDINGS, find_job, load_data_source, load_model
 
-        path = Path(self.job)
+        path, data = Path(self.job), None
         source = load_data_source(path) if path.suffix in JOB_ENDINGS and not self.dry_run else None
         if source is not None:
+            refuse_untrainable(load_model(source.model_dir))  # before its data are indexed for minutes
+            if self._shows_progress:
+                announce(f"loading transformers, for the processor of {source.model_dir}")
             with progress_bar("indexing") if self._shows_progress else nullcontext(_silent) as progress:
-                open_data(source, progress=progress if launched() is None else None)
+                data = open_data(source, progress=progress if launched() is None else None)
         job = find_job(self.job, self.on, self.layout)
         refuse_untrainable(job.model)
+        if data is not None:
+            refuse_other_lengths(job, data.index)
         return job
 
     def _training(self, job: Job) -> TrainingConfig:
@@ -322,7 +333,7 @@ def train(
     config = read_training_config(job.run, steps=steps, first_step=first_step, run_dir=folder)
     training = add_folders(config, job, model, save)
     if job.data is not None:
-        open_data(job.data, progress=_silent)
+        refuse_other_lengths(job, open_data(job.data, progress=_silent).index)
     if plan is None:
         plan = make_plan(job, profile=profile, systems=())
     if isinstance(plan, PlanningResult):
@@ -351,7 +362,7 @@ def _run_ranks(
         digest = save_plan(plan, folder / PLAN)
         absolute = replace(training, run_dir=folder.absolute())
         with (
-            follow_metrics(folder / METRICS, training.first_step + training.steps)
+            follow_metrics(folder / METRICS, training.end_step, saves=training.save_dir is not None)
             if visible
             else nullcontext()
         ):

@@ -6,14 +6,16 @@ import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from optimus.cli.data import build_skipped_json, format_skipped
 from optimus.cli.flags import import_extra
+from optimus.cli.text import wrap_text
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
     from optimus.data.index_lengths import Progress
-    from optimus.data.sample_index import IndexedData
+    from optimus.data.sample_index import IndexedData, SampleIndex
     from optimus.engine.config import TrainingConfig
     from optimus.job.data_source import DataSource
     from optimus.job.job import Job
@@ -53,16 +55,38 @@ def open_data(source: DataSource, *, progress: Progress | None) -> IndexedData:
     return data
 
 
-def describe_data(job: Job, source: DataSource) -> str:
-    """Says how many samples and sequences a data set has."""
-    index = open_data(source, progress=None).index
-    epoch = len(index.sequences) / job.workload.sequences_per_step
-    skipped = f", {index.skipped.total():,} skipped" if index.skipped else ""
-    assert job.data is not None
-    return (
-        f"{job.data.path}: {len(index):,} samples{skipped}, in {len(index.sequences):,} sequences of "
-        f"{source.sequence_tokens:,}; an epoch is {epoch:,.1f} steps"
+def refuse_other_lengths(job: Job, index: SampleIndex) -> None:
+    """Raises unless a job's workload has the lengths of its data; they may have changed since it was read."""
+    lengths, sequences = index.packed_lengths(), job.workload.sequences
+    same = len(lengths) == len(sequences) and all(
+        (ours.text, *map(ours.lengths, lengths.items)) == (theirs.text, *theirs.items.values())
+        for ours, theirs in zip(sequences, map(lengths.__getitem__, range(len(lengths))), strict=True)
     )
+    if not same:
+        assert job.data is not None
+        raise UserError(
+            field="workload.lengths",
+            value=str(job.data.lengths),
+            problem="has other lengths than the data, so that a plan for it would be one for other data",
+            hint=f"run {job.data.command}, then read the job again",
+        )
+
+
+def format_data(job: Job, index: SampleIndex) -> list[str]:
+    """Says how many samples and sequences the data of a job have, and what was skipped."""
+    assert job.data is not None
+    epoch = len(index.sequences) / job.workload.sequences_per_step
+    words = (
+        f"{job.data.path}: {len(index):,} samples, in {len(index.sequences):,} sequences of "
+        f"{job.data.sequence_tokens:,}; an epoch is {epoch:,.1f} steps"
+    )
+    return [*wrap_text("data", words), *format_skipped(build_skipped_json(index))]
+
+
+def build_data_json(index: SampleIndex) -> dict[str, Any]:
+    """Returns the same for `--json`."""
+    skipped = build_skipped_json(index)
+    return {"samples": len(index), "sequences": len(index.sequences), "skipped": skipped}
 
 
 def make_folder(field: str, folder: Path) -> Path:

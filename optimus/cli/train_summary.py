@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimus.cli.text import wrap_closing_line, wrap_text
+from optimus.cli.train_inputs import build_data_json
 from optimus.errors import show_value
 
 if TYPE_CHECKING:
+    from optimus.data.sample_index import SampleIndex
     from optimus.engine.config import TrainingSummary
     from optimus.ir.plan import Plan
     from optimus.job.job import Job
@@ -21,8 +23,8 @@ UNCALIBRATED = (
 NOT_RUN_ON_GPUS = "the GPU path follows NCCL's rules, but no run on GPUs is recorded yet"
 
 
-def build_train_json(summary: TrainingSummary) -> dict[str, Any]:
-    """Returns the object of `optimus train --json`."""
+def build_train_json(summary: TrainingSummary, index: SampleIndex | None) -> dict[str, Any]:
+    """Returns the object of `optimus train --json`; `index` is that of the data, if they are files."""
     from optimus.cli.dry_run import build_memory_json
 
     return {
@@ -34,6 +36,7 @@ def build_train_json(summary: TrainingSummary) -> dict[str, Any]:
         "waiting_steps": summary.waiting_steps,
         "skipped_samples": summary.skipped_samples,
         "skipped": list(summary.skipped),
+        **({} if index is None else {"data": build_data_json(index)}),
         **({} if summary.memory is None else {"memory": build_memory_json(summary.memory)}),
     }
 
@@ -50,7 +53,7 @@ def format_predicted_step(plan: Plan) -> str:
 
 
 def format_train_summary(
-    summary: TrainingSummary, job: Job, plan: Plan, run_dir: Path, save: Path | None
+    summary: TrainingSummary, job: Job, plan: Plan, argument: str, run_dir: Path, save: Path | None
 ) -> list[str]:
     """Returns steps, loss, measured and predicted step, memory, and the files written."""
     from optimus.cli.dry_run import format_memory
@@ -60,19 +63,21 @@ def format_train_summary(
     claim, measured = plan.claims.step_s, summary.step_s_median
     tokens = job.workload.sequences_per_step * job.workload.sequence_tokens / measured
     count = "1 step" if summary.steps == 1 else f"{summary.steps} steps"
-    compared = f"{measured / claim:.2g} times the predicted {claim:.3g} s"
+    ratio = f"{measured / claim:.2g}" if measured < 100 * claim else f"{measured / claim:,.0f}"
+    compared = f"{ratio} times the predicted {claim:.3g} s"
     lines = wrap_text("loss", f"{summary.final_loss:.4f} after {count}")
     lines += wrap_text("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
     if job.data is not None:
-        lines += wrap_text("waited", f"{summary.waiting_steps} of {count} waited for data")
+        lines += wrap_text("waited", f"for data in {summary.waiting_steps} of {count}")
     if summary.skipped:
         named = "; ".join(map(show_value, summary.skipped))
         skipped = max(summary.skipped_samples, len(summary.skipped))  # an encoder's rank may name more
-        broken = f"{skipped} samples whose files are broken trained nothing: {named}"
+        samples = "1 sample" if skipped == 1 else f"{skipped:,} samples"
+        broken = f"{samples} with broken files trained nothing: {named}"
         lines += wrap_closing_line("note", broken)
     lines += [] if summary.memory is None else format_memory(summary.memory)
     if not _is_calibrated(plan) and not 1 / MAX_STEP_RATIO < measured / claim < MAX_STEP_RATIO:
-        lines += wrap_closing_line("note", UNCALIBRATED.format(job=job.name))
+        lines += wrap_closing_line("note", UNCALIBRATED.format(job=argument))
     if summary.device == "cuda":
         lines += wrap_closing_line("note", NOT_RUN_ON_GPUS)
     if save is not None:

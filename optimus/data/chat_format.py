@@ -74,7 +74,7 @@ def parse_chat_sample(line: bytes | dict[str, Any]) -> ChatSample:
         (kind, path) for _, parts in turns for kind, path in parts if kind != "text" and path is not None
     ]
     if any(kind == "video" for kind, _ in media):
-        raise SkippedSample(SkipReason.UNSUPPORTED, "videos")
+        raise SkippedSample(SkipReason.UNSUPPORTED, "a video; give some of its frames as images")
     if len(media) > MAX_ITEMS:
         raise SkippedSample(SkipReason.TOO_LARGE, f"{len(media):,} files; at most {MAX_ITEMS:,}")
     return ChatSample(

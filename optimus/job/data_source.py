@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,6 +48,16 @@ class DataSource:
     def lengths(self) -> Path:
         """The file of packed lengths that is written with the index."""
         return find_lengths_file(self.index)
+
+    def read_packed_tokens(self) -> int | None:
+        """Returns the length to which the index packs samples, 0 if it does not; None without an index."""
+        import numpy as np
+
+        try:
+            with np.load(self.index, allow_pickle=False) as arrays:
+                return int(json.loads(arrays["header"].tobytes())["key"]["sequence_tokens"] or 0)
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+            return None
 
     @property
     def command(self) -> str:

@@ -26,6 +26,7 @@ MAX_ITEMS = 4096  # of one kind in a sequence
 DEFAULT_SEQUENCE_TOKENS = 8192
 DEFAULT_SEQUENCES_PER_GPU = 2
 DEFAULT_LEAST_SEQUENCES = 256
+LEAVE_OUT = "leave it out: lengths are those of the data"
 DEFAULT_SHARES = {"p50": 0.4, "p95": 0.8, "max": 0.9}  # of a sequence, over all encoders
 DEFAULT_SOURCE = (
     "assumed, not measured: 8,192 tokens as in Qwen2.5-VL's first two pre-training stages (arXiv 2502.13923),"
@@ -194,7 +195,7 @@ def read_workload(
 ) -> tuple[Workload, tuple[str, ...]]:
     """Reads the workload of a job file; also returns notes on what was assumed.
 
-    Lengths that it does not state are those of `data`.
+    With `data`, lengths are those of its index, and others are refused.
     """
     token_fields = {f"{encoder.name}_tokens": encoder.name for encoder in model.encoders}
     refuse_unknown_keys(node, (*WorkloadBlock.__dataclass_fields__, *token_fields))
@@ -207,13 +208,13 @@ def read_workload(
             _check_percentiles(node[name], percentiles[encoder], block.sequence_tokens)
     notes: tuple[str, ...] = ()
     path = None if block.lengths is None else folder / block.lengths
-    if path is not None and percentiles:
+    if percentiles and (path is not None or data is not None):
         stated = next(name for name in token_fields if name in node)
+        if data is not None:
+            raise node[stated].error("is given together with data, whose lengths are counted", LEAVE_OUT)
         raise node[stated].error("is given together with workload.lengths", "state one of them")
-    if path is None and not percentiles and data is not None:
-        path = data.lengths
-        if not path.is_file():
-            raise node.root["data"].error("has no lengths yet", f"run {data.command}", shown=False)
+    if data is not None:
+        path = _find_data_lengths(node, path, data)
     if path is not None:
         sequences = _read_lengths(path, block.sequence_tokens, [encoder.name for encoder in model.encoders])
         source = block.source or f"{len(sequences):,} rows of {block.lengths or path.name}"
@@ -232,6 +233,20 @@ def read_workload(
         source=source,
     )
     return workload, notes
+
+
+def _find_data_lengths(node: DocumentNode, stated: Path | None, data: DataSource) -> Path:
+    """Returns the file with the lengths of a job's data; raises if it is missing or others are stated."""
+    if stated is not None and stated.resolve() != data.lengths.resolve():
+        raise node["lengths"].error(f"is not {data.lengths}, the lengths of data", LEAVE_OUT)
+    if not data.lengths.is_file():
+        raise node.root["data"].error("has no lengths yet", f"run {data.command}", shown=False)
+    packed = data.read_packed_tokens()
+    if packed is not None and packed != data.sequence_tokens:
+        length = f"{packed} tokens" if packed else "no length"
+        problem = f"is another length than that of {data.index}, which packs samples to {length}"
+        raise node["sequence_tokens"].error(problem, f"run {data.command}")
+    return data.lengths
 
 
 def assume_workload(model: Model, gpus: int) -> tuple[Workload, tuple[str, ...]]:
