@@ -1,23 +1,24 @@
 """Computes what dealing is worth to every system, stores the figures, and writes tables of docs/models.md.
 
-With cases named as arguments (`"strong-3072, 20 % text-only"`), only those are computed.
+With arguments (`"strong-3072, 20 % text-only"`), only cases whose key starts with one are computed.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest.mock import patch
 
 from benchmarks.docs.pages import (
     DOCS,
     GOLDEN,
     Figures,
+    compute_named,
     fill_tables,
     markdown,
     read_figures,
     rounded,
-    store_figures,
 )
 from optimus.job.job import Job
 from optimus.job.layout import PartialLayout
@@ -159,9 +160,5 @@ def read_stored() -> Figures:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or [case.key for case in CASES]
-    for case in CASES:
-        if case.key in wanted:
-            stored = {**read_stored(), case.key: figures(case)}
-            store_figures(STORED, {each.key: stored[each.key] for each in CASES if each.key in stored})
+    compute_named(STORED, {case.key: partial(figures, case) for case in CASES}, sys.argv[1:])
     PAGE.write_text(fill(PAGE.read_text(), read_stored()))

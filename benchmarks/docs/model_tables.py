@@ -1,6 +1,6 @@
 """Computes the figures of docs/models.md, stores them, and writes the page's tables.
 
-With cases named as arguments (`"internvl3-78b 40 %"`), only those are computed.
+With arguments (`"internvl3-78b 40 %"`), only cases whose key starts with one are computed.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks.docs.pages import (
     DOCS,
     GOLDEN,
     Figures,
+    compute_named,
     fill_tables,
     markdown,
     read_figures,
     rounded,
-    store_figures,
 )
 from optimus.job.job import Job
 from optimus.job.read import find_job
@@ -240,9 +241,5 @@ def read_stored() -> Figures:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or [case.key for case in ALL_CASES]
-    for case in ALL_CASES:
-        if case.key in wanted:
-            stored = {**read_stored(), case.key: figures(case)}
-            store_figures(STORED, {each.key: stored[each.key] for each in ALL_CASES if each.key in stored})
+    compute_named(STORED, {case.key: partial(figures, case) for case in ALL_CASES}, sys.argv[1:])
     PAGE.write_text(fill(PAGE.read_text(), read_stored()))

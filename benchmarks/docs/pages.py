@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,22 @@ def read_figures(path: Path) -> Figures:
 def store_figures(path: Path, figures: Figures) -> None:
     """Writes figures by the key of their case."""
     path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def compute_named(
+    path: Path, cases: Mapping[str, Callable[[], Figures]], prefixes: Sequence[str] = ()
+) -> None:
+    """Computes the cases whose keys start with a prefix, by default all, and reports progress.
+
+    Each is stored as soon as it is computed, with those stored before, in the order of the cases.
+    """
+    named = [key for key in cases if not prefixes or key.startswith(tuple(prefixes))]
+    for place, key in enumerate(named):
+        begin = time.process_time()
+        stored = {**read_figures(path), key: cases[key]()}
+        store_figures(path, {each: stored[each] for each in cases if each in stored})
+        seconds = time.process_time() - begin
+        sys.stderr.write(f"{place + 1} of {len(named)}: {key}, {seconds:.0f} s of CPU\n")
 
 
 def rounded(value: float) -> float:

@@ -7,9 +7,8 @@ starts with one, such as `bubbles` or `sweep 0.5`; with `page` none. Every case 
 from __future__ import annotations
 
 import sys
-import time
 
-from benchmarks.docs.pages import DOCS, GOLDEN, Figures, fill_tables, markdown, read_figures, store_figures
+from benchmarks.docs.pages import DOCS, GOLDEN, Figures, compute_named, fill_tables, markdown, read_figures
 from benchmarks.docs.question_figures import (
     CAPACITIES,
     MULTI,
@@ -238,21 +237,9 @@ def read_stored() -> Figures:
     return read_figures(STORED)
 
 
-def _compute(prefixes: list[str]) -> None:
-    """Computes the cases whose key starts with a prefix, and reports progress."""
-    cases = [case for case in all_cases() if not prefixes or case.key.startswith(tuple(prefixes))]
-    for place, case in enumerate(cases):
-        begin = time.process_time()
-        stored = {**read_stored(), case.key: case.make()}
-        known = {each.key: stored[each.key] for each in all_cases() if each.key in stored}
-        store_figures(STORED, known)
-        seconds = time.process_time() - begin
-        sys.stderr.write(f"{place + 1} of {len(cases)}: {case.key}, {seconds:.0f} s of CPU\n")
-
-
 if __name__ == "__main__":
     if sys.argv[1:] != ["page"]:
-        _compute(sys.argv[1:])
+        compute_named(STORED, {case.key: case.make for case in all_cases()}, sys.argv[1:])
     PAGE.write_text(fill(PAGE.read_text(), read_stored()))
     for file, draw in PICTURES.items():
         (DOCS / "images" / file).write_text(draw(read_stored()), encoding="utf-8", newline="\n")
