@@ -6,6 +6,8 @@ from optimus.job.attention import Attention
 from optimus.job.model import Encoder, Llm, Model, Stack
 from optimus.job.workload import TokenLoad, Workload
 
+ITEM_COST_LENGTHS = 256.0, 4096.0  # encoder tokens of items
+
 
 def forward_flops(module: Encoder | Llm, load: TokenLoad) -> float:
     """Returns the FLOPs of one forward pass over `load`."""
@@ -81,6 +83,16 @@ def projector_flops(encoder: Encoder, load: TokenLoad) -> float:
     """Returns the FLOPs from encoder tokens to LLM tokens, once per LLM layer fed."""
     rows = load.tokens / encoder.merge * len(encoder.feeds)
     return sum(2.0 * rows * k * n for k, n in encoder.projector.linears(encoder.stack.hidden))
+
+
+def fit_item_cost(encoder: Encoder) -> tuple[float, float]:
+    """Returns the FLOPs of an item per token and per square of its tokens, exact at two lengths."""
+    short, long = (
+        forward_flops(encoder, TokenLoad(tokens=tokens, squares=tokens**2)) / tokens
+        for tokens in ITEM_COST_LENGTHS
+    )
+    squares = max(0.0, (long - short) / (ITEM_COST_LENGTHS[1] - ITEM_COST_LENGTHS[0]))
+    return short - squares * ITEM_COST_LENGTHS[0], squares
 
 
 def step_flops(model: Model, workload: Workload) -> float:

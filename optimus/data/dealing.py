@@ -121,6 +121,18 @@ def _group_batches(loads: Sequence[float], batches: list[list[int]], ranks: int)
     return dealt
 
 
+def list_column_pipelines(pipelines: Sequence[int], columns: int, replicas: int) -> list[list[int]]:
+    """Returns the encoder pipeline of every bin of every column, replica after replica.
+
+    `pipelines` are those of one replica's encoder microbatches, equally many for each column.
+    """
+    own, pieces = 1 + max(pipelines), len(pipelines) // columns
+    return [
+        [replica * own + pipeline for replica in range(replicas) for pipeline in pipelines[at : at + pieces]]
+        for at in range(0, len(pipelines), pieces)
+    ]
+
+
 def deal_items(costs: Sequence[Sequence[float]], pipelines: Sequence[Sequence[int]]) -> DealtItems:
     """Deals the items of every column, heaviest first, to the pipeline that is furthest behind the mean.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.data.dealing import deal_items, deal_sequences
+from optimus.data.dealing import deal_items, deal_sequences, list_column_pipelines
 from optimus.errors import UserError
 from optimus.ir.plan import Plan, PlannedModule
 
@@ -114,10 +114,7 @@ def plan_batch(
         samples=tuple(
             tuple(tuple(column[at * size : (at + 1) * size]) for column in numbers) for at in range(replicas)
         ),
-        bins={
-            name: _deal_items(module, name, by_column, replicas, plan.ranks.num_pipelines(name))
-            for name, module in plan.encoders.items()
-        },
+        bins={name: _deal_items(module, name, by_column, replicas) for name, module in plan.encoders.items()},
         labels=labels,
         carried=carried,
     )
@@ -133,7 +130,7 @@ def _load(plan: Plan, sample: SampleSizes) -> float:
 
 
 def _deal_items(
-    module: PlannedModule, name: str, columns: Sequence[Sequence[SampleSizes]], replicas: int, pipelines: int
+    module: PlannedModule, name: str, columns: Sequence[Sequence[SampleSizes]], replicas: int
 ) -> tuple[tuple[Bin, ...], ...]:
     """Returns the bins of an encoder by replica and microbatch; items of a bin are in the batch's order."""
     items = [
@@ -144,15 +141,8 @@ def _deal_items(
         ]
         for column in columns
     ]
-    owners = [
-        [
-            replica * pipelines + module.pipelines[microbatch]
-            for replica in range(replicas)
-            for microbatch in module.microbatches_of(column)
-        ]
-        for column in range(len(columns))
-    ]
-    dealt = deal_items([[module.cost_of(item.tokens) for item in column] for column in items], owners)
+    pipelines = list_column_pipelines(module.pipelines, len(columns), replicas)
+    dealt = deal_items([[module.cost_of(item.tokens) for item in column] for column in items], pipelines)
     bins: list[list[list[BinItem]]] = [[[] for _ in module.pipelines] for _ in range(replicas)]
     places, pieces = iter(dealt.bins), module.microbatches_per_llm_microbatch
     for column, of_column in enumerate(items):

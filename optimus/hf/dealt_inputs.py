@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.data.dealing import deal_items
+from optimus.data.dealing import deal_items, list_column_pipelines
 from optimus.engine.rank_batch import BinRows, route_to_replicas
 from optimus.engine.stage_profile import StageInputs
 from optimus.engine.stage_segments import DealtRows
@@ -97,17 +97,9 @@ class ItemDealer:
         columns = [
             [item for replica in column for item in replica] for column in zip(*of_replicas, strict=True)
         ]
-        pipelines, pieces = self.plan.ranks.num_pipelines(name), module.microbatches_per_llm_microbatch
-        owners = [
-            [
-                r * pipelines + module.pipelines[at]
-                for r in range(replicas)
-                for at in module.microbatches_of(m)
-            ]
-            for m in range(len(columns))
-        ]
+        pipelines = list_column_pipelines(module.pipelines, len(columns), replicas)
         costs = [[module.cost_of(item.inputs) for item in column] for column in columns]
-        places = iter(deal_items(costs, owners).bins)
+        places, pieces = iter(deal_items(costs, pipelines).bins), module.microbatches_per_llm_microbatch
         bins: Bins = [[[] for _ in module.pipelines] for _ in range(replicas)]
         for microbatch, column in enumerate(columns):
             for item in column:

@@ -17,7 +17,7 @@ from optimus.ir.plan import Template
 from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
-from optimus.planner.worst_step import BinShape, resident_bins_at_p99
+from optimus.planner.worst_step import BinShape, DrawnSteps
 from optimus.schedule.op_phases import expand_op_into_phases
 from optimus.schedule.pipeline_orders import PipelineOrder
 from optimus.schedule.schedule_builder import ChunkPricer
@@ -49,6 +49,7 @@ class PlanningCache:
         self.equal: dict[Template, Template] = {}
         self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerPrefixSums]] = {}
         self.images: dict[str, float] = {}  # per mean sequence, by encoder
+        self.drawn_steps: DrawnSteps | None = None
         self.resident_bins: dict[BinShape, Floats] = {}  # in a heavy step
         self.estimates: dict[PipelineKey, float] = {}
         self.memories: dict[PipelineKey, tuple[RankMemory, ...]] = {}
@@ -156,7 +157,8 @@ class PlanningContext:
     def resident_bins_at_p99(self, shape: BinShape) -> Floats:
         """Returns by n the load, in mean bins, of n bins in a row in a heavy step."""
         if shape not in self.cache.resident_bins:
-            self.cache.resident_bins[shape] = resident_bins_at_p99(self.job.workload, shape)
+            self.cache.drawn_steps = self.cache.drawn_steps or DrawnSteps(self.job)
+            self.cache.resident_bins[shape] = self.cache.drawn_steps.resident_bins_at_p99(shape)
         return self.cache.resident_bins[shape]
 
     def recompute_policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[RecomputePolicy]:

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from optimus.data.dealing import DealtItems, deal_items, deal_sequences
+from optimus.data.dealing import DealtItems, deal_items, deal_sequences, list_column_pipelines
 from optimus.ir.op import Floats, Ints
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.sensitivity.drawn_batches import COMPUTE, DrawnBatches, EncoderItemCosts
@@ -56,14 +56,9 @@ def _sum_loads(
         alone = [_sum_bins(items, [column], [range(encoders)]) for column in columns]
         return np.concatenate([_fullest(column) for column in alone], axis=2)
     assert bins.sharing == "pieces", bins.sharing
-    own, pieces = 1 + max(bins.pipelines), bins.bins
-    pipelines = [
-        [r * own + p for r in range(replicas) for p in bins.pipelines[m * pieces : (m + 1) * pieces]]
-        for m in range(len(columns))
-    ]
-    loads = _sum_bins(items, columns, pipelines)  # by column: replica after replica
-    by_replica = loads.reshape(2, len(columns), replicas, pieces).swapaxes(1, 2)
-    return by_replica.reshape(2, replicas, len(columns) * pieces)
+    loads = _sum_bins(items, columns, list_column_pipelines(bins.pipelines, len(columns), replicas))
+    by_replica = loads.reshape(2, len(columns), replicas, bins.bins).swapaxes(1, 2)
+    return by_replica.reshape(2, replicas, len(columns) * bins.bins)
 
 
 def _sum_bins(items: EncoderItemCosts, columns: Columns, pipelines: Sequence[Sequence[int]]) -> Floats:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from optimus import __version__
-from optimus.cost.flops import forward_flops
+from optimus.cost.flops import fit_item_cost
 from optimus.cost.kernel import Kernel
 from optimus.cost.memory import communicator_bytes, model_state_memory, transient_bytes
 from optimus.cost.network import Collective
@@ -19,14 +19,12 @@ from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, PlanClaims, PlannedChunk,
 from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
-from optimus.job.workload import TokenLoad
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.op_phases import PASS_THROUGH_TEMPLATES, SECONDS_DIGITS, make_collective_kernel
 from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap, price_parameter_traffic
 from optimus.schedule.schedule_builder import PricedChunk
 
-ITEM_COST_LENGTHS = 256.0, 4096.0  # encoder tokens of items
 STATES = ("parameters", "gradients", "optimizer")  # components of RankMemory
 
 
@@ -321,16 +319,6 @@ class ColocatedPlanBuilder:
             "reserve": context.job.cluster.reserve_bytes,
         }
         return {part: round(value) for part, value in total.items()}
-
-
-def fit_item_cost(encoder: Encoder) -> tuple[float, float]:
-    """Returns the FLOPs of an item per token and per square of its tokens, exact at two lengths."""
-    short, long = (
-        forward_flops(encoder, TokenLoad(tokens=tokens, squares=tokens**2)) / tokens
-        for tokens in ITEM_COST_LENGTHS
-    )
-    squares = max(0.0, (long - short) / (ITEM_COST_LENGTHS[1] - ITEM_COST_LENGTHS[0]))
-    return short - squares * ITEM_COST_LENGTHS[0], squares
 
 
 def _has_traffic(part: ParameterTraffic) -> bool:

@@ -190,24 +190,27 @@ class ColocationCandidate:
 
     def _added_at_p99(self, encoder: ColocatedEncoder, stage: int, resident: int) -> float:
         """Returns the bytes that `resident` microbatches of one encoder have more at p99 of steps."""
-        bins, layers = self._bins_at_p99(encoder.encoder), encoder.stages[stage]
+        bins, layers = self._bins_at_p99[encoder.encoder.name], encoder.stages[stage]
         resident = min(resident, len(bins) - 1)
         saved = sum(layer.activation_bytes + layer.recomputed_bytes for layer in layers)
         return float((bins[resident] - resident) * saved + (bins[1] - 1) * transient_bytes(layers))
 
-    def _bins_at_p99(self, encoder: Encoder) -> Floats:
-        """Returns by n the load of n microbatches in a row at p99 of steps, as multiples of a priced one."""
-        chosen, llm = self.placements[encoder.name], self.llm
-        shape = BinShape(
-            encoder=encoder.name,
-            replicas=llm.layout.dp,
-            microbatches=llm.microbatches,
-            pieces=chosen.pieces,
-            pipelines=chosen.layout.dp // llm.layout.dp,
-        )
-        bins = self.context.resident_bins_at_p99(shape)
-        mean = llm.sequences / chosen.pieces
-        return np.maximum(bins * mean / max(self._sequences_per_piece(encoder), 1e-30), np.arange(len(bins)))
+    @cached_property
+    def _bins_at_p99(self) -> dict[str, Floats]:
+        """By encoder and n: load of n microbatches in a row at p99 of steps, as multiples of a priced one."""
+        llm, by_encoder = self.llm, {}
+        for placed in self._unfolded.encoders:
+            name = placed.encoder.name
+            shape = BinShape(
+                encoder=name,
+                replicas=llm.layout.dp,
+                microbatches=llm.microbatches,
+                pipelines=placed.pipelines,
+            )
+            bins, mean = self.context.resident_bins_at_p99(shape), llm.sequences / placed.pieces
+            priced = max(self._sequences_per_piece(placed.encoder), 1e-30)
+            by_encoder[name] = np.maximum(bins * mean / priced, np.arange(len(bins)))
+        return by_encoder
 
     @property
     def widest_window(self) -> int:

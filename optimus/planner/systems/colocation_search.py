@@ -123,9 +123,9 @@ class ColocationSearch:
 
     def _fitting(self, choices: Iterable[Mapping[str, Layout]], most: int) -> list[ColocationCandidate]:
         """Returns the `most` most promising layouts that fit, each with the least recomputation that fits."""
-        ladders = [list(self.memory_ladder(layouts)) for layouts in choices]
         fitting: list[ColocationCandidate] = []
-        for ladder in _most_promising_first(ladders):
+        for first, others in _most_promising_first(map(self.memory_ladder, choices)):
+            ladder = [first, *others]
             self._bytes_without_recompute = min(self._bytes_without_recompute, ladder[0].peak_bytes_bound)
             fits = next((candidate for candidate in ladder if candidate.fits), None)
             smallest = fits or min(ladder, key=lambda candidate: candidate.peak_bytes_bound)
@@ -336,16 +336,18 @@ class ColocationSearch:
         yield placements
 
 
-def _most_promising_first(
-    ladders: Sequence[Sequence[ColocationCandidate]],
-) -> list[Sequence[ColocationCandidate]]:
+Ladder = tuple[ColocationCandidate, Iterator[ColocationCandidate]]  # first candidate, those that need less
+
+
+def _most_promising_first(ladders: Iterable[Iterator[ColocationCandidate]]) -> list[Ladder]:
     """Orders ladders by the busiest stage's seconds, but the best of every tp before the second of any.
 
-    A small tp has less to do, a large one can hide more of it: only a schedule tells.
+    A small tp has less to do, a large one can hide more of it: only a schedule tells. No memory is counted.
     """
     seen: Counter[tuple[int, ...]] = Counter()
-    turns: list[tuple[int, int, Sequence[ColocationCandidate]]] = []
-    for ladder in sorted(ladders, key=lambda ladder: ladder[0].encoder_s):
+    turns: list[tuple[int, int, Ladder]] = []
+    starts = [(next(ladder), ladder) for ladder in ladders]
+    for ladder in sorted(starts, key=lambda start: start[0].encoder_s):
         tp = tuple(chosen.layout.tp for chosen in ladder[0].placements.values())
         turns.append((seen[tp], len(turns), ladder))
         seen[tp] += 1
