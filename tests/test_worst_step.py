@@ -9,17 +9,21 @@ import pytest
 from test_batches import few_layers, uneven
 
 from optimus.cost.assumptions import get_preset
+from optimus.cost.flops import fit_item_cost
 from optimus.data.dealing import deal_items, deal_sequences
+from optimus.engine.batch_plan import SampleSizes, plan_batch
 from optimus.job.job import Job
+from optimus.job.workload import TokenPercentiles, build_sequences_from_percentiles
 from optimus.planner.filled_plan import RejectedLayout
 from optimus.planner.layouts import choose_smallest_context
-from optimus.planner.systems.colocation_candidate import ColocationCandidate
+from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
+from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
-from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
 from optimus.planner.systems.optimus import _first_that_fits
-from optimus.planner.worst_step import BinShape, resident_bins_at_p99
+from optimus.planner.worst_step import BinShape, DrawnSteps
 
-SHAPE = BinShape(encoder="vision", replicas=8, microbatches=8, pieces=2, pipelines=1)
+SHAPE = BinShape(encoder="vision", replicas=8, microbatches=8, pipelines=(0,) * 16)
 
 
 def job(sequences: int = 64) -> Job:
@@ -27,28 +31,85 @@ def job(sequences: int = 64) -> Job:
     return replace(varied, workload=replace(varied.workload, sequences_per_step=sequences))
 
 
+def two_encoders() -> Job:
+    """Two encoders whose items cost unequal amounts, and no sequence has the same share of both."""
+    alone = few_layers(64, pp=2)
+    (vision,) = alone.model.encoders
+    audio = replace(vision, name="audio", stack=replace(vision.stack, layers=2))
+    sizes = {
+        "vision": TokenPercentiles(p50=400, p95=1200, max=1600, text_only_share=0.2, item=256),
+        "audio": TokenPercentiles(p50=100, p95=200, max=400, item=64),
+    }
+    sequences = build_sequences_from_percentiles(alone.workload.sequence_tokens, sizes)
+    workload = replace(alone.workload, sequences=sequences, sequences_per_step=256)
+    return replace(alone, model=replace(alone.model, encoders=(vision, audio)), workload=workload)
+
+
 def test_where_all_sequences_are_alike_a_heavy_step_is_the_mean() -> None:
-    assert resident_bins_at_p99(few_layers().workload, SHAPE).tolist() == list(range(17))
+    assert DrawnSteps(few_layers()).resident_bins_at_p99(SHAPE).tolist() == list(range(17))
 
 
 @pytest.mark.parametrize("resident", [1, 4, 16])
 def test_one_step_in_a_hundred_holds_more(resident: int) -> None:
     """Other steps, drawn and dealt here: the fullest pipeline of eight, by bins in a row."""
-    workload, rng = job().workload, np.random.default_rng(7)
-    lengths = [list(map(float, sequence.lengths("vision"))) for sequence in workload.sequences]
-    mean = np.mean([sum(items) for items in lengths]) / SHAPE.pieces
+    varied, rng = job(), np.random.default_rng(7)
+    per_token, per_square = fit_item_cost(varied.model.encoders[0])
+    merge = varied.model.encoders[0].merge
+    lengths = [[merge * n for n in sequence.lengths("vision")] for sequence in varied.workload.sequences]
+    mean = np.mean([sum(items) for items in lengths]) / 2
     held = []
     for _ in range(300):
         drawn = [lengths[n] for n in rng.integers(len(lengths), size=64)]
-        columns = deal_sequences([sum(items) for items in drawn], 8)
-        costs = [[cost for place in column for cost in drawn[place]] for column in columns]
-        dealt = deal_items(costs, [[n // 2 for n in range(16)]] * 8)
-        bins = np.concatenate([loads.reshape(8, 2) for loads in dealt.loads], axis=1) / mean
-        rows = [bins[:, at : at + resident].sum(axis=1) for at in range(17 - resident)]
+        loads = [sum(per_token * n + per_square * n * n for n in items) for items in drawn]
+        columns = [[n for at in column for n in drawn[at]] for column in deal_sequences(loads, 8)]
+        costs = [[per_token * n + per_square * n * n for n in column] for column in columns]
+        places = iter(deal_items(costs, [[n // 2 for n in range(16)]] * 8).bins)
+        bins = np.zeros((8, 8, 2))
+        for number, column in enumerate(columns):
+            for tokens in column:
+                replica, piece = divmod(next(places), 2)
+                bins[replica, number, piece] += tokens / mean
+        in_order = bins.reshape(8, 16)
+        rows = [in_order[:, at : at + resident].sum(axis=1) for at in range(17 - resident)]
         held.append(float(np.max(rows)))
-    planned = resident_bins_at_p99(workload, SHAPE)[resident]
+    planned = DrawnSteps(varied).resident_bins_at_p99(SHAPE)[resident]
     assert np.mean(np.array(held) > planned) <= 0.03
     assert planned <= 1.1 * max(held)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_steps_are_dealt_as_in_the_engine(is_reversed: bool) -> None:
+    """Two encoders with unequal layouts, on a plan's own pipelines: the tokens of every bin."""
+    context, _ = choose_smallest_context(two_encoders(), get_preset("default"))
+    llm = build_llm_pipeline(context)
+    placements = {
+        name: EncoderPlacement(
+            layout=encoder_layout_on_llm_gpus(llm.layout, pp=pp, tp=1),
+            recompute="none",
+            pieces=pieces,
+            reverse_pipelines=is_reversed,
+        )
+        for name, pp, pieces in (("vision", 1, 2), ("audio", 2, 4))
+    }
+    plan = ColocationCandidate(context, llm, placements)._unfolded.header(strategy="optimus")
+    assert plan.dealing_replicas == 8 < llm.layout.dp
+    steps = DrawnSteps(context.job)
+    samples = [
+        SampleSizes(number=number, items={name: sizes.tokens[n] for name, sizes in steps.sizes.items()})
+        for number, n in enumerate(steps.drawn[0].tolist())
+    ]
+    batch = plan_batch(plan, samples)
+    for name, module in plan.encoders.items():
+        shape = BinShape(
+            encoder=name,
+            replicas=llm.layout.dp,
+            microbatches=llm.microbatches,
+            pipelines=module.pipelines,
+        )
+        assert max(module.pipelines) > 0
+        tokens = np.array([[sum(item.tokens for item in own) for own in bins] for bins in batch.bins[name]])
+        by_column = tokens.reshape(8, llm.microbatches, -1).swapaxes(0, 1)
+        assert next(steps.bin_tokens(shape)).tolist() == by_column.ravel().tolist()
 
 
 def scheduled(candidate: ColocationCandidate) -> ScheduledCandidate:

@@ -366,7 +366,7 @@ def _memory(planned: PlanningResult) -> str:
     total = f"{format_gigabytes(memory.total)} of {format_gigabytes(capacity)} GB"
     heavy = planned.search_result.peak_bytes_at_p99
     if heavy is not None and heavy > memory.total:
-        total += f" ({format_gigabytes(heavy)} at p99 of the data)"
+        total += f" ({format_gigabytes(heavy)} at p99 of the data, to which no other system is held)"
     components = ", ".join(f"{name} {format_gigabytes(value)}" for name, value in parts.items())
     return f"{total} on the worst rank ({system.worst_rank}): {components}"
 

@@ -76,7 +76,8 @@ class DrawnSteps:
             self.sizes[encoder.name] = ItemSizes(tokens=tokens, costs=costs)
 
     @cached_property
-    def _drawn(self) -> Ints:
+    def drawn(self) -> Ints:
+        """Sequences of the workload, by step."""
         size = STEPS, self.workload.sequences_per_step
         return np.random.default_rng(SEED).integers(len(self.workload.sequences), size=size)
 
@@ -86,7 +87,7 @@ class DrawnSteps:
         if (groups, microbatches) not in self._columns:
             loads = np.array([sum(map(sum, of_all)) for of_all in zip(*self._all_costs, strict=True)])
             steps = []
-            for drawn in self._drawn:
+            for drawn in self.drawn:
                 own = drawn[sorted(deal_sequences(loads[drawn].tolist(), groups)[0])]
                 dealt = deal_sequences(loads[own].tolist(), microbatches)
                 steps.append([own[sorted(column)].tolist() for column in dealt])
