@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -14,14 +15,16 @@ from optimus.data.dealing import deal_items, deal_sequences
 from optimus.engine.batch_plan import SampleSizes, plan_batch
 from optimus.job.job import Job
 from optimus.job.workload import TokenPercentiles, build_sequences_from_percentiles
+from optimus.planner import worst_step
 from optimus.planner.filled_plan import RejectedLayout
 from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems import colocation_search
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
 from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
 from optimus.planner.systems.optimus import _first_that_fits
-from optimus.planner.worst_step import BinShape, DrawnSteps
+from optimus.planner.worst_step import STEPS, BinShape, DrawnSteps
 
 SHAPE = BinShape(encoder="vision", replicas=8, microbatches=8, pipelines=(0,) * 16)
 
@@ -110,6 +113,26 @@ def test_steps_are_dealt_as_in_the_engine(is_reversed: bool) -> None:
         tokens = np.array([[sum(item.tokens for item in own) for own in bins] for bins in batch.bins[name]])
         by_column = tokens.reshape(8, llm.microbatches, -1).swapaxes(0, 1)
         assert next(steps.bin_tokens(shape)).tolist() == by_column.ravel().tolist()
+
+
+def test_a_search_deals_every_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences once for all encoder layouts of an LLM pipeline, items once for each that has its turn."""
+    calls: Counter[str] = Counter()
+    for name in ("deal_items", "deal_sequences"):
+        dealt = getattr(worst_step, name)
+        monkeypatch.setattr(
+            worst_step, name, lambda *args, n=name, dealt=dealt: (calls.update([n]), dealt(*args))[1]
+        )
+    monkeypatch.setattr(colocation_search, "MAX_LAYOUTS", 2)
+    context, _ = choose_smallest_context(two_encoders(), get_preset("default"))
+    llm = build_llm_pipeline(context)
+    search = ColocationSearch(context, llm)
+    first = search.schedule_common_layouts()[0]
+    assert len(context.cache.resident_bins) <= 2 * 2 < 2 * search.considered
+    search.refine(first)
+    shapes = list(context.cache.resident_bins)
+    assert {(shape.replicas, shape.microbatches) for shape in shapes} == {(16, llm.microbatches)}
+    assert calls == {"deal_sequences": 2 * STEPS, "deal_items": STEPS * len(shapes)}
 
 
 def scheduled(candidate: ColocationCandidate) -> ScheduledCandidate:

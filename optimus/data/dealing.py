@@ -208,8 +208,9 @@ def _fill_bins(
     for number, pipeline in enumerate(pipelines):
         own_bins.setdefault(pipeline, []).append(number)
     for pipeline, items in owned.items():
-        for item in sorted(items, key=costs.__getitem__, reverse=True):
-            place = min(own_bins[pipeline], key=filled.__getitem__)
+        own = own_bins[pipeline]
+        for item in sorted(items, key=costs.__getitem__, reverse=True) if len(own) > 1 else items:
+            place = min(own, key=filled.__getitem__) if len(own) > 1 else own[0]
             filled[place] += costs[item]
             places[item] = place
     return places, filled

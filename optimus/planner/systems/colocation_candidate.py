@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -220,22 +221,38 @@ class ColocationCandidate:
 
     def _peak_bytes_bound(self, window: int | None = None) -> float:
         """Returns the bound with `window` for all encoders, or with the windows of the placements."""
-        llm, ranks, peaks = self.llm, self.header.ranks, []
-        working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
-        for device in range(ranks.num_classes):
-            stage, _, _ = ranks.coordinates(device)
-            held = llm.memories[stage].llm_activations - float(working[stage])
-            for encoder in self._scheduled.encoders:
+        peaks = []
+        for stage, microbatches in self._microbatches_by_rank:
+            held = self._bytes_by_stage[stage]
+            for encoder, count in zip(self._scheduled.encoders, microbatches, strict=True):
                 name = encoder.encoder.name
-                module, encoder_stage = self.header.modules[name], ranks.stage_of(name, device)
-                resident = module.pipelines.count(ranks.pipeline_of(name, device))
-                resident = min(resident, self._pipeline_window(name, window))
+                module, encoder_stage = self.header.modules[name], stage % encoder.layout.pp
+                resident = min(count, self._pipeline_window(name, window))
                 # Weight gradients may wait, and with them the activations that were recomputed for them.
                 held += resident * _bin_bytes(module.chunks[encoder_stage])
                 held += self._added_at_p99(encoder, encoder_stage, resident)
                 held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
-            peaks.append(held + sum(self._unfolded.fixed_bytes_of(stage).values()))
+            peaks.append(held)
         return max(peaks)
+
+    @cached_property
+    def _microbatches_by_rank(self) -> set[tuple[int, tuple[int, ...]]]:
+        """Distinct pairs of an LLM stage and the microbatches of every encoder that a rank there runs."""
+        ranks, counts = self.header.ranks, {e: Counter(m.pipelines) for e, m in self.header.encoders.items()}
+        return {
+            (ranks.coordinates(d)[0], tuple(counts[name][ranks.pipeline_of(name, d)] for name in counts))
+            for d in range(ranks.num_classes)
+        }
+
+    @cached_property
+    def _bytes_by_stage(self) -> list[float]:
+        """Bytes of a rank of every LLM stage without encoder activations."""
+        llm = self.llm
+        working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
+        return [
+            sum(self._unfolded.fixed_bytes_of(stage).values()) + held.llm_activations - float(working[stage])
+            for stage, held in enumerate(llm.memories)
+        ]
 
     @property
     def _may_unfold(self) -> bool:
