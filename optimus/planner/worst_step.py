@@ -107,8 +107,9 @@ class DrawnSteps:
             items = [list(chain.from_iterable(sizes.costs[n] for n in column)) for column in columns]
             dealt = deal_items(items, pipelines)
             first_bins = np.repeat(np.arange(len(columns)) * width, list(map(len, items)))
-            tokens = [float(n) for column in columns for number in column for n in sizes.tokens[number]]
-            yield np.bincount(first_bins + np.array(dealt.bins, int), np.array(tokens), len(columns) * width)
+            tokens = list(chain.from_iterable(sizes.tokens[n] for column in columns for n in column))
+            bins = first_bins + np.array(dealt.bins, int)
+            yield np.bincount(bins, tokens, len(columns) * width).astype(np.float64)
 
     def resident_bins_at_p99(self, shape: BinShape) -> Floats:
         """Returns by n the load, in mean bins, of a pipeline's fullest n bins in a row, at p99 of steps."""
