@@ -58,6 +58,17 @@ class ColocatedEncoder:
         cuts[-1] = len(self.layers)
         return [self.layers[a:b] for a, b in pairwise(cuts)]
 
+    @cached_property
+    def activation_bytes(self) -> list[tuple[int, int]]:
+        """By stage: what a microbatch saves, and recomputed activations that wait for weight gradients."""
+        return [
+            (
+                round(sum(layer.activation_bytes for layer in layers)),
+                round(sum(layer.recomputed_bytes for layer in layers)) if self.split_backward else 0,
+            )
+            for layers in self.stages
+        ]
+
 
 def split_layers_evenly(inner: int, stages: int) -> tuple[int, ...]:
     """Returns the layers of every stage, as even as they can be; later stages get one more."""
@@ -85,6 +96,11 @@ class ColocatedPlanBuilder:
         self.dealing_replicas = dealing_replicas if self._seam_bytes else 1
         self._templates: dict[str, Template] = {}
         self._names: dict[int, str] = {}  # by the ids of templates, which the context keeps alive
+
+    @cached_property
+    def ranks(self) -> RankGrid:
+        layouts = {choice.encoder.name: choice.layout for choice in self.encoders}
+        return RankGrid(layouts={**layouts, LLM: self.llm.layout})
 
     def header(self, *, strategy: str) -> Plan:
         """Returns the plan without programs and claims."""
@@ -158,7 +174,7 @@ class ColocatedPlanBuilder:
         precision = self.context.job.model.precision
         across = cost_model.stages_cross_nodes(self.llm.layout)
         chunks, buckets = [], []
-        for layers in choice.stages:
+        for layers, (saved, recomputed) in zip(choice.stages, choice.activation_bytes, strict=True):
             phases = {kind: self.context.build_template(layers, kind) for kind in choice.kinds}
             templates = {
                 kind: self._name(name, kind, template) for kind, template in phases.items() if template
@@ -168,10 +184,8 @@ class ColocatedPlanBuilder:
                 PlannedChunk(
                     templates=templates,
                     layers=len(layers),
-                    saved_activation_bytes=round(sum(layer.activation_bytes for layer in layers)),
-                    recomputed_bytes=round(sum(layer.recomputed_bytes for layer in layers))
-                    if choice.split_backward
-                    else 0,
+                    saved_activation_bytes=saved,
+                    recomputed_bytes=recomputed,
                     output_bytes=round(output),
                     send_s=round(cost_model.send_s(output, across_nodes=across), SECONDS_DIGITS),
                 )
@@ -292,8 +306,7 @@ class ColocatedPlanBuilder:
 
     def fixed_bytes(self) -> list[Mapping[str, int]]:
         """Returns the bytes that one rank of every device class holds all the time, by component."""
-        layouts = {choice.encoder.name: choice.layout for choice in self.encoders}
-        ranks = RankGrid(layouts={**layouts, LLM: self.llm.layout})
+        ranks = self.ranks
         stages = [self.fixed_bytes_of(stage) for stage in range(self.llm.layout.pp)]
         return [stages[ranks.coordinates(device)[0]] for device in range(ranks.num_classes)]
 

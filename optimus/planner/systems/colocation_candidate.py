@@ -16,7 +16,7 @@ from optimus.cost.memory import transient_bytes
 from optimus.cost.priced_layer import PricedLayer
 from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Floats, OpKind
-from optimus.ir.plan import Plan, PlannedChunk
+from optimus.ir.plan import Plan
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
@@ -130,13 +130,13 @@ class ColocationCandidate:
 
     @cached_property
     def fill(self) -> Fill:
-        return Fill(self.header, self.base, {name: self._pipeline_window(name) for name in self.placements})
+        windows = {each.encoder.name: self._pipeline_window(each) for each in self._scheduled.encoders}
+        return Fill(self.header, self.base, windows)
 
-    def _pipeline_window(self, name: str, window: int | None = None) -> int:
+    def _pipeline_window(self, encoder: ColocatedEncoder, window: int | None = None) -> int:
         """Returns how many microbatches of one encoder pipeline may be resident at a time."""
-        module = self.header.modules[name]
-        window = (self.placements[name].window if window is None else window) or self.llm.microbatches
-        return -(-window * module.microbatches_per_llm_microbatch // (1 + max(module.pipelines)))
+        chosen = self.placements[encoder.encoder.name].window if window is None else window
+        return -(-(chosen or self.llm.microbatches) * encoder.pieces // (1 + max(encoder.pipelines)))
 
     def plan(self, arranged: FillResult) -> FilledPlan:
         """Lowers the faster of a schedule and its tightened form; of many lines, the faster by estimate."""
@@ -184,7 +184,7 @@ class ColocationCandidate:
             added = 0.0
             for encoder in self._unfolded.encoders:
                 stage = plan.ranks.stage_of(encoder.encoder.name, device)
-                size = _bin_bytes(plan.modules[encoder.encoder.name].chunks[stage])
+                size = sum(encoder.activation_bytes[stage])
                 added += self._added_at_p99(encoder, stage, ceil(held.encoder_activations / max(size, 1)))
             peaks.append(held.peak + added)
         return max(peaks)
@@ -225,20 +225,19 @@ class ColocationCandidate:
         for stage, microbatches in self._microbatches_by_rank:
             held = self._bytes_by_stage[stage]
             for encoder, count in zip(self._scheduled.encoders, microbatches, strict=True):
-                name = encoder.encoder.name
-                module, encoder_stage = self.header.modules[name], stage % encoder.layout.pp
-                resident = min(count, self._pipeline_window(name, window))
-                # Weight gradients may wait, and with them the activations that were recomputed for them.
-                held += resident * _bin_bytes(module.chunks[encoder_stage])
+                encoder_stage = stage % encoder.layout.pp
+                resident = min(count, self._pipeline_window(encoder, window))
+                held += resident * sum(encoder.activation_bytes[encoder_stage])
                 held += self._added_at_p99(encoder, encoder_stage, resident)
-                held += module.seam_bytes * len(module.pipelines) if stage == 0 else 0
+                held += round(encoder.layers[-1].output_bytes) * len(encoder.pipelines) if stage == 0 else 0
             peaks.append(held)
         return max(peaks)
 
     @cached_property
     def _microbatches_by_rank(self) -> set[tuple[int, tuple[int, ...]]]:
         """Distinct pairs of an LLM stage and the microbatches of every encoder that a rank there runs."""
-        ranks, counts = self.header.ranks, {e: Counter(m.pipelines) for e, m in self.header.encoders.items()}
+        ranks = self._scheduled.ranks
+        counts = {each.encoder.name: Counter(each.pipelines) for each in self._scheduled.encoders}
         return {
             (ranks.coordinates(d)[0], tuple(counts[name][ranks.pipeline_of(name, d)] for name in counts))
             for d in range(ranks.num_classes)
@@ -330,7 +329,3 @@ class ColocationCandidate:
         seconds = self.context.chunks.price(layers).seconds
         traffic = price_parameter_traffic(layers, self.context.cost_model, self.context.job.model.precision)
         return traffic.gather_s + traffic.reduce_s + microbatches * sum(seconds[kind] for kind in kinds)
-
-
-def _bin_bytes(chunk: PlannedChunk) -> int:
-    return chunk.saved_activation_bytes + chunk.recomputed_bytes
