@@ -28,6 +28,8 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 RATE = 1e-3
+# transformers 5.22 names SiglipTextEmbeddings among the modules to wrap, which LLaVA does not have.
+LLAVA_FSDP = {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer", "SiglipEncoderLayer"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ def train(numbers: list[int], case: TrainerCase) -> tuple[list[float], list[dict
         disable_tqdm=True,
         log_level="error",
         fsdp=case.fsdp,
+        fsdp_config=LLAVA_FSDP if case.fsdp and case.model.startswith("llava") else None,
     )
     model, batches = hf_models.build(case.model), hf_models.microbatches(case.model)
     if case.is_dealt:
