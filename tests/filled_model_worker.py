@@ -9,7 +9,9 @@ from typing import Any
 
 import hf_models
 import torch
+from torch import Tensor
 from torch import distributed as dist
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from optimus.errors import UserError
 from optimus.hf import FilledModel, freeze
@@ -43,9 +45,19 @@ def refuse_different_batches(folder: Path) -> None:
             print(json.dumps(told))  # noqa: T201
 
 
+def widen_norm(self: Any, x: Tensor) -> Tensor:
+    """Computes as Gemma's norm does, in the dtype of its input.
+
+    Its own sums the weight's gradient over rows in float32, and dealing changes the rows that are summed.
+    """
+    normed: Tensor = self._norm(x) * (1.0 + self.weight)
+    return normed
+
+
 def main(folder: Path, way: str, accumulate: int, frozen: str, case: str = "qwen3_vl_tied") -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    Gemma3RMSNorm.forward = widen_norm
     if way == "different":
         refuse_different_batches(folder)
         dist.destroy_process_group()
