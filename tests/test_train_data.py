@@ -143,6 +143,11 @@ def test_a_job_with_data_says_what_is_missing(tmp_path: Path) -> None:
     assert "data.index = a.bin is not a .npz file" in error(JOB.replace("workers: 1", "index: a.bin"))
     assert "data.workers = 0" in error(JOB.replace("workers: 1", "workers: 0"))
     assert "data.paths" in error(JOB.replace("path:", "paths:"))
+    wrong = error(JOB.replace("{hf: model}", "{hf: modell}"))
+    assert "model.hf = modell is neither a model folder nor a config.json" in wrong
+    job.write_text(JOB.replace("train.jsonl", "trane.jsonl"))
+    with pytest.raises(UserError, match=r"data.path = photos/trane.jsonl does not exist"):
+        load_data_source(job)
 
 
 @pytest.mark.ci("data")

@@ -238,13 +238,15 @@ class TrainCommand:
 
     def _job(self) -> Job:
         """Loads the job; a model that our own layers cannot train is refused before anything is planned."""
+        from optimus.job.data_source import CONFIG
+        from optimus.job.hf_config import read_hf_config
         from optimus.job.own_layers import refuse_untrainable
-        from optimus.job.read import JOB_ENDINGS, find_job, load_data_source, load_model
+        from optimus.job.read import JOB_ENDINGS, find_job, load_data_source
 
         path, data = Path(self.job), None
         source = load_data_source(path) if path.suffix in JOB_ENDINGS and not self.dry_run else None
         if source is not None:
-            refuse_untrainable(load_model(source.model_dir))  # before its data are indexed for minutes
+            refuse_untrainable(read_hf_config(source.model_dir / CONFIG))  # before indexing
             if self._shows_progress:
                 announce(f"loading transformers, for the processor of {source.model_dir}")
             with progress_bar("indexing") if self._shows_progress else nullcontext(_silent) as progress:

@@ -97,7 +97,11 @@ def read_data_source(root: DocumentNode, folder: Path) -> DataSource | None:
     block = read_typed(DataBlock, root["data"])
     model_dir = find_model_dir(root["model"], folder)
     if model_dir is None and "hf" in root["model"]:
-        model_dir = (folder / read_typed(str, root["model"]["hf"])).parent
+        config = folder / read_typed(str, root["model"]["hf"])
+        if not config.is_file():
+            problem = "is neither a model folder nor a config.json"
+            raise root["model"]["hf"].error(problem, "give the folder, seen from that of the job file")
+        model_dir = config.parent
     if model_dir is None:
         problem = "needs a model folder, whose processor reads the data"
         raise root["data"].error(problem, "use model: {hf: FOLDER}", shown=False)

@@ -163,7 +163,11 @@ def load_data_source(path: str | Path) -> DataSource | None:
     """Reads `data:` of a job file alone: lengths of the workload may still have to be counted."""
     root = load_yaml(Path(path))
     read_typed(JobFile, root)
-    return read_data_source(root, Path(path).parent)
+    source = read_data_source(root, Path(path).parent)
+    if source is not None and not source.path.exists():
+        hint = "give a .jsonl file or a folder of shards, seen from the folder of the job file"
+        raise root["data"]["path"].error("does not exist", hint)
+    return source
 
 
 def add_stated_layouts(
