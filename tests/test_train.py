@@ -110,7 +110,7 @@ def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: Plannin
     assert all(line["step_s"] > 0 and line["tokens_per_s"] > 0 and line["loss"] > 0 for line in first)
     assert (tmp_path / "optimus-run" / "plan.json").read_bytes() == planned.file.read_bytes()
     shown = alone.stderr.splitlines()
-    assert all(line.startswith(("planning: ", "step ")) for line in shown)
+    assert all(line.startswith(("planning: ", "starting ranks", "step ")) for line in shown)
     assert shown[-1].startswith("step 3 of 3, loss ")
 
     words = ("train", TINY, "--plan", planned.file, "--steps", "3", "--json", "--run-dir", "ranks")
