@@ -29,6 +29,7 @@ class InitCommand:
     json: JsonFlag = False
 
     def __call__(self) -> int:
+        from optimus.ir.files import write_file_atomically
         from optimus.job.write import format_job_yaml
 
         text = format_job_yaml(self.hf, self.on, folder=self.output.parent)
@@ -37,7 +38,7 @@ class InitCommand:
                 field="--output", value=str(self.output), problem="exists", hint="name another file with -o"
             )
         check_writable("--output", self.output)
-        self.output.write_text(text)
+        write_file_atomically(self.output, text)
         result = {"schema": "optimus.init/1", "job": text, "file": str(self.output)}
         lines = [
             *wrap_closing_line("wrote", str(self.output)),

@@ -36,6 +36,7 @@ class ProfileCommand:
 
     def __call__(self) -> int:
         from optimus.cost.profile_file import save_profile
+        from optimus.ir.files import write_file_atomically
         from optimus.job.read import find_job
 
         job = find_job(self.job, self.on)
@@ -57,7 +58,7 @@ class ProfileCommand:
             )
             cluster = machine.describe_host_as_cluster(profile.links, ranks=job.cluster.gpus)
         digest = save_profile(profile, output)
-        cluster_file.write_text(machine.format_cluster_file(cluster))
+        write_file_atomically(cluster_file, machine.format_cluster_file(cluster))
         lines = _profile_text(profile, cluster)
         lines += ["", *wrap_closing_line("wrote", f"{output} (sha256 {digest[:12]}) and {cluster_file}")]
         on = f"--on {cluster_file}:{cluster.gpus}"

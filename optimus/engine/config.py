@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.errors import UserError, one_of
+from optimus.ir.files import write_file_atomically
 from optimus.job.data_source import DataSource
 
 METRICS = "metrics.jsonl"
@@ -35,6 +36,19 @@ class TrainingConfig:
     model_dir: Path | None = None  # a model folder whose weights are trained; they are random otherwise
     data: DataSource | None = None  # samples are synthetic otherwise
     save_dir: Path | None = None  # a folder for the trained weights, under the names of `model_dir`
+
+    def settings(self) -> dict[str, object]:
+        """Returns what must be the same on all ranks, by its name in a job file or on the command line."""
+        return {
+            "--steps": self.steps,
+            "--first-step": self.first_step,
+            "run.seed": self.seed,
+            "run.optimizer.lr": self.learning_rate,
+            "run.optimizer.weight_decay": self.weight_decay,
+            "run.optimizer.clip": self.clip,
+            "run.dtype": self.dtype,
+            "--memory": self.count_memory,
+        }
 
     @property
     def end_step(self) -> int:
@@ -96,7 +110,7 @@ class TrainingSummary:
 
     def save(self, path: Path) -> None:
         """Writes the summary for the process that started this one."""
-        path.write_text(json.dumps(asdict(self)))
+        write_file_atomically(path, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> TrainingSummary:

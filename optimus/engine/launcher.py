@@ -7,6 +7,8 @@ ranks load neither the command line nor the planner.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import pickle
 import signal
@@ -18,7 +20,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from optimus.engine.config import TrainingConfig, TrainingSummary
 from optimus.engine.watchdog import EXIT_LOST, EXIT_REFUSED, EXIT_STALLED
 from optimus.environment import Launched, for_rank
 from optimus.errors import OptimusError
+from optimus.ir.files import write_file_atomically
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
 
@@ -33,6 +36,8 @@ INPUTS, SUMMARY = "inputs", "summary.json"
 POLL_S = 0.02
 LAST_LINES = 20  # of standard error, repeated for the rank that failed first
 SECOND_HAND = (EXIT_LOST, EXIT_STALLED)  # exit codes of ranks that stopped because of another
+SETTLE_S = 1.0  # after such a rank has ended, for the one that failed itself
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 # ---------------------------------------------------------------------------- training
@@ -45,7 +50,7 @@ def launch_training(
 
     Only this user may write to `folder`: ranks unpickle a file in it, which can run code.
     """
-    (folder / INPUTS).write_bytes(pickle.dumps((job, plan, plan_hash, config)))
+    write_file_atomically(folder / INPUTS, pickle.dumps((job, plan, plan_hash, config)))
     has_folder = config.model_dir is not None or config.data is not None
     entry = "optimus.hf.train_folder" if has_folder else "optimus.engine.launcher"
     code = launch_processes(entry, [str(folder)], plan.ranks.world)
@@ -54,6 +59,7 @@ def launch_training(
 
 def train_as_rank(folder: Path, train: Callable[..., TrainingSummary] | None = None) -> int:
     """Trains one rank in this process, by `train_rank` or another; rank 0 saves the summary."""
+    end_with_parent()
     job, plan, plan_hash, config = pickle.loads((folder / INPUTS).read_bytes())
     from optimus.engine.rendezvous import is_first_to_report
     from optimus.engine.trainer import train_rank
@@ -70,6 +76,14 @@ def train_as_rank(folder: Path, train: Callable[..., TrainingSummary] | None = N
     if summary.rank == 0:
         summary.save(folder / SUMMARY)
     return 0
+
+
+def end_with_parent() -> None:
+    """Lets the kernel kill this process when the one that started it dies, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it died before
+            os._exit(EXIT_LOST)
 
 
 # ---------------------------------------------------------------------------- processes
@@ -90,7 +104,8 @@ class _RankProcess:
         with self.process.stderr as lines:
             for line in lines:
                 self.last_lines.append(line)
-                os.write(2, b"[%d] %s" % (self.rank, line))
+                with suppress(OSError):  # a terminal that is gone does not stop the rank
+                    os.write(2, b"[%d] %s" % (self.rank, line))
 
     def signal(self, number: int) -> None:
         """Signals the rank and its children: each rank leads a process group of its own."""
@@ -105,10 +120,11 @@ def launch_processes(
 ) -> int:
     """Runs `python -m entry args` as `ranks` processes; returns 0, or the code of the rank that failed first.
 
-    When a rank fails, or this process is interrupted (Ctrl-C, SIGTERM), the others are terminated, and killed
-    after `grace_s`. A rank that a signal ended counts as 128 + its number, as in a shell. Standard output is
-    shared, standard error is forwarded. The store listens on loopback only; it is created, and torch loaded
-    for it, while the ranks load torch themselves.
+    When a rank fails, or this process is interrupted (Ctrl-C, SIGTERM, SIGHUP), the others are terminated,
+    and killed after `grace_s`; no rank outlives this process, whatever kills it. A rank that a signal ended
+    counts as 128 + its number, as in a shell. Standard output is shared, standard error is forwarded. The
+    store listens on loopback only; it is created, and torch loaded for it, while the ranks load torch
+    themselves.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listening.getsockname()[1]
@@ -172,12 +188,12 @@ def _pin(pid: int, rank: int, ranks: int) -> None:
 
 @contextmanager
 def _interruptions() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that this process does not end before the ranks."""
+    """Collects SIGINT, SIGTERM and SIGHUP, so that this process does not end before the ranks."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.signal(number, lambda got, _: received.append(got)) for number in numbers]
     try:
         yield received
@@ -188,11 +204,15 @@ def _interruptions() -> Iterator[list[int]]:
 
 def _wait(running: list[_RankProcess], interruptions: list[int]) -> _RankProcess | None:
     """Returns the rank that failed first, or None; of several, one that did not stop because of another."""
+    settled_s = math.inf
     while not interruptions:
         codes = [rank.process.poll() for rank in running]
         failed = [rank for rank, code in zip(running, codes, strict=True) if code]
+        causes = [rank for rank in failed if rank.process.returncode not in SECOND_HAND]
+        if causes or (failed and time.monotonic() > settled_s):
+            return (causes or failed)[0]
         if failed:
-            return min(failed, key=lambda rank: rank.process.returncode in SECOND_HAND)
+            settled_s = min(settled_s, time.monotonic() + SETTLE_S)
         if all(code == 0 for code in codes):
             break
         time.sleep(POLL_S)
@@ -221,8 +241,11 @@ def _report(failed: _RankProcess) -> int:
     if code == EXIT_REFUSED:  # its message is complete
         return code
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    which = "stopped because of another rank" if code in SECOND_HAND else "failed first"
     lines = b"".join(b"  " + line for line in failed.last_lines) or b"  (none)\n"
-    os.write(2, b"rank %d failed first: it %s; its last lines:\n%s" % (failed.rank, how.encode(), lines))
+    report = f"rank {failed.rank} {which}: it {how}; its last lines:\n".encode() + lines
+    with suppress(OSError):
+        os.write(2, report)
     return 128 - code if code < 0 else code
 
 

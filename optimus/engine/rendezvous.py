@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -203,3 +205,14 @@ def check_ranks_agree(store: Any, rank: int, world: int, name: str, value: str) 
             problem=f"on rank {other} differs from {expected} on rank 0",
             hint="give all ranks the same files",
         )
+
+
+def check_settings_agree(store: Any, rank: int, world: int, settings: Mapping[str, object]) -> None:
+    """Raises the same error on all ranks unless all hold the same settings: it names one that differs."""
+    shown = {name: str(value) for name, value in settings.items()}
+    try:
+        check_ranks_agree(store, rank, world, "settings", json.dumps(shown))
+    except UserError:
+        for name, value in shown.items():
+            check_ranks_agree(store, rank, world, name, value)
+        raise

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus import __version__
 from optimus.engine.batch_plan import BatchPlan, BatchPlanBroadcast
 from optimus.engine.build_rank import RankModel
 from optimus.engine.compile import describe_line
@@ -30,7 +33,7 @@ from optimus.engine.memory_tracker import measure_step_memory
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.rendezvous import RunMembership, check_ranks_agree, join_process_group
+from optimus.engine.rendezvous import RunMembership, check_settings_agree, join_process_group
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
@@ -74,7 +77,9 @@ def train_rank(
     backend = "nccl" if _has_gpus() else "gloo"
     member = join_process_group(timeout_s=JOIN_TIMEOUT_S, backend=backend)
     try:
-        check_ranks_agree(member.store, member.rank, member.world, "plan", plan_hash)
+        versions = {"optimus": __version__, "torch": torch.__version__}
+        settings = {"plan": plan_hash, **config.settings(), **versions}
+        check_settings_agree(member.store, member.rank, member.world, settings)
         loop = _TrainingLoop(job, plan, config, member, load, dataset)
         summary = loop.run(on_step if member.rank == 0 else None)
         if save is not None:
@@ -161,6 +166,7 @@ class _TrainingLoop:
         )
         self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
         self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0
+        self._has_warned = False
         self._memory: MemoryUse | None = None
         self._batch_plan: BatchPlan | None = None  # of the next step
         self._batch_plans = BatchPlanBroadcast(
@@ -192,11 +198,14 @@ class _TrainingLoop:
                 usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
                 watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
                 self._write(metrics)
+                if not math.isfinite(metrics.loss + metrics.gradient_norm):
+                    break
                 if on_step is not None:
                     on_step(metrics)
         except Exception as error:
             watchdog.fail(error)
         watchdog.stop()
+        _refuse_not_finite(steps)
         timed = steps[:-1] if self._memory is not None else steps  # counting memory takes time
         return TrainingSummary(
             steps=len(steps),
@@ -312,5 +321,32 @@ class _TrainingLoop:
         if self.member.rank == 0 and self.config.run_dir is not None:
             line: dict[str, Any] = {**asdict(metrics), "restart": self.member.restart, "time": time.time()}
             begins = metrics.step == self.config.first_step and self.member.restart == 0
-            with (self.config.run_dir / METRICS).open("w" if begins else "a") as file:
-                file.write(json.dumps(line) + "\n")
+            known = {name: value if _is_json(value) else None for name, value in line.items()}
+            try:
+                with (self.config.run_dir / METRICS).open("w" if begins else "a") as file:
+                    file.write(json.dumps(known, allow_nan=False) + "\n")
+            except OSError as error:
+                self._warn_once(f"{self.config.run_dir / METRICS} cannot be written: {error.strerror}")
+
+    def _warn_once(self, problem: str) -> None:
+        """Says what is lost without ending the run."""
+        if not self._has_warned:
+            sys.stderr.write(f"warning: {problem}; training goes on without it\n")
+            self._has_warned = True
+
+
+def _is_json(value: object) -> bool:
+    """Tells if a figure is a number that JSON knows: not NaN, not infinite."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _refuse_not_finite(steps: Sequence[StepMetrics]) -> None:
+    """Raises, on all ranks alike, if the loss or the norm of the gradients ended the run."""
+    for name in ("loss", "gradient_norm"):
+        if steps and not math.isfinite(value := getattr(steps[-1], name)):
+            raise UserError(
+                field=f"{name} of step {steps[-1].step}",
+                value=value,
+                problem="is not finite, so training has stopped",
+                hint="lower run.optimizer.lr or run.optimizer.clip, or look at the samples of this step",
+            )

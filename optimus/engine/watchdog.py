@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, format_ranks, read_blocking_statuses
 from optimus.errors import OptimusError, UserError
+from optimus.ir.files import write_file_atomically
 
 EXIT_REFUSED = 2  # the user's input was refused
 EXIT_LOST = 75  # another rank, or the store, is gone: a restart may succeed
@@ -182,7 +184,7 @@ class Watchdog:
             return None
         self._dump_dir.mkdir(parents=True, exist_ok=True)
         path = self._dump_dir / f"ring-{self._rank}-{os.getpid()}-{self._recorder.count}.json"
-        path.write_text(contents)
+        write_file_atomically(path, contents)
         return path
 
     def _status(self) -> RankStatus:
@@ -298,8 +300,12 @@ class Watchdog:
         return "" if path is None else f"\n  last ops in {path}"
 
     def _print(self, text: str) -> None:
-        """Writes at once and in one piece: the blocked thread may hold the lock of sys.stderr."""
-        os.write(2, (text + "\n").encode())
+        """Writes at once and in one piece: the blocked thread may hold the lock of sys.stderr.
+
+        A launcher that is gone reads nothing any more, and this process must end all the same.
+        """
+        with suppress(OSError):
+            os.write(2, (text + "\n").encode())
 
 
 def _awaited(status: RankStatus) -> str:

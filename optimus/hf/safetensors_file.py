@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optimus.errors import UserError
+from optimus.ir.files import open_atomically
 
 DTYPES = {
     "F64": torch.float64,
@@ -136,9 +138,9 @@ class TensorFileWriter:
 
     def __init__(self, path: Path, like: TensorFile) -> None:
         self.path, self.like = path, like
-        self.partial = path.with_name(f"{path.name}.partial")
         self._rest: Iterator[tuple[str, TensorEntry]] = iter(like.tensors.items())
-        self._file: BinaryIO = self.partial.open("wb")
+        self._opened = ExitStack()
+        self._file: BinaryIO = self._opened.enter_context(open_atomically(path))
         self._file.write(like.head)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -150,5 +152,4 @@ class TensorFileWriter:
     def close(self) -> None:
         """Gives the complete file its name."""
         assert next(self._rest, None) is None
-        self._file.close()
-        self.partial.replace(self.path)
+        self._opened.close()

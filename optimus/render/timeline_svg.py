@@ -15,7 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from optimus.errors import DoesNotFit, UserError, show_value
+from optimus.errors import DoesNotFit, show_value
+from optimus.ir.files import write_file_atomically
 from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import SimulatedSystem
@@ -56,13 +57,7 @@ def write_timeline_svg(comparison: Comparison, path: Path) -> None:
     job = comparison.job
     note = f"{job.cluster.gpus} x {job.cluster.gpu.name}, preset {comparison.assumptions.name}, simulated."
     picture = render_timeline_svg(list(comparison.systems.values()), job=job.name, note=note)
-    try:
-        path.write_text(picture, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise UserError(
-            field="--picture", value=str(path), problem=f"cannot be written: {error.strerror}",
-            hint="name a file in a folder that exists and is yours",
-        ) from None  # fmt: skip
+    write_file_atomically(path, picture)
 
 
 def render_timeline_svg(systems: Sequence[SimulatedSystem], *, job: str, note: str = "") -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from optimus.errors import UserError
+from optimus.ir.files import open_atomically
 from optimus.ir.op import SENDS, Communicator, Lane, OpKind, Schedule, ScheduledOp
 from optimus.schedule.simulator import Timeline
 
@@ -50,7 +50,10 @@ class _Process:
 
 
 def write_trace(systems: Mapping[str, tuple[Schedule, Timeline]], path: Path) -> None:
-    """Writes all systems to one file, each a group of processes; gzipped if the name ends in .gz."""
+    """Writes all systems to one file, each a group of processes; gzipped if the name ends in .gz.
+
+    After the metadata, one event per line; the same bytes every time.
+    """
     processes = [
         _Process(
             pid=PIDS_PER_SYSTEM * number + device,
@@ -62,17 +65,6 @@ def write_trace(systems: Mapping[str, tuple[Schedule, Timeline]], path: Path) ->
         for number, (name, (schedule, timeline)) in enumerate(systems.items())
         for device in range(schedule.num_devices)
     ]
-    try:
-        _write(processes, path)
-    except OSError as error:
-        raise UserError(
-            field="--trace", value=str(path), problem=f"cannot be written: {error.strerror}",
-            hint="name a file in a folder that exists and is yours",
-        ) from None  # fmt: skip
-
-
-def _write(processes: Sequence[_Process], path: Path) -> None:
-    """Writes one event per line after the metadata; the same bytes every time."""
     head = {
         "schemaVersion": 1,
         "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": len(processes)},
@@ -91,11 +83,15 @@ def _write(processes: Sequence[_Process], path: Path) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[TextIO]:
-    with path.open("wb") as raw:
+    with open_atomically(path) as raw:
         packed = path.suffix == ".gz"
         binary = gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) if packed else raw
-        with io.TextIOWrapper(binary, encoding="utf-8", newline="\n") as text:
-            yield text
+        text = io.TextIOWrapper(binary, encoding="utf-8", newline="\n")
+        yield text
+        text.flush()
+        text.detach()
+        if packed:
+            binary.close()  # not `raw`, which is open until it has its name
 
 
 def _labels(process: _Process) -> Iterator[Event]:
