@@ -80,6 +80,11 @@ def others_may_write(path: Path) -> None:
     path.chmod(0o777)
 
 
+def others_may_enter(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o755)
+
+
 def of_another_user(path: Path) -> None:
     path.mkdir(0o700)
     os.chown(path, NOBODY, NOBODY)
@@ -92,7 +97,9 @@ def a_link_of_another_user(path: Path) -> None:
     os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
 
 
-@pytest.mark.parametrize("spoil", [in_the_way, others_may_write, of_another_user, a_link_of_another_user])
+@pytest.mark.parametrize(
+    "spoil", [in_the_way, others_may_write, others_may_enter, of_another_user, a_link_of_another_user]
+)
 def test_a_directory_that_is_not_only_ours_is_passed_over(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -400,7 +401,11 @@ def test_the_script_draws_and_knows_every_op(tmp_path: Path) -> None:
         "document.body.dataset.found = found ? r.describe(found).join('|') : 'nothing'; }, 1000)</script>"
     )
     path = tmp_path / "page.html"
-    path.write_text(render_report_page(data()).replace("</body>", f"{ask}</body>"))
+    page = render_report_page(data()).replace("</body>", f"{ask}</body>")
+    path.write_text(page)
+    html, logged = opened(path)
+    assert "data-found" not in html and "Content Security Policy" in logged, "the script of a stranger"
+    path.write_text(re.sub(r"<meta http-equiv.*?>", "", page))
     html, logged = opened(path)
     assert not logged
     items = [sum(scene["counts"]) for scene in pack_timelines(data().timelines)[0]]
@@ -450,3 +455,13 @@ def test_3072_gpus_fit_in_a_small_file() -> None:
         for schedule, mine in ((replayed.schedule, llm), (before.schedule, before.schedule.module == 1))
     ]
     assert counted[0] == counted[1]
+
+
+def test_a_page_names_the_only_script_that_runs() -> None:
+    """The hash is that of the text between the tags, as browsers compute it."""
+    html = render_report_page(data())
+    script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    assert script is not None and policy is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy[1] and policy[1].startswith("default-src 'none';")

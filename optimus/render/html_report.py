@@ -21,7 +21,7 @@ from optimus.planner.planning import PlanningResult
 from optimus.planner.systems.registry import SYSTEMS
 from optimus.render.candidates_chart import render_candidates_section
 from optimus.render.format_numbers import format_gigabytes, format_percent, format_seconds
-from optimus.render.markup import escape_markup, render_note, render_table
+from optimus.render.markup import escape_markup, render_content_policy, render_note, render_table
 from optimus.render.palette import build_colour_css
 from optimus.render.report_charts import (
     render_memory_section,
@@ -98,11 +98,12 @@ def rerun_comparison(
 
 def render_report_page(data: ReportData) -> str:
     """Returns the whole page; the same bytes for the same data."""
-    style = build_colour_css() + _file("style.css")
+    style, script = build_colour_css() + _file("style.css"), f"\n{_file('script.js')}"
     title = f"{data.summary.job}: {format_seconds(data.summary.step_s)} s a step"
     parts = [
         "<!doctype html>",
         "<html lang='en'><head><meta charset='utf-8'>",
+        render_content_policy(script),
         "<meta name='viewport' content='width=device-width,initial-scale=1'>",
         "<meta name='color-scheme' content='light dark'>",
         f"<title>{escape_markup(title)}</title>",
@@ -114,7 +115,7 @@ def render_report_page(data: ReportData) -> str:
         render_sensitivity_section(data.tornado),
         render_candidates_section(data.candidates),
         _foot(data.provenance),
-        f"</main><script>\n{_file('script.js')}</script></body></html>",
+        f"</main><script>{script}</script></body></html>",
         "",
     ]
     return "\n".join(parts)

@@ -15,6 +15,7 @@ from optimus.render.markup import (
     INK,
     choose_tick_spacing,
     escape_markup,
+    render_content_policy,
     render_svg_text,
     render_table,
     render_titled_svg,
@@ -30,7 +31,7 @@ COLUMN = {"gpus": "GPUs", "batch": "sequences", "pp": "LLM pp", "tp": "LLM tp"} 
 APART_PX = 17  # of names at the right
 INSIDE_PX = 36  # from the plot's edges to the first and last point
 PAGE = """<!doctype html>
-<html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>
+<html lang='en'><meta charset='utf-8'>{policy}<meta name='viewport' content='width=device-width'>
 <title>{title}</title>
 <style>
 body {{ font: 15px/1.5 Helvetica, Arial, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em }}
@@ -188,6 +189,7 @@ def render_sweep_page(sweep: JobSweep) -> str:
     reasons = [f"{point.value}: not possible: {point.reason}." for point in sweep.points if point.reason]
     return PAGE.format(
         title=escape_markup(summarize_sweep(sweep)),
+        policy=render_content_policy(),
         picture=render_sweep_svg(sweep),
         table=render_table(*build_sweep_table(sweep), left=2),
         notes=escape_markup(" ".join([*reasons, explain_sweep_columns(sweep)])),

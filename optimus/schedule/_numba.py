@@ -68,14 +68,15 @@ def announce_first_compilation(announce: Callable[[Path | None], None]) -> Itera
 @functools.cache
 def _cache_directory() -> Path | None:
     """Returns the directory where this process keeps machine code; None if there is none."""
-    return find_private_directory(cache_candidates())
+    return find_private_directory(candidate / "machine-code" for candidate in cache_candidates())
 
 
 def find_private_directory(candidates: Iterable[Path]) -> Path | None:
-    """Returns the first directory that only this user can write and that has room; creates it if needed.
+    """Returns the first directory that only this user can enter and that has room; creates it if needed.
 
-    Cached code is unpickled and run, and among the temporary files anyone could have come before us with a
-    directory or a link of that name.
+    Cached code is unpickled and run. Among the temporary files anyone could have come before us with a
+    directory or a link of that name, and numba makes directories that a group may write, as the umask says:
+    nobody else gets as far as these.
     """
     for directory in candidates:
         try:
@@ -91,8 +92,8 @@ def find_private_directory(candidates: Iterable[Path]) -> Path | None:
 
 def _is_only_ours(directory: Path) -> bool:
     link, target = directory.lstat(), directory.stat()
-    others_write = target.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return link.st_uid == target.st_uid == os.geteuid() and not others_write
+    others_enter = target.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return link.st_uid == target.st_uid == os.geteuid() and not others_enter
 
 
 @contextmanager
