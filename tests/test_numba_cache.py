@@ -85,6 +85,11 @@ def others_may_enter(path: Path) -> None:
     path.chmod(0o755)
 
 
+def others_may_replace(path: Path) -> None:
+    path.parent.chmod(0o777)
+    path.mkdir(0o700)
+
+
 def of_another_user(path: Path) -> None:
     path.mkdir(0o700)
     os.chown(path, NOBODY, NOBODY)
@@ -98,16 +103,25 @@ def a_link_of_another_user(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [in_the_way, others_may_write, others_may_enter, of_another_user, a_link_of_another_user]
+    "spoil",
+    [
+        in_the_way,
+        others_may_write,
+        others_may_enter,
+        others_may_replace,
+        of_another_user,
+        a_link_of_another_user,
+    ],
 )
 def test_a_directory_that_is_not_only_ours_is_passed_over(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     if "another" in spoil.__name__ and os.geteuid() != 0:
         pytest.skip("only root can give files away")
-    spoil(tmp_path / "spoiled")
-    assert find_private_directory([tmp_path / "spoiled", tmp_path / "good"]) == tmp_path / "good"
-    assert find_private_directory([tmp_path / "spoiled"]) is None
+    (tmp_path / "a").mkdir()
+    spoil(tmp_path / "a" / "spoiled")
+    assert find_private_directory([tmp_path / "a" / "spoiled", tmp_path / "good"]) == tmp_path / "good"
+    assert find_private_directory([tmp_path / "a" / "spoiled"]) is None
 
 
 def test_a_link_of_ours_to_a_directory_of_ours_is_fine(tmp_path: Path) -> None:

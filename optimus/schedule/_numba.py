@@ -68,7 +68,7 @@ def announce_first_compilation(announce: Callable[[Path | None], None]) -> Itera
 @functools.cache
 def _cache_directory() -> Path | None:
     """Returns the directory where this process keeps machine code; None if there is none."""
-    return find_private_directory(candidate / "machine-code" for candidate in cache_candidates())
+    return find_private_directory(cache_candidates())
 
 
 def find_private_directory(candidates: Iterable[Path]) -> Path | None:
@@ -91,9 +91,20 @@ def find_private_directory(candidates: Iterable[Path]) -> Path | None:
 
 
 def _is_only_ours(directory: Path) -> bool:
+    """Tells if nobody else can enter a directory, or put another in its place."""
     link, target = directory.lstat(), directory.stat()
     others_enter = target.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    return link.st_uid == target.st_uid == os.geteuid() and not others_enter
+    if link.st_uid != os.geteuid() or target.st_uid != os.geteuid() or others_enter:
+        return False
+    above = {*directory.absolute().parents, *directory.resolve().parents}
+    return not any(map(_is_writable_by_others, above))
+
+
+def _is_writable_by_others(directory: Path) -> bool:
+    """Tells if others can rename what is in a directory; in a sticky one only owners can."""
+    found = directory.stat()
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    return bool(others_write) or found.st_uid not in (0, os.geteuid())
 
 
 @contextmanager
