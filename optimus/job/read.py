@@ -333,6 +333,9 @@ def _read_model(node: DocumentNode, folder: Path) -> Model:
     if block.family and block.llm is None:
         raise node["family"].error(f"is given together with {forms[0]}", "leave it out")
     if block.hf is not None:
+        if not (folder / block.hf).exists():
+            problem = "is neither a model folder nor a config.json"
+            raise node["hf"].error(problem, "give the folder, seen from that of the job file")
         model = read_hf_config(_find_config(folder / block.hf))
     elif block.use is not None:
         model = read_catalog_model(block.use, where=node["use"])
