@@ -50,7 +50,8 @@ def test_a_heavy_tailed_data_set_is_planned_as_it_is_dealt(
     steps = found["steps"]
     assert set(steps) <= {"optimus", *SYSTEMS} and len(steps) > 1
     assert steps["optimus"]["dealing"] == "items"
-    assert steps["optimus"]["mean_s"] <= 1.02 * found["step_s"]
+    # Few images fill a bin of this small job, and replicas wait for each other's: 4 % above the mean.
+    assert found["step_s"] < steps["optimus"]["mean_s"] <= 1.05 * found["step_s"]
     for name in set(SYSTEMS) & set(steps):
         assert steps[name]["dealing"] == ("items" if name == "fsdp" else "reordered")
     assert found["peak_memory_bytes"] < found["peak_memory_bytes_p99"] <= 8e9
