@@ -59,12 +59,12 @@ def data() -> ReportData:
 
 @functools.cache
 def alone() -> ReportData:
-    """Of the plan file and nothing else."""
+    """The data comes from the plan file and nothing else."""
     return gather_report_data(planned().plan)
 
 
 class Page(HTMLParser):
-    """What a browser would find: tags with their attributes, and text by the tag it stands in."""
+    """Collects what a browser would find: tags with attributes, and text by the tag it stands in."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What attacks found: a run ends with its launcher, ranks agree, NaN stops, full disks leave files whole."""
+"""A run ends with its launcher, its ranks agree, NaN stops it, and a full disk leaves files whole."""
 
 from __future__ import annotations
 
@@ -227,3 +227,23 @@ def test_a_full_disk_for_metrics_does_not_end_the_run(
     assert summary.steps == 3
     written = capfd.readouterr().err
     assert written.count("cannot be written: No space left on device; training goes on without it") == 1
+
+
+@pytest.mark.ci("engine")
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a process 1")
+def test_the_launcher_may_be_process_1(plan: Path, tmp_path: Path) -> None:
+    """In a container the parent of all ranks has the number of the process that elsewhere adopts orphans."""
+    words = ["train", TINY, "--plan", str(plan), "--steps", "2", "--run-dir", str(tmp_path)]
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "optimus", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare failed" in done.stderr:
+        pytest.skip("this container makes no namespaces")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2

@@ -50,7 +50,7 @@ def launch_training(
 
     Only this user may write to `folder`: ranks unpickle a file in it, which can run code.
     """
-    write_file_atomically(folder / INPUTS, pickle.dumps((job, plan, plan_hash, config)))
+    write_file_atomically(folder / INPUTS, pickle.dumps((os.getpid(), job, plan, plan_hash, config)))
     has_folder = config.model_dir is not None or config.data is not None
     entry = "optimus.hf.train_folder" if has_folder else "optimus.engine.launcher"
     code = launch_processes(entry, [str(folder)], plan.ranks.world)
@@ -59,8 +59,8 @@ def launch_training(
 
 def train_as_rank(folder: Path, train: Callable[..., TrainingSummary] | None = None) -> int:
     """Trains one rank in this process, by `train_rank` or another; rank 0 saves the summary."""
-    end_with_parent()
-    job, plan, plan_hash, config = pickle.loads((folder / INPUTS).read_bytes())
+    launcher, job, plan, plan_hash, config = pickle.loads((folder / INPUTS).read_bytes())
+    end_with_parent(launcher)
     from optimus.engine.rendezvous import is_first_to_report
     from optimus.engine.trainer import train_rank
 
@@ -78,11 +78,14 @@ def train_as_rank(folder: Path, train: Callable[..., TrainingSummary] | None = N
     return 0
 
 
-def end_with_parent() -> None:
-    """Lets the kernel kill this process when the one that started it dies, however that happens."""
+def end_with_parent(parent: int) -> None:
+    """Lets the kernel kill this process when `parent`, which started it, dies, however that happens.
+
+    In a container the parent may be process 1, which elsewhere adopts orphans.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # it died before
+        if os.getppid() != parent:  # it died before
             os._exit(EXIT_LOST)
 
 

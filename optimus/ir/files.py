@@ -77,9 +77,13 @@ def _sweep(directory: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes a rename survive a crash of the host."""
-    handle = os.open(directory, os.O_RDONLY)
+    """Makes a rename survive a crash of the host, where directories can be read and synced."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
+            raise
