@@ -8,6 +8,9 @@ from typing import Any
 
 from plan_by_hand import plan_by_hand
 
+from optimus.exporters.exported_plan import ExportedPlan
+from optimus.exporters.plan_facts import PlanFacts
+from optimus.exporters.targets import TARGETS
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
@@ -32,6 +35,11 @@ def uneven_plan() -> Plan:
     modules[LLM] = replace(modules[LLM], chunks=chunks)
     fields, hashes = flatten_and_hash_parts(list_bound_parts(find_job("paper/small-a100", None)))
     return replace(plan, order="interleaved", modules=modules, bound_to=fields, hashes=hashes)
+
+
+def export_unproven(plan: Plan, target: str) -> ExportedPlan:
+    """Exports a plan made by hand, which need not hold every rule."""
+    return TARGETS[target](PlanFacts(plan=plan))
 
 
 def with_llm(plan: Plan, **changes: Any) -> Plan:

@@ -8,11 +8,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from export_cases import planned, uneven_plan, with_llm, words
+from export_cases import export_unproven, planned, uneven_plan, with_llm, words
 
 from optimus.exporters import torchtitan
 from optimus.exporters.plan_facts import PlanFacts
-from optimus.exporters.targets import export_plan
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 
@@ -87,7 +86,7 @@ class Fields:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_file_for_torchtitan_sets_known_fields(uneven: Plan, recompute: str) -> None:
     plan = with_llm(uneven, recompute=recompute)
-    made = run_file(export_plan(plan, "torchtitan").files["torchtitan_plan.py"])
+    made = run_file(export_unproven(plan, "torchtitan").files["torchtitan_plan.py"])
     assert set(made["PARALLELISM"]) <= TITAN_PARALLELISM and set(made["TRAINING"]) <= TITAN_TRAINING
     base = Whole(Fields(), Fields(), of_layers(80))
     config = made["planned"](base)
@@ -136,7 +135,7 @@ def test_torchtitans_own_classes_take_the_file(layout: str) -> None:
     configs = pytest.importorskip("torchtitan.config.configs", reason=why, exc_type=ImportError)
     pytest.importorskip("torchtitan.distributed.activation_checkpoint", reason=why, exc_type=ImportError)
     plan = planned("paper/small-a100", layout)
-    made = run_file(export_plan(plan, "torchtitan").files["torchtitan_plan.py"])
+    made = run_file(export_unproven(plan, "torchtitan").files["torchtitan_plan.py"])
     base = Whole(configs.ParallelismConfig(), configs.TrainingConfig(), of_layers(80))
     config, own = made["planned"](base), plan.modules[LLM].layout
     for name, value in made["PARALLELISM"].items():
@@ -151,7 +150,7 @@ def test_torchtitans_trainer_takes_the_file(uneven: Plan) -> None:
     """Its own checks of a whole configuration, of pipelines beside CUDA graphs among them."""
     why = "torchtitan is not installed, or lacks a dependency"
     trainer = pytest.importorskip("torchtitan.trainer", reason=why, exc_type=ImportError).Trainer
-    made = run_file(export_plan(uneven, "torchtitan").files["torchtitan_plan.py"])
+    made = run_file(export_unproven(uneven, "torchtitan").files["torchtitan_plan.py"])
     base = trainer.Config()
     base.model_spec = of_layers(80)
     assert made["planned"](base).parallelism.pipeline_parallel_degree == 4

@@ -30,8 +30,12 @@ class DiffCommand:
     def __call__(self) -> int:
         from optimus.ir.plan_diff import compare_plans
         from optimus.ir.planfile import load_plan
+        from optimus.verify.validator import require_proven_plan
 
-        difference = compare_plans(load_plan(self.a), load_plan(self.b))
+        a, b = load_plan(self.a), load_plan(self.b)
+        for plan, file in ((a, self.a), (b, self.b)):
+            require_proven_plan(plan, file=str(file))
+        difference = compare_plans(a, b)
         print_result(build_diff_json(difference), format_diff(difference), as_json=self.json)
         return OK if difference.same else NO
 

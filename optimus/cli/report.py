@@ -70,7 +70,14 @@ class ReportCommand:
             from optimus.render.html_report import write_report
 
             write_report(
-                plan, output, job=job, profile=profile, trace=self.trace, digest=digest, progress=progress
+                plan,
+                output,
+                job=job,
+                profile=profile,
+                trace=self.trace,
+                digest=digest,
+                file=str(self.plan),
+                progress=progress,
             )
         lines = wrap_closing_line(
             "wrote", f"{output} ({output.stat().st_size / 1e6:.1f} MB, open it in a browser)"

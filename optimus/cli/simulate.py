@@ -116,12 +116,14 @@ class SimulateCommand:
     def _replay(self) -> int:
         """Replays a plan file, which leaves nothing to choose."""
         from optimus.ir.planfile import load_plan
+        from optimus.verify.validator import require_proven_plan
 
         for flag in ("on", "system", "layout", "picture", "preset", "profile"):
             if getattr(self, flag) not in (None, (), "default"):
                 problem = "does not apply to a plan file, which is already decided"
                 raise UserError(field=f"--{flag}", problem=problem, hint="leave it out, or name the job")
         plan = load_plan(Path(self.job))
+        require_proven_plan(plan, file=self.job)
         with announce_compilation():
             from optimus.planner.plan_replay import replay_plan
 

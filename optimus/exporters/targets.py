@@ -9,6 +9,7 @@ from optimus.exporters import megatron, torchtitan
 from optimus.exporters.exported_plan import ExportedPlan
 from optimus.exporters.plan_facts import PlanFacts
 from optimus.ir.plan import Plan
+from optimus.verify.validator import require_proven_plan
 
 TARGETS: dict[str, Callable[[PlanFacts], ExportedPlan]] = {
     "megatron": megatron.export_megatron,
@@ -18,9 +19,11 @@ SYSTEMS = {"megatron": megatron.SYSTEMS, "torchtitan": torchtitan.SYSTEMS}  # th
 
 
 def export_plan(plan: Plan, target: str, *, file: str | None = None) -> ExportedPlan:
-    """Exports a plan to a target; errors call the plan `file`."""
+    """Exports a plan that every rule proves; errors call the plan `file`."""
     require_known_target(target)
-    return TARGETS[target](PlanFacts(plan=plan, file=file))
+    exported = TARGETS[target](PlanFacts(plan=plan, file=file))
+    require_proven_plan(plan, file=file)
+    return exported
 
 
 def require_known_target(name: str) -> None:

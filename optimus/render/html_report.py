@@ -32,6 +32,7 @@ from optimus.render.report_data import PlanSummary, Provenance, ReportData, Step
 from optimus.render.timeline_chart import render_timeline_section
 from optimus.render.trace import write_trace
 from optimus.sensitivity.tornado import Tornado
+from optimus.verify.validator import require_proven_plan
 
 Progress = Callable[[str, int, int], None]
 
@@ -44,19 +45,21 @@ def write_report(
     profile: Profile | None = None,
     trace: str | Path | None = None,
     digest: str | None = None,
+    file: str | None = None,
     sure: Tornado | None = None,
     progress: Progress = lambda name, done, total: None,
 ) -> Path:
-    """Writes a plan as one HTML file, and every op to `trace`.
+    """Writes a plan that every rule proves as one HTML file, and every op to `trace`.
 
     Systems and rejected layouts come from what `make_plan` returned, or from simulating `job` again, which
-    must be the one that the plan was made for. `digest` is the hash of the plan's file; `sure` replaces the
-    report's own sensitivity analysis.
+    must be the one that the plan was made for. `digest` is the hash of the plan's file, which errors call
+    `file`; `sure` replaces the report's own sensitivity analysis.
     """
     if isinstance(plan, PlanningResult):
         comparison: Comparison | None = plan.comparison
         plan = plan.plan
     else:
+        require_proven_plan(plan, file=file)
         comparison = None if job is None else rerun_comparison(plan, job, profile, progress=progress)
     progress("drawing", 0, 1)
     data = gather_report_data(plan, digest=digest, comparison=comparison, tornado=sure)

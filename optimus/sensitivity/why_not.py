@@ -29,6 +29,7 @@ from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.pipeline_search import first_fitting_pipeline
 from optimus.sensitivity.time_breakdown import break_down_step, describe_step_difference, subtract_breakdowns
+from optimus.verify.validator import require_proven_plan
 
 Verdict = Literal["own", "rule", "memory", "impossible", "slower", "faster", "equal"]
 EQUAL_WITHIN = 1e-6  # relative difference below which two steps count as equal
@@ -125,7 +126,9 @@ def _question(
             hint="name the file with --profile",
         )
     planned_job = rebuild_job(loaded) if job is None else job
-    require_plan_of_job(loaded, list_bound_parts(planned_job, profile), file=None)
+    file = None if isinstance(plan, Plan) else str(plan)
+    require_plan_of_job(loaded, list_bound_parts(planned_job, profile), file=file)
+    require_proven_plan(loaded, file=file)
     return _Question(plan=loaded, job=planned_job, assumptions=_assumptions(loaded), profile=profile)
 
 

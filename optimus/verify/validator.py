@@ -287,12 +287,17 @@ def require_valid_plan(
 ) -> None:
     """Raises if a plan was made for another job or violates a rule."""
     require_plan_of_job(plan, list_bound_parts(job, profile), file=file)
+    require_proven_plan(plan, file=file)
+
+
+def require_proven_plan(plan: Plan, *, file: str | None = None) -> None:
+    """Raises if a plan violates a rule: what shows, exports or runs a plan calls this first."""
     report = check_plan(plan)
     if not report.ok:
         first = report.violations[0]
         raise UserError(
             field=first.where,
             problem=f"breaks the rule `{first.rule}`: {first.problem}",
-            hint="plan again; optimus check shows all violations",
+            hint=f"plan again; optimus check {file or 'PLAN'} shows all violations",
             file=file,
         )
