@@ -29,6 +29,7 @@ from benchmarks.variants import (
     summed_loss,
 )
 from optimus.engine.config import TrainingConfig
+from optimus.engine.optimizer_config import OptimizerConfig
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.job.catalog_files import list_cluster_aliases
@@ -236,7 +237,7 @@ def _trainer(worker: Worker, setup: StepSetup) -> RankTrainer:
     return RankTrainer(
         setup.job,
         setup.plan,
-        TrainingConfig(learning_rate=0.0, weight_decay=0.0, clip=0.0, seed=SEED),
+        TrainingConfig(optimizer=OptimizerConfig(lr=0.0, weight_decay=0.0, clip=0.0), seed=SEED),
         make_process_groups(setup.plan, worker.rank, timeout_s=GROUP_TIMEOUT_S),
         dtype=_dtype(worker),
         device=worker.device,

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from engine_bugs import BUGS
 from engine_cases import CASES, CURVES, DEALT, HALF, SHARDED, TP, TP_SHARDED, Case
-from one_process import OneProcess
+from one_process import OneProcess, plain_adamw
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
 from torch import Tensor
@@ -34,6 +34,7 @@ from optimus.data import dealing
 from optimus.engine.buckets import ReplicatedBucket, view_as_params
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.optimizer_config import ModuleOptimizer, OptimizerConfig
 from optimus.engine.process_groups import build_tp_group, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.synthetic_data import SyntheticDataset
@@ -43,8 +44,20 @@ from optimus.models.collectives import ParamSplit, all_gather_single
 from optimus.models.sample import ItemKeys, Sample, SampleItem
 
 TIMEOUT_S = 30
-LR, WEIGHT_DECAY = 1e-3, 0.01
-LEARNING = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+LR = 1e-3
+OPTIMIZER = OptimizerConfig(
+    lr=LR,
+    weight_decay=0.05,
+    betas=(0.9, 0.95),
+    schedule="cosine",
+    decay_steps=60,
+    min_lr=LR / 10,
+    modules={
+        "vision": ModuleOptimizer(lr=LR / 2),
+        "vision.projector": ModuleOptimizer(lr=2 * LR),
+        "audio.projector": ModuleOptimizer(lr=LR / 3),
+    },
+)
 
 
 class VariedDataset(SyntheticDataset):
@@ -66,6 +79,8 @@ def _as_video(item: SampleItem) -> SampleItem:
 class RankRun:
     """One rank of a case."""
 
+    learning = OPTIMIZER
+
     def __init__(self, case: Case, rank: int, **options: Any) -> None:
         self.case, self.rank, self.plan = case, rank, case.plan
         self.dtype = getattr(torch, case.dtype)
@@ -74,7 +89,7 @@ class RankRun:
         self.built = RankTrainer(
             case.job,
             self.plan,
-            TrainingConfig(seed=case.seed, learning_rate=LR, weight_decay=WEIGHT_DECAY, clip=case.clip),
+            TrainingConfig(seed=case.seed, optimizer=replace(self.learning, clip=case.clip)),
             make_process_groups(self.plan, rank, timeout_s=TIMEOUT_S),
             dtype=self.dtype,
             device=torch.device("cpu"),
@@ -89,8 +104,8 @@ class RankRun:
             self.built.executor.buckets,
         )
         self.executor, self.batch = self.built.executor, self.built.batch
-        trained = [] if case.sharded else self.model.trained
-        self._adamw = torch.optim.AdamW(trained, foreach=False, **LEARNING) if trained else None
+        named = {name: p for name, p in self.model.parameters.items() if p.requires_grad}
+        self._learns = None if case.sharded or not named else plain_adamw(named, self.learning)
         self.narrow = 0
         self.trains = False  # the first step shows gradients, and changes nothing
 
@@ -120,11 +135,14 @@ class RankRun:
         return self.built.step_samples.numbers(step)
 
     def play(self, step: int) -> float:
-        if self._adamw is not None:
-            self._adamw.zero_grad()
+        if self._learns is not None:
+            self._learns[0].zero_grad()
+        if self.built.optimizer is not None:
+            self.built.optimizer.set_learning_rate(step)
         loss = self.executor.step(self.batch(step))
-        if self.trains and self._adamw is not None:
-            self._adamw.step()
+        if self.trains and self._learns is not None:
+            for part in self._learns:
+                part.step()
         total = torch.zeros((), dtype=torch.float64) if loss is None else loss.double()
         dist.all_reduce(total)
         return float(total)
@@ -239,7 +257,7 @@ def compare(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     if steps:
         batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
         one = OneProcess(case.job.model, seed=case.seed)
-        one.train(batches, clip=case.clip, **LEARNING)
+        one.train(batches, clip=case.clip, config=OPTIMIZER)
         trained = {name: p.detach() for name, p in one.parameters().items() if p.requires_grad}
         found["parameters"] = worst(learned, trained, run)
     return found
@@ -270,7 +288,7 @@ def curve(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": losses, "carried": carried}
     if rank == 0 and case == CURVES[0]:
         batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
-        found["one process"] = OneProcess(case.job.model, seed=case.seed).train(batches, **LEARNING)
+        found["one process"] = OneProcess(case.job.model, seed=case.seed).train(batches, config=OPTIMIZER)
     return found
 
 
@@ -299,7 +317,7 @@ def compare_half(case: Case, rank: int, *, steps: int) -> dict[str, Any]:
     exact, half = (OneProcess(model, dtype=dtype, seed=case.seed) for dtype in (torch.float64, run.dtype))
     expected, other = (one.loss_and_gradients(samples, 0)[1] for one in (exact, half))
     batches = [[run.data.sample(number) for number in run.numbers(step)] for step in range(steps)]
-    exact.train(batches, clip=case.clip, **LEARNING)
+    exact.train(batches, clip=case.clip, config=OPTIMIZER)
     trained = {name: p.detach() for name, p in exact.parameters().items() if p.requires_grad}
     begun = OneProcess(model, seed=case.seed).parameters()
     moved = {name: tensor - begun[name].detach() for name, tensor in trained.items()}

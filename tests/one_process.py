@@ -6,14 +6,16 @@ positions, which `test_models_reference.py` compares with released implementatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from optimus.engine.build_rank import count_deepstack
+from optimus.engine.optimizer_config import OptimizerConfig
 from optimus.job.model import Encoder, Llm, Model
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.microbatch_inputs import build_encoder_inputs, build_llm_inputs, find_llm_row_targets
@@ -40,6 +42,30 @@ def parameters_by_name(
 def loss_scale(samples: Iterable[Sample]) -> float:
     """Returns one over the number of labels of all samples of a step."""
     return 1.0 / max(1, sum(int((sample.labels >= 0).sum()) for sample in samples))
+
+
+def plain_adamw(
+    named: Mapping[str, Tensor], config: OptimizerConfig
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """Makes torch's AdamW with one group for each parameter, constant or with a cosine."""
+    groups = []
+    for name, parameter in named.items():
+        module = ".".join(name.split(".")[: 2 if ".projector." in name else 1])
+        own = config.modules.get(module)
+        is_vector = parameter.ndim == 1
+        groups.append(
+            {
+                "params": [parameter],
+                "lr": config.lr if own is None or own.lr is None else own.lr,
+                "weight_decay": 0.0 if is_vector else config.weight_decay,
+            }
+        )
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+    assert not config.warmup_steps
+    low = 1.0 if config.schedule == "constant" else config.min_lr / config.lr
+    return adamw, LambdaLR(
+        adamw, lambda step: low + (1 - low) * (1 + math.cos(math.pi * step / max(1, config.decay_steps))) / 2
+    )
 
 
 class OneProcess:
@@ -128,11 +154,11 @@ class OneProcess:
         /,
         *,
         clip: float = 0.0,
-        **adamw: Any,
+        config: OptimizerConfig,
     ) -> list[float]:
         """Runs steps of torch's AdamW over the batches in turn, by default one each; returns the losses."""
-        trained = [parameter for parameter in self.parameters().values() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, foreach=False, **adamw)
+        named = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
+        trained, (optimizer, schedule) = list(named.values()), plain_adamw(named, config)
         losses = []
         for step in range(len(batches) if steps is None else steps):
             loss, gradients = self.loss_and_gradients(batches[step % len(batches)], step)
@@ -141,5 +167,6 @@ class OneProcess:
             if clip:
                 torch.nn.utils.clip_grad_norm_(trained, clip)
             optimizer.step()
+            schedule.step()
             losses.append(loss)
         return losses

@@ -17,15 +17,20 @@ from typing import Any
 
 import hf_models
 import torch
-from engine_worker import LEARNING, RankRun, everybody, play, worst
+from engine_worker import LR, RankRun, everybody, play, worst
 from own_families import OwnCase, as_ours, save_folder
 from torch import Tensor
 
+from optimus.engine.optimizer_config import OptimizerConfig
 from optimus.hf.own_layers import list_layer_tensors, load_layers, save_layers
+
+WEIGHT_DECAY = 0.01
 
 
 class OwnRun(RankRun):
     """One rank of a case, with the weights of its folder."""
+
+    learning = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY)
 
     def __init__(self, case: OwnCase, rank: int) -> None:
         def load(model: Any) -> None:
@@ -40,7 +45,14 @@ def train_reference(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Returns losses and trained parameters of one process of transformers."""
     model = hf_models.build(name, dtype=dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **LEARNING)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        foreach=False,
+    )
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()

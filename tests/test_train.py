@@ -20,7 +20,7 @@ from faults import ROOT, alive, children
 import optimus
 from optimus.cli import run
 from optimus.cli.train import RanksFailed
-from optimus.engine.config import read_training_config
+from optimus.engine.run_section import read_training_config
 from optimus.errors import UserError
 
 TINY = "cpu/tiny-vl"
@@ -174,7 +174,7 @@ def test_wrong_settings_are_named(settings: dict[str, Any], field: str) -> None:
 
 def test_settings_of_a_run_are_read() -> None:
     found = read_training_config({"steps": 7, "seed": 3, "optimizer": {"lr": 1}}, steps=None)
-    assert (found.steps, found.seed, found.learning_rate, found.weight_decay) == (7, 3, 1.0, 0.01)
+    assert (found.steps, found.seed, found.optimizer.lr, found.optimizer.weight_decay) == (7, 3, 1.0, 0.01)
     assert read_training_config({"steps": 7}, steps=2).steps == 2
     with pytest.raises(UserError, match="--steps"):
         read_training_config({}, steps=-1)

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.distributed import checkpoint
 
 from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
+from optimus.engine.optimizer_config import OptimizerConfig, ParamGroup
 
 SHAPES = ((3, 5), (7,), (2, 2))  # 26 numbers: no multiple of 4
 RANKS = 4
@@ -35,7 +36,8 @@ def parameters(seed: int) -> list[nn.Parameter]:
 
 def state_of(bucket: ShardedBucket, optimizer: DistributedOptimizer) -> dict[str, Tensor]:
     assert optimizer.adamw is not None
-    kept = optimizer.adamw.state[bucket.master]
+    (tensor,) = optimizer.tensors()
+    kept = optimizer.adamw.state[tensor.parameter]
     return {
         name: bucket.to_dtensor(part) for name, part in {"master": bucket.master, **moments(kept)}.items()
     }
@@ -49,7 +51,11 @@ def trained(seed: int, group: dist.ProcessGroup | None) -> tuple[ShardedBucket, 
     """After one step on gradients that depend on the seed."""
     bucket = ShardedBucket(parameters(seed), group)
     optimizer = DistributedOptimizer(
-        [bucket], [bucket.reduced_grad], learning_rate=0.1, weight_decay=0.1, device=torch.device("cpu")
+        [bucket],
+        [bucket.reduced_grad],
+        config=OptimizerConfig(clip=0.0),
+        group_of=lambda parameter: ParamGroup(weight_decay=0.1, lr=0.1),
+        device=torch.device("cpu"),
     )
     bucket.begin_step()
     for parameter in bucket.parameters:

@@ -258,7 +258,7 @@ class TrainCommand:
         return job
 
     def _training(self, job: Job) -> TrainingConfig:
-        from optimus.engine.config import read_training_config
+        from optimus.engine.run_section import read_training_config
 
         training = read_training_config(
             job.run,
@@ -266,6 +266,7 @@ class TrainCommand:
             first_step=self.first_step,
             run_dir=self.run_dir,
             count_memory=self.memory,
+            model=job.model,
         )
         return add_folders(training, job, self.model, self.save)
 
@@ -324,7 +325,7 @@ def train(
     trained, `save` the folder that they are written to. `first_step` is the number of the first step, of a
     run that goes on where another has stopped.
     """
-    from optimus.engine.config import read_training_config
+    from optimus.engine.run_section import read_training_config
     from optimus.job.own_layers import refuse_untrainable
     from optimus.planner.planning import PlanningResult, make_plan
     from optimus.verify.validator import require_valid_plan
@@ -332,7 +333,9 @@ def train(
     _require_torch()
     refuse_untrainable(job.model)
     folder = None if run_dir is None else make_folder("run_dir", Path(run_dir))
-    config = read_training_config(job.run, steps=steps, first_step=first_step, run_dir=folder)
+    config = read_training_config(
+        job.run, steps=steps, first_step=first_step, run_dir=folder, model=job.model
+    )
     training = add_folders(config, job, model, save)
     if job.data is not None:
         refuse_other_lengths(job, open_data(job.data, progress=_silent).index)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from optimus.engine.optimizer_config import ParamGroup
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan
@@ -18,6 +19,12 @@ from optimus.models.phase_order import ALL_LAYERS
 from optimus.protocols import Chunk, ParamBucket
 
 BucketType = Callable[[Sequence[Tensor], dist.ProcessGroup | None], ParamBucket]
+GroupOf = Callable[[Tensor], ParamGroup]
+
+
+def group_all(parameter: Tensor) -> ParamGroup:
+    """Puts all parameters into one group, for optimizers that are not ours."""
+    return ParamGroup(weight_decay=0.0, lr=0.0)
 
 
 class ReplicatedBucket:
@@ -85,7 +92,8 @@ class RankBuckets:
     shard of it (FSDP2 shards every parameter alike at both). Parameters outside the plan's chunk buckets are
     in the bucket of the whole stage, if there is one; those that the plan does not reduce at all are in
     `unplanned`. Parameters whose gradients are `partial` sums over a tensor-parallel group come first in
-    their bucket.
+    their bucket. Among them and among the others, parameters of one group (`group_of`) of the optimizer are
+    together; groups with most decay meet in the middle.
     """
 
     def __init__(
@@ -96,8 +104,10 @@ class RankBuckets:
         bucket_type: BucketType,
         tied: Sequence[Tensor] = (),
         partial: Sequence[Tensor] = (),
+        group_of: GroupOf = group_all,
     ) -> None:
         self._plan, self._groups, self._chunks, self._bucket_type = plan, groups, chunks, bucket_type
+        self._group_of = group_of
         self._tied = {id(parameter) for parameter in tied}
         self._partial = {id(parameter) for parameter in partial}
         self._module_of: dict[ParamBucket, str] = {}
@@ -183,8 +193,9 @@ class RankBuckets:
         """Makes one bucket, and one for each tied parameter."""
         tied = [[p] for p in parameters if id(p) in self._tied and not isinstance(p, DTensor)]
         untied = [p for p in parameters if id(p) not in self._tied or isinstance(p, DTensor)]
-        untied.sort(key=lambda parameter: id(parameter) not in self._partial)
-        buckets = tuple(self._bucket_type(part, group) for part in (untied, *tied) if part)
+        partial = sorted((p for p in untied if id(p) in self._partial), key=self._group_of)
+        whole = sorted((p for p in untied if id(p) not in self._partial), key=self._group_of, reverse=True)
+        buckets = tuple(self._bucket_type(part, group) for part in ([*partial, *whole], *tied) if part)
         self._module_of.update(dict.fromkeys(buckets, name))
         return buckets
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from optimus.errors import UserError, one_of
+from optimus.engine.optimizer_config import OptimizerConfig
 from optimus.ir.files import write_file_atomically
 from optimus.job.data_source import DataSource
 
@@ -26,9 +24,7 @@ class TrainingConfig:
     steps: int = 20
     first_step: int = 0  # of a run that goes on from another's weights: its data begin there
     seed: int = 0
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.01
-    clip: float = 1.0  # the largest norm of all gradients; 0 does not clip
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     dtype: str | None = None  # of compute: bfloat16 on GPUs, else float32. Masters have at least float32
     op_timeout_s: float = 8.0  # of one op (or a usual step, if longer), before the rank is ended
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
@@ -43,9 +39,7 @@ class TrainingConfig:
             "--steps": self.steps,
             "--first-step": self.first_step,
             "run.seed": self.seed,
-            "run.optimizer.lr": self.learning_rate,
-            "run.optimizer.weight_decay": self.weight_decay,
-            "run.optimizer.clip": self.clip,
+            **self.optimizer.settings(),
             "run.dtype": self.dtype,
             "--memory": self.count_memory,
         }
@@ -63,6 +57,7 @@ class StepMetrics:
     step: int
     loss: float
     gradient_norm: float  # before clipping
+    lr: float  # of modules without a rate of their own
     step_s: float
     tokens_per_s: float
     carried: int = 0  # samples that an earlier step had no room for
@@ -118,78 +113,3 @@ class TrainingSummary:
         memory = fields.pop("memory")
         fields["skipped"] = tuple(fields["skipped"])
         return cls(**fields, memory=None if memory is None else MemoryUse(**memory))
-
-
-def read_training_config(
-    settings: Mapping[str, Any],
-    *,
-    steps: int | None,
-    first_step: int = 0,
-    run_dir: Path | None = None,
-    count_memory: bool = False,
-) -> TrainingConfig:
-    """Reads and checks a job's `run:` section; `steps` overrides it."""
-    default, optimizer = TrainingConfig(), settings.get("optimizer", {})
-    if not isinstance(optimizer, Mapping):
-        raise UserError(
-            field="run.optimizer",
-            value=optimizer,
-            problem="is not a mapping",
-            hint="use optimizer: {lr: 1e-4, weight_decay: 0.01, clip: 1.0}",
-        )
-    numbers = {
-        "steps": (settings.get("steps", default.steps), default.steps),
-        "seed": (settings.get("seed", default.seed), default.seed),
-        "optimizer.lr": (optimizer.get("lr", default.learning_rate), default.learning_rate),
-        "optimizer.weight_decay": (optimizer.get("weight_decay", default.weight_decay), default.weight_decay),
-        "optimizer.clip": (optimizer.get("clip", default.clip), default.clip),
-    }
-    for name, (value, usual) in numbers.items():
-        _check_number(f"run.{name}", value, usual)
-    if steps is not None:
-        _check_number("--steps", steps, default.steps)
-    _check_number("--first-step", first_step, default.first_step)
-    count = numbers["steps"][0] if steps is None else steps
-    if count_memory and count < 2:
-        raise UserError(
-            field="--memory",
-            problem="needs two steps: the optimizer allocates its state in the first",
-            hint="use --steps 2",
-        )
-    return TrainingConfig(
-        steps=count,
-        first_step=first_step,
-        seed=numbers["seed"][0],
-        learning_rate=float(numbers["optimizer.lr"][0]),
-        weight_decay=float(numbers["optimizer.weight_decay"][0]),
-        clip=float(numbers["optimizer.clip"][0]),
-        dtype=_check_dtype(settings.get("dtype", default.dtype)),
-        run_dir=run_dir,
-        count_memory=count_memory,
-    )
-
-
-def _check_dtype(name: object) -> str | None:
-    if name is not None and name not in DTYPES:
-        raise UserError(
-            field="run.dtype",
-            value=name,
-            problem="is not a dtype to compute in",
-            hint=f"use dtype: {one_of(DTYPES)}",
-        )
-    return None if name is None else str(name)
-
-
-def _check_number(field: str, value: object, usual: float) -> None:
-    """Raises unless the value is a number of 0 or more, an integer if the usual one is."""
-    whole = isinstance(usual, int)
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if is_number and 0 <= value < math.inf:  # type: ignore[operator]
-        return
-    name = field.removeprefix("run.").split(".")[-1]
-    raise UserError(
-        field=field,
-        value=value,
-        problem=f"is not a{' whole' if whole else ''} number of 0 or more",
-        hint=f"use {name} {usual}" if name.startswith("--") else f"use {name}: {usual}",
-    )

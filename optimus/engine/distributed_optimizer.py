@@ -8,7 +8,9 @@ launch both, and no op computes with the result before it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from optimus.engine.buckets import check_one_dtype, view_as_params
+from optimus.engine.buckets import GroupOf, check_one_dtype, view_as_params
+from optimus.engine.optimizer_config import OptimizerConfig, ParamGroup
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 CLIP_EPS = 1e-6  # added to the norm that divides, as torch.nn.utils.clip_grad_norm_ does
@@ -43,8 +46,8 @@ class ShardedBucket:
         self.shard_offset = self._replica * size
         shard = slice(self.shard_offset, self.shard_offset + size)
         self._param_shard = self._param_buffer[shard]  # the all-gather is in place
-        self.master = nn.Parameter(self._param_shard.to(master_dtype, copy=True))
-        self.master.grad = self.grad_buffer[shard]  # and so is the reduce-scatter
+        self.master = self._param_shard.to(master_dtype, copy=True)
+        self.reduced_grad = self.grad_buffer[shard]  # and so is the reduce-scatter
         self._gather_work: dist.Work | None = None
         self._reduce_work: dist.Work | None = None
 
@@ -62,11 +65,6 @@ class ShardedBucket:
     def is_sharded(self) -> bool:
         return self.group is not None
 
-    @property
-    def reduced_grad(self) -> Tensor:
-        assert self.master.grad is not None
-        return self.master.grad
-
     def to_dtensor(self, shard: Tensor) -> Tensor:
         """Returns masters, or a moment of the optimizer, of all replicas as one DTensor, for checkpoints.
 
@@ -74,7 +72,7 @@ class ShardedBucket:
         of `shard`.
         """
         count = sum(parameter.numel() for parameter in self.parameters)
-        unpadded = shard.detach()[: max(0, count - self._replica * len(shard))]
+        unpadded = shard.detach()[: max(0, count - self.shard_offset)]
         if self.group is None:
             return unpadded
         mesh = DeviceMesh.from_group(self.group, shard.device.type)
@@ -90,10 +88,10 @@ class ShardedBucket:
             parameter.grad = view
 
     def end_step(self) -> None:
-        """Does nothing: the optimizer reads `master.grad`."""
+        """Does nothing: the optimizer reads `reduced_grad`."""
 
     def gather(self) -> None:
-        self._param_shard.copy_(self.master.detach())
+        self._param_shard.copy_(self.master)
         if self.group is not None:
             self._gather_work = all_gather_single(
                 self._param_buffer, self._param_shard, self.group, async_op=True
@@ -116,12 +114,24 @@ class ShardedBucket:
             self._reduce_work = None
 
 
+class OptimizerTensor(NamedTuple):
+    """A part of a bucket's masters that AdamW updates as one tensor.
+
+    `begin` and `end` are its place in the flat buffer of the bucket, `parameter` is a view of its `master`.
+    """
+
+    bucket: ShardedBucket
+    begin: int
+    end: int
+    parameter: nn.Parameter
+
+
 class DistributedOptimizer:
     """Clips by one norm over the gradients of all modules, then steps AdamW on this rank's masters.
 
     Every rank must have one, even without buckets: the norm is summed over all ranks. `norm_grads` are the
-    gradients that enter the norm on this rank; each gradient of the model enters it on one rank. `clip` is
-    the largest norm; 0 does not clip. The host reads nothing from the device.
+    gradients that enter the norm on this rank; each gradient of the model enters it on one rank. `group_of`
+    gives rate and decay of a parameter of a bucket. The host reads nothing from the device.
     """
 
     def __init__(
@@ -129,19 +139,35 @@ class DistributedOptimizer:
         buckets: Sequence[ShardedBucket],
         norm_grads: Sequence[Tensor],
         *,
-        learning_rate: float,
-        weight_decay: float,
-        clip: float = 0.0,
+        config: OptimizerConfig,
+        group_of: GroupOf,
         device: torch.device,
     ) -> None:
-        self.buckets, self._norm_grads, self.clip, self._device = buckets, norm_grads, clip, device
-        masters = [bucket.master for bucket in self.buckets]
+        self.buckets, self.config, self._norm_grads, self._device = buckets, config, norm_grads, device
+        self.clip = config.clip
+        self._tensors: dict[ParamGroup, list[OptimizerTensor]] = {}
+        for bucket in buckets:
+            for group, tensor in _split_masters(bucket, group_of):
+                self._tensors.setdefault(group, []).append(tensor)
+        groups: list[dict[str, Any]] = [
+            {"params": [tensor.parameter for tensor in tensors], "initial_lr": group.lr, **group._asdict()}
+            for group, tensors in self._tensors.items()
+        ]
         self.adamw = (
-            torch.optim.AdamW(masters, lr=learning_rate, weight_decay=weight_decay, fused=True)
-            if masters
-            else None
+            torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True) if groups else None
         )
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
+
+    def tensors(self) -> Iterator[OptimizerTensor]:
+        """Yields what `adamw` has one state each for; a group without masters on this rank has none."""
+        return chain.from_iterable(self._tensors.values())
+
+    def set_learning_rate(self, step: int) -> float:
+        """Sets the rates of a step; returns that of modules without one of their own."""
+        factor = self.config.lr_factor(step)
+        for group in [] if self.adamw is None else self.adamw.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return self.config.lr * factor
 
     def step(self) -> None:
         """Updates masters from reduced gradients; they are gathered when the next step begins."""
@@ -160,3 +186,16 @@ class DistributedOptimizer:
         total = total.to(self._device)
         dist.all_reduce(total)
         return total.sqrt()
+
+
+def _split_masters(bucket: ShardedBucket, group_of: GroupOf) -> Iterator[tuple[ParamGroup, OptimizerTensor]]:
+    """Splits a rank's masters where the group of parameters changes; padding belongs to none."""
+    offset, end_offset, end = bucket.shard_offset, bucket.shard_offset + len(bucket.master), 0
+    for group, members in groupby(bucket.parameters, group_of):
+        begin, end = end, end + sum(parameter.numel() for parameter in members)
+        first, last = max(begin, offset), min(end, end_offset)
+        if first < last:
+            part = slice(first - offset, last - offset)
+            parameter = nn.Parameter(bucket.master[part])
+            parameter.grad = bucket.reduced_grad[part]
+            yield group, OptimizerTensor(bucket, first, last, parameter)

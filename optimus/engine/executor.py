@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.buckets import BucketType, RankBuckets, ReplicatedBucket
+from optimus.engine.buckets import BucketType, GroupOf, RankBuckets, ReplicatedBucket, group_all
 from optimus.engine.compile import Action, ProgramCompiler, StepState, select_forward_actions
 from optimus.engine.distributed_optimizer import DistributedOptimizer
 from optimus.engine.p2p import MessageSpecs, P2PMailbox, SideStream
@@ -32,8 +32,8 @@ class Executor:
     `chunks` are this rank's chunks of every module, in order. `bucket_type` decides how their parameters are
     gathered and their gradients reduced: by default parameters are replicated and `grad` holds their
     gradients. `tied` are an embedding table and a head on this rank that are one parameter of the model:
-    their gradients are summed, over the first and last stage if these are apart. If `optimizer` is set, it
-    steps in the last line.
+    their gradients are summed, over the first and last stage if these are apart. `group_of` is that of the
+    `optimizer`, which steps in the last line if it is set.
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class Executor:
         bucket_type: BucketType = ReplicatedBucket,
         tied: Sequence[Tensor] = (),
         partial: Sequence[Tensor] = (),
+        group_of: GroupOf = group_all,
         recorder: Recorder | None = None,
     ) -> None:
         self.plan, self.groups, self.tied, self._specs = plan, groups, tied, specs
         self.optimizer: DistributedOptimizer | None = None
         self._mailbox, self.side_stream, self._state = P2PMailbox(device), SideStream(device), StepState()
         self._recorder = recorder or _NullRecorder()
-        self.buckets = RankBuckets(plan, groups, chunks, bucket_type, tied, partial)
+        self.buckets = RankBuckets(plan, groups, chunks, bucket_type, tied, partial, group_of)
         self.actions = ProgramCompiler(
             plan,
             groups,

@@ -17,6 +17,7 @@ from optimus.engine.build_rank import RankModel, build_rank_model
 from optimus.engine.config import TrainingConfig
 from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
 from optimus.engine.executor import Executor
+from optimus.engine.optimizer_config import ParamGroup
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import ProcessGroups
 from optimus.engine.rank_batch import RankBatch, list_needed_samples
@@ -80,6 +81,7 @@ class RankTrainer:
         )
         if load is not None:
             load(self.model)
+        self._names = {id(parameter): name for name, parameter in self.model.parameters.items()}
         self.executor = Executor(
             plan,
             groups,
@@ -89,6 +91,7 @@ class RankTrainer:
             bucket_type=bucket_type,
             tied=self.model.tied,
             partial=self.model.partial,
+            group_of=self._group_of,
             recorder=recorder,
         )
         self.optimizer = self._make_optimizer() if issubclass(bucket_type, ShardedBucket) else None
@@ -105,11 +108,13 @@ class RankTrainer:
                 for bucket in buckets
                 if id(bucket.parameters[0]) not in copies
             ],
-            learning_rate=self.config.learning_rate,
-            weight_decay=self.config.weight_decay,
-            clip=self.config.clip,
+            config=self.config.optimizer,
+            group_of=self._group_of,
             device=self.device,
         )
+
+    def _group_of(self, parameter: Tensor) -> ParamGroup:
+        return self.config.optimizer.group_of(self._names[id(parameter)], parameter.dim())
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -250,6 +250,8 @@ class _TrainingLoop:
         if not is_last:
             self._batch_plan = self._take_batch_plan()
             rank.prefetch(self._batch_plan)
+        assert rank.optimizer is not None
+        lr = rank.optimizer.set_learning_rate(step)
         if self.config.count_memory and is_last:
             loss, self._memory = measure_step_memory(rank, batch)
         else:
@@ -257,7 +259,7 @@ class _TrainingLoop:
         waited_s = self._data_wait_s - waited_s
         with self._recorded(LOSS):
             totals, waited_s = reduce_metrics(loss, self._count_skipped(batch_plan), waited_s, rank.device)
-        assert rank.optimizer is not None and rank.optimizer.grad_norm is not None
+        assert rank.optimizer.grad_norm is not None
         grad_norm = float(rank.optimizer.grad_norm)
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
@@ -265,6 +267,7 @@ class _TrainingLoop:
             step=step,
             loss=totals[0],
             gradient_norm=grad_norm,
+            lr=lr,
             step_s=step_s,
             tokens_per_s=tokens / step_s,
             carried=batch_plan.carried,
