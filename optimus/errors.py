@@ -11,6 +11,7 @@ MAX_CHOICES = 4000  # that a hint looks at
 MAX_LISTED = 30  # that it lists in full
 FEW_LISTED = 5  # that it lists of more
 MAX_SHOWN = 60  # characters of a value
+MAX_LINE = 4096  # characters of a line or a paragraph: a path is not longer
 
 
 class OptimusError(Exception):
@@ -38,12 +39,14 @@ class UserError(OptimusError):
         return _user_error, (self.field, self.problem, self.hint, self.value, self.file, self.line)
 
     def __str__(self) -> str:
-        where = "" if self.file is None else self.file
+        where = "" if self.file is None else show_line(self.file)
         if self.file is not None and self.line is not None:
             where += f":{self.line}"
-        what = self.field if self.value is None else f"{self.field} = {show_value(self.value)}"
-        head = " ".join(part for part in (where, what, self.problem) if part)
-        return f"error: {head}\nhint: {self.hint}"
+        what = show_line(self.field)
+        if self.value is not None:
+            what += f" = {show_value(self.value)}"
+        head = " ".join(part for part in (where, what, show_line(self.problem)) if part)
+        return f"error: {head}\nhint: {show_line(self.hint)}"
 
 
 def _user_error(
@@ -61,7 +64,7 @@ class DoesNotFit(OptimusError):
         super().__init__(problem, hint)
 
     def __str__(self) -> str:
-        return f"no: {self.problem}\nhint: {self.hint}"
+        return f"no: {show_line(self.problem)}\nhint: {show_line(self.hint)}"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -83,14 +86,27 @@ def one_of(choices: Iterable[object]) -> str:
 
 
 def escape_unprintable(text: str) -> str:
-    """Escapes what a terminal would obey or could not print: control codes and lone surrogates."""
+    """Escapes control codes, overrides of the writing direction and lone surrogates."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def shorten(text: str, limit: int = MAX_LINE) -> str:
+    """Returns a text of at most `limit` characters: its start and its end."""
+    if len(text) <= limit:
+        return text
+    start = (limit - 3) * 2 // 3
+    return f"{text[:start]}...{text[start + 3 - limit :]}"
+
+
+def show_line(text: str) -> str:
+    """Returns a text of others as a terminal may print it: on one line, of bounded length."""
+    return shorten(escape_unprintable(shorten(text).expandtabs()))
+
+
 def show_value(value: object) -> str:
     """A value as the user would recognise it, never longer than a line."""
     text = value if isinstance(value, str) else repr(value)
-    text = escape_unprintable(" ".join(text.split()))
+    text = escape_unprintable(" ".join(text[:MAX_LINE].split()))
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -6,7 +6,7 @@ import io
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import tyro
@@ -14,7 +14,7 @@ import tyro
 from optimus import __version__
 from optimus.cli.catalog import CatalogCommand
 from optimus.cli.check import CheckCommand
-from optimus.cli.console import print_result
+from optimus.cli.console import print_lines, print_result
 from optimus.cli.data import DataCommand
 from optimus.cli.deal import DealCommand
 from optimus.cli.diff import DiffCommand
@@ -29,7 +29,7 @@ from optimus.cli.sweep import SweepCommand
 from optimus.cli.text import wrap_text, wrap_usage
 from optimus.cli.train import TrainCommand
 from optimus.cli.why import WhyCommand
-from optimus.errors import DoesNotFit, OptimusError, UserError, escape_unprintable, nearest
+from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
 
 DESCRIPTION = (
     "Plans the training of multimodal LLMs: where time and memory go, and how encoder work fits into the "
@@ -55,16 +55,19 @@ COMMANDS: dict[str, type[Any]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `optimus` and `optimus-mllm`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of a terminal that is not UTF-8
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: list[str]) -> int:
     """Runs one command and returns its exit code."""
     if arguments in ([], ["--help"], ["-h"]):
-        print("\n".join(_help_text()))
+        print_lines(_help_text())
         return OK
     if arguments in (["--version"], ["-V"]):
-        print(__version__)
+        print_lines([__version__])
         return OK
 
     def command() -> int:
@@ -81,14 +84,16 @@ def run(arguments: list[str]) -> int:
 
 @contextmanager
 def _plain_help() -> Iterator[None]:
-    """Prints a help text without boxes, and breaks its usage line."""
-    printed = io.StringIO()
+    """Prints a help text without boxes, breaks its usage line, and escapes what the parser quotes."""
+    printed, refused = io.StringIO(), io.StringIO()
     try:
-        with redirect_stdout(printed):
+        with redirect_stdout(printed), redirect_stderr(refused):
             yield
     finally:
+        if refused.getvalue():
+            print_lines((line.rstrip() for line in refused.getvalue().splitlines()), to_stderr=True)
         for line in printed.getvalue().splitlines():
-            print("\n".join(wrap_usage(line)) if line.startswith("usage:") else line.rstrip())
+            print_lines(wrap_usage(line) if line.startswith("usage:") else [line.rstrip()])
 
 
 def _help_text() -> list[str]:
@@ -120,7 +125,7 @@ def run_and_report_errors(command: Callable[[], int], *, as_json: bool) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:
-        traceback.print_exc()
+        print_lines(traceback.format_exc().splitlines(), to_stderr=True)
         words = f"This is a bug in Optimus {__version__}, not a mistake of yours."
         _print_error(f"{words} Please report it with the lines above.")
         return OUR_BUG
@@ -128,10 +133,10 @@ def run_and_report_errors(command: Callable[[], int], *, as_json: bool) -> int:
 
 def _print_error(error: object) -> None:
     """Prints an error and its hint on standard error, broken between words."""
-    for line in map(escape_unprintable, str(error).splitlines()):
+    for line in str(error).splitlines():
         label = next((label for label in ("error:", "hint:", "no:") if line.startswith(f"{label} ")), "")
         wrapped = wrap_text(label, line.removeprefix(label), indent=len(label) + 1 if label else 0)
-        print("\n".join(wrapped), file=sys.stderr)
+        print_lines(wrapped, to_stderr=True)
 
 
 def _check_words(name: str, flags: list[str]) -> None:

@@ -8,13 +8,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from optimus.cli.text import wrap_text
-from optimus.errors import UserError
+from optimus.errors import UserError, show_line, show_value
 
 FIRST_LINE_S = 1.0  # work below a second prints no progress
 BETWEEN_LINES_S = 5.0
@@ -23,12 +23,18 @@ Progress = Callable[[str, int, int], None]  # name of the work, parts done, part
 StepReport = Callable[[int, float, float, float], None]  # step, loss, seconds, tokens per second
 
 
-def print_result(result: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+def print_lines(lines: Iterable[str], *, to_stderr: bool = False) -> None:
+    """Prints lines at once; codes that others put into names and values never reach the terminal."""
+    text = "\n".join(map(show_line, lines))
+    print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def print_result(result: dict[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
     """Prints the result as one JSON object, or as lines of text."""
     if as_json:
-        print(json.dumps(result, indent=2, allow_nan=False))
+        print(json.dumps(result, indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
     else:
-        print("\n".join(lines))
+        print_lines(lines)
 
 
 def check_writable(field: str, path: Path, *endings: str) -> None:
@@ -56,14 +62,14 @@ def announce_compilation() -> Iterator[None]:
     """Prints a line on standard error when the timeline's loop is compiled, once per installation."""
     from optimus.schedule._numba import announce_first_compilation
 
-    def announce(kept_in: Path | None) -> None:
+    def say(kept_in: Path | None) -> None:
         where = (
             f"cached in {kept_in}" if kept_in else "not cached: set OPTIMUS_CACHE_DIR to a folder of yours"
         )
         words = f"compiling the simulator, about 5 s, once per installation ({where})"
-        print("\n".join(wrap_text("", words, indent=0)), file=sys.stderr)
+        announce(words)
 
-    with announce_first_compilation(announce):
+    with announce_first_compilation(say):
         yield
 
 
@@ -96,7 +102,7 @@ def progress_bar(activity: str) -> Iterator[Progress]:
         def say(name: str, done: int, total: int) -> None:
             if timer.is_due():
                 words = f"{activity}: {name}, {done} of {total}, {timer.elapsed_s:.0f} s"
-                print(words, file=sys.stderr, flush=True)
+                print_lines([words], to_stderr=True)
 
         yield say
         return
@@ -104,21 +110,21 @@ def progress_bar(activity: str) -> Iterator[Progress]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     bar = Progress(
-        TextColumn("{task.description:<16}"), BarColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description:<16}", markup=False), BarColumn(), TimeElapsedColumn(),
         console=Console(stderr=True), transient=True,
     )  # fmt: skip
     with bar:
         task = bar.add_task(activity)
 
         def report(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total)
+            bar.update(task, description=show_value(name), completed=done, total=total)
 
         yield report
 
 
 def announce(words: str) -> None:
     """Prints what is done next on standard error, if that takes over a second by itself."""
-    print("\n".join(wrap_text("", words, indent=0)), file=sys.stderr, flush=True)
+    print_lines(wrap_text("", words, indent=0), to_stderr=True)
 
 
 @contextmanager

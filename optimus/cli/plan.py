@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from optimus.cli.console import announce_compilation, check_writable, print_result, progress_bar
+from optimus.cli.console import announce_compilation, check_writable, print_lines, print_result, progress_bar
 from optimus.cli.flags import (
     OK,
     TRACE_ENDINGS,
@@ -75,7 +74,7 @@ class PlanCommand:
         planned, output = self._make_plan()
         lines = _plan_text(planned)
         if not planned.report.ok:
-            print("\n".join(lines), file=sys.stderr)
+            print_lines(lines, to_stderr=True)
             raise AssertionError(f"the plan does not hold: {planned.report.violations[0]}")
         digest = save_plan(planned.plan, output)
         result = {**_plan_json(planned), "file": str(output), "sha256": digest}

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from optimus.errors import shorten
+
 if TYPE_CHECKING:
     from optimus.ir.plan import Plan
 
@@ -14,6 +16,7 @@ PIPED_WIDTH = 80
 MIN_WIDTH = 40
 MARGIN = 15  # columns before a labelled paragraph
 BREAK = r"\s+(?!(?:s|ms|us|GB|MB|GB/s|%)(?:\W|$))"  # between words, but not before a unit
+MAX_CELL = 200  # characters of a table's cell
 SHORT_MARGIN = 6  # columns before the closing lines: wrote, note, next
 
 
@@ -25,7 +28,7 @@ def _terminal_width() -> int:
 def wrap_text(label: str, text: str, *, indent: int = MARGIN) -> list[str]:
     """Breaks `text` between words and puts `label` in the margin of its first line."""
     margin = label.ljust(indent - 1) + " " if label else " " * indent
-    return _fill(re.split(BREAK, text.strip()), margin, " " * indent)
+    return _fill(re.split(BREAK, shorten(text.strip())), margin, " " * indent)
 
 
 def format_plan_title(plan: Plan, *details: str) -> list[str]:
@@ -77,6 +80,7 @@ def align_columns(
     A table wider than the terminal is split into several, at the columns `breaks` and wherever else it must
     be; each repeats the left columns.
     """
+    header, rows = _shorten_cells(header), [_shorten_cells(row) for row in rows]
     widths = [max(len(row[place]) for row in (header, *rows)) for place in range(len(header))]
     lines: list[str] = []
     blocks = _split_columns(widths, left, breaks)
@@ -88,6 +92,10 @@ def align_columns(
             cells += [row[place].rjust(widths[place]) for place in block]
             lines.append("  " + "  ".join(cells).rstrip())
     return lines
+
+
+def _shorten_cells(cells: Sequence[str]) -> list[str]:
+    return [shorten(cell, MAX_CELL) for cell in cells]
 
 
 def _split_columns(widths: Sequence[int], left: int, breaks: Sequence[int]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from optimus.cli.console import (
     announce,
     announce_compilation,
     follow_metrics,
+    print_lines,
     print_result,
     progress_bar,
     training_progress,
@@ -139,13 +140,13 @@ class TrainCommand:
         make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
         if not self.json and (training.model_dir or job.model_dir) is not None:
-            print("\n".join(wrap_text("weights", self._describe_weights(job, training))), flush=True)
+            print_lines(wrap_text("weights", self._describe_weights(job, training)))
         index = None if training.data is None else open_data(training.data, progress=None).index
         if not self.json and index is not None:
-            print("\n".join(format_data(job, index)), flush=True)
+            print_lines(format_data(job, index))
         if not self.json:
             title = f"{job.name} on {plan.ranks.world} ranks; {format_predicted_step(plan)}"
-            print("\n".join(wrap_text("job", title)), flush=True)
+            print_lines(wrap_text("job", title))
         code, summary = _run_ranks(job, plan, training, visible=not self.quiet)
         if summary is not None:
             print_result(

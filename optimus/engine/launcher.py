@@ -27,7 +27,7 @@ from pathlib import Path
 from optimus.engine.config import TrainingConfig, TrainingSummary
 from optimus.engine.watchdog import EXIT_LOST, EXIT_REFUSED, EXIT_STALLED
 from optimus.environment import Launched, for_rank
-from optimus.errors import OptimusError
+from optimus.errors import OptimusError, show_line
 from optimus.ir.files import write_file_atomically
 from optimus.ir.plan import Plan
 from optimus.job.job import Job
@@ -105,7 +105,8 @@ class _RankProcess:
         """Forwards standard error line by line, and keeps the last lines."""
         assert self.process.stderr is not None
         with self.process.stderr as lines:
-            for line in lines:
+            for written in lines:
+                line = show_line(written.decode(errors="replace").rstrip()).encode() + b"\n"
                 self.last_lines.append(line)
                 with suppress(OSError):  # a terminal that is gone does not stop the rank
                     os.write(2, b"[%d] %s" % (self.rank, line))

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, format_ranks, read_blocking_statuses
-from optimus.errors import OptimusError, UserError
+from optimus.errors import OptimusError, UserError, show_line
 from optimus.ir.files import write_file_atomically
 
 EXIT_REFUSED = 2  # the user's input was refused
@@ -305,7 +305,7 @@ class Watchdog:
         A launcher that is gone reads nothing any more, and this process must end all the same.
         """
         with suppress(OSError):
-            os.write(2, (text + "\n").encode())
+            os.write(2, "".join(f"{show_line(line)}\n" for line in text.split("\n")).encode())
 
 
 def _awaited(status: RankStatus) -> str:
