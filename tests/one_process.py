@@ -155,8 +155,12 @@ class OneProcess:
         *,
         clip: float = 0.0,
         config: OptimizerConfig,
+        left_out: Sequence[int] = (),
     ) -> list[float]:
-        """Runs steps of torch's AdamW over the batches in turn, by default one each; returns the losses."""
+        """Runs steps of torch's AdamW over the batches in turn, by default one each; returns the losses.
+
+        Steps that are `left_out` change nothing but the rate.
+        """
         named = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
         trained, (optimizer, schedule) = list(named.values()), plain_adamw(named, config)
         losses = []
@@ -166,7 +170,8 @@ class OneProcess:
                 parameter.grad = gradients.get(name)
             if clip:
                 torch.nn.utils.clip_grad_norm_(trained, clip)
-            optimizer.step()
+            if step not in left_out:
+                optimizer.step()
             schedule.step()
             losses.append(loss)
         return losses

@@ -184,8 +184,8 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("masters are in bf16", HALF)
 def _() -> AbstractContextManager[Any]:
-    def step(original: Any, self: DistributedOptimizer) -> None:
-        original(self)
+    def step(original: Any, self: DistributedOptimizer, loss: Any = None) -> None:
+        original(self, loss)
         for bucket in self.buckets:
             bucket.master.data.copy_(bucket.master.bfloat16())
 
@@ -228,42 +228,42 @@ def _uncounted(original: Any, self: DistributedOptimizer, buckets: Any, counted:
     original(self, buckets, [bucket.reduced_grad for bucket in buckets], **rest)
 
 
-def _norm_of_this_rank(original: Any, self: DistributedOptimizer) -> Tensor:
+def _norm_of_this_rank(original: Any, self: DistributedOptimizer, loss: Any = None) -> Tensor:
     return torch.stack([each.reduced_grad.square().sum() for each in self.buckets]).sum().sqrt()
 
 
-def _norm_of_own_gradients(original: Any, self: DistributedOptimizer) -> Tensor:
+def _norm_of_own_gradients(original: Any, self: DistributedOptimizer, loss: Any = None) -> Tensor:
     own = [bucket.grad_buffer for bucket in self.buckets]
     with patch.object(self, "_norm_grads", own):
-        norm: Tensor = original(self)
+        norm: Tensor = original(self, loss)
     return norm
 
 
-def _clipped_twice(original: Any, self: DistributedOptimizer) -> None:
+def _clipped_twice(original: Any, self: DistributedOptimizer, loss: Any = None) -> None:
     kept = torch.clamp(self.clip / (self._total_norm() + CLIP_EPS), max=1.0)
     for bucket in self.buckets:
         bucket.reduced_grad.mul_(kept)
-    original(self)
+    original(self, loss)
 
 
-def _clipped_too_late(original: Any, self: DistributedOptimizer) -> None:
+def _clipped_too_late(original: Any, self: DistributedOptimizer, loss: Any = None) -> None:
     if self.adamw is not None:
         self.adamw.step()
     adamw, self.adamw = self.adamw, None
-    original(self)
+    original(self, loss)
     self.adamw = adamw
 
 
-def _scaled_up(original: Any, self: DistributedOptimizer) -> None:
+def _scaled_up(original: Any, self: DistributedOptimizer, loss: Any = None) -> None:
     clip, self.clip = self.clip, 0.0
     norm = self._total_norm()
     for bucket in self.buckets:
         bucket.reduced_grad.mul_(1000.0 * clip / norm if clip > norm else 1.0 / 1.0000001)
-    original(self)
+    original(self, loss)
     self.clip = clip
 
 
-def _each_module_by_itself(original: Any, self: DistributedOptimizer) -> None:
+def _each_module_by_itself(original: Any, self: DistributedOptimizer, loss: Any = None) -> None:
     clip, self.clip = self.clip, 0.0
     for bucket in self.buckets:
         norm = bucket.reduced_grad.square().sum()
@@ -271,22 +271,22 @@ def _each_module_by_itself(original: Any, self: DistributedOptimizer) -> None:
             dist.all_reduce(norm, group=bucket.group)
         bucket.reduced_grad.mul_(torch.clamp(clip / (norm.sqrt() + CLIP_EPS), max=1.0))
     self.grad_norm = None
-    original(self)
+    original(self, loss)
     self.clip = clip
 
 
-def _only_the_first(original: Any, self: DistributedOptimizer) -> None:
+def _only_the_first(original: Any, self: DistributedOptimizer, loss: Any = None) -> None:
     before = [bucket.master.detach().clone() for bucket in self.buckets]
-    original(self)
+    original(self, loss)
     for bucket, old in zip(self.buckets, before, strict=True):
         if bucket.group is not None and dist.get_rank(bucket.group):
             bucket.master.data.copy_(old)
 
 
-def _coupled_decay(original: Any, self: DistributedOptimizer) -> None:
+def _coupled_decay(original: Any, self: DistributedOptimizer, loss: Any = None) -> None:
     for bucket in self.buckets:
         bucket.reduced_grad.add_(bucket.master.detach(), alpha=0.01)
-    original(self)
+    original(self, loss)
 
 
 def _before_joining(original: Any, self: Executor) -> None:

@@ -250,6 +250,21 @@ def test_steps_with_room_are_as_drawn_and_windows_do_not_mix() -> None:
     assert [narrow.count_carried(step) for step in range(4)] == [0, 0, 1, 0]
 
 
+def test_batches_that_are_left_out_are_trained_by_no_step() -> None:
+    def tokens_of(number: int) -> dict[str, int]:
+        return {"vision": 9 if number in {3, 4, 5, 40} else 1}
+
+    everything = StepSamples(tokens_of, 4, {"vision": 19})
+    batches = [everything.numbers(step) for step in range(30)]
+    carried = [everything.count_carried(step) for step in range(30)]
+    for left_out in ((0,), (2,), (9, 2), (2, 3, 4), (0, 1, 29), (5, 5)):
+        samples = StepSamples(tokens_of, 4, {"vision": 19}, left_out)
+        kept = [number for number in range(30) if number not in left_out]
+        for step, number in enumerate(kept):
+            assert samples.numbers(step) == batches[number]
+            assert samples.count_carried(step) == carried[number]
+
+
 def test_an_encoder_that_is_left_out_has_no_tokens() -> None:
     """Else each of two such samples would count as lighter than the other, without end."""
     loads = [{"vision": 10, "audio": 0}, {"vision": 10}] * 2

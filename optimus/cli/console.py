@@ -159,8 +159,9 @@ def training_progress(steps: int, *, saves: bool = False) -> Iterator[StepReport
         yield update
 
 
-def _step_words(loss: float, step_s: float, tokens_per_s: float) -> str:
-    return f"loss {loss:.4f}, {step_s:.3f} s, {tokens_per_s:,.0f} tokens/s"
+def _step_words(loss: float | None, step_s: float, tokens_per_s: float) -> str:
+    value = "not finite" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"
+    return f"loss {value}, {step_s:.3f} s, {tokens_per_s:,.0f} tokens/s"
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def build_train_json(summary: TrainingSummary, index: SampleIndex | None) -> dic
         "device": summary.device,
         "waiting_steps": summary.waiting_steps,
         "skipped_samples": summary.skipped_samples,
+        "skipped_steps": summary.skipped_steps,
         "skipped": list(summary.skipped),
         **({} if index is None else {"data": build_data_json(index)}),
         **({} if summary.memory is None else {"memory": build_memory_json(summary.memory)}),
@@ -65,7 +66,9 @@ def format_train_summary(
     count = "1 step" if summary.steps == 1 else f"{summary.steps} steps"
     ratio = f"{measured / claim:.2g}" if measured < 100 * claim else f"{measured / claim:,.0f}"
     compared = f"{ratio} times the predicted {claim:.3g} s"
-    lines = wrap_text("loss", f"{summary.final_loss:.4f} after {count}")
+    loss = "not finite" if summary.final_loss is None else f"{summary.final_loss:.4f}"
+    left_out = f"; {summary.skipped_steps} left out" if summary.skipped_steps else ""
+    lines = wrap_text("loss", f"{loss} after {count}{left_out}")
     lines += wrap_text("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
     if job.data is not None:
         lines += wrap_text("waited", f"for data in {summary.waiting_steps} of {count}")

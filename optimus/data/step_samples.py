@@ -17,16 +17,32 @@ Loads = Mapping[str, int]  # encoder tokens, by encoder
 
 
 class StepSamples:
-    """The samples of every step. `tokens(n)` are those of sample n, `capacity` those of one step."""
+    """The samples of every step. `tokens(n)` are those of sample n, `capacity` those of one step.
 
-    def __init__(self, tokens: Callable[[int], Loads], per_step: int, capacity: Loads) -> None:
-        self.per_step = per_step
+    Step n trains batch n, or, behind batches that are `left_out`, one as much later.
+    """
+
+    def __init__(
+        self,
+        tokens: Callable[[int], Loads],
+        per_step: int,
+        capacity: Loads,
+        left_out: Sequence[int] = (),
+    ) -> None:
+        self.per_step, self._left_out = per_step, sorted(set(left_out))
         self._tokens, self._capacity = tokens, capacity
         self._window: tuple[int, list[list[int]]] = (-1, [])
 
+    def batch(self, step: int) -> int:
+        """Returns the number of the batch that a step trains."""
+        number = step
+        for left_out in self._left_out:
+            number += left_out <= number
+        return number
+
     def numbers(self, step: int) -> list[int]:
         """Returns the numbers of the samples of a step, in ascending order."""
-        window, place = divmod(step, WINDOW)
+        window, place = divmod(self.batch(step), WINDOW)
         if self._window[0] != window:
             first = window * WINDOW * self.per_step
             loads = [self._tokens(first + at) for at in range(WINDOW * self.per_step)]
@@ -36,7 +52,7 @@ class StepSamples:
 
     def count_carried(self, step: int) -> int:
         """Returns how many samples of a step come from an earlier one that had no room for them."""
-        return sum(number // self.per_step < step for number in self.numbers(step))
+        return sum(number // self.per_step < self.batch(step) for number in self.numbers(step))
 
 
 def carry_over(loads: Sequence[Loads], per_step: int, capacity: Loads) -> list[list[int]]:

@@ -14,7 +14,25 @@ from optimus.job.data_source import DataSource
 METRICS = "metrics.jsonl"
 PLAN = "plan.json"
 WAITING_SHARE = 0.01
+ON_NAN = ("stop", "skip", "rewind")
+ON_SPIKE = ("ignore", "skip", "stop", "rewind")
 DTYPES = ("bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPolicy:
+    """What a run does about a step that the optimizer leaves out.
+
+    A step is a spike if its gradient norm exceeds the median of the last ones `spike_factor` times.
+    """
+
+    on_nan: str = "stop"
+    on_spike: str = "ignore"
+    spike_factor: float = 10.0
+    max_skipped: int = 10  # in a row, before the run stops
+
+    def settings(self) -> dict[str, object]:
+        return {f"run.{name}": value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +43,8 @@ class TrainingConfig:
     first_step: int = 0  # of a run that goes on from another's weights: its data begin there
     seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    policy: RunPolicy = field(default_factory=RunPolicy)
+    left_out: tuple[int, ...] = ()  # numbers of batches that no step trains on: later ones take their place
     dtype: str | None = None  # of compute: bfloat16 on GPUs, else float32. Masters have at least float32
     op_timeout_s: float = 8.0  # of one op (or a usual step, if longer), before the rank is ended
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
@@ -40,6 +60,8 @@ class TrainingConfig:
             "--first-step": self.first_step,
             "run.seed": self.seed,
             **self.optimizer.settings(),
+            **self.policy.settings(),
+            "left-out batches": self.left_out,
             "run.dtype": self.dtype,
             "--memory": self.count_memory,
         }
@@ -63,6 +85,7 @@ class StepMetrics:
     carried: int = 0  # samples that an earlier step had no room for
     data_wait_s: float = 0.0  # for samples to be loaded, of the rank that waited longest
     skipped_samples: int = 0  # whose files turned out broken: they trained nothing
+    skipped_steps: int = 0  # 1 if the optimizer left this step out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +123,7 @@ class TrainingSummary:
     device: str
     memory: MemoryUse | None = None  # of the rank that held most, if it was counted
     skipped_samples: int = 0  # whose files turned out broken
+    skipped_steps: int = 0  # that the optimizer left out
     waiting_steps: int = 0  # that waited for data, for more than WAITING_SHARE of their time
     skipped: tuple[str, ...] = ()  # the first of them: line, reason and file
 

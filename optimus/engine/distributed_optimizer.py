@@ -8,6 +8,7 @@ launch both, and no op computes with the result before it is waited for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from optimus.engine.buckets import GroupOf, check_one_dtype, view_as_params
 from optimus.engine.optimizer_config import OptimizerConfig, ParamGroup
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
+SPIKE_WINDOW = 64  # steps whose median is the usual norm
+SPIKE_MIN_STEPS = 8  # before which nothing is a spike
 CLIP_EPS = 1e-6  # added to the norm that divides, as torch.nn.utils.clip_grad_norm_ does
 
 
@@ -132,6 +135,9 @@ class DistributedOptimizer:
     Every rank must have one, even without buckets: the norm is summed over all ranks. `norm_grads` are the
     gradients that enter the norm on this rank; each gradient of the model enters it on one rank. `group_of`
     gives rate and decay of a parameter of a bucket. The host reads nothing from the device.
+
+    A step whose loss or norm is not finite, or whose norm exceeds the median of the last ones `spike_factor`
+    times (0: never), changes neither masters nor moments, on any rank.
     """
 
     def __init__(
@@ -142,6 +148,7 @@ class DistributedOptimizer:
         config: OptimizerConfig,
         group_of: GroupOf,
         device: torch.device,
+        spike_factor: float = 0.0,
     ) -> None:
         self.buckets, self.config, self._norm_grads, self._device = buckets, config, norm_grads, device
         self.clip = config.clip
@@ -156,7 +163,11 @@ class DistributedOptimizer:
         self.adamw = (
             torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True) if groups else None
         )
+        self._spike_factor = spike_factor
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
+        self.left_out = torch.zeros((), device=device)  # 1 if the last step was
+        # Norms of the last steps that were not left out, equal on all ranks; NaN before there were as many.
+        self.recent_norms = torch.full((SPIKE_WINDOW,), math.nan, dtype=torch.float64, device=device)
 
     def tensors(self) -> Iterator[OptimizerTensor]:
         """Yields what `adamw` has one state each for; a group without masters on this rank has none."""
@@ -169,21 +180,45 @@ class DistributedOptimizer:
             group["lr"] = group["initial_lr"] * factor
         return self.config.lr * factor
 
-    def step(self) -> None:
-        """Updates masters from reduced gradients; they are gathered when the next step begins."""
-        self.grad_norm = self._total_norm()
+    def step(self, loss: Tensor | None = None) -> None:
+        """Updates masters from reduced gradients; they are gathered when the next step begins.
+
+        `loss` is this rank's part of it, if any.
+        """
+        self.grad_norm = norm = self._total_norm(loss)
+        self.left_out = (~norm.isfinite() | self._is_spike(norm)).float()
+        moved = torch.cat([self.recent_norms[1:], norm.view(1)])
+        self.recent_norms = torch.where(self.left_out.bool(), self.recent_norms, moved)
         if self.clip:
             scale = torch.clamp(self.clip / (self.grad_norm + CLIP_EPS), max=1.0)
             for bucket in self.buckets:
                 bucket.reduced_grad.mul_(scale)
         if self.adamw is not None:
+            self.adamw.found_inf = self.left_out  # as torch.amp.GradScaler does
             self.adamw.step()
 
-    def _total_norm(self) -> Tensor:
+    def read_outcome(self) -> tuple[float, bool]:
+        """Returns the norm of the last step, and whether it was left out. The host waits for the device."""
+        assert self.grad_norm is not None
+        norm, left_out = torch.stack([self.grad_norm, self.left_out.double()]).tolist()
+        return norm, bool(left_out)
+
+    def _is_spike(self, norm: Tensor) -> Tensor:
+        if not self._spike_factor:
+            return torch.zeros_like(norm, dtype=torch.bool)
+        known = self.recent_norms.isfinite().sum()
+        middle = ((known - 1) // 2).clamp(min=0).view(1)
+        median = self.recent_norms.sort().values.gather(0, middle)[0]  # NaN is last
+        return (known >= SPIKE_MIN_STEPS) & (norm > self._spike_factor * median)
+
+    def _total_norm(self, loss: Tensor | None = None) -> Tensor:
+        """Returns the norm of all gradients, NaN if the loss of a rank is not finite."""
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self._norm_grads]
         squares = [norm.square() for norm in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         total = total.to(self._device)
+        if loss is not None:
+            total = total + 0.0 * loss
         dist.all_reduce(total)
         return total.sqrt()
 

@@ -126,7 +126,7 @@ class Executor:
         for bucket in self.buckets:
             bucket.end_step()
         if self.optimizer is not None:
-            self.optimizer.step()
+            self.optimizer.step(self._loss())
 
     def _sum_tied_grads(self) -> None:
         tied = {id(parameter) for parameter in self.tied}

@@ -67,6 +67,7 @@ class RankTrainer:
             self._count_tokens,
             workload.sequences_per_step,
             {each.name: workload.step_capacity(each.name, each.projector.merge) for each in encoders},
+            config.left_out,
         )
         self.model = build_rank_model(
             job.model,
@@ -98,6 +99,7 @@ class RankTrainer:
         self.executor.optimizer = self.optimizer
 
     def _make_optimizer(self) -> DistributedOptimizer:
+        policy = self.config.policy
         copies = {id(parameter) for parameter in self.model.copies}
         rank_buckets = self.executor.buckets
         buckets = [bucket for bucket in rank_buckets if isinstance(bucket, ShardedBucket)]
@@ -111,6 +113,7 @@ class RankTrainer:
             config=self.config.optimizer,
             group_of=self._group_of,
             device=self.device,
+            spike_factor=0.0 if policy.on_spike == "ignore" else policy.spike_factor,
         )
 
     def _group_of(self, parameter: Tensor) -> ParamGroup:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from optimus.engine.config import DTYPES, TrainingConfig
+from optimus.engine.config import DTYPES, ON_NAN, ON_SPIKE, RunPolicy, TrainingConfig
 from optimus.engine.optimizer_config import (
     DECAYED,
     PROJECTOR,
@@ -54,12 +54,39 @@ def read_training_config(
         first_step=first_step,
         seed=_read_number("run.seed", settings, default.seed),
         optimizer=optimizer,
+        policy=_read_policy(settings),
         dtype=None
         if settings.get("dtype") is None
         else _read_choice("run.dtype", settings, DTYPES, "is not a dtype to compute in"),
         run_dir=run_dir,
         count_memory=count_memory,
     )
+
+
+def _read_policy(settings: Mapping[str, Any]) -> RunPolicy:
+    default = RunPolicy()
+    policy = RunPolicy(
+        on_nan=_read_choice("run.on_nan", settings, ON_NAN, "is no policy"),
+        on_spike=_read_choice("run.on_spike", settings, ON_SPIKE, "is no policy"),
+        spike_factor=_read_number("run.spike_factor", settings, default.spike_factor),
+        max_skipped=_read_number("run.max_skipped", settings, default.max_skipped),
+    )
+    for name in ("on_nan", "on_spike"):
+        if getattr(policy, name) == "rewind":
+            raise UserError(
+                field=f"run.{name}",
+                value="rewind",
+                problem="goes back to a checkpoint, which is not implemented yet",
+                hint=f"use {name}: skip",
+            )
+    if policy.spike_factor <= 1:
+        raise UserError(
+            field="run.spike_factor",
+            value=policy.spike_factor,
+            problem="has to exceed 1: half of all steps exceed the median",
+            hint=f"use spike_factor: {default.spike_factor:g}",
+        )
+    return policy
 
 
 # ---------------------------------------------------------------------------- the optimizer

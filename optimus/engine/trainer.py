@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
@@ -34,6 +34,7 @@ from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.rendezvous import RunMembership, check_settings_agree, join_process_group
+from optimus.engine.run_policy import PolicyWatch
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
@@ -166,6 +167,7 @@ class _TrainingLoop:
         )
         self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
         self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0
+        self._policy = PolicyWatch(config.policy)
         self._has_warned = False
         self._memory: MemoryUse | None = None
         self._batch_plan: BatchPlan | None = None  # of the next step
@@ -190,6 +192,7 @@ class _TrainingLoop:
         )
         watchdog.start()
         steps: list[StepMetrics] = []
+        stop: UserError | None = None
         try:
             self._start_batch_plan(self.config.first_step)
             for step in range(self.config.first_step, self.config.end_step):
@@ -198,24 +201,27 @@ class _TrainingLoop:
                 usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
                 watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
                 self._write(metrics)
-                if not math.isfinite(metrics.loss + metrics.gradient_norm):
+                stop = self._policy.find_stop(metrics)
+                if stop is not None:
                     break
                 if on_step is not None:
                     on_step(metrics)
         except Exception as error:
             watchdog.fail(error)
         watchdog.stop()
-        _refuse_not_finite(steps)
+        if stop is not None:
+            raise stop
         timed = steps[:-1] if self._memory is not None else steps  # counting memory takes time
         return TrainingSummary(
             steps=len(steps),
-            final_loss=steps[-1].loss if steps else None,
+            final_loss=next((m.loss for m in reversed(steps) if math.isfinite(m.loss)), None),
             step_s_median=median(metrics.step_s for metrics in timed) if timed else None,
             rank=self.member.rank,
             device=self.rank.device.type,
             memory=self._memory_of_fullest_rank(),
             waiting_steps=sum(m.data_wait_s > WAITING_SHARE * m.step_s for m in steps),
             skipped_samples=sum(metrics.skipped_samples for metrics in steps),
+            skipped_steps=sum(metrics.skipped_steps for metrics in steps),
             skipped=self._name_skipped_samples(),
         )
 
@@ -259,8 +265,7 @@ class _TrainingLoop:
         waited_s = self._data_wait_s - waited_s
         with self._recorded(LOSS):
             totals, waited_s = reduce_metrics(loss, self._count_skipped(batch_plan), waited_s, rank.device)
-        assert rank.optimizer.grad_norm is not None
-        grad_norm = float(rank.optimizer.grad_norm)
+        grad_norm, is_left_out = rank.optimizer.read_outcome()
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
         return StepMetrics(
@@ -273,6 +278,7 @@ class _TrainingLoop:
             carried=batch_plan.carried,
             data_wait_s=waited_s,
             skipped_samples=round(totals[1]),
+            skipped_steps=int(is_left_out),
         )
 
     @contextmanager
@@ -341,15 +347,3 @@ class _TrainingLoop:
 def _is_json(value: object) -> bool:
     """Tells if a figure is a number that JSON knows: not NaN, not infinite."""
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def _refuse_not_finite(steps: Sequence[StepMetrics]) -> None:
-    """Raises, on all ranks alike, if the loss or the norm of the gradients ended the run."""
-    for name in ("loss", "gradient_norm"):
-        if steps and not math.isfinite(value := getattr(steps[-1], name)):
-            raise UserError(
-                field=f"{name} of step {steps[-1].step}",
-                value=value,
-                problem="is not finite, so training has stopped",
-                hint="lower run.optimizer.lr or run.optimizer.clip, or look at the samples of this step",
-            )
