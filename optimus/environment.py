@@ -82,7 +82,7 @@ def launched(variables: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def for_rank(place: Launched, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of a rank that we launch: ours, what `launched` reads, and one BLAS thread."""
+    """The variables of a rank that we launch: ours, NCCL's, what `launched` reads, and one BLAS thread."""
     rank_variables = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world,
@@ -97,7 +97,7 @@ def for_rank(place: Launched, variables: Mapping[str, str] = os.environ) -> dict
         "MKL_NUM_THREADS": 1,
         "OPENBLAS_NUM_THREADS": 1,
     }
-    return {**variables, **{name: str(value) for name, value in rank_variables.items()}}
+    return {**NCCL_VARIABLES, **variables, **{name: str(value) for name, value in rank_variables.items()}}
 
 
 def keep_gloo_on_loopback(variables: MutableMapping[str, str] = os.environ) -> None:
@@ -113,6 +113,16 @@ def keep_freed_memory(variables: MutableMapping[str, str] = os.environ) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         variables.setdefault(name, str(2**31))
 
+
+# Of every rank, unless the environment says otherwise. A plan uses more queues of a GPU than the 8 that are
+# CUDA's default; an error of NCCL ends the process; a collective that times out leaves its events in a file.
+NCCL_VARIABLES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_DEBUG": "WARN",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 
 # What changes how CUDA and NCCL behave, and says nothing about whose machine it is.
 TUNING = (

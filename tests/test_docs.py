@@ -58,8 +58,10 @@ OPTIONS = {
     "--training",
     "--parallelism",
     "--checkpoint",
+    "--ntasks-per-node",
+    "--exclusive",
 }
-# of torchrun and torchtitan
+# of torchrun, torchtitan and sbatch
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -21,6 +21,7 @@ from optimus.cli.diff import DiffCommand
 from optimus.cli.export import ExportCommand
 from optimus.cli.flags import INTERRUPTED, NO, OK, OUR_BUG, USER_ERROR
 from optimus.cli.init import InitCommand
+from optimus.cli.launch import LaunchCommand
 from optimus.cli.plan import PlanCommand
 from optimus.cli.profile import ProfileCommand
 from optimus.cli.report import ReportCommand
@@ -50,6 +51,7 @@ COMMANDS: dict[str, type[Any]] = {
     "profile": ProfileCommand,
     "data": DataCommand,
     "train": TrainCommand,
+    "launch": LaunchCommand,
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from optimus.job.typed import Amount, Count, NonNegative
 
 GB = 1e9
+CPU_CORE = "cpu-core"
 FLAT = "flat"  # curves of unmeasured GPUs: peak_flops at every size, rings over the links
 
 
@@ -20,6 +21,11 @@ class Gpu:
     memory_bandwidth_bytes_per_s: float
     curves: str  # catalog/curves/<name>: measured GEMM, attention and in-node collectives; or FLAT
     source: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """True if ranks are on cores of CPUs, as in the catalog's `cpu` jobs and in profiles of CPUs."""
+        return self.name == CPU_CORE
 
 
 @dataclass(frozen=True, kw_only=True)
