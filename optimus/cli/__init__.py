@@ -124,13 +124,25 @@ def run_and_report_errors(command: Callable[[], int], *, as_json: bool) -> int:
         return USER_ERROR
     except BrokenPipeError:
         return OK
+    except OSError as error:
+        if error.filename is None:
+            return _report_bug()
+        hint = "check the path, its permissions and the space on its disk"
+        problem = f"cannot be used: {error.strerror}"
+        _print_error(UserError(field=str(error.filename), problem=problem, hint=hint))
+        return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:
-        print_lines(traceback.format_exc().splitlines(), to_stderr=True)
-        words = f"This is a bug in Optimus {__version__}, not a mistake of yours."
-        _print_error(f"{words} Please report it with the lines above.")
-        return OUR_BUG
+        return _report_bug()
+
+
+def _report_bug() -> int:
+    """Prints the traceback of the exception that is being handled, and returns the exit code."""
+    print_lines(traceback.format_exc().splitlines(), to_stderr=True)
+    words = f"This is a bug in Optimus {__version__}, not a mistake of yours."
+    _print_error(f"{words} Please report it with the lines above.")
+    return OUR_BUG
 
 
 def _print_error(error: object) -> None:

@@ -47,12 +47,19 @@ def check_writable(field: str, path: Path, *endings: str) -> None:
             problem=f"is not a {wanted} file",
             hint=f"end its name in {wanted}",
         )
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    folder, reason = path.parent, ""
+    try:
+        path.lstat()
+        cannot = path.is_dir() or not os.access(path, os.W_OK)
+    except FileNotFoundError:
+        cannot = not os.access(folder, os.W_OK)
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        cannot, reason = True, f": {getattr(error, 'strerror', error)}"
+    if cannot:
         raise UserError(
             field=field,
             value=str(path),
-            problem="cannot be written",
+            problem=f"cannot be written{reason}",
             hint="name a file in a folder that exists and is yours",
         )
 

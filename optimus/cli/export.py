@@ -57,11 +57,11 @@ def _make_folder(folder: Path) -> None:
     """Creates the folder; its parent must exist."""
     try:
         folder.mkdir(exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             field="--output",
             value=str(folder),
-            problem=f"cannot be a folder: {error.strerror}",
+            problem=f"cannot be a folder: {getattr(error, 'strerror', error)}",
             hint="name a folder of yours, in one that exists",
         ) from None
 

@@ -33,11 +33,11 @@ class InitCommand:
         from optimus.job.write import format_job_yaml
 
         text = format_job_yaml(self.hf, self.on, folder=self.output.parent)
+        check_writable("--output", self.output)
         if self.output.exists():
             raise UserError(
                 field="--output", value=str(self.output), problem="exists", hint="name another file with -o"
             )
-        check_writable("--output", self.output)
         write_file_atomically(self.output, text)
         result = {"schema": "optimus.init/1", "job": text, "file": str(self.output)}
         lines = [

@@ -95,10 +95,10 @@ def make_folder(field: str, folder: Path) -> Path:
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             field=field,
             value=str(folder),
-            problem=f"cannot be written: {error.strerror}",
+            problem=f"cannot be written: {getattr(error, 'strerror', error)}",
             hint="name a folder that is yours, in one that exists",
         ) from None

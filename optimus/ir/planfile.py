@@ -25,7 +25,7 @@ from optimus.ir.plan import (
 )
 from optimus.ir.plan_lines import format_program_lines, format_program_title
 from optimus.ir.plan_reader import ALIVE, LEGEND, read_plan_document
-from optimus.job.nodes import DocumentNode, parse_json, read_text
+from optimus.job.nodes import DocumentNode, is_file, parse_json, read_text
 from optimus.job.typed import read_typed
 
 Row = list[Any]
@@ -194,7 +194,7 @@ def is_plan_file(name: str) -> bool:
     path = Path(name)
     if name.endswith(PLAN_FILE_ENDING):
         return True
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json" or not is_file(path):
         return False
     with path.open("rb") as file:
         return b'"optimus.plan/' in file.read(200)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from optimus.job.typed import Amount, Count, NonNegative
+from optimus.job.typed import Amount, Count, NonNegative, NumberRange
 
 GB = 1e9
 CPU_CORE = "cpu-core"
@@ -77,8 +78,8 @@ class GpuBlock:
 class LinkBlock:
     """A link of a cluster, per GPU and direction, in the units of data sheets."""
 
-    gb_per_s_per_gpu: Amount
-    latency_us: NonNegative
+    gb_per_s_per_gpu: Annotated[float, NumberRange(least=1e-6, most=1e6)]
+    latency_us: Annotated[float, NumberRange(least=0, most=1e6)]
     source: str = ""
 
 

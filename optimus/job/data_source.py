@@ -7,7 +7,7 @@ import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from optimus.job.nodes import DocumentNode
+from optimus.job.nodes import DocumentNode, is_dir, is_file
 from optimus.job.typed import Count, read_typed
 
 CONFIG = "config.json"
@@ -87,7 +87,7 @@ def find_lengths_file(index: Path) -> Path:
 def find_model_dir(node: DocumentNode, folder: Path) -> Path | None:
     """Returns the folder that `model: {hf: FOLDER}` names; None if that is a file."""
     path = None if "hf" not in node else folder / read_typed(str, node["hf"])
-    return path if path is not None and path.is_dir() else None
+    return path if path is not None and is_dir(path) else None
 
 
 def read_data_source(root: DocumentNode, folder: Path) -> DataSource | None:
@@ -98,7 +98,7 @@ def read_data_source(root: DocumentNode, folder: Path) -> DataSource | None:
     model_dir = find_model_dir(root["model"], folder)
     if model_dir is None and "hf" in root["model"]:
         config = folder / read_typed(str, root["model"]["hf"])
-        if not config.is_file():
+        if not is_file(config):
             problem = "is neither a model folder nor a config.json"
             raise root["model"]["hf"].error(problem, "give the folder, seen from that of the job file")
         model_dir = config.parent

@@ -172,6 +172,22 @@ def show_field_path(path: Steps) -> str:
 # ---------------------------------------------------------------------------- files
 
 
+def is_file(path: Path) -> bool:
+    """Tells whether a path is that of a file; one that the system cannot look up is not."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_dir(path: Path) -> bool:
+    """Tells whether a path is that of a directory; one that the system cannot look up is not."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def read_text(path: Path, *, limit: int = MAX_BYTES) -> str:
     """Reads a regular UTF-8 file of at most `limit` bytes."""
 

@@ -25,7 +25,16 @@ from optimus.job.hf_config import read_hf_config
 from optimus.job.job import CurrentRun, Job, adapt_to_other_cluster
 from optimus.job.layout import CurrentPlacement, LayoutConstraints, PartialLayout, SearchLimits, parse_layout
 from optimus.job.model import Encoder, Llm, Model, Precision, Recompute
-from optimus.job.nodes import NO_FILE, DocumentNode, Position, YamlMapping, make_argument_node, merge_yaml
+from optimus.job.nodes import (
+    NO_FILE,
+    DocumentNode,
+    Position,
+    YamlMapping,
+    is_dir,
+    is_file,
+    make_argument_node,
+    merge_yaml,
+)
 from optimus.job.typed import Amount, read_typed, refuse_unknown_keys
 from optimus.job.workload import assume_workload, read_workload
 from optimus.job.yaml_parser import load_yaml
@@ -164,7 +173,7 @@ def load_data_source(path: str | Path) -> DataSource | None:
     root = load_yaml(Path(path))
     read_typed(JobFile, root)
     source = read_data_source(root, Path(path).parent)
-    if source is not None and not source.path.exists():
+    if source is not None and not (is_file(source.path) or is_dir(source.path)):
         hint = "give a .jsonl file or a folder of shards, seen from the folder of the job file"
         raise root["data"]["path"].error("does not exist", hint)
     return source
@@ -189,11 +198,11 @@ def add_stated_layouts(
 
 
 def _is_config(path: Path) -> bool:
-    return path.suffix == ".json" or (path / CONFIG).is_file()
+    return path.suffix == ".json" or is_file(path / CONFIG)
 
 
 def _find_config(path: Path) -> Path:
-    return path / CONFIG if path.is_dir() else path
+    return path / CONFIG if is_dir(path) else path
 
 
 def _assemble(root: DocumentNode, name: str, folder: Path, on: str | None, layouts: Iterable[str]) -> Job:
@@ -333,10 +342,11 @@ def _read_model(node: DocumentNode, folder: Path) -> Model:
     if block.family and block.llm is None:
         raise node["family"].error(f"is given together with {forms[0]}", "leave it out")
     if block.hf is not None:
-        if not (folder / block.hf).exists():
+        path = folder / block.hf
+        if not (is_file(path) or is_dir(path)):
             problem = "is neither a model folder nor a config.json"
             raise node["hf"].error(problem, "give the folder, seen from that of the job file")
-        model = read_hf_config(_find_config(folder / block.hf))
+        model = read_hf_config(_find_config(path))
     elif block.use is not None:
         model = read_catalog_model(block.use, where=node["use"])
     else:

@@ -12,7 +12,7 @@ from statistics import NormalDist, fmean, pstdev
 from optimus.errors import UserError
 from optimus.job.data_source import DataSource
 from optimus.job.model import Encoder, Model
-from optimus.job.nodes import DocumentNode, parse_json, read_text
+from optimus.job.nodes import DocumentNode, is_file, parse_json, read_text
 from optimus.job.typed import Amount, Count, Share, Whole, read_typed, refuse_unknown_keys
 
 DRAWS = 256  # sequences that stand for a distribution given by percentiles
@@ -239,7 +239,7 @@ def _find_data_lengths(node: DocumentNode, stated: Path | None, data: DataSource
     """Returns the file with the lengths of a job's data; raises if it is missing or others are stated."""
     if stated is not None and stated.resolve() != data.lengths.resolve():
         raise node["lengths"].error(f"is not {data.lengths}, the lengths of data", LEAVE_OUT)
-    if not data.lengths.is_file():
+    if not is_file(data.lengths):
         raise node.root["data"].error("has no lengths yet", f"run {data.command}", shown=False)
     packed = data.read_packed_tokens()
     if packed is not None and packed != data.sequence_tokens:

@@ -12,6 +12,7 @@ from typing import Any
 
 from optimus.job.catalog_files import resolve_catalog_name
 from optimus.job.job import Job
+from optimus.job.nodes import is_dir
 from optimus.job.read import make_job
 from optimus.job.workload import DEFAULT_SOURCE, assume_percentiles
 
@@ -58,7 +59,7 @@ def format_job_yaml(model: str | Path, on: str, *, folder: Path | None = None) -
 def _origin(model: str | Path, folder: Path) -> str:
     if name := resolve_catalog_name("models", str(model)):
         return f"use: {name}"
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    path = Path(model) / "config.json" if is_dir(Path(model)) else Path(model)
     shown = str(path) if path.is_absolute() else os.path.relpath(path, folder)
     return f"hf: {_quoted(shown)}"
 

@@ -100,16 +100,12 @@ class _Composer:
         if anchor:
             self.anchors[anchor] = None
         before = self.size
-        self.size += 1
+        self._count(event, 1)
         value: Any
         if isinstance(event, yaml.ScalarEvent):
             value = self._scalar(event)
         else:
             value = self._list() if isinstance(event, yaml.SequenceStartEvent) else self._mapping()
-            if self.size - before > MAX_NODES:
-                raise self._refuse(
-                    event, f"has more than {MAX_NODES:,} values", "use fewer values or aliases"
-                )
         if anchor:
             self.anchors[anchor] = value, self.size - before
         return value
@@ -123,8 +119,16 @@ class _Composer:
         anchored = self.anchors[event.anchor]
         if anchored is None:
             raise self._refuse(event, f"has an alias *{event.anchor} inside its own anchor", "write it out")
-        self.size += anchored[1]
+        self._count(event, anchored[1])
         return anchored[0]
+
+    def _count(self, event: yaml.Event, values: int) -> None:
+        """Refuses the entry in which the document becomes too large."""
+        self.size += values
+        if self.size > MAX_NODES:
+            while self.path and isinstance(self.path[-1], int):
+                self.path.pop()
+            raise self._refuse(event, f"has more than {MAX_NODES:,} values", "use fewer values or aliases")
 
     def _list(self) -> YamlList:
         items: list[Any] = []
