@@ -8,7 +8,7 @@ PIP = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip install -qq --di
 PYTEST = $(PYTHON) -m pytest -q -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: oracles help setup check lint format types imports dependencies test test-ci test-all docs dist release-check lock clean
+.PHONY: oracles help setup browser check lint format types imports dependencies test test-ci test-all docs dist release-check lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +19,12 @@ setup:  ## a virtual environment in .venv with everything to develop and test
 	$(PIP) --no-deps megatron-core==0.16.1
 	$(PIP) --no-deps torchtitan==0.3.0 spmd_types==0.2.3 torchdata==0.11.0 tensorboard==2.21.0
 	$(PIP) -e '.[dev]'
+
+browser:  ## chromium for tests of the report, where apt-get can install it
+	@if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		(timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 300 \
+		apt-get install -y -qq --no-install-recommends chromium) >/dev/null 2>&1; \
+	fi; command -v chromium || echo "no chromium: the report is not tested in a browser"
 
 check:  ## style, types, floors of the house, dependencies (15 s)
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j 2 types lint format imports dependencies

@@ -29,6 +29,7 @@ SHOWN_BY = {
     "export megatron": ["export", "bad.plan.json", "--to", "megatron"],
     "export torchtitan": ["export", "bad.plan.json", "--to", "torchtitan"],
     "train": ["train", "cpu/tiny-vl", "--plan", "bad.plan.json", "--steps", "1"],
+    "launch": ["launch", "cpu/tiny-vl", "--slurm", "--plan", "bad.plan.json", "--dry-run"],
 }
 WITHOUT_PLAN_FILES = {"catalog", "init", "plan", "sweep", "deal", "profile", "data"}
 
