@@ -199,7 +199,7 @@ class Recorder(Protocol):
 
 
 class Dataset(Protocol):
-    """Samples by number, the same on every rank.
+    """Samples by number, the same on every rank; those below 0 are held out from training, for evaluation.
 
     `engine.synthetic_data.SyntheticDataset` draws them, `hf.chat_dataset.ChatDataset` reads them from files.
     `engine.packed_data.PackedDataset` packs those of another, and `engine.prefetched_data.PrefetchedDataset`

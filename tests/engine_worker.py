@@ -45,6 +45,7 @@ from optimus.models.sample import ItemKeys, Sample, SampleItem
 
 TIMEOUT_S = 30
 LR = 1e-3
+EVAL_BATCHES = 2
 OPTIMIZER = OptimizerConfig(
     lr=LR,
     weight_decay=0.05,
@@ -89,7 +90,9 @@ class RankRun:
         self.built = RankTrainer(
             case.job,
             self.plan,
-            TrainingConfig(seed=case.seed, optimizer=replace(self.learning, clip=case.clip)),
+            TrainingConfig(
+                seed=case.seed, optimizer=replace(self.learning, clip=case.clip), eval_batches=EVAL_BATCHES
+            ),
             make_process_groups(self.plan, rank, timeout_s=TIMEOUT_S),
             dtype=self.dtype,
             device=torch.device("cpu"),

@@ -92,7 +92,7 @@ class OneProcess:
             for name, parameter in parameters_by_name(module, self.layers[module.name]).items()
         }
 
-    def encode(self, encoder: Encoder, placed: PlacedItem, step: int) -> Tensor:
+    def encode(self, encoder: Encoder, placed: PlacedItem, step: int | None) -> Tensor:
         """Returns the LLM rows of one item."""
         inputs, context = build_encoder_inputs(
             encoder,
@@ -105,7 +105,7 @@ class OneProcess:
         (rows,) = whole(self.layers[encoder.name], (inputs,), context)
         return rows
 
-    def loss(self, sample: Sample, scale: float, step: int) -> Tensor:
+    def loss(self, sample: Sample, scale: float, step: int | None) -> Tensor:
         """Returns the loss of one sample, a tensor of one element."""
         rows, targets = [], []
         for encoder in self.model.encoders:
@@ -146,6 +146,11 @@ class OneProcess:
             for name, parameter in parameters.items()
             if parameter.requires_grad
         }
+
+    def evaluate(self, samples: Sequence[Sample]) -> float:
+        """Returns the mean loss of a label, without dropout."""
+        with torch.no_grad():
+            return sum(float(self.loss(sample, loss_scale(samples), None)) for sample in samples)
 
     def train(
         self,

@@ -50,6 +50,11 @@ class StepSamples:
             self._window = window, [[first + at for at in of_step] for of_step in steps]
         return self._window[1][place]
 
+    def held_out(self, batches: int) -> list[list[int]]:
+        """Returns the numbers, below 0, of samples that no step trains on, by batch."""
+        loads = [self._tokens(-1 - at) for at in range(batches * self.per_step)]
+        return [[-1 - at for at in batch] for batch in carry_over(loads, self.per_step, self._capacity)]
+
     def count_carried(self, step: int) -> int:
         """Returns how many samples of a step come from an earlier one that had no room for them."""
         return sum(number // self.per_step < self.batch(step) for number in self.numbers(step))

@@ -44,6 +44,8 @@ class TrainingConfig:
     seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     policy: RunPolicy = field(default_factory=RunPolicy)
+    eval_every: int = 0  # steps between evaluations; 0: none
+    eval_batches: int = 0  # held out from training for them
     left_out: tuple[int, ...] = ()  # numbers of batches that no step trains on: later ones take their place
     dtype: str | None = None  # of compute: bfloat16 on GPUs, else float32. Masters have at least float32
     op_timeout_s: float = 8.0  # of one op (or a usual step, if longer), before the rank is ended
@@ -61,6 +63,8 @@ class TrainingConfig:
             "run.seed": self.seed,
             **self.optimizer.settings(),
             **self.policy.settings(),
+            "run.eval.every": self.eval_every,
+            "run.eval.batches": self.eval_batches,
             "left-out batches": self.left_out,
             "run.dtype": self.dtype,
             "--memory": self.count_memory,
@@ -86,6 +90,7 @@ class StepMetrics:
     data_wait_s: float = 0.0  # for samples to be loaded, of the rank that waited longest
     skipped_samples: int = 0  # whose files turned out broken: they trained nothing
     skipped_steps: int = 0  # 1 if the optimizer left this step out
+    eval_loss: float | None = None  # of held-out batches after this step, where they were evaluated
 
 
 @dataclass(frozen=True, kw_only=True)

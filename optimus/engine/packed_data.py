@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class PackedDataset:
     sequences: Sequence[tuple[int, ...]]  # numbers of the samples of each, from `data.packing`
     length: int
     seed: int = 0
+    held_out: int = 0  # sequences that no epoch has; they have the numbers -1, -2 and so on
 
     def sizes(self, number: int) -> SampleSizes:
         """Returns the sizes of all items of a sequence, without loading its samples."""
@@ -52,11 +53,22 @@ class PackedDataset:
 
     def members(self, number: int) -> tuple[int, ...]:
         """Returns the numbers of the samples in a sequence."""
-        epoch, place = divmod(number, len(self.sequences))
-        return self.sequences[int(_epoch_order(self.seed, epoch, len(self.sequences))[place])]
+        held_out, trained = self._parts
+        if number < 0:
+            return self.sequences[held_out[-1 - number]]
+        epoch, place = divmod(number, len(trained))
+        return self.sequences[trained[int(_epoch_order(self.seed, epoch, len(trained))[place])]]
+
+    @cached_property
+    def _parts(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns held-out sequences, equal for every seed so that runs can be compared, and the others."""
+        if not self.held_out:
+            return (), range(len(self.sequences))
+        drawn = _epoch_order("held out", 0, len(self.sequences)).tolist()
+        return drawn[: self.held_out], sorted(drawn[self.held_out :])
 
 
 @lru_cache(maxsize=2)  # a step may end one epoch and begin the next
-def _epoch_order(seed: int, epoch: int, count: int) -> Tensor:
+def _epoch_order(seed: int | str, epoch: int, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(hash64("epoch", seed, epoch) & (2**63 - 1))
     return torch.randperm(count, generator=generator)

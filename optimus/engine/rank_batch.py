@@ -72,7 +72,7 @@ class RankBatch:
         read: Callable[[int, ItemKeys], Sample],
         *,
         seed: int,
-        step: int,
+        step: int | None,
         dtype: torch.dtype,
         place: TensorMap = _identity,
     ) -> None:

@@ -5,7 +5,8 @@ The trainer and benchmarks step it among other ranks; a dry run steps it alone, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -133,27 +134,44 @@ class RankTrainer:
 
     def batch_plan(self, step: int) -> BatchPlan:
         """Plans a batch from the sizes of its samples; the result is the same on all ranks of the group."""
-        numbers = self.step_samples.numbers(step)
+        return self._plan_batch(self.step_samples.numbers(step), self.step_samples.count_carried(step))
+
+    def eval_batch_plan(self, number: int) -> BatchPlan:
+        """Plans a held-out batch, as `batch_plan` does."""
+        return self._plan_batch(self._eval_numbers[number])
+
+    @cached_property
+    def _eval_numbers(self) -> list[list[int]]:
+        """Returns the numbers of held-out samples, by batch; what a batch has no room for is in the next."""
+        return self.step_samples.held_out(self.config.eval_batches)
+
+    def _plan_batch(self, numbers: Sequence[int], carried: int = 0) -> BatchPlan:
         return plan_batch(
             self.plan,
             [self.dataset.sizes(number) for number in numbers],
             self.replica // self.plan.dealing_replicas,
             labels=sum(map(self.dataset.labels, numbers)),
-            carried=self.step_samples.count_carried(step),
+            carried=carried,
         )
 
     def batch(
         self,
-        step: int,
+        step: int | None,
         batch_plan: BatchPlan | None = None,
         place: Callable[[Tensor], Tensor] | None = None,
     ) -> RankBatch:
-        """Returns the data of a step for this rank, moved to its device or by `place`."""
+        """Returns the data of a step for this rank, moved to its device or by `place`.
+
+        Without a step, those of a plan are returned, and nothing is dropped.
+        """
+        if batch_plan is None:
+            assert step is not None
+            batch_plan = self.batch_plan(step)
         return RankBatch(
             self.job.model,
             self.plan,
             self.groups.rank,
-            batch_plan or self.batch_plan(step),
+            batch_plan,
             self._read,
             seed=self.config.seed,
             step=step,

@@ -19,6 +19,7 @@ from optimus.errors import UserError, nearest, one_of
 from optimus.job.model import Model
 
 OPTIMIZER_HINT = "use optimizer: {lr: 1e-4, weight_decay: 0.01, clip: 1.0}"
+EVAL_HINT = "use eval: {every: 100, batches: 4}"
 MODULE_HINT = "use a mapping such as {lr: 1e-5}"
 
 
@@ -47,6 +48,7 @@ def read_training_config(
     optimizer = _read_optimizer(
         _read_mapping("run.optimizer", settings, OPTIMIZER_HINT), planned_steps if "steps" in settings else 0
     )
+    eval_every, eval_batches = _read_evaluation(settings)
     if model is not None:
         _check_modules(optimizer, model)
     return TrainingConfig(
@@ -55,12 +57,30 @@ def read_training_config(
         seed=_read_number("run.seed", settings, default.seed),
         optimizer=optimizer,
         policy=_read_policy(settings),
+        eval_every=eval_every,
+        eval_batches=eval_batches,
         dtype=None
         if settings.get("dtype") is None
         else _read_choice("run.dtype", settings, DTYPES, "is not a dtype to compute in"),
         run_dir=run_dir,
         count_memory=count_memory,
     )
+
+
+def _read_evaluation(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the steps between evaluations, and the batches of one."""
+    if "eval" not in settings:
+        return 0, 0
+    section = _read_mapping("run.eval", settings, EVAL_HINT)
+    _check_keys("run.eval", section, ("every", "batches"))
+    every, batches = (_read_number(f"run.eval.{name}", section, 0) for name in ("every", "batches"))
+    if not (every and batches):
+        raise UserError(
+            field=f"run.eval.{'batches' if every else 'every'}",
+            problem="has to be at least 1",
+            hint=EVAL_HINT,
+        )
+    return every, batches
 
 
 def _read_policy(settings: Mapping[str, Any]) -> RunPolicy:

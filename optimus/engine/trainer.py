@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -29,6 +29,7 @@ from optimus.engine.config import (
     TrainingConfig,
     TrainingSummary,
 )
+from optimus.engine.evaluation import evaluate
 from optimus.engine.memory_tracker import measure_step_memory
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
@@ -197,6 +198,8 @@ class _TrainingLoop:
             self._start_batch_plan(self.config.first_step)
             for step in range(self.config.first_step, self.config.end_step):
                 metrics = self._step(step)
+                if self.config.eval_every and (step + 1) % self.config.eval_every == 0:
+                    metrics = replace(metrics, eval_loss=self._evaluate())
                 steps.append(metrics)
                 usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
                 watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
@@ -302,6 +305,16 @@ class _TrainingLoop:
             return 0.0
         numbers = chain.from_iterable(batch_plan.samples[self.rank.replica % self.plan.dealing_replicas])
         return float(sum(len(self.rank.skipped.get(number, ())) for number in numbers))
+
+    def _evaluate(self) -> float:
+        def share_plan(make: Callable[[], BatchPlan]) -> BatchPlan:
+            self._batch_plans.start(make() if self._reads_data else None)
+            return self._take_batch_plan()
+
+        total, labels = evaluate(self.rank, share_plan, lambda: self._recorded(SAMPLES))
+        with self._recorded(LOSS):
+            (loss, _), _ = reduce_metrics(total, 0.0, 0.0, self.rank.device)
+        return loss / max(1, labels)
 
     def _start_batch_plan(self, step: int) -> None:
         batch_plan = self.rank.batch_plan(step) if self._reads_data else None

@@ -70,8 +70,20 @@ def open_dataset(job: Job, source: DataSource, config: TrainingConfig) -> Prefet
     """
     data = open_data(source)
     chat = ChatDataset.open(data.file, data.index, folder=data.folder, model_dir=source.model_dir)
+    held_out, sequences = config.eval_batches * job.workload.sequences_per_step, data.index.sequences
+    if held_out >= len(sequences):
+        raise UserError(
+            field="run.eval.batches",
+            value=config.eval_batches,
+            problem=f"hold out {held_out} of {len(sequences)} sequences, and none is left to train on",
+            hint="use fewer batches, or more data",
+        )
     packed = PackedDataset(
-        dataset=chat, sequences=data.index.sequences, length=source.sequence_tokens, seed=config.seed
+        dataset=chat,
+        sequences=sequences,
+        length=source.sequence_tokens,
+        seed=config.seed,
+        held_out=held_out,
     )
     dataset = PrefetchedDataset(packed, workers=source.workers, preload=[ChatDataset.__module__])
     dataset.start([(config.first_step * job.workload.sequences_per_step, frozenset())])

@@ -128,10 +128,13 @@ def build_encoder_inputs(
     capacity: int,
     *,
     seed: int,
-    step: int,
+    step: int | None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, EncoderMicrobatchContext]:
-    """Returns a bin: items one after another, then padding up to `capacity` tokens as one more span."""
+    """Returns a bin: items one after another, then padding up to `capacity` tokens as one more span.
+
+    Without a `step` nothing is dropped.
+    """
     inputs = torch.zeros(capacity, encoder.patch_inputs, dtype=dtype)
     keys = torch.zeros(capacity, dtype=torch.int64)
     is_sound = encoder.modality == "audio"
@@ -148,9 +151,10 @@ def build_encoder_inputs(
         coordinates[start:end] = order.coordinates
         if not is_sound:
             grids[start:end] = torch.tensor(item.grid[-2:])
-        keys[start:end] = make_dropout_keys(
-            order.raster_index, seed=seed, step=step, sample=sample, item=index
-        )
+        if step is not None:
+            keys[start:end] = make_dropout_keys(
+                order.raster_index, seed=seed, step=step, sample=sample, item=index
+            )
         spans += order.spans
         window_spans += order.window_spans
         start = end
@@ -169,7 +173,7 @@ def build_encoder_inputs(
         positions=table_index,
         position_weights=position_weights,
         sinusoids=_sinusoids(encoder, coordinates, dtype) if is_sound and not learned else None,
-        dropout_keys=keys if encoder.stack.dropout else None,
+        dropout_keys=keys if encoder.stack.dropout and step is not None else None,
     )
 
 
@@ -277,15 +281,19 @@ def build_llm_inputs(
     scale: float,
     *,
     seed: int,
-    step: int,
+    step: int | None,
     dtype: torch.dtype = torch.float32,
     encoders: Sequence[Encoder] = (),
 ) -> tuple[Tensor, LlmMicrobatchContext]:
-    """Returns token ids and context of packed samples; multimodal rotary positions read `encoders`."""
+    """Returns token ids and context of packed samples; multimodal rotary positions read `encoders`.
+
+    Without a `step` nothing is dropped.
+    """
     positions = torch.cat([_positions(llm, sample, encoders) for sample in samples], 1)
     keys = [
         make_dropout_keys(torch.arange(sample.length), seed=seed, step=step, sample=sample.number)
         for sample in samples
+        if step is not None
     ]
     labels = torch.cat([sample.labels for sample in samples])
     attention, rope = llm.stack.attention, llm.stack.attention.rope
@@ -303,7 +311,7 @@ def build_llm_inputs(
         labels=torch.where(labels < 0, IGNORE_INDEX, labels),
         scale=scale,
         targets=tuple(targets),
-        dropout_keys=torch.cat(keys) if llm.stack.dropout else None,
+        dropout_keys=torch.cat(keys) if llm.stack.dropout and keys else None,
     )
 
 
