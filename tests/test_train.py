@@ -14,14 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from faults import ROOT, alive, children
+from safetensors.torch import save_file
 
 import optimus
 from optimus.cli import run
 from optimus.cli.train import RanksFailed
+from optimus.engine.config import TrainingConfig
 from optimus.engine.run_section import read_training_config
 from optimus.errors import UserError
+from optimus.job.data_source import DataSource
 
 TINY = "cpu/tiny-vl"
 CATALOG = ROOT / "optimus" / "catalog" / "jobs" / "cpu" / "tiny-vl.yaml"
@@ -164,6 +169,9 @@ def test_ranks_refuse_with_one_voice(planned: PlanningResult, tmp_path: Path) ->
         ({"optimizer": {"lr": float("nan")}}, "run.optimizer.lr"),
         ({"optimizer": {"weight_decay": True}}, "run.optimizer.weight_decay"),
         ({"optimizer": "adamw"}, "run.optimizer"),
+        ({"data_seed": -1}, "run.data_seed"),
+        ({"accumulate": 4}, "run.accumulate"),
+        ({"gradient_accumulation_steps": 4}, "run.gradient_accumulation_steps"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], field: str) -> None:
@@ -172,9 +180,40 @@ def test_wrong_settings_are_named(settings: dict[str, Any], field: str) -> None:
     assert refused.value.field == field
 
 
+def test_settings_differ_if_data_or_weights_do(tmp_path: Path) -> None:
+    """Not by where they are, nor by when they were written."""
+    folders = [tmp_path / name for name in ("one", "copy", "other")]
+    for folder, number in zip(folders, (1, 1, 2), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        save_file({"weight": torch.full((5000,), float(number))}, folder / "model.safetensors")
+        np.savez(folder / "train.index.npz", numbers=np.arange(number))
+    configs = [
+        TrainingConfig(
+            model_dir=folder,
+            data=DataSource(
+                path=folder / "train.jsonl",
+                media_dir=folder,
+                index=folder / "train.index.npz",
+                model_dir=folder,
+                sequence_tokens=8,
+                max_pixels=None,
+                max_audio_s=None,
+                workers=2,
+            ),
+        ).settings()
+        for folder in folders
+    ]
+    assert configs[0] == configs[1]
+    differing = {name for name, value in configs[0].items() if configs[2][name] != value}
+    assert differing == {"data (its index)", "weights"}
+
+
 def test_settings_of_a_run_are_read() -> None:
     found = read_training_config({"steps": 7, "seed": 3, "optimizer": {"lr": 1}}, steps=None)
     assert (found.steps, found.seed, found.optimizer.lr, found.optimizer.weight_decay) == (7, 3, 1.0, 0.01)
+    assert found.seed_of_data == 3
+    assert read_training_config({"seed": 3, "data_seed": 5}, steps=None).seed_of_data == 5
     assert read_training_config({"steps": 7}, steps=2).steps == 2
     with pytest.raises(UserError, match="--steps"):
         read_training_config({}, steps=-1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from optimus.engine.input_digest import digest_index, digest_weights
 from optimus.engine.optimizer_config import OptimizerConfig
 from optimus.ir.files import write_file_atomically
 from optimus.job.data_source import DataSource
@@ -42,6 +43,7 @@ class TrainingConfig:
     steps: int = 20
     first_step: int = 0  # of a run that goes on from another's weights: its data begin there
     seed: int = 0
+    data_seed: int | None = None  # of the order of data and of synthetic samples; that of the run if None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     policy: RunPolicy = field(default_factory=RunPolicy)
     eval_every: int = 0  # steps between evaluations; 0: none
@@ -61,14 +63,21 @@ class TrainingConfig:
             "--steps": self.steps,
             "--first-step": self.first_step,
             "run.seed": self.seed,
+            "run.data_seed": self.seed_of_data,
             **self.optimizer.settings(),
             **self.policy.settings(),
             "run.eval.every": self.eval_every,
             "run.eval.batches": self.eval_batches,
             "left-out batches": self.left_out,
             "run.dtype": self.dtype,
+            "data (its index)": None if self.data is None else digest_index(self.data.index),
+            "weights": None if self.model_dir is None else digest_weights(self.model_dir),
             "--memory": self.count_memory,
         }
+
+    @property
+    def seed_of_data(self) -> int:
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def end_step(self) -> int:

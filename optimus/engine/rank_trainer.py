@@ -60,7 +60,7 @@ class RankTrainer:
         self.dtype, self.device = dtype, device
         sequences_per_replica = job.workload.sequences_per_step // plan.ranks.llm.dp
         self.sequences_per_microbatch = sequences_per_replica // plan.microbatches
-        self.dataset = dataset or SyntheticDataset(job=job, seed=config.seed)
+        self.dataset = dataset or SyntheticDataset(job=job, seed=config.seed_of_data)
         self.skipped: dict[int, tuple[str, ...]] = {}  # by number: why documents of a sample have no labels
         self.replica = plan.ranks.place(LLM, groups.rank).dp
         workload, encoders = job.workload, job.model.encoders

@@ -19,6 +19,7 @@ from optimus.errors import UserError, nearest, one_of
 from optimus.job.model import Model
 
 OPTIMIZER_HINT = "use optimizer: {lr: 1e-4, weight_decay: 0.01, clip: 1.0}"
+ACCUMULATION = ("accumulate", "accumulation_steps", "gradient_accumulation", "gradient_accumulation_steps")
 EVAL_HINT = "use eval: {every: 100, batches: 4}"
 MODULE_HINT = "use a mapping such as {lr: 1e-5}"
 
@@ -34,6 +35,7 @@ def read_training_config(
 ) -> TrainingConfig:
     """Reads and checks a job's `run:` section; `steps` overrides it. `model` has the modules it may name."""
     default = TrainingConfig()
+    _refuse_accumulation(settings)
     if steps is not None:
         _check_number("--steps", steps, default.steps)
     _check_number("--first-step", first_step, default.first_step)
@@ -55,6 +57,7 @@ def read_training_config(
         steps=count,
         first_step=first_step,
         seed=_read_number("run.seed", settings, default.seed),
+        data_seed=_read_number("run.data_seed", settings, 0) if "data_seed" in settings else None,
         optimizer=optimizer,
         policy=_read_policy(settings),
         eval_every=eval_every,
@@ -65,6 +68,16 @@ def read_training_config(
         run_dir=run_dir,
         count_memory=count_memory,
     )
+
+
+def _refuse_accumulation(settings: Mapping[str, Any]) -> None:
+    for name in ACCUMULATION:
+        if name in settings:
+            raise UserError(
+                field=f"run.{name}",
+                problem="is not a setting: gradients of all microbatches of a step are accumulated",
+                hint="raise workload.sequences_per_step, which gives a step more microbatches",
+            )
 
 
 def _read_evaluation(settings: Mapping[str, Any]) -> tuple[int, int]:

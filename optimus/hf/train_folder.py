@@ -82,7 +82,7 @@ def open_dataset(job: Job, source: DataSource, config: TrainingConfig) -> Prefet
         dataset=chat,
         sequences=sequences,
         length=source.sequence_tokens,
-        seed=config.seed,
+        seed=config.seed_of_data,
         held_out=held_out,
     )
     dataset = PrefetchedDataset(packed, workers=source.workers, preload=[ChatDataset.__module__])
