@@ -173,6 +173,16 @@ class DistributedOptimizer:
         """Yields what `adamw` has one state each for; a group without masters on this rank has none."""
         return chain.from_iterable(self._tensors.values())
 
+    def state_of(self, tensor: OptimizerTensor) -> dict[str, Tensor]:
+        """Returns the state of AdamW for a tensor: zeros before the first step."""
+        assert self.adamw is not None
+        state: dict[str, Tensor] = self.adamw.state[tensor.parameter]
+        if not state:
+            master = tensor.parameter.detach()
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        return state
+
     def set_learning_rate(self, step: int) -> float:
         """Sets the rates of a step; returns that of modules without one of their own."""
         factor = self.config.lr_factor(step)

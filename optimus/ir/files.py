@@ -46,7 +46,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
             temporary.replace(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         problem = f"cannot be written: {error.strerror or error}"
         raise UserError(
@@ -76,7 +76,7 @@ def _sweep(directory: Path) -> None:
                 path.unlink()
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Makes a rename survive a crash of the host, where directories can be read and synced."""
     try:
         handle = os.open(directory, os.O_RDONLY)
